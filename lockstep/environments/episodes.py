@@ -49,7 +49,7 @@ class Sampler(Protocol):
 class Limits:
     """Of a trajectory: the tokens of its prompt and those after it (None: no limit but a turn's), its turns, and the
     seconds that its environment may take to answer (0: any); in words where the first comes from; and the rows that its
-    branches may take together in a micro-batch."""
+    branches may take together, where they must stand in one micro-batch."""
 
     prompt_tokens: int | None = None
     response_tokens: int | None = None
