@@ -106,8 +106,8 @@ class Trajectory:
             together; `extra` is what functions logged about it.
         environment: which of several in one run it was played in; empty where there is one.
         loss_weight: multiplies the loss of each sampled token, normalization included.
-        part_from: of a part of a trajectory, some branches that a micro-batch has without the others: the sampled tokens
-            before it. None: this is whole.
+        part_from: of a part of a trajectory, some branches that a micro-batch has without the others: the sampled
+            tokens before it. None: this is whole.
     """
 
     segments: list[Segment]

@@ -58,7 +58,8 @@ class Loop:
         self.replaced: list[RolloutGroup] = []  # in the latest step, by dynamic sampling
         task = config.task
         response = config.max_response_length, task.turns, task.environment_timeout
-        packed = config.trainer.max_tokens_per_micro_batch if self.algorithm.indexes_sequences else None
+        self._whole_sequences = self.algorithm.indexes_sequences
+        packed = config.trainer.max_tokens_per_micro_batch if self._whole_sequences else None
         self.limits = Limits(run.prompt_limit.tokens, *response, run.prompt_limit.reason, packed)
         self.failures = Failures()
         self._most_sampled = min(task.turns * config.sampling.max_completion_length, config.max_response_length)
@@ -216,8 +217,7 @@ class Loop:
         for r in (r for g in groups for r in g.rollouts):
             r.loss_weight = weights.get(id(r), 0.0)
         t, check = self.config.trainer, self.config.parity != "off"
-        whole = self.algorithm.indexes_sequences
-        how = Packing(t.max_tokens_per_micro_batch, t.mode, shapes=self.run.shapes, whole_sequences=whole)
+        how = Packing(t.max_tokens_per_micro_batch, t.mode, True, self.run.shapes, self._whole_sequences)
         return self._packed([g.group for g in groups], groups, how, check)
 
     def _packed(

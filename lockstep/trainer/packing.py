@@ -2,8 +2,8 @@
 
 A response's rows hold all its tokens but the last, which predicts nothing; the first one's logits come from the
 prompt's last row. Sampled tokens alone are predicted; given ones between them are context. A trajectory's further
-branches stand behind it, each with a prompt of its own; where they do not fit together, in other micro-batches, which no
-weight of a token depends on. Batches are padded to few shapes (`shapes.py`), so that few graphs serve every step.
+branches stand behind it, each with a prompt of its own; where they do not fit together, in other micro-batches, which
+no weight of a token depends on. Batches are padded to few shapes (`shapes.py`), so that few graphs serve every step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .shapes import BatchShape, fit
 
 
 class Packing(NamedTuple):
-    """How groups become micro-batches; see `pack`. `whole_sequences`: all branches of a trajectory stand in one, as terms
-    of its loss are sums over all that it sampled."""
+    """How groups become micro-batches; see `pack`. `whole_sequences`: all branches of a trajectory stand in one, as
+    terms of its loss are sums over all that it sampled."""
 
     max_tokens: int
     mode: Literal["packed", "per_sample"] = "packed"
