@@ -133,7 +133,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "environments": (
         "rewards sandbox",
         "base calls environment",
-        "answers tokens",
+        "tokens",
         "episodes remote tools",
         "adapters led",
         "collect data tasks worked",

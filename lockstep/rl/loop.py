@@ -33,7 +33,7 @@ from ..types import (
     SamplingParams,
     Trajectory,
 )
-from .critic import estimate, split
+from .critic import add_values, estimate
 from .dynamic_sampling import collect_with_signal
 from .step_checks import require_finite, verify
 from .step_metrics import reward_metrics, step_metrics
@@ -58,7 +58,8 @@ class Loop:
         self.replaced: list[RolloutGroup] = []  # in the latest step, by dynamic sampling
         task = config.task
         response = config.max_response_length, task.turns, task.environment_timeout
-        packed = config.trainer.max_tokens_per_micro_batch
+        self._whole_sequences = self.algorithm.indexes_sequences
+        packed = config.trainer.max_tokens_per_micro_batch if self._whole_sequences else None
         self.limits = Limits(run.prompt_limit.tokens, *response, run.prompt_limit.reason, packed)
         self.failures = Failures()
         how = run.policy.tokens, lambda *_: run.engine, run.task.rewards, config.seed, run.environment, self.limits
@@ -166,8 +167,7 @@ class Loop:
             self.run.trainer.reference_logprobs(batch)
             estimate = KL_ESTIMATORS[self.config.loss.kl_estimator]
             kl_C = estimate(batch.old_model_logprob_C, batch.ref_logprob_C)[batch.valid_C]
-            for sequence, tokens in zip(batch.sequences, split(kl_C.tolist(), batch), strict=True):
-                found[sequence.name] = tokens
+            add_values(found, kl_C.tolist(), batch)
         for of_rank in self.world.gather(found):
             found |= of_rank
         return found
@@ -206,7 +206,7 @@ class Loop:
         for r in (r for g in groups for r in g.rollouts):
             r.loss_weight = weights.get(id(r), 0.0)
         t, check = self.config.trainer, self.config.parity != "off"
-        how = Packing(t.max_tokens_per_micro_batch, t.mode, shapes=self.run.shapes)
+        how = Packing(t.max_tokens_per_micro_batch, t.mode, True, self.run.shapes, self._whole_sequences)
         return self._packed([g.group for g in groups], groups, how, check)
 
     def _packed(

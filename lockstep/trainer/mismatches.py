@@ -43,10 +43,11 @@ def mismatches(checked: Checked) -> list[Mismatch]:
             rows = (different_C & batch.valid_C).nonzero().flatten().tolist()
             for row in rows[:MAX_MISMATCHES]:
                 index = int(batch.sequence_C[row])
+                sequence = batch.sequences[index]
                 found.append(
                     Mismatch(
-                        request=batch.sequences[index].name,
-                        position=row - starts[index],
+                        request=sequence.name,
+                        position=row - starts[index] + (sequence.part_from or 0),
                         kind=kind,
                         generator=generator_C[row].item(),
                         trainer=trainer_C[row].item(),
