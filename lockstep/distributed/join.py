@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from .. import machine
 from ..config import ParallelConfig, require_divisor
@@ -16,6 +19,7 @@ from .collectives import gather
 from .mesh import Axis
 from .ranks import ONE, World
 
+_joined = itertools.count()  # of this process: it may join the same others again, whose addresses are then new ones
 _NCCL_TIMEOUTS = 20  # NCCL's own deadline aborts the process without a word for the user: `World.deadline` comes first
 
 
@@ -44,7 +48,9 @@ def join(config: ParallelConfig, device_type: str) -> World:
     timeout = timedelta(seconds=config.timeout)
     world = World(launch.rank, launch.processes, config.timeout, on_gpu, tp, config.generator_tp)
     with world.peers(), world.deadline("joining the other processes"):
-        dist.init_process_group("gloo", timeout=timeout)  # what goes through the host
+        store = dist.PrefixStore(f"lockstep/{next(_joined)}", _store(timeout))
+        number, count = launch.rank, launch.processes
+        dist.init_process_group("gloo", store=store, rank=number, world_size=count, timeout=timeout)  # through the host
         world.same("the processes of this run", lambda: {"device": device_type, "parallel": config})
         backend, patience = ("nccl", _NCCL_TIMEOUTS * timeout) if on_gpu else ("gloo", timeout)
         for axis in world.axes:
@@ -54,6 +60,13 @@ def join(config: ParallelConfig, device_type: str) -> World:
             host = _own_group(world, world.generator.tp, "gloo", timeout)
             world = replace(world, together=host)
     return world
+
+
+@cache
+def _store(timeout: timedelta) -> dist.Store:
+    """Where the processes find each other."""
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return store
 
 
 def _own_group(world: World, axis: Axis, backend: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -1,7 +1,8 @@
 """Section `parallel`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from ...errors import refuse
 from .section import Section, between
 
 
@@ -27,3 +28,13 @@ class ParallelConfig(Section):
     than that, bits depend on it."""
     timeout: float = between(1, 86400, default=300.0)
     """Seconds a process waits for the others before it ends the run."""
+
+
+def check_generation_ranks(c: ParallelConfig) -> None:
+    """Raise `InputError` naming what would have no effect where nothing is trained."""
+    for item in fields(c):
+        refuse(
+            getattr(c, item.name) != item.default and item.name not in ("generator_tp", "timeout"),
+            f"parallel.{item.name} is {getattr(c, item.name)}: it is for processes that train, and nothing is trained "
+            "here; remove it",
+        )
