@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from .. import machine
 from ..config import ParallelConfig, require_divisor
-from ..errors import InputError
+from ..errors import InputError, refuse
 from . import torch_private
 from .collectives import gather
 from .mesh import Axis
@@ -27,8 +27,8 @@ def join(config: ParallelConfig, device_type: str) -> World:
     """The world of this process: all that torchrun started, over NCCL on GPUs and gloo on CPUs, or itself alone.
 
     Raises:
-        InputError: `parallel.fsdp` times `parallel.tp` is not the number of processes, or these are on devices of
-            different kinds, as where there are more of them than GPUs.
+        InputError: it has joined them already; `parallel.fsdp` times `parallel.tp` is not the number of processes, or
+            these are on devices of different kinds, as where there are more of them than GPUs.
         PeerLost: another process did not come.
     """
     launch = machine.launched()
@@ -42,6 +42,11 @@ def join(config: ParallelConfig, device_type: str) -> World:
         )
     if launch.processes == 1:
         return ONE
+    refuse(
+        dist.is_initialized(),
+        "this process is among others already, of a model or a run that is not closed; close that first: with LLM(...) "
+        "as llm",
+    )
     on_gpu = device_type == "cuda"
     if on_gpu:
         machine.prepare_nccl()

@@ -71,7 +71,7 @@ class Session:
         """Raises `InputError` when the model cannot be used as `config` says."""
         self.config, self.timings, self.world = config, timings or Timings(), world
         with self.timings.measured("load"):
-            self.policy = world.each(lambda: load_policy(config))
+            self.policy = world.each(lambda: _loaded(config, world))
         self.verdicts: list[Verdict] = []
         self.preloaded: Path | None = None
         self.renew()
@@ -111,6 +111,12 @@ class Session:
     def compile_report(self) -> dict[str, Any]:
         """For the summary: every function's graphs, and what the check of them found; empty when there are none."""
         return compile_report(self.runtime, self.verdicts)
+
+
+def _loaded(config: RunConfig, world: World) -> Policy:
+    for name in ("tp", "generator_tp") if world.size > 1 else ():
+        require_degree(model_config(config), getattr(world, name), f"parallel.{name}")
+    return load_policy(config)
 
 
 class TrainingSession(Session):

@@ -20,15 +20,12 @@ from ..config import (
     RunConfig,
     validate,
 )
-from ..distributed import World
 from ..errors import InputError
 from ..graph import Runtime, Work
-from ..models.checks import require_degree
 from ..trainer import BatchShape, Packing, Trainer, pack_shards
 from ..types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 from .build import Session, resolve
 from .certificate import without_experts
-from .memory import model_config
 from .processes import GENERATING, Requests, of_all, together
 from .warm_up import make_ready, prepare_machine
 
@@ -158,19 +155,12 @@ def check_model(
     sections = {"compile": compile or CompileConfig(), "parallel": parallel or ParallelConfig()}
     given = validate(RunConfig(model=model, seed=seed, **how, **sections))  # type: ignore[arg-type]
     with together(given) as world:
-        session = Session(world.each(lambda: _resolved(given, world)), world=world)
+        session = Session(world.each(lambda: resolve(given, world.size, steps=False)), world=world)
         try:
             prepare_machine(session)
             return _check(session, tokens)
         finally:
             session.runtime.close()
-
-
-def _resolved(config: RunConfig, world: World) -> RunConfig:
-    model = model_config(config)
-    require_degree(model, world.tp, "parallel.tp")
-    require_degree(model, world.generator_tp, "parallel.generator_tp")
-    return resolve(config, world.size, steps=False)
 
 
 def _check(session: Session, tokens: int) -> ParityReport:

@@ -32,6 +32,8 @@ def together(config: RunConfig) -> Iterator[World]:
         with world.peers():
             world.same("the processes of this run", lambda: yaml_file.flat(config))
             yield world
+    except GeneratorExit:  # nobody closed it, and this process ends
+        raise
     except BaseException:
         world.close(failed=True)
         raise
