@@ -121,6 +121,12 @@ class World:
             raise elsewhere(raised, self.rank)
         return [found for found, _ in outcomes]  # type: ignore[misc]
 
+    def each(self, make: Callable[[], T]) -> T:
+        """What `make` returns on this rank. What it raises on any is raised on all."""
+        here: list[T] = []
+        self.share(lambda: here.append(make()))
+        return here[0]
+
     def from_first(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, or raises there, on every rank; the others do not call it."""
         return self.share(lambda: make() if self.first else None)[0]  # type: ignore[return-value]

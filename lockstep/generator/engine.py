@@ -47,6 +47,7 @@ class Engine:
     Attributes:
         agree: is told the schedule's state every `AGREED` launches, and raises where it is another on a rank that runs
             the same engine.
+        launched: is called after every launch.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Engine:
         self._grown: list[Sequence] = []  # by what was read
         self._ids = itertools.count()
         self.agree: Callable[[str], None] | None = None
+        self.launched: Callable[[], None] = lambda: None
         self._launches = 0
         self._pending: dict[int, dict[int, Trajectory | None]] = {}
 
@@ -212,6 +214,7 @@ class Engine:
             self.scheduler.clock += block.steps
         self.drain(self.ahead)
         self._launches += 1
+        self.launched()
         if self.agree is not None and self._launches % AGREED == 0:
             self.agree(self.scheduler.digest())
         grown, self._grown = self._grown, []

@@ -120,6 +120,10 @@ class Runtime:
     def _named(self, name: str) -> list[Program]:
         return [program for program in self.programs if program.name == name]
 
+    def begin_warm_up(self, peers: World) -> None:
+        """From here on graphs are made together with these."""
+        self.peers = self.builder.peers = peers
+
     def end_warm_up(self) -> None:
         """From here on a new graph counts as a recompile; what only a check needs is let go of."""
         self.warm_up.ended = True

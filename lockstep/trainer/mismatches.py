@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import fsum, isnan, nan
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,6 +28,35 @@ class Mismatch:
     kind: str  # "experts", "sampled" or "model"
     generator: float
     trainer: float
+
+
+class Deltas(NamedTuple):
+    """Differences of the model's log-probabilities over sampled tokens: the mean of trainer less generator, and of
+    their sizes the mean and the largest; NaN where one is."""
+
+    average: float
+    mean: float
+    largest: float
+
+    @staticmethod
+    def of(batches: Sequence[tuple[float, ...]]) -> Deltas:
+        """Those of all batches, from `sums_of_deltas`."""
+        if not batches:
+            return Deltas(nan, nan, nan)
+        counts, sums, sizes, largest = zip(*batches, strict=True)
+        worst = nan if any(map(isnan, largest)) else max(largest)
+        return Deltas(fsum(sums) / sum(counts), fsum(sizes) / sum(counts), worst)
+
+
+def sums_of_deltas(checked: Checked) -> list[tuple[float, ...]]:
+    """Of each batch with tokens: their number, the sum of their differences, that of their sizes, and the largest."""
+    found: list[tuple[float, ...]] = []
+    for batch, scored in checked:
+        delta_C = (scored["model_logprob_C"].double() - batch.old_model_logprob_C.double())[batch.valid_C]
+        if len(delta_C):
+            size_C = delta_C.abs()
+            found.append((len(delta_C), delta_C.sum().item(), size_C.sum().item(), size_C.max().item()))
+    return found
 
 
 def mismatches(checked: Checked) -> list[Mismatch]:
