@@ -8,7 +8,7 @@ the number of ranks says. What is not known to keep them apart counts as a sum.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from .captured import Captured, op_name, origins, written
 from .values import TensorValue, tensors_in
 
 COLLECTIVES = "_c10d_functional."
+PUSH = "lockstep.push_columns"  # a gather of columns, or an exchange whose rows come with all columns
 _REDUCES = frozenset(
     COLLECTIVES + name
     for name in (
@@ -43,20 +44,36 @@ _COPIES = {"copy", "fill", "zero", "index_copy", "where", "masked_fill"}
 Part = tuple[str, Hashable]
 
 
+class _Along(NamedTuple):
+    """That words of a group's ranks may lie along a dimension; all of a rank's one after another, if `by_rank`."""
+
+    group: str
+    by_rank: bool = False
+
+
+Dims = tuple[frozenset[_Along], ...]
+
+
 class _Words(NamedTuple):
     """Words of several ranks in a tensor.
 
     Attributes:
-        dims: of each dimension, the groups whose ranks' words may lie along it.
+        dims: of each dimension, whose words lie along it.
         parts: a group and a part of it, where it has words of that part alone; or of all in another order.
     """
 
-    dims: tuple[frozenset[str], ...]
+    dims: Dims
     parts: frozenset[Part] = frozenset()
 
     @property
     def groups(self) -> frozenset[str]:
-        return frozenset().union(*self.dims, {group for group, _ in self.parts})
+        along = {along.group for dim in self.dims for along in dim}
+        return frozenset(along | {group for group, _ in self.parts})
+
+
+def communicates(node: fx.Node) -> bool:
+    """Whether a call brings words of other ranks."""
+    return op_name(node).startswith(COLLECTIVES) or op_name(node) == PUSH
 
 
 class RankWords:
@@ -67,6 +84,7 @@ class RankWords:
         self._words: dict[fx.Node, _Words] = {}
         self._computed: set[fx.Node] = set()  # the others are inputs and constants, or are laid out from such
         self._memory: dict[fx.Node, frozenset[str]] = {}  # of what was written into an allocation
+        self._ranks: dict[str, int] = {}  # of each group
 
     def adds(self, node: fx.Node) -> bool:
         """Follow the next node; whether it adds floats of several ranks."""
@@ -89,7 +107,7 @@ class RankWords:
         """What a call's result has, and whether it adds words of several ranks."""
         if name in _REDUCES:
             return None, True
-        if name.startswith(COLLECTIVES) and name != WAIT:
+        if communicates(node) and name != WAIT:
             return self._communicated(node, name), False
         given = [n for n in node.all_input_nodes if self._of(n)]
         if node.target is operator.getitem:
@@ -101,7 +119,7 @@ class RankWords:
         if name in _SAME:
             return first, False
         if name in _VIEWS:
-            return _Words(_reshaped(first.dims, old, new), first.parts), False
+            return _Words(_reshaped(first.dims, old, new, self._ranks), first.parts), False
         if name in _TURNS:
             return _Words(tuple(first.dims[i] for i in _turned(node, len(old))), first.parts), False
         if name in _TAKES:
@@ -122,12 +140,21 @@ class RankWords:
 
     def _communicated(self, node: fx.Node, name: str) -> _Words | None:
         """What comes from other ranks; weights and other inputs, which nothing computed, are no part of a sum."""
-        group, sources = str(node.args[-1]), node.all_input_nodes
-        if name == GATHER_MANY or not any(map(self._is_computed, sources)):
+        source, count = node.all_input_nodes[0], node.args[1] if len(node.args) > 1 else None
+        group = str(node.args[2] if name == PUSH else node.args[-1])
+        self._ranks[group] = len(count) if isinstance(count, (list, tuple)) else count  # type: ignore[assignment]
+        if name == GATHER_MANY or not self._is_computed(source):
             return None
-        own = self._of(sources[0]) or _nothing(self._shape(sources[0]))
-        dims = (own.dims[0] | {group}, *own.dims[1:]) if own.dims else ()
-        return _Words(dims, own.parts if name == GATHER else own.parts | {(group, node.name)})
+        if name == PUSH:
+            return _Words((frozenset(), frozenset({_Along(group, True)})))
+        own = self._gathered(source, group)
+        return own if name == GATHER else _Words(own.dims, own.parts | {(group, node.name)})
+
+    def _gathered(self, source: fx.Node, group: str) -> _Words:
+        """All ranks' of this tensor, along its first dimension."""
+        own = self._of(source) or _nothing(self._shape(source))
+        first = frozenset(_Along(along.group) for along in own.dims[0]) | {_Along(group, True)}
+        return _Words((first, *own.dims[1:]), own.parts)
 
     def _item(self, node: fx.Node) -> _Words | None:
         source, number = node.args
@@ -135,10 +162,7 @@ class RankWords:
         name = op_name(source)
         if name == GATHER_MANY:
             shards: Any = source.args[0]
-            group, own = source.args[2], self._of(shards[number]) or _nothing(self._shape(node))
-            if not self._is_computed(shards[number]):
-                return None
-            return _Words((own.dims[0] | {str(group)}, *own.dims[1:]), own.parts)
+            return self._gathered(shards[number], str(source.args[2])) if self._is_computed(shards[number]) else None
         given = [n for n in source.all_input_nodes if self._of(n)]
         if not given:
             return None
@@ -155,8 +179,8 @@ class RankWords:
         place: Any = node.args[2:]
         if name == "aten.index_select" and isinstance(index := place[0], fx.Node):
             if index.op == "placeholder":
-                groups = whole.dims[dim]
-                kept = tuple(along - groups for along in whole.dims)
+                groups = {along.group for along in whole.dims[dim]}
+                kept = tuple(frozenset(along for along in dim if along.group not in groups) for dim in whole.dims)
                 return _Words(kept, frozenset(part for part in whole.parts if part[0] not in groups))
             return _part(whole, dim, index.name, False)
         if self._shape(node) == self._shape(node.all_input_nodes[0]):
@@ -165,7 +189,7 @@ class RankWords:
 
     def _joined(self, node: fx.Node, name: str) -> _Words:
         """Parts in their order are the whole again."""
-        pieces, new, none = node.args[0], self._shape(node), frozenset[str]()
+        pieces, new, none = node.args[0], self._shape(node), frozenset[_Along]()
         assert isinstance(pieces, (list, tuple))
         dim = _argument(node, "dim", 1, 0) % len(new)
         found = [self._of(piece) or _nothing(self._shape(piece)) for piece in pieces]  # type: ignore[arg-type]
@@ -175,9 +199,10 @@ class RankWords:
         apart = [sorted(words.parts - common, key=_place) for words in found]
         dims = [none.union(*(words.dims[i] for words in found)) for i in range(len(new))]
         groups = {group for parts in apart for group, _ in parts}
-        dims[dim] |= groups
         places = [[_place(part) for part in parts] for parts in apart]
-        again = () if places == sorted(places) else ((group, str(places)) for group in groups)
+        in_order = places == sorted(places)
+        dims[dim] |= {_Along(group, in_order and not dims[dim]) for group in groups}
+        again = () if in_order else ((group, str(places)) for group in groups)
         return _Words(tuple(dims), common | frozenset(again))
 
     def _own(self, node: fx.Node, given: Sequence[fx.Node], new: Sequence[Any]) -> _Words | None:
@@ -197,8 +222,8 @@ class RankWords:
 
     def _spread(self, given: Sequence[fx.Node], count: int, node: fx.Node) -> _Words:
         """Of a call that may have put any words anywhere."""
-        groups = frozenset().union(*(w.groups for n in given if (w := self._of(n))))
-        return _Words((groups,) * count, frozenset((group, node.name) for group in groups))
+        groups = frozenset[str]().union(*(w.groups for n in given if (w := self._of(n))))
+        return _Words((_anywhere(groups),) * count, frozenset((group, node.name) for group in groups))
 
     def _mixes(self, node: fx.Node) -> bool:
         """Whether computed operands are of different parts."""
@@ -226,7 +251,7 @@ class RankWords:
         if not stored:
             return found
         dims = found.dims if found else _nothing(shape).dims
-        return _Words(tuple(d | stored for d in dims), found.parts if found else frozenset())
+        return _Words(tuple(d | _anywhere(stored) for d in dims), found.parts if found else frozenset())
 
     def _is_computed(self, node: fx.Node) -> bool:
         return node in self._computed or not self._computed.isdisjoint(self._lies_in[node])
@@ -246,7 +271,7 @@ def _nothing(shape: Sequence[Any]) -> _Words:
 def _part(whole: _Words, dim: int, key: Hashable, drops: bool) -> _Words:
     """Of what lies along a dimension, without it where it `drops`."""
     dims = (*whole.dims[:dim], *whole.dims[dim + 1 :]) if drops else whole.dims
-    return _Words(dims, whole.parts | {(group, key) for group in whole.dims[dim]})
+    return _Words(dims, whole.parts | {(along.group, key) for along in whole.dims[dim]})
 
 
 def _place(part: Part) -> tuple[str, int, str]:
@@ -254,15 +279,24 @@ def _place(part: Part) -> tuple[str, int, str]:
     return group, key if isinstance(key, int) else -1, str(key)
 
 
-def _reshaped(
-    dims: Sequence[frozenset[str]], old: Sequence[int | str], new: Sequence[int | str]
-) -> tuple[frozenset[str], ...]:
+def _anywhere(groups: Iterable[str]) -> frozenset[_Along]:
+    return frozenset(map(_Along, groups))
+
+
+def _reshaped(dims: Dims, old: Sequence[int | str], new: Sequence[int | str], ranks: Mapping[str, int]) -> Dims:
     """Dimensions of the same size at the beginning and the end stay; those in between may have what any of them has."""
     most = min(len(old), len(new))
     first = next((i for i in range(most) if old[i] != new[i]), most)
     last = next((i for i in range(most - first) if old[-1 - i] != new[-1 - i]), most - first)
-    between = frozenset[str]().union(*dims[first : len(old) - last])
-    return (*dims[:first], *(between,) * (len(new) - first - last), *dims[len(old) - last :])
+    before, sizes = dims[first : len(old) - last], new[first : len(new) - last]
+    groups = {along.group for dim in before for along in dim}
+    between = [_anywhere(groups)] * len(sizes)
+    if before and sizes and not any(before[1:]) and all(along.by_rank for along in before[0]):
+        if len(sizes) == 1:
+            between = [before[0]]
+        elif all(ranks.get(group) == sizes[0] for group in groups):  # the ranks, and what each of them has
+            between = [before[0], *[frozenset[_Along]()] * (len(sizes) - 1)]
+    return (*dims[:first], *between, *dims[len(old) - last :])
 
 
 def _turned(node: fx.Node, count: int) -> list[int]:

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from ..torch_private import trace as torch_trace
 from .captured import Captured, GraphError, is_backward, module_of, op_name, origins, written
-from .rank_words import COLLECTIVES, RankWords
+from .rank_words import RankWords, communicates
 from .values import TensorValue, tensors_in
 
 MAX_PROBLEMS = 8
@@ -118,7 +118,7 @@ def _numerics(captured: Captured) -> Iterator[str]:
 
 def _sums_of_ranks(captured: Captured) -> Iterator[str]:
     """Nothing that is compared bit by bit, and no key or value, follows from floats added across ranks."""
-    if not any(op_name(node).startswith(COLLECTIVES) for node in captured.graph.nodes):
+    if not any(map(communicates, captured.graph.nodes)):
         return
     specs, lies_in, words = dict(captured.placeholders()), origins(captured.graph), RankWords(captured)
     sums: dict[fx.Node, fx.Node] = {}  # what follows from one, and memory that holds such: the sum

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.distributed.push.operator import push_columns
 from lockstep.graph import GraphError, GraphLauncher, Inputs, backward, capture, verify
 
 TABLE = torch.randn(4, 4)  # a module's global: no closure gives it away
@@ -85,6 +86,14 @@ def columns(x: Tensor) -> Tensor:
     return torch.cat(gathered(x[:, ::2]).unbind(), dim=1)
 
 
+def pushed(x: Tensor) -> Tensor:
+    return push_columns(x * 2, 2, "@tp", False)
+
+
+def pieces(x: Tensor) -> list[Tensor]:
+    return [piece.flatten(1) for piece in x.unflatten(1, (2, 4)).split(2, dim=2)]
+
+
 def in_turn(x: Tensor) -> Tensor:
     first, second = gathered(x)
     return first + second
@@ -112,6 +121,10 @@ ADDED = {
     "add_": in_memory,
     "linear_add": products,
     "sum of columns": lambda x: columns(x).view(4, 2, 2).sum(1).repeat(1, 2),
+    "sum of what was pushed": lambda x: pushed(x).view(4, 2, 4).sum(1),
+    "sum in another order": lambda x: (
+        gathered(x).permute(1, 2, 0).reshape(4, 8).view(4, 2, 4).sum(2, True).expand(4, 2, 2).reshape(4, 4)
+    ),
     "add to its own": lambda x: x * 2 + gathered(x)[0],
     "add to all": lambda x: (gathered(x) + x * 2)[0],
     "add the other way": lambda x: gathered(x)[0] + gathered(x).flip(0)[0],
@@ -128,6 +141,8 @@ WORDS = {
     "by rows": lambda x: gathered(x).flatten(0, 1)[:4],
     "to their owners": lambda x: torch.cat(exchanged(x).view(2, 4, 2).unbind(), dim=1),
     "in another order": lambda x: gathered(x).flip(0).flatten(0, 1)[:4],
+    "pieces of what was pushed": lambda x: ops.linear_add(*pieces(pushed(x)), x),
+    "sums of what each rank has": lambda x: pushed(x).view(4, 2, 2, 2).sum(3).flatten(1),
     "the largest": lambda x: gathered(x).amax(0),
     "whole numbers": lambda x: gathered(x.int()).sum(0).float(),
     "weights": lambda x: COLLECTIVES.wait_tensor(COLLECTIVES.all_gather_into_tensor(x, 2, "@tp")).view(2, 4, 4).sum(0),
