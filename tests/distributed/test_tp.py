@@ -33,7 +33,7 @@ CASES: list[dict[str, Any]] = [
     {"family": "qwen3", "steps": 1, "mutant": "reversed"},
     {"family": "qwen3", "steps": 1, "mutant": "flipped"},
 ]
-FOUR: list[dict[str, Any]] = [{"family": "qwen3_moe", "steps": 2}]
+FOUR: list[dict[str, Any]] = [{"family": "qwen3_moe", "steps": 2, "graphs": True}]
 
 
 def named(case: dict[str, Any]) -> str:
