@@ -112,6 +112,8 @@ class World:
         try:
             value = make()
         except Exception as caught:
+            if isinstance(caught, PeerLost) or torch_private.is_peer_failure(caught):
+                raise  # whom it would be told does not come
             error = caught
         outcomes = self.gather((value, None if error is None else _portable(error)))
         failed = [rank for rank, (_, found) in enumerate(outcomes) if found is not None]
