@@ -135,6 +135,11 @@ class Trajectory:
         return [segment for segment in self.segments if segment.sampled]
 
     @property
+    def length(self) -> int:
+        """How many tokens were sampled."""
+        return sum(len(segment.token_ids) for segment in self.segments if segment.sampled)
+
+    @property
     def token_ids(self) -> list[int]:
         """All sampled tokens; so with the other values of sampled tokens."""
         return [token for segment in self.segments if segment.sampled for token in segment.token_ids]

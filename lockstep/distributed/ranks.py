@@ -104,12 +104,8 @@ class World:
         """What `make` returns on each rank, by rank, on every rank. What it raises on any is raised on all."""
         if self.size == 1:
             return [make()]
-        value, error = None, None
-        try:
-            value = make()
-        except Exception as caught:
-            error = caught
-        outcomes = self.gather((value, None if error is None else _portable(error)))
+        value, error = _outcome(make)
+        outcomes = self.gather((value, _portable(error)))
         failed = [rank for rank, (_, found) in enumerate(outcomes) if found is not None]
         if failed:
             raised = error if failed[0] == self.rank and error is not None else outcomes[failed[0]][1]
@@ -118,8 +114,20 @@ class World:
         return [found for found, _ in outcomes]  # type: ignore[misc]
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, or raises there, on every rank; the others do not call it."""
-        return self.share(lambda: make() if self.first else None)[0]  # type: ignore[return-value]
+        """What `make` returns on rank 0, or raises there, on every rank; the others do not call it.
+
+        It is broadcast, so a rank receives it once, however many there are.
+        """
+        if self.size == 1:
+            return make()
+        value, error = _outcome(make) if self.first else (None, None)
+        box: list[Any] = [(value, _portable(error))]
+        with self.peers():
+            dist.broadcast_object_list(box, 0)
+        sent, raised = (value, error) if self.first else box[0]
+        if raised is not None:
+            raise elsewhere(raised, self.rank)
+        return sent
 
     def made_once(self, make: Callable[[], T], dumps: Callable[[T], bytes], loads: Callable[[bytes], T]) -> T:
         """What `make` returns on rank 0, or raises there, and on every other rank what `loads` makes of its bytes."""
@@ -306,7 +314,15 @@ def elsewhere(error: Exception, rank: int) -> Exception:
     return error
 
 
-def _portable(error: Exception) -> Exception:
+def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What it returns, or raises."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def _portable(error: Exception | None) -> Exception | None:
     """An exception that can be sent: itself, or what it says."""
     import pickle
 

@@ -121,7 +121,7 @@ class Collector:
             for into, some in (groups, well), (failed, [episode for episode in episodes if episode not in well]):
                 if rollouts := [e.trajectory for e in some if e.trajectory is not None]:
                     into.append(RolloutGroup(rollouts, sampling, a.group, some[0].prompt, a.problem.columns))
-        kept = sum(len(r.token_ids) for group in groups + failed for r in group.rollouts)
+        kept = sum(r.length for group in groups + failed for r in group.rollouts)
         if kept != sampled_tokens:  # they would not all be compared
             raise LockstepError(f"{where}: {sampled_tokens} tokens were sampled, and trajectories have {kept}")
         about = Scoring(

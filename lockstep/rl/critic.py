@@ -35,12 +35,12 @@ def estimate(
     values = _values(trainer, batches) if trainer.algorithm.has_critic else None
     if values is not None:
         rollouts = [rollout for rollout in rollouts if rollout.name in values]
-    said = [values[r.name] if values is not None else [0.0] * len(r.token_ids) for r in rollouts]
+    said = [values[r.name] if values is not None else [0.0] * r.length for r in rollouts]
     rewards = [token_rewards(r, config.beta, kl.get(r.name)) for r in rollouts]
     advantages, returns = trainer.algorithm.estimate(config, rewards, said)
     by_name = {r.name: found for r, *found in zip(rollouts, advantages, returns, strict=True)}
     for batch in batches:
-        pairs = [by_name.get(s.name, ([0.0] * len(s.token_ids),) * 2) for s in batch.sequences]
+        pairs = [by_name.get(s.name, ([0.0] * s.length,) * 2) for s in batch.sequences]
         for i, rows_C in enumerate((batch.advantage_C, batch.return_C)):
             if rows_C is not None:
                 _fill(rows_C, list(chain.from_iterable(pair[i] for pair in pairs)))
@@ -65,7 +65,7 @@ def _values(trainer: Trainer, batches: Sequence[PackedBatch]) -> dict[str, list[
 def token_rewards(rollout: Trajectory, beta: float, kl: Sequence[float] | None) -> list[float]:
     """The reward of each sampled token: that of a turn with its last, what else the rollout has with the last of all,
     less `beta` times each one's KL estimate."""
-    found = [-beta * estimate for estimate in kl] if kl else [0.0] * len(rollout.token_ids)
+    found = [-beta * estimate for estimate in kl] if kl else [0.0] * rollout.length
     *earlier, _ = rollout.turns
     given = [math.fsum((turn.rewards or {}).values()) for turn in earlier]
     for end, reward in zip(accumulate(len(turn.token_ids) for turn in earlier), given, strict=True):
@@ -99,4 +99,4 @@ def split(values: list[float], batch: PackedBatch) -> Iterator[list[float]]:
     """A batch's values a completion token, sequence by sequence."""
     rest = iter(values)
     for sequence in batch.sequences:
-        yield list(islice(rest, len(sequence.token_ids)))
+        yield list(islice(rest, sequence.length))

@@ -34,6 +34,7 @@ from ..types import (
     Trajectory,
 )
 from .critic import estimate, split
+from .dealing import dealt
 from .dynamic_sampling import collect_with_signal
 from .step_checks import require_finite, verify
 from .step_metrics import reward_metrics, step_metrics
@@ -79,7 +80,7 @@ class Loop:
                 groups, without_reward, counts = self._collect(step)
             generated = groups + without_reward
             self._latest = (generated, None)
-            tokens = sum(len(r.token_ids) for g in generated for r in g.rollouts)
+            tokens = sum(r.length for g in generated for r in g.rollouts)
             sampled = 0 if config.parity == "off" else tokens  # those that are to be compared
             kl: dict[str, list[float]] = {}
             if self.algorithm.kl_in_reward:
@@ -164,7 +165,7 @@ class Loop:
         loss = self.config.loss
         for group in groups:
             for r in group.rollouts:
-                r.reward += self.algorithm.penalty(loss, len(r.token_ids), self._most_sampled)
+                r.reward += self.algorithm.penalty(loss, r.length, self._most_sampled)
         rewards = [[r.reward - loss.beta * math.fsum(kl.get(r.name, ())) for r in group.rollouts] for group in groups]
         for group, advantages in zip(groups, self.algorithm.advantages(loss, rewards), strict=True):
             for r, advantage in zip(group.rollouts, advantages, strict=True):
@@ -207,7 +208,7 @@ class Loop:
         has a weight of 1 over what is trained on."""
         rollouts = [r for g in groups for r in g.rollouts]
         kept = [r for r in rollouts if self._counts(r)]
-        lengths = [len(r.token_ids) for r in kept]
+        lengths = [r.length for r in kept]
         weights = self.algorithm.weights(lengths, len(rollouts), self._most_sampled)
         return {id(r): w for r, w in zip(kept, weights, strict=True)}
 
@@ -218,14 +219,11 @@ class Loop:
             r.loss_weight = weights.get(id(r), 0.0)
         t, check = self.config.trainer, self.config.parity != "off"
         how = Packing(t.max_tokens_per_micro_batch, t.mode, shapes=self.run.shapes)
-        return self._packed([g.group for g in groups], groups, how, check)
+        return self._packed(groups, how, check)
 
-    def _packed(
-        self, numbers: Sequence[int], groups: Sequence[RolloutGroup], how: Packing, check_parity: bool
-    ) -> list[PackedBatch]:
-        """This rank's micro-batches, as many as every other's, of groups that their numbers deal into shards."""
-        count = len(self.shards)
-        shards = [[g for n, g in zip(numbers, groups, strict=True) if n % count == shard] for shard in self.shards]
+    def _packed(self, groups: Sequence[RolloutGroup], how: Packing, check_parity: bool) -> list[PackedBatch]:
+        """This rank's micro-batches, as many as every other's, of groups that are dealt to shards."""
+        shards = dealt(groups, len(self.shards), self.config.parallel.balance_batch)
         packed = pack_shards(shards, self.own_shards, how, check_parity)
         for i, batch in enumerate(packed):  # the first of every own shard, then the second of each
             complete(batch, self.algorithm)
@@ -280,13 +278,13 @@ class Loop:
         problems = [self.run.task.warmup_problem(step, i) for i in range(t.warmup_batch_size)]
         encode = policy.tokens, policy.encode_completion
         examples = worked_trajectories(self.run.environment, problems, *encode, self.limits)
-        lengths = [len(example.token_ids) for example in examples]
+        lengths = [example.length for example in examples]
         weights = supervised(self.config.loss).weights(lengths, len(examples), 0)
         for example, weight in zip(examples, weights, strict=True):
             example.loss_weight = weight
-        groups = [RolloutGroup([example], SamplingParams()) for example in examples]
+        groups = [RolloutGroup([example], SamplingParams(), i) for i, example in enumerate(examples)]
         with self.world.deadline(f"warm-up step {step + 1}"):
-            for batch in self._packed(range(len(groups)), groups, Packing(t.max_tokens_per_micro_batch), False):
+            for batch in self._packed(groups, Packing(t.max_tokens_per_micro_batch), False):
                 trainer.forward_backward(batch, loss_type=SUPERVISED)
             result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps), sampled=0)
             trainer.gather_weights()
