@@ -212,7 +212,7 @@ class RolloutGroup:
     """The samples of one prompt, which all begin with it.
 
     `prompt` is the text or messages, `columns` the data row's other columns. `replaced`: dynamic sampling took another
-    prompt's in its place.
+    prompt's in its place. `sampled_by`: the rank that has all of it, where others may lack some; None: all ranks do.
     """
 
     rollouts: list[Trajectory]
@@ -221,6 +221,7 @@ class RolloutGroup:
     prompt: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
     replaced: bool = False
+    sampled_by: int | None = field(default=None, compare=False)
 
     @property
     def prompt_ids(self) -> list[int]:

@@ -135,7 +135,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "base calls environment",
         "answers tokens",
         "episodes remote tools",
-        "adapters led",
+        "adapters ranks",
         "collect data tasks worked",
         "loading",
         ".",

@@ -16,7 +16,8 @@ from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams
 from .base import Problem, draw
 from .environment import Environment, SingleTurn
 from .episodes import Asked, Episode, Failures, Limits, Play, Round, Sampler
-from .led import follow, leading
+from .ranks.led import follow, leading
+from .ranks.rollouts import outline
 from .rewards.calls import Logged
 from .rewards.reward_set import RewardSet, Scoring
 from .tokens import Tokens
@@ -38,6 +39,10 @@ class Collected(NamedTuple):
     groups: list[RolloutGroup]
     without_reward: list[RolloutGroup]
     counts: dict[str, float]
+
+    def outline(self) -> Collected:
+        """What ranks need of one another's."""
+        return Collected(list(map(outline, self.groups)), list(map(outline, self.without_reward)), self.counts)
 
 
 @dataclass(frozen=True)
@@ -63,15 +68,19 @@ class Collector:
         self, problems: Problems, sampling: SamplingParams, domain: int, step: int, required: bool = True
     ) -> Collected:
         """Sample `sampling.n` completions of each (group, problem) and score them. Ranks that generate together take
-        their share of the problems, which the first of them plays; every rank has all groups in the end. A group with a
-        completion that no reward applies to is kept apart, and so are samples whose environment failed.
+        their share of the problems, which the first of them plays; every rank has all groups in the end, of other
+        ranks' an `outline`. A group with a completion that no reward applies to is kept apart, and so are samples whose
+        environment failed.
 
         Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, when no group
         has a reward and one is `required`, and whatever scoring refuses.
         """
         where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
         own = self.world.generator.fsdp.own(problems)
-        found = self.world.share(lambda: self._of(own, sampling, domain, step, where))
+        found = self.world.share(lambda: self._of(own, sampling, domain, step, where), Collected.outline)
+        for rank, of_rank in enumerate(found):
+            for group in of_rank.groups + of_rank.without_reward:
+                group.sampled_by = rank
         groups = sorted((group for of_rank in found for group in of_rank.groups), key=attrgetter("group"))
         without = sorted((group for of_rank in found for group in of_rank.without_reward), key=attrgetter("group"))
         counts: Counter[str] = Counter()

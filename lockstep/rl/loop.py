@@ -1,7 +1,8 @@
 """The algorithm: sample, score, advantage, pack, forward_backward, optim_step. The generator sees new weights at once.
 
 `Loop.step` is the page to read; the rest of the file serves it. On several ranks each generates, scores and trains its
-share of a step; in between every rank has all groups, so what is decided on them is decided alike everywhere.
+share of a step; in between every rank has an outline of all groups, so what is decided on them is decided alike
+everywhere.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..algorithms.policy_terms import KL_ESTIMATORS
 from ..config import RunConfig
 from ..environments import Collector, Failures, Limits, worked_trajectories
 from ..environments.collect import Collected, Problems
+from ..environments.ranks.rollouts import Holders
 from ..errors import LockstepError
 from ..session.build import TrainingSession
 from ..session.certificate import Certificate
@@ -63,10 +65,11 @@ class Loop:
         self.limits = Limits(run.prompt_limit.tokens, *response, run.prompt_limit.reason, packed)
         self.failures = Failures()
         self._most_sampled = min(task.turns * config.sampling.max_completion_length, config.max_response_length)
+        self._holders = Holders(self.world)  # of the latest step's groups
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
 
     def step(self, step: int) -> tuple[dict[str, Any], list[RolloutGroup]]:
-        """One step: returns its metrics and its rollouts, the same on every rank.
+        """One step: returns its metrics, the same on every rank, and its rollouts, which the first rank has whole.
 
         Raises:
             ParityError: strict parity, and a log-probability or a choice of experts differs; the weights are unchanged.
@@ -78,7 +81,7 @@ class Loop:
         with timings.measured("step", on_device=True, step=step):  # to the end of what was launched in it
             with timings.measured("generate", on_device=True):
                 groups, without_reward, counts = self._collect(step)
-            generated = groups + without_reward
+            generated, self._holders = groups + without_reward, Holders(self.world)
             self._latest = (generated, None)
             tokens = sum(r.length for g in generated for r in g.rollouts)
             sampled = 0 if config.parity == "off" else tokens  # those that are to be compared
@@ -90,6 +93,7 @@ class Loop:
                 self._advantages(groups, kl)
             with timings.measured("pack"):
                 batches, checks = self._pack(groups, without_reward)
+                arrived = self._holders.bring_to_first(generated)
             critic: dict[str, Any] = {}
             if self.algorithm.of_tokens:
                 with self.world.deadline(f"the critic in step {step + 1}"), timings.measured("critic", on_device=True):
@@ -103,6 +107,7 @@ class Loop:
                 result = results[0] if results else trainer.finish_check(sampled)
                 if any(r.applied for r in results):
                     trainer.gather_weights()
+            arrived()
             self._latest = (generated, result)
             verify(config.parity, self.certificate, step, result, sampled)
             for i, later in enumerate(results[1:]):
@@ -224,6 +229,7 @@ class Loop:
     def _packed(self, groups: Sequence[RolloutGroup], how: Packing, check_parity: bool) -> list[PackedBatch]:
         """This rank's micro-batches, as many as every other's, of groups that are dealt to shards."""
         shards = dealt(groups, len(self.shards), self.config.parallel.balance_batch)
+        self._holders.bring((g, self.world.trains(shard)) for shard, of in enumerate(shards) for g in of)
         packed = pack_shards(shards, self.own_shards, how, check_parity)
         for i, batch in enumerate(packed):  # the first of every own shard, then the second of each
             complete(batch, self.algorithm)
