@@ -36,7 +36,11 @@ def check(tmp_path: Path, *flags: str) -> tuple[int, dict]:
             {"_attention_kernel", "_query_kernel", "_adamw_kernel", "_key_kernel", "_sequence_sum_kernel"}
             | {"_exact_sum_kernel", "_root_of_sum_kernel", "_fold_rows_kernel"},
         ),
-        ("qwen3-0.6b", "generate", {"_linear_kernel", "_decode_kernel", "_group_kernel", "_draw_kernel"}),
+        (
+            "qwen3-0.6b",
+            "generate",
+            {"_linear_kernel", "_decode_kernel", "_group_kernel", "_draw_kernel", "_push_kernel"},
+        ),
         ("deepseek-v3-3-layers-32-experts", "generate", {"_attention_kernel", "_walking_kernel"}),
     ],
 )
