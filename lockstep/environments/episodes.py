@@ -133,6 +133,7 @@ class Round(NamedTuple):
 
     Attributes:
         sampler: makes the generator for the first prompts, of which each is sampled as the parameters say.
+        ended: is given a prompt's episodes once all of them have ended or failed, while others go on.
     """
 
     environment: type[Environment]
@@ -141,13 +142,14 @@ class Round(NamedTuple):
     limits: Limits
     failures: Failures
     timings: Timings
+    ended: Callable[[list[Episode]], None] = lambda episodes: None
 
 
 class Play:
     """One round: the samples of some prompts, from their start to their end."""
 
     def __init__(self, by: Round) -> None:
-        self._environment, self._tokens, self._sampler_of, self._limits, self._failures, self._timings = by
+        self._environment, self._tokens, self._sampler_of, self._limits, self._failures, self._timings, self._ended = by
         self._calls = Calls(by.limits.timeout, by.environment.instant)
         self._sampler: Sampler | None = None
         self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those with the generator
@@ -166,6 +168,7 @@ class Play:
         self._asked, self._sampling, self._identity = {a.group: a for a in asked}, sampling, identity
         samples = range(identity.sample, identity.sample + sampling.n)
         groups = [[self._made(a.group, s) for s in samples] for a in asked]
+        self._of_prompt = {a.group: episodes for a, episodes in zip(asked, groups, strict=True)}
         try:
             for a, episodes in zip(asked, groups, strict=True):
                 for episode in episodes:
@@ -412,7 +415,14 @@ class Play:
         episode.trajectory.environment = episode.environment.variant
         episode.end = end
         self._failures.forget()
+        self._over(episode)
 
     def _fail(self, episode: Episode, failure: Failure) -> None:
         episode.failure = failure
         self._failures.add(self._where(episode), failure)
+        self._over(episode)
+
+    def _over(self, episode: Episode) -> None:
+        episodes = self._of_prompt[episode.group]
+        if all(other.end is not None or other.failure is not None for other in episodes):
+            self._ended(episodes)
