@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from processes import wait_for
 
+from lockstep.environments import Limits, Tokens
 from lockstep.environments.base import Problem
 from lockstep.environments.collect import Collector
-from lockstep.environments.episodes import Limits, Tokens
 from lockstep.environments.rewards.loading import load_rewards
 from lockstep.environments.rewards.reward_set import Reward, RewardSet
 from lockstep.environments.rewards.workers import RewardWorkers
