@@ -136,7 +136,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "base calls environment",
         "tokens",
         "episodes remote tools",
-        "adapters led",
+        "adapters ranks",
         "collect data tasks worked",
         "loading",
         ".",
@@ -148,7 +148,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "generate parity_check precompile",
         "evaluation",
     ),
-    "rl": ("critic dynamic_sampling step_checks step_metrics", "loop", "sample_again sft_warmup"),
+    "rl": ("critic dealing dynamic_sampling step_checks step_metrics", "loop", "sample_again sft_warmup"),
     "run": (
         "checkpoint.files",
         "checkpoint.saver",
