@@ -115,10 +115,11 @@ def run_interpreted(file: str) -> None:
 
 @functools.cache
 def _interpreters() -> multiprocessing.context.ForkServerContext:
-    """Processes that have imported what takes two seconds: each is forked from one that did, and that has Triton's
+    """Processes that have imported what takes four seconds: each is forked from one that did, and that has Triton's
     interpreter, whoever asks first."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "hypothesis", "torch", "triton", "processes"])
+    slow = ["pytest", "hypothesis", "torch", "torch._dynamo", "triton", "transformers", "lockstep.rl.loop"]
+    context.set_forkserver_preload([*slow, "lockstep.session.build", "processes"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         multiprocessing.forkserver.ensure_running()
@@ -146,6 +147,7 @@ def on_ranks(count: int, work: Callable[..., T], *arguments: Any) -> list[T]:
         outcomes = [Path(folder, str(rank)) for rank in range(count)]
         said = [pickle.loads(file.read_bytes()) if file.exists() else (None, "nothing") for file in outcomes]
         assert all(error is None for _, error in said), [error for _, error in said]
+        assert not any(process.exitcode for process in processes), [process.exitcode for process in processes]
         return [value for value, _ in said]
 
 
