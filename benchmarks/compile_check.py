@@ -30,6 +30,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lockstep.config import LossConfig, OptimizerConfig
+from lockstep.distributed.push.memory import SharedMemory
+from lockstep.distributed.push.triton import pushed
 from lockstep.generator.forward import Paging, decode_step, mixed_step
 from lockstep.generator.kv_cache import KVCache
 from lockstep.generator.prefill_batch import MixedBatch, MixedSizes
@@ -209,6 +211,9 @@ def generate(model: Decoder) -> None:
     chain = torch.empty(128, config.hidden_size, dtype=model.embed.dtype)
     linear_triton.chain(chain, chain)
     linear_triton.chain(chain, chain, "linear_fp32")
+    table, state = torch.empty(17, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
+    for to_owners in (False, True):  # of eight ranks that generate together
+        pushed(chain, to_owners, SharedMemory(1, 8, 10**9, table, state, torch.empty(1, dtype=torch.int64)))
     one_step = torch.empty(128, 128, dtype=model.embed.dtype)
     hopper_async.run("linear", Choice("async", 64, 64, 128, 4, 3, 3), one_step, one_step)
 

@@ -74,7 +74,7 @@ PARTS = (
          120, 260),
     Part("tests-scores", _tests("scores"), 220, 400),
     Part("tests-flex", _tests("flex"), 100, 260),
-    Part("tests-fsdp", _tests("fsdp"), 60, 300, "cuda-x2"),
+    Part("tests-fsdp", _tests("fsdp", "push"), 60, 300, "cuda-x2"),
     Part("ops", _case("ops", "--only", "attention", "logprobs", "sampling", "rows", "embedding"), 60, 180),
     Part("ops-linear", _case("ops", "--only", "linear", "--models", *LINEAR_MODELS), 60, 240),
     Part("moe", _case("moe"), 60, 150),

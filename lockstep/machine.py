@@ -144,12 +144,14 @@ def prepare_nccl() -> None:
     """Set what NCCL needs where CUDA graphs hold collectives; comes before a process group is made.
 
     NVLink multicast is off unless it was set, and buffers are not registered while graphs are recorded: under
-    expandable segments that faults.
+    expandable segments that faults. Symmetric memory of several processes is of several GPUs, each of which its process
+    knows as the first (`own_gpu`).
 
     Raises:
         InputError: both are asked for.
     """
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     allocator = [name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if _expandable(name)]
     if not allocator:
         return

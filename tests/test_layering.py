@@ -73,7 +73,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "cache": ("fingerprint file_hashes tensor_file user_folder", "tokenizers"),
-    "distributed": ("cells mesh torch_private", "collectives placement ranks", "join pieces spread sums", "."),
+    "distributed": ("cells mesh torch_private", "push", "collectives placement ranks", "join pieces spread sums", "."),
     "ops": (
         "native.library pdl precompile records rows",
         "logprobs.philox operator",

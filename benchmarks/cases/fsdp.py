@@ -33,6 +33,10 @@ WAYS: dict[str, tuple[bool, tuple[str, ...]]] = {  # whether on several processe
     "weights kept": (True, ("--compile.no-reshard-after-forward",)),
     "products shared": (True, ("--parallel.tp", "2")),
     "products shared in both roles": (True, ("--parallel.tp", "2", "--parallel.generator-tp", "2")),
+    "products shared, words pushed": (
+        True,
+        ("--parallel.tp", "2", "--parallel.generator-tp", "2", "--parallel.symmetric-memory"),
+    ),
 }
 SHARED = "products shared"  # their sums in gradients have another order: weights are each other's
 

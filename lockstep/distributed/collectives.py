@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from . import torch_private
 from .mesh import Axis
+from .push.operator import push_columns
 
 
 def gather(x: Tensor, axis: Axis) -> Tensor:
@@ -55,7 +56,10 @@ def gather_columns(pieces: Sequence[Tensor], axis: Axis) -> Sequence[Tensor]:
     Words are moved, and nothing is computed. The gradient of what was gathered is on each rank that of what the rank
     made of it; those of all ranks add up to the gradient of the columns (`sum_of_columns`).
     """
-    return _Columns.apply(axis, *pieces)
+    if not axis.pushes:
+        return _Columns.apply(axis, *pieces)
+    all_TRW = push_columns(_joined(pieces), axis.size, axis.group, False).unflatten(1, (axis.size, -1))
+    return [own_TRW.flatten(1) for own_TRW in all_TRW.split([piece.shape[1] for piece in pieces], dim=2)]
 
 
 def own_columns(x: Tensor, index: Tensor, axis: Axis) -> Tensor:
@@ -86,13 +90,21 @@ def rows_to_owners(x: Tensor, axis: Axis) -> Tensor:
     """
     rows = -(-x.shape[0] // axis.size)
     row_R = torch.arange(rows * axis.size, device=x.device).clamp_max(x.shape[0] - 1)
-    mine = exchange(x.index_select(0, row_R), rows * x.shape[1], axis)
-    return _side_by_side(mine.view(axis.size, rows, x.shape[1]))
+    padded = x.index_select(0, row_R)
+    if axis.pushes:
+        return push_columns(padded, axis.size, axis.group, True)
+    return _side_by_side(exchange(padded, rows * x.shape[1], axis).view(axis.size, rows, x.shape[1]))
 
 
 def gather_rows(x: Tensor, rows: int, axis: Axis) -> Tensor:
     """The first `rows` of all ranks' rows, by rank."""
+    if axis.pushes:
+        return push_columns(x.reshape(1, -1), axis.size, axis.group, False).view(-1, *x.shape[1:])[:rows]
     return gather(x, axis).flatten(0, 1)[:rows]
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=1)
 
 
 def _side_by_side(parts: Tensor) -> Tensor:
@@ -106,7 +118,7 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, axis: Axis, *pieces: Tensor) -> tuple[Tensor, ...]:
         ctx.axis = axis
-        all_ranks = gather(pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1), axis)
+        all_ranks = gather(_joined(pieces), axis)
         widths = [piece.shape[1] for piece in pieces]
         ends = accumulate(widths)
         return tuple(_side_by_side(all_ranks[:, :, end - width : end]) for end, width in zip(ends, widths, strict=True))

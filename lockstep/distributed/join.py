@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from .. import machine
 from ..config import ParallelConfig, require_divisor
-from ..errors import InputError
+from ..errors import InputError, refuse
 from . import torch_private
 from .collectives import gather
 from .mesh import Axis
+from .push.memory import share_memory
 from .ranks import ONE, World
 
 _NCCL_TIMEOUTS = 20  # NCCL's own deadline aborts the process without a word for the user: `World.deadline` comes first
@@ -39,17 +40,27 @@ def join(config: ParallelConfig, device_type: str) -> World:
     if launch.processes == 1:
         return ONE
     on_gpu = device_type == "cuda"
+    refuse(
+        config.symmetric_memory and not on_gpu,
+        "parallel.symmetric_memory is of GPUs that write to one another's memory, and the processes are on CPUs: leave "
+        "it off",
+    )
     if on_gpu:
         machine.prepare_nccl()
     timeout = timedelta(seconds=config.timeout)
-    world = World(launch.rank, launch.processes, config.timeout, on_gpu, tp, config.generator_tp)
+    world = World(
+        launch.rank, launch.processes, config.timeout, on_gpu, tp, config.generator_tp, config.symmetric_memory
+    )
     with world.peers(), world.deadline("joining the other processes"):
         dist.init_process_group("gloo", timeout=timeout)  # what goes through the host
         world.same("the processes of this run", lambda: {"device": device_type, "parallel": config})
         backend, patience = ("nccl", _NCCL_TIMEOUTS * timeout) if on_gpu else ("gloo", timeout)
         for axis in world.axes:
-            torch_private.name_group(axis.group, _own_group(world, axis, backend, patience))
+            group = _own_group(world, axis, backend, patience)
+            torch_private.name_group(axis.group, group)
             gather(torch.zeros(1, device=device_type), axis)  # a communicator is made at its first use
+            if axis.pushes and on_gpu:
+                share_memory(axis.group, group, torch.device("cuda", torch.cuda.current_device()), config.timeout)
         if config.generator_tp > 1:
             host = _own_group(world, world.generator.tp, "gloo", timeout)
             world = replace(world, together=host)

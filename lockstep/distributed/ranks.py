@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ..errors import InputError, LockstepError, PeerLost
 from . import torch_private
 from .mesh import Axis, Mesh
+from .push.memory import forget_memory, late_group
 
 T = TypeVar("T")
 
@@ -41,6 +42,7 @@ class World:
         on_gpu: whether they train on GPUs.
         tp: neighbours that share each product of the trainer; it divides `size`.
         generator_tp: neighbours that generate together; it divides `size`.
+        pushes: whether those store words into one another's memory (`Axis.pushes`).
         together: the group of those, for what goes through the host.
     """
 
@@ -50,6 +52,7 @@ class World:
     on_gpu: bool = False
     tp: int = 1
     generator_tp: int = 1
+    pushes: bool = False
     together: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
     _tellers: list[Callable[[str], str]] = field(default_factory=list, repr=False, compare=False)
@@ -65,7 +68,7 @@ class World:
         """The same as the generator has them: prompts are dealt out along `fsdp` to groups of ranks, and those of a
         group share a model along `tp`."""
         ranks, (group, place) = self.generator_tp, divmod(self.rank, self.generator_tp)
-        return Mesh(fsdp=Axis("fsdp", self.size // ranks, group), tp=Axis("generator_tp", ranks, place))
+        return Mesh(fsdp=Axis("fsdp", self.size // ranks, group), tp=Axis("generator_tp", ranks, place, self.pushes))
 
     @property
     def leads(self) -> bool:
@@ -197,7 +200,8 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            if self.size == 1 or isinstance(error, LockstepError) or not torch_private.is_peer_failure(error):
+            lost = torch_private.is_peer_failure(error) or late_group() is not None
+            if self.size == 1 or isinstance(error, LockstepError) or not lost:
                 raise
             said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             said = said.partition(" This is typically caused by")[0]
@@ -294,6 +298,7 @@ class World:
 
     def _forget_groups(self) -> None:
         for axis in self.axes:
+            forget_memory(axis.group)
             torch_private.forget_group(axis.group)
 
 

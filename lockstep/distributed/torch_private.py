@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -37,6 +38,34 @@ def name_group(name: str, group: dist.ProcessGroup) -> None:
 def forget_group(name: str) -> None:
     """Undo `name_group`, so that the group can go."""
     torch._C._distributed_c10d._unregister_process_group(cast(Any, name))
+
+
+@dataclass(frozen=True)
+class SymmetricMemory:
+    """Memory of this rank that the others of its group can store into, and theirs.
+
+    Attributes:
+        words: of this rank, uint8.
+        addresses: of every rank's memory, by rank, as this rank's device reaches it.
+        handle: keeps the others' memory mapped.
+    """
+
+    words: Tensor
+    addresses: list[int]
+    handle: Any
+
+
+def symmetric_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> SymmetricMemory:
+    """So many bytes on each rank of a group, all of which call this.
+
+    Raises:
+        RuntimeError: the devices do not reach one another's memory.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    words = symmetric.empty(size, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(words, group)
+    return SymmetricMemory(words, list(handle.buffer_ptrs), handle)
 
 
 def is_peer_failure(error: BaseException) -> bool:

@@ -38,13 +38,13 @@ from lockstep.session.build import build
 from lockstep.types import SampleIdentity, SamplingParams
 
 # Of the cases together: prompts in chunks, samples that are preempted, prefixes found again, new weights, and each kind
-# of sampling.
+# of sampling; words by collectives, and pushed (which on a CPU are collectives behind one operator).
 CASES = [
-    ("tiny", torch.float32, "step", 80),
-    ("tiny-qwen3-moe", torch.bfloat16, "none", 400),
-    ("tiny-deepseek-v3", torch.float32, "none", 80),
-    ("tiny-gpt-oss", torch.bfloat16, "none", 80),
-    ("tiny-olmo2", torch.float32, "none", 256),
+    ("tiny", torch.float32, "step", 80, False),
+    ("tiny-qwen3-moe", torch.bfloat16, "none", 400, False),
+    ("tiny-deepseek-v3", torch.float32, "none", 80, True),
+    ("tiny-gpt-oss", torch.bfloat16, "step", 80, True),
+    ("tiny-olmo2", torch.float32, "none", 256, False),
 ]
 SMALL = GeneratorConfig(max_num_seqs=5, page_size=16, max_num_batched_tokens=24, steps_per_sync=4)
 
@@ -84,8 +84,9 @@ def cut(model: Decoder, world: World) -> Callable[[Callable[[], int]], SharedWei
     return lambda version: PartWeights(ModelPart(model, world.generator), version)
 
 
-def differing(world: World, arch: str, dtype: torch.dtype, capture: str, tokens: int) -> tuple[int, int]:
+def differing(world: World, arch: str, dtype: torch.dtype, capture: str, tokens: int, pushes: bool) -> tuple[int, int]:
     """How many samples differ from those of one process, and how many were preempted."""
+    world = replace(world, pushes=pushes)
     config = CompileConfig(capture, cudagraph_mode="none")  # type: ignore[arg-type]
     runtime = Runtime(config, torch.device("cpu"), mesh=world.sizes, peers=world)
     model, other = decoder(arch, dtype), decoder(arch, dtype)
@@ -185,7 +186,7 @@ def every_case(ranks: int) -> dict[str, Any]:
     world = join(ParallelConfig(generator_tp=ranks, timeout=100), "cpu")
     torch.set_num_threads(1)
     found: dict[str, Any] = {arch: differing(world, arch, *case) for arch, *case in CASES[: 5 if ranks == 2 else 0]}
-    wrong, right = ("tiny", torch.float32, "none", 400), collectives._side_by_side
+    wrong, right = ("tiny", torch.float32, "none", 400, False), collectives._side_by_side
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_side_by_side", lambda parts: right(parts.flip(0)))
         found["by rank in reverse"] = differing(world, *wrong)[0]

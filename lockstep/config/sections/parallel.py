@@ -1,5 +1,6 @@
 """Section `parallel`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .section import Section, between
@@ -19,6 +20,9 @@ class ParallelConfig(Section):
     """Neighbouring processes that generate the same samples together, each with its part of the heads and of every
     product's output columns: a decode step takes less time, and the KV cache less of each one's memory. No bit depends
     on it."""
+    symmetric_memory: bool = False
+    """Whether processes that generate together, on GPUs of one host, store their words straight into one another's
+    memory, which takes less time than NCCL where there are few. No bit depends on it."""
     batch_shards: int = between(0, 1 << 16, default=0)
     """Parts that a step's prompts are dealt into, each packed by itself; 0 is one a process, or a group of `tp`. Bits
     depend on this number and not on that of the processes, which must divide it."""
@@ -27,3 +31,7 @@ class ParallelConfig(Section):
     than that, bits depend on it."""
     timeout: float = between(1, 86400, default=300.0)
     """Seconds a process waits for the others before it ends the run."""
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        if self.generator_tp == 1:
+            yield "symmetric_memory", "with parallel.generator_tp 1: no process generates together with another"

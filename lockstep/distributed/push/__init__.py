@@ -1,0 +1,1 @@
+"""Words that ranks of one host store straight into one another's memory, in place of a collective of small messages."""

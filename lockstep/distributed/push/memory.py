@@ -1,0 +1,86 @@
+"""Memory that the ranks of a group store into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import InputError
+from .. import torch_private
+
+SLOT = 1 << 20  # bytes that a rank stores at once into another's memory; of more, a collective is as fast
+CHUNKS = 16  # programs at most that store to one rank, each with a signal of its own
+PARITIES = 2  # slots a pair of ranks has: a rank is at most one launch ahead of another, which still reads
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """What a rank needs to store words into the memory of those of its group, and to know that theirs have come.
+
+    Attributes:
+        rank, ranks: this one's place in the group, and how many there are.
+        patience: nanoseconds that a launch waits for the words of others.
+        addresses: int64 [2 * ranks + 1]: of each rank's slots, [PARITIES, ranks, SLOT] bytes, in which the place of a
+            slot is its sender's rank; of each rank's signals, int64 [ranks, CHUNKS], in the same order; and of `late`.
+        state: int64 [2]: launches so far, and this launch's programs that have ended.
+        late: on the host and written by the device: 0, or the launch at which words did not come in time.
+        held: what `addresses` points into.
+    """
+
+    rank: int
+    ranks: int
+    patience: int
+    addresses: Tensor
+    state: Tensor
+    late: Tensor
+    held: tuple[object, ...] = ()
+
+
+_BY_GROUP: dict[str, SharedMemory] = {}
+
+
+def share_memory(name: str, group: dist.ProcessGroup, device: torch.device, timeout: float) -> SharedMemory:
+    """Make the memory of a group's ranks, all of which call this, for those that ask for it by the group's name.
+
+    Args:
+        timeout: seconds that a launch waits for the words of others.
+
+    Raises:
+        InputError: the GPUs of the group cannot write to one another's memory.
+    """
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    sizes = PARITIES * ranks * SLOT, 8 * ranks * CHUNKS
+    try:
+        slots, signals = (torch_private.symmetric_memory(size, device, group) for size in sizes)
+    except RuntimeError as error:
+        raise InputError(
+            "parallel.symmetric_memory: the GPUs of processes that generate together cannot write to one another's "
+            f"memory ({str(error).splitlines()[0]}); leave it off, and NCCL moves their words"
+        ) from error
+    late = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    addresses = torch.tensor([*slots.addresses, *signals.addresses, late.data_ptr()], device=device)
+    state = torch.zeros(2, dtype=torch.int64, device=device)
+    signals.words.zero_()
+    torch.cuda.synchronize(device)
+    dist.barrier(group)  # nobody stores before all signals are zero
+    made = SharedMemory(rank, ranks, int(timeout * 1e9), addresses, state, late, (slots, signals))
+    _BY_GROUP[name] = made
+    return made
+
+
+def shared_memory(group: str) -> SharedMemory:
+    """What `share_memory` made for a group, by the name that graphs have for it."""
+    return _BY_GROUP[group]
+
+
+def forget_memory(group: str) -> None:
+    """Undo `share_memory`, where it was called."""
+    _BY_GROUP.pop(group, None)
+
+
+def late_group() -> str | None:
+    """The group whose words did not come in time, if any: the device's later errors follow from that."""
+    return next((name for name, memory in _BY_GROUP.items() if int(memory.late)), None)

@@ -1,0 +1,48 @@
+"""The operator, and what it does where no memory is shared: collectives move the words."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import torch_private
+
+
+@torch.library.custom_op("lockstep::push_columns", mutates_args=(), device_types="cpu")
+def push_columns(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
+    """All ranks' columns side by side, by rank, of all rows or of this rank's share of the rows. Words are moved, and
+    nothing is computed.
+
+    Args:
+        x: this rank's columns, [R, W].
+        group: what graphs call the ranks' group (`Axis.group`).
+        to_owners: whether a rank gets the columns of its share of the rows alone; `ranks` divides R.
+
+    Returns:
+        [R, ranks * W], or [R / ranks, ranks * W] of one share.
+    """
+    return by_collective(x, ranks, group, to_owners)
+
+
+@push_columns.register_kernel("cuda")
+def _push_columns_cuda(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
+    from . import triton  # which a machine without a GPU need not have
+
+    return triton.push_columns(x, ranks, group, to_owners)
+
+
+@push_columns.register_fake
+def _push_columns_fake(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
+    rows, width = x.shape
+    return x.new_empty(rows // ranks if to_owners else rows, ranks * width)
+
+
+def by_collective(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
+    """`push_columns` by an all-gather or an all-to-all."""
+    rows, width = x.shape
+    if to_owners:
+        found = torch_private.all_to_all(x.reshape(-1), ranks, group)
+    else:
+        found = torch_private.all_gather(x.contiguous(), ranks, group)
+    parts = torch_private.wait(found).view(ranks, -1, width)
+    return torch.cat(parts.unbind(), dim=1)

@@ -1,0 +1,94 @@
+"""Words pushed into other ranks' memory: the kernel under Triton's interpreter, its ranks one after another."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from processes import run_interpreted
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from lockstep.distributed.push import triton as kernels
+    from lockstep.distributed.push.memory import CHUNKS, PARITIES, SLOT, SharedMemory
+
+SHAPES = [
+    (1, 8, torch.bfloat16),
+    (8, 5, torch.bfloat16),
+    (64, 96, torch.float32),
+    (3, 3, torch.int32),
+    (2, 7, torch.int64),
+]
+
+
+def test_kernel_under_the_interpreter() -> None:
+    run_interpreted(__file__)
+
+
+def group(ranks: int) -> list[SharedMemory]:
+    """The memory of ranks of this process."""
+    slots = torch.full((ranks, PARITIES * ranks * SLOT), 0x7F, dtype=torch.uint8)
+    signals, late = torch.zeros(ranks, ranks * CHUNKS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    pointers = [*(x.data_ptr() for x in slots), *(x.data_ptr() for x in signals), late.data_ptr()]
+    held = (slots, signals)
+    return [
+        SharedMemory(rank, ranks, 0, torch.tensor(pointers), torch.zeros(2, dtype=torch.int64), late, held)
+        for rank in range(ranks)
+    ]
+
+
+def words(rank: int, shape: tuple[int, int, torch.dtype], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    rows, width, dtype = shape
+    if dtype.is_floating_point:
+        return torch.randn(rows, width, generator=generator).to(dtype)
+    return torch.randint(-(1 << 31), (1 << 31) - 1, (rows, width), generator=generator).to(dtype)
+
+
+class Interpreted:
+    @pytest.mark.parametrize("ranks", [2, 4])
+    def test_columns_of_all_ranks_in_launches_that_follow_one_another(self, ranks: int) -> None:
+        memories = group(ranks)
+        for seed, shape in enumerate(SHAPES):
+            own = [words(rank, shape, seed) for rank in range(ranks)]
+            for memory, x in zip(memories, own, strict=True):
+                kernels.pushed(x, False, memory, take=False)
+            for memory, x in zip(memories, own, strict=True):
+                found = kernels.pushed(x, False, memory, store=False)
+                assert torch.equal(found, torch.cat(own, dim=1)), (shape, memory.rank)
+        assert [memory.state.tolist() for memory in memories] == [[len(SHAPES), 0]] * ranks
+
+    @pytest.mark.parametrize("ranks", [2, 4])
+    def test_rows_go_to_their_owners(self, ranks: int) -> None:
+        memories = group(ranks)
+        for seed, (rows, width, dtype) in enumerate(SHAPES):
+            own = [words(rank, (rows * ranks, width, dtype), seed) for rank in range(ranks)]
+            for memory, x in zip(memories, own, strict=True):
+                kernels.pushed(x, True, memory, take=False)
+            for memory, x in zip(memories, own, strict=True):
+                share = slice(memory.rank * rows, (memory.rank + 1) * rows)
+                expected = torch.cat([other[share] for other in own], dim=1)
+                assert torch.equal(kernels.pushed(x, True, memory, store=False), expected)
+
+    def test_a_rank_that_is_a_launch_ahead_changes_nothing_that_is_still_to_be_read(self) -> None:
+        ahead, behind = group(2)
+        shape = (16, 24, torch.bfloat16)
+        first, second = ([words(rank, shape, seed) for rank in range(2)] for seed in (0, 1))
+        for memory in (ahead, behind):
+            kernels.pushed(first[memory.rank], False, memory, take=False)
+        kernels.pushed(first[0], False, ahead, store=False)
+        kernels.pushed(second[0], False, ahead, take=False)
+        assert torch.equal(kernels.pushed(first[1], False, behind, store=False), torch.cat(first, dim=1))
+        kernels.pushed(second[1], False, behind, take=False)
+        for memory in (ahead, behind):
+            found = kernels.pushed(second[memory.rank], False, memory, store=False)
+            assert torch.equal(found, torch.cat(second, dim=1))
+
+    def test_more_than_a_program_stores(self) -> None:
+        memories = group(2)
+        own = [words(rank, (64, 3000, torch.bfloat16), 0) for rank in range(2)]
+        for memory, x in zip(memories, own, strict=True):
+            kernels.pushed(x, False, memory, take=False)
+        found = kernels.pushed(own[0], False, memories[0], store=False)
+        assert torch.equal(found, torch.cat(own, dim=1))

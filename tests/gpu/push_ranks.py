@@ -1,0 +1,134 @@
+"""Run by torchrun on GPUs of one host: words that are pushed are those that collectives move, launch after launch, and
+a rank that stays away ends the others. The first rank prints what was found, a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep import machine
+from lockstep.config import ParallelConfig
+from lockstep.distributed import World, join
+from lockstep.distributed.push.memory import late_group
+from lockstep.distributed.push.operator import by_collective, push_columns
+from lockstep.errors import PeerLost
+
+SHAPES = ((8, 512, torch.bfloat16), (64, 768, torch.bfloat16), (64, 19008, torch.float32), (1, 24, torch.int32))
+REPLAYS, IN_A_GRAPH = 10_000, 100
+PATIENCE_S = 20
+
+
+def words(shape: tuple[int, int, torch.dtype], seed: int) -> Tensor:
+    rows, width, dtype = shape
+    generator = torch.Generator("cuda").manual_seed(seed)
+    bits = torch.randint(-(1 << 31), 1 << 31, (rows, width), generator=generator, device="cuda")
+    return bits.to(dtype) if dtype.is_floating_point else bits.int()
+
+
+def graph_of(
+    world: World, move: Callable[..., Tensor], inputs: list[Tensor]
+) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A graph in which each rank's words go to all, again and again, all rows or those of owners in turn."""
+    axis = world.generator.tp
+    for x in inputs[:2]:
+        move(x, axis.size, axis.group, False)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [move(x, axis.size, axis.group, bool(i % 2)) for i, x in enumerate(inputs)]
+    return graph, found
+
+
+def microseconds(graph: torch.cuda.CUDAGraph, times: int = 50) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    torch.cuda.synchronize()
+    dist.barrier()
+    begin.record()
+    for _ in range(times):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1e3 / times / IN_A_GRAPH
+
+
+def differing(world: World, shape: tuple[int, int, torch.dtype]) -> dict[str, Any]:
+    """Words that differ from those of collectives, eagerly and in a graph that is replayed with other words, and us."""
+    axis = world.generator.tp
+    rows, width, dtype = shape
+    inputs = [words((rows, width, dtype), 1000 * world.rank + i) for i in range(IN_A_GRAPH)]
+    if rows % axis.size:
+        inputs = [x.repeat(axis.size, 1) for x in inputs]
+    wrong = 0
+    for to_owners in (False, True):
+        moved = [f(inputs[0], axis.size, axis.group, to_owners) for f in (push_columns, by_collective)]
+        wrong += int((moved[0].view(torch.uint8) != moved[1].view(torch.uint8)).sum())
+    (pushed, found), (collective, expected) = (graph_of(world, f, inputs) for f in (push_columns, by_collective))
+    for _ in range(20):
+        for i, x in enumerate(inputs):
+            x.copy_(x.roll(1, 1) if i % 3 else x.flip(0))
+        pushed.replay()
+        collective.replay()
+        wrong += sum(
+            int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in zip(found, expected, strict=True)
+        )
+    return {"different": wrong, "push_us": microseconds(pushed), "nccl_us": microseconds(collective)}
+
+
+def replayed(world: World) -> dict[str, Any]:
+    """Seconds of many replays of a graph of small messages, and words that differ after the last."""
+    inputs = [words(SHAPES[0], 1000 * world.rank + i) for i in range(IN_A_GRAPH)]
+    graph, found = graph_of(world, push_columns, inputs)
+    begun = time.monotonic()
+    for i in range(REPLAYS):
+        graph.replay()
+        if i % 500 == 0:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    axis = world.generator.tp
+    expected = [by_collective(x, axis.size, axis.group, bool(i % 2)) for i, x in enumerate(inputs)]
+    wrong = sum(not torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return {"boundaries": REPLAYS * IN_A_GRAPH, "different": wrong, "seconds": time.monotonic() - begun}
+
+
+def late(world: World) -> dict[str, Any]:
+    """What a rank is told whose words wait for one that stays away."""
+    axis, begun = world.generator.tp, time.monotonic()
+    if axis.rank:
+        time.sleep(2 * PATIENCE_S)
+        return {}
+    try:
+        with world.peers():
+            push_columns(words(SHAPES[0], 0), axis.size, axis.group, False)
+            torch.cuda.synchronize()
+    except PeerLost as error:
+        return {"seconds": time.monotonic() - begun, "group": late_group(), "message": str(error)}
+    return {"seconds": time.monotonic() - begun, "message": "nothing was noticed"}
+
+
+def main() -> None:
+    machine.own_gpu()
+    ranks = int(sys.argv[1])
+    world = join(ParallelConfig(generator_tp=ranks, symmetric_memory=True, timeout=PATIENCE_S), "cuda")
+    found: dict[str, Any] = {f"{shape[0]} x {shape[1]} {shape[2]}": differing(world, shape) for shape in SHAPES}
+    found["replays"] = replayed(world)
+    every = world.gather(found)
+    told = late(world)  # after it the device does nothing more
+    if world.first:
+        print(json.dumps({"ranks": every, "late": told}), flush=True)
+    sys.stdout.flush()
+    import os
+
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
