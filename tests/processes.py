@@ -26,6 +26,7 @@ import pytest
 
 T = TypeVar("T")
 DEADLINE = 480.0  # seconds, on a busy machine; below `faulthandler_timeout`, which ends everything
+PATIENCE = 400.0  # seconds that ranks wait for one another; below `DEADLINE`, so that they say who is late
 
 
 def finished(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:

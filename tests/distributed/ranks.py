@@ -21,6 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fake_recorder import FakeRecorder
+from processes import PATIENCE
 from small import train_groups
 
 from lockstep import distributed, machine
@@ -437,7 +438,7 @@ class Cycle:
 def checked() -> dict[str, Any]:
     """What each check found, on each rank."""
     machine.own_gpu()
-    world = join(ParallelConfig(timeout=200), DEVICE.type)
+    world = join(ParallelConfig(timeout=PATIENCE), DEVICE.type)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for name, function in CHECKS.items():

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import DEADLINE, finished, running, wait_for
+from processes import DEADLINE, PATIENCE, finished, running, wait_for
 
 from lockstep import api
 from lockstep.cli.main import main
@@ -60,7 +60,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
         trainer=TrainerConfig(prompts_per_step=6, max_tokens_per_micro_batch=100),
         optimizer=OptimizerConfig(learning_rate=3e-3),
         checkpoint=CheckpointConfig(interval=2),
-        parallel=ParallelConfig(batch_shards=2, timeout=200),
+        parallel=ParallelConfig(batch_shards=2, timeout=PATIENCE),
     )
 
 
