@@ -50,8 +50,10 @@ SMALL = GeneratorConfig(max_num_seqs=5, page_size=16, max_num_batched_tokens=24,
 
 
 def decoder(arch: str, dtype: torch.dtype) -> Decoder:
-    """Random weights that make the tokens differ from one another, norms and biases among them."""
-    model = initialize(Decoder(architecture(arch), dtype), 0)
+    """Two layers of random weights that make the tokens differ from one another, norms and biases among them."""
+    config = architecture(arch)
+    sliding = tuple(layer for layer in config.sliding_layers if layer < 2)
+    model = initialize(Decoder(replace(config, num_layers=2, sliding_layers=sliding), dtype), 0)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
