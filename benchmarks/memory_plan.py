@@ -36,8 +36,7 @@ from lockstep.config import (
 from lockstep.models import Decoder
 from lockstep.models.init import INITIALIZER_RANGE
 from lockstep.session.memory import plan as planning
-from lockstep.session.memory.plan import CACHE, CHECK, COPIES, GENERATION, KEPT, WORKING
-from lockstep.session.memory.plan import GATHERED as TRAVELS
+from lockstep.session.memory.plan import CACHE, CHECK, COPIES, GENERATION, KEPT, TRANSIT, WORKING
 from lockstep.session.memory.terms import CONTEXT, GIB
 
 
@@ -71,7 +70,7 @@ CASES = {
     ],
 }
 SHARDED = [Case("qwen3-0.6b", 16384, 64), Case("qwen3-8b", 16384, 64), Case("qwen3-8b", 8192, 64, cache=29127)]
-POOL = KEPT, WORKING, TRAVELS, GENERATION
+POOL = KEPT, WORKING, TRANSIT, GENERATION
 
 
 def configuration(case: Case, device: str) -> RunConfig:

@@ -58,7 +58,6 @@ def trained(
         seen += trainer.checked if step == 0 else []
         found = trainer.optim_step(1e-3)
         results.append((found.applied, found.loss, found.grad_norm, found.tokens_checked, found.tokens_different))
-        trainer.gather_weights()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     state, numbers = trainer.state()
     reader = Trainer(make_model(torch.float32, 1, FAMILIES[family]), OPTIMIZER, LossConfig(**loss), world=world)

@@ -30,7 +30,8 @@ WAYS: dict[str, tuple[bool, tuple[str, ...]]] = {  # whether on several processe
     "sharded": (True, ()),
     "unbucketed": (True, ("--compile.no-bucket-collectives",)),
     "in the order of the trace": (True, ("--compile.no-bucket-collectives", "--compile.no-reorder-collectives")),
-    "weights kept": (True, ("--compile.no-reshard-after-forward",)),
+    "weights gathered": (True, ("--parallel.zero-stage", "3")),
+    "gathered weights kept": (True, ("--parallel.zero-stage", "3", "--compile.no-reshard-after-forward")),
     "products shared": (True, ("--parallel.tp", "2")),
     "products shared in both roles": (True, ("--parallel.tp", "2", "--parallel.generator-tp", "2")),
     "products shared, words pushed": (

@@ -7,7 +7,7 @@ same micro-batches one after another.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate as running_totals
@@ -20,10 +20,10 @@ from torch import Tensor
 
 from .. import distributed, graph, ops
 from ..distributed.cells import Cells
+from ..distributed.collectives import sum_of_all
 from ..distributed.mesh import ALONE, Mesh
 from ..distributed.pieces import joined, runs, whole_shape
 from ..distributed.placement import Placement
-from ..distributed.sums import sum_of_all
 from ..models import Decoder, Held
 from ..ops import SQUARES_BLOCK
 
@@ -168,17 +168,16 @@ class FlatParameters:
         """What a function of the model is bound to: its weights as they are trained, and its other tensors."""
         return graph.module_inputs(model)
 
-    @contextmanager
     def micro_batch(
         self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
-    ) -> Iterator[graph.Inputs]:
+    ) -> AbstractContextManager[graph.Inputs]:
         """`inputs` with the weights to compute a micro-batch with, and statistics to add its own to.
 
         Args:
             maxima: of the statistics, those that are no sums.
             differentiated: gradients by the weights are taken.
         """
-        yield inputs
+        return nullcontext(inputs)
 
     @contextmanager
     def summed(self, inputs: graph.Inputs, maxima: Sequence[int]) -> Iterator[graph.Inputs]:
@@ -260,10 +259,10 @@ class FlatParameters:
 
 class ShardedParameters(FlatParameters):
     """`FlatParameters` of one of several ranks, which has a shard of both buffers: of what it has by `tp`, a part cut
-    along the mesh's `fsdp`.
+    along the mesh's `fsdp`. Micro-batches read the model's own parameters, which are whole: ZeRO's stage 2.
 
-    The model keeps parameters of its own, which `gather` brings up to date. Where another, which is whole, is the
-    `reader` that generates, those are the reader's, and the model keeps none but the frozen ones.
+    `gather` brings those up to date. Where another model, which is whole, is the `reader` that generates, they are the
+    reader's, and the model keeps none but the frozen ones.
 
     Attributes:
         gathering: what `gather` reads and writes.
@@ -275,7 +274,7 @@ class ShardedParameters(FlatParameters):
         self.counted = self._counted()
         self.reads_own = reader is None
         own = {name: p.data for name, p in (reader or model).named_parameters() if name in self.names}
-        self.gathering = graph.Inputs(param=self._named_parts(), buffer=own)
+        self.gathering = graph.Inputs(param=dict(zip(self.names, self.parts, strict=True)), buffer=own)
         for parameter in () if self.reads_own else self.parameters:
             parameter.data = parameter.new_empty(()).expand(parameter.shape)
 
@@ -295,14 +294,6 @@ class ShardedParameters(FlatParameters):
         blocks = torch.tensor([size // ALIGNMENT for size in self.layout.sizes])
         return {"counted": own.repeat_interleave(blocks).to(self.data.device)}
 
-    def _named_parts(self) -> dict[str, Tensor]:
-        return dict(zip(self.names, self.parts, strict=True))
-
-    def inputs(self, model: Decoder) -> graph.Inputs:
-        found, parts = super().inputs(model), self._named_parts()
-        frozen = {name: tensor for name, tensor in found.param.items() if name not in parts}
-        return replace(found, param=parts | frozen, module=None)
-
     @torch.no_grad()
     def gathered(self, name: str, part: Tensor) -> Tensor:
         """A whole parameter, from this rank's part of it."""
@@ -320,19 +311,11 @@ class ShardedParameters(FlatParameters):
         tp = self.mesh.tp
         return part if on.tp is None or tp.size == 1 else joined(on, distributed.gather(part, tp).unbind())
 
-    @contextmanager
     def micro_batch(
         self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
-    ) -> Iterator[graph.Inputs]:
-        """With whole weights, and statistics that are added to those of all ranks in the end, on every rank.
-
-        Without gradients the separate operators compute: fused products read weights before the kernel before is
-        complete, and here the weights are gathered in the same graph.
-        """
-        parts = {n: part for n, part in inputs.param.items() if n in self.names}
-        weights = {n: self.gathered(n, part).requires_grad_(differentiated) for n, part in parts.items()}
-        with torch.set_grad_enabled(torch.is_grad_enabled() or not differentiated), self.summed(inputs, maxima) as own:
-            yield replace(own, module=None, param={**inputs.param, **weights})
+    ) -> AbstractContextManager[graph.Inputs]:
+        """With statistics that are added to those of all ranks in the end, on every rank."""
+        return self.summed(inputs, maxima)
 
     @contextmanager
     def summed(self, inputs: graph.Inputs, maxima: Sequence[int]) -> Iterator[graph.Inputs]:
@@ -379,14 +362,35 @@ class ShardedParameters(FlatParameters):
         return self.axis.rank
 
 
+class GatheredParameters(ShardedParameters):
+    """`ShardedParameters` whose micro-batches gather the weights from all ranks' parts: ZeRO's stage 3."""
+
+    def inputs(self, model: Decoder) -> graph.Inputs:
+        found, parts = super().inputs(model), self.gathering.param
+        frozen = {name: tensor for name, tensor in found.param.items() if name not in parts}
+        return replace(found, param={**parts, **frozen}, module=None)
+
+    @contextmanager
+    def micro_batch(
+        self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
+    ) -> Iterator[graph.Inputs]:
+        """With whole weights, too. Without gradients the separate operators compute: fused products read weights before
+        the kernel before is complete, and here the weights are gathered in the same graph."""
+        parts = {n: part for n, part in inputs.param.items() if n in self.names}
+        weights = {n: self.gathered(n, part).requires_grad_(differentiated) for n, part in parts.items()}
+        with torch.set_grad_enabled(torch.is_grad_enabled() or not differentiated), self.summed(inputs, maxima) as own:
+            yield replace(own, module=None, param={**inputs.param, **weights})
+
+
 def flat_parameters(
-    model: Decoder, mesh: Mesh, frozen: Collection[str] = (), reader: Decoder | None = None
+    model: Decoder, mesh: Mesh, frozen: Collection[str] = (), reader: Decoder | None = None, stage: int | None = None
 ) -> FlatParameters:
     """A model's parameters, but for those that are `frozen`, as they are trained on this mesh; `reader`, by default the
-    model, generates with them."""
-    if mesh.axes or reader is not None:
-        return ShardedParameters(model, mesh, frozen, reader)
-    return FlatParameters(model, mesh, frozen)
+    model, generates with them. `stage`: ZeRO's, 2 or 3; by default 2 where the model's own are whole."""
+    if not mesh.axes and reader is None:
+        return FlatParameters(model, mesh, frozen)
+    gathers = stage == 3 or reader is not None
+    return (GatheredParameters if gathers else ShardedParameters)(model, mesh, frozen, reader)
 
 
 def _serving(name: str) -> AbstractContextManager[None]:

@@ -55,7 +55,8 @@ class TrainerPrograms:
         by_name: all of them. `forward_backward` (`step.forward`, whose gradients are added up), `check` (`step.check`)
             and `reference_logprobs` take batches (`launch`); `optim_step` updates at the rate `lr` if the statistics
             allow it, and writes what was found (`step.take`); of several ranks `gather_weights` brings the model's own
-            weights up to date. Where cells of shards span micro-batches, `end_cell` and `end_cells` add them up.
+            weights up to date, which micro-batches may read. Where cells of shards span micro-batches, `end_cell` and
+            `end_cells` add them up.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class TrainerPrograms:
             self.by_name[name] = runtime.program(name, body, inputs, writes, open_sizes, baked.get(name))
 
         train: graph.GraphBody = self._differentiated
-        if isinstance(flat, ShardedParameters):  # each rank differentiates by weights that it gathers: no inputs
+        if isinstance(flat, ShardedParameters):  # statistics are added up after it, and weights perhaps gathered before
             train = self._train_body
             add("gather_weights", flat.gather, flat.gathering, {"buffer"})
         add("forward_backward", train, training, {"grad", "buffer"})
@@ -114,7 +115,11 @@ class TrainerPrograms:
         model = {"model": self.model.config, "masks": self.model.masks}
         second = self.reference or self.model
         layout = self.flat.layout
-        sharding = {"ranks": layout.ranks, "shapes": dict(zip(self.flat.names, layout.shapes, strict=True))}
+        sharding = {
+            "ranks": layout.ranks,
+            "shapes": dict(zip(self.flat.names, layout.shapes, strict=True)),
+            "parameters": type(self.flat).__name__,
+        }
         return {
             "forward_backward": {
                 **model,

@@ -24,7 +24,7 @@ from ..models import Decoder
 from ..types import PackedBatch, SamplingParams
 from .check_cases import Work, trust_cases
 from .graph_inputs import complete
-from .mismatches import MAX_MISMATCHES, Checked, Mismatch, mismatches
+from .mismatches import MAX_MISMATCHES, Checked, Deltas, Mismatch, mismatches, sums_of_deltas
 from .optimizer import frozen_parameters, optimizer_of, parameter_groups
 from .packing import blank_batch
 from .parameters import Buffer, flat_parameters
@@ -48,6 +48,7 @@ class Trainer:
         world: the processes that weights, gradients and moments are sharded over. Each calls the same methods in the
             same order, on batches of its own, as many as the others.
         cells: how gradients of a step's shards are added up; those of batches are ended by `PackedBatch.ends_cell`.
+        zero_stage: of several ranks, see `flat_parameters`.
 
     Attributes:
         algorithm: that of `loss`.
@@ -70,6 +71,7 @@ class Trainer:
         runtime: Runtime = EAGER,
         world: World = ONE,
         cells: Cells = ONE_CELL,
+        zero_stage: int | None = None,
     ) -> None:
         if loss.beta > 0 and reference is None:
             raise ValueError(f"loss.beta is {loss.beta}: the KL term needs a reference model")
@@ -91,7 +93,7 @@ class Trainer:
             model.add_value_head()
         trained = in_trainer(model, world.mesh)
         reader = None if trained is model else model
-        self.flat = flat_parameters(trained, world.mesh, frozen_parameters(model, optimizer), reader)
+        self.flat = flat_parameters(trained, world.mesh, frozen_parameters(model, optimizer), reader, zero_stage)
         self.flat.add_up(cells)
         self._cells_begun, self._cell_ended = False, False  # of an update's several: one has ended, and the last so far
         self.optimizer = optimizer_of(self.flat, optimizer, parameter_groups(model, self.flat, optimizer))
@@ -170,7 +172,7 @@ class Trainer:
                 self.check(batch)
         for name in [name for name in ("end_cell", "end_cells") if name in self.programs.by_name]:
             self.programs.by_name[name]()
-        self.gather_weights()
+        self._gather_weights()
         self._results.make_room()
         self._values.fill_(math.nan)  # a loss that is not finite: nothing is written
         try:
@@ -218,7 +220,8 @@ class Trainer:
 
     def launch_optim_step(self, lr: float, sampled: int | None = None) -> PendingResult:
         """`optim_step` without waiting: the next update can be launched before this one's result is taken. Only where
-        `result.ROWS` are waiting to be taken, it waits for the first of them."""
+        `result.ROWS` are waiting to be taken, it waits for the first of them. Behind it the model has the new weights,
+        on every rank."""
         self._results.make_room()
         sampled = self._to_compare() if sampled is None else sampled
         if lr != self._rate:
@@ -226,11 +229,14 @@ class Trainer:
         if sampled != self._expected:
             self.programs.state.sampled.fill_(sampled)
         self._rate, self._expected = lr, sampled
-        if self._cells_begun:
-            self.programs.by_name["end_cells"]()
-        self._cells_begun = self._cell_ended = False
-        self._launch_update()
-        return self._launched(lr, sampled)
+        with self._runtime.timings.measured("optim_step", on_device=True):
+            if self._cells_begun:
+                self.programs.by_name["end_cells"]()
+            self._cells_begun = self._cell_ended = False
+            self._launch_update()
+        pending = self._launched(lr, sampled)
+        self._gather_weights()
+        return pending
 
     def _launch_update(self) -> None:
         self.programs.by_name["optim_step"]()
@@ -242,8 +248,8 @@ class Trainer:
         own = sum(len(s.token_ids) for batch, _ in self._scored for s in batch.sequences)
         return sum(self.world.gather(own)) // self.world.mesh.tp.size
 
-    def gather_weights(self) -> None:
-        """Give the model the weights of the last update, for whoever generates with it. In one process it has them."""
+    def _gather_weights(self) -> None:
+        """Give the model the weights of the last update. In one process it has them."""
         if gather := self.programs.by_name.get("gather_weights"):
             with self._runtime.timings.measured("sync", on_device=True):
                 gather()
@@ -261,6 +267,13 @@ class Trainer:
     def checked(self) -> list[Tensor]:
         """The model's log-probabilities of each batch that was compared since the last update, float32 [C]."""
         return [scored["model_logprob_C"].clone() for _, scored in self._scored]
+
+    @property
+    def deltas(self) -> Deltas:
+        """How the model's log-probabilities differ from the generator's, over the tokens that were compared since the
+        last update, of all ranks."""
+        by_rank = self.world.gather(sums_of_deltas(self._scored))[:: self.world.tp]  # who share products have the same
+        return Deltas.of([batch for found in by_rank for batch in found])
 
     def numerics(self) -> dict[str, Any]:
         """What the bits of a run depend on besides its configuration."""
@@ -295,7 +308,7 @@ class Trainer:
                 raise ValueError(f"trainer state: {name!r} is missing or of another shape than {list(bias.shape)}")
             bias.copy_(found[:])
         self.weights_version = numbers["weights_version"]
-        self.gather_weights()
+        self._gather_weights()
 
     def _launched(self, lr: float, sampled: int) -> PendingResult:
         """The result of the update that was just launched, when the host asks for it."""

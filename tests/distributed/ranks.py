@@ -39,7 +39,9 @@ from lockstep.config import (
 from lockstep.distributed import ONE, World, join
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import GraphError, Runtime, check_against_eager, digest
+from lockstep.graph import Captured, GraphError, Runtime, check_against_eager, digest
+from lockstep.graph.passes.collectives import gradient_exchanges, weight_gathers
+from lockstep.graph.torch_private import trace
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
@@ -108,7 +110,6 @@ def run(trainer: Trainer, world: World, steps: int = 2, packing: Packing = SEVER
         for batch in batches(groups, own, packing):
             trainer.check(batch)
         seen += [whole(trainer, trainer.flat.grad), trainer.optim_step(1e-2)]
-        trainer.gather_weights()
         assert seen[-1].applied and seen[-1].tokens_different == 0, seen[-1]
     weights = [p.detach().cpu() for p in trainer.model.parameters()]
     return [*seen, *weights, *saved(trainer)[0].values()]
@@ -150,16 +151,21 @@ def float32(world: World) -> Any:
 
 @check
 def bfloat16(world: World) -> Any:
+    """Of weights that are gathered."""
     kind = torch.bfloat16
     one = run(Trainer(decoder(kind), OPTIMIZER, LossConfig()), ONE)
-    return on_all(world, different(run(Trainer(decoder(kind), OPTIMIZER, LossConfig(), world=world), world), one))
+    gathers = Trainer(decoder(kind), OPTIMIZER, LossConfig(), world=world, zero_stage=3)
+    return on_all(world, different(run(gathers, world), one))
 
 
 @check
 def experts(world: World) -> Any:
     optimizer, loss = replace(OPTIMIZER, router_bias_rate=0.01), LossConfig()
-    one = run(Trainer(decoder(config=MOE), optimizer, loss), ONE)
-    return on_all(world, different(run(Trainer(decoder(config=MOE), optimizer, loss, world=world), world), one))
+    one, unlike = run(Trainer(decoder(config=MOE), optimizer, loss), ONE), []
+    for stage in (2, 3):
+        trainer = Trainer(decoder(config=MOE), optimizer, loss, world=world, zero_stage=stage)
+        unlike += different(run(trainer, world), one)
+    return on_all(world, unlike)
 
 
 @check
@@ -293,27 +299,46 @@ def another_order_of_addition(world: World) -> Any:
 
 @check
 def graphs(world: World) -> Any:
-    """Ways to arrange the collectives, recorded or not: results like eager's, graphs alike on all ranks, the log."""
+    """Weights read whole, with layers computed again, or gathered: results like eager's, graphs alike on all ranks, and
+    what was logged of them; collectives of a micro-batch, and their elements on a rank."""
     eager = run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, packing=Packing(256))
     ways: dict[str, dict[str, Any]] = {
-        "recomputed": {"bucket_collectives": False, "recompute": ("full",)},
-        "all": {"cudagraph_mode": "full"},
+        "stage 2": {"recompute": ("full",)},
+        "stage 3": {"cudagraph_mode": "full"},
     }
     found = {}
     for name, fields in ways.items():
         config = CompileConfig("step", **fields)
         recorder = FakeRecorder() if DEVICE.type == "cpu" else None
         runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
-        trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, runtime=runtime)
+        stage = int(name[-1])
+        trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, runtime=runtime, zero_stage=stage)
         unlike = different(run(trainer, world, packing=Packing(256)), eager)
         made = {f.name: [digest(g.captured) for g in f.graphs.values()] for f in runtime.programs}
         log = [line for title, lines in runtime.builder.nodes.items() if "forward_backward" in title for line in lines]
         found[name] = {"different": on_all(world, unlike), "digests": on_all(world, made), "log": log}
         found[name]["captures"] = on_all(world, runtime.captures)
+        traces = trainer.programs.by_name["forward_backward"].traces  # the first rank has them for all
+        found[name]["wire"] = [wire(captured, world) for captured in traces]
         checks = [g.captured.module.graph for f in runtime.programs if f.name == "check" for g in f.graphs.values()]
         found[name]["scoring"] = on_all(world, sorted({str(node.target) for nodes in checks for node in nodes.nodes}))
         runtime.close()
     return found
+
+
+def wire(captured: Captured, world: World) -> dict[str, list[int]]:
+    """How many collectives of each kind a graph has for weights and gradients, and what a rank gets from the others by
+    them, in bytes."""
+    found = {}
+    for name, of in {"gathers": weight_gathers, "exchanges": gradient_exchanges}.items():
+        calls = [collective.collective for collective in of(captured)]
+        results = [value for call in calls for value in flattened(trace.fake_value(call))]
+        found[name] = [len(calls), sum(x.nbytes for x in results) * (world.size - 1) // world.size]
+    return found
+
+
+def flattened(value: Any) -> list[Any]:
+    return [value] if isinstance(value, Tensor) else list(value)
 
 
 @check

@@ -130,6 +130,10 @@ def test_degrees_that_a_model_cannot_be_shared_at_are_refused() -> None:
     with pytest.raises(InputError, match=r"parallel\.tp is 4, .* num_key_value_heads 2; use 1 or 2"):
         require_degree(architecture("tiny"), 4, "parallel.tp")
     require_degree(architecture("tiny-deepseek-v3"), 4, "parallel.tp")
+    with pytest.raises(
+        InputError, match=r"parallel\.zero_stage is 2 and parallel\.tp 2: .*; leave parallel\.zero_stage out"
+    ):
+        ParallelConfig(tp=2, zero_stage=2).check()
     config = RunConfig(parallel=ParallelConfig(tp=4), compile=resolve_compile(CompileConfig(), False))
     with pytest.raises(InputError, match=r"parallel\.tp is 4, and there are 6 processes: start a multiple of 4"):
         resolve_parallel(config, 6)

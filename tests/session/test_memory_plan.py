@@ -236,6 +236,18 @@ def test_the_default_settings_fit_eight_gpus() -> None:
     assert adapted(large, found).compile.recompute == tuple(f"layers.{i}" for i in range(found.again))
 
 
+def test_a_graph_that_gathers_weights_takes_more_than_one_that_reads_them_whole() -> None:
+    w = workload("qwen3-8b", 8)
+    gathers = replace(w, config=replace(w.config, parallel=replace(w.config.parallel, zero_stage=3)))
+    shares = replace(w, config=replace(w.config, parallel=replace(w.config.parallel, tp=2)))
+    plans = [plan(one, H200) for one in (w, gathers, shares, workload("qwen3-8b", 1))]
+    assert [found.zero_stage for found in plans] == [2, 3, 3, 0]
+    assert plans[0].table().endswith(", ZeRO stage 2") and plans[1].to_dict()["zero_stage"] == 3
+    layer = 4096 * 10240 + 3 * 4096 * 12288 + 2 * 4096 + 256
+    more = terms.transit(gathers) - terms.transit(w)
+    assert more == pytest.approx(2 * 2 * layer + 2 * 151936 * 4096, rel=1e-6)  # two layers and the head, in bfloat16
+
+
 def test_what_does_not_fit_is_refused_and_every_remedy_fits() -> None:
     w = workload("qwen3-32b", 8)
     found = plan(w, H200)

@@ -1,8 +1,10 @@
 """Section `parallel`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Literal
 
+from ...errors import refuse
 from .section import Section, between
 
 
@@ -20,6 +22,10 @@ class ParallelConfig(Section):
     """Neighbouring processes that generate the same samples together, each with its part of the heads and of every
     product's output columns: a decode step takes less time, and the KV cache less of each one's memory. No bit depends
     on it."""
+    zero_stage: Literal[2, 3] | None = None
+    """What several processes shard of a micro-batch's work. 2: gradients and the optimizer's state; weights are read
+    where they lie whole, as they do for the generator. 3: weights too, which are gathered layer by layer. Left out: 2
+    with `tp` 1, and 3 otherwise. No bit depends on it."""
     symmetric_memory: bool = False
     """Whether processes that generate together, on GPUs of one host, store their words straight into one another's
     memory, which takes less time than NCCL where there are few. No bit depends on it."""
@@ -32,6 +38,23 @@ class ParallelConfig(Section):
     timeout: float = between(1, 86400, default=300.0)
     """Seconds a process waits for the others before it ends the run."""
 
+    def check(self) -> None:
+        refuse(
+            self.zero_stage == 2 and self.tp > 1,
+            f"parallel.zero_stage is 2 and parallel.tp {self.tp}: processes that share products train on parts of the "
+            "weights, which lie whole nowhere; leave parallel.zero_stage out, or set it to 3",
+        )
+
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if self.generator_tp == 1:
             yield "symmetric_memory", "with parallel.generator_tp 1: no process generates together with another"
+
+
+def check_generation_ranks(c: ParallelConfig) -> None:
+    """Raise `InputError` naming what would have no effect where nothing is trained."""
+    for item in fields(c):
+        refuse(
+            getattr(c, item.name) != item.default and item.name not in ("generator_tp", "symmetric_memory", "timeout"),
+            f"parallel.{item.name} is {getattr(c, item.name)}: it is for processes that train, and nothing is trained "
+            "here; remove it",
+        )

@@ -24,10 +24,10 @@ STAYS: dict[str, Callable[[Workload], int]] = {
     "sampled supports": terms.supports,
     "CUDA and NCCL": terms.context,
 }
-CACHE, KEPT, WORKING, GATHERED = "KV cache", "activations", "head and backward", "gathered weights"
+CACHE, KEPT, WORKING, TRANSIT = "KV cache", "activations", "head and backward", "in transit"
 GENERATION, CHECK, ALLOCATOR = "generation", "start-up check", "allocator"
 COPIES = "copies while checking"
-POOL = KEPT, WORKING, GATHERED, GENERATION, CHECK  # what the pool of CUDA graphs grows to, and the machine's check
+POOL = KEPT, WORKING, TRANSIT, GENERATION, CHECK  # what the pool of CUDA graphs grows to, and the machine's check
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class MemoryPlan:
         memory: of the device, that may be taken. terms: by name; nothing is in two of them.
         host: bytes of the host's memory beside those, by name.
         cache_tokens: the capacity of the KV cache. again: layers whose forward pass the backward pass computes again.
+        zero_stage: what several processes shard (`Workload.zero_stage`); 0 of one.
         fits: they have room, with a cache of one sequence at the least.
     """
 
@@ -46,6 +47,7 @@ class MemoryPlan:
     cache_tokens: int
     again: int
     fits: bool
+    zero_stage: int = 0
     host: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -57,6 +59,7 @@ class MemoryPlan:
         """For the summary, in GiB."""
         shown = {name: round(size / GIB, 3) for name, size in self.terms.items() if size}
         about = {"cache_tokens": self.cache_tokens, "layers_computed_again": self.again, "fits": self.fits}
+        about |= {"zero_stage": self.zero_stage} if self.zero_stage else {}
         return {"memory_gib": round(self.memory / GIB, 3), "planned_gib": round(self.total / GIB, 3), **about} | {
             "terms_gib": shown,
             "host_gib": {name: round(size / GIB, 3) for name, size in self.host.items()},
@@ -67,7 +70,8 @@ class MemoryPlan:
         rows = sorted(((size, name) for name, size in self.terms.items() if size >= GIB / 100), reverse=True)
         lines = [f"  {name:<22} {size / GIB:>8.2f} GiB" for size, name in rows]
         again = f", {self.again} layers computed again" if self.again else ""
-        about = f"KV cache of {self.cache_tokens:,} tokens{again}"
+        stage = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
+        about = f"KV cache of {self.cache_tokens:,} tokens{again}{stage}"
         lines.append(f"  {'together':<22} {self.total / GIB:>8.2f} of {self.memory / GIB:.2f} GiB; {about}")
         return "\n".join(lines + [f"  on the host: {name} {size / GIB:.2f} GiB" for name, size in self.host.items()])
 
@@ -116,17 +120,17 @@ def _with(w: Workload, memory: int, again: int, tokens: int) -> MemoryPlan:
     found |= _pool(w, again)
     taken = sum(size for name, size in found.items() if name != "CUDA and NCCL")
     found[ALLOCATOR] = int(taken * terms.ALLOCATOR) if w.on_gpu else 0
-    return MemoryPlan(memory, found, tokens, again, False, terms.host(w))
+    return MemoryPlan(memory, found, tokens, again, False, w.zero_stage * w.sharded, terms.host(w))
 
 
 def _pool(w: Workload, again: int) -> dict[str, int]:
     """What the two roles' steps take at one time; of what takes turns with them, what is more."""
     graphs = _graphs(w)
-    found = {KEPT: terms.kept(w, again), WORKING: terms.working(w, again), GATHERED: terms.gathered(w)}
+    found = {KEPT: terms.kept(w, again), WORKING: terms.working(w, again), TRANSIT: terms.transit(w)}
     if not graphs:  # autograd has all gradients at once, and all gathered weights
         whole = w.layout.one_rank.size * w.b
         found[WORKING] += whole
-        found[GATHERED] = whole * w.sharded
+        found[TRANSIT] = whole * (w.sharded and w.zero_stage == 3)
     held = sum(found.values())
     found[GENERATION] = max(0, terms.prefill(w) - held)
     check = terms.eager(w) if _checks(w) else 0

@@ -194,10 +194,13 @@ def working(w: Workload, again: int = 0) -> int:
     return max(head(w), layer_backward(w) + anew + table(w) * c.tie_word_embeddings)
 
 
-def gathered(w: Workload) -> int:
-    """Of several ranks: two layers' weights that were gathered for a graph, as many gradients that travel and their
-    rows, and the head's, whose gradient travels too."""
-    return 6 * layer_weights(w) + 2 * table(w) if w.sharded else 0
+def transit(w: Workload) -> int:
+    """Of several ranks: two layers' gradients that travel and their rows, and the head's; where a graph gathers
+    weights, as many of those."""
+    if not w.sharded:
+        return 0
+    gathers = w.zero_stage == 3
+    return (4 + 2 * gathers) * layer_weights(w) + (1 + gathers) * table(w)
 
 
 # ---- what else the graphs' pool holds at some time; it holds one of these at a time ----

@@ -72,6 +72,13 @@ class Workload:
         return self.ranks > 1
 
     @property
+    def zero_stage(self) -> int:
+        """What the processes shard: 2, gradients and the state, as the generator's whole weights are read; 3, weights
+        too, where parts of them are trained on."""
+        parallel = self.config.parallel
+        return parallel.zero_stage or (2 if parallel.tp == 1 else 3)
+
+    @property
     def cells(self) -> Cells:
         """How the gradients of a step's shards are added up."""
         parallel = self.config.parallel

@@ -27,11 +27,12 @@ LAYERS = [f"layers.{i}" for i in range(4)]
 
 @cache
 def traced(rank: int = 0, tie: bool = True) -> Captured:
-    """The graph of `forward_backward` of a sharded tiny model, its collectives where the trace met them."""
+    """The graph of `forward_backward` of a sharded tiny model, its collectives where the trace met them; weights are
+    gathered in it."""
     config = CompileConfig("step", reshard_after_forward=False, bucket_collectives=False, reorder_collectives=False)
     runtime = Runtime(config, torch.device("cpu"), mesh={"fsdp": 2})
     model = initialize(Decoder(replace(architecture("tiny"), tie_word_embeddings=tie), torch.float32), 0)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime, world=World(rank, 2, 10.0))
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime, world=World(rank, 2, 10.0), zero_stage=3)
     sequences = [completed([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
     (batch,) = pack([train_group([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
     programs = trainer.programs
