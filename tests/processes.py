@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import io
 import multiprocessing
 import multiprocessing.context
 import multiprocessing.forkserver
@@ -78,7 +79,7 @@ def _handled(number: int, _: object) -> None:
         raise KeyboardInterrupt
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str] | Forked | None = None) -> None:
     """Wait until `condition` holds; fails when `process` ends first, or it takes too long."""
     deadline = time.monotonic() + DEADLINE
     while not condition():
@@ -127,6 +128,66 @@ def _interpreters() -> multiprocessing.context.ForkServerContext:
     return context
 
 
+class Forked:
+    """A process that was forked, with what `subprocess.Popen` has for those who wait for one."""
+
+    def __init__(self, process: Any, said: Path) -> None:
+        self._process, self._said = process, said
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def stderr(self) -> io.StringIO:
+        return io.StringIO(self._said.read_text())
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What went to standard error, when it has ended."""
+        self._process.join(timeout)
+        assert self.returncode is not None, f"not ended after {timeout} s: {self.stderr.read()}"
+        return "", self.stderr.read()
+
+
+@contextmanager
+def running_lockstep(arguments: Sequence[str], cwd: Path | None = None, **environment: str) -> Iterator[Forked]:
+    """`lockstep` with these arguments as `running` has it, in a process that need not import anything."""
+    with tempfile.NamedTemporaryFile() as said:
+        variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        given = list(arguments), str(cwd or Path.cwd()), said.name, variables
+        process = _interpreters().Process(target=_lockstep, args=given)
+        process.start()
+        try:
+            resource.prlimit(process.pid, resource.RLIMIT_CPU, (int(DEADLINE), int(DEADLINE)))
+            yield Forked(process, Path(said.name))
+        finally:
+            process.kill()
+            process.join()
+
+
+def _lockstep(arguments: list[str], folder: str, said: str, environment: dict[str, str]) -> None:
+    """The command in this process, which is left as an interpreter that ends is left."""
+    _take_over(environment, said)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.argv = ["lockstep", *arguments]
+    from lockstep.__main__ import entry
+
+    entry()
+
+
 def on_ranks(count: int, work: Callable[..., T], *arguments: Any) -> list[T]:
     """What `work` of these arguments returns in each of so many processes, by rank, which find each other as those that
     torchrun starts do. It is a function of a module beside the tests."""
@@ -165,9 +226,14 @@ def _rank(work: Callable[..., Any], arguments: tuple[Any, ...], file: str, envir
 
 def _pytest(arguments: list[str], said: str, environment: dict[str, str]) -> None:
     """Run pytest in this process, with what it says in a file."""
+    _take_over(environment, said)
+    sys.exit(int(pytest.main(arguments)))
+
+
+def _take_over(environment: dict[str, str], said: str) -> None:
+    """These variables in this process, and both standard streams in a file."""
     os.environ.clear()
     os.environ.update(environment)
     file = os.open(said, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.exit(int(pytest.main(arguments)))
