@@ -26,6 +26,9 @@ from typing import Any, TypeVar
 import pytest
 
 T = TypeVar("T")
+# What `_interpreters` have imported.
+PRELOADED = ["pytest", "hypothesis", "torch", "torch._dynamo", "triton", "transformers", "lockstep.rl.loop"]
+PRELOADED += ["lockstep.session.build", "processes"]
 DEADLINE = 480.0  # seconds, on a busy machine; below `faulthandler_timeout`, which ends everything
 PATIENCE = 400.0  # seconds that ranks wait for one another; below `DEADLINE`, so that they say who is late
 
@@ -120,8 +123,7 @@ def _interpreters() -> multiprocessing.context.ForkServerContext:
     """Processes that have imported what takes four seconds: each is forked from one that did, and that has Triton's
     interpreter, whoever asks first."""
     context = multiprocessing.get_context("forkserver")
-    slow = ["pytest", "hypothesis", "torch", "torch._dynamo", "triton", "transformers", "lockstep.rl.loop"]
-    context.set_forkserver_preload([*slow, "lockstep.session.build", "processes"])
+    context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         multiprocessing.forkserver.ensure_running()
