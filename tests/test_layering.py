@@ -156,7 +156,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "faults resume timeline",
         "report",
         "recorder",
-        "replay train",
+        "evaluate replay train",
     ),
     "serve": (
         "batcher errors metrics settings",
@@ -182,7 +182,7 @@ LONG_SIGNATURES = {
     "ops.attention.operator.attention_decode",
     "ops.attention.triton_decode.attention_decode",
     "ops.attention.triton_flex._attending.attend",
-    "session.evaluation.evaluate",
+    "run.evaluate.evaluate",
     "session.generate.LLM.__init__",
     "session.parity_check.check_model",
     "trainer.trainer.Trainer.__init__",
