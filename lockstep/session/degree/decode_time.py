@@ -37,8 +37,8 @@ class Load:
         """That of a workload and its plan."""
         g = w.config.generator
         held = plan.cache_tokens // (per_sequence(g, w.sequence_tokens) - g.page_size)
-        rows = max(1, min(w.sequences, g.max_num_seqs, held))
-        return Load(w.config.parallel.generator_tp, plan.fits, w.sequences, rows)
+        rows = max(1, min(w.trained_sequences, g.max_num_seqs, held))
+        return Load(w.config.parallel.generator_tp, plan.fits, w.trained_sequences, rows)
 
     @property
     def waves(self) -> int:
