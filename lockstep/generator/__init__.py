@@ -3,4 +3,4 @@
 from .cache_capacity import plan_cache_tokens
 from .engine import Engine
 from .kv_cache import KVCache
-from .weights import PartWeights, SharedWeights
+from .weights import SharedWeights
