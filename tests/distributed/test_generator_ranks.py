@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,14 @@ from lockstep.config import (
 )
 from lockstep.distributed import ONE, World, collectives, join
 from lockstep.errors import InputError, LockstepError
-from lockstep.generator import Engine, PartWeights, SharedWeights
+from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime
-from lockstep.models import Decoder, ModelConfig, ModelPart
+from lockstep.models import Decoder, ModelConfig, ResidentWeights, load_part, ranges_of
 from lockstep.models.checks import require_degree
 from lockstep.models.init import architecture, initialize
 from lockstep.rl.loop import Loop
 from lockstep.session.build import build
+from lockstep.session.memory import used
 from lockstep.types import SampleIdentity, SamplingParams
 
 # Of the cases together: prompts in chunks, samples that are preempted, prefixes found again, new weights, and each kind
@@ -80,8 +81,18 @@ def generated(
     return [*found, engine.scheduler.preemptions]
 
 
-def cut(model: Decoder, world: World) -> Callable[[Callable[[], int]], SharedWeights]:
-    return lambda version: PartWeights(ModelPart(model, world.generator), version)
+class Parts(SharedWeights):
+    """A rank's part of a model, with the values that the whole has by now."""
+
+    def __init__(self, whole: Decoder, world: World, version: Callable[[], int]) -> None:
+        self._source = ResidentWeights(whole)
+        model = load_part(self._source, whole.embed.dtype, "cpu", world.generator)
+        super().__init__(model, version)
+
+    @property
+    def version(self) -> int:
+        self._source.fill(ranges_of(self.model))
+        return super().version
 
 
 def differing(world: World, arch: str, dtype: torch.dtype, capture: str, tokens: int, pushes: bool) -> tuple[int, int]:
@@ -91,7 +102,7 @@ def differing(world: World, arch: str, dtype: torch.dtype, capture: str, tokens:
     runtime = Runtime(config, torch.device("cpu"), mesh=world.sizes, peers=world)
     model, other = decoder(arch, dtype), decoder(arch, dtype)
     *one, preempted = generated(model, lambda version: SharedWeights(model, version), tokens)
-    *several, again = generated(other, cut(other, world), tokens, runtime)
+    *several, again = generated(other, partial(Parts, other, world), tokens, runtime)
     assert preempted == again
     return sum(a != b for a, b in zip(one, several, strict=True)), preempted
 
@@ -152,7 +163,12 @@ def stepped(folder: Path, turns: int, world: World, reward: str = "low") -> list
             for g in groups
             for r in g.rollouts
         ]
-    return found + [p.detach().clone() for p in loop.run.policy.model.parameters()]
+    run = loop.run
+    of_plan = {name: round(size / 2**30, 3) for name, size in run.plan.terms.items()}
+    of_run = used(run.trainer, run.engine.cache, run.runtime)
+    assert of_run.keys() >= {"weights", "moments", "gradients", "KV cache"}
+    assert {name: of_plan[name] for name in of_run} == of_run
+    return [*found, world.gather(run.trainer.state()[0]["master"])[0]]
 
 
 def runs(folder: Path) -> dict[str, Any]:
@@ -191,7 +207,7 @@ def every_case(ranks: int) -> dict[str, Any]:
         patch.setattr(collectives, "_side_by_side", lambda parts: right(parts.flip(0)))
         found["by rank in reverse"] = differing(world, *wrong)[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PartWeights, "__init__", partialmethod(_then, PartWeights.__init__, patch, world))
+        patch.setattr(Parts, "__init__", partialmethod(_then, Parts.__init__, patch, world))
         found["a sum over ranks"] = differing(world, *wrong)[0]
     world.agree("a number", 5)
     try:
@@ -202,7 +218,7 @@ def every_case(ranks: int) -> dict[str, Any]:
     return found
 
 
-def _then(weights: PartWeights, made: Any, patch: pytest.MonkeyPatch, world: World, *about: Any) -> None:
+def _then(weights: Parts, made: Any, patch: pytest.MonkeyPatch, world: World, *about: Any) -> None:
     """From here on each rank has a part of what a product sums over, and the parts are added by an all-reduce."""
     made(weights, *about)
     axis = world.generator.tp

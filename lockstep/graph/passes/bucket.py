@@ -53,7 +53,8 @@ def _gather_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
 
 
 def _exchange_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
-    """Every gradient of the run is computed before the last of them, behind which the exchange is put."""
+    """Every gradient of the run is computed before the last of them, behind which the exchange is put, and what comes
+    of those that were exchanged before it."""
     anchor = max(node for exchange in run for node in sources(exchange))
     for exchange in run:
         for node in exchange.start[:-1]:  # whatever lays it out
@@ -70,3 +71,8 @@ def _exchange_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
         laid_out.replace_all_uses_with(rows)
         for node in (laid_out, waited, call):
             graph.erase_node(node)
+    anchor = max(made)
+    for node in sorted({node for exchange in run for node in exchange.finish} & set(graph.nodes)):
+        if node < anchor:
+            anchor.append(node)
+            anchor = node
