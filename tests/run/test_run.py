@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from c_library import using
 from model_edits import written
-from processes import DEADLINE, finished, running, wait_for
+from processes import DEADLINE, finished, running, running_lockstep, wait_for
 from safetensors.torch import load_file
 
 from lockstep.api import resumed
@@ -53,7 +54,7 @@ def launch(*arguments: str, kill_after: tuple[int, float] = (0, 0.0)) -> None:
     """Run to the end or, so many seconds after so many calls of the reward function, until it is killed."""
     command = [*COMMAND, *arguments] if "--resume" not in arguments else [*COMMAND[:4], *arguments]
     calls, seconds = kill_after
-    with running(command, KILL_AFTER=f"{calls} {seconds}") as process:
+    with running_lockstep(command[3:], KILL_AFTER=f"{calls} {seconds}") as process:
         _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == (-signal.SIGKILL if calls else 0), errors
 
@@ -281,7 +282,7 @@ def test_other_arithmetic_is_refused_or_said_in_the_certificate(
 ) -> None:
     note = small_run / "crash.txt"
     note.write_text("of the process before")
-    with library.using(other_exp):
+    with using(other_exp):
         errors = refused(small_run, capsys)
         assert note.read_text() == "of the process before"
         assert (
