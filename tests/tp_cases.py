@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from processes import PATIENCE
 from small import FAMILIES, make_model, train_groups
 from torch import Tensor
 
@@ -121,7 +122,7 @@ class _Reversed:
 def on_a_rank(tp: int, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """`trained`, case by case."""
     torch.set_num_threads(1)
-    world = join(ParallelConfig(tp=tp, generator_tp=2, timeout=100), "cpu")
+    world = join(ParallelConfig(tp=tp, generator_tp=2, timeout=PATIENCE), "cpu")
     found = [trained(world=world, **case) for case in cases]
     world.close()
     return found

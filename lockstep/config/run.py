@@ -127,7 +127,9 @@ class RunConfig(Section):
 
 
 # What runs did before there was a setting to name it: its default, but where that is new.
-EARLIER = RunConfig(loss=LossConfig(use_bias_correction_kl=False), parallel=ParallelConfig(cell=1 << 16))
+EARLIER = RunConfig(
+    loss=LossConfig(use_bias_correction_kl=False), parallel=ParallelConfig(cell=1 << 16, balance_batch=False)
+)
 
 
 def validate(config: RunConfig) -> RunConfig:

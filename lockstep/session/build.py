@@ -174,6 +174,11 @@ class TrainingSession(Session):
         self.shapes = train_shapes(config, longest, self.prompt_limit.tokens)
         self.preloaded = loaded_kernels()
 
+    @property
+    def context(self) -> int:
+        """Tokens that a prompt and what comes after it may have together."""
+        return self.prompt_limit.tokens + self.config.max_response_length
+
 
 def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
     c, g, together = w.config, w.config.generator, w.config.parallel.generator_tp

@@ -35,6 +35,9 @@ class ParallelConfig(Section):
     cell: int = between(1, 1 << 16, default=8)
     """Consecutive shards whose gradients are added up by themselves, before their sums are. Where there are more shards
     than that, bits depend on it."""
+    balance_batch: bool = True
+    """Deal a step's prompts to shards by the tokens of their samples, the longest first, so that shards have about as
+    many; otherwise in turn. Where there are several shards, bits depend on it."""
     timeout: float = between(1, 86400, default=300.0)
     """Seconds a process waits for the others before it ends the run."""
 
