@@ -253,7 +253,7 @@ class Trainer:
     def _to_compare(self) -> int:
         """Sampled tokens of the batches since the last update that were to be compared, of all ranks, by the
         trajectories that they were made of."""
-        own = sum(len(s.token_ids) for batch, _ in self._scored for s in batch.sequences)
+        own = sum(s.length for batch, _ in self._scored for s in batch.sequences)
         return sum(self.world.gather(own)) // self.world.mesh.tp.size
 
     def _gather_weights(self) -> None:

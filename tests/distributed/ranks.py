@@ -37,6 +37,7 @@ from lockstep.config import (
     TrainerConfig,
 )
 from lockstep.distributed import ONE, World, join
+from lockstep.environments.ranks.rollouts import COLUMNS, Holders, outline
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Captured, GraphError, Runtime, check_against_eager, digest
@@ -48,7 +49,7 @@ from lockstep.models.init import initialize
 from lockstep.rl.loop import Loop
 from lockstep.session.build import build, resolve
 from lockstep.trainer import BatchShape, Packing, Trainer, optimizer, pack_shards
-from lockstep.types import PackedBatch, RolloutGroup, SampleIdentity, SamplingParams
+from lockstep.types import PackedBatch, RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
 OPTIMIZER = OptimizerConfig(weight_decay=0.1)
@@ -236,7 +237,7 @@ def whole_steps(world: World) -> Any:
         config = of_a_run(Path(folder))
         for name, loss in losses.items():
             made = replace(config, loss=loss)
-            both = [stepped(made, others) for others in (ONE, world)]
+            both = [stepped(made, others, world.first) for others in (ONE, world)]
             metrics, replaced = both[0][:2]
             found[name] = on_all(world, [different(*both), sum(map(len, replaced)), metrics[1]["kl"]])
     return found
@@ -264,24 +265,27 @@ def of_a_run(folder: Path) -> RunConfig:
     )
 
 
-def stepped(config: RunConfig, world: World) -> list[Any]:
-    """What two steps found, the groups that were replaced in each, what was sampled, and then the weights."""
+def stepped(config: RunConfig, world: World, whole: bool) -> list[Any]:
+    """What two steps found, the groups that were replaced in each, what was sampled, and then the weights; `whole`: of
+    the groups all, and not only what every rank has."""
     loop = Loop(config, build(resolve(config, world.size), world))
     metrics, replaced, sampled = [], [], []
     for step in range(2):
         found, groups = loop.step(step)
         metrics.append({k: v for k, v in found.items() if k.partition("/")[0] not in ("time", "perf", "memory")})
         metrics[-1].pop("padding_waste")
-        replaced.append([without_waits(group) for group in loop.replaced])
-        sampled.append([without_waits(group) for group in groups])
+        replaced.append([of_group(group, whole) for group in loop.replaced])
+        sampled.append([of_group(group, whole) for group in groups])
     return [metrics, replaced, sampled, *(p.detach().cpu() for p in loop.run.policy.model.parameters())]
 
 
-def without_waits(group: RolloutGroup) -> dict[str, Any]:
-    """All of a group but the seconds that its environment took."""
+def of_group(group: RolloutGroup, whole: bool) -> Any:
+    """All of a group but the seconds that its environment took and the rank that sampled it."""
+    if not whole:
+        return [(r.identity, r.rewards, r.reward, r.advantage, r.length, r.finish_reason) for r in group.rollouts]
     for segment in (segment for rollout in group.rollouts for segment in rollout.segments):
         segment.wait_s = 0.0
-    return asdict(group)
+    return asdict(replace(group, sampled_by=None))
 
 
 @check
@@ -418,6 +422,72 @@ def offloaded(world: World) -> Any:
     run(first, world, steps=1)
     second.load_state(parts(first), saved(first)[1])
     return on_all(world, different(run(second, world), run(one, ONE)))
+
+
+@check
+def brought_rollouts(world: World) -> Any:
+    """Groups of two turns and two branches with experts' digests, each sampled by a rank and brought to a rank, and
+    then to the first: whether they are whole where they were brought, and what reading others raises."""
+    whole = [sampled_group(g) for g in range(6)]
+    sampled = world.share(lambda: [g for g in whole if g.sampled_by == world.rank], lambda own: list(map(outline, own)))
+    groups = sorted((group for of_rank in sampled for group in of_rank), key=lambda group: group.group)
+    holders, found = Holders(world), []
+    for _ in range(2):  # the second time nothing travels
+        holders.bring((group, [group.group // 2 % 2]) for group in groups)
+    for group, expected in zip(groups, whole, strict=True):
+        try:
+            here: Any = words_of(group) == words_of(expected)
+        except RuntimeError as error:
+            here = str(error)
+        found.append([world.rank in (group.sampled_by, group.group // 2 % 2), here])
+    holders.bring_to_first(groups)()
+    return on_all(world, [found, [asdict(a) == asdict(b) for a, b in zip(groups, whole, strict=True)]])
+
+
+def words_of(group: RolloutGroup) -> list[Any]:
+    return [list(getattr(s, name) or ()) for r in group.rollouts for s in r.segments for name in COLUMNS]
+
+
+def sampled_group(number: int) -> RolloutGroup:
+    """Of two samples, whose prompt is the same; every word is another."""
+    words = iter(range(1000 * number, 1000 * number + 999))
+
+    def take(count: int) -> list[int]:
+        return [next(words) for _ in range(count)]
+
+    def segment(count: int, sampled: bool, **more: Any) -> Segment:
+        logs = [[-1 / (1 + n) for n in take(count)] for _ in range(2)] if sampled else [None, None]
+        logs = [log and torch.tensor([*log[1:], -math.inf]).tolist() for log in logs]
+        versions = [7] * count if sampled else None
+        return Segment(take(count), sampled, *logs, versions, take(count), f"text {number}", **more)  # type: ignore[arg-type]
+
+    prompt, routes = take(3 + number), take(3 + number)
+    rollouts = [
+        Trajectory(
+            [Segment(list(prompt), route_digests=list(routes)), segment(4, True), segment(2, False, anew=sample == 1)]
+            + [segment(3, True, rewards={"own": 1.0})],
+            identity=SampleIdentity(0, 0, 0, number, sample),
+            extra={"note": number},
+        )
+        for sample in range(2)
+    ]
+    return RolloutGroup(rollouts, FILTERED, number, f"prompt {number}", {"row": number}, sampled_by=number % 2)
+
+
+@check
+def made_once(world: World) -> Any:
+    """Bytes that a rank receives of what the first makes, from collectives of either kind."""
+    from torch.distributed import distributed_c10d as c10d
+
+    received: list[int] = []
+    broadcast, all_gather = c10d.broadcast, c10d.all_gather
+    c10d.broadcast = lambda x, *a, **k: (received.append(x.nbytes), broadcast(x, *a, **k))[1]
+    c10d.all_gather = lambda xs, *a, **k: (received.append(sum(x.nbytes for x in xs)), all_gather(xs, *a, **k))[1]
+    try:
+        found = world.made_once(lambda: b"graph" * 200_000, bytes, bytes)
+    finally:
+        c10d.broadcast, c10d.all_gather = broadcast, all_gather
+    return on_all(world, [found == b"graph" * 200_000, sum(received)])
 
 
 @check

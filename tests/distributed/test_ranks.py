@@ -101,6 +101,20 @@ def test_state_goes_from_two_ranks_to_one_and_back(found: dict[str, Any]) -> Non
     assert found["state_in_one_process"] == [[], []]
 
 
+def test_rollouts_are_whole_where_they_are_read(found: dict[str, Any]) -> None:
+    (first, all_first), (second, all_second) = found["brought_rollouts"]
+    for rank, whole in ((first, 5), (second, 4)):
+        assert [here for here, _ in rank].count(True) == whole
+        for here, same in rank:
+            assert same is True if here else "which another rank has" in same
+    assert all(all_first) and all_second == [False, True] * 3
+
+
+def test_a_rank_receives_once_what_the_first_makes(found: dict[str, Any]) -> None:
+    for same, received in found["made_once"]:
+        assert same and 1_000_000 < received < 1_001_000
+
+
 def test_what_one_rank_raises_all_raise_and_the_first_reports(found: dict[str, Any]) -> None:
     for rank, (bad, unlike, zero, value) in enumerate(found["agreement"]):
         assert bad == ["InputError", "row 7 is bad", rank > 0]
