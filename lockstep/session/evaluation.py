@@ -169,7 +169,7 @@ def _measures(
     return result | {
         "pass_reward": decides,
         "pass_threshold": threshold,
-        "response_length/mean": mean(len(c.token_ids) for c in completions),
+        "response_length/mean": mean(c.length for c in completions),
         "response_length/clip_ratio": mean(float(c.cut_off) for c in completions),
         "per_problem": [
             {"n": len(row), "passed": sum(v is not None and v >= threshold for v in row)} for row in scored

@@ -182,9 +182,9 @@ class FlatParameters:
         """Of the blocks' sums of squares those that this rank counts, the others 0; `counted` is among the buffers."""
         return torch.where(buffers["counted"], squares, 0.0) if self.counted else squares
 
-    def head(self, model: Decoder) -> Tensor:
-        """The LM head [V, D] of the model that is trained, whole, as it is now. Every rank calls it."""
-        return model.lm_head
+    def weight(self, model: Decoder, name: str) -> Tensor:
+        """A whole parameter of the model that is trained, as it is now. Every rank calls it."""
+        return model.get_parameter(name)
 
     def summed_words(self, words: Tensor) -> Tensor:
         """The words of an `ops.exact_sum` over all ranks' numbers, from those of this rank's."""
@@ -307,12 +307,10 @@ class ShardedParameters(FlatParameters):
             inputs.buffer[name].copy_(found if place is None else part_at(on, found, axis, place))
         return {}
 
-    def head(self, model: Decoder) -> Tensor:
-        name = "embed" if model.lm_head is model.embed else "lm_head"
-        if self.reads_own:
-            return model.lm_head
-        part = self.gathered(name, self.parts[self.names.index(name)]) if name in self.names else model.lm_head
-        return whole(model.placements[name], part.detach(), self.mesh.tp)
+    def weight(self, model: Decoder, name: str) -> Tensor:
+        own = self.reads_own or name not in self.names
+        part = model.get_parameter(name).detach() if own else self.gathered(name, self.gathering.param[name])
+        return whole(model.placements[name], part, self.mesh.tp)
 
     def micro_batch(
         self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
