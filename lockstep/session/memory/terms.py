@@ -234,9 +234,13 @@ def machine_check(w: Workload) -> int:
 
 
 def state_copies(w: Workload) -> int:
-    """What the check of an update copies to put it back: the state and the weights that it writes, `18 n`; the
-    gradients alone where the state is on the host."""
-    return gradients(w) if w.offloads else masters(w) + moments(w) + gradients(w) + w.layout.size * w.b
+    """What the check of an update copies to put it back: the weights that it writes, `n b`, and of masters that were
+    made from them half as many words, `2 n`, all after a supervised start, `4 n`. Gradients are 0 by then, and so are
+    moments but those of a checkpoint, whose graphs have mostly passed before; nothing where the state is on the host.
+    """
+    if w.offloads:
+        return 0
+    return w.layout.size * w.b + masters(w) // (1 if w.config.trainer.warmup_steps else 2)
 
 
 def context(w: Workload) -> int:
