@@ -217,11 +217,13 @@ def prefill(w: Workload) -> int:
 
 def eager(w: Workload) -> int:
     """The largest eager call of the start-up check, which computes every layer again in its backward pass and adds up
-    gradients as they come: `T D b` a layer, then the head's or a layer's work; of several ranks a gradient travels."""
+    gradients as they come: `T D b` a layer, then the head's or a layer's work; of several ranks a gradient travels, and
+    where they share products the weights of a rank's part are gathered, `N b / tp`."""
     c, tokens = w.model, w.shape.tokens
     layers = tokens * c.hidden_size * w.b * (c.num_layers + 1)
     layer = layer_kept(w, c.num_layers - 1) * tokens + layer_backward(w)
-    return layers + max(head(w), table(w) + layer) + 2 * table(w) * w.sharded
+    parts = w.parameters * w.b // tp if (tp := w.config.parallel.tp) > 1 else 0
+    return layers + max(head(w), table(w) + layer) + 2 * table(w) * w.sharded + parts
 
 
 def machine_check(w: Workload) -> int:
