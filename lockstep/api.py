@@ -6,9 +6,8 @@ import contextlib
 import itertools
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +20,6 @@ from .run.closing import interrupted
 
 if TYPE_CHECKING:
     from .distributed import World
-
-_LONG = 10.0  # seconds after which what is being done is said
 
 
 def train(
@@ -69,9 +66,12 @@ def train(
         raise InputError("run_dir is missing: name the folder of the run to resume")
     if resume_with_other_numerics and not resume:
         raise InputError("--resume-with-other-numerics has no effect without --resume; remove it")
-    with _world(config) as world, contextlib.ExitStack() as lock:
-        from .run.train import train as run
+    machine.own_gpu()
+    with machine.told("importing torch"):  # from the run's folder on, the display does so
+        from .session.processes import together
         from .session.signals import ended_by_signals
+    with together(config) as world, contextlib.ExitStack() as lock:
+        from .run.train import train as run
 
         lock.enter_context(ended_by_signals())
         if resume and named is not None:
@@ -92,39 +92,6 @@ def train(
                 if isinstance(error, KeyboardInterrupt) and folder.exists():
                     error.add_note(interrupted(folder, world.size))
             raise
-
-
-@contextlib.contextmanager
-def _world(config: RunConfig) -> Iterator[World]:
-    """The processes of the run, for as long as it takes; in the end they leave together."""
-    machine.own_gpu()
-    with _told("importing torch"):
-        from .distributed import join
-        from .session.build import resolve_device
-    with _told("joining the other processes"):
-        world = join(config.parallel, resolve_device(config.device).type)
-    try:
-        with world.peers():
-            world.same("the processes of this run", lambda: yaml_file.flat(config))
-            yield world
-    except BaseException:
-        world.close(failed=True)
-        raise
-    world.close()
-
-
-@contextlib.contextmanager
-def _told(doing: str) -> Iterator[None]:
-    """Where that takes long the first process says so; from the run's folder on, the display does."""
-    said = f"still {doing}, {_LONG:.0f} s"
-    timer = threading.Timer(_LONG, print, (said,), {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    if machine.launched().rank == 0:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _require_unchanged(run_dir: Path, config: RunConfig, world: World) -> None:

@@ -5,7 +5,11 @@ How threads wait is chosen there too, before torch is imported, and how many the
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import __version__
@@ -14,6 +18,7 @@ from .errors import InputError
 if TYPE_CHECKING:
     import torch
 
+LONG = 10.0  # seconds after which what is being done is said
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets")
 
 
@@ -125,6 +130,20 @@ def launched() -> Launch:
             raise InputError(f"WORLD_SIZE is set and {name} is {text!r}; start several processes with torchrun")
         values.append(int(text))
     return Launch(*values)
+
+
+@contextlib.contextmanager
+def told(doing: str) -> Iterator[None]:
+    """Where that takes long the first process says so."""
+    said = f"still {doing}, {LONG:.0f} s"
+    timer = threading.Timer(LONG, print, (said,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if launched().rank == 0:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def own_gpu() -> None:

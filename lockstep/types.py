@@ -106,6 +106,8 @@ class Trajectory:
             together; `extra` is what functions logged about it.
         environment: which of several in one run it was played in; empty where there is one.
         loss_weight: multiplies the loss of each sampled token, normalization included.
+        part_from: of a part of a trajectory, some branches that a micro-batch has without the others: the sampled
+            tokens before it. None: this is whole.
     """
 
     segments: list[Segment]
@@ -118,6 +120,7 @@ class Trajectory:
     loss_weight: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
     environment: str = ""
+    part_from: int | None = None
 
     @property
     def prompt(self) -> Segment:
@@ -268,6 +271,7 @@ class PackedBatch:
 
     def index_sequences(self) -> None:
         """Fill in `cu_completions`, for a loss with terms of whole sequences."""
+        assert all(sequence.part_from is None for sequence in self.sequences), "packed for terms of whole sequences"
         ends = [0, *accumulate(len(sequence.token_ids) for sequence in self.sequences)]
         ends += [ends[-1]] * (len(self.cu_seqlens) - len(ends))
         self.cu_completions = torch.tensor(ends, dtype=torch.int32, device=self.cu_seqlens.device)

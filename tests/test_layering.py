@@ -73,7 +73,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "cache": ("fingerprint file_hashes tensor_file user_folder", "tokenizers"),
-    "distributed": ("cells mesh torch_private", "push", "collectives placement ranks", "join pieces spread sums", "."),
+    "distributed": ("cells mesh torch_private", "push", "collectives placement ranks", "join pieces spread", "."),
     "ops": (
         "native.library pdl precompile records rows",
         "logprobs.philox operator",
@@ -133,7 +133,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "environments": (
         "rewards sandbox",
         "base calls environment",
-        "answers tokens",
+        "tokens",
         "episodes remote tools",
         "adapters led",
         "collect data tasks worked",
@@ -143,7 +143,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "session": (
         "attention certificate golden kernel_lists memory signals text",
         "build",
-        "warm_up",
+        "processes warm_up",
         "generate parity_check precompile",
         "evaluation",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import ClassVar, Self
 
 import torch
@@ -105,28 +106,28 @@ class Algorithm:
         loss_C, clipped_C = self.loss(values._replace(old_logprob_C=values.logprob_C.detach()))
         return weight_C * loss_C, clipped_C | cut_C
 
-    @property
+    @cached_property
     def of_tokens(self) -> bool:
         """Whether each token has an advantage of its own, by `estimate`, and those of `advantages` are for the choice
         of what is trained on."""
         return self.has_critic
 
-    @property
+    @cached_property
     def indexes_sequences(self) -> bool:
         """Whether the loss needs to know which tokens are of one sequence."""
         return self.whole_sequences or (self.importance_sampling_mode or "").startswith("sequence")
 
-    @property
+    @cached_property
     def reads_reference(self) -> bool:
         """Whether an update needs the log-probs of a second, frozen model."""
         return self.has_teacher or self.kl_in_loss
 
-    @property
+    @cached_property
     def kl_in_loss(self) -> bool:
         """Whether the KL divergence from the reference is added to the loss."""
         return self.has_kl and self.beta > 0 and not self.use_kl_in_reward
 
-    @property
+    @cached_property
     def kl_in_reward(self) -> bool:
         """Whether it is taken off the rewards."""
         return self.beta > 0 and self.use_kl_in_reward

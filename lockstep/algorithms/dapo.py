@@ -18,19 +18,12 @@ class DAPO(GRPO):
     epsilon_high: float = 0.28  # section 4.1
 
     def penalty(self, config: LossConfig, length: int, max_completion_length: int) -> float:
-        return overlong_penalty(length, max_completion_length, config.overlong_buffer, config.overlong_penalty)
+        """The soft overlong punishment: 0 up to `overlong_buffer` tokens before the limit, from there falling linearly
+        to `-overlong_penalty` at the limit and staying there; 0 everywhere without a buffer (equation 13)."""
+        excess = length - (max_completion_length - config.overlong_buffer)
+        if config.overlong_buffer == 0 or excess <= 0:
+            return 0.0
+        return -config.overlong_penalty * min(excess / config.overlong_buffer, 1.0)
 
     def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
         return mean_over_tokens(lengths)
-
-
-def overlong_penalty(length: int, max_length: int, buffer: int, penalty: float) -> float:
-    """What to add to the reward of a completion of `length` tokens: DAPO's soft overlong punishment.
-
-    0 up to `max_length - buffer`, from there falling linearly to `-penalty` at `max_length` and staying there; 0
-    everywhere when `buffer` is 0 (Yu et al. 2025, equation 13).
-    """
-    excess = length - (max_length - buffer)
-    if buffer == 0 or excess <= 0:
-        return 0.0
-    return -penalty * min(excess / buffer, 1.0)

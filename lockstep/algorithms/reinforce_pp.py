@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from ..config import LossConfig
@@ -19,7 +20,7 @@ class ReinforcePP(GRPO):
     each token has its own, `A_t = R - beta sum_{i >= t} KL_i` less the mean of all the step's tokens', over their
     deviation."""
 
-    @property
+    @cached_property
     def of_tokens(self) -> bool:
         return self.kl_in_reward
 

@@ -14,6 +14,7 @@ from ..config import (
     RunConfig,
     TaskConfig,
     check_generation,
+    check_generation_ranks,
     recipes,
     template_variables,
     validate,
@@ -36,7 +37,8 @@ _MODEL = ("attention", "attention_mask", "compile")  # flags of all that use a m
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command prints and how it ended. `text` may be a stream, printed as it comes."""
+    """What a command prints, of several processes the first, and how it ended. `text` may be a stream, printed as it
+    comes."""
 
     payload: dict[str, Any] = field(default_factory=dict)
     text: Iterable[str] = ()
@@ -57,8 +59,6 @@ def _train(flags: Train) -> Outcome:
         resume=flags.resume is not None,
         resume_with_other_numerics=flags.resume_with_other_numerics,
     )
-    if launched().rank > 0:
-        return Outcome()  # the first process tells of the run
     return Outcome(summary, [closing(summary)])
 
 
@@ -191,7 +191,8 @@ def _llm(flags: Generate | Chat, streaming: bool, variables: dict[str, Any]) -> 
 
     # Text that someone reads comes a token at a time; otherwise the host looks in every few steps.
     config = GeneratorConfig(steps_per_sync=1) if streaming else None
-    how = {name: getattr(flags, name) for name in ("device", "dtype", "seed", *_MODEL)}
+    names = ("device", "dtype", "seed", *_MODEL, *(("parallel",) if isinstance(flags, Generate) else ()))
+    how = {name: getattr(flags, name) for name in names}
     return LLM(flags.model, **how, config=config, template_variables=variables)
 
 
@@ -229,6 +230,7 @@ def _heading(index: int, total: int) -> str:
 def _eval(flags: Eval) -> Outcome:
     base = recipe(flags.task, "task", "")  # any folder alike, before it was trained and after
     check_generation(flags.compile)
+    check_generation_ranks(flags.parallel)
     if not flags.easy and flags.task != "sum-digits":
         raise InputError(f"--no-easy has no effect on {flags.task}; remove it")
     prompts = base.task.validation_prompts if flags.prompts is None else flags.prompts
@@ -252,7 +254,7 @@ def _eval(flags: Eval) -> Outcome:
     )
     length = flags.max_completion_length or base.sampling.max_completion_length
     sampling = replace(base.sampling, max_completion_length=length)
-    changes = {name: getattr(flags, name) for name in ("model", "seed", "device", "dtype", *_MODEL)}
+    changes = {name: getattr(flags, name) for name in ("model", "seed", "device", "dtype", "parallel", *_MODEL)}
     config = replace(base, task=task, sampling=sampling, **changes)
     from ..session.evaluation import evaluate, render
 
@@ -263,7 +265,7 @@ def _eval(flags: Eval) -> Outcome:
         temperature=flags.temperature,
         pass_reward=flags.pass_reward,
         pass_threshold=flags.pass_threshold,
-        progress=sys.stderr,
+        progress=sys.stderr if launched().rank == 0 else None,
     )
     return Outcome(result, [render(result) + "\n"])
 
@@ -295,7 +297,7 @@ def _replay(flags: Replay) -> Outcome:
 def _parity(flags: Parity) -> Outcome:
     from ..session.parity_check import check_model
 
-    how = (getattr(flags, name) for name in _MODEL)
+    how = (getattr(flags, name) for name in (*_MODEL, "parallel"))
     report = check_model(flags.model, flags.tokens, flags.seed, flags.device, flags.dtype, *how)
     return Outcome(report.to_dict(), [report.render() + "\n"], code=0 if report.identical else 1)
 

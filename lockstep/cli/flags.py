@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 
 import tyro
 
-from ..config import Attention, CompileConfig, RunConfig, TaskConfig
+from ..config import Attention, CompileConfig, ParallelConfig, RunConfig, TaskConfig
 from ..errors import InputError
 
 _Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -153,8 +153,9 @@ class _ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class _AnswerFlags(_ModelFlags):
-    """Of those commands, the ones that end with a result."""
+    """Of those commands, the ones that end with a result, perhaps of several processes."""
 
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     json: _Switch = False
     """Print one JSON object."""
 

@@ -21,11 +21,13 @@ from ..json_file import to_json
 from ..machine import by_torchrun, launched, several_processes
 from ..run.display import FailsafeStream, RequiredStream
 from .commands import COMMANDS
-from .flags import Train
+from .flags import Eval, Generate, Parity, Precompile, Train
 from .resolve import parse
 
+ON_RANKS = Train, Precompile, Generate, Eval, Parity  # commands that several processes run together
 _GRACE = 5.0  # seconds that threads have to end, once the command has
 _FIRST_TELLS = 0.5  # seconds that the first process has to report what all of them have, before another one leaves
+_FIRST_WOULD = 2.0  # the same, of what it would have too if it is the flags' fault; torchrun then ends the others
 
 
 def entry() -> NoReturn:
@@ -89,19 +91,20 @@ def _main(arguments: list[str]) -> int:
         if isinstance(flags, int):
             output.flush()
             return flags
-        if several_processes() and not isinstance(flags, Train):
+        if several_processes() and not isinstance(flags, ON_RANKS):
             raise InputError(f"lockstep {arguments[0]} works in one process; start it without torchrun")
         as_json = getattr(flags, "json", False)
         with contextlib.redirect_stdout(sys.stderr):  # standard output carries the outcome and nothing else
             with _nothing_else_written(output) if as_json else contextlib.nullcontext():
                 outcome = COMMANDS[type(flags)](flags)
             for piece in [to_json(outcome.payload) + "\n"] * bool(outcome.payload) if as_json else outcome.text:
-                output.write(piece)
-                output.flush()
+                if launched().rank == 0:
+                    output.write(piece)
+                    output.flush()
         return outcome.code
     except LockstepError as error:
         bad_input = isinstance(error, InputError)
-        return _fail(f"{'error' if bad_input else 'failed'}: {error}", 2 if bad_input else 1, _is_reported(error))
+        return _fail(f"{'error' if bad_input else 'failed'}: {error}", 2 if bad_input else 1, _elsewhere(error))
     except Terminated as stop:
         return _fail(_with_notes(f"ended by {stop.args[0].name}", stop), 128 + stop.args[0], _is_not_first())
     except KeyboardInterrupt as stop:
@@ -133,27 +136,32 @@ def _with_notes(message: str, error: BaseException) -> str:
     return "\n".join((message, *getattr(error, "__notes__", ()))).rstrip()
 
 
-def _fail(message: str, code: int, reported: bool = False) -> int:
-    if reported:
-        _let_the_first_tell(code)
-    else:
+def _fail(message: str, code: int, reported: bool | None = False) -> int:
+    """The exit code of a failure, told unless another process reports it; where that is not known (None), unless it
+    does so soon."""
+    if reported is not False:
+        _let_the_first_tell(code, _FIRST_TELLS if reported else _FIRST_WOULD)
+    if not reported:
         below = "\n(what torchrun says of it follows, with a traceback of its own)" if by_torchrun() else ""
         print(f"lockstep: {message}{below}", file=sys.stderr)
     return code
 
 
-def _let_the_first_tell(code: int) -> None:
+def _let_the_first_tell(code: int, seconds: float) -> None:
     """Wait: a launcher ends all processes once it sees that one has left, and the first may not have said why yet."""
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-    time.sleep(_FIRST_TELLS)
+    time.sleep(seconds)
 
 
 def _is_not_first() -> bool:
     """Whether another process tells of a signal that all were sent."""
-    return several_processes() and launched().rank > 0
+    try:
+        return several_processes() and launched().rank > 0
+    except InputError:  # nobody said which it is
+        return False
 
 
-def _is_reported(error: LockstepError) -> bool:
-    """Whether another process of the run has the same error, and reports it."""
-    return getattr(error, "reported", False)
+def _elsewhere(error: LockstepError) -> bool | None:
+    """Whether another process has the same error, and reports it; None: that is not known."""
+    return getattr(error, "reported", None if _is_not_first() else False)

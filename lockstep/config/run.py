@@ -184,9 +184,7 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
 
     `c.compile` is resolved before.
     """
-    require_divisor(c.parallel, ranks)
-    if ranks > 1:
-        _check_several(c.compile, ranks)
+    require_ranks(c, ranks)
     groups = ranks // c.parallel.tp
     shards = c.parallel.batch_shards or groups
     if shards % groups:
@@ -207,6 +205,13 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
             f"of {groups}, such as {shards}, which makes one cell of all shards, or a divisor"
         )
     return replace(c, parallel=replace(c.parallel, batch_shards=shards))
+
+
+def require_ranks(c: RunConfig, ranks: int) -> None:
+    """Raise `InputError` where so many processes cannot work together as `c`, with `c.compile` resolved, says."""
+    require_divisor(c.parallel, ranks)
+    if ranks > 1:
+        _check_several(c.compile, ranks)
 
 
 def require_divisor(c: ParallelConfig, ranks: int) -> None:

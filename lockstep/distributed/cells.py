@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Cells:
     size: int = 1
     ranks: int = 1
 
-    @property
+    @cached_property
     def several(self) -> bool:
         """Whether there is more than one."""
         return self.shards > self.size
@@ -32,7 +33,7 @@ class Cells:
         """Shards of the cells that a round has whole; 0 where its shards are all of one cell, or of a part of it."""
         return self.size if self.several and self.ranks >= self.size else 0
 
-    @property
+    @cached_property
     def span_rounds(self) -> bool:
         """Whether a cell takes several rounds, so that its sum must be kept apart from that of the cells before it."""
         return self.several and self.ranks < self.size

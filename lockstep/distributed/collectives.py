@@ -76,11 +76,25 @@ def sum_of_columns(x: Tensor, axis: Axis) -> Tensor:
 
     Added in float32, rank by rank, and rounded once.
     """
-    parts = exchange(torch.stack(x.chunk(axis.size, dim=1)), x.numel() // axis.size, axis)
-    total = parts[0].float()
-    for part in parts[1:].unbind():
+    return _part_of_sum(torch.stack(x.chunk(axis.size, dim=1)), x.numel() // axis.size, axis).view(x.shape[0], -1)
+
+
+def rows_of_sum(x: Tensor, axis: Axis) -> Tensor:
+    """The rank's share of the rows of the sum of all ranks' `x`, whose rows they share evenly; added as columns are."""
+    return _part_of_sum(x, x.numel() // axis.size, axis).view(-1, *x.shape[1:])
+
+
+def sum_of_all(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of all ranks' `x`, whole on every rank. Each adds up a part, so that its bits are one rank's."""
+    return unshard(_part_of_sum(x, -(-x.numel() // axis.size), axis), x.shape, axis)
+
+
+def _part_of_sum(x: Tensor, size: int, axis: Axis) -> Tensor:
+    first, *rest = exchange(x, size, axis).unbind()
+    total = first.float()
+    for part in rest:
         total = total + part
-    return total.to(x.dtype).view(x.shape[0], -1)
+    return total.to(x.dtype)
 
 
 def rows_to_owners(x: Tensor, axis: Axis) -> Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from .. import machine
 from ..config import ParallelConfig, require_divisor
@@ -17,6 +20,7 @@ from .mesh import Axis
 from .push.memory import share_memory
 from .ranks import ONE, World
 
+_joined = itertools.count()  # of this process: it may join the same others again, whose addresses are then new ones
 _NCCL_TIMEOUTS = 20  # NCCL's own deadline aborts the process without a word for the user: `World.deadline` comes first
 
 
@@ -24,8 +28,8 @@ def join(config: ParallelConfig, device_type: str) -> World:
     """The world of this process: all that torchrun started, over NCCL on GPUs and gloo on CPUs, or itself alone.
 
     Raises:
-        InputError: `parallel.fsdp` times `parallel.tp` is not the number of processes, or these are on devices of
-            different kinds, as where there are more of them than GPUs.
+        InputError: it has joined them already; `parallel.fsdp` times `parallel.tp` is not the number of processes, or
+            these are on devices of different kinds, as where there are more of them than GPUs.
         PeerLost: another process did not come.
     """
     launch = machine.launched()
@@ -39,6 +43,11 @@ def join(config: ParallelConfig, device_type: str) -> World:
         )
     if launch.processes == 1:
         return ONE
+    refuse(
+        dist.is_initialized(),
+        "this process is among others already, of a model or a run that is not closed; close that first: with LLM(...) "
+        "as llm",
+    )
     on_gpu = device_type == "cuda"
     refuse(
         config.symmetric_memory and not on_gpu,
@@ -52,7 +61,9 @@ def join(config: ParallelConfig, device_type: str) -> World:
         launch.rank, launch.processes, config.timeout, on_gpu, tp, config.generator_tp, config.symmetric_memory
     )
     with world.peers(), world.deadline("joining the other processes"):
-        dist.init_process_group("gloo", timeout=timeout)  # what goes through the host
+        store = dist.PrefixStore(f"lockstep/{next(_joined)}", _store(timeout))
+        number, count = launch.rank, launch.processes
+        dist.init_process_group("gloo", store=store, rank=number, world_size=count, timeout=timeout)  # through the host
         world.same("the processes of this run", lambda: {"device": device_type, "parallel": config})
         backend, patience = ("nccl", _NCCL_TIMEOUTS * timeout) if on_gpu else ("gloo", timeout)
         for axis in world.axes:
@@ -65,6 +76,13 @@ def join(config: ParallelConfig, device_type: str) -> World:
             host = _own_group(world, world.generator.tp, "gloo", timeout)
             world = replace(world, together=host)
     return world
+
+
+@cache
+def _store(timeout: timedelta) -> dist.Store:
+    """Where the processes find each other."""
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return store
 
 
 def _own_group(world: World, axis: Axis, backend: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -57,25 +58,25 @@ class World:
     _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
     _tellers: list[Callable[[str], str]] = field(default_factory=list, repr=False, compare=False)
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         """Where this process lies among the others, as the trainer has them."""
         shards, tp = self.size // self.tp, Axis("tp", self.tp, self.rank % self.tp)
         return Mesh(fsdp=Axis("fsdp", shards, self.rank // self.tp), tp=tp)
 
-    @property
+    @cached_property
     def generator(self) -> Mesh:
         """The same as the generator has them: prompts are dealt out along `fsdp` to groups of ranks, and those of a
         group share a model along `tp`."""
         ranks, (group, place) = self.generator_tp, divmod(self.rank, self.generator_tp)
         return Mesh(fsdp=Axis("fsdp", self.size // ranks, group), tp=Axis("generator_tp", ranks, place, self.pushes))
 
-    @property
+    @cached_property
     def leads(self) -> bool:
         """Whether it is the first of those that generate together, or alone."""
         return self.generator.tp.rank == 0
 
-    @property
+    @cached_property
     def axes(self) -> tuple[Axis, ...]:
         """Those that graphs have collectives along."""
         return *self.mesh.axes, *(axis for axis in (self.generator.tp,) if axis.size > 1)
@@ -119,6 +120,12 @@ class World:
             assert raised is not None
             raise elsewhere(raised, self.rank)
         return [found for found, _ in outcomes]  # type: ignore[misc]
+
+    def each(self, make: Callable[[], T]) -> T:
+        """What `make` returns on this rank. What it raises on any is raised on all."""
+        here: list[T] = []
+        self.share(lambda: here.append(make()))
+        return here[0]
 
     def from_first(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, or raises there, on every rank; the others do not call it."""

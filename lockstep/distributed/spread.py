@@ -3,17 +3,18 @@
 A product is cut by its output columns and attention by its heads, and words are gathered; what is summed over is never
 cut. So each element is the one sum that it is on one rank, and bits do not depend on the number of ranks.
 
-Shape suffixes: T tokens, W a rank's columns, R rows, V all columns.
+Shape suffixes: T tokens, W a rank's columns, R rows, V all columns, C rows with a number each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .collectives import gather_columns, gather_rows, own_columns, rows_to_owners
+from .collectives import gather, gather_columns, gather_rows, own_columns, rows_of_sum, rows_to_owners
 from .mesh import Axis
 
 
@@ -46,6 +47,15 @@ class Spread(nn.Module):
         """This rank's columns of a tensor that all have whole, [T, W]."""
         return x_TV if self.index is None else own_columns(x_TV, self.index, self.axis)
 
+    def added(
+        self, product: Callable[..., Tensor], x_TW: Tensor, weight: Tensor, stream_TV: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        """`product(x, weight, stream, bias)` of what the ranks have columns of and a stream that all have whole; whole,
+        [T, V]."""
+        if self.index is None:
+            return product(x_TW, weight, stream_TV, bias)
+        return self.columns(product(self.columns(x_TW), weight, self.own(stream_TV), bias))
+
     def own_rows(self, *tensors: Tensor) -> Sequence[Tensor]:
         """This rank's share of the rows of tensors that all have whole, [ceil(R / ranks), ...]; those beyond the last
         row repeat it."""
@@ -63,3 +73,51 @@ class Spread(nn.Module):
     def all_rows(self, x: Tensor, rows: int) -> Tensor:
         """The `rows` rows whose shares the ranks have (`own_rows`)."""
         return x if self.index is None else gather_rows(x, rows, self.axis)
+
+    def whole_rows(self, weight: Tensor) -> Tensor:
+        """All ranks' rows of a weight, by rank; its gradients on all ranks add up to the rows'."""
+        return weight if self.index is None else _Rows.apply(weight, self.axis)
+
+    def numbers(self, rows: int, *own: Tensor) -> Sequence[Tensor]:
+        """float32 [rows] each, from those of each rank's share of the rows (`own_rows`); a gradient is whole on every
+        rank, which takes that of its own rows."""
+        return own if self.index is None else _Numbers.apply(self.axis, self.index, rows, *own)
+
+    def once(self, value: Tensor) -> Tensor:
+        """What each rank computes whole and differentiates, with a gradient on one of them alone."""
+        return value if self.index is None else torch.where(self.index[0] == 0, value, value.detach())
+
+
+class _Rows(torch.autograd.Function):
+    """`Spread.whole_rows`."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return gather(own, axis).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return rows_of_sum(grad, ctx.axis), None
+
+
+class _Numbers(torch.autograd.Function):
+    """`Spread.numbers`."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, index: Tensor, rows: int, *own: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis, ctx.index = axis, index
+        ctx.set_materialize_grads(False)
+        found = gather(torch.stack(own), axis).transpose(0, 1).flatten(1)
+        return tuple(row[:rows].clone() for row in found.unbind())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        def own(grad: Tensor | None) -> Tensor | None:
+            if grad is None:
+                return None
+            last, share = grad.shape[0] - 1, -(-grad.shape[0] // ctx.axis.size)
+            row_C = ctx.index * share + torch.arange(share, device=grad.device)
+            return torch.where(row_C <= last, grad.index_select(0, row_C.clamp_max(last)), 0.0)
+
+        return None, None, None, *map(own, grads)

@@ -24,7 +24,7 @@ from .runner import Block, Runner
 from .running_batch import RunningBatch
 from .scheduler import Chunk, Scheduler
 from .sizes import least_rows, row_buckets
-from .weights import SharedWeights, SnapshotWeights
+from .weights import SharedWeights
 
 AGREED = 64  # launches
 AHEAD = 1  # blocks launched on a GPU whose results have not been read when the next is launched
@@ -47,11 +47,12 @@ class Engine:
     Attributes:
         agree: is told the schedule's state every `AGREED` launches, and raises where it is another on a rank that runs
             the same engine.
+        launched: is called after every launch.
     """
 
     def __init__(
         self,
-        weights: SharedWeights | SnapshotWeights,
+        weights: SharedWeights,
         config: GeneratorConfig,
         cache_tokens: int,
         detokenize: Callable[[list[int]], str] | None = None,
@@ -79,6 +80,7 @@ class Engine:
         self._grown: list[Sequence] = []  # by what was read
         self._ids = itertools.count()
         self.agree: Callable[[str], None] | None = None
+        self.launched: Callable[[], None] = lambda: None
         self._launches = 0
         self._pending: dict[int, dict[int, Trajectory | None]] = {}
 
@@ -212,6 +214,7 @@ class Engine:
             self.scheduler.clock += block.steps
         self.drain(self.ahead)
         self._launches += 1
+        self.launched()
         if self.agree is not None and self._launches % AGREED == 0:
             self.agree(self.scheduler.digest())
         grown, self._grown = self._grown, []

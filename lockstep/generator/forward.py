@@ -51,7 +51,8 @@ def decode_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool,
     slots, context = ops.decode_slots(position, b["remaining"], table, paging.page_size, paging.null_page)
     groups = ops.PrefixGroups(b["groups"], b["shared_len"]) if grouped else ops.ALONE
     paged = ops.Paged(table, b["cu_seqlens"], context, 1, paging.max_context)
-    attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, groups, model.masks)
+    contexts = ops.Contexts(table, context, paging.max_context)
+    attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, contexts, groups, model.masks)
     hidden, route = _forward(model, b["token"], position, attend, kv.get("routes"))
     _draw(model, b, hidden, route, truncated, greedy)
 

@@ -22,7 +22,7 @@ from .request import Sequence
 from .running_batch import RunningBatch
 from .scheduler import Chunk
 from .sizes import DECODE, MIXED, sizes_of
-from .weights import SharedWeights, SnapshotWeights
+from .weights import SharedWeights
 
 # Tokens, both log-probabilities and, of a model with experts, `Segment.route_digests`, one a step.
 Drawn = tuple[Sequence, list[int], list[float], list[float], list[int] | None]
@@ -84,7 +84,7 @@ class Runner:
 
     def __init__(
         self,
-        weights: SharedWeights | SnapshotWeights,
+        weights: SharedWeights,
         cache: KVCache,
         rows: RunningBatch,
         max_tokens: int,
@@ -97,7 +97,7 @@ class Runner:
         self._mixed: dict[MixedSizes, tuple[graph.Program, Tensor]] = {}  # with what their batches are copied into
         self.use(weights)
 
-    def use(self, weights: SharedWeights | SnapshotWeights) -> None:
+    def use(self, weights: SharedWeights) -> None:
         """Run steps with these weights from here on. Graphs of those before are closed."""
         for program in [*self._decode.values(), *(program for program, _ in self._mixed.values())]:
             program.close()

@@ -1,11 +1,8 @@
-"""How the generator reaches weights: the trainer's own (colocated, nothing copied), or a snapshot of them."""
+"""How the generator reaches weights: the trainer's own, in place, or this rank's part of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
-from torch import Tensor
 
 from ..models import Decoder, ModelPart
 
@@ -37,25 +34,3 @@ class PartWeights(SharedWeights):
             self._part.update()
             self._made = version
         return version
-
-
-class SnapshotWeights:
-    """A copy that changes only in `update`, for roles that run apart."""
-
-    def __init__(self, source: Decoder) -> None:
-        self.model = Decoder(source.config, source.embed.dtype, source.embed.device)
-        self.model.masks = source.masks
-        self.version = -1
-        self.update(source, 0)
-
-    def update(self, source: Decoder, version: int) -> None:
-        """Copy `source`'s weights and take `version` for them."""
-        with torch.no_grad():
-            new = _tensors(source)
-            for name, own in _tensors(self.model).items():  # a value head is the trainer's alone
-                own.copy_(new[name])
-        self.version = version
-
-
-def _tensors(model: Decoder) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -16,7 +16,7 @@ from .launch.launcher import GraphLauncher
 from .passes import Pass, pipeline, run_passes
 from .passes.backend import Backend
 from .program import Program
-from .report import compile_report, refusals, replay_metrics
+from .report import compile_report, refusals
 from .runtime import EAGER, Runtime
 from .store.artifact import dumps, loads, register_region
 from .store.baked_constants import Constants

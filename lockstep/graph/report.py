@@ -1,4 +1,4 @@
-"""What the captured graphs of a run are and do, for its metrics and its summary."""
+"""What the captured graphs of a run are and do, for its summary."""
 
 from __future__ import annotations
 
@@ -7,13 +7,6 @@ from typing import Any
 
 from .check.against_eager import Verdict
 from .runtime import Runtime
-
-
-def replay_metrics(runtime: Runtime) -> dict[str, int]:
-    """`recompiles`, `graph_replays` and the replays of each function, since the start."""
-    replays = runtime.replays
-    by_function = {f"graph_replays/{name}": count for name, count in sorted(replays.items()) if count}
-    return {"recompiles": runtime.recompiles, "graph_replays": replays.total(), **by_function}
 
 
 def refusals(runtime: Runtime) -> list[str]:

@@ -120,6 +120,10 @@ class Runtime:
     def _named(self, name: str) -> list[Program]:
         return [program for program in self.programs if program.name == name]
 
+    def begin_warm_up(self, peers: World) -> None:
+        """From here on graphs are made together with these."""
+        self.peers = self.builder.peers = peers
+
     def end_warm_up(self) -> None:
         """From here on a new graph counts as a recompile; what only a check needs is let go of."""
         self.warm_up.ended = True
@@ -153,6 +157,12 @@ class Runtime:
     def replays(self) -> Counter[str]:
         """Those of them that replayed a CUDA graph."""
         return self._count("replays")
+
+    def metrics(self) -> dict[str, int]:
+        """`recompiles`, `graph_replays` and the replays of each function, since the start."""
+        replays = self.replays
+        by_function = {f"graph_replays/{name}": count for name, count in sorted(replays.items()) if count}
+        return {"recompiles": self.warm_up.late, "graph_replays": replays.total(), **by_function}
 
     def _count(self, what: str) -> Counter[str]:
         total: Counter[str] = Counter()

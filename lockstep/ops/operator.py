@@ -6,7 +6,7 @@ import functools
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypedDict, Unpack, get_type_hints
 
@@ -77,7 +77,7 @@ class Operator:
             self._op.register_kernel("cuda", layout.of_fields(launch))
         self._op.register_fake(layout.of_fields(_found(declared.get("fake", _nothing), reference)))
         if backward := declared.get("backward"):
-            setup = declared.get("setup", _save_inputs)
+            setup = declared.get("setup", save)
             self._op.register_autograd(_filled(backward, layout.count), setup_context=setup)
 
     def __call__(self, *args: Any) -> Any:
@@ -185,9 +185,10 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-def save(ctx: Any, *values: Any) -> None:
-    """Keep values of any kind for `saved`."""
-    _save_inputs(ctx, values)
+def save(ctx: Any, inputs: Sequence[Any], output: Any = None) -> None:
+    """Keep values of any kind for `saved`; as a setup, all inputs."""
+    ctx.save_for_backward(*[x if isinstance(x, torch.Tensor) else None for x in inputs])
+    ctx.others = [None if isinstance(x, torch.Tensor) else x for x in inputs]
 
 
 def saved(ctx: Any) -> list[Any]:
@@ -195,14 +196,9 @@ def saved(ctx: Any) -> list[Any]:
     return [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any = None) -> None:
-    ctx.save_for_backward(*[x if isinstance(x, torch.Tensor) else None for x in inputs])
-    ctx.others = [None if isinstance(x, torch.Tensor) else x for x in inputs]
-
-
 def save_inputs_and_results(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """A setup: all inputs and then all results; gradients that nobody gave are None."""
-    save(ctx, *inputs, *output)
+    save(ctx, [*inputs, *output])
     ctx.set_materialize_grads(False)
 
 

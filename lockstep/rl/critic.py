@@ -4,7 +4,7 @@ values and what it is to learn."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, islice
 from typing import Any
 
@@ -40,10 +40,10 @@ def estimate(
     advantages, returns = trainer.algorithm.estimate(config, rewards, said)
     by_name = {r.name: found for r, *found in zip(rollouts, advantages, returns, strict=True)}
     for batch in batches:
-        pairs = [by_name.get(s.name, ([0.0] * len(s.token_ids),) * 2) for s in batch.sequences]
         for i, rows_C in enumerate((batch.advantage_C, batch.return_C)):
             if rows_C is not None:
-                _fill(rows_C, list(chain.from_iterable(pair[i] for pair in pairs)))
+                of_names = {name: pair[i] for name, pair in by_name.items()}
+                _fill(rows_C, list(chain.from_iterable(_of_part(s, of_names) for s in batch.sequences)))
     for rollout, of_tokens in zip(rollouts, advantages, strict=True):
         rollout.advantage = math.fsum(of_tokens) / len(of_tokens)
     return {} if values is None else _metrics(list(chain.from_iterable(said)), list(chain.from_iterable(returns)))
@@ -55,8 +55,7 @@ def _values(trainer: Trainer, batches: Sequence[PackedBatch]) -> dict[str, list[
     for batch in batches:
         trainer.values(batch)
         assert batch.old_value_C is not None
-        of_batch = split(batch.old_value_C[batch.valid_C].tolist(), batch)
-        values |= {sequence.name: found for sequence, found in zip(batch.sequences, of_batch, strict=True)}
+        add_values(values, batch.old_value_C[batch.valid_C].tolist(), batch)
     for of_rank in trainer.world.gather(values):
         values |= of_rank
     return values
@@ -95,8 +94,14 @@ def _variance(values: list[float]) -> float:
     return math.fsum((v - mean) ** 2 for v in values)
 
 
-def split(values: list[float], batch: PackedBatch) -> Iterator[list[float]]:
-    """A batch's values a completion token, sequence by sequence."""
+def _of_part(sequence: Trajectory, by_name: Mapping[str, Sequence[float]]) -> Sequence[float]:
+    """Of the values of each trajectory's sampled tokens, those of what a micro-batch has of one; zeros of another."""
+    count, begin = len(sequence.token_ids), sequence.part_from or 0
+    return by_name[sequence.name][begin : begin + count] if sequence.name in by_name else [0.0] * count
+
+
+def add_values(found: dict[str, list[float]], values: list[float], batch: PackedBatch) -> None:
+    """Add a batch's values a completion token to those of each sequence by its name: of several parts in order."""
     rest = iter(values)
     for sequence in batch.sequences:
-        yield list(islice(rest, len(sequence.token_ids)))
+        found.setdefault(sequence.name, []).extend(islice(rest, len(sequence.token_ids)))

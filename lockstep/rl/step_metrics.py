@@ -80,7 +80,7 @@ def _by_environment(
 
 def _of_all_ranks(run: TrainingSession, batches: list[PackedBatch], seconds: dict[str, float]) -> dict[str, Any]:
     """What ranks measure each by itself: padding, of all batches, and the largest of their times and memory."""
-    own = {**seconds, "memory/peak_gib": peak_memory_gib(run.policy.model.embed.device), **run.graph_metrics()}
+    own = {**seconds, "memory/peak_gib": peak_memory_gib(run.policy.model.embed.device), **run.runtime.metrics()}
     ranks = run.world.gather((*packed_slots(batches), own))
     slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
     names = dict.fromkeys(name for *_, measured in ranks for name in measured)  # not all ranks score what was sampled

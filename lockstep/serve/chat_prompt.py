@@ -9,13 +9,13 @@ begins with the last one's prompt and what was sampled after it. Where the templ
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
 
 from ..models.tokenizer import check_size, encode_text, render_chat
 from ..session.text.policy import Policy
-from ..session.text.tool_calls import ToolFormat
+from ..session.text.tool_calls import ToolFormat, begins_thought
 from .errors import refused
 
 Message = dict[str, Any]
@@ -25,11 +25,12 @@ _ROLES = {"system", "developer", "user", "assistant", "tool"}
 @dataclass(frozen=True)
 class ChatPrompt:
     """A prompt's token ids; of its messages' turns that came with token ids, how many stand in it as they were sampled,
-    and how many had to be encoded again."""
+    and how many had to be encoded again; and whether it begins a thought, which the completion goes on with."""
 
     token_ids: list[int]
     kept: int = 0
     encoded_again: int = 0
+    thinks: bool = False
 
 
 def checked_messages(messages: Any) -> list[Message]:
@@ -99,26 +100,39 @@ def encode_chat(
     """
     config = policy.model.config
     check_size(messages, config.max_position_embeddings, policy.longest_token)
-    told = [{k: v for k, v in message.items() if k != "token_ids"} for message in messages]
+    of_turns = [_sampled(message, f"messages[{i}].token_ids", config.vocab_size) for i, message in enumerate(messages)]
+    told = [_told(policy, *turn, form) for turn in zip(messages, of_turns, strict=True)]
     text = render_chat(policy.tokenizer, told, variables)
     ids: list[int] = []
     place = kept = lost = 0  # characters of `text` that `ids` stand for; turns
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant" and message.get("token_ids"):
-            sampled = _sampled(message["token_ids"], f"messages[{i}].token_ids", config.vocab_size)
+    for i, sampled in enumerate(of_turns):
+        if sampled:
             turn = _turn(policy, text, render_chat(policy.tokenizer, told[:i], variables), sampled, form)
             if turn is None:
                 lost += 1
                 continue
             ids += encode_text(policy.tokenizer, text[place : turn[0]]) + sampled
             place, kept = turn[1], kept + 1
-    return ChatPrompt(ids + encode_text(policy.tokenizer, text[place:]), kept, lost)
+    return ChatPrompt(ids + encode_text(policy.tokenizer, text[place:]), kept, lost, begins_thought(text))
 
 
-def _sampled(token_ids: Any, where: str, vocabulary: int) -> list[int]:
+def _sampled(message: Message, where: str, vocabulary: int) -> list[int]:
+    """The token ids that a message came with; none of one that was not sampled."""
+    token_ids = message.get("token_ids") or []
+    if message["role"] != "assistant":
+        return []
     if not isinstance(token_ids, list) or not all(type(t) is int and 0 <= t < vocabulary for t in token_ids):
         raise refused(where, f"{where} must be a list of token ids, each below {vocabulary}")
     return token_ids
+
+
+def _told(policy: Policy, message: Message, sampled: list[int], form: ToolFormat | None) -> Message:
+    """A message as the template takes it, with its thought: as the client tells it, or as it was sampled."""
+    told = {name: value for name, value in message.items() if name != "token_ids"}
+    if form is None:
+        return told
+    thought = message.get("reasoning") or form.thoughts(policy.as_read(sampled, form))
+    return form.with_thought(told, thought) if isinstance(thought, str) else told
 
 
 def _turn(
@@ -131,7 +145,7 @@ def _turn(
     closing = tokenizer.decode(sampled[-1:], skip_special_tokens=False) if ended else tokenizer.eos_token
     start = len(commonprefix([text, before]))
     end = text.find(closing, start) if closing else -1
-    if end < 0 or not _same(text[start:end], policy.decode(sampled), form):
+    if end < 0 or not _same(text[start:end], policy.as_read(sampled, form), form):
         return None
     return start, end + len(closing) * ended
 
@@ -142,5 +156,8 @@ def _same(rendered: str, sampled: str, form: ToolFormat | None) -> bool:
         return True
     if form is None:
         return False
+    if form.thoughts(rendered) != form.thoughts(sampled):
+        return False
+    form = replace(form, thinks=False)  # of the past nobody knows how its generation prompt ended
     (text, calls), (sampled_text, sampled_calls) = form.parse(rendered), form.parse(sampled)
     return bool(calls) and calls == sampled_calls and text.strip() == sampled_text.strip()

@@ -54,8 +54,7 @@ class Service:
         self.metrics = ServerMetrics(engine)
         self.most_samples = engine.config.max_num_seqs + settings.max_waiting
         self.open_samples, self.stopping = 0, False
-        form = tool_format(policy.tokenizer)  # calls between special tokens are in no text that a client sees
-        self.tool_format = None if form is None or form.special else replace(form, thinks=False)
+        self.tool_format = tool_format(policy.tokenizer)
         self.token_text = lru_cache(TOKEN_TEXTS)(self._token_text)
         self._check = engine.check
         self._seeds = random.Random(seed)

@@ -12,9 +12,9 @@ from .batcher import Update
 
 
 def visible(text: str, stop: Iterable[str], form: ToolFormat | None) -> tuple[str, list[ToolCall]]:
-    """A finished text before the first stop string, without the calls of tools in it; and these."""
-    cut = min((place for s in stop if (place := text.find(s)) >= 0), default=len(text))
-    return form.parse(text[:cut]) if form is not None else (text[:cut], [])
+    """A finished text without the calls of tools in it, before the first stop string; and the calls."""
+    said, calls = form.parse(text) if form is not None else (text, [])
+    return said[: min((place for s in stop if (place := said.find(s)) >= 0), default=len(said))], calls
 
 
 class GrowingText:
@@ -22,7 +22,7 @@ class GrowingText:
     call is held back; pieces add up to what `visible` gives for the whole."""
 
     def __init__(self, decode: Callable[[list[int]], str], stop: tuple[str, ...], form: ToolFormat | None) -> None:
-        self._text, self._stream = "", TextStream(decode)
+        self._text, self._decode, self._stream = "", decode, TextStream(decode)
         self._stop, self._form = stop, form
         self._token_ids: list[int] = []
         self._shown = 0
@@ -30,14 +30,13 @@ class GrowingText:
     def feed(self, update: Update) -> tuple[str, list[ToolCall]]:
         """What is new; calls come with the completion."""
         if update.completion is not None:
-            text, calls = visible(update.completion.text, self._stop, self._form)
+            text, calls = visible(self._decode(update.completion.token_ids), self._stop, self._form)
             return text[self._shown :], calls
         self._token_ids += update.token_ids
         self._text += self._stream.feed(self._token_ids)
-        safe = min((before(self._text, s) for s in self._stop), default=len(self._text))
-        if self._form is not None:
-            safe = min(safe, self._form.safe(self._text))
-        piece = self._text[self._shown : safe]
+        text = self._text if self._form is None else self._form.certain(self._text)
+        safe = min((before(text, s) for s in self._stop), default=len(text))
+        piece = text[self._shown : safe]
         self._shown = max(self._shown, safe)
         return piece, []
 

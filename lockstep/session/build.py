@@ -18,6 +18,7 @@ from ..config import (
     CompileConfig,
     RunConfig,
     SamplingConfig,
+    require_ranks,
     resolve_compile,
     resolve_parallel,
     template_variables,
@@ -26,7 +27,7 @@ from ..distributed import ONE, World
 from ..environments import PromptLimit, make_environment, make_task
 from ..errors import InputError, refuse
 from ..generator import Engine, PartWeights, SharedWeights, plan_cache_tokens
-from ..graph import Runtime, Store, Verdict, compile_report, replay_metrics, require_plugins
+from ..graph import Runtime, Store, Verdict, compile_report, require_plugins
 from ..machine import bound_threads
 from ..models import Decoder, Held, ModelConfig, ModelPart, load_model, load_value_head, resolve_folder
 from ..models.checks import require_degree, require_memory
@@ -70,7 +71,7 @@ class Session:
         """Raises `InputError` when the model cannot be used as `config` says."""
         self.config, self.timings, self.world = config, timings or Timings(), world
         with self.timings.measured("load"):
-            self.policy = load_policy(config)
+            self.policy = world.each(lambda: _loaded(config, world))
         self.verdicts: list[Verdict] = []
         self.preloaded: Path | None = None
         self.renew()
@@ -80,10 +81,12 @@ class Session:
         self.runtime = make_runtime(self.config.compile, self.policy.model.embed.device, self.timings, self.world)
 
     def cache_tokens(self, sequences: int, tokens: int) -> int:
-        """The capacity of a KV cache that is planned for so many sequences of so many tokens (`plan_cache_tokens`)."""
+        """The capacity of a KV cache that is planned for so many sequences of so many tokens (`plan_cache_tokens`), the
+        same on every rank."""
         model = self.policy.model
         about = model.config.shared_by(self.world.generator_tp), model.embed.dtype, model.embed.device
-        return plan_cache_tokens(self.config.generator, *about, sequences, tokens)
+        found = self.world.share(lambda: plan_cache_tokens(self.config.generator, *about, sequences, tokens))
+        return min(found)
 
     def new_engine(self, cache_tokens: int, version: Callable[[], int] = lambda: 0) -> Engine:
         """An engine that reads the model's own weights, which are of version `version()`; of ranks that generate
@@ -101,13 +104,15 @@ class Session:
         model = self.policy.model
         return kernel_list(model.config, model.embed.dtype, *about) if model.embed.is_cuda else None
 
-    def graph_metrics(self) -> dict[str, int]:
-        """Graphs made late, and replays so far."""
-        return replay_metrics(self.runtime)
-
     def compile_report(self) -> dict[str, Any]:
         """For the summary: every function's graphs, and what the check of them found; empty when there are none."""
         return compile_report(self.runtime, self.verdicts)
+
+
+def _loaded(config: RunConfig, world: World) -> Policy:
+    for name in ("tp", "generator_tp") if world.size > 1 else ():
+        require_degree(model_config(config), getattr(world, name), f"parallel.{name}")
+    return load_policy(config)
 
 
 class TrainingSession(Session):
@@ -289,15 +294,18 @@ def _require_same_tokens(policy: Policy, teacher: Policy, where: str) -> None:
         )
 
 
-def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
+def resolve(config: RunConfig, ranks: int = 1, steps: bool = True) -> RunConfig:
     """`config` with what depends on the device and the number of ranks filled in.
+
+    Args:
+        steps: a step's prompts are dealt to them.
 
     Raises:
         InputError: it cannot work with these.
     """
     algorithm_of(config.loss)  # a user's is loaded and tried before anything takes long
     device = resolve_device(config.device)
-    config = settled(config, ranks, device)
+    config = settled(config, ranks, device, steps)
     if config.compile.cudagraph_mode != "none" and device.type != "cuda":
         raise InputError(f"compile.cudagraph_mode is {config.compile.cudagraph_mode}; CUDA graphs need a GPU, use none")
     require_plugins(config.compile, device)
@@ -309,11 +317,15 @@ def resolve(config: RunConfig, ranks: int = 1) -> RunConfig:
     return config
 
 
-def settled(config: RunConfig, ranks: int, device: torch.device) -> RunConfig:
+def settled(config: RunConfig, ranks: int, device: torch.device, steps: bool = True) -> RunConfig:
     """`resolve` for a device that need not be here."""
     compile = resolve_compile(config.compile, device.type == "cuda")
     generator = whole_tiles(config.generator, config.attention)
-    return resolve_parallel(replace(config, compile=compile, generator=generator), ranks)
+    config = replace(config, compile=compile, generator=generator)
+    if steps:
+        return resolve_parallel(config, ranks)
+    require_ranks(config, ranks)
+    return config
 
 
 def make_runtime(config: CompileConfig, device: torch.device, timings: Timings, world: World) -> Runtime:

@@ -6,14 +6,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from statistics import mean, stdev
 from typing import IO, Any
 
 from ..config import RunConfig, of_generation, template_variables, validate
 from ..environments import Collector, Limits, make_environment, make_task
+from ..environments.episodes import Sampler
 from ..errors import InputError
-from ..generator import Grown
+from ..generator import Engine, Grown
 from ..trainer.shapes import PROMPT_MARGIN
 from ..types import VALIDATION_DOMAIN, RolloutGroup, SamplingParams
 from .build import training_sampling
@@ -49,6 +49,9 @@ def evaluate(
     function, lengths, and `per_problem` counts. A problem on some of whose completions `pass_reward` is None does not
     count for pass@k.
 
+    Under `torchrun` every process calls it, with the same arguments; problems are dealt to groups of
+    `config.parallel.generator_tp` processes, and each returns the result of all.
+
     Raises `InputError` for settings that cannot work and for a task without validation problems, and `NonFiniteError`
     when the model's outputs are no numbers.
     """
@@ -74,16 +77,32 @@ def evaluate(
         config=config.generator,
         template_variables=template_variables(config.task.chat_template_kwargs),
         compile=of_generation(config.compile),
+        parallel=config.parallel,
     )
-    trained = training_sampling(config.sampling, llm.policy.tokenizer.eos_token_id)
-    sampling = replace(trained, n=n, temperature=temperature)
-    check_sampling(sampling, config.seed)
-    with llm:
-        sampler = partial(_Reporting, llm, progress, config, len(problems) * n)
+    with llm, llm.together():
+        world, trained = llm.world, training_sampling(config.sampling, llm.policy.tokenizer.eos_token_id)
+        sampling = replace(trained, n=n, temperature=temperature)
+        check_sampling(sampling, config.seed)
+        longest = world.each(lambda: llm.policy.longest_prompt(task, environment, 0))
+        sizes = {"problems": len(problems), "tokens of the longest prompt": longest}
+        world.same("the processes of this evaluation", lambda: sizes)
+        sequences = world.generator.fsdp.most(len(problems)) * n
+
+        def engine(prompt: int) -> Engine:
+            margin = 1 if config.task.turns == 1 else PROMPT_MARGIN  # other prompts may come later, and be longer
+            tokens = min(margin * prompt + config.max_response_length, llm.context)
+            return llm.engine_for(sequences, tokens, [sampling])
+
+        def sampler(prompt_ids: list[list[int]], _: list[SamplingParams]) -> Sampler:
+            begun = map(len, prompt_ids) if world.size == 1 else ()  # perhaps not as the problems say
+            made = engine(max(longest, *begun, 0))
+            return _Reporting(made, progress, sequences if config.task.turns == 1 else 0) if world.leads else made
+
+        world.each(lambda: engine(longest))
         parts = llm.policy.tokens, sampler, task.rewards, config.seed
         response = config.max_response_length, config.task.turns, config.task.environment_timeout
         limits = Limits(config.task.max_prompt_length or None, *response)
-        collector = Collector(*parts, environment, limits, needs_rewards=True)
+        collector = Collector(*parts, environment, limits, world=world, needs_rewards=True)
         groups, _, counts = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
     found = list(dict.fromkeys(name for group in groups for r in group.rollouts for name in r.rewards))
     decides = found[0] if pass_reward is None else pass_reward
@@ -105,26 +124,13 @@ def _checked_ks(n: int, k: Sequence[int]) -> list[int]:
 
 
 class _Reporting:
-    """The model's engine for `total` trajectories, of which these prompts are the first; says on `progress`, now and
-    then, how many completions are finished."""
+    """An engine that says on `progress`, now and then, how many completions are finished, of `total` where that is
+    known."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        progress: IO[str] | None,
-        config: RunConfig,
-        total: int,
-        prompt_ids: list[list[int]],
-        sampling: list[SamplingParams],
-    ) -> None:
-        if config.task.turns == 1:
-            self._engine = llm.engine(prompt_ids, sampling)
-        else:  # other prompts may come later, and be longer
-            longest = PROMPT_MARGIN * max(map(len, prompt_ids)) + config.max_response_length
-            self._engine = llm.engine_for(total, min(longest, llm.context), sampling)
-        self._progress, self._total = progress, total if config.task.turns == 1 else 0
+    def __init__(self, engine: Engine, progress: IO[str] | None, total: int) -> None:
+        self._engine, self._progress, self._total = engine, progress, total
         self._finished, self._said = 0, time.monotonic()
-        self.add_request, self.abort = self._engine.add_request, self._engine.abort
+        self.add_request, self.abort = engine.add_request, engine.abort
 
     def advance(self) -> list[Grown]:
         """As `Engine.advance`. Raises `NonFiniteError` for log-probabilities that are no numbers."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,20 @@ from ..config import (
     Attention,
     CompileConfig,
     GeneratorConfig,
+    ParallelConfig,
     RunConfig,
     SamplingConfig,
     check_generation,
+    check_generation_ranks,
     check_range,
     validate,
 )
-from ..errors import InputError, NonFiniteError
+from ..errors import InputError, LockstepError, NonFiniteError
 from ..generator import Engine
 from ..models.tokenizer import TextStream
 from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams, Trajectory
 from .build import Session, resolve
+from .processes import GENERATING, Requests, of_all, together
 from .warm_up import make_ready, prepare_machine, warn_if_slow
 
 Prompt = str | list[dict[str, Any]]  # text as it is, or chat messages through the model's template
@@ -45,6 +50,9 @@ class LLM(Session):
     Steps run as captured graphs where `compile` says so. `close`, or leaving a `with` block, frees them and the cache;
     a later call makes them anew.
 
+    Under `torchrun` every process makes one and calls the same methods with the same arguments; prompts are dealt to
+    groups of `parallel.generator_tp` processes. `close` leaves the others, and a later call joins them again.
+
     Attributes:
         runtime: what the engine of now computes by.
     """
@@ -61,15 +69,24 @@ class LLM(Session):
         attention: Attention = "native",
         attention_mask: str | None = None,
         compile: CompileConfig | None = None,
+        parallel: ParallelConfig | None = None,
     ) -> None:
         """Load a Hugging Face folder or hub id; `seed` is of sampling, `template_variables` go to the chat template
         (`{"enable_thinking": False}`), attention, its mask and `compile` are as in `RunConfig` (by default CUDA graphs
-        on a GPU, none on a CPU). Raises `InputError` when the model cannot be used, or settings do not go together."""
-        compile = compile or CompileConfig()
+        on a GPU, none on a CPU), and of `parallel` what generates (`generator_tp`, `timeout`). Raises `InputError` when
+        the model cannot be used, or settings do not go together."""
+        compile, parallel = compile or CompileConfig(), parallel or ParallelConfig()
         check_generation(compile)
+        check_generation_ranks(parallel)
         how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
-        sections = {"generator": config or GeneratorConfig(), "compile": compile}
-        super().__init__(resolve(validate(RunConfig(model=str(model), seed=seed, **how, **sections))))  # type: ignore[arg-type]
+        sections = {"generator": config or GeneratorConfig(), "compile": compile, "parallel": parallel}
+        given = validate(RunConfig(model=str(model), seed=seed, **how, **sections))  # type: ignore[arg-type]
+        self._given, self._joined = given, ExitStack()
+        with ExitStack() as joined:
+            world = joined.enter_context(together(given))
+            super().__init__(world.each(lambda: resolve(given, world.size, steps=False)), world=world)
+            self._joined = joined.pop_all()
+        self._left = False
         self.policy.template_variables = template_variables or {}
         warn_if_slow(self)
         prepare_machine(self)  # there is no check here: nothing is compared with a trainer
@@ -80,11 +97,16 @@ class LLM(Session):
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, *error: Any) -> None:
+        self._free()
+        self._left = True
+        self._joined.__exit__(*error)
 
     def close(self) -> None:
-        """Free the engine: its graphs and its cache."""
+        """Free the engine, its graphs and its cache, and leave the other processes."""
+        self.__exit__(None, None, None)
+
+    def _free(self) -> None:
         self._engine = None
         self._room = (0, 0)
         self._warm.clear()
@@ -106,35 +128,82 @@ class LLM(Session):
         of range and for a prompt that is empty or does not fit the model's context, and `NonFiniteError` when the
         model's outputs are no numbers.
         """
-        requests = self._requests(prompts, sampling or SamplingParams())
-        completions = self.engine(*requests[:2]).generate(*requests)
-        for prompt, samples in enumerate(completions):
-            for completion in samples:
-                require_numbers(prompt, completion)
-        return completions
+        with self.together():
+            requests, engine = self._asked(prompts, sampling or SamplingParams())
+            own = requests.share(self.world)
+
+            def completed() -> list[list[Trajectory]]:
+                found = engine.generate(*own)
+                for prompt, samples in zip(self._share(len(requests[0])), found, strict=True):
+                    for completion in samples:
+                        require_numbers(prompt, completion)
+                return found
+
+            with self.world.watched(GENERATING) as engine.launched:
+                return of_all(self.world, completed)
 
     def stream(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, step: int = 0
     ) -> Generator[Piece, None, None]:
-        """As `generate`, a piece at a time as text appears; all prompts run at once, so their pieces interleave.
+        """As `generate`, a piece at a time as text appears; all prompts run at once, so their pieces interleave. What
+        other groups of processes complete comes in one piece a sample, at the end.
 
         The pieces of a sample add up to its completion's text. Closing the iterator stops the generation. `step` is a
         part of what keys the random numbers: calls with other steps draw others.
         """
-        requests = self._requests(prompts, sampling or SamplingParams(), step)
+        with self.together():
+            requests, engine = self._asked(prompts, sampling or SamplingParams(), step)
+            own = self._share(len(requests[0]))
+            done: list[list[Trajectory]] = [[] for _ in own]
+            failed: LockstepError | None = None
+            with self.world.watched(GENERATING) as engine.launched:
+                try:
+                    for piece in self._pieces(engine, requests.share(self.world)):
+                        if piece.completion is not None:
+                            done[piece.prompt].append(piece.completion)
+                        yield replace(piece, prompt=own[piece.prompt])
+                except LockstepError as error:
+                    failed = error
+            for prompt, samples in enumerate(of_all(self.world, lambda: _unless(failed, done))):
+                for completion in samples if prompt not in own else ():
+                    yield Piece(prompt, completion.identity.sample, completion.text, completion)
+
+    def _pieces(self, engine: Engine, requests: Requests) -> Iterator[Piece]:
         texts: dict[tuple[int, int], TextStream] = {}
-        for prompt, sample, token_ids, completion in self.engine(*requests[:2]).stream(*requests):
+        for prompt, sample, token_ids, completion in engine.stream(*requests):
             if completion is not None:
-                require_numbers(prompt, completion)
+                require_numbers(completion.identity.group, completion)
             text = texts.setdefault((prompt, sample), TextStream(self.policy.decode))
             piece = text.feed(token_ids) if completion is None else text.finish(completion.text)
             if piece or completion is not None:
                 yield Piece(prompt, sample, piece, completion)
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Within, this process is among the others, which it may have left."""
+        if self._left:
+            self.world, self._left = self._joined.enter_context(together(self._given)), False
+            if self.world.size > 1:  # graphs are made with these
+                self.renew()
+        with self.world.peers():
+            yield
+
+    def _asked(self, *asked: Any) -> tuple[Requests, Engine]:
+        """The requests, the same on every rank, and an engine that is ready for a rank's share of them."""
+        requests = self.world.each(lambda: self._requests(*asked))
+        digest = hashlib.sha256(repr(requests).encode()).hexdigest
+        self.world.same("the processes that generate", lambda: {"the hash of prompts and sampling": digest()})
+        return requests, self.world.each(lambda: self.engine(*requests[:2]))
+
+    def _share(self, prompts: int) -> Sequence[int]:
+        """Which of so many prompts this rank completes, with those that it generates together with."""
+        return self.world.generator.fsdp.own(range(prompts))
+
     def engine(self, prompt_ids: list[list[int]], sampling: list[SamplingParams]) -> Engine:
-        """An engine whose cache is planned for these requests (`engine_for`)."""
+        """An engine whose cache is planned for a rank's share of these requests (`engine_for`)."""
         lengths = [len(ids) + s.max_completion_length for ids, s in zip(prompt_ids, sampling, strict=True)]
-        engine = self._with_room(sum(s.n for s in sampling), max(lengths))
+        share = self.world.generator.fsdp.most(len(sampling))
+        engine = self._with_room(sum(sorted((s.n for s in sampling), reverse=True)[:share]), max(lengths))
         for i, (ids, params) in enumerate(zip(prompt_ids, sampling, strict=True)):
             engine.check(ids, params, i)
         return self._ready(engine, sampling)
@@ -165,7 +234,7 @@ class LLM(Session):
         """A new engine in place of the last one, with no less room."""
         sequences = max(_power_of_two(sequences), self._room[0])
         tokens = max(_power_of_two(tokens), self._room[1])
-        self.close()  # the last one's cache is freed before the next one is planned
+        self._free()  # the last one's cache is freed before the next one is planned
         # What exceeds the context is refused by the engine.
         capacity = self.cache_tokens(sequences, min(tokens, self.context))
         self._room = (sequences, tokens)
@@ -186,9 +255,7 @@ class LLM(Session):
         )
         self._warm.add(kind)
 
-    def _requests(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams, step: int = 0
-    ) -> tuple[list[list[int]], list[SamplingParams], list[SampleIdentity]]:
+    def _requests(self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams, step: int = 0) -> Requests:
         check_sampling(sampling, self.config.seed)
         if not isinstance(prompts, (str, Sequence)):
             raise InputError(f"the prompts are of type {type(prompts).__name__}; give text, chat messages, or a list")
@@ -196,7 +263,7 @@ class LLM(Session):
             raise InputError("there is no prompt; give at least one")
         ids = [self._encode(i, prompt) for i, prompt in enumerate(as_list(prompts))]
         identities = [SampleIdentity(self.config.seed, GENERATE_DOMAIN, step, group) for group in range(len(ids))]
-        return ids, [sampling] * len(ids), identities
+        return Requests(ids, [sampling] * len(ids), identities)
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
         messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
@@ -206,6 +273,12 @@ class LLM(Session):
             return self.policy.encode(prompt)
         except InputError as error:
             raise InputError(f"prompt {index + 1}: {error}") from error
+
+
+def _unless(failed: LockstepError | None, done: list[list[Trajectory]]) -> list[list[Trajectory]]:
+    if failed is not None:
+        raise failed
+    return done
 
 
 def _power_of_two(number: int) -> int:

@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from ..config import MAX_SEED, Attention, CompileConfig, LossConfig, OptimizerConfig, RunConfig, validate
+from ..config import (
+    MAX_SEED,
+    Attention,
+    CompileConfig,
+    LossConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    validate,
+)
 from ..errors import InputError
 from ..graph import Runtime, Work
-from ..trainer import BatchShape, Trainer, pack
+from ..trainer import BatchShape, Packing, Trainer, pack_shards
 from ..types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 from .build import Session, resolve
 from .certificate import without_experts
+from .processes import GENERATING, Requests, of_all, together
 from .warm_up import make_ready, prepare_machine
 
+T = TypeVar("T")
 CHECK_DOMAIN = 4  # sampling domain of `check_model`
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The outcome of `check_model`."""
+    """The outcome of `check_model`. `max_delta` is the largest difference of either log-probability; the others are of
+    the model's own: `average_delta` the mean of trainer less generator, `logprob_diff` of its size."""
 
     generator_logprobs: list[float]
     trainer_logprobs: list[float]
@@ -31,11 +44,17 @@ class ParityReport:
     tokens_different: int
     tokens_not_covered: int
     max_delta: float
+    average_delta: float
+    logprob_diff_mean: float
+    logprob_diff_max: float
     prompts: int
     device: str
     dtype: str
     compared: str
     tokens_asked: int
+    processes: int
+    generator_tp: int
+    trainer_tp: int
     expert_choices_checked: int | None = None
     tokens_routed_differently: int | None = None
     prompt_tokens_checked: int | None = None
@@ -51,6 +70,12 @@ class ParityReport:
     def _more_than_asked(self) -> str:
         asked = self.tokens_asked
         return f" ({asked} were asked for; the completions of a prompt are whole)" * (self.tokens_checked > asked)
+
+    @property
+    def _ranks(self) -> str:
+        """How the processes share the model in each role."""
+        of, generator, trainer = self.processes, self.generator_tp, self.trainer_tp
+        return f"{of}; generator {of // generator} x {generator}, trainer {of // trainer} x {trainer}"
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -75,6 +100,7 @@ class ParityReport:
         return "\n".join(
             [
                 f"  Compared          : {self.compared}",
+                *([f"  Processes         : {self._ranks}"] if self.processes > 1 else ()),
                 f"  Generator log-probs[:5]: {self.generator_logprobs[:5]}",
                 f"  Trainer   log-probs[:5]: {self.trainer_logprobs[:5]}",
                 f"  Bitwise identical : {self.identical}",
@@ -83,6 +109,8 @@ class ParityReport:
                 *([f"  Not compared      : {self.tokens_not_covered}"] if self.tokens_not_covered else ()),
                 *(experts if self.expert_choices_checked is not None else ()),
                 f"  Max delta         : {self.max_delta:.6e}",
+                f"  Average delta     : {self.average_delta:.6e}",
+                f"  Log-prob diff     : mean {self.logprob_diff_mean:.6e}, max {self.logprob_diff_max:.6e}",
                 verdict,
             ]
         )
@@ -108,6 +136,7 @@ def check_model(
     attention: Attention = "native",
     attention_mask: str | None = None,
     compile: CompileConfig | None = None,
+    parallel: ParallelConfig | None = None,
 ) -> ParityReport:
     """Generate at least `tokens` tokens from random prompts and score them with the trainer's computation.
 
@@ -115,35 +144,43 @@ def check_model(
     `compile` captures (by default on a GPU) the generator's graphs are compared with the trainer's of forward and
     backward pass, the one that trains; elsewhere the model is called by both. Raises `InputError` for a number out of
     range, settings that do not go together, and a model that cannot be loaded.
+
+    Under `torchrun` every process calls it, with the same arguments, and returns the report of all: prompts are dealt
+    to groups of `parallel.generator_tp` processes, and what was generated to groups of `parallel.tp`.
     """
     for name, value, low, high in (("tokens", tokens, 1, _MOST_TOKENS), ("seed", seed, 0, MAX_SEED)):
         if type(value) is not int or not low <= value <= high:
             raise InputError(f"{name} is {value!r}; it must be a whole number between {low} and {high}")
     how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
-    config = RunConfig(model=model, seed=seed, **how, compile=compile or CompileConfig())  # type: ignore[arg-type]
-    session = Session(resolve(validate(config)))
-    try:
-        prepare_machine(session)
-        return _check(session, tokens)
-    finally:
-        session.runtime.close()
+    sections = {"compile": compile or CompileConfig(), "parallel": parallel or ParallelConfig()}
+    given = validate(RunConfig(model=model, seed=seed, **how, **sections))  # type: ignore[arg-type]
+    with together(given) as world:
+        session = Session(world.each(lambda: resolve(given, world.size, steps=False)), world=world)
+        try:
+            prepare_machine(session)
+            return _check(session, tokens)
+        finally:
+            session.runtime.close()
 
 
 def _check(session: Session, tokens: int) -> ParityReport:
-    decoder, runtime = session.policy.model, session.runtime
+    decoder, runtime, world = session.policy.model, session.runtime, session.world
     where, context = decoder.embed.device, decoder.config.max_position_embeddings
     length = min(_COMPLETION, context // 2)
     vocabulary, room = decoder.config.vocab_size, min(300, context - length)
     prompts, sampling = _requests(tokens, session.config.seed, vocabulary, room, length)
     max_tokens = max(8192, 2 * (max(map(len, prompts)) + length))
-    shape, kinds = _expected(prompts, sampling, max_tokens)
-    trainer = Trainer(decoder, OptimizerConfig(), LossConfig(), runtime=runtime)
+    shards = world.mesh.fsdp
+    shape, kinds = _expected(prompts, sampling, max_tokens, shards.size)
+    trainer = Trainer(decoder, OptimizerConfig(), LossConfig(), runtime=runtime, world=world)
     completions = _generated(session, prompts, sampling, trainer, shape, kinds)
     groups = [RolloutGroup(*group) for group in zip(completions, sampling, strict=True)]
-    for batch in pack(groups, max_tokens=max_tokens, check_parity=True, shapes=[shape]):
+    how = Packing(max_tokens, shapes=[shape])
+    for batch in pack_shards(_dealt(groups, shards.size), shards.own(range(shards.size)), how, check_parity=True):
         score = trainer.forward_backward if runtime.compiles else trainer.check
-        score(batch.to(where))
-    scored = trainer.checked[0][:5].tolist()
+        with world.deadline("scoring what was generated"):
+            score(batch.to(where))
+    deltas, scored = trainer.deltas, world.from_first(lambda: trainer.checked[0][:5].tolist())
     result = trainer.finish_check(sum(len(c.token_ids) for samples in completions for c in samples))
     return ParityReport(
         completions[0][0].model_logprobs[:5],
@@ -152,11 +189,13 @@ def _check(session: Session, tokens: int) -> ParityReport:
         result.tokens_different,
         result.tokens_not_covered,
         result.logprob_diff_max,
+        *deltas,
         len(prompts),
         where.type,
         str(decoder.embed.dtype).removeprefix("torch."),
         _compared(runtime),
         tokens,
+        *(world.size, world.generator_tp, world.tp),
         *(result.routing.compared if result.routing else ()),
     )
 
@@ -171,8 +210,10 @@ def _generated(
 ) -> list[list[Trajectory]]:
     """The prompts' completions, by an engine that goes when they are there. Before, the graphs of both roles are made,
     the trainer's for `shape` and the kinds of sampling `trained`, and held to eager's bits."""
-    longest, sequences = max(map(len, prompts)) + sampling[0].max_completion_length, sum(s.n for s in sampling)
-    config, runtime = session.config, session.runtime
+    config, runtime, world = session.config, session.runtime, session.world
+    shares = world.generator.fsdp
+    longest = max(map(len, prompts)) + sampling[0].max_completion_length
+    sequences = max(sum(s.n for s in of_one) for of_one in _dealt(sampling, shares.size))
     engine = session.new_engine(session.cache_tokens(sequences, longest))
 
     def make_graphs() -> None:
@@ -187,13 +228,20 @@ def _generated(
 
     if runtime.compiles:
         about = config.generator, config.compile, sequences, longest, shape, trained, sampling
-        make_ready(session, make_graphs, trust_cases, session.kernel_list(*about))
+        with world.deadline("making and checking graphs", timeouts=10):
+            make_ready(session, make_graphs, trust_cases, session.kernel_list(*about))
     identities = [SampleIdentity(config.seed, CHECK_DOMAIN, 0, g) for g in range(len(prompts))]
-    return engine.generate(prompts, sampling, identities)
+    own = Requests(prompts, sampling, identities).share(world)
+    with world.watched(GENERATING) as engine.launched:
+        return of_all(world, lambda: engine.generate(*own))
+
+
+def _dealt(items: Sequence[T], shares: int) -> list[list[T]]:
+    return [list(items[i::shares]) for i in range(shares)]
 
 
 def _expected(
-    prompts: list[list[int]], sampling: list[SamplingParams], max_tokens: int
+    prompts: list[list[int]], sampling: list[SamplingParams], max_tokens: int, shards: int
 ) -> tuple[BatchShape, list[SamplingParams]]:
     """The shape that all batches will be padded to, and a kind of sampling for each way that they are scored. Every
     completion is as long as it may be, so both are known before there are any."""
@@ -201,7 +249,7 @@ def _expected(
     for prompt, params in zip(prompts, sampling, strict=True):
         segments = [Segment(prompt), Segment([0] * params.max_completion_length, sampled=True)]
         groups.append(RolloutGroup([Trajectory(segments)] * params.n, params))
-    drafts = pack(groups, max_tokens=max_tokens, check_parity=False)
+    drafts = pack_shards(_dealt(groups, shards), range(shards), Packing(max_tokens), check_parity=False)
     shapes = [(len(b.tokens_T), len(b.targets_C), len(b.prefix_len_S), b.max_len) for b in drafts]
     kinds = [next(p for p in sampling if p.truncated == kind) for kind in sorted({b.truncated for b in drafts})]
     return BatchShape(*map(max, zip(*shapes, strict=True))), kinds

@@ -7,9 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from ..config import RunConfig
+from ..distributed import World
 from ..errors import InputError, LockstepError
 from ..graph import Store
 from .build import TrainingSession, resolve
+from .processes import together
 from .warm_up import warm_up
 
 
@@ -17,14 +19,18 @@ def precompile(config: RunConfig) -> dict[str, Any]:
     """Do what `lockstep train` does before its first step, and tell what became of each graph.
 
     The model is loaded and its graphs are made or loaded, recorded and checked, which also compiles the kernels, tunes
-    nothing and writes no run folder.
+    nothing and writes no run folder. Under `torchrun` every process calls it; the first of them keeps the graphs, and
+    all return what it found.
 
     Raises:
         InputError: nothing is captured in this configuration.
         LockstepError: a graph is not what eager is, or the cache folder cannot be written.
     """
-    began = time.perf_counter()
-    config = resolve(config)
+    with together(config) as world:
+        return _precompiled(world.each(lambda: _checked(resolve(config, world.size))), world)
+
+
+def _checked(config: RunConfig) -> RunConfig:
     if config.compile.capture == "none":
         raise InputError(
             "compile.capture is none, so there is nothing to compile; set --compile.capture step (left out, it is step "
@@ -38,24 +44,29 @@ def precompile(config: RunConfig) -> dict[str, Any]:
         )
     if config.compile.dump:
         raise InputError("--compile.dump shows how graphs are made, and none is kept then; remove it, or use train")
-    run = TrainingSession(config)
+    return config
+
+
+def _precompiled(config: RunConfig, world: World) -> dict[str, Any]:
+    began = time.perf_counter()
+    run = TrainingSession(config, world)
     runtime = run.runtime
     assert runtime.store is not None
     try:
-        warm_up(run)
-        graphs = _graphs(runtime.store)
+        with world.deadline("making and checking graphs", timeouts=10):
+            warm_up(run)
+        graphs = world.from_first(lambda: _kept(runtime.store))
         checks = {
             "cases": sum(verdict.cases for verdict in run.verdicts),
             "known": sum(verdict.known for verdict in run.verdicts),
         }
     finally:
         runtime.close()
-    if graphs and not any(graph["bytes"] for graph in graphs):
-        raise LockstepError(f"{runtime.store.folder} cannot be written, so no graph was kept; set LOCKSTEP_CACHE")
     outcomes = [graph["outcome"] for graph in graphs]
     return {
         "folder": str(runtime.store.folder),
         "device": str(run.policy.model.embed.device),
+        "processes": world.size,
         "made": outcomes.count("made"),
         "reused": outcomes.count("reused"),
         "refused": outcomes.count("refused"),
@@ -71,6 +82,15 @@ def precompile(config: RunConfig) -> dict[str, Any]:
 
 _REASONS = 8  # that are shown of one graph
 _OUTCOMES = {"loaded": "reused", "refused": "refused", "absent": "made"}
+
+
+def _kept(store: Store | None) -> list[dict[str, Any]]:
+    """`_graphs`. Raises `LockstepError` where nothing could be kept of any."""
+    assert store is not None
+    graphs = _graphs(store)
+    if graphs and not any(graph["bytes"] for graph in graphs):
+        raise LockstepError(f"{store.folder} cannot be written, so no graph was kept; set LOCKSTEP_CACHE")
+    return graphs
 
 
 def _graphs(store: Store) -> list[dict[str, Any]]:

@@ -29,9 +29,11 @@ _Checked = tuple[list[machine_check.Product], _HeadShapes, torch.device, torch.d
 
 
 def prepare_machine(session: Session) -> None:
-    """Replace what a run's check of this machine replaced, so that a model computes as it did in the run."""
+    """Replace what a run's check of this machine replaced, so that a model computes as it did in the run; of several
+    processes all replace what any does."""
     embed = session.policy.model.embed
     machine_check.restore(embed.device, embed.dtype)
+    _share_overrides(session)
 
 
 def warn_if_slow(session: Session) -> None:
@@ -52,7 +54,6 @@ def warm_up(run: TrainingSession) -> None:
         _check_machine(run)
         return
     prepare_machine(run)
-    _share_overrides(run)
     kernels = run.kernel_list(*_steps(run))
     cases = partial(run.trainer.trust_cases, run.shapes, run.sampling, **_batches(run.config))
     run.verdicts = make_ready(
@@ -96,6 +97,7 @@ def make_ready(
         rehearse_check: launches the kernels of that check.
     """
     runtime, verify = session.runtime, session.config.compile.verify
+    runtime.begin_warm_up(session.world)
     if runtime.eager:
         make_graphs()
         check_machine()
@@ -187,7 +189,7 @@ def _check_machine(run: TrainingSession) -> bool:
     return linear_choice.overrides != before
 
 
-def _share_overrides(run: TrainingSession) -> None:
+def _share_overrides(run: Session) -> None:
     """What replaces a kernel on one rank replaces it on all, so that they make the same graphs."""
     for of_rank in run.world.gather(dict(linear_choice.overrides)):
         linear_choice.overrides.update(of_rank)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import fsum, isnan, nan
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,6 +30,35 @@ class Mismatch:
     trainer: float
 
 
+class Deltas(NamedTuple):
+    """Differences of the model's log-probabilities over sampled tokens: the mean of trainer less generator, and of
+    their sizes the mean and the largest; NaN where one is."""
+
+    average: float
+    mean: float
+    largest: float
+
+    @staticmethod
+    def of(batches: Sequence[tuple[float, ...]]) -> Deltas:
+        """Those of all batches, from `sums_of_deltas`."""
+        if not batches:
+            return Deltas(nan, nan, nan)
+        counts, sums, sizes, largest = zip(*batches, strict=True)
+        worst = nan if any(map(isnan, largest)) else max(largest)
+        return Deltas(fsum(sums) / sum(counts), fsum(sizes) / sum(counts), worst)
+
+
+def sums_of_deltas(checked: Checked) -> list[tuple[float, ...]]:
+    """Of each batch with tokens: their number, the sum of their differences, that of their sizes, and the largest."""
+    found: list[tuple[float, ...]] = []
+    for batch, scored in checked:
+        delta_C = (scored["model_logprob_C"].double() - batch.old_model_logprob_C.double())[batch.valid_C]
+        if len(delta_C):
+            size_C = delta_C.abs()
+            found.append((len(delta_C), delta_C.sum().item(), size_C.sum().item(), size_C.max().item()))
+    return found
+
+
 def mismatches(checked: Checked) -> list[Mismatch]:
     """Name the first differing tokens, in packed order. Reads from the device, but only after a difference."""
     found: list[Mismatch] = []
@@ -43,10 +75,11 @@ def mismatches(checked: Checked) -> list[Mismatch]:
             rows = (different_C & batch.valid_C).nonzero().flatten().tolist()
             for row in rows[:MAX_MISMATCHES]:
                 index = int(batch.sequence_C[row])
+                sequence = batch.sequences[index]
                 found.append(
                     Mismatch(
-                        request=batch.sequences[index].name,
-                        position=row - starts[index],
+                        request=sequence.name,
+                        position=row - starts[index] + (sequence.part_from or 0),
                         kind=kind,
                         generator=generator_C[row].item(),
                         trainer=trainer_C[row].item(),

@@ -2,8 +2,8 @@
 
 A response's rows hold all its tokens but the last, which predicts nothing; the first one's logits come from the
 prompt's last row. Sampled tokens alone are predicted; given ones between them are context. A trajectory's further
-branches stand behind it, each with a prompt of its own. Batches are padded to few shapes (`shapes.py`), so that few
-graphs serve every step.
+branches stand behind it, each with a prompt of its own; where they do not fit together, in other micro-batches, which
+no weight of a token depends on. Batches are padded to few shapes (`shapes.py`), so that few graphs serve every step.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from .shapes import BatchShape, fit
 
 
 class Packing(NamedTuple):
-    """How groups become micro-batches; see `pack`."""
+    """How groups become micro-batches; see `pack`. `whole_sequences`: all branches of a trajectory stand in one, as
+    terms of its loss are sums over all that it sampled."""
 
     max_tokens: int
     mode: Literal["packed", "per_sample"] = "packed"
     share_prefix: bool = True
     shapes: Sequence[BatchShape] = ()
+    whole_sequences: bool = False
 
 
 def pack(
@@ -51,7 +53,8 @@ def pack(
         share_prefix: False repeats the prompt for every trajectory; the log-probs' bits are the same.
 
     Raises:
-        InputError: a trajectory does not fit alone, or its prompt or a sampled segment is empty.
+        InputError: a trajectory, of several branches one of them, does not fit alone, or its prompt or a sampled
+            segment is empty.
         ValueError: it does not begin with a given segment, log-probs (or some route digests) are missing under
             `check_parity`, or there are not as many as tokens.
     """
@@ -91,6 +94,8 @@ def _drafts(groups: list[RolloutGroup], how: Packing) -> list[_Draft]:
     branched = any(segment.anew for group in groups for t in group.rollouts for segment in t.segments)
     most = how.shapes[0].segments if how.shapes and branched else None  # without branches none has more
     for group in groups:
+        if branched and not how.whole_sequences:
+            group = _split(group, _Most(limit, most))
         needed = [_tokens_needed(trajectory, how.max_tokens) for trajectory in group.rollouts]
         for part, tokens in _parts(group, needed, _Most(limit, most), per_sample, how.share_prefix):
             full = bool(drafts) and most is not None and len(drafts[-1].segments) + _segments(part.rollouts) > most
@@ -141,6 +146,37 @@ def _segments(rollouts: Sequence[Trajectory]) -> int:
     return 1 + sum(len(trajectory.branches) for trajectory in rollouts)
 
 
+def _split(group: RolloutGroup, most: _Most) -> RolloutGroup:
+    """A group whose trajectories are cut between branches where these have no room together: what begins with the
+    group's prompt first, and then the rest."""
+    cut = [_cut(trajectory, most) for trajectory in group.rollouts]
+    first, further = [parts[0] for parts in cut], [part for parts in cut for part in parts[1:]]
+    return replace(group, rollouts=first + further)
+
+
+def _cut(trajectory: Trajectory, most: _Most) -> list[Trajectory]:
+    """Consecutive branches that fit together, or one that does not even alone."""
+    parts: list[list[list[Segment]]] = []
+    used = 0
+    for branch in trajectory.branches:
+        rows = sum(len(segment.token_ids) for segment in branch) - 1  # the last token predicts nothing
+        full = bool(parts) and most.segments is not None and 1 + len(parts[-1]) >= most.segments
+        if not parts or full or used + rows > most.tokens:
+            parts.append([])
+            used = 0
+        parts[-1].append(branch)
+        used += rows
+    if len(parts) == 1:
+        return [trajectory]
+    cut, before = [], 0
+    for branches in parts:
+        (prompt, *rest), *others = branches  # of a part nothing before the prompt is known
+        segments = [replace(prompt, anew=False), *rest, *(segment for branch in others for segment in branch)]
+        cut.append(replace(trajectory, segments=segments, part_from=before))
+        before += len(cut[-1].token_ids)
+    return cut
+
+
 def _parts(
     group: RolloutGroup, needed: list[int], most: _Most, per_sample: bool, share_prefix: bool
 ) -> Iterator[tuple[RolloutGroup, int]]:
@@ -167,10 +203,9 @@ def _parts(
 
 def _tokens_needed(trajectory: Trajectory, max_tokens: int) -> int:
     """The rows that it takes by itself; raises when it cannot be trained on."""
-    name, first = trajectory.name or "a trajectory", trajectory.prompt
-    if first.sampled:
+    name, branches = trajectory.name or "a trajectory", trajectory.branches
+    if branches[0][0].sampled:
         raise ValueError(f"{name}: it begins with a sampled segment; the first is the prompt, which is given")
-    branches = trajectory.branches
     prompts = all(branch[0].token_ids for branch in branches)
     if not prompts or not any(s.sampled and s.token_ids for s in trajectory.segments):
         empty = "completion" if prompts else "prompt"
@@ -220,9 +255,10 @@ class _Draft:
         if share_prefix:
             self.add_prompt(prompt)
         for trajectory in group.rollouts:
-            for branch in trajectory.branches:
-                shared = start if share_prefix and branch[0] is trajectory.prompt else None
-                self._add_branch(branch, shared)
+            first, *others = trajectory.branches
+            self._add_branch(first, start if share_prefix else None)
+            for branch in others:
+                self._add_branch(branch, None)
             self.sequences.append(trajectory)
             self.sampling.append(group.sampling)
 

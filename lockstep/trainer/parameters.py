@@ -20,10 +20,10 @@ from torch import Tensor
 
 from .. import distributed, graph, ops
 from ..distributed.cells import Cells
+from ..distributed.collectives import sum_of_all
 from ..distributed.mesh import ALONE, Mesh
 from ..distributed.pieces import joined, runs, whole_shape
 from ..distributed.placement import Placement
-from ..distributed.sums import sum_of_all
 from ..models import Decoder, Held
 from ..ops import SQUARES_BLOCK
 

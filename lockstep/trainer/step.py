@@ -15,7 +15,6 @@ from ..algorithms import Algorithm, TokenValues
 from ..models import Decoder, PackedAttention, Routing
 from ..types import PackedBatch
 from . import routing
-from .tp.head import of_rows, once, token_logprobs
 
 # What grows on the device over the micro-batches of one update: sums, and for `diff_max` a maximum. `scored` counts
 # the trained and the checked tokens; those that were compared with the generator's are `identical` or `different`.
@@ -87,8 +86,24 @@ def predicting_rows(model: Decoder, batch: PackedBatch, routes: list[Routing] | 
 def critic_values(model: Decoder, rows_CD: Tensor) -> Tensor:
     """What the value head says of hidden rows, float32 [C]: the router's product, whose sums have one order."""
     assert model.value_head is not None, "a critic without a value head"
-    head = model.value_head
-    return of_rows(model, rows_CD, lambda rows: ops.router_logits(rows, head).flatten())
+    (own_CD,) = model.spread.own_rows(rows_CD)
+    return model.spread.numbers(rows_CD.shape[0], ops.router_logits(own_CD, model.value_head).flatten())[0]
+
+
+def token_logprobs(model: Decoder, rows_CD: Tensor, batch: PackedBatch) -> ops.TokenLogprobs:
+    """`ops.token_logprobs` of a batch, for the hidden rows that predict its tokens.
+
+    Ranks that share the trainer's products score their shares of the rows, and all have all numbers. What follows from
+    these, the loss above all, each rank computes whole, so their gradients are whole on each; behind the head a rank's
+    gradients are of its rows and add up over the ranks.
+    """
+    spread, cut = model.spread, model.placements.get("lm_head")  # a tied head is the embedding, which is whole
+    head_VD = model.lm_head if cut is None else spread.whole_rows(model.lm_head)
+    given = rows_CD, batch.targets_C, batch.temperature_C, batch.top_k_C, batch.top_p_C, batch.min_p_C
+    own_CD, targets_C, *filters = spread.own_rows(*given)
+    support_CB = None if batch.support_C is None else spread.own_rows(batch.support_C)[0]
+    found = ops.token_logprobs(own_CD, head_VD, targets_C, ops.Filters(*filters), support_CB, batch.truncated)
+    return ops.TokenLogprobs(*spread.numbers(rows_CD.shape[0], *found))
 
 
 def score(
@@ -156,7 +171,7 @@ def _loss(
     if routed is not None and algorithm.router_aux_loss_coef > 0:
         aux_loss = routing.load_balancing_loss(routed) * batch.share.sum()  # its mean over the tokens trained on
         statistics["aux_loss"].add_(aux_loss.detach())
-        loss = loss + algorithm.router_aux_loss_coef * once(model, aux_loss)
+        loss = loss + algorithm.router_aux_loss_coef * model.spread.once(aux_loss)
     statistics["loss"].add_(loss.detach())
     statistics["tokens"].add_(batch.valid_C.sum())
     statistics["clipped"].add_(clipped_C.sum())  # never padding: its advantage is 0

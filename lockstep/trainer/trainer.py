@@ -24,7 +24,7 @@ from ..models import Decoder
 from ..types import PackedBatch, SamplingParams
 from .check_cases import Work, trust_cases
 from .graph_inputs import complete
-from .mismatches import MAX_MISMATCHES, Checked, Mismatch, mismatches
+from .mismatches import MAX_MISMATCHES, Checked, Deltas, Mismatch, mismatches, sums_of_deltas
 from .optimizer import frozen_parameters, optimizer_of, parameter_groups
 from .packing import blank_batch
 from .parameters import Buffer, flat_parameters
@@ -267,6 +267,13 @@ class Trainer:
     def checked(self) -> list[Tensor]:
         """The model's log-probabilities of each batch that was compared since the last update, float32 [C]."""
         return [scored["model_logprob_C"].clone() for _, scored in self._scored]
+
+    @property
+    def deltas(self) -> Deltas:
+        """How the model's log-probabilities differ from the generator's, over the tokens that were compared since the
+        last update, of all ranks."""
+        by_rank = self.world.gather(sums_of_deltas(self._scored))[:: self.world.tp]  # who share products have the same
+        return Deltas.of([batch for found in by_rank for batch in found])
 
     def numerics(self) -> dict[str, Any]:
         """What the bits of a run depend on besides its configuration."""

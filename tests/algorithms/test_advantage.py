@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.algorithms.advantage import group_advantages
-from lockstep.algorithms.dapo import overlong_penalty
+from lockstep.algorithms.dapo import DAPO
+from lockstep.config import LossConfig
 
 GROUPS = [[1.3, 0.3, 0.0, 0.3], [0.0, 1.0, 1.0, 1.0]]
 
@@ -49,8 +50,9 @@ def test_the_order_of_samples_does_not_matter(rewards: list[float], random) -> N
     ("length", "expected"), [(0, 0.0), (80, 0.0), (81, -0.1), (90, -1.0), (95, -1.5), (100, -2.0), (120, -2.0)]
 )
 def test_overlong_penalty_falls_linearly_over_the_buffer(length: int, expected: float) -> None:
-    assert overlong_penalty(length, max_length=100, buffer=20, penalty=2.0) == pytest.approx(expected, abs=1e-15)
+    config = LossConfig(overlong_buffer=20, overlong_penalty=2.0)
+    assert DAPO().penalty(config, length, 100) == pytest.approx(expected, abs=1e-15)
 
 
 def test_no_buffer_is_no_penalty() -> None:
-    assert overlong_penalty(100, max_length=100, buffer=0, penalty=1.0) == 0.0
+    assert DAPO().penalty(LossConfig(overlong_buffer=0, overlong_penalty=1.0), 100, 100) == 0.0

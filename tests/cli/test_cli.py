@@ -21,7 +21,7 @@ from processes import finished, unread_pipe
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.config import LOSS_TYPES, READ_BY, CompileConfig, LossConfig, RunConfig, yaml_file
+from lockstep.config import LOSS_TYPES, READ_BY, CompileConfig, LossConfig, ParallelConfig, RunConfig, yaml_file
 from lockstep.config.recipes import RECIPES
 from lockstep.distributed import ONE, World
 from lockstep.errors import InputError, LockstepError, ParityError
@@ -206,7 +206,7 @@ def test_parity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
     monkeypatch.setitem(sys.modules, "lockstep.session.parity_check", SimpleNamespace(check_model=check_model))
     assert command("parity --model m --tokens 12") == (0 if identical else 1)
-    assert calls == [("m", 12, 0, "auto", "auto", "native", None, CompileConfig())]
+    assert calls == [("m", 12, 0, "auto", "auto", "native", None, CompileConfig(), ParallelConfig())]
     assert capsys.readouterr().out == "PASS\n"
     command("parity --model m --json")
     assert json.loads(capsys.readouterr().out) == {"identical": identical}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.algorithms.dapo import overlong_penalty
+from lockstep.algorithms.dapo import DAPO
 from lockstep.config.recipes import RECIPES
 from lockstep.environments import make_task
 from lockstep.models.tokenizer import byte_tokenizer
@@ -15,7 +15,7 @@ def test_the_first_recipe_pays_for_an_answer_that_ends() -> None:
     task, tokenizer = make_task(config.task, config.trainer.prompts_per_step), byte_tokenizer()
 
     def penalty(length: int) -> float:
-        return overlong_penalty(length, limit, loss.overlong_buffer, loss.overlong_penalty)
+        return DAPO().penalty(loss, length, limit)
 
     examples = [problem.worked_example or "" for problem in task.validation_problems()]
     lengths = {len(tokenizer.encode(example, add_special_tokens=False)) + 1 for example in examples}

@@ -22,7 +22,6 @@ import torch
 from processes import DEADLINE, finished, running, wait_for
 
 from lockstep import api
-from lockstep.cli.main import main
 from lockstep.config import (
     CheckpointConfig,
     OptimizerConfig,
@@ -202,12 +201,3 @@ def test_a_killed_process_ends_the_others_and_one_that_is_stopped(config: RunCon
         and stacks[2] == f"rank 2 on {host} (process {third.pid}) is gone\n"
     )
     assert json.loads((run / "summary.json").read_text())["steps_done"] >= 1
-
-
-def test_other_commands_are_for_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    left: list[int] = []
-    monkeypatch.setattr("lockstep.cli.main._leave", left.append)
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert main(["eval", "--model", "x", "--task", "sum-digits"]) == 2 and left == [2]
-    assert "lockstep eval works in one process; start it without torchrun" in capsys.readouterr().err

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.environments import Limits, Tokens
 from lockstep.environments.base import Problem
 from lockstep.environments.collect import Collector
-from lockstep.environments.episodes import Limits, Tokens
 from lockstep.environments.rewards.reward_set import Reward, RewardSet
 from lockstep.environments.tasks.sum_digits import SumDigits
 from lockstep.errors import InputError

@@ -11,7 +11,7 @@ from small import CONFIG, generate, make_model, requests, words
 
 from lockstep.config import GeneratorConfig
 from lockstep.errors import InputError
-from lockstep.generator import Engine, SharedWeights, SnapshotWeights, plan_cache_tokens
+from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
 from lockstep.generator.kv_cache import KVCache
 from lockstep.timings import Timings
 from lockstep.types import SampleIdentity, SamplingParams
@@ -196,19 +196,6 @@ def test_a_page_is_found_behind_the_tokens_before_it_alone() -> None:
     cache.register(first + second, pages, 0)
     assert cache.match(first + second, 0) == pages and cache.match(first + first, 0) == pages[:1]
     assert cache.match(second, 0) == cache.match(second + first, 0) == cache.match(first + second, 1) == []
-
-
-def test_a_snapshot_changes_only_when_updated(model) -> None:
-    source = make_model(torch.float32, seed=1)
-    weights = SnapshotWeights(source)
-    engine = Engine(weights, GeneratorConfig(), 16384)
-    before = run(engine)[0]
-    with torch.no_grad():
-        source.layers[0].qkv.mul_(1.5)
-    assert run(engine)[0].logprobs == before.logprobs
-    weights.update(source, 1)
-    after = run(engine)[0]
-    assert after.weight_versions[0] == 1 and after.logprobs != before.logprobs
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,6 @@ def test_of_attention_with_shared_prefixes(heads: int, kv_heads: int) -> None:
 def test_rows_outside_a_table() -> None:
     x, rows = torch.randn(4, 2, 8), torch.tensor([[0, 3], [4, 1]])
     with pytest.raises(IndexError, match="a row lies outside 4"):
-        native.gather_heads(x, rows)
+        native.gather_heads(rows, x)
     with pytest.raises(IndexError, match="a row lies outside 4"):
-        native.accumulate_heads(x, -rows, torch.randn(2, 2, 2, 8))
+        native.accumulate_heads(-rows, (x, torch.randn(2, 2, 2, 8)))

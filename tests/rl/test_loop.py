@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from lockstep.config import (
     resolve_parallel,
 )
 from lockstep.errors import InputError, LockstepError, NonFiniteError, ParityError
-from lockstep.generator import SnapshotWeights
+from lockstep.generator import SharedWeights
 from lockstep.rl.loop import Loop
 from lockstep.run.metrics import listed
 from lockstep.run.train import train
@@ -177,7 +178,7 @@ def test_every_mode_keeps_parity_and_moves_the_weights(config: RunConfig, change
 
 def with_a_flipped_bit(run: TrainingSession) -> TrainingSession:
     """The generator reads a copy of the weights in which one bit is wrong."""
-    snapshot = SnapshotWeights(run.policy.model)
+    snapshot = SharedWeights(copy.deepcopy(run.policy.model))
     snapshot.model.layers[0].o.data.view(torch.int32)[3, 5] ^= 1 << 20
     run.engine.runner.use(snapshot)
     return run

@@ -138,6 +138,44 @@ def test_kl_in_the_reward(config: RunConfig, monkeypatch: pytest.MonkeyPatch, na
     assert second["parity/tokens_different"] == 0 == second["parity/tokens_not_covered"]
 
 
+BRANCHES = """
+from lockstep.environments import Branch, End, Environment
+
+class Thrice(Environment):
+    instant = True
+    turns = 0
+
+    def step(self, turn):
+        self.turns += 1
+        return End(float(sum(turn.token_ids) % 5)) if self.turns == 3 else Branch(f"again {self.turns}: " * 2)
+"""
+
+
+@pytest.mark.parametrize("loss", [LossConfig("ppo", beta=0.5, use_kl_in_reward=True), LossConfig("gspo")])
+def test_branches_in_several_batches_are_trained_as_in_one(config: RunConfig, tmp_path: Path, loss: LossConfig) -> None:
+    """Each token once, with the same advantage; where terms are of whole sequences, a trajectory ends before that."""
+    (tmp_path / "branches.py").write_text(BRANCHES)
+    place = f"{tmp_path / 'branches.py'}:Thrice"
+    task = replace(config.task, environment=place, reward=(), max_turns=3, max_response_length=44)
+    sampling = replace(config.sampling, top_k=0, max_completion_length=16, stop=tuple(map(chr, range(32, 127))))
+    steps = []
+    for tokens in (400, 70):
+        trainer = replace(config.trainer, max_tokens_per_micro_batch=tokens, num_iterations=1)
+        made = replace(config, task=task, loss=loss, trainer=trainer, sampling=sampling)
+        loop = Loop(made, build(made))
+        steps.append([loop.step(0), loop.step(1)])
+    (_, (whole, first)), (_, (cut, second)) = steps
+    assert cut["parity/tokens_different"] == 0 == cut["parity/tokens_not_covered"] and cut["updates"] == 1
+    if loss.loss_type == "gspo":
+        assert whole["environment/truncated"] == 0 < cut["environment/truncated"]
+        return
+    assert cut["environment/branches"] > 1.5 and cut["parity/tokens_checked"] == whole["parity/tokens_checked"]
+    for name in ("loss", "grad_norm", "kl", "critic/value/mean", "critic/return/mean"):
+        assert cut[name] == pytest.approx(whole[name], rel=1e-3, abs=1e-6), name
+    for one, other in zip((r for g in first for r in g.rollouts), (r for g in second for r in g.rollouts), strict=True):
+        assert one.token_ids == other.token_ids and one.advantage == pytest.approx(other.advantage, abs=1e-5)
+
+
 def test_weights_that_are_cut_are_counted(config: RunConfig) -> None:
     loss = LossConfig(importance_sampling_mode="sequence_mask", importance_sampling_clip_max=1.01)
     found = Loop(made := replace(config, loss=loss), build(made)).step(0)[0]

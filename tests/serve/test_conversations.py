@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import ADD, MALFORMED, PLAIN, TWO, UNCLOSED, scripted_folder
+from scripted import (
+    ADD,
+    BRACKETS,
+    CHANNELS,
+    MALFORMED,
+    MISTRALS,
+    PLAIN,
+    SPECIAL,
+    TWO,
+    UNCLOSED,
+    following,
+    scripted_folder,
+    templates,
+)
 from serving import Running, running
 
 from lockstep.models.tokenizer import byte_tokenizer
@@ -15,7 +29,8 @@ from lockstep.serve.chat_prompt import ChatPrompt, checked_messages, encode_chat
 from lockstep.session.generate import LLM
 from lockstep.types import SamplingParams
 
-TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+ADDS = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+TOOLS: Any = [{"type": "function", "function": ADDS}]
 ASK: Any = [{"role": "user", "content": "add"}]
 
 
@@ -64,7 +79,7 @@ def test_calls_of_tools_whole_and_streamed(
     assert [(c.index, c.function.name, json.loads(c.function.arguments)) for c in found] == [
         (i, *call) for i, call in enumerate(calls)
     ]
-    assert all(call.id.startswith("call_") and call.type == "function" for call in found)
+    assert all(len(call.id) == 9 and call.type == "function" for call in found)
 
 
 @pytest.mark.parametrize("more", [{"tools": []}, {"tool_choice": "none"}])
@@ -166,3 +181,42 @@ def test_a_scripted_model_says_its_script(served: Running) -> None:
     (one,) = LLM(llm.config.model, device="cpu").generate([ASK], SamplingParams(temperature=0))[0]
     assert one.text == "".join(ADD) and one.token_ids[-1] == llm.policy.tokenizer.eos_token_id
     assert len(TWO) == 2
+
+
+@pytest.mark.parametrize(("name", "thought"), [("gptoss", "Let me see."), ("mistral", None)])
+def test_calls_between_special_tokens(tmp_path: Path, name: str, thought: str | None) -> None:
+    """Whole and streamed, and gone on from with the very tokens; the thought is told apart, and goes back."""
+    template = (templates() / "gptoss.jinja").read_text(encoding="utf-8") if name == "gptoss" else MISTRALS
+    scripts = CHANNELS if name == "gptoss" else BRACKETS
+    folder = following(tmp_path / "model", scripts, template + "{{ lead or '' }}", SPECIAL)
+    with running(folder, max_model_len=2048) as served:
+        first = ask(served)
+        (choice,), decode = first.choices, served.llm.policy.tokenizer.decode
+        message = choice.message
+        assert (message.content, getattr(message, "reasoning", None)) == (None, thought)
+        assert calls_of(message) == [("add", {"a": 1})] and choice.finish_reason == "tool_calls"
+        assert message.tool_calls[0].id == "abcdefghi" or name == "gptoss"
+        deltas = [chunk.choices[0].delta for chunk in ask(served, stream=True)]
+        assert not any(delta.content for delta in deltas)
+        assert [thought] * bool(thought) == [delta.reasoning for delta in deltas if hasattr(delta, "reasoning")]
+        ((call,),) = [delta.tool_calls for delta in deltas if delta.tool_calls]
+        assert (call.index, call.function.name, json.loads(call.function.arguments)) == (0, "add", {"a": 1})
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
+        without = {k: v for k, v in message.model_dump().items() if k != "reasoning"}
+        for answer in (message, without):
+            second = ask(served, [*ASK, answer, result], lead="2")
+            so_far = first.prompt_token_ids + choice.token_ids
+            assert second.prompt_token_ids[: len(so_far)] == so_far
+        given = {
+            "gptoss": '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"3"',
+            "mistral": "[TOOL_R",
+        }
+        assert decode(second.prompt_token_ids[len(so_far) :]).startswith(given[name])
+        if name == "gptoss":
+            last = second.choices[0]
+            assert (last.message.content, last.finish_reason) == ("It is so.", "stop")
+            assert ask(served, tools=[], lead="2").choices[0].message.content == "It is so."
+            pieces = [chunk.choices[0].delta.content or "" for chunk in ask(served, tools=[], lead="2", stream=True)]
+            assert "".join(pieces) == "It is so."
+        alone = ask(served, tools=[])
+        assert not alone.choices[0].message.tool_calls and '{"' in alone.choices[0].message.content

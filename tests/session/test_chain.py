@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import torch
 from small import compare, generate, make_model, requests, train_groups, words
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
-from lockstep.generator import Engine, KVCache, SharedWeights, SnapshotWeights
+from lockstep.generator import Engine, KVCache, SharedWeights
 from lockstep.models import Decoder
 from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.linear.operator import linear
@@ -147,7 +148,7 @@ def _flip(tensor: torch.Tensor, index: int, bit: int = 0) -> None:
 @pytest.mark.parametrize("name", ["embed", "layers.1.qkv", "layers.0.down", "norm"])
 def test_one_flipped_bit_in_a_weight_is_caught(dtype: torch.dtype, name: str) -> None:
     model = make_model(dtype)
-    weights = SnapshotWeights(model)
+    weights = SharedWeights(copy.deepcopy(model))
     # A bit that every token's arithmetic sees: the lowest would drown in bfloat16's own rounding.
     _flip(dict(weights.model.named_parameters())[name].data, 48 * 17 if name == "embed" else 5, bit=3)
     prompts, sampling = [[17, 18, 19] * 20], [SamplingParams(n=4, max_completion_length=20, ignore_eos=True)]

@@ -22,7 +22,7 @@ from small import (
 )
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
-from lockstep.generator import Engine, SharedWeights, SnapshotWeights
+from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MLAConfig, MoEConfig
@@ -88,17 +88,6 @@ def test_balanced_biases_are_the_same_captured_and_change_no_parity() -> None:
         assert torch.equal(bias, other)
         moves = (bias - old) / 0.01
         assert moves.any() and torch.allclose(moves, moves.round(), atol=1e-4) and moves.abs().max() < 3.5
-
-
-def test_a_snapshot_has_the_biases_of_its_version() -> None:
-    model = make_model(torch.float32, config=DEEPSEEK)
-    snapshot = SnapshotWeights(model)
-    kept = [bias.clone() for bias in model.buffers()]
-    for bias in model.buffers():
-        bias.mul_(-1)
-    assert kept and all(torch.equal(a, b) for a, b in zip(snapshot.model.buffers(), kept, strict=True))
-    snapshot.update(model, 1)
-    assert all(torch.equal(a, b) for a, b in zip(snapshot.model.buffers(), model.buffers(), strict=True))
 
 
 @cache

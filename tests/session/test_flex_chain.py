@@ -28,7 +28,7 @@ from lockstep import ops
 from lockstep.cli.main import main
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, RunConfig, validate
 from lockstep.errors import InputError
-from lockstep.generator import Engine, KVCache, SharedWeights, SnapshotWeights
+from lockstep.generator import Engine, KVCache, SharedWeights
 from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
@@ -133,11 +133,6 @@ def test_attention_decides_the_bits(engine_of: EngineOf) -> None:
     assert compare(model, groups).tokens_different == 0
     set_attention(model, "flex", None)
     assert compare(model, groups).tokens_different > 0
-
-
-def test_a_snapshot_has_the_attention_of_its_source() -> None:
-    model = model_of("mask", torch.float32)
-    assert SnapshotWeights(model).model.masks == model.masks is not None
 
 
 def test_pages_that_are_handed_out_hold_no_values_of_others() -> None:

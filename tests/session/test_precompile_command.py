@@ -106,9 +106,6 @@ def test_where_nothing_can_be_kept_it_says_so(capsys) -> None:
     )
     assert main(["precompile", *SMALL, "--compile.dump", "there"]) == 2
     assert main(["precompile", "no-such-recipe"]) == 2
-    ranks = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-    done = finished([sys.executable, "-m", "lockstep", "precompile", *SMALL], env=os.environ | ranks)
-    assert done.returncode == 2 and "lockstep precompile works in one process; start it without torchrun" in done.stderr
 
 
 def test_a_warm_start_imports_no_tracer(cache: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ it, and what is recorded of the routing is right."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +28,7 @@ from lockstep.config import (
     TrainerConfig,
 )
 from lockstep.errors import InputError, ParityError
-from lockstep.generator import Engine, SharedWeights, SnapshotWeights
+from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime, check_against_eager
 from lockstep.models import Decoder, PackedAttention, Routing
 from lockstep.models.config import MoEConfig
@@ -79,7 +80,7 @@ def test_other_experts_stop_a_strict_run_though_log_probs_are_equal(
     mutant: str, capture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = twins()
-    weights, runtime = SnapshotWeights(model), runtime_of(capture)
+    weights, runtime = SharedWeights(copy.deepcopy(model)), runtime_of(capture)
     if mutant == "bias":  # far smaller than what tells other experts apart
         weights.model.layers[2].moe.router_bias[1::2] += 1e-6
     prompts, sampling = requests(3, length=8)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import MISTRALS, templates
 
 from lockstep.environments.tokens import answering
 from lockstep.errors import RewritesPast
@@ -53,7 +52,7 @@ CITY = ToolCall("weather", '{"city": "Bogotá"}')
         (HARMONY, ' to=functions.weather<|channel|>commentary json<|message|>{"city":"Bogotá"}', "", [CITY]),
         (HARMONY, "<|channel|>analysis<|message|>no<|end|><|start|>assistant<|channel|>final<|message|>A.", "A.", []),
         (HARMONY, '<|channel|>analysis to=functions.f<|message|>{}<|end|>', "", []),
-        (MISTRAL, 'Yes [TOOL_CALLS] [{"name": "a", "arguments": {}, "id": "123456789"}, {"name": "b"}]', "Yes",
+        (MISTRAL, 'Yes [TOOL_CALLS] [{"name": "a", "arguments": {}, "id": "123456789"}, {"name": "b"}]', "Yes ",
          [ToolCall("a", "{}"), ToolCall("b", "{}")]),
         (MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Bogotá"}[TOOL_CALLS]b[CALL_ID]123456789[ARGS]{}', "",
          [CITY, ToolCall("b", "{}")]),
@@ -126,7 +125,21 @@ def test_a_call_within_a_thought_is_none(form: ToolFormat, text: str, kept: str,
     assert (message["content"], len(message.get("tool_calls", [])), found) == (kept, calls, malformed)
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HARMONY, ' to=functions.f<|channel|>commentary<|message|>{}'),
+        (MISTRAL, '[TOOL_CALLS]f[ARGS]{}'),
+    ],
+)  # fmt: skip
+def test_without_tools_nothing_is_called(form: ToolFormat, text: str) -> None:
+    assert form.parser(text, []) == (text, []) and form.parser(text, [TOOL])[1]
+    assert HERMES.reading([]) is None and form.reading([]) == form
+
+
 CALL_TEXTS = (
+    *("<|channel|>", "analysis", "commentary", "final", "<|message|>", "<|end|>", "<|start|>assistant", "<|call|>"),
+    *(" to=functions.f", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>", "[TOOL_CALLS]", "[ARGS]"),
     *("<think>", "</think>", "<arg_key>", "weather"),
     *("<tool_call>", "</tool_call>", "<tool", '{"name": "f"}', '{"name": "weather", "parameters": {"days": 3}}', " "),
     *("<function=weather>", "<parameter=city>", "x", "</parameter>", "</function>", "é", "{", "}", ";", "STOP", "ST"),
@@ -134,12 +147,14 @@ CALL_TEXTS = (
 
 
 @given(
-    st.sampled_from([HERMES, CODER, LLAMA, GLM, replace(HERMES, thinks=True)]),
+    st.sampled_from([HERMES, CODER, LLAMA, GLM, replace(HERMES, thinks=True), HARMONY, MISTRAL]),
     st.lists(st.sampled_from(CALL_TEXTS), max_size=12),
+    st.sampled_from([(), (TOOL,)]),
     st.integers(1, 7),
 )
-def test_pieces_add_up_to_the_whole(form: ToolFormat, texts: list[str], size: int) -> None:
+def test_pieces_add_up_to_the_whole(form: ToolFormat, texts: list[str], tools: tuple[Any, ...], size: int) -> None:
     """Of any text, cut at any bytes, with a stop string besides; what was shown is never taken back."""
+    form = replace(form, tools=tools)
     text = "".join(texts)
     ids = list(text.encode())
 
@@ -158,14 +173,6 @@ def test_pieces_add_up_to_the_whole(form: ToolFormat, texts: list[str], size: in
         assert isinstance(json.loads(call.arguments), dict)
 
 
-def templates() -> Path:
-    """Chat templates of published models, which TRL has."""
-    spec = importlib.util.find_spec("trl")
-    if spec is None or spec.origin is None:
-        pytest.skip("trl is not installed")
-    return Path(spec.origin).parent / "chat_templates"
-
-
 PUBLISHED: dict[str, ToolFormat | None] = {
     "qwen2_5": HERMES,
     "qwen3": HERMES,
@@ -181,23 +188,6 @@ PUBLISHED: dict[str, ToolFormat | None] = {
     "phi3": None,
     "deepseekv3": None,
 }
-
-
-# As Mistral's 7B-Instruct-v0.3 renders tools, in short; TRL has none of its templates.
-MISTRALS = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m.role == 'user' %}"
-    "{% if tools and loop.first %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
-    "[INST] {{ m.content }}[/INST]"
-    "{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}"
-    "{% if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
-    "{{ ', ' if not loop.last }}{% endfor %}]</s>"
-    "{% elif m.role == 'tool' %}"
-    "{% if m.tool_call_id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
-    '[TOOL_RESULTS] {"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
-    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
-)
 
 
 def tokenizer_of(name: str) -> Any:
@@ -248,8 +238,9 @@ def test_what_a_template_renders_is_read_back_and_gone_on_from(name: str) -> Non
 
 def test_the_thoughts_of_gpt_oss_are_kept_within_a_round_of_tools_and_left_out_after_it() -> None:
     tokenizer = tokenizer_of("gptoss")
-    form = tool_format(tokenizer)
-    assert form is not None
+    found = tool_format(tokenizer)
+    assert found is not None
+    form = replace(found, tools=(TOOL,))
     thought = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
     asked = f"{thought}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{{}}"
     said = f"{thought}<|channel|>final<|message|>Rain."

@@ -9,7 +9,7 @@ import torch
 from fake_recorder import FakeRecorder
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import GraphError, Pass, Runtime, check_against_eager, compile_report, replay_metrics
+from lockstep.graph import GraphError, Pass, Runtime, check_against_eager, compile_report
 from lockstep.graph.check import comparison
 from lockstep.graph.ir.captured import is_backward, op_name
 from lockstep.graph.passes.rewrite import rewritten
@@ -162,5 +162,5 @@ def test_shapes_beyond_the_warm_up_run_in_pieces() -> None:
     report = compile_report(runtime)
     assert report["functions"]["forward_backward"]["graphs"] == 3 and report["pool_gib"] > 0
     assert report["passes"].keys() == runtime.builder.nodes.keys() and report["traces"] == 2
-    metrics = replay_metrics(runtime)
+    metrics = runtime.metrics()
     assert metrics["graph_replays"] == metrics["graph_replays/forward_backward"] + metrics["graph_replays/optim_step"]

@@ -22,7 +22,7 @@ from lockstep.errors import InputError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.models.folder import save_model
 from lockstep.models.weight_map import weight_map
-from lockstep.trainer import pack
+from lockstep.trainer import Packing, pack, pack_shards
 from lockstep.trainer.shapes import BatchShape
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 
@@ -117,17 +117,26 @@ def assert_same_gradients(trainer: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "share_prefix", "branched"),
-    [("grpo", True, False), ("dapo", False, False), ("gspo", True, False), ("gspo", True, True), ("dapo", False, True)],
+    ("algorithm", "share_prefix", "branched", "max_tokens"),
+    [
+        ("grpo", True, False, 300),
+        ("dapo", False, False, 300),
+        ("gspo", True, False, 300),
+        ("gspo", True, True, 300),
+        ("dapo", False, True, 300),
+        ("grpo", True, True, 120),
+    ],
 )
-def test_loss_and_gradients_are_those_of_sampled_tokens_alone(make_model, tmp_path, algorithm, share_prefix, branched):
+def test_loss_and_gradients_are_those_of_sampled_tokens_alone(
+    make_model, tmp_path, algorithm, share_prefix, branched, max_tokens
+):
     model, groups = make_model(), in_branches() if branched else several_turns()
     other = dense(model, tmp_path)
     loss, _ = plain_losses(other, groups, algorithm)
     loss.backward()
     weigh(groups, algorithm)
     trainer = make_trainer(model, loss_type=algorithm)
-    for batch in pack(groups, max_tokens=300, check_parity=False, share_prefix=share_prefix):
+    for batch in pack(groups, max_tokens=max_tokens, check_parity=False, share_prefix=share_prefix):
         trainer.forward_backward(batch)
     assert_same_gradients(trainer, other)
     result = trainer.optim_step(LR)
@@ -167,14 +176,41 @@ def test_branches_are_packed_each_with_its_own_prompt(make_model):
     shape = BatchShape(300, 300, 4, 300)
     few = pack(groups, max_tokens=300, check_parity=False, shapes=[shape])
     assert len(few) > len(whole) and all(len(batch.cu_seqlens) == 5 for batch in few), "no more segments than planned"
+    whole_sequences = Packing(130, whole_sequences=True)
     with pytest.raises(
         InputError, match="of 70 and a completion of 1 and a prompt of 80 and a completion of 12 tokens"
     ):
-        pack(groups, max_tokens=130, check_parity=False)
+        pack_shards([groups], [0], whole_sequences, False)
     empty = in_branches()
     of_all(empty)[1].segments[2].token_ids = []
     with pytest.raises(InputError, match="its prompt is empty"):
         pack(empty, max_tokens=300, check_parity=False)
+
+
+def test_branches_that_do_not_fit_together_are_in_several_batches(make_model):
+    groups = in_branches()
+    for shapes, size in (((), 120), ([BatchShape(300, 300, 2, 300)], 300)):  # no room for tokens, or for segments
+        batches = pack(groups, max_tokens=size, check_parity=False, shapes=shapes)
+        of_name, places = dict[str, list[int]](), dict[str, list[int | None]]()
+        for batch in batches:
+            targets = iter(batch.targets_C[batch.valid_C].tolist())
+            for part in batch.sequences:
+                of_name.setdefault(part.name, []).extend(next(targets) for _ in part.token_ids)
+                places.setdefault(part.name, []).append(part.part_from)
+        assert of_name == {t.name: t.token_ids for t in of_all(groups)}, "each sampled token once, in order"
+        assert places["group 0 sample 0"] == [None]
+        assert places["group 0 sample 1"] == [0, 1]
+        assert places["group 1 sample 1"] == ([None] if size == 120 else [0, 20])
+    batches = pack(groups, max_tokens=120, check_parity=False)
+    assert [[s.name[-1] for s in b.sequences] for b in batches[:3]] == [["0", "1"], ["2"], ["1"]], (
+        "first what begins alike"
+    )
+    with pytest.raises(AssertionError, match="terms of whole sequences"):
+        batches[0].index_sequences()
+    trainer = make_trainer(make_model())  # of whose log-probabilities these know nothing
+    for batch in pack([replace(groups[0], rollouts=groups[0].rollouts[1:2])], max_tokens=120, check_parity=True):
+        trainer.check(batch)
+    assert [m.position for m in trainer.finish_check().mismatches] == [0, 0, 1, 2, 3, 4, 5, 6]
 
 
 def test_a_turn_in_two_pieces_is_packed_as_one(make_model):

@@ -1,7 +1,7 @@
 """Section `parallel`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from ...errors import refuse
@@ -48,3 +48,13 @@ class ParallelConfig(Section):
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if self.generator_tp == 1:
             yield "symmetric_memory", "with parallel.generator_tp 1: no process generates together with another"
+
+
+def check_generation_ranks(c: ParallelConfig) -> None:
+    """Raise `InputError` naming what would have no effect where nothing is trained."""
+    for item in fields(c):
+        refuse(
+            getattr(c, item.name) != item.default and item.name not in ("generator_tp", "symmetric_memory", "timeout"),
+            f"parallel.{item.name} is {getattr(c, item.name)}: it is for processes that train, and nothing is trained "
+            "here; remove it",
+        )

@@ -90,12 +90,13 @@ class PagedAttention:
     """Generation: new keys and values go to their slots (int64 [T]), then queries reach the sequence's pages.
 
     The pages' tensors are [layers, pages, page_size, K, H] each; with latents, [layers, pages, page_size, 1, R + P] and
-    empty. `masks` are the model's.
+    empty. `contexts` says the same as `paged` where each sequence has one new token, and `masks` are the model's.
     """
 
     pages: ops.KVPages
     slots_T: Tensor
     paged: ops.Paged
+    contexts: ops.Contexts | None = None
     groups: ops.PrefixGroups = ops.ALONE
     masks: Masks | None = None
     tiles: dict[int, list[Tensor]] = field(default_factory=dict)  # by window
@@ -114,8 +115,9 @@ class PagedAttention:
         weight_offset: float = 0.0,
     ) -> Tensor:
         cache = ops.KVPages(self.pages.k_cache[layer], self.pages.v_cache[layer])
-        if self.masks is None and (contexts := self.paged.decoding(qkv_TE.shape[0])):
-            return ops.attention_decode(qkv_TE, by, cache, self.slots_T, contexts, self.groups, scores, weight_offset)
+        if self.masks is None and self.contexts is not None:
+            by_sequence = self.contexts, self.groups
+            return ops.attention_decode(qkv_TE, by, cache, self.slots_T, *by_sequence, scores, weight_offset)
         q_TNH = ops.qk_norm_rope_write_kv(qkv_TE, by, cache, self.slots_T, weight_offset)
         if self.masks is None:
             return ops.attention_paged(q_TNH, cache, self.paged, ops.ALONE, scores)

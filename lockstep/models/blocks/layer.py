@@ -70,20 +70,16 @@ class Layer(nn.Module):
     ) -> Tensor:
         """The stream after layer `index`, [T, D]; `routes` takes what a router found."""
         eps, offset = self.config.rms_norm_eps, self.norm_offset
-        x_TD = self.added(self.attention(index, x_TD, rope_TH, attend), self.o, x_TD, self.o_bias)
+        added = self.spread.added
+        x_TD = added(ops.linear_add, self.attention(index, x_TD, rope_TH, attend), self.o, x_TD, self.o_bias)
         if self.moe is not None:
             return x_TD + self.moe(ops.rms_norm(x_TD, self.mlp_norm, eps, offset), routes)
         gated_TF = ops.norm_gate_up(x_TD, self.mlp_norm, self.gate_up, eps, offset, self.activation)
-        return self.added(gated_TF, self.down, x_TD)
+        return added(ops.linear_add, gated_TF, self.down, x_TD, None)
 
     def product(self, x_TW: Tensor, weight: Tensor) -> Tensor:
         """`linear` of what the ranks have columns of, whole."""
         return self.spread.columns(ops.linear(self.spread.columns(x_TW), weight))
-
-    def added(self, x_TW: Tensor, weight: Tensor, stream_TD: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`product`, with its bias, added to the stream."""
-        spread = self.spread
-        return spread.columns(ops.linear_add(spread.columns(x_TW), weight, spread.own(stream_TD), bias))
 
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
         """Of the normalized stream, before the output's projection; of this rank's heads."""

@@ -310,9 +310,8 @@ def packed_backward(
             layout = _layout(table, queries, keys, visible)
             dq, dk, dv, dsinks_BN = _dense(grad_TNH, q_TNH, k_TKH, v_TKH, layout, scores)
             grad_sinks += dsinks_BN.sum(0)
-            accumulate_heads(grad_q, layout.token_BQ, dq)
-            accumulate_heads(grad_k, layout.row_BL, dk)
-            accumulate_heads(grad_v, layout.row_BL, dv)
+            accumulate_heads(layout.token_BQ, (grad_q, dq))
+            accumulate_heads(layout.row_BL, (grad_k, dk), (grad_v, dv))
     return grad_q.to(q_TNH.dtype), grad_k.to(k_TKH.dtype), grad_v.to(v_TKH.dtype), grad_sinks.to(sinks_N.dtype)
 
 
@@ -348,8 +347,8 @@ def _dense(
     kv_heads = k_TKH.shape[1]
     scale, cap = scoring.scale or head_dim**-0.5, scoring.softcap
     rows, many = (batch * kv_heads, -1, head_dim), (batch, kv_heads, heads // kv_heads, queries, -1)
-    q, grad = (gather_heads(x, token_BQ).view(rows) for x in (q_TNH, grad_TNH))  # [B * K, G * Q, H]
-    k, v = (gather_heads(x, row_BL).view(rows) for x in (k_TKH, v_TKH))  # [B * K, L, H]
+    q, grad = (x.view(rows) for x in gather_heads(token_BQ, q_TNH, grad_TNH))  # [B * K, G * Q, H]
+    k, v = (x.view(rows) for x in gather_heads(row_BL, k_TKH, v_TKH))  # [B * K, L, H]
     scores = soft_capped(torch.bmm(q, k.transpose(1, 2)).float().mul_(scale).view(many), cap)
     slope = (1.0 - (scores / cap) ** 2).view(*q.shape[:2], -1) if cap else None
     p, p_sink = _softmax_beside(scores.add_(bias_BQL[:, None, None]), scoring.sinks_N)
@@ -374,16 +373,18 @@ def _softmax_beside(scores: Tensor, sinks_N: Tensor | None) -> tuple[Tensor, Ten
     return p[..., :-1].contiguous(), p[..., -1]
 
 
-def gather_heads(x_TNH: Tensor, rows_BI: Tensor) -> Tensor:
-    """Rows of each segment, a head's side by side: [B, N, I, H]."""
-    if in_c(x_TNH):
-        return native.gather_heads(x_TNH, rows_BI)
-    return x_TNH[rows_BI.flatten()].view(*rows_BI.shape, *x_TNH.shape[1:]).transpose(1, 2).contiguous()
+def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Rows of each segment, a head's side by side: [B, N, I, H] of each tensor, [T, N, H], all of one dtype."""
+    if in_c(tensors[0]):
+        return native.gather_heads(rows_BI, *tensors)
+    return [x[rows_BI.flatten()].view(*rows_BI.shape, *x.shape[1:]).transpose(1, 2).contiguous() for x in tensors]
 
 
-def accumulate_heads(total_TNH: Tensor, rows_BI: Tensor, values_BNIH: Tensor) -> None:
-    """`total[rows[b, i], n] += values[b, n, i]` in place, in the order of (b, i)."""
-    if in_c(total_TNH):
-        native.accumulate_heads(total_TNH, rows_BI, values_BNIH)
-    else:
+def accumulate_heads(rows_BI: Tensor, *sums: tuple[Tensor, Tensor]) -> None:
+    """Of each total [T, N, H] and its values [B, N, I, H]: `total[rows[b, i], n] += values[b, n, i]` in place, in the
+    order of (b, i)."""
+    if in_c(sums[0][0]):
+        native.accumulate_heads(rows_BI, *sums)
+        return
+    for total_TNH, values_BNIH in sums:
         accumulate_rows(total_TNH, rows_BI.flatten(), values_BNIH.transpose(1, 2).flatten(0, 1))

@@ -23,7 +23,7 @@ def _gather_backward(ctx, grad_TD: Tensor):
     "lockstep::gather_rows",
     cuda=SAME,
     fake=lambda table_RD, rows_T: table_RD.new_empty(rows_T.shape[0], table_RD.shape[1]),
-    setup=lambda ctx, inputs, output: save(ctx, inputs[1], inputs[0].shape[0]),
+    setup=lambda ctx, inputs, output: save(ctx, [inputs[1], inputs[0].shape[0]]),
     backward=_gather_backward,
 )
 def gather_rows(table_RD: Tensor, rows_T: Tensor) -> Tensor:

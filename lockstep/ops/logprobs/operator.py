@@ -84,7 +84,7 @@ def grad_logits(
 
 def _setup(ctx, inputs, output) -> None:
     hidden_CD, weight_VD, targets_C, temperature_C, *_, support_CB, truncated = inputs
-    save(ctx, hidden_CD, weight_VD, targets_C, temperature_C, support_CB, *output[3:], truncated)
+    save(ctx, [hidden_CD, weight_VD, targets_C, temperature_C, support_CB, *output[3:], truncated])
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 

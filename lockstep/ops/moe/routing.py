@@ -60,7 +60,7 @@ def route_backward(
 
 
 def _route_setup(ctx, inputs, output) -> None:
-    save(ctx, inputs[0], output[1], inputs[3], *inputs[6:])
+    save(ctx, [inputs[0], output[1], inputs[3], *inputs[6:]])
     ctx.mark_non_differentiable(output[1])
 
 
@@ -161,7 +161,7 @@ def _dispatch_backward(ctx, grad_RD: Tensor):
     "lockstep::dispatch",
     cuda=SAME,
     fake=lambda x_TD, order_R, row_TK: x_TD.new_empty(order_R.shape[0], x_TD.shape[1]),
-    setup=lambda ctx, inputs, output: save(ctx, inputs[2]),
+    setup=lambda ctx, inputs, output: save(ctx, inputs[2:3]),
     backward=_dispatch_backward,
 )
 def dispatch(x_TD: Tensor, order_R: Tensor, row_TK: Tensor) -> Tensor:

@@ -153,25 +153,28 @@ def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float,
     return grad_weight
 
 
-def gather_heads(x_TNH: Tensor, rows_BI: Tensor) -> Tensor:
+def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
     """See `attention.reference.gather_heads`."""
-    x_TNH = _head_rows(x_TNH)
-    (tokens, heads, head_dim), (segments, length) = x_TNH.shape, rows_BI.shape
-    out = x_TNH.new_empty(segments, heads, length, head_dim)
-    at = x_TNH.data_ptr(), *_addresses(LONG, rows_BI)
-    sizes = x_TNH.stride(0), heads, length, head_dim, tokens
-    if not _rows("gather_heads", segments * heads, ELEMENT * length * head_dim, (out,), *sizes, at=at):
-        raise IndexError(f"gather_heads: a row lies outside {tokens}")
-    return out
+    (segments, length), addresses = rows_BI.shape, _addresses(LONG, rows_BI)
+    found = []
+    for x_TNH in _head_rows(*tensors):
+        tokens, heads, head_dim = x_TNH.shape
+        found.append(x_TNH.new_empty(segments, heads, length, head_dim))
+        at, sizes = (x_TNH.data_ptr(), *addresses), (x_TNH.stride(0), heads, length, head_dim, tokens)
+        if not _rows("gather_heads", segments * heads, ELEMENT * length * head_dim, found[-1:], *sizes, at=at):
+            raise IndexError(f"gather_heads: a row lies outside {tokens}")
+    return found
 
 
-def accumulate_heads(total_TNH: Tensor, rows_BI: Tensor, values_BNIH: Tensor) -> None:
+def accumulate_heads(rows_BI: Tensor, *sums: tuple[Tensor, Tensor]) -> None:
     """See `attention.reference.accumulate_heads`."""
-    (tokens, heads, head_dim), (segments, length) = total_TNH.shape, rows_BI.shape
-    assert values_BNIH.shape == (segments, heads, length, head_dim)
-    on, work = (total_TNH, values_BNIH), ELEMENT * segments * length * head_dim
-    if not _rows("accumulate_heads", heads, work, on, segments, length, head_dim, tokens, at=_addresses(LONG, rows_BI)):
-        raise IndexError(f"accumulate_heads: a row lies outside {tokens}")
+    (segments, length), at = rows_BI.shape, _addresses(LONG, rows_BI)
+    for on in sums:
+        tokens, heads, head_dim = on[0].shape
+        assert on[1].shape == (segments, heads, length, head_dim)
+        work, sizes = ELEMENT * segments * length * head_dim, (segments, length, head_dim, tokens)
+        if not _rows("accumulate_heads", heads, work, on, *sizes, at=at):
+            raise IndexError(f"accumulate_heads: a row lies outside {tokens}")
 
 
 def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
@@ -204,7 +207,7 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SIL
 
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> None:
     """See `attention.operator.write_kv`."""
-    k_TKH, v_TKH, slots_T = _head_rows(k_TKH), _head_rows(v_TKH), slots_T.contiguous()
+    (k_TKH, v_TKH), slots_T = _head_rows(k_TKH, v_TKH), slots_T.contiguous()
     tokens, kv_heads, head_dim = k_TKH.shape
     pages, page_size, *heads = cache.k_cache.shape
     assert v_TKH.shape == k_TKH.shape and slots_T.shape == (tokens,)
@@ -228,19 +231,20 @@ def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: Atte
     """See `attention.operator.attention_packed`."""
     context_len_S = by.prefix_len_S + by.cu_seqlens.diff()
     at = by.cu_seqlens.contiguous(), context_len_S, by.prefix_start_S.contiguous(), None
-    return _attention(q_TNH, _head_rows(k_TKH), _head_rows(v_TKH), at, by.max_len, scores)
+    q, k, v = _head_rows(q_TNH, k_TKH, v_TKH)
+    return _attention(q, k, v, at, by.max_len, scores)
 
 
 def paged(q_TNH: Tensor, cache: KVPages, by: Paged, _: PrefixGroups = ALONE, scores: AttentionScores = PLAIN) -> Tensor:
     """See `attention.operator.attention_paged`."""
     table, cu_seqlens, context_len_S = (x.contiguous() for x in by[:3])
-    k, v = (x.contiguous() for x in cache)
-    return _attention(q_TNH, k, v, (cu_seqlens, context_len_S, None, table), by.max_context_len, scores)
+    (q,), (k, v) = _head_rows(q_TNH), (x.contiguous() for x in cache)
+    return _attention(q, k, v, (cu_seqlens, context_len_S, None, table), by.max_context_len, scores)
 
 
-def _head_rows(x_TKH: Tensor) -> Tensor:
-    """With the heads of a row side by side; rows may lie apart."""
-    return x_TKH if x_TKH.stride()[1:] == (x_TKH.shape[2], 1) else x_TKH.contiguous()
+def _head_rows(*tensors: Tensor) -> list[Tensor]:
+    """[T, K, H] each, with the heads of a row side by side; rows may lie apart."""
+    return [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in tensors]
 
 
 def _attention(
@@ -253,7 +257,6 @@ def _attention(
 ) -> Tensor:
     """With int32 cu_seqlens, context lengths, and the starts of packed sequences' prefixes or a block table."""
     *_, block_table = at
-    q_TNH = _head_rows(q_TNH)
     (tokens, heads, head_dim), sequences = q_TNH.shape, at[1].shape[0]
     *rows, kv_heads, _ = k.shape
     assert v.shape == k.shape == (*rows, kv_heads, head_dim) and heads % kv_heads == 0

@@ -21,7 +21,7 @@ def _backward(ctx, grad_C: Tensor):
     "lockstep::sequence_sum",
     cuda="triton:sequence_sum",
     fake=lambda values_C, cu_completions: torch.empty_like(values_C, memory_format=torch.contiguous_format),
-    setup=lambda ctx, inputs, output: save(ctx, inputs[1]),
+    setup=lambda ctx, inputs, output: save(ctx, inputs[1:2]),
     backward=_backward,
 )
 def sequence_sum(values_C: Tensor, cu_completions: Tensor) -> Tensor:

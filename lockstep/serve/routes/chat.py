@@ -23,6 +23,8 @@ from ..text import GrowingText, chat_logprobs, visible
 from ..ticket import Ticket
 from .common import drawn_by, head, usage
 
+CALL_ID = 9  # characters of a call's id: Mistral's templates take no others
+
 
 @dataclass(frozen=True)
 class _Chat:
@@ -32,6 +34,10 @@ class _Chat:
     body: ChatBody
     job: Job
     form: ToolFormat | None
+
+    def decode(self, token_ids: list[int]) -> str:
+        """What was sampled, as `form` reads it."""
+        return self.service.policy.as_read(token_ids, self.form)
 
     @property
     def head(self) -> dict[str, Any]:
@@ -48,10 +54,12 @@ async def chat(service: Service, request: Request) -> Response:
     messages = service.remembered(request, checked_messages(body.messages))
     form = _tool_format(service, body)
     variables = {**service.policy.template_variables, **_variables(body.chat_template_kwargs)}
-    if form is not None:
+    if form is not None and form.tools:
         variables["tools"] = body.tools
     prompt = await service.encoded(encode_chat, service.policy, messages, variables, form or service.tool_format)
     _count(service, prompt)
+    if form is not None:
+        form = replace(form, thinks=prompt.thinks)
     service.seeded(body)
     job = service.job(prompt.token_ids, body, _max_tokens(service, body, prompt), "messages")
     asked = _Chat(service, body, job, form)
@@ -73,7 +81,7 @@ def _variables(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
-    """How the model is to call the tools; None where it is given none."""
+    """How the model is to call the tools; None where it is given none and all that it says is text."""
     if body.tool_choice not in ("auto", "none"):
         raise refused("tool_choice", 'tool_choice must be "auto" or "none": sampling is not constrained')
     for i, tool in enumerate(body.tools):
@@ -81,11 +89,10 @@ def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
         named = isinstance(function, dict) and isinstance(function.get("name"), str)
         if tool.get("type") != "function" or not named:
             raise refused(f"tools[{i}]", f'tools[{i}] must be {{"type": "function", "function": {{"name": ...}}}}')
-    if not body.tools or body.tool_choice == "none":
-        return None
-    if service.tool_format is None:
+    tools = body.tools if body.tool_choice == "auto" else []
+    if service.tool_format is None and tools:
         raise refused("tools", "the model's chat template has no tools, or calls them in a form that is not known here")
-    return replace(service.tool_format, tools=tuple(body.tools))
+    return service.tool_format and service.tool_format.reading(tools)
 
 
 def _count(service: Service, prompt: ChatPrompt) -> None:
@@ -107,10 +114,10 @@ def _answer(asked: _Chat, samples: list[Trajectory]) -> dict[str, Any]:
 
 
 def _choice(asked: _Chat, index: int, completion: Trajectory) -> dict[str, Any]:
-    text, calls = visible(completion.text, asked.job.sampling.stop, asked.form)
+    said = asked.decode(completion.token_ids)
+    text, calls = visible(said, asked.job.sampling.stop, asked.form)
     message: dict[str, Any] = {"role": "assistant", "content": text.strip() or None if calls else text}
-    if calls:
-        message["tool_calls"] = [_call(call) for call in calls]
+    message |= _beside(asked, said, calls)
     choice = {"index": index, "message": message, "finish_reason": "tool_calls" if calls else completion.finish_reason}
     choice["logprobs"] = _logprobs(asked, completion)
     if asked.body.return_token_ids:
@@ -118,9 +125,17 @@ def _choice(asked: _Chat, index: int, completion: Trajectory) -> dict[str, Any]:
     return choice | drawn_by(completion)
 
 
+def _beside(asked: _Chat, said: str, calls: list[ToolCall]) -> dict[str, Any]:
+    """What an answer's message has beside its content: calls, and thoughts that are no part of it."""
+    assert asked.form is not None or not calls
+    shown = [_call(call) for call in calls]
+    thought = asked.form.thoughts(said) if asked.form is not None else ""
+    return ({"tool_calls": shown} if shown else {}) | ({"reasoning": thought} if thought else {})
+
+
 def _call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": call.id or uuid.uuid4().hex[:CALL_ID], "type": "function", "function": function}
 
 
 def _logprobs(asked: _Chat, sampled: Trajectory | Update) -> dict[str, Any] | None:
@@ -131,8 +146,7 @@ def _logprobs(asked: _Chat, sampled: Trajectory | Update) -> dict[str, Any] | No
 
 async def _chunks(asked: _Chat, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:
     begin, body, sampling = asked.head, asked.body, asked.job.sampling
-    decode = asked.service.policy.decode
-    texts = [GrowingText(decode, sampling.stop, asked.form) for _ in range(sampling.n)]
+    texts = [GrowingText(asked.decode, sampling.stop, asked.form) for _ in range(sampling.n)]
     sampled = 0
     for index in range(sampling.n):
         first = {**begin, "choices": [_delta(index, {"role": "assistant", "content": ""})]}
@@ -141,8 +155,10 @@ async def _chunks(asked: _Chat, ticket: Ticket) -> AsyncIterator[dict[str, Any]]
         sampled += len(update.token_ids)
         text, calls = texts[update.sample].feed(update)
         delta: dict[str, Any] = {"content": text} if text else {}
-        if calls:
-            delta["tool_calls"] = [{"index": i, **_call(call)} for i, call in enumerate(calls)]
+        if update.completion is not None:
+            delta |= _beside(asked, asked.decode(update.completion.token_ids), calls)
+            for i, call in enumerate(delta.get("tool_calls", [])):
+                call["index"] = i
         choice = _delta(update.sample, delta, _logprobs(asked, update))
         if body.return_token_ids:
             choice["token_ids"] = update.token_ids

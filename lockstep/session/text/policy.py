@@ -69,12 +69,17 @@ class Policy:
     def _said(self, turn: Segment, tools: Sequence[Tool] = ()) -> Said:
         """What was sampled as a chat message of the model's tool format."""
         assert self.tool_format is not None
-        form, text = replace(self.tool_format, tools=tuple(tools)), turn.text
-        if form.special:
-            ended = turn.token_ids[-1] in self.model.config.eos_token_ids
-            text = self.tokenizer.decode(turn.token_ids[: len(turn.token_ids) - ended], skip_special_tokens=False)
+        form = replace(self.tool_format, tools=tuple(tools))
+        text = self.as_read(turn.token_ids, form) if form.special else turn.text
         message, malformed = form.message(text)
         return Said(message, malformed, form.in_chat(text, message, malformed))
+
+    def as_read(self, token_ids: list[int], form: ToolFormat | None) -> str:
+        """Text of a completion as `form` reads it: with special tokens, but for its end, where they are its marks."""
+        if form is None or not form.special:
+            return self.decode(token_ids)
+        ended = token_ids[-1:] != [] and token_ids[-1] in self.model.config.eos_token_ids
+        return self.tokenizer.decode(token_ids[: len(token_ids) - ended], skip_special_tokens=False)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -35,6 +35,7 @@ class ToolFormat:
             has calls in it as it is.
         thinks: the generation prompt begins a thought, which the text goes on with.
         thinking: the thoughts in a completion, where its chat template takes them as a message's `thinking`.
+        settled: characters of a growing text of which is known what they are; None: those that no call can begin in.
     """
 
     starts: tuple[str, ...]
@@ -44,6 +45,11 @@ class ToolFormat:
     special: str = ""
     thinks: bool = False
     thinking: Callable[[str], str] | None = None
+    settled: Callable[[str], int] | None = None
+
+    def reading(self, tools: Sequence[Tool]) -> ToolFormat | None:
+        """What completions are read with where these tools may be called; None where all of them is text."""
+        return replace(self, tools=tuple(tools)) if tools or self.special else None
 
     def parse(self, text: str) -> Parsed:
         """The text and the calls of a whole completion. There are no calls within its thought."""
@@ -81,12 +87,25 @@ class ToolFormat:
             return {"role": "assistant", "content": text}
         calls = message.get("tool_calls", [])
         shown = {**message, "tool_calls": [*calls, self._shown(len(calls), NAMELESS)]} if malformed else message
-        if self.thinking is None or not (thought := self.thinking(text)):
-            return shown
-        return {**shown, "thinking": thought} | ({"content": ""} if "tool_calls" in shown else {})
+        return self.with_thought(shown, self.thoughts(text))
 
-    def safe(self, text: str) -> int:
-        """Characters of a growing text that no call can begin in: they may be shown already."""
+    def thoughts(self, text: str) -> str:
+        """The thoughts in a completion, where they are no part of its message's content."""
+        return "" if self.thinking is None else self.thinking(text)
+
+    def with_thought(self, message: dict[str, Any], thought: str) -> dict[str, Any]:
+        """A message as the chat template takes it with what was thought before it."""
+        if self.thinking is None or not thought:
+            return message
+        return {**message, "thinking": thought} | ({"content": ""} if "tool_calls" in message else {})
+
+    def certain(self, text: str) -> str:
+        """What `parse` will have of a growing text, whatever follows: it may be shown already."""
+        return self.parse(text[: self._known(text)])[0]
+
+    def _known(self, text: str) -> int:
+        if self.settled is not None:
+            return self.settled(text)
         thought = self.thought(text)
         said = text[thought:]
         if self.only_first:
@@ -94,6 +113,11 @@ class ToolFormat:
             possible = any(begun.startswith(start) or start.startswith(begun) for start in self.starts)
             return thought if possible else len(text)
         return thought + min(before(said, start) for start in self.starts)
+
+
+def begins_thought(prompt: str) -> bool:
+    """Whether the text of a prompt ends within a thought that it begins."""
+    return prompt.rstrip().endswith(_THINK)
 
 
 def before(text: str, wanted: str) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...models.tokenizer import render_chat
-from .tool_calls import Parsed, Tool, ToolCall, ToolFormat, call_of, loads, refuse_constant
+from .tool_calls import Parsed, Tool, ToolCall, ToolFormat, before, begins_thought, call_of, loads, refuse_constant
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 
@@ -117,11 +117,12 @@ _MESSAGE = re.compile(
     r"(?P<before>[^<]*)<\|channel\|>(?P<channel>\w+)(?P<after>[^<]*(?:<\|constrain\|>[^<]*)?)<\|message\|>(?P<body>.*)",
     re.DOTALL,
 )
-_PARTS = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|<\|start\|>assistant")
+_BETWEEN = ("<|end|>", "<|call|>", "<|return|>", "<|start|>assistant")
+_PARTS = re.compile("|".join(map(re.escape, _BETWEEN)))
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 
 
-def _harmony(text: str, _: Sequence[Tool]) -> Parsed:
+def _harmony(text: str, tools: Sequence[Tool]) -> Parsed:
     """Messages of channels: one of `commentary` to `functions.NAME` is a call, `analysis` is a thought and left out
     (gpt-oss)."""
     calls: list[ToolCall] = []
@@ -131,21 +132,36 @@ def _harmony(text: str, _: Sequence[Tool]) -> Parsed:
         if found is None:
             kept.append(part)
             continue
-        recipient = _RECIPIENT.search(found["before"] + found["after"])
-        if recipient is None or found["channel"] != "commentary":
+        name = _callee(found)
+        if name is None:
             kept += [found["body"]] * (found["channel"] != "analysis")
             continue
-        call = call_of({"name": recipient[1], "arguments": loads(found["body"])}, ("arguments",))
+        call = call_of({"name": name, "arguments": loads(found["body"])}, ("arguments",)) if tools else None
         calls += [call] if call else []
         kept += [] if call else [part]
     return "".join(kept), calls
+
+
+def _callee(message: re.Match[str]) -> str | None:
+    """The function that a message calls, or seems to."""
+    recipient = _RECIPIENT.search(message["before"] + message["after"])
+    return recipient[1] if recipient is not None and message["channel"] == "commentary" else None
+
+
+def _settled(text: str) -> int:
+    """Of messages of channels: all that have ended, and of the last one what is no call."""
+    start = max((part.end() for part in _PARTS.finditer(text)), default=0)
+    found = _MESSAGE.fullmatch(text, start)
+    if found is None or _callee(found) is not None:
+        return start
+    return start + min(before(text[start:], mark) for mark in _BETWEEN)
 
 
 _CALLS = "[TOOL_CALLS]"
 _NAMED_CALL = re.compile(r"\s*([^\s\[{]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
 
 
-def _mistral(text: str, _: Sequence[Tool]) -> Parsed:
+def _mistral(text: str, tools: Sequence[Tool]) -> Parsed:
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}, ...]`, or of newer tokenizers
     `[TOOL_CALLS]NAME[ARGS]{...}` for each (Mistral)."""
     said, *parts = text.split(_CALLS)
@@ -158,7 +174,7 @@ def _mistral(text: str, _: Sequence[Tool]) -> Parsed:
             values += found if isinstance(found, list) and found else [found]
     calls = [call_of(value, ("arguments",)) for value in values]
     well = [call for call in calls if call is not None]
-    return (said.rstrip(), well) if well and len(well) == len(calls) else (text, [])
+    return (said, well) if tools and well and len(well) == len(calls) else (text, [])
 
 
 def _analysis(text: str) -> str:
@@ -171,7 +187,7 @@ HERMES = ToolFormat((_OPENING,), False, _hermes)
 CODER = ToolFormat((_OPENING,), False, _coder)
 GLM = ToolFormat((_OPENING,), False, _glm)
 LLAMA = ToolFormat(("{", _PYTHON_TAG), True, _llama)
-HARMONY = ToolFormat(("to=functions.",), False, _harmony, special="<|channel|>", thinking=_analysis)
+HARMONY = ToolFormat(("to=functions.",), False, _harmony, special="<|channel|>", thinking=_analysis, settled=_settled)
 MISTRAL = ToolFormat((_CALLS,), False, _mistral, special=_CALLS)
 
 FORMATS = {
@@ -222,4 +238,4 @@ def tool_format(tokenizer: Any, variables: dict[str, Any] | None = None) -> Tool
     wanted = [ToolCall("probe", '{"x": 1}')]
     read = (form for form in FORMATS.values() if any(form.parser(part, (_PROBE,))[1] == wanted for part in parts))
     form = next(read, None)
-    return form and replace(form, thinks=shown.rstrip().endswith("<think>"))
+    return form and replace(form, thinks=begins_thought(shown))

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ..types import Trajectory
-from ..user_functions import one_line
-from .calls import Failure
-from .environment import End, Reward, by_name
+from ...types import Trajectory
+from ...user_functions import one_line
+from ..calls import Failure
+from ..environment import End, Reward, by_name
 
 
 def is_chat(given: Any) -> bool:

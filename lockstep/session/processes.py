@@ -1,0 +1,64 @@
+"""The processes that torchrun started, for as long as they do something together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+from .. import machine
+from ..config import RunConfig, yaml_file
+from ..distributed import World, join
+from ..types import SampleIdentity, SamplingParams
+from .build import resolve_device
+
+T = TypeVar("T")
+GENERATING = "a launch of the generator"  # what is done, where others are waited for
+
+
+@contextlib.contextmanager
+def together(config: RunConfig) -> Iterator[World]:
+    """This process among the others, which are given the same configuration; one by itself without them. In the end
+    they leave together.
+
+    Raises:
+        InputError: they do not fit `config.parallel`, or one has another configuration.
+        PeerLost: one did not come, or is gone.
+    """
+    machine.own_gpu()
+    with machine.told("joining the other processes"):
+        world = join(config.parallel, resolve_device(config.device).type)
+    try:
+        with world.peers():
+            world.same("the processes of this run", lambda: yaml_file.flat(config))
+            yield world
+    except GeneratorExit:  # nobody closed it, and this process ends
+        raise
+    except BaseException:
+        world.close(failed=True)
+        raise
+    world.close()
+
+
+class Requests(NamedTuple):
+    """Prompts, with how each is sampled and what keys its random numbers."""
+
+    prompt_ids: list[list[int]]
+    sampling: list[SamplingParams]
+    identities: list[SampleIdentity]
+
+    def share(self, world: World) -> Requests:
+        """Those of this rank, and of those that it generates with."""
+        own = world.generator.fsdp.own
+        return Requests(list(own(self.prompt_ids)), list(own(self.sampling)), list(own(self.identities)))
+
+
+def of_all(world: World, completed: Callable[[], Sequence[T]]) -> list[T]:
+    """What all ranks `completed`, each of its share of some requests (`Requests.share`), by request."""
+
+    def told() -> Sequence[T]:
+        found = completed()
+        return found if world.leads else []
+
+    groups = world.share(told)[:: world.generator_tp]
+    return [groups[i % len(groups)][i // len(groups)] for i in range(sum(map(len, groups)))]

@@ -1,0 +1,182 @@
+"""The commands besides `train` on several processes: what one process prints, in every bit, told once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import on_ranks
+
+from lockstep import LLM
+from lockstep.cli import main as command_line
+from lockstep.config import CompileConfig, ParallelConfig
+from lockstep.errors import InputError
+from lockstep.session import parity_check
+from lockstep.types import SamplingParams
+
+TOGETHER = ["--parallel.generator-tp", "2"]
+GENERATE = ["generate", "--prompts", "p.txt", "--n", "2", "--max-completion-length", "9"]
+EVAL = ["eval", "--task", "sum-digits", "--prompts", "3", "--n", "2", "--max-completion-length", "6", "--json"]
+CALCULATE = ["eval", "--task", "word-arithmetic", "--environment", "calculator", "--max-turns", "2", "--prompts", "3"]
+CALCULATE += ["--max-completion-length", "5", "--temperature", "1", "--json"]
+PARITY = ["parity", "--tokens", "600", "--json"]
+RUN = ["--trainer.prompts-per-step", "2", "--trainer.warmup-steps", "0", "--sampling.num-generations", "2"]
+RUN += ["--sampling.max-completion-length", "4", "--task.validation-prompts", "0", "--arch", "tiny-llama", "--json"]
+RUN += ["--compile.capture", "step", "--compile.verify", "off"]
+COMMANDS = {
+    "generate": [*GENERATE, "--json"],
+    "generate together": [*GENERATE, "--json", *TOGETHER],
+    "generate as text": GENERATE,
+    "generate as text together": [*GENERATE, *TOGETHER],
+    "eval": EVAL,
+    "eval together": [*EVAL, *TOGETHER],
+    "turns": CALCULATE,
+    "turns together": [*CALCULATE, *TOGETHER],
+    "parity": [*PARITY, "--parallel.tp", "2"],
+    "parity together": [*PARITY, *TOGETHER],
+    "precompile": ["precompile", *RUN, *TOGETHER],
+    "train": ["train", *RUN, *TOGETHER, "--steps", "1", "--run-dir", "run"],
+    "a model that is not there": ["generate", "--model", "no/such", "--prompt", "x", *TOGETHER],
+    "of the trainer": ["generate", "--prompt", "x", "--parallel.tp", "2"],
+    "chat": ["chat"],
+}
+
+
+def printed(arguments: list[str], model: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command."""
+    own = [] if "--model" in arguments or "--arch" in arguments else ["--model", model]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = command_line.main([*arguments, *own, "--device", "cpu"])
+    return code, re.sub(r'"environment/wait_s": [^,]*, ', "", out.getvalue()), err.getvalue()
+
+
+def every_command(folder: str, model: str) -> dict[str, Any]:
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command_line, "_leave", lambda code: None)
+        patch.setattr(command_line, "_FIRST_WOULD", 0.0)
+        found |= {name: printed(arguments, model) for name, arguments in COMMANDS.items()}
+        if os.environ["RANK"] == "1":
+            patch.setattr(parity_check, "pack_shards", flipped(parity_check.pack_shards))
+        found["parity, a bit flipped on one rank"] = printed(COMMANDS["parity together"], model)
+    return found | {"from Python": from_python(model)}
+
+
+def flipped(pack_shards: Any) -> Any:
+    """With one bit of one of the generator's log-probabilities another."""
+
+    def packed(*arguments: Any, **named: Any) -> Any:
+        batches = pack_shards(*arguments, **named)
+        if named["check_parity"]:
+            batches[0].old_model_logprob_C.view(torch.int32)[3] ^= 1 << 22
+        return batches
+
+    return packed
+
+
+def from_python(model: str, ranks: int = 2) -> list[Any]:
+    """Completions of graphs for two kinds of sampling, and once more after the processes have left each other; then
+    what is said of prompts that differ, and of a second model."""
+    parallel = ParallelConfig(generator_tp=ranks)
+    llm = LLM(model, device="cpu", compile=CompileConfig("step" if ranks > 1 else None), parallel=parallel)
+    found: list[Any] = []
+    for prompts, temperature in ((["one", "two"], 1.0), ("three", 0.0), (["one", "two"], 1.0)):
+        sampling = SamplingParams(n=2 if temperature else 1, temperature=temperature, max_completion_length=5)
+        if temperature == 0 or not found:
+            found.append([[asdict(one) for one in group] for group in llm.generate(prompts, sampling)])
+        else:
+            llm.close()
+            found.append([[asdict(one) for one in group] for group in llm.generate(prompts, sampling)])
+    for wrong in (lambda: llm.generate(os.environ.get("RANK", "0"), SamplingParams()), lambda: LLM(model)):
+        with contextlib.suppress(InputError):
+            wrong()
+            found.append("nothing was refused")
+    llm.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("commands")
+    (made / "p.txt").write_text("hello\n1 2 3\nwhat\n")
+    return made
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, model: Path) -> list[dict[str, Any]]:
+    """What two processes printed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_CACHE", str(folder / "cache"))
+        return on_ranks(2, every_command, str(folder), str(model))
+
+
+def test_the_first_process_prints_what_one_prints(two: Any, folder: Path, model: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(folder)
+    first, second = two
+    for name in ("generate", "generate as text", "eval", "turns"):
+        one = printed(COMMANDS[name], str(model))
+        assert one[0] == 0 and len(one[1]) > 90
+        for several in (name, f"{name} together"):
+            assert first[several][:2] == one[:2] and second[several][:2] == (0, ""), (several, first[several])
+
+
+def test_unequal_degrees_are_compared(two: Any, folder: Path, model: Path) -> None:
+    first, second = two
+    one = json.loads(printed(PARITY, str(model))[1])
+    for name, degrees in {"parity": (1, 2), "parity together": (2, 1)}.items():
+        code, out, _ = first[name]
+        report = json.loads(out)
+        assert code == 0 and second[name][:2] == (0, "")
+        assert (report.pop("processes"), report.pop("generator_tp"), report.pop("trainer_tp")) == (2, *degrees)
+        assert report == {key: value for key, value in one.items() if key in report} and report["identical"]
+        assert report["tokens_checked"] >= 600 and report["average_delta"] == report["logprob_diff_mean"] == 0
+
+
+def test_a_bit_on_one_rank_fails_on_all(two: Any) -> None:
+    first, second = (found["parity, a bit flipped on one rank"] for found in two)
+    report = json.loads(first[1])
+    assert first[0] == second[0] == 1 and second[1] == ""
+    assert not report["identical"] and report["tokens_different"] == 1
+    size = report["logprob_diff_max"]
+    assert size == report["max_delta"] > 0
+    assert report["logprob_diff_mean"] == pytest.approx(size / report["tokens_checked"], rel=1e-9)
+    assert abs(report["average_delta"]) == report["logprob_diff_mean"]
+
+
+def test_a_run_finds_what_precompile_made(two: Any) -> None:
+    (code, out, err), (other, nothing, _) = (found["precompile"] for found in two)
+    assert (code, other, nothing) == (0, 0, ""), err
+    made, run = json.loads(out), json.loads(two[0]["train"][1])
+    assert made["processes"] == 2 and made["made"] == len(made["graphs"]) > 5 and made["reused"] == 0
+    assert (run["compile"]["traces"], run["compile"]["loaded"]) == (0, made["made"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a model that is not there", "model 'no/such'"),
+        ("of the trainer", "parallel.tp is 2: it is for processes that train, and nothing is trained here"),
+        ("chat", "lockstep chat works in one process; start it without torchrun"),
+    ],
+)
+def test_what_is_refused_has_one_code(two: Any, name: str, message: str) -> None:
+    first, second = (found[name] for found in two)
+    assert first[:2] == second[:2] == (2, "") and message in first[2]
+    assert message not in second[2] or name != "a model that is not there"  # the first tells
+
+
+def test_a_model_from_python_generates_with_the_others(two: Any, model: Path) -> None:
+    one = from_python(str(model), 1)
+    assert one[0] == one[2] and one[3:] == ["nothing was refused"] * 2
+    assert [found["from Python"] for found in two] == [one[:3]] * 2
