@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import fx
 
@@ -22,7 +23,11 @@ def bucket(captured: Captured) -> tuple[Captured, str]:
     result = rewritten(captured)
     notes = [
         _merged(result, "gathers", weight_gathers, _gather_together),
-        _merged(result, "exchanges", gradient_exchanges, _exchange_together),
+        *(
+            _merged(result, name, partial(gradient_exchanges, stage=stage), _exchange_together)
+            for stage, name in enumerate(("exchanges", "exchanges between cells"))
+            if gradient_exchanges(result, stage) or stage == 0
+        ),
     ]
     result.graph.lint()
     result.module.recompile()
@@ -53,7 +58,8 @@ def _gather_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
 
 
 def _exchange_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
-    """Every gradient of the run is computed before the last of them, behind which the exchange is put."""
+    """Every gradient of the run is computed before the last of them, behind which the exchange is put, and what comes
+    of those that were exchanged before it."""
     anchor = max(node for exchange in run for node in sources(exchange))
     for exchange in run:
         for node in exchange.start[:-1]:  # whatever lays it out
@@ -70,3 +76,8 @@ def _exchange_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
         laid_out.replace_all_uses_with(rows)
         for node in (laid_out, waited, call):
             graph.erase_node(node)
+    anchor = max(made)
+    for node in sorted({node for exchange in run for node in exchange.finish} & set(graph.nodes)):
+        if node < anchor:
+            anchor.append(node)
+            anchor = node
