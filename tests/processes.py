@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import pytest
 
 T = TypeVar("T")
+PRELOADED = ["pytest", "hypothesis", "torch", "triton", "processes"]  # what `_interpreters` have imported
 DEADLINE = 480.0  # seconds, on a busy machine; below `faulthandler_timeout`, which ends everything
 
 
@@ -118,7 +119,7 @@ def _interpreters() -> multiprocessing.context.ForkServerContext:
     """Processes that have imported what takes two seconds: each is forked from one that did, and that has Triton's
     interpreter, whoever asks first."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "hypothesis", "torch", "triton", "processes"])
+    context.set_forkserver_preload(PRELOADED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         multiprocessing.forkserver.ensure_running()

@@ -93,8 +93,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "families.family",
         "families",
         "decoder hf_config weight_map",
-        "checks shards",
-        "folder parts patterns",
+        "checks parts shards",
+        "folder patterns",
         ". init",
     ),
     "graph": (

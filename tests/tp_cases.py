@@ -62,12 +62,19 @@ def trained(
         found = trainer.optim_step(1e-3)
         results.append((found.applied, found.loss, found.grad_norm, found.tokens_checked, found.tokens_different))
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    state, numbers = trainer.state()
+    state, _ = trainer.state()
     reader = Trainer(make_model(torch.float32, 1, FAMILIES[family]), OPTIMIZER, LossConfig(**loss), world=world)
-    reader.load_state(world.from_first(lambda: state), numbers)  # what one process would have saved, too
+    reader.load_state(*by_rank(trainer))
     again = {name: p.detach().clone() for name, p in reader.model.named_parameters()}
     runtime.close()
     return {"logprobs": seen, "results": results, "weights": weights, "state": state, "again": again}
+
+
+def by_rank(trainer: Trainer) -> tuple[dict[str, Any], dict[str, int]]:
+    """What all ranks have of the trainer's state, as a checkpoint would give it."""
+    own, alike, numbers = trainer.local_state()
+    parts = trainer.world.gather({name: tensor.clone() for name, tensor in own.items()})
+    return {**{name: [part[name] for part in parts] for name in own}, **alike}, numbers
 
 
 class _Reversed:

@@ -41,7 +41,7 @@ def part(arch: str, device: str, folder: str, repeats: str) -> dict[str, Any]:
     world, path = join(ParallelConfig(timeout=200), device), Path(folder)
     model = random_model(arch, device)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), world=world)
-    own, alike = trainer.local_state()
+    own, alike, _ = trainer.local_state()
     tensors = {checkpoint.part_of("trainer", world.rank): own} | ({"trainer": alike} if world.first else {})
     found: dict[str, Any] = {"state_bytes": sum(x.nbytes for x in own.values())}
     saver = checkpoint.Saver(path / "checkpoints", 2, world, shared=True)
@@ -58,8 +58,8 @@ def part(arch: str, device: str, folder: str, repeats: str) -> dict[str, Any]:
     found |= {"wait_s": statistics.median(waits), "write_s": statistics.median(writes)}
     found["floor_s"] = _copy_s(found["state_bytes"])
     policy = Policy(model, byte_tokenizer())
-    held = trainer.flat.held(model)
-    found["share_bytes"] = sum(one.values.nbytes for one in held.values())
+    held = trainer.held()
+    found["share_bytes"] = sum(one.values.nbytes for ranges in held.values() for one in ranges)
     found["export_peak_bytes"], found["export_s"] = _peak(lambda: save_policy(policy, path / "model", held, world))
     loaded = checkpoint.latest(path / "checkpoints")
     assert loaded is not None

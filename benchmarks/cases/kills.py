@@ -1,8 +1,10 @@
-"""Runs of several processes, one of which is killed (`kill -9`) at a random moment, again and again: each is gone on
-with until it ends, and must leave the bits of a run that nobody killed.
+"""Runs of several processes, of which a random one is killed (`kill -9`) or stopped at a random moment, again and
+again: each is gone on with until it ends, and must leave the bits of a run that nobody touched.
 
-Every second kill comes while a checkpoint is written. The processes that are left must end by themselves, with the exit
-code of a failure. What a run leaves are its metrics (without times), its rollouts and its model.
+Moments are while a checkpoint is written, and in a step, in turn; every third process is stopped (`kill -STOP`). The
+processes that are left, and one that was stopped, must end by themselves within the deadline, with the exit code of a
+failure, one message from one of them, and a stack of each that is not gone. What a run leaves are its metrics (without
+times), its rollouts and its model. `--tp` and `--generator-tp` have the processes share products.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -25,7 +28,10 @@ from common import Report
 
 from lockstep.models.init import init_folder
 
-LIMIT_S = 200.0  # of a process, and for those that are left to end
+LIMIT_S = 300.0  # of a process
+TIMEOUT_S = 40  # `parallel.timeout`
+DEADLINE_S = 2.0 * TIMEOUT_S  # for those that are left to end: it, its grace, and how busy the machine is
+FAULT = "lockstep: failed: "
 REWARD = """
 def letters(completion_ids, **_):
     return [sum(97 <= t < 123 for t in ids) / len(ids) for ids in completion_ids]
@@ -35,6 +41,8 @@ MEASURED = "time/", "perf/", "memory/"
 
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--generator-tp", type=int, default=1)
     parser.add_argument("--tries", type=int, default=10, help="runs that are killed")
     parser.add_argument("--kills", type=int, default=2, help="of each, unless it ends before")
     parser.add_argument("--steps", type=int, default=6)
@@ -50,50 +58,89 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
         (folder / "rewards.py").write_text(REWARD)
         rows = [json.dumps({"prompt": "hello " * (1 + i % 4)}) for i in range(64)]
         (folder / "data.jsonl").write_text("\n".join(rows))
-        began = time.perf_counter()
         first = _ended(_start(given, folder, folder / "whole"))
         if any(first):
             raise SystemExit(f"{first}\n{(folder / 'whole.log').read_text()[-4000:]}")
-        seconds, whole = time.perf_counter() - began, left(folder / "whole")
+        whole = left(folder / "whole")
         settings = {name: value for name, value in vars(given).items() if name != "json"}
         report.figures |= {**settings, "whole": whole, "tries": []}
         for number in range(given.tries):
-            found = tried(given, folder, number, chance, seconds)
+            found = tried(given, folder, number, chance)
             found["same"] = not any(found["exit_codes"]) and left(folder / f"killed-{number}") == whole
-            if not found["same"]:
+            if not (found["same"] and all(kill["in_order"] for kill in found["kills"])):
                 found["said"] = (folder / f"killed-{number}.log").read_text()[-4000:]
             report.figures["tries"].append(found)
             report.save()
     tries = report.figures["tries"]
     same = sum(found["same"] for found in tries)
     kills = [kill for found in tries for kill in found["kills"]]
-    report.figures["same"] = same
-    report.notes.append(f"{same} of {len(tries)} runs, killed {len(kills)} times, left the bits of one that was not")
-    return same < len(tries)
+    in_order = sum(kill["in_order"] for kill in kills)
+    report.figures |= {"same": same, "in_order": in_order}
+    report.notes.append(f"{same} of {len(tries)} runs, hit {len(kills)} times, left the bits of one that was not")
+    report.notes.append(
+        f"{in_order} of {len(kills)} times all ended within the deadline, one told of it, and left stacks"
+    )
+    return same < len(tries) or in_order < len(kills)
 
 
-def tried(
-    given: argparse.Namespace, folder: Path, number: int, chance: random.Random, seconds: float
-) -> dict[str, Any]:
-    """One run, killed so many times and gone on with."""
+def tried(given: argparse.Namespace, folder: Path, number: int, chance: random.Random) -> dict[str, Any]:
+    """One run, hit so many times and gone on with."""
     kills, run = [], folder / f"killed-{number}"
     for kill in range(given.kills):
+        begun, done = len(_log(run)), min(_steps_done(run), given.steps - 2)
         ranks = _start(given, folder, run)
-        victim, step = chance.randrange(given.processes), chance.randrange(1, given.steps)
-        while_writing = (number + kill) % 2 == 0
-        until = time.perf_counter() + (LIMIT_S if while_writing else chance.uniform(0.2, 1.0) * seconds)
-        while time.perf_counter() < until and all(rank.poll() is None for rank in ranks):
-            if while_writing and any(_step(path) >= step for path in (run / "checkpoints").glob(".tmp-step_*")):
-                break
-            time.sleep(0.001)
+        victim, step = chance.randrange(given.processes), chance.randrange(done + 1, given.steps)
+        number_of_hit = number * given.kills + kill
+        stops, while_writing = number_of_hit % 3 == 2, number_of_hit % 2 == 0
+        _wait(ranks, run, step, while_writing)
+        time.sleep(0 if while_writing else chance.uniform(0.0, 1.5))
         with suppress(ProcessLookupError):
-            ranks[victim].kill()
+            ranks[victim].send_signal(signal.SIGSTOP if stops else signal.SIGKILL)
+        began = time.perf_counter()
         codes = _ended(ranks)
-        there = sorted(path.name for path in (run / "checkpoints").glob("*step_*"))
-        kills.append({"rank": victim, "while_writing": while_writing, "exit_codes": codes, "checkpoints": there})
+        found = {"rank": victim, "stopped": stops, "while_writing": while_writing, "exit_codes": codes}
+        found["seconds"] = round(time.perf_counter() - began, 1)
+        found["checkpoints"] = sorted(path.name for path in (run / "checkpoints").glob("*step_*"))
+        kills.append(found | _told(run, begun, found, victim))
         if not any(codes):
             break
     return {"kills": kills, "exit_codes": _ended(_start(given, folder, run))}
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], run: Path, step: int, while_writing: bool) -> None:
+    """Until a checkpoint of this step or a later one is being written, or the step is done; or until a process ends."""
+    until = time.perf_counter() + LIMIT_S
+    while time.perf_counter() < until and all(rank.poll() is None for rank in ranks):
+        if while_writing and any(_step(path) >= step for path in (run / "checkpoints").glob(".tmp-step_*")):
+            break
+        if not while_writing and _steps_done(run) >= step:
+            break
+        time.sleep(0.001)
+
+
+def _steps_done(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
+
+
+def _told(run: Path, begun: int, found: dict[str, Any], victim: int) -> dict[str, Any]:
+    """What was said of a fault, what the others were doing, and whether that is as it must be; of a run that had ended
+    by then, nothing is asked."""
+    said, stacks = _log(run)[begun:], sorted((run / "stacks").glob("rank-*.txt"))
+    codes, text = found["exit_codes"], "".join(path.read_text() for path in stacks)
+    messages, doing = (
+        said.count(FAULT),
+        [room for room in ("generator", "trainer", "run") if f"/lockstep/{room}/" in text],
+    )
+    ended = found["seconds"] <= DEADLINE_S and all(code == 1 for rank, code in enumerate(codes) if rank != victim)
+    written = [path.stem for path in stacks if path.stat().st_size]
+    whole = ended and messages == 1 and len(written) == len(codes)
+    return {"messages": messages, "stacks": written, "doing": doing[:1], "in_order": whole or not any(codes)}
+
+
+def _log(run: Path) -> str:
+    log = run.with_name(f"{run.name}.log")
+    return log.read_text() if log.exists() else ""
 
 
 def _step(path: Path) -> int:
@@ -110,8 +157,9 @@ def _start(given: argparse.Namespace, folder: Path, run: Path) -> list[subproces
         *("--reward", f"{folder / 'rewards.py'}:letters", "--device", given.device, "--steps", str(given.steps)),
         *("--trainer.prompts-per-step", "4", "--sampling.num-generations", "4", "--task.validation-prompts", "0"),
         *("--sampling.max-completion-length", "12", "--trainer.max-tokens-per-micro-batch", "128"),
-        *("--checkpoint.interval", "1", "--parallel.batch-shards", str(given.processes)),
-        *("--parallel.timeout", "60", "--metrics.no-progress", "--optimizer.learning-rate", "1e-3"),
+        *("--checkpoint.interval", "1", "--parallel.batch-shards", str(given.processes // given.tp)),
+        *("--parallel.tp", str(given.tp), "--parallel.generator-tp", str(given.generator_tp)),
+        *("--parallel.timeout", str(TIMEOUT_S), "--metrics.no-progress", "--optimizer.learning-rate", "1e-3"),
     ]
     more = ["--resume", str(run)] if (run / "config.yaml").exists() else new
     ranks = {"WORLD_SIZE": str(given.processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

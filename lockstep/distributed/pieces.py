@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
 from torch import Tensor
 
-from .mesh import Mesh
+from .mesh import Axis, Mesh
 from .placement import Placement
 
 
@@ -37,3 +40,47 @@ def joined(on: Placement, parts: Sequence[Tensor]) -> Tensor:
     sizes = [block // ranks for block in on.blocks or (width * ranks,)]
     fused = zip(*(part.split(sizes * (width // sum(sizes)), on.tp) for part in parts), strict=True)
     return torch.cat([piece for of_all in fused for piece in of_all], on.tp)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Who has which elements of a parameter: ranks along `tp` a part each, which is flat, padded, and cut along `fsdp`
+    into shares of equal size. Rank `r` of all is `r % tp` along the one and `r // tp` along the other.
+
+    Attributes:
+        shape: of the whole. size: elements of a share.
+    """
+
+    on: Placement
+    shape: tuple[int, ...]
+    tp: int
+    size: int
+
+    def held(self, rank: int) -> Iterator[tuple[int, int, int]]:
+        """What a rank has: where it begins in its share and in the whole, flat, and its elements; in order."""
+        shard, place = divmod(rank, self.tp)
+        first = shard * self.size
+        for here, there, count in runs(self.on, Mesh(tp=Axis("tp", self.tp, place)), self.shape):
+            begin, end = max(here, first), min(here + count, first + self.size)
+            if begin < end:
+                yield begin - first, begin - here + there, end - begin
+
+    def find(self, there: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Who has so many elements of the whole from `there` on: the rank (of those that have them alike the first),
+        where they begin in its share, and how many; in order."""
+        at = bisect_right(self._places, there, key=lambda piece: piece[0]) - 1
+        while count:
+            begin, length, place, here = self._places[at]
+            shard, inside = divmod(here + there - begin, self.size)
+            most = min(count, begin + length - there, self.size - inside)
+            yield shard * self.tp + place, inside, most
+            there, count = there + most, count - most
+            at += there == begin + length
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int, int, int]]:
+        """Of all ranks along `tp`: where a piece begins in the whole, its elements, the rank, and where in its part."""
+        places = range(self.tp if self.on.tp is not None else 1)
+        meshes = [Mesh(tp=Axis("tp", self.tp, place)) for place in places]
+        found = [(place, run) for place, mesh in enumerate(meshes) for run in runs(self.on, mesh, self.shape)]
+        return sorted((there, count, place, here) for place, (here, there, count) in found)

@@ -6,12 +6,11 @@ from .config import ModelConfig
 from .decoder import Decoder, num_parameters
 from .folder import (
     TEMPLATES,
-    Held,
     describe_folder,
     load_model,
     load_value_head,
     resolve_folder,
     save_model,
 )
-from .parts import ModelPart
+from .parts import Held, ModelPart, Ranges
 from .patterns import by_pattern

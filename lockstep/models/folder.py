@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from .config import ModelConfig
 from .decoder import Decoder
 from .families import require_family, text_part
 from .hf_config import end_of_sequence, from_hf, to_hf, without_nulls
+from .parts import Ranges, whole, within
 from .shards import file_names, read_tensors, weights_path
 from .weight_map import HEAD, fused_experts, weight_map
 
@@ -220,18 +221,6 @@ def save_model(
     export.arrange()
 
 
-class Held(NamedTuple):
-    """What one process has of a tensor: flat elements, of which the first is element `first` of the tensor."""
-
-    values: Tensor
-    first: int
-
-
-def whole(model: Decoder) -> dict[str, Held]:
-    """All of a model, by the decoder's names."""
-    return {name: Held(tensor.flatten(), 0) for name, tensor in _tensors(model).items()}
-
-
 class Export:
     """A model's folder that several processes write, each what it has, with the bytes of one: the first begins, then
     all write, and when all have, all arrange. The arguments are those of `save_model`; so are the errors.
@@ -281,16 +270,14 @@ class Export:
                 folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
             )
 
-    def write(self, held: Mapping[str, Held]) -> None:
+    def write(self, held: Ranges) -> None:
         """Write what this process has of the model's tensors, by the decoder's names."""
         for file, pieces in self._files:
             with _writing(file.path), file.open() as opened:
                 for piece, rows in pieces:
-                    values, first = held[piece.parameter]
                     start = piece.start * (rows.shape[-1] if rows.dim() > 1 else 1)
-                    begin, end = max(first, start), min(first + values.numel(), start + rows.numel())
-                    if begin < end:
-                        opened.write(piece.name, begin - start, values[begin - first : end - first])
+                    for begin, values in within(held[piece.parameter], start, rows.numel()):
+                        opened.write(piece.name, begin, values)
 
     def arrange(self, rank: int = 0, ranks: int = 1) -> None:
         """Bring what a folder has in another form into it, every rank of so many its part."""

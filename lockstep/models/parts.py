@@ -1,6 +1,10 @@
-"""What a rank has of a model that several share."""
+"""What a rank has of a model: ranges of its tensors, and its part of one that several share."""
 
 from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +12,33 @@ from torch import Tensor, nn
 from ..distributed.mesh import Mesh
 from ..distributed.placement import ROWS, Placement
 from .decoder import Decoder
+
+
+class Held(NamedTuple):
+    """What one process has of a tensor: flat elements, of which the first is element `first` of the whole."""
+
+    values: Tensor
+    first: int
+
+
+Ranges = Mapping[str, Sequence[Held]]  # by the decoder's names, in ascending order
+
+
+def whole(model: Decoder) -> dict[str, list[Held]]:
+    """All of a model."""
+    tensors = {name: p.detach() for name, p in model.named_parameters()} | dict(model.named_buffers())
+    return {name: [Held(tensor.flatten(), 0)] for name, tensor in tensors.items()}
+
+
+def within(held: Sequence[Held], start: int, count: int) -> Iterator[tuple[int, Tensor]]:
+    """What is held of so many elements from `start` on: where it begins among them, and its values."""
+    for i in range(max(0, bisect_right(held, start, key=lambda one: one.first) - 1), len(held)):
+        values, first = held[i]
+        begin, end = max(first, start), min(first + values.numel(), start + count)
+        if first >= start + count:
+            break
+        if begin < end:
+            yield begin - start, values[begin - first : end - first]
 
 
 class ModelPart:

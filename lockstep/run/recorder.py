@@ -240,15 +240,15 @@ class Recorder:
         self._saver.save(step, tensors, self._state(loop, counters) if self.world.first else {})
 
     def _tensors(self, loop: Loop) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """What this rank writes of a checkpoint, and the trainer's numbers. Where not all see the run's folder, or
-        ranks share products, the first has all tensors."""
+        """What this rank writes of a checkpoint, and the trainer's numbers; the first writes all tensors where not all
+        see the run's folder."""
         trainer, world = loop.run.trainer, self.world
         if world.size == 1 or not self._all_see():
             tensors, counters = trainer.state()
             return ({"trainer": tensors} if world.first else {}), counters
-        own, alike = trainer.local_state()
+        own, alike, numbers = trainer.local_state()
         written = {checkpoint.part_of("trainer", world.rank): own}
-        return written | ({"trainer": alike} if world.first else {}), {"weights_version": trainer.weights_version}
+        return written | ({"trainer": alike} if world.first else {}), numbers
 
     def _state(self, loop: Loop, counters: dict[str, int]) -> dict[str, Any]:
         return {
@@ -287,15 +287,15 @@ class Recorder:
         """Export the model: each rank the weights that it has, where all see the run's folder."""
         run, folder, together = loop.run, self.world.from_first(lambda: self.run_dir / FINAL_MODEL), self._all_see()
         if together or self.world.first:
-            held = run.trainer.flat.held(run.policy.model) if together else None
+            held = run.trainer.held() if together else None
             with run.timings.measured("save_model"), writing(folder), self.world.deadline("exporting the model", 10):
                 save_policy(run.policy, folder, held, self.world if together else ONE)
         self.trace()
 
     def _all_see(self) -> bool:
-        """Whether the run's folder is one that all ranks see, and what each has of a tensor one range of it."""
+        """Whether the run's folder is one that all ranks see."""
         folder = self.world.from_first(lambda: self.run_dir)
-        return self.world.tp == 1 and all(self.world.gather(folder.is_dir()))
+        return all(self.world.gather(folder.is_dir()))
 
     def warmup(self, loop: Loop, display: Display) -> None:
         """Supervised steps on worked examples before reinforcement learning."""

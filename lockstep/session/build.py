@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -29,7 +29,7 @@ from ..errors import InputError, refuse
 from ..generator import Engine, PartWeights, SharedWeights, plan_cache_tokens
 from ..graph import Runtime, Store, Verdict, compile_report, require_plugins
 from ..machine import bound_threads
-from ..models import Decoder, Held, ModelConfig, ModelPart, load_model, load_value_head, resolve_folder
+from ..models import Decoder, ModelConfig, ModelPart, Ranges, load_model, load_value_head, resolve_folder
 from ..models.checks import require_degree, require_memory
 from ..models.init import architecture, initialize
 from ..models.tokenizer import (
@@ -366,7 +366,7 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
     return PromptLimit(size - completion, f"{holder} less {what} of {completion}")
 
 
-def save_policy(policy: Policy, folder: Path, held: Mapping[str, Held] | None = None, world: World = ONE) -> None:
+def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world: World = ONE) -> None:
     """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template. Every
     rank of `world` calls it and writes the weights that are `held`; by default one process writes the model's own."""
     from ..models.folder import Export, all_or_nothing, whole

@@ -178,15 +178,16 @@ class AdamW:
         """What this rank has of it: the live tensors."""
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "steps": self.steps}
 
-    def load_state(self, state: Mapping[str, Tensor | Sequence[Buffer]]) -> None:
-        """Take over what `state` returned, or the ranks' `local_state`, bit for bit, compute weights included.
+    def load_state(self, state: Mapping[str, Tensor | Sequence[Buffer]], tp: int = 1) -> None:
+        """Take over what `state` returned, or the `local_state` of ranks, of which `tp` neighbours share each product,
+        bit for bit, compute weights included.
 
         Raises:
             ValueError: a tensor is missing or of another size (another model).
         """
         for name, own in self.local_state().items():
             try:
-                self._take_over(own, state[name])
+                self._take_over(own, state[name], tp)
             except (KeyError, ValueError) as error:
                 size = [2] if name == "steps" else [self.flat.whole_layout.size]
                 found = error if isinstance(error, ValueError) else f"expected shape {size}, found nothing"
@@ -196,10 +197,10 @@ class AdamW:
     def _round_masters(self) -> None:
         self.flat.data.copy_(self.master)
 
-    def _take_over(self, own: Tensor, given: Tensor | Sequence[Buffer]) -> None:
+    def _take_over(self, own: Tensor, given: Tensor | Sequence[Buffer], tp: int) -> None:
         parts = [given] if isinstance(given, Tensor) else given
         if own is not self.steps:
-            self.flat.fill(own, parts)
+            self.flat.fill(own, parts, tp)
         elif list(parts[0].shape) != list(own.shape):
             raise ValueError(f"expected shape {list(own.shape)}, found {list(parts[0].shape)}")
         else:

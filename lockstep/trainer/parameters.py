@@ -6,12 +6,11 @@ same micro-batches one after another.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate as running_totals
-from itertools import repeat
 from math import prod
 from typing import Protocol
 
@@ -21,9 +20,9 @@ from torch import Tensor
 from .. import distributed, graph, ops
 from ..distributed.cells import Cells
 from ..distributed.collectives import sum_of_all
-from ..distributed.mesh import ALONE, Mesh
-from ..distributed.pieces import joined, runs, whole_shape
-from ..distributed.placement import Placement
+from ..distributed.mesh import ALONE, Axis, Mesh
+from ..distributed.pieces import Shares, joined, whole_shape
+from ..distributed.placement import WHOLE, Placement
 from ..models import Decoder, Held
 from ..ops import SQUARES_BLOCK
 
@@ -71,35 +70,6 @@ class Layout:
     def flat_views(self, flat: Tensor) -> list[Tensor]:
         """The parts of a buffer, flat and padded."""
         return [flat[at : at + size] for size, at in zip(self.sizes, self.offsets, strict=False)]
-
-    def cut(self, whole: Tensor, rank: int) -> Tensor:
-        """The buffer of a rank, from that of a single process."""
-        buffer = whole.new_zeros(self.size)
-        for at, count, _, begin in self.overlaps(rank, self.one_rank):
-            buffer[at : at + count] = whole[begin : begin + count]
-        return buffer
-
-    def overlaps(
-        self, rank: int, other: Layout, pieces: Sequence[Iterable[Piece]] | None = None
-    ) -> Iterator[tuple[int, int, int, int]]:
-        """What of a rank's buffer lies where in those of another layout of the same parameters, in order: where it
-        begins here, its size, the other rank, and where it begins there. Padding is left out where the other has none.
-
-        Args:
-            pieces: where these parameters are parts of the other's: what lies where in each (`distributed.pieces`).
-        """
-        spans = zip(self.shapes, self.sizes, self.offsets, other.sizes, other.offsets, strict=False)
-        for i, (shape, size, at, width, begin) in enumerate(spans):
-            for here, there, length in pieces[i] if pieces else [(0, 0, prod(shape))]:
-                first, last = max(rank * size, here), min((rank + 1) * size, here + length)
-                while first < last:
-                    source, inside = divmod(first - here + there, width)
-                    count = min(last - first, width - inside)
-                    yield at + first - rank * size, count, source, begin + inside
-                    first += count
-
-
-Piece = tuple[int, int, int]  # where it begins in a part, where in the whole, and its elements
 
 
 class Buffer(Protocol):
@@ -221,40 +191,65 @@ class FlatParameters:
         result, on the host where it came from several ranks, and the others an empty tensor."""
         return local
 
-    def fill(self, own: Tensor, parts: Sequence[Buffer]) -> None:
+    def fill(self, own: Tensor, parts: Sequence[Buffer], tp: int = 1) -> None:
         """Fill this rank's part of a flat tensor from what any number of ranks have of it, by rank; zero its gaps.
+
+        Args:
+            tp: of them, how many neighbours share each product.
 
         Raises:
             ValueError: theirs are not of the parameters' size.
         """
-        theirs = Layout.of(self.whole_layout.shapes, len(parts))
+        shapes, of_them = self.whole_layout.shapes, Mesh(tp=Axis("tp", tp))
+        cut = [on.shape_on(of_them, shape) for on, shape in zip(self.placements, shapes, strict=True)]
+        theirs = Layout.of(cut, len(parts) // tp)
         for buffer in parts:
             if list(buffer.shape) != [theirs.size]:
                 raise ValueError(f"expected shape [{theirs.size}], found {list(buffer.shape)}")
-        end = 0
-        pieces = [runs(*one) for one in zip(self.placements, repeat(self.mesh), theirs.shapes, strict=False)]
-        for at, count, source, begin in self.layout.overlaps(self.rank, theirs, pieces):
-            own[end:at].zero_()
-            end = at + count
-            own[at:end].copy_(parts[source][begin : begin + count])
-        own[end:].zero_()
+        own.zero_()
+        for i, (on, shape) in enumerate(zip(self.placements, shapes, strict=True)):
+            others, first, begins = Shares(on, shape, tp, theirs.sizes[i]), self.layout.offsets[i], theirs.offsets[i]
+            for at, there, length in self._shares(i).held(self.rank):
+                for source, begin, count in others.find(there, length):
+                    own[first + at : first + at + count].copy_(parts[source][begins + begin : begins + begin + count])
+                    at += count
 
-    def held(self, model: Decoder) -> dict[str, Held]:
-        """What this rank writes of the model's tensors: its parts, and as large ones of what all ranks have whole."""
-        shapes = dict(zip(self.names, self.layout.shapes, strict=True))
-        parts, found = dict(zip(self.names, self.parts, strict=True)), {}
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            part = parts[name] if shapes.get(name) == tuple(tensor.shape) else None
-            size = -(-tensor.numel() // self.layout.ranks) if part is None else part.numel()
-            first = min(self.rank * size, tensor.numel())
-            values = tensor.detach().flatten()[first:] if part is None else part.flatten()
-            found[name] = Held(values[: min(size, tensor.numel() - first)], first)
+    def own(self) -> dict[str, list[Held]]:
+        """This rank's ranges of the parameters that are trained."""
+        found = dict[str, list[Held]]()
+        for i, (name, part) in enumerate(zip(self.names, self.parts, strict=True)):
+            flat = part.flatten()
+            found[name] = [Held(flat[at : at + count], there) for at, there, count in self._shares(i).held(self.rank)]
         return found
+
+    def held(self, model: Decoder) -> dict[str, list[Held]]:
+        """What this rank writes of the model's tensors: its ranges, and as large ones of what all ranks have whole.
+
+        Args:
+            model: that is trained.
+        """
+        found, mesh = self.own(), self.mesh
+        placements = dict(model.placements) | dict.fromkeys((name for name, _ in model.named_buffers()), WHOLE)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            on = placements[name]
+            if name not in found:
+                shape = whole_shape(on, mesh, tensor.shape)
+                shares = Shares(on, shape, mesh.tp.size, -(-tensor.numel() // mesh.fsdp.size))
+                values, first = tensor.detach().flatten(), mesh.fsdp.rank * shares.size
+                pieces = shares.held(self.rank)
+                found[name] = [Held(values[first + at : first + at + n], there) for at, there, n in pieces]
+            if on.tp is None and mesh.tp.rank > 0:  # the first along `tp` writes what they have alike
+                found[name] = []
+        return found
+
+    def _shares(self, index: int) -> Shares:
+        shape, size = self.whole_layout.shapes[index], self.layout.sizes[index]
+        return Shares(self.placements[index], shape, self.mesh.tp.size, size)
 
     @property
     def rank(self) -> int:
-        """Whose part it is."""
-        return 0
+        """Whose part it is, of all ranks."""
+        return self.mesh.fsdp.rank * self.mesh.tp.size + self.mesh.tp.rank
 
 
 class ShardedParameters(FlatParameters):
@@ -364,10 +359,6 @@ class ShardedParameters(FlatParameters):
             if first:
                 whole[one.offsets[i] :][: found.numel()] = found
         return whole
-
-    @property
-    def rank(self) -> int:
-        return self.axis.rank
 
 
 class GatheredParameters(ShardedParameters):

@@ -20,7 +20,7 @@ from ..distributed import ONE, World
 from ..distributed.cells import ONE_CELL, Cells
 from ..errors import InputError
 from ..graph import EAGER, Runtime
-from ..models import Decoder
+from ..models import Decoder, Held
 from ..types import PackedBatch, SamplingParams
 from .check_cases import Work, trust_cases
 from .graph_inputs import complete
@@ -292,15 +292,15 @@ class Trainer:
         one process they are the live ones."""
         return {**self.optimizer.state(), **self._biases}, {"weights_version": self.weights_version}
 
-    def local_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What of `state` each rank has a part of, this rank's, and what all have alike: the live tensors."""
-        own = self.optimizer.local_state()
-        return own, {"steps": own.pop("steps"), **self._biases}
+    def local_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
+        """What of `state` each rank has a part of, this rank's, and what all have alike: the live tensors; numbers."""
+        own, numbers = self.optimizer.local_state(), {"weights_version": self.weights_version, "tp": self.world.tp}
+        return own, {"steps": own.pop("steps"), **self._biases}, numbers
 
     def load_state(self, tensors: Mapping[str, Tensor | Sequence[Buffer]], numbers: dict[str, int]) -> None:
         """Take over what `state` returned, or the `local_state` of any number of ranks, by rank; `ValueError` when it
         belongs to another model."""
-        self.optimizer.load_state(tensors)
+        self.optimizer.load_state(tensors, numbers.get("tp", 1))
         for name, bias in self._biases.items():
             given = tensors.get(name)
             found = given if given is None or isinstance(given, Tensor) else given[0]
@@ -309,6 +309,10 @@ class Trainer:
             bias.copy_(found[:])
         self.weights_version = numbers["weights_version"]
         self._gather_weights()
+
+    def held(self) -> dict[str, list[Held]]:
+        """What this rank writes of the model's weights: those of all ranks are whole, and none is in two."""
+        return self.flat.held(self.programs.model)
 
     def _launched(self, lr: float, sampled: int) -> PendingResult:
         """The result of the update that was just launched, when the host asks for it."""

@@ -123,7 +123,7 @@ def saved(trainer: Trainer) -> Any:
 
 def parts(trainer: Trainer) -> dict[str, Any]:
     """What each rank has of them, by rank, and what all have alike."""
-    own, alike = trainer.local_state()
+    own, alike, _ = trainer.local_state()
     found = trainer.world.gather({name: tensor.cpu().clone() for name, tensor in own.items()})
     return {name: [part[name] for part in found] for name in own} | {n: x.cpu().clone() for n, x in alike.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from lockstep.config.sections.compile import resolve_compile
 from lockstep.distributed import Axis, Mesh
 from lockstep.distributed.pieces import joined, runs
 from lockstep.errors import InputError
+from lockstep.models import save_model
 from lockstep.models.checks import require_degree
+from lockstep.models.folder import Export
 from lockstep.models.init import architecture
 from lockstep.trainer import Trainer
 from lockstep.trainer.parameters import FlatParameters, flat_parameters
@@ -30,7 +33,7 @@ CASES: list[dict[str, Any]] = [
     {"family": "qwen3", "steps": 1, "mutant": "reversed"},
     {"family": "qwen3", "steps": 1, "mutant": "flipped"},
 ]
-FOUR: list[dict[str, Any]] = [{"family": "qwen3_moe", "steps": 2}]
+FOUR: list[dict[str, Any]] = [{"family": "qwen3_moe", "steps": 2, "graphs": True}]
 
 
 def named(case: dict[str, Any]) -> str:
@@ -104,19 +107,31 @@ def test_what_they_saved_one_process_goes_on_with(two: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
-def test_every_layout_reads_what_another_wrote(family: str) -> None:
+def test_every_layout_reads_what_another_wrote(family: str, tmp_path: Path) -> None:
+    """One process, three, and two times two that share products; these export the bytes of one."""
     model = make_model(torch.float32, config=FAMILIES[family])
-    written = FlatParameters(make_model(torch.float32, config=FAMILIES[family]))
-    shards = [flat_parameters(model, Mesh(Axis("fsdp", 3, rank))).data for rank in range(3)]
-    for shard, place in ((0, 0), (1, 0), (1, 1)):
-        mesh = Mesh(Axis("fsdp", 2, shard), tp=Axis("tp", 2, place))
-        flat = flat_parameters(in_trainer(model, mesh), mesh, (), model)
+    one = FlatParameters(make_model(torch.float32, config=FAMILIES[family]))
+    three = [flat_parameters(model, Mesh(Axis("fsdp", 3, rank))) for rank in range(3)]
+    meshes = [Mesh(Axis("fsdp", 2, shard), tp=Axis("tp", 2, place)) for shard in range(2) for place in range(2)]
+    trained = [in_trainer(model, mesh) for mesh in meshes]
+    four = [flat_parameters(*both, (), model) for both in zip(trained, meshes, strict=True)]
+    for flat in (one, *three, *four):
         expected = flat.data.clone()
-        assert 0 < int(expected.count_nonzero()) < written.data.numel() / 2
-        for parts in ([written.data], shards):
+        assert int(expected.count_nonzero()) > 0 and (flat is one or expected.numel() < one.data.numel() / 2)
+        for flats, tp in (([one], 1), (three, 1), (four, 2)):
+            buffers = [other.data.clone() if other is not flat else expected for other in flats]
             flat.data.fill_(7)
-            flat.fill(flat.data, parts)
+            flat.fill(flat.data, buffers, tp)
             assert torch.equal(flat.data, expected)
+    save_model(model, tmp_path / "one")
+    for rank, (flat, part) in enumerate(zip(four, trained, strict=True)):
+        export = Export(model, tmp_path / "four")
+        if rank == 0:
+            export.begin()
+        export.write(flat.held(part))
+    Export(model, tmp_path / "four").arrange()
+    first, second = (tmp_path / name / "model.safetensors" for name in ("one", "four"))
+    assert first.read_bytes() == second.read_bytes()
     parts = [dict(in_trainer(model, Mesh(tp=Axis("tp", 2, rank))).named_parameters()) for rank in range(2)]
     for name, whole in model.named_parameters():
         on, own = model.placements[name], [part[name].detach() for part in parts]

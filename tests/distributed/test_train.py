@@ -176,28 +176,27 @@ def test_ranks_with_other_numerics_are_refused(config: RunConfig) -> None:
 
 
 def test_a_killed_process_ends_the_others_and_one_that_is_stopped(config: RunConfig, tmp_path: Path) -> None:
-    made = replace(config, steps=100_000, parallel=replace(config.parallel, batch_shards=3))
+    """Two groups of two that share products: in one a process is stopped, in the other one is killed."""
+    made = replace(config, steps=100_000, parallel=replace(config.parallel, tp=2, generator_tp=2))
     yaml_file.save(made, tmp_path / "config.yaml")
-    run = tmp_path / "run"
+    run, host = tmp_path / "run", platform.node()
     command = [sys.executable, *TRAIN, str(tmp_path / "config.yaml"), "--run-dir", str(run)]
-    with by_hand(command, [tmp_path] * 3) as (first, second, third):
+    with by_hand(command, [tmp_path] * 4) as ranks:
         metrics = run / "metrics.jsonl"
-        wait_for(lambda: metrics.exists() and len(metrics.read_bytes()) > 0, first)
-        second.send_signal(signal.SIGSTOP)
-        third.send_signal(signal.SIGKILL)
-        said = [process.communicate(timeout=DEADLINE)[1] for process in (first, second)]
-    assert first.returncode == 1 == second.returncode and "lockstep: " not in said[1]
-    assert "failed: rank 0 of 3: another process of the run is gone" in said[0] and "Traceback" not in "".join(said)
-    host = platform.node()
-    assert said[0].splitlines()[-3:] == [
-        f"rank 1 on {host} (process {second.pid}) is stopped",
-        f"rank 2 on {host} (process {third.pid}) is gone",
-        f"told by rank 0 on {host} (process {first.pid}); the stacks of all ranks are in {run / 'stacks'}",
+        wait_for(lambda: metrics.exists() and len(metrics.read_bytes()) > 0, ranks[0])
+        ranks[1].send_signal(signal.SIGSTOP)
+        ranks[2].send_signal(signal.SIGKILL)
+        said = {rank: ranks[rank].communicate(timeout=DEADLINE)[1] for rank in (0, 1, 3)}
+    assert [rank.returncode for rank in ranks] == [1, 1, -9, 1] and "Traceback" not in "".join(said.values())
+    (teller,) = (rank for rank in said if "lockstep: failed" in said[rank])
+    assert f"failed: rank {teller} of 4: another process of the run is gone" in said[teller]
+    assert said[teller].splitlines()[-3:] == [
+        f"rank 1 on {host} (process {ranks[1].pid}) is stopped",
+        f"rank 2 on {host} (process {ranks[2].pid}) is gone",
+        f"told by rank {teller} on {host} (process {ranks[teller].pid}); the stacks of all ranks are in {run}/stacks",
     ]
-    stacks = [(run / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(3)]
-    assert "PeerLost: rank 0 of 3" in stacks[0] and "faults.py" in stacks[0]
-    assert (
-        '/lockstep/run/train.py", line ' in stacks[1]
-        and stacks[2] == f"rank 2 on {host} (process {third.pid}) is gone\n"
-    )
+    stacks = [(run / "stacks" / f"rank-{rank}.txt").read_text() for rank in range(4)]
+    assert f"PeerLost: rank {teller} of 4" in stacks[teller] and "faults.py" in stacks[teller]
+    assert all('/lockstep/run/train.py", line ' in stacks[rank] for rank in said)
+    assert stacks[2] == f"rank 2 on {host} (process {ranks[2].pid}) is gone\n"
     assert json.loads((run / "summary.json").read_text())["steps_done"] >= 1

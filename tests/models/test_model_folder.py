@@ -27,8 +27,9 @@ from lockstep.models import (
     save_model,
 )
 from lockstep.models import folder as folder_module
-from lockstep.models.folder import Export, Held, read_config, whole
+from lockstep.models.folder import Export, read_config
 from lockstep.models.init import ARCHITECTURES, init_folder, initialize
+from lockstep.models.parts import Held, whole
 from lockstep.models.weight_map import weight_map
 
 transformers = pytest.importorskip("transformers")
@@ -181,6 +182,14 @@ def test_round_trip_keeps_every_bit(name: str, dtype: torch.dtype, shard_bytes: 
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id in (3, [3])
 
 
+def third(values: torch.Tensor, rank: int) -> list[Held]:
+    """A rank's of three, itself in two ranges."""
+    size = -(-values.numel() // 3)
+    first, end = (min(at * size, values.numel()) for at in (rank, rank + 1))
+    middle = (first + end) // 2
+    return [Held(values[first:middle], first), Held(values[middle:end], middle)]
+
+
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name.startswith("tiny")])
 def test_ranges_of_any_processes_are_the_bytes_of_the_library(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -192,10 +201,7 @@ def test_ranges_of_any_processes_are_the_bytes_of_the_library(
     exports = [Export(model, tmp_path / "three", 200_000) for _ in range(3)]
     exports[0].begin()
     for rank, export in enumerate(exports):
-        sizes = {name: -(-held.values.numel() // 3) for name, held in whole(model).items()}
-        firsts = {name: min(rank * size, whole(model)[name].values.numel()) for name, size in sizes.items()}
-        parts = {n: Held(h.values[firsts[n] :][: sizes[n]], firsts[n]) for n, h in whole(model).items()}
-        export.write(parts)
+        export.write({name: third(values, rank) for name, ((values, _),) in whole(model).items()})
     for rank, export in enumerate(exports):
         export.arrange(rank, 3)
     save_model(model, tmp_path / "one", 200_000)

@@ -15,6 +15,9 @@ from lockstep import ops
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.distributed import World
 from lockstep.distributed.cells import Cells
+from lockstep.distributed.mesh import Axis, Mesh
+from lockstep.distributed.pieces import Shares
+from lockstep.distributed.placement import WHOLE, Placement
 from lockstep.graph.capture.step import capture
 from lockstep.graph.ir.captured import op_name
 from lockstep.models import Decoder, ModelConfig
@@ -36,7 +39,7 @@ def test_buffers_are_cut_and_normed_alike(shapes: list[tuple[int, ...]], ranks: 
     generator = torch.Generator().manual_seed(0)
     for view in one.views(whole):
         view.copy_(torch.randn(view.shape, generator=generator))
-    buffers = torch.stack([layout.cut(whole, rank) for rank in range(ranks)])
+    buffers = torch.stack([cut(layout, whole, rank) for rank in range(ranks)])
     assert all(size % ALIGNMENT == 0 for size in layout.sizes) and buffers.shape[1] == layout.size
     for i, shape in enumerate(shapes):  # what an all-gather of the parts gives
         parts = torch.cat([layout.views(buffer)[i].flatten() for buffer in buffers])
@@ -46,20 +49,44 @@ def test_buffers_are_cut_and_normed_alike(shapes: list[tuple[int, ...]], ranks: 
     assert torch.equal(words, ops.exact_sum(ops.square_sums(whole)))
 
 
+def cut(layout: Layout, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """A rank's buffer, from that of one process."""
+    buffer = torch.zeros(layout.size, dtype=whole.dtype)
+    for part, view in zip(layout.flat_views(buffer), Layout.of(layout.shapes).views(whole), strict=True):
+        own = view.flatten()[rank * part.numel() : (rank + 1) * part.numel()]
+        part[: own.numel()] = own
+    return buffer
+
+
 @settings(max_examples=40, deadline=None)
-@given(SHAPES, st.integers(1, 5), st.integers(1, 5))
-def test_any_number_of_ranks_reads_what_any_number_wrote(shapes: list[tuple[int, ...]], then: int, now: int) -> None:
-    one, wrote, reads = Layout.of(shapes), Layout.of(shapes, then), Layout.of(shapes, now)
-    whole = torch.zeros(one.size)
-    for i, view in enumerate(one.views(whole)):
-        view.copy_(torch.arange(view.numel()).view(view.shape) + 1000 * i + 1)
-    buffers = [wrote.cut(whole, rank) for rank in range(then)]
-    for rank in range(now):
-        own, read = torch.zeros(reads.size), 0
-        for at, count, source, begin in reads.overlaps(rank, wrote):
-            own[at : at + count] = buffers[source][begin : begin + count]
-            read += count
-        assert torch.equal(own, reads.cut(whole, rank)) and read <= reads.size
+@given(st.integers(1, 5), st.integers(1, 5), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.data())
+def test_any_layout_reads_what_any_wrote(now: int, then: int, tp: int, tp_then: int, data: st.DataObject) -> None:
+    """Parts are cut along either dimension, in blocks or not."""
+    rows, columns = 4 * data.draw(st.integers(1, 9)), 4 * data.draw(st.integers(1, 9))
+    blocks = data.draw(st.sampled_from([(), (4, rows - 4)] if rows > 4 else [()]))
+    on = data.draw(
+        st.sampled_from([WHOLE, Placement(tp=0, blocks=blocks), Placement(tp=1), Placement(tp=1, blocks=(4,))])
+    )
+    whole = torch.arange(rows * columns) + 1
+
+    def shares(ranks: int, tp: int) -> Shares:
+        part = rows * columns // (tp if on.tp is not None else 1)
+        return Shares(on, (rows, columns), tp, -(-part // (7 * ranks)) * 7)
+
+    wrote, reads = shares(then, tp_then), shares(now, tp)
+    buffers = [torch.zeros(wrote.size, dtype=torch.int64) for _ in range(then * tp_then)]
+    for rank, buffer in enumerate(buffers):
+        for at, there, count in wrote.held(rank):
+            buffer[at : at + count] = whole[there : there + count]
+    for rank in range(now * tp):
+        mesh = Mesh(tp=Axis("tp", tp, rank % tp))
+        part = on.cut(whole.view(rows, columns), mesh).flatten()[rank // tp * reads.size :][: reads.size]
+        read = [
+            buffers[source][begin : begin + n]
+            for _, there, count in reads.held(rank)
+            for source, begin, n in wrote.find(there, count)
+        ]
+        assert torch.equal(torch.cat([whole[:0], *read]), part)
 
 
 def calls(ranks: int, name: str) -> Counter[str]:
@@ -88,12 +115,12 @@ def test_each_rank_has_its_shard_and_the_model_keeps_its_own(make_model) -> None
     before = [p.clone() for p in model.parameters()]
     flats = [flat_parameters(model, World(rank, 3).mesh) for rank in range(3)]
     whole = FlatParameters(make_model(torch.bfloat16)).data
-    assert all(torch.equal(flat.data, flat.layout.cut(whole, rank)) for rank, flat in enumerate(flats))
+    assert all(torch.equal(flat.data, cut(flat.layout, whole, rank)) for rank, flat in enumerate(flats))
     assert all(map(torch.equal, before, model.parameters()))
     assert all(flat.data.numel() < whole.numel() / 2 for flat in flats)
     for flat in flats:
         flat.data.zero_()
         flat.fill(flat.data, [whole])
-        assert torch.equal(flat.data, flat.layout.cut(whole, flat.rank))
+        assert torch.equal(flat.data, cut(flat.layout, whole, flat.rank))
     with pytest.raises(ValueError, match=r"expected shape \[\d+\], found \[5\]"):
         flats[0].fill(flats[0].data, [torch.zeros(5)] * 3)

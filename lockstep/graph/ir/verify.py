@@ -9,6 +9,7 @@ from torch import Tensor, fx
 
 from ..torch_private import trace as torch_trace
 from .captured import Captured, GraphError, is_backward, module_of, op_name, origins, written
+from .rank_words import RankWords, communicates
 from .values import TensorValue, tensors_in
 
 MAX_PROBLEMS = 8
@@ -27,19 +28,14 @@ OURS = {
 }
 _ATTENTION = "aten._scaled_dot_product"
 
-# What adds floats of several ranks in an order that their number decides, and what must not follow from such a sum.
-ADDS_RANKS = frozenset(
-    f"_c10d_functional.{name}"
-    for name in (
-        *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
-        *("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
-    )
-)
+# What must not follow from floats that are added across ranks: their order is one of the number of ranks.
 DECIDES = {
     "lockstep.token_logprobs": "log-probabilities follow",
     "lockstep.route": "a choice of experts follows",
     **dict.fromkeys(("lockstep.sample", "lockstep.sample_logits"), "a sampled token follows"),
+    "lockstep.decode_advance": "what a token is recorded with follows",
 }
+COMPARED = "logprob_C", "model_logprob_C", "route_C"  # outputs that are held to the generator's, bit by bit
 
 # Our operators (`namespace.name`) whose GPU path waits for the device, and why: CUDA graphs with them are refused.
 NOT_GRAPH_SAFE: dict[str, str] = {}
@@ -122,13 +118,18 @@ def _numerics(captured: Captured) -> Iterator[str]:
 
 def _sums_of_ranks(captured: Captured) -> Iterator[str]:
     """Nothing that is compared bit by bit, and no key or value, follows from floats added across ranks."""
-    specs, lies_in = dict(captured.placeholders()), origins(captured.graph)
+    if not any(map(communicates, captured.graph.nodes)):
+        return
+    specs, lies_in, words = dict(captured.placeholders()), origins(captured.graph), RankWords(captured)
     sums: dict[fx.Node, fx.Node] = {}  # what follows from one, and memory that holds such: the sum
-    for node in captured.graph.nodes if any(op_name(n) in ADDS_RANKS for n in captured.graph.nodes) else ():
-        floats = any(t.dtype.is_floating_point for n in node.all_input_nodes for t in tensors_in(captured.value(n)))
-        read = (sums.get(n) or next((sums[o] for o in lies_in[n] if o in sums), None) for n in node.all_input_nodes)
-        found = node if op_name(node) in ADDS_RANKS and floats else next(filter(None, read), None)
-        if found is None:
+
+    def sum_in(node: fx.Node) -> fx.Node | None:
+        return sums.get(node) or next((sums[o] for o in lies_in[node] if o in sums), None)
+
+    for node in captured.graph.nodes:
+        adds = words.adds(node)
+        found = next(filter(None, map(sum_in, node.all_input_nodes)), node if adds else None)
+        if found is None or node.op == "output":
             continue
         sums[node] = found
         touched = [origin for argument in written(node) for origin in lies_in[argument]]
@@ -136,7 +137,15 @@ def _sums_of_ranks(captured: Captured) -> Iterator[str]:
         cached = [specs[o] for o in touched if o in specs and specs[o].role == "kv"]
         why = DECIDES.get(op_name(node)) or (f"{cached[0]} is written" if cached else "")
         if why and not is_backward(node):
-            yield f"{_where(found)} adds floats of several ranks, and {why} from it in {_where(node)}; gather words"
+            yield _added(found, f"{why} from it in {_where(node)}")
+    returned = zip(captured.outputs, captured.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
+    for name, value in returned:
+        if name in COMPARED and (found := sum_in(value)):
+            yield _added(found, f"output {name!r} follows from it")
+
+
+def _added(found: fx.Node, what: str) -> str:
+    return f"{_where(found)} adds floats of several ranks, and {what}; gather finished words, and lay them side by side"
 
 
 def _writes(captured: Captured) -> Iterator[str]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.distributed.push.operator import push_columns
 from lockstep.graph import GraphError, GraphLauncher, Inputs, backward, capture, verify
 
 TABLE = torch.randn(4, 4)  # a module's global: no closure gives it away
@@ -69,14 +70,84 @@ def test_a_planted_fault_is_named(body, message: str) -> None:
         verify(captured(body, writes={"grad"}))
 
 
-def added_over_ranks(x: Tensor) -> Tensor:
-    collectives = torch.ops._c10d_functional
-    return collectives.wait_tensor(collectives.all_reduce(x, "sum", "@tp"))
+COLLECTIVES = torch.ops._c10d_functional
 
 
-def words_over_ranks(x: Tensor) -> Tensor:
-    collectives = torch.ops._c10d_functional
-    return collectives.wait_tensor(collectives.all_gather_into_tensor(x, 2, "@tp"))[:4]
+def gathered(x: Tensor) -> Tensor:
+    """Of two ranks, [2, *x.shape], by rank."""
+    return COLLECTIVES.wait_tensor(COLLECTIVES.all_gather_into_tensor(x[None] * 2, 2, "@tp"))
+
+
+def exchanged(x: Tensor) -> Tensor:
+    return COLLECTIVES.wait_tensor(COLLECTIVES.all_to_all_single((x * 2).flatten(), [8, 8], [8, 8], "@tp")).view(2, 8)
+
+
+def columns(x: Tensor) -> Tensor:
+    return torch.cat(gathered(x[:, ::2]).unbind(), dim=1)
+
+
+def pushed(x: Tensor) -> Tensor:
+    return push_columns(x * 2, 2, "@tp", False)
+
+
+def pieces(x: Tensor) -> list[Tensor]:
+    return [piece.flatten(1) for piece in x.unflatten(1, (2, 4)).split(2, dim=2)]
+
+
+def in_turn(x: Tensor) -> Tensor:
+    first, second = gathered(x)
+    return first + second
+
+
+def in_memory(x: Tensor) -> Tensor:
+    total = torch.zeros_like(x)
+    for part in gathered(x):
+        total.add_(part)
+    return total
+
+
+def products(x: Tensor) -> Tensor:
+    first, second = gathered(x).unbind()
+    return ops.linear_add(first, torch.ones_like(x), second)
+
+
+# Floats added across ranks, each [4, 4] of a rank's partial sums of this shape.
+ADDED = {
+    "all_reduce": lambda x: COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(x, "sum", "@tp")),
+    "sum": lambda x: gathered(x).sum(0),
+    "mean_": lambda x: gathered(x).transpose(0, 2).mean(2).t().contiguous(),  # another dimension
+    "cumsum": lambda x: gathered(x).cumsum(0)[1],
+    "add": in_turn,
+    "add_": in_memory,
+    "linear_add": products,
+    "sum of columns": lambda x: columns(x).view(4, 2, 2).sum(1).repeat(1, 2),
+    "sum of what was pushed": lambda x: pushed(x).view(4, 2, 4).sum(1),
+    "sum in another order": lambda x: (
+        gathered(x).permute(1, 2, 0).reshape(4, 8).view(4, 2, 4).sum(2, True).expand(4, 2, 2).reshape(4, 4)
+    ),
+    "add to its own": lambda x: x * 2 + gathered(x)[0],
+    "add to all": lambda x: (gathered(x) + x * 2)[0],
+    "add the other way": lambda x: gathered(x)[0] + gathered(x).flip(0)[0],
+    "sum of what was exchanged": lambda x: exchanged(x).sum(0).repeat(2).view(4, 4),
+    "add what was exchanged": lambda x: (x * 2) + exchanged(x).view(4, 4),
+    "float": lambda x: gathered(x.int()).float().sum(0),
+    "bits": lambda x: gathered(x.view(torch.int32)).view(torch.float32).sum(0),
+    "einsum": lambda x: gathered(x).permute(1, 2, 0).logsumexp(2),
+}
+# What may be read: nothing is added, or what has one result in any order.
+WORDS = {
+    "side by side": columns,
+    "added to the stream": lambda x: columns(x) + columns(x) * 2 + x,
+    "by rows": lambda x: gathered(x).flatten(0, 1)[:4],
+    "to their owners": lambda x: torch.cat(exchanged(x).view(2, 4, 2).unbind(), dim=1),
+    "in another order": lambda x: gathered(x).flip(0).flatten(0, 1)[:4],
+    "pieces of what was pushed": lambda x: ops.linear_add(*pieces(pushed(x)), x),
+    "sums of what each rank has": lambda x: pushed(x).view(4, 2, 2, 2).sum(3).flatten(1),
+    "the largest": lambda x: gathered(x).amax(0),
+    "whole numbers": lambda x: gathered(x.int()).sum(0).float(),
+    "weights": lambda x: COLLECTIVES.wait_tensor(COLLECTIVES.all_gather_into_tensor(x, 2, "@tp")).view(2, 4, 4).sum(0),
+    "one rank's": lambda x: gathered(x)[1] * 2 + gathered(x * 3)[1],
+}
 
 
 def log_probabilities(t: Inputs, x: Tensor) -> dict[str, Tensor]:
@@ -97,19 +168,34 @@ def scores(t: Inputs, x: Tensor) -> dict[str, Tensor]:
     return {"y": ops.route(in_memory, None, ops.RouteSettings(2, False, 1, 1, True, 1.0))[0]}
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (log_probabilities, r"log-probabilities follow from it in node token_logprobs"),
-        (keys, r"kv 'k' is written from it in node copy_"),
-        (scores, r"a choice of experts follows from it in node route"),
-    ],
-)
-def test_a_float_added_across_ranks_decides_nothing(body, message: str) -> None:
-    with pytest.raises(GraphError, match=rf"node all_reduce.* adds floats of several ranks, and {message}"):
-        verify(captured(lambda t: body(t, added_over_ranks(t.user["x"])), writes={"kv"}))
-    verify(captured(lambda t: body(t, words_over_ranks(t.user["x"])), writes={"kv"}))  # what moves may be read
-    verify(captured(lambda t: {"y": added_over_ranks(t.user["x"])} | body(t, t.user["x"]), writes={"kv"}))
+FOLLOWS = {
+    "log-probabilities follow from it in node token_logprobs": log_probabilities,
+    "kv 'k' is written from it in node copy_": keys,
+    "a choice of experts follows from it in node route": scores,
+    "output 'logprob_C' follows from it": lambda t, x: {"logprob_C": x * 2},
+}
+
+
+@pytest.mark.parametrize("message", FOLLOWS)
+def test_a_float_added_across_ranks_decides_nothing(message: str) -> None:
+    body = FOLLOWS[message]
+    for name in ("all_reduce", "sum"):
+        added = ADDED[name]
+        with pytest.raises(GraphError, match=rf"node {name}.* adds floats of several ranks, and {message}"):
+            verify(captured(lambda t, b=body, f=added: b(t, f(t.user["x"])), writes={"kv"}))
+    verify(captured(lambda t: body(t, columns(t.user["x"])), writes={"kv"}))  # what moves may be read
+    verify(captured(lambda t: {"y": added(t.user["x"])} | body(t, t.user["x"]), writes={"kv"}))
+
+
+@pytest.mark.parametrize("added", ADDED)
+def test_words_of_ranks_that_are_added_to_one_another_are_found(added: str) -> None:
+    with pytest.raises(GraphError, match="adds floats of several ranks, and a choice of experts follows from it"):
+        verify(captured(lambda t, f=ADDED[added]: scores(t, f(t.user["x"]))))
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_words_of_ranks_that_only_move_are_no_sum(words: str) -> None:
+    verify(captured(lambda t, f=WORDS[words]: scores(t, f(t.user["x"]))))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,322 @@
+"""Which floats of a graph were added across ranks: by a collective that adds, or after they were gathered.
+
+Words of several ranks that lie along a dimension may be laid out, chosen from, and summed over by our own operators,
+which read them as the whole that one rank has. Added to one another by anything else they are a sum that was cut where
+the number of ranks says. What is not known to keep them apart counts as a sum.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ..torch_private.collectives import GATHER, GATHER_MANY, WAIT
+from .captured import Captured, op_name, origins, written
+from .values import TensorValue, tensors_in
+
+COLLECTIVES = "_c10d_functional."
+PUSH = "lockstep.push_columns"  # a gather of columns, or an exchange whose rows come with all columns
+_REDUCES = frozenset(
+    COLLECTIVES + name
+    for name in (
+        *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+        *("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
+    )
+)
+_SAME = {"aten.detach", "aten.alias", "aten.clone", "aten._to_copy", "aten.contiguous", "aten.constant_pad_nd", WAIT}
+_VIEWS = {"aten.view", "aten._unsafe_view", "aten.reshape", "aten.unsqueeze", "aten.squeeze", "aten.expand"}
+_TURNS = {"aten.t", "aten.transpose", "aten.permute"}
+_TAKES = {"aten.select", "aten.slice", "aten.index_select"}
+_SPLITS = {"aten.unbind", "aten.split", "aten.split_with_sizes", "aten.chunk"}
+_JOINS = {"aten.cat", "aten.stack"}
+_LAID_OUT = _SAME | _VIEWS | _TURNS | _TAKES | _SPLITS | _JOINS | {GATHER, GATHER_MANY, "getitem"}
+_FILLED = {f"aten.{name}_like" for name in ("zeros", "ones", "empty", "full")} | {"aten.new_zeros", "aten.new_empty"}
+_ADDS = {"add", "sub", "rsub", "addcmul", "addcdiv", "lerp", "logaddexp", "logaddexp2", "hypot"}  # element by element
+_SUMS = {"sum", "nansum", "mean", "prod", "cumsum", "cumprod", "logsumexp", "logcumsumexp", "_softmax", "_log_softmax"}
+_CHOOSES = {"amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "sort", "topk"}
+_MOVES = {"index", "gather", "flip", "roll", "repeat", "repeat_interleave", "diagonal", "embedding"}  # to any place
+_COPIES = {"copy", "fill", "zero", "index_copy", "where", "masked_fill"}
+
+Part = tuple[str, Hashable]
+
+
+class _Along(NamedTuple):
+    """That words of a group's ranks may lie along a dimension; all of a rank's one after another, if `by_rank`."""
+
+    group: str
+    by_rank: bool = False
+
+
+Dims = tuple[frozenset[_Along], ...]
+
+
+class _Words(NamedTuple):
+    """Words of several ranks in a tensor.
+
+    Attributes:
+        dims: of each dimension, whose words lie along it.
+        parts: a group and a part of it, where it has words of that part alone; or of all in another order.
+    """
+
+    dims: Dims
+    parts: frozenset[Part] = frozenset()
+
+    @property
+    def groups(self) -> frozenset[str]:
+        along = {along.group for dim in self.dims for along in dim}
+        return frozenset(along | {group for group, _ in self.parts})
+
+
+def communicates(node: fx.Node) -> bool:
+    """Whether a call brings words of other ranks."""
+    return op_name(node).startswith(COLLECTIVES) or op_name(node) == PUSH
+
+
+class RankWords:
+    """The words of several ranks in each result of a graph, node by node."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._captured, self._lies_in = captured, origins(captured.graph)
+        self._words: dict[fx.Node, _Words] = {}
+        self._computed: set[fx.Node] = set()  # the others are inputs and constants, or are laid out from such
+        self._memory: dict[fx.Node, frozenset[str]] = {}  # of what was written into an allocation
+        self._ranks: dict[str, int] = {}  # of each group
+
+    def adds(self, node: fx.Node) -> bool:
+        """Follow the next node; whether it adds floats of several ranks."""
+        if node.op != "call_function" or not tensors_in(self._captured.value(node)):
+            return False  # sizes are no words
+        name = op_name(node)
+        read = node.all_input_nodes[: 1 if name in _TAKES else None]
+        if name not in _FILLED and (any(map(self._is_computed, read)) or (read and name not in _LAID_OUT)):
+            self._computed.add(node)
+        found, adds = self._followed(node, name)
+        if found is not None and found.groups:
+            self._words[node] = found
+        for origin in (o for argument in written(node) for o in self._lies_in[argument]):
+            groups = frozenset().union(*(w.groups for n in node.all_input_nodes if (w := self._of(n))))
+            self._memory[origin] = self._memory.get(origin, frozenset()) | groups
+            self._computed.add(origin)
+        return adds and self._is_float(node)
+
+    def _followed(self, node: fx.Node, name: str) -> tuple[_Words | None, bool]:
+        """What a call's result has, and whether it adds words of several ranks."""
+        if name in _REDUCES:
+            return None, True
+        if communicates(node) and name != WAIT:
+            return self._communicated(node, name), False
+        given = [n for n in node.all_input_nodes if self._of(n)]
+        if node.target is operator.getitem:
+            return self._item(node), False
+        if not given or name in _FILLED | _SPLITS:  # of what was split each item is looked at
+            return None, False
+        first, old, new = self._of(given[0]), self._shape(given[0]), self._shape(node)
+        assert first is not None
+        if name in _SAME:
+            return first, False
+        if name in _VIEWS:
+            return _Words(_reshaped(first.dims, old, new, self._ranks), first.parts), False
+        if name in _TURNS:
+            return _Words(tuple(first.dims[i] for i in _turned(node, len(old))), first.parts), False
+        if name in _TAKES:
+            return self._taken(node, name, first), False
+        if name in _JOINS:
+            return self._joined(node, name), False
+        kind = name.removeprefix("aten.").rstrip("_")
+        if kind in _SUMS | _CHOOSES:
+            over = _reduced(node, len(old))
+            dims = [d for i, d in enumerate(first.dims) if i not in over]
+            kept = first.dims if len(old) == len(new) else tuple(dims)
+            return _Words(kept, first.parts), kind in _SUMS and any(first.dims[i] for i in over)
+        if not name.startswith("aten."):
+            return self._own(node, given, new), self._mixes(node)
+        if kind in _ADDS or kind in _COPIES or torch.Tag.pointwise in node.target.tags:  # type: ignore[union-attr]
+            return self._aligned(given, len(new)), kind in _ADDS and (self._mixes(node) or self._broadcasts(node))
+        return self._spread(given, len(new), node), kind not in _MOVES
+
+    def _communicated(self, node: fx.Node, name: str) -> _Words | None:
+        """What comes from other ranks; weights and other inputs, which nothing computed, are no part of a sum."""
+        source, count = node.all_input_nodes[0], node.args[1] if len(node.args) > 1 else None
+        group = str(node.args[2] if name == PUSH else node.args[-1])
+        self._ranks[group] = len(count) if isinstance(count, (list, tuple)) else count  # type: ignore[assignment]
+        if name == GATHER_MANY or not self._is_computed(source):
+            return None
+        if name == PUSH:
+            return _Words((frozenset(), frozenset({_Along(group, True)})))
+        own = self._gathered(source, group)
+        return own if name == GATHER else _Words(own.dims, own.parts | {(group, node.name)})
+
+    def _gathered(self, source: fx.Node, group: str) -> _Words:
+        """All ranks' of this tensor, along its first dimension."""
+        own = self._of(source) or _nothing(self._shape(source))
+        first = frozenset(_Along(along.group) for along in own.dims[0]) | {_Along(group, True)}
+        return _Words((first, *own.dims[1:]), own.parts)
+
+    def _item(self, node: fx.Node) -> _Words | None:
+        source, number = node.args
+        assert isinstance(source, fx.Node) and isinstance(number, int)
+        name = op_name(source)
+        if name == GATHER_MANY:
+            shards: Any = source.args[0]
+            return self._gathered(shards[number], str(source.args[2])) if self._is_computed(shards[number]) else None
+        given = [n for n in source.all_input_nodes if self._of(n)]
+        if not given:
+            return None
+        if name in _SPLITS:
+            whole = self._of(given[0])
+            assert whole is not None
+            dim = _argument(source, "dim", 1 if name == "aten.unbind" else 2, 0)
+            return _part(whole, dim % len(whole.dims), number, name == "aten.unbind")
+        return self._own(source, given, self._shape(node))
+
+    def _taken(self, node: fx.Node, name: str, whole: _Words) -> _Words:
+        """A part of what lies along a dimension. A rank's own part, chosen by its place, is no other rank's."""
+        dim = _argument(node, "dim", 1, 0) % len(whole.dims)
+        place: Any = node.args[2:]
+        if name == "aten.index_select" and isinstance(index := place[0], fx.Node):
+            if index.op == "placeholder":
+                groups = {along.group for along in whole.dims[dim]}
+                kept = tuple(frozenset(along for along in dim if along.group not in groups) for dim in whole.dims)
+                return _Words(kept, frozenset(part for part in whole.parts if part[0] not in groups))
+            return _part(whole, dim, index.name, False)
+        if self._shape(node) == self._shape(node.all_input_nodes[0]):
+            return whole
+        return _part(whole, dim, place[0] if name == "aten.select" else str(place), name == "aten.select")
+
+    def _joined(self, node: fx.Node, name: str) -> _Words:
+        """Parts in their order are the whole again."""
+        pieces, new, none = node.args[0], self._shape(node), frozenset[_Along]()
+        assert isinstance(pieces, (list, tuple))
+        dim = _argument(node, "dim", 1, 0) % len(new)
+        found = [self._of(piece) or _nothing(self._shape(piece)) for piece in pieces]  # type: ignore[arg-type]
+        if name == "aten.stack":
+            found = [_Words((*words.dims[:dim], none, *words.dims[dim:]), words.parts) for words in found]
+        common = frozenset[Part].intersection(*(words.parts for words in found))
+        apart = [sorted(words.parts - common, key=_place) for words in found]
+        dims = [none.union(*(words.dims[i] for words in found)) for i in range(len(new))]
+        groups = {group for parts in apart for group, _ in parts}
+        places = [[_place(part) for part in parts] for parts in apart]
+        in_order = places == sorted(places)
+        dims[dim] |= {_Along(group, in_order and not dims[dim]) for group in groups}
+        again = () if in_order else ((group, str(places)) for group in groups)
+        return _Words(tuple(dims), common | frozenset(again))
+
+    def _own(self, node: fx.Node, given: Sequence[fx.Node], new: Sequence[Any]) -> _Words | None:
+        """Of an operator of ours, or of a user's: it sums over whole rows, and keeps them apart."""
+        rows = next((n for n in node.all_input_nodes if self._is_float(n)), given[0])
+        parts = frozenset().union(*(w.parts for n in given if (w := self._of(n))))
+        along, old = self._of(rows), self._shape(rows)
+        kept = along.dims[0] if along and old and new and old[0] == new[0] else frozenset()
+        return _Words((kept, *_nothing(new[1:]).dims) if new else (), parts)
+
+    def _aligned(self, given: Sequence[fx.Node], count: int) -> _Words:
+        """Element by element, with dimensions counted from the last."""
+        found = [w for n in given if (w := self._of(n))]
+        padded = [((frozenset(),) * (count - len(w.dims)) + w.dims)[-count:] if count else () for w in found]
+        dims = tuple(frozenset().union(*(d[i] for d in padded)) for i in range(count))
+        return _Words(dims, frozenset().union(*(w.parts for w in found)))
+
+    def _spread(self, given: Sequence[fx.Node], count: int, node: fx.Node) -> _Words:
+        """Of a call that may have put any words anywhere."""
+        groups = frozenset[str]().union(*(w.groups for n in given if (w := self._of(n))))
+        return _Words((_anywhere(groups),) * count, frozenset((group, node.name) for group in groups))
+
+    def _mixes(self, node: fx.Node) -> bool:
+        """Whether computed operands are of different parts."""
+        parts = [w.parts if (w := self._of(n)) else frozenset() for n in self._operands(node)]
+        return any(found != parts[0] for found in parts)
+
+    def _broadcasts(self, node: fx.Node) -> bool:
+        """Whether an operand of one element meets words of several ranks along a dimension."""
+        shapes = [self._shape(n) for n in self._operands(node)]
+        for n in self._operands(node):
+            dims = w.dims if (w := self._of(n)) else ()
+            tagged = [len(dims) - i for i, groups in enumerate(dims) if groups and self._shape(n)[i] != 1]
+            if any(len(s) < back or s[-back] == 1 for back in tagged for s in shapes if s):
+                return True
+        return False
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if self._is_computed(n) and self._is_float(n)]
+
+    def _of(self, node: Any) -> _Words | None:
+        if not isinstance(node, fx.Node):
+            return None
+        found, shape = self._words.get(node), self._shape(node)
+        stored = frozenset().union(*(self._memory.get(o, ()) for o in self._lies_in[node]))
+        if not stored:
+            return found
+        dims = found.dims if found else _nothing(shape).dims
+        return _Words(tuple(d | _anywhere(stored) for d in dims), found.parts if found else frozenset())
+
+    def _is_computed(self, node: fx.Node) -> bool:
+        return node in self._computed or not self._computed.isdisjoint(self._lies_in[node])
+
+    def _is_float(self, node: fx.Node) -> bool:
+        return any(t.dtype.is_floating_point for t in tensors_in(self._captured.value(node)))
+
+    def _shape(self, node: fx.Node) -> tuple[int | str, ...]:
+        value = self._captured.value(node)
+        return value.shape if isinstance(value, TensorValue) else ()
+
+
+def _nothing(shape: Sequence[Any]) -> _Words:
+    return _Words((frozenset(),) * len(shape))
+
+
+def _part(whole: _Words, dim: int, key: Hashable, drops: bool) -> _Words:
+    """Of what lies along a dimension, without it where it `drops`."""
+    dims = (*whole.dims[:dim], *whole.dims[dim + 1 :]) if drops else whole.dims
+    return _Words(dims, whole.parts | {(along.group, key) for along in whole.dims[dim]})
+
+
+def _place(part: Part) -> tuple[str, int, str]:
+    group, key = part
+    return group, key if isinstance(key, int) else -1, str(key)
+
+
+def _anywhere(groups: Iterable[str]) -> frozenset[_Along]:
+    return frozenset(map(_Along, groups))
+
+
+def _reshaped(dims: Dims, old: Sequence[int | str], new: Sequence[int | str], ranks: Mapping[str, int]) -> Dims:
+    """Dimensions of the same size at the beginning and the end stay; those in between may have what any of them has."""
+    most = min(len(old), len(new))
+    first = next((i for i in range(most) if old[i] != new[i]), most)
+    last = next((i for i in range(most - first) if old[-1 - i] != new[-1 - i]), most - first)
+    before, sizes = dims[first : len(old) - last], new[first : len(new) - last]
+    groups = {along.group for dim in before for along in dim}
+    between = [_anywhere(groups)] * len(sizes)
+    if before and sizes and not any(before[1:]) and all(along.by_rank for along in before[0]):
+        if len(sizes) == 1:
+            between = [before[0]]
+        elif all(ranks.get(group) == sizes[0] for group in groups):  # the ranks, and what each of them has
+            between = [before[0], *[frozenset[_Along]()] * (len(sizes) - 1)]
+    return (*dims[:first], *between, *dims[len(old) - last :])
+
+
+def _turned(node: fx.Node, count: int) -> list[int]:
+    """Which dimension each one of the result was."""
+    order = list(range(count))
+    if op_name(node) == "aten.permute":
+        return [dim % count for dim in _argument(node, "dims", 1, order)]
+    a, b = (_argument(node, name, i, i - 1) % count for i, name in enumerate(("dim0", "dim1"), 1))
+    order[a], order[b] = b, a
+    return order
+
+
+def _reduced(node: fx.Node, count: int) -> set[int]:
+    """The dimensions that a call goes over."""
+    given = _argument(node, "dim", 1, None)
+    given = [given] if isinstance(given, int) and not isinstance(given, bool) else given
+    dims = given if isinstance(given, (list, tuple)) and given else range(count)
+    return {dim % count for dim in dims}
+
+
+def _argument(node: fx.Node, name: str, place: int, default: Any) -> Any:
+    """A call's argument, by name or place."""
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)
