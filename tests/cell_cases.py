@@ -67,11 +67,11 @@ def on_a_rank(folder: Path, saved_by: int) -> dict[str, list[str]]:
     for kind in KINDS:
         trainer = trainer_of(kind, world)
         found[kind] = steps(trainer, [0])
-        own, alike = trainer.local_state()
+        own, alike, numbers = trainer.local_state()
         parts = world.gather(own)
         if world.first:
             state = {name: [part[name] for part in parts] for name in own} | alike
-            torch.save((state, {"weights_version": trainer.weights_version}), folder / f"{kind}.{world.size}")
+            torch.save((state, numbers), folder / f"{kind}.{world.size}")
         found[kind] += steps(trainer, [1])
         if saved_by:
             other = trainer_of(kind, world)

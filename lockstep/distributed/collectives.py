@@ -50,14 +50,12 @@ def exchange(x: Tensor, size: int, axis: Axis) -> Tensor:
 
 def exchange_in_cells(x: Tensor, size: int, mesh: Mesh) -> Tensor:
     """What the ranks of this one's cell have of the parts, cut as `exchange` cuts along `fsdp`, of those that have its
-    place in each cell: [ranks of a cell, cells * size], by the rank it comes from.
-
-    The sum of its rows has a row for each cell, to be exchanged along the cells: less leaves a cell than if every rank
-    sent its own.
+    place in each cell: [ranks of a cell, cells * size], by the rank it comes from. The sum of the rows is to be
+    exchanged along the cells: one row leaves a cell in place of one of each rank's.
     """
-    cell, cells = mesh.cells
-    parts = _padded(x, size * mesh.fsdp.size).view(cells.size, cell.size, size).transpose(0, 1)
-    return exchange(parts, cells.size * size, cell)
+    lanes, cells = mesh.cells
+    parts = _padded(x, size * mesh.fsdp.size).view(cells.size, lanes.size, size).transpose(0, 1)
+    return exchange(parts, cells.size * size, lanes)
 
 
 def gather_columns(pieces: Sequence[Tensor], axis: Axis) -> Sequence[Tensor]:

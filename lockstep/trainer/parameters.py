@@ -335,15 +335,15 @@ class ShardedParameters(FlatParameters):
             with _serving(name), graph.backward():
                 if placements[name].tp is None and self.mesh.tp.size > 1:
                     grad = sum_of_all(grad, self.mesh.tp)
-                self._fold(total, grad)
+                self._add_all(total, grad)
 
-    def _fold(self, total: Tensor, grad: Tensor) -> None:
-        """All ranks' `grad` added to this rank's part of it; where cells are several ranks each, first within these."""
-        axis, cell = self.axis, self.cell
+    def _add_all(self, total: Tensor, grad: Tensor) -> None:
+        """Add all ranks' gradient to this rank's part; that of a cell of `lanes` before it leaves them."""
+        axis, cell, size = self.axis, self.cell, total.numel()
         if 1 < cell == self.mesh.lanes:
-            grad = ops.sum_rows(distributed.exchange_in_cells(grad, total.numel(), self.mesh))
-            axis, cell = self.mesh.cells[1], 0
-        ops.fold_rows(total, distributed.exchange(grad, total.numel(), axis), cell)
+            grad, cell = ops.sum_rows(distributed.exchange_in_cells(grad, size, self.mesh)), 0
+            axis = self.mesh.cells[1]
+        ops.fold_rows(total, distributed.exchange(grad, size, axis), cell)
 
     def summed_words(self, words: Tensor) -> Tensor:
         for axis in self.mesh.axes:
