@@ -138,6 +138,11 @@ class Trajectory:
         return [segment for segment in self.segments if segment.sampled]
 
     @property
+    def length(self) -> int:
+        """How many tokens were sampled."""
+        return sum(len(segment.token_ids) for segment in self.segments if segment.sampled)
+
+    @property
     def token_ids(self) -> list[int]:
         """All sampled tokens; so with the other values of sampled tokens."""
         return [token for segment in self.segments if segment.sampled for token in segment.token_ids]
@@ -210,7 +215,7 @@ class RolloutGroup:
     """The samples of one prompt, which all begin with it.
 
     `prompt` is the text or messages, `columns` the data row's other columns. `replaced`: dynamic sampling took another
-    prompt's in its place.
+    prompt's in its place. `sampled_by`: the rank that has all of it, where others may lack some; None: all ranks do.
     """
 
     rollouts: list[Trajectory]
@@ -219,6 +224,7 @@ class RolloutGroup:
     prompt: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
     replaced: bool = False
+    sampled_by: int | None = field(default=None, compare=False)
 
     @property
     def prompt_ids(self) -> list[int]:

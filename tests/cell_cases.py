@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from processes import PATIENCE
 from small import FAMILIES, make_model, train_groups
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
@@ -63,7 +64,7 @@ def on_a_rank(folder: Path, saved_by: int) -> dict[str, list[str]]:
     """Two steps of each kind, between which a state is left in the folder; then the second from the state that as many
     ranks as `saved_by` have left, if any have. Then a step in small cells, of graphs, and what these exchange."""
     torch.set_num_threads(1)
-    world, found = join(ParallelConfig(timeout=100, batch_shards=SHARDS, cell=SMALL_CELL), "cpu"), {}
+    world, found = join(ParallelConfig(timeout=PATIENCE, batch_shards=SHARDS, cell=SMALL_CELL), "cpu"), {}
     for kind in KINDS:
         trainer = trainer_of(kind, world)
         found[kind] = steps(trainer, [0])

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -57,6 +57,7 @@ class World:
     pushes: bool = False
     lanes: int = 1
     together: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    _bound: set[str] = field(default_factory=set, repr=False, compare=False)  # names of groups
     _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
     _tellers: list[Callable[[str], str]] = field(default_factory=list, repr=False, compare=False)
 
@@ -81,8 +82,7 @@ class World:
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
         """Those that graphs have collectives along."""
-        cells = self.mesh.cells if self.lanes > 1 else ()
-        return *self.mesh.axes, *cells, *(axis for axis in (self.generator.tp,) if axis.size > 1)
+        return *self.mesh.in_graphs, *(axis for axis in (self.generator.tp,) if axis.size > 1)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -107,21 +107,19 @@ class World:
             dist.all_gather_object(values, value)
         return values
 
-    def share(self, make: Callable[[], T]) -> list[T]:
-        """What `make` returns on each rank, by rank, on every rank. What it raises on any is raised on all."""
+    def share(self, make: Callable[[], T], outline: Callable[[T], T] = lambda value: value) -> list[T]:
+        """What `make` returns on each rank, by rank, on every rank; of other ranks' what `outline` makes of it there.
+        What it raises on any is raised on all."""
         if self.size == 1:
             return [make()]
-        value, error = None, None
-        try:
-            value = make()
-        except Exception as caught:
-            error = caught
-        outcomes = self.gather((value, None if error is None else _portable(error)))
+        value, error = _outcome(make)
+        outcomes = self.gather((None if value is None else outline(value), _portable(error)))
         failed = [rank for rank, (_, found) in enumerate(outcomes) if found is not None]
         if failed:
             raised = error if failed[0] == self.rank and error is not None else outcomes[failed[0]][1]
             assert raised is not None
             raise elsewhere(raised, self.rank)
+        outcomes[self.rank] = value, None
         return [found for found, _ in outcomes]  # type: ignore[misc]
 
     def each(self, make: Callable[[], T]) -> T:
@@ -131,8 +129,51 @@ class World:
         return here[0]
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, or raises there, on every rank; the others do not call it."""
-        return self.share(lambda: make() if self.first else None)[0]  # type: ignore[return-value]
+        """What `make` returns on rank 0, or raises there, on every rank; the others do not call it.
+
+        It is broadcast, so a rank receives it once, however many there are.
+        """
+        if self.size == 1:
+            return make()
+        value, error = _outcome(make) if self.first else (None, None)
+        box: list[Any] = [(value, _portable(error))]
+        with self.peers():
+            dist.broadcast_object_list(box, 0)
+        if not self.first:
+            value, error = box[0]
+        if error is not None:
+            raise elsewhere(error, self.rank)
+        return value  # type: ignore[return-value]
+
+    def transfer(
+        self, out: Mapping[int, bytearray], sizes: Mapping[int, int], tag: int = 0
+    ) -> Callable[[], dict[int, memoryview]]:
+        """Begin to send each of some ranks its bytes, and to receive so many of others. What it returns waits for both,
+        and gives what came, by rank.
+
+        Args:
+            tag: others than transfers have that go on at the same time.
+
+        Raises:
+            PeerLost: when waited for; a rank is gone, or late by more than the timeout.
+        """
+        came = {rank: bytearray(size) for rank, size in sizes.items()}
+        with self.peers():
+            works: list[Any] = [dist.irecv(_tensor(data), rank, tag=tag) for rank, data in came.items() if data]
+            works += [dist.isend(_tensor(data), rank, tag=tag) for rank, data in out.items() if data]
+
+        def wait() -> dict[int, memoryview]:
+            with self.peers():
+                for work in works:
+                    work.wait()
+            return {rank: memoryview(data) for rank, data in came.items()}
+
+        return wait
+
+    def trains(self, shard: int) -> range:
+        """The ranks that train on a shard of a step."""
+        first = shard % self.mesh.fsdp.size * self.tp
+        return range(first, first + self.tp)
 
     def made_once(self, make: Callable[[], T], dumps: Callable[[T], bytes], loads: Callable[[bytes], T]) -> T:
         """What `make` returns on rank 0, or raises there, and on every other rank what `loads` makes of its bytes."""
@@ -306,10 +347,21 @@ class World:
             self._forget_groups()
             dist.destroy_process_group()
 
+    def bind(self, axis: Axis, group: dist.ProcessGroup) -> None:
+        """From now on graphs' collectives along `axis` are those of `group`."""
+        torch_private.name_group(axis.group, group)
+        self._bound.add(axis.group)
+
+    def unbind(self, name: str) -> None:
+        """Undo `bind`, where it was called."""
+        if name in self._bound:
+            self._bound.remove(name)
+            forget_memory(name)
+            torch_private.forget_group(name)
+
     def _forget_groups(self) -> None:
-        for axis in self.axes:
-            forget_memory(axis.group)
-            torch_private.forget_group(axis.group)
+        for name in list(self._bound):
+            self.unbind(name)
 
 
 ONE = World()
@@ -321,7 +373,19 @@ def elsewhere(error: Exception, rank: int) -> Exception:
     return error
 
 
-def _portable(error: Exception) -> Exception:
+def _tensor(data: bytearray) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What it returns, or raises."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
+
+
+def _portable(error: Exception | None) -> Exception | None:
     """An exception that can be sent: itself, or what it says."""
     import pickle
 

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..distributed import ONE, World
 from ..errors import InputError, LockstepError
@@ -16,7 +17,8 @@ from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams
 from .base import Problem, draw
 from .environment import Environment, SingleTurn
 from .episodes import Asked, Episode, Failures, Limits, Play, Round, Sampler
-from .led import follow, leading
+from .ranks.led import follow, leading
+from .ranks.rollouts import outline
 from .rewards.calls import Logged
 from .rewards.reward_set import RewardSet, Scoring
 from .tokens import Tokens
@@ -38,6 +40,10 @@ class Collected(NamedTuple):
     groups: list[RolloutGroup]
     without_reward: list[RolloutGroup]
     counts: dict[str, float]
+
+    def outline(self) -> Collected:
+        """What ranks need of one another's."""
+        return Collected(list(map(outline, self.groups)), list(map(outline, self.without_reward)), self.counts)
 
 
 @dataclass(frozen=True)
@@ -63,15 +69,19 @@ class Collector:
         self, problems: Problems, sampling: SamplingParams, domain: int, step: int, required: bool = True
     ) -> Collected:
         """Sample `sampling.n` completions of each (group, problem) and score them. Ranks that generate together take
-        their share of the problems, which the first of them plays; every rank has all groups in the end. A group with a
-        completion that no reward applies to is kept apart, and so are samples whose environment failed.
+        their share of the problems, which the first of them plays; every rank has all groups in the end, of other
+        ranks' an `outline`. A group with a completion that no reward applies to is kept apart, and so are samples whose
+        environment failed.
 
         Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, when no group
         has a reward and one is `required`, and whatever scoring refuses.
         """
         where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
         own = self.world.generator.fsdp.own(problems)
-        found = self.world.share(lambda: self._of(own, sampling, domain, step, where))
+        found = self.world.share(lambda: self._of(own, sampling, domain, step, where), Collected.outline)
+        for rank, of_rank in enumerate(found):
+            for group in of_rank.groups + of_rank.without_reward:
+                group.sampled_by = rank
         groups = sorted((group for of_rank in found for group in of_rank.groups), key=attrgetter("group"))
         without = sorted((group for of_rank in found for group in of_rank.without_reward), key=attrgetter("group"))
         counts: Counter[str] = Counter()
@@ -93,14 +103,20 @@ class Collector:
             return nothing
         asked = [self._asked(*item, domain, step, where) for item in problems]
         samples = len(problems) * sampling.n if self.limits.turns == 1 else None
-        identity = SampleIdentity(self.seed, domain, step, 0)
+        about = Scoring(
+            f"{where}, groups {asked[0].group} to {asked[-1].group}",
+            step=step if domain == TRAIN_DOMAIN else 0,
+            tell=self.timings.tell,
+        )
         with ExitStack() as stack:
             with leading(self.world, self.sampler, samples) as sampler:
-                by = Round(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings)
+                ended = partial(self._begin_scoring, {a.group: a.problem for a in asked}, sampling.n, about)
+                by = Round(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings, ended)
+                stack.callback(self.rewards.abandon)
                 play = (self.environment.plays or Play)(by)
                 stack.callback(play.close)
-                played = play.run(asked, sampling, identity)
-            return self._played(played, play.sampled_tokens, asked, sampling, identity, where)
+                played = play.run(asked, sampling, SampleIdentity(self.seed, domain, step, 0))
+            return self._played(played, play.sampled_tokens, asked, sampling, about, where)
 
     def _played(
         self,
@@ -108,27 +124,20 @@ class Collector:
         sampled_tokens: int,
         asked: list[Asked],
         sampling: SamplingParams,
-        identity: SampleIdentity,
+        about: Scoring,
         where: str,
     ) -> Collected:
         """What was played, scored."""
         groups: list[RolloutGroup] = []
         failed: list[RolloutGroup] = []
         for a, episodes in zip(asked, played, strict=True):
-            well = [episode for episode in episodes if episode.end is not None]
-            if len(well) < min(2, sampling.n):  # one alone has nothing to be compared with
-                well = []
+            well = _well(episodes, sampling.n)
             for into, some in (groups, well), (failed, [episode for episode in episodes if episode not in well]):
                 if rollouts := [e.trajectory for e in some if e.trajectory is not None]:
                     into.append(RolloutGroup(rollouts, sampling, a.group, some[0].prompt, a.problem.columns))
-        kept = sum(len(r.token_ids) for group in groups + failed for r in group.rollouts)
+        kept = sum(r.length for group in groups + failed for r in group.rollouts)
         if kept != sampled_tokens:  # they would not all be compared
             raise LockstepError(f"{where}: {sampled_tokens} tokens were sampled, and trajectories have {kept}")
-        about = Scoring(
-            f"{where}, groups {asked[0].group} to {asked[-1].group}",
-            step=identity.step if identity.domain == TRAIN_DOMAIN else 0,
-            tell=self.timings.tell,
-        )
         if self.needs_rewards and not self.rewards.rewards and any(not r.rewards for g in groups for r in g.rollouts):
             raise InputError(
                 f"{where}: the environment ended with End(), which leaves the reward to reward functions, and there "
@@ -140,6 +149,18 @@ class Collector:
         counts = scored.counts | ({"environment/errors": len(failed_in)} if failed_in else {})
         counts |= {f"environment/{name}/errors": failed_in.count(name) for name in failed_in if name}
         return Collected(scored.groups, scored.without_reward + failed, counts)
+
+    def _begin_scoring(
+        self, problems: Mapping[int, Problem], samples: int, about: Scoring, episodes: list[Episode]
+    ) -> None:
+        """Have what came of a prompt scored while others are played, where other processes do so."""
+        if not self.rewards.in_workers:
+            return
+        group, others = episodes[0].group, problems.values()
+        own = problems[group].columns.items()
+        columns = {name: value for name, value in own if all(name in other.columns for other in others)}
+        rows = [(columns, episode) for episode in _well(episodes, samples) if _for_functions(episode)]
+        self.rewards.begin(*_arguments(rows), about._replace(groups=[group]))
 
     def _asked(self, group: int, problem: Problem, domain: int, step: int, where: str) -> Asked:
         where = f"{where} group {group}" + (f" ({problem.origin})" if problem.origin else "")
@@ -155,24 +176,40 @@ class Collector:
         )
 
 
+def _well(episodes: Sequence[Episode], samples: int) -> list[Episode]:
+    """Of a prompt's so many samples those that ended; one alone of several has nothing to be compared with."""
+    well = [episode for episode in episodes if episode.end is not None]
+    return well if len(well) >= min(2, samples) else []
+
+
+def _for_functions(episode: Episode) -> bool:
+    """Whether its environment left its reward to functions, or some of it."""
+    end = episode.end
+    return end is not None and (end.functions or end.reward in (None, {}))
+
+
+def _arguments(rows: Sequence[tuple[dict[str, Any], Episode]]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """What functions are given of episodes, each with its data row's columns: prompts, completions, their tokens, and
+    columns."""
+    ended = [(columns, e, e.end, e.trajectory) for columns, e in rows if e.end is not None and e.trajectory is not None]
+    return (
+        [episode.prompt for _, episode, _, _ in ended],
+        [end.completion or trajectory.text for _, _, end, trajectory in ended],
+        [trajectory.token_ids for *_, trajectory in ended],
+        [{**columns, **end.columns} for columns, _, end, _ in ended],
+    )
+
+
 def _score(
     groups: list[RolloutGroup], rewards: RewardSet, played: Sequence[Episode], asked: Sequence[Asked], about: Scoring
 ) -> Collected:
     """Fill in the `rewards` and `reward` of every rollout whose environment left them to functions, or some of them."""
     of = {id(episode.trajectory): episode for episode in played}
-    ends = {number: episode.end for number, episode in of.items() if episode.end is not None}  # so in all groups
     all_rows = [(group, rollout) for group in groups for rollout in group.rollouts]
-    rows = [
-        (group, rollout)
-        for group, rollout in all_rows
-        if ends[id(rollout)].functions or ends[id(rollout)].reward in (None, {})
-    ]
+    rows = [(group, rollout) for group, rollout in all_rows if _for_functions(of[id(rollout)])]
     numbers, origins = [group.group for group, _ in rows], {a.group: a.problem.origin for a in asked}
     scores = rewards.score(
-        [of[id(rollout)].prompt for _, rollout in rows],
-        [ends[id(rollout)].completion or rollout.text for _, rollout in rows],
-        [rollout.token_ids for _, rollout in rows],
-        [{**group.columns, **ends[id(rollout)].columns} for group, rollout in rows],
+        *_arguments([(group.columns, of[id(rollout)]) for group, rollout in rows]),
         about._replace(
             origins=[origins[number] for number in numbers],
             groups=numbers,

@@ -35,7 +35,7 @@ def estimate(
     values = _values(trainer, batches) if trainer.algorithm.has_critic else None
     if values is not None:
         rollouts = [rollout for rollout in rollouts if rollout.name in values]
-    said = [values[r.name] if values is not None else [0.0] * len(r.token_ids) for r in rollouts]
+    said = [values[r.name] if values is not None else [0.0] * r.length for r in rollouts]
     rewards = [token_rewards(r, config.beta, kl.get(r.name)) for r in rollouts]
     advantages, returns = trainer.algorithm.estimate(config, rewards, said)
     by_name = {r.name: found for r, *found in zip(rollouts, advantages, returns, strict=True)}
@@ -64,7 +64,7 @@ def _values(trainer: Trainer, batches: Sequence[PackedBatch]) -> dict[str, list[
 def token_rewards(rollout: Trajectory, beta: float, kl: Sequence[float] | None) -> list[float]:
     """The reward of each sampled token: that of a turn with its last, what else the rollout has with the last of all,
     less `beta` times each one's KL estimate."""
-    found = [-beta * estimate for estimate in kl] if kl else [0.0] * len(rollout.token_ids)
+    found = [-beta * estimate for estimate in kl] if kl else [0.0] * rollout.length
     *earlier, _ = rollout.turns
     given = [math.fsum((turn.rewards or {}).values()) for turn in earlier]
     for end, reward in zip(accumulate(len(turn.token_ids) for turn in earlier), given, strict=True):
@@ -96,7 +96,7 @@ def _variance(values: list[float]) -> float:
 
 def _of_part(sequence: Trajectory, by_name: Mapping[str, Sequence[float]]) -> Sequence[float]:
     """Of the values of each trajectory's sampled tokens, those of what a micro-batch has of one; zeros of another."""
-    count, begin = len(sequence.token_ids), sequence.part_from or 0
+    count, begin = sequence.length, sequence.part_from or 0
     return by_name[sequence.name][begin : begin + count] if sequence.name in by_name else [0.0] * count
 
 
@@ -104,4 +104,4 @@ def add_values(found: dict[str, list[float]], values: list[float], batch: Packed
     """Add a batch's values a completion token to those of each sequence by its name: of several parts in order."""
     rest = iter(values)
     for sequence in batch.sequences:
-        found.setdefault(sequence.name, []).extend(islice(rest, len(sequence.token_ids)))
+        found.setdefault(sequence.name, []).extend(islice(rest, sequence.length))

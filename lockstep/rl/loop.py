@@ -1,7 +1,8 @@
 """The algorithm: sample, score, advantage, pack, forward_backward, optim_step. The generator sees new weights at once.
 
 `Loop.step` is the page to read; the rest of the file serves it. On several ranks each generates, scores and trains its
-share of a step; in between every rank has all groups, so what is decided on them is decided alike everywhere.
+share of a step; in between every rank has an outline of all groups, so what is decided on them is decided alike
+everywhere.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..algorithms.policy_terms import KL_ESTIMATORS
 from ..config import RunConfig
 from ..environments import Collector, Failures, Limits, worked_trajectories
 from ..environments.collect import Collected
+from ..environments.ranks.rollouts import Holders
 from ..errors import LockstepError
 from ..session.build import TrainingSession
 from ..session.certificate import Certificate
@@ -34,6 +36,7 @@ from ..types import (
     Trajectory,
 )
 from .critic import add_values, estimate
+from .dealing import dealt
 from .dynamic_sampling import collect_with_signal
 from .step_checks import require_finite, verify
 from .step_metrics import reward_metrics, step_metrics
@@ -67,10 +70,11 @@ class Loop:
             *how, self.failures, run.timings, run.world, needs_rewards=config.loss.needs_rewards
         ).collect
         self._most_sampled = min(task.turns * config.sampling.max_completion_length, config.max_response_length)
+        self._holders = Holders(self.world)  # of the latest step's groups
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
 
     def step(self, step: int) -> tuple[dict[str, Any], list[RolloutGroup]]:
-        """One step: returns its metrics and its rollouts, the same on every rank.
+        """One step: returns its metrics, the same on every rank, and its rollouts, which the first rank has whole.
 
         Raises:
             ParityError: strict parity, and a log-probability or a choice of experts differs; the weights are unchanged.
@@ -82,9 +86,9 @@ class Loop:
         with timings.measured("step", on_device=True, step=step):  # to the end of what was launched in it
             with timings.measured("generate", on_device=True):
                 groups, without_reward, counts = self._collect(step)
-            generated = groups + without_reward
+            generated, self._holders = groups + without_reward, Holders(self.world)
             self._latest = (generated, None)
-            tokens = sum(len(r.token_ids) for g in generated for r in g.rollouts)
+            tokens = sum(r.length for g in generated for r in g.rollouts)
             sampled = 0 if config.parity == "off" else tokens  # those that are to be compared
             kl: dict[str, list[float]] = {}
             if self.algorithm.kl_in_reward:
@@ -94,6 +98,7 @@ class Loop:
                 self._advantages(groups, kl)
             with timings.measured("pack"):
                 batches, checks = self._pack(groups, without_reward)
+                arrived = self._holders.bring_to_first(generated)
             critic: dict[str, Any] = {}
             if self.algorithm.of_tokens:
                 with self.world.deadline(f"the critic in step {step + 1}"), timings.measured("critic", on_device=True):
@@ -105,6 +110,7 @@ class Loop:
                         trainer.check(batch)
                 results = self._updates(batches, learning_rate(config.optimizer, step, config.steps), sampled)
                 result = results[0] if results else trainer.finish_check(sampled)
+            arrived()
             self._latest = (generated, result)
             verify(config.parity, self.certificate, step, result, sampled)
             for i, later in enumerate(results[1:]):
@@ -154,7 +160,7 @@ class Loop:
         loss = self.config.loss
         for group in groups:
             for r in group.rollouts:
-                r.reward += self.algorithm.penalty(loss, len(r.token_ids), self._most_sampled)
+                r.reward += self.algorithm.penalty(loss, r.length, self._most_sampled)
         rewards = [[r.reward - loss.beta * math.fsum(kl.get(r.name, ())) for r in group.rollouts] for group in groups]
         for group, advantages in zip(groups, self.algorithm.advantages(loss, rewards), strict=True):
             for r, advantage in zip(group.rollouts, advantages, strict=True):
@@ -196,7 +202,7 @@ class Loop:
         has a weight of 1 over what is trained on."""
         rollouts = [r for g in groups for r in g.rollouts]
         kept = [r for r in rollouts if self._counts(r)]
-        lengths = [len(r.token_ids) for r in kept]
+        lengths = [r.length for r in kept]
         weights = self.algorithm.weights(lengths, len(rollouts), self._most_sampled)
         return {id(r): w for r, w in zip(kept, weights, strict=True)}
 
@@ -207,14 +213,12 @@ class Loop:
             r.loss_weight = weights.get(id(r), 0.0)
         t, check = self.config.trainer, self.config.parity != "off"
         how = Packing(t.max_tokens_per_micro_batch, t.mode, True, self.run.shapes, self._whole_sequences)
-        return self._packed([g.group for g in groups], groups, how, check)
+        return self._packed(groups, how, check)
 
-    def _packed(
-        self, numbers: Sequence[int], groups: Sequence[RolloutGroup], how: Packing, check_parity: bool
-    ) -> list[PackedBatch]:
-        """This rank's micro-batches, as many as every other's, of groups that their numbers deal into shards."""
-        count = len(self.shards)
-        shards = [[g for n, g in zip(numbers, groups, strict=True) if n % count == shard] for shard in self.shards]
+    def _packed(self, groups: Sequence[RolloutGroup], how: Packing, check_parity: bool) -> list[PackedBatch]:
+        """This rank's micro-batches, as many as every other's, of groups that are dealt to shards."""
+        shards = dealt(groups, len(self.shards), self.config.parallel.balance_batch)
+        self._holders.bring((g, self.world.trains(shard)) for shard, of in enumerate(shards) for g in of)
         packed = pack_shards(shards, self.own_shards, how, check_parity)
         for i, batch in enumerate(packed):  # the first of every own shard, then the second of each
             complete(batch, self.algorithm)
@@ -268,13 +272,13 @@ class Loop:
         problems = [self.run.task.warmup_problem(step, i) for i in range(t.warmup_batch_size)]
         encode = policy.tokens, policy.encode_completion
         examples = worked_trajectories(self.run.environment, problems, *encode, self.limits)
-        lengths = [len(example.token_ids) for example in examples]
+        lengths = [example.length for example in examples]
         weights = supervised(self.config.loss).weights(lengths, len(examples), 0)
         for example, weight in zip(examples, weights, strict=True):
             example.loss_weight = weight
-        groups = [RolloutGroup([example], SamplingParams()) for example in examples]
+        groups = [RolloutGroup([example], SamplingParams(), i) for i, example in enumerate(examples)]
         with self.world.deadline(f"warm-up step {step + 1}"):
-            for batch in self._packed(range(len(groups)), groups, Packing(t.max_tokens_per_micro_batch), False):
+            for batch in self._packed(groups, Packing(t.max_tokens_per_micro_batch), False):
                 trainer.forward_backward(batch, loss_type=SUPERVISED)
             result = trainer.optim_step(t.warmup_learning_rate * (1 - step / t.warmup_steps), sampled=0)
         self._latest = (self._latest[0], result)

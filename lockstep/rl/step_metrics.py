@@ -29,16 +29,23 @@ def step_metrics(
     """The metrics of a step that every run has, by name; the same on every rank.
 
     Args:
-        groups: of all ranks. batches: of this one. spans: of its step.
+        groups: of all ranks, whole on the first. batches: of this one. spans: of its step.
         version: of the weights that the step was sampled from.
     """
-    rollouts = [r for g in groups for r in g.rollouts]
-    turns = [r.turns for r in rollouts]
     spent = {"sync": 0.0} | totals(spans)  # in one process the generator reads the trainer's weights
     seconds = {f"time/{name}": value for name, value in spent.items() if name in _TIMED}
+    measured = _of_all_ranks(run, batches, seconds)
+    return run.world.from_first(lambda: _of_the_step(run, groups, result, version, measured))
+
+
+def _of_the_step(
+    run: TrainingSession, groups: list[RolloutGroup], result: StepResult, version: int, measured: dict[str, Any]
+) -> dict[str, Any]:
+    """The metrics, from whole rollouts."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    turns = [r.turns for r in rollouts]
     several = {r.environment for r in rollouts} - {""}
     zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
-    measured = _of_all_ranks(run, batches, seconds)
     tokens = sum(len(s.token_ids) for r in rollouts for s in r.segments)
     return {
         **reward_metrics(groups),

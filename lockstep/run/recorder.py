@@ -211,6 +211,8 @@ class Recorder:
             ) from error
         if loaded.state["warmup"] is not None:
             self.summary["warmup"] = loaded.state["warmup"]
+        if loaded.state.get("parallel") is not None:
+            self.summary.setdefault("parallel", loaded.state["parallel"])
         self.summary["resumed_from_step"] = loaded.step
         return loaded.step
 
@@ -258,6 +260,7 @@ class Recorder:
             "prompts_used": loop.prompts_used,
             "validations": self.validations,
             "warmup": self.summary.get("warmup"),
+            "parallel": self.summary.get("parallel"),
             "numerics": self._numerics_of(loop),
             "inputs": self.inputs,
             "seconds": {name: self.summary[name] for name in ("startup_s", "warmup_s") if name in self.summary}

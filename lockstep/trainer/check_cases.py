@@ -183,8 +183,8 @@ def _fill_cells(inputs: graph.Inputs) -> None:
 
 
 def _clear(inputs: graph.Inputs) -> None:
-    for tensor in inputs.buffer.values():
-        tensor.zero_()
+    for name in inputs.param:
+        inputs.buffer[name].zero_()
 
 
 def _waves(target: Tensor, scale: float) -> None:

@@ -63,7 +63,7 @@ def mismatches(checked: Checked) -> list[Mismatch]:
     """Name the first differing tokens, in packed order. Reads from the device, but only after a difference."""
     found: list[Mismatch] = []
     for batch, scored in checked:
-        starts = [0, *accumulate(len(s.token_ids) for s in batch.sequences)]
+        starts = [0, *accumulate(s.length for s in batch.sequences)]
         compared = [
             ("sampled", scored["logprob_C"], batch.old_logprob_C),
             ("model", scored["model_logprob_C"], batch.old_model_logprob_C),

@@ -71,19 +71,19 @@ def pack_shards(
     different shards have as many micro-batches, of the same shapes, which do not depend on who owns what.
 
     Args:
-        shards: all of the step's. own: which to return batches of.
+        shards: all of the step's. own: which to return batches of; of the others' groups lengths are read alone.
     """
     drafts = [_drafts(groups, how) for groups in shards]
     packed_tokens = sum(draft.used for of_shard in drafts for draft in of_shard)
     batches = []
     for i in range(max(map(len, drafts))):
-        one_each = [of_shard[i] if i < len(of_shard) else _nothing() for of_shard in drafts]
-        needed = BatchShape(*map(max, zip(*(draft.needed() for draft in one_each), strict=True)))
+        one_each = [of_shard[i] if i < len(of_shard) else _Draft() for of_shard in drafts]
+        needed = BatchShape(*map(max, zip(*(draft.needed for draft in one_each), strict=True)))
         shape = fit(needed, how.shapes, how.max_tokens)
         for shard in own:
-            batch = one_each[shard].batch(shape, check_parity, packed_tokens)
-            if not batch.sequences:
-                _make_like(batch, next(draft for draft in one_each if draft.sequences))
+            batch = one_each[shard].batch(how, shape, check_parity, packed_tokens)
+            if not one_each[shard].parts:
+                _make_like(batch, next(draft for draft in one_each if draft.parts))
             batches.append(batch)
     return batches
 
@@ -98,24 +98,17 @@ def _drafts(groups: list[RolloutGroup], how: Packing) -> list[_Draft]:
             group = _split(group, _Most(limit, most))
         needed = [_tokens_needed(trajectory, how.max_tokens) for trajectory in group.rollouts]
         for part, tokens in _parts(group, needed, _Most(limit, most), per_sample, how.share_prefix):
-            full = bool(drafts) and most is not None and len(drafts[-1].segments) + _segments(part.rollouts) > most
-            if not drafts or per_sample or full or len(drafts[-1].tokens) + tokens > limit:
+            full = bool(drafts) and most is not None and drafts[-1].needed.segments + _segments(part.rollouts) > most
+            if not drafts or per_sample or full or drafts[-1].used + tokens > limit:
                 drafts.append(_Draft())
             drafts[-1].add(part, how.share_prefix)
     return drafts
 
 
-def _nothing() -> _Draft:
-    """A micro-batch of one token and no response."""
-    draft = _Draft()
-    draft.add_prompt(Segment([0]))
-    return draft
-
-
 def _make_like(batch: PackedBatch, other: _Draft) -> None:
     """Let a batch without responses be scored in the same way as one with some."""
-    batch.truncated = other.truncated
-    if batch.check_parity and other.sequences[0].route_digests is not None:
+    batch.truncated = any(part.sampling.truncated for part in other.parts)
+    if batch.check_parity and other.parts[0].rollouts[0].turns[0].route_digests is not None:
         batch.old_route_C = torch.zeros(len(batch.targets_C), dtype=torch.int32)
         batch.old_route_T = torch.full((len(batch.tokens_T),), -1, dtype=torch.int32)
 
@@ -173,7 +166,7 @@ def _cut(trajectory: Trajectory, most: _Most) -> list[Trajectory]:
         (prompt, *rest), *others = branches  # of a part nothing before the prompt is known
         segments = [replace(prompt, anew=False), *rest, *(segment for branch in others for segment in branch)]
         cut.append(replace(trajectory, segments=segments, part_from=before))
-        before += len(cut[-1].token_ids)
+        before += cut[-1].length
     return cut
 
 
@@ -235,32 +228,60 @@ def _check_lengths(name: str, segment: Segment) -> None:
 
 
 class _Draft:
-    """A micro-batch in the making: token lists grow by whole segments, the rest is kept a segment or trajectory."""
+    """A micro-batch in the making, whose sizes lengths tell; `batch` lays its rows out: token lists grow by whole
+    segments, the rest is kept a segment or trajectory.
+
+    Attributes:
+        parts: what it is made of, each of one prompt; without any it has one token, and no response.
+        needed: its sizes without padding.
+    """
 
     def __init__(self) -> None:
+        self.parts: list[RolloutGroup] = []
+        self.needed = BatchShape(1, 0, 1, 1)
         self.tokens: list[int] = []
         self.positions: list[int] = []
-        self.longest = 0  # positions of a segment, its prefix included
         self.segments: list[tuple[int, int, int]] = []  # end row, prefix start, prefix length
         self.routes: list[int] = []  # a token: the digest of a given one's, where it is known; otherwise -1
         self.logit_rows: list[int] = []
         self.sequences: list[Trajectory] = []
         self.sampling: list[SamplingParams] = []
-        self.truncated = False
 
-    def add(self, group: RolloutGroup, share_prefix: bool) -> None:
+    def add(self, part: RolloutGroup, share_prefix: bool) -> None:
         """Add a part of one prompt."""
-        start, prompt = len(self.tokens), group.rollouts[0].prompt
-        self.truncated = self.truncated or group.sampling.truncated
+        first = part.rollouts[0].segments[0]
+        sizes = [(len(first.token_ids), 0)] if share_prefix else []  # of segments: rows, and those before them
+        for trajectory in part.rollouts:
+            for prompt, *response in trajectory.branches:
+                given, own = len(prompt.token_ids), sum(len(segment.token_ids) for segment in response)
+                own -= bool(own)  # the last predicts nothing
+                sizes.append((own, given) if share_prefix and prompt is trajectory.segments[0] else (given + own, 0))
+        before = self.needed if self.parts else BatchShape(0, 0, 0, 0)
+        self.needed = BatchShape(
+            before.tokens + sum(rows for rows, _ in sizes),
+            before.completion_tokens + sum(trajectory.length for trajectory in part.rollouts),
+            before.segments + len(sizes),
+            max(before.max_len, *map(sum, sizes)),
+        )
+        self.parts.append(part)
+
+    @property
+    def used(self) -> int:
+        """Its tokens, none if it has no response."""
+        return self.needed.tokens if self.parts else 0
+
+    def _lay_out(self, part: RolloutGroup, share_prefix: bool) -> None:
+        """Add the rows of a part."""
+        start, prompt = len(self.tokens), part.rollouts[0].prompt
         if share_prefix:
-            self.add_prompt(prompt)
-        for trajectory in group.rollouts:
+            self._segment(prompt.token_ids, _given_routes(prompt), 0, 0)
+        for trajectory in part.rollouts:
             first, *others = trajectory.branches
             self._add_branch(first, start if share_prefix else None)
             for branch in others:
                 self._add_branch(branch, None)
             self.sequences.append(trajectory)
-            self.sampling.append(group.sampling)
+            self.sampling.append(part.sampling)
 
     def _add_branch(self, branch: list[Segment], shared: int | None) -> None:
         """Add a prompt with its response; or that alone, where the prompt stands from row `shared` on."""
@@ -275,10 +296,6 @@ class _Draft:
             self._segment(prompt.token_ids + own, _given_routes(prompt) + routes, 0, 0)
         self._predict(response, start + len(prompt.token_ids) - 1, row)
 
-    def add_prompt(self, prompt: Segment) -> None:
-        """Add given tokens that what follows may share."""
-        self._segment(prompt.token_ids, _given_routes(prompt), 0, 0)
-
     def _predict(self, response: list[Segment], first: int, row: int) -> None:
         """Have the sampled tokens predicted: the response's first token by row `first`, the others by `row` and on."""
         rows, at = [first, *range(row, len(self.tokens))], 0
@@ -291,22 +308,16 @@ class _Draft:
     def _segment(self, token_ids: list[int], routes: list[int], prefix_start: int, prefix_len: int) -> None:
         self.tokens.extend(token_ids)
         self.routes.extend(routes)
-        length = prefix_len + len(token_ids)
-        self.positions.extend(range(prefix_len, length))
-        self.longest = max(self.longest, length)
+        self.positions.extend(range(prefix_len, prefix_len + len(token_ids)))
         self.segments.append((len(self.tokens), prefix_start, prefix_len))
 
-    def needed(self) -> BatchShape:
-        """Its sizes without padding."""
-        return BatchShape(len(self.tokens), len(self.logit_rows), len(self.segments), self.longest)
-
-    @property
-    def used(self) -> int:
-        """Its tokens, none if it has no response."""
-        return len(self.tokens) if self.sequences else 0
-
-    def batch(self, shape: BatchShape, check_parity: bool, packed_tokens: int) -> PackedBatch:
+    def batch(self, how: Packing, shape: BatchShape, check_parity: bool, packed_tokens: int) -> PackedBatch:
         """The micro-batch, padded to `shape`; one of several that have so many tokens together."""
+        for part in self.parts:
+            self._lay_out(part, how.share_prefix)
+        if not self.parts:
+            self._segment([0], [-1], 0, 0)
+        assert (len(self.tokens), len(self.logit_rows), len(self.segments)) == self.needed[:3]
         T, C, S, max_len = shape
         ends, prefix_starts, prefix_lens = zip(*self.segments, strict=True)
         turns = [s.turns for s in self.sequences]
@@ -341,7 +352,7 @@ class _Draft:
             top_p_C=top_p_C,
             min_p_C=min_p_C,
             check_parity=check_parity,
-            truncated=self.truncated,
+            truncated=any(params.truncated for params in self.sampling),
             sequence_C=sequence_C,
             sequences=self.sequences,
             old_route_C=None if routes is None else _column(routes, C, torch.int32),

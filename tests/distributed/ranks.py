@@ -1,5 +1,5 @@
-"""Run by torchrun on two ranks: each check compares what the ranks do together with one process that runs the same
-micro-batches, in every bit. The first rank prints what was found, a JSON object. `ranks.py cuda` does so on two GPUs.
+"""Checks on two ranks: each compares what they do together with one process that runs the same micro-batches, in every
+bit. Under torchrun the first rank prints what was found, a JSON object; `ranks.py cuda` does so on two GPUs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fake_recorder import FakeRecorder
+from processes import PATIENCE
 from small import train_groups
 
 from lockstep import distributed, machine
@@ -36,6 +37,7 @@ from lockstep.config import (
     TrainerConfig,
 )
 from lockstep.distributed import ONE, World, join
+from lockstep.environments.ranks.rollouts import COLUMNS, Holders, outline
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Captured, GraphError, Runtime, check_against_eager, digest
@@ -48,11 +50,11 @@ from lockstep.models.init import initialize
 from lockstep.rl.loop import Loop
 from lockstep.session.build import build, resolve
 from lockstep.trainer import BatchShape, Packing, Trainer, optimizer, pack_shards
-from lockstep.types import PackedBatch, RolloutGroup, SampleIdentity, SamplingParams
+from lockstep.types import PackedBatch, RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
 OPTIMIZER = OptimizerConfig(weight_decay=0.1)
-DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
+DEVICE = torch.device("cuda" if sys.argv[1:] == ["cuda"] else "cpu")
 SIZES = (97, 48, 64, 2, 4, 2, 16) if DEVICE.type == "cpu" else (4096, 512, 1024, 2, 8, 4, 128)
 CONFIG = ModelConfig(*SIZES, rope_theta=1e4, max_position_embeddings=256, family="qwen3")
 MOE = replace(CONFIG, moe=MoEConfig(4, num_experts_per_token=2, intermediate_size=SIZES[2] // 2, router_bias=True))
@@ -84,26 +86,30 @@ def rollout(model: Decoder, step: int, groups: int = 5) -> list[RolloutGroup]:
     return train_groups(prompts, [FILTERED] * groups, found, weight=0.02)
 
 
-def batches(groups: list[RolloutGroup], own: list[int], max_tokens: int = 44) -> list[PackedBatch]:
+SEVERAL = Packing(44)  # of several sizes
+ONE_SIZE = Packing(44, shapes=[BatchShape(44, 32, 16, 44)])  # which a graph is made for once
+
+
+def batches(groups: list[RolloutGroup], own: list[int], packing: Packing = SEVERAL) -> list[PackedBatch]:
     """Of two shards, of several micro-batches each; the second shard has fewer."""
-    packed = pack_shards([groups[::2], groups[1::2]], own, Packing(max_tokens), check_parity=True)
+    packed = pack_shards([groups[::2], groups[1::2]], own, packing, check_parity=True)
     return [batch.to(DEVICE) for batch in packed]
 
 
-def run(trainer: Trainer, world: World, steps: int = 2, max_tokens: int = 44) -> list[Any]:
+def run(trainer: Trainer, world: World, steps: int = 2, packing: Packing = SEVERAL) -> list[Any]:
     """Accumulated gradients and results of some steps, then weights and state, whole."""
     own = [world.rank] if world.size == 2 else [0, 1]
     seen: list[Any] = []
     for step in range(steps):
         groups = rollout(trainer.model, step)
-        for batch in batches(groups, own, max_tokens):
+        for batch in batches(groups, own, packing):
             if trainer.reference is not None:
                 trainer.reference_logprobs(batch)
             if trainer.algorithm.has_critic:
                 trainer.values(batch)
                 batch.return_C.copy_(batch.old_value_C + batch.advantage_C)
             trainer.forward_backward(batch)
-        for batch in batches(groups, own, max_tokens):
+        for batch in batches(groups, own, packing):
             trainer.check(batch)
         seen += [whole(trainer, trainer.flat.grad), trainer.optim_step(1e-2)]
         assert seen[-1].applied and seen[-1].tokens_different == 0, seen[-1]
@@ -183,12 +189,12 @@ def parameter_groups(world: World) -> Any:
     optimizer = replace(
         OPTIMIZER, freeze=("model.layers.0",), lr_scales=("model.norm=3",), weight_decays=("*_proj=0.2",)
     )
-    start, one = decoder(), run(Trainer(decoder(), optimizer, LossConfig()), ONE)
+    start, one = decoder(), run(Trainer(decoder(), optimizer, LossConfig()), ONE, packing=ONE_SIZE)
     recorder = FakeRecorder() if DEVICE.type == "cpu" else None
     config = CompileConfig("step", cudagraph_mode="full")
     runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
     trainer = Trainer(decoder(), optimizer, LossConfig(), world=world, runtime=runtime)
-    unlike = different(run(trainer, world), one)
+    unlike = different(run(trainer, world, packing=ONE_SIZE), one)
     runtime.close()
     now = dict(trainer.model.named_parameters())
     kept = [name for name, parameter in start.named_parameters() if torch.equal(parameter, now[name])]
@@ -210,9 +216,9 @@ def a_teacher(world: World) -> Any:
 def a_critic(world: World) -> Any:
     """Of graphs on the ranks and eager in one process."""
     loss = LossConfig("ppo")
-    one = run(Trainer(decoder(), OPTIMIZER, loss), ONE)
+    one = run(Trainer(decoder(), OPTIMIZER, loss), ONE, packing=ONE_SIZE)
     runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
-    found = run(Trainer(decoder(), OPTIMIZER, loss, world=world, runtime=runtime), world)
+    found = run(Trainer(decoder(), OPTIMIZER, loss, world=world, runtime=runtime), world, packing=ONE_SIZE)
     runtime.close()
     return on_all(world, different(found, one))
 
@@ -232,7 +238,7 @@ def whole_steps(world: World) -> Any:
         config = of_a_run(Path(folder))
         for name, loss in losses.items():
             made = replace(config, loss=loss)
-            both = [stepped(made, others) for others in (ONE, world)]
+            both = [stepped(made, others, world.first) for others in (ONE, world)]
             metrics, replaced = both[0][:2]
             found[name] = on_all(world, [different(*both), sum(map(len, replaced)), metrics[1]["kl"]])
     return found
@@ -260,24 +266,27 @@ def of_a_run(folder: Path) -> RunConfig:
     )
 
 
-def stepped(config: RunConfig, world: World) -> list[Any]:
-    """What two steps found, the groups that were replaced in each, what was sampled, and then the weights."""
+def stepped(config: RunConfig, world: World, whole: bool) -> list[Any]:
+    """What two steps found, the groups that were replaced in each, what was sampled, and then the weights; `whole`: of
+    the groups all, and not only what every rank has."""
     loop = Loop(config, build(resolve(config, world.size), world))
     metrics, replaced, sampled = [], [], []
     for step in range(2):
         found, groups = loop.step(step)
         metrics.append({k: v for k, v in found.items() if k.partition("/")[0] not in ("time", "perf", "memory")})
         metrics[-1].pop("padding_waste")
-        replaced.append([without_waits(group) for group in loop.replaced])
-        sampled.append([without_waits(group) for group in groups])
+        replaced.append([of_group(group, whole) for group in loop.replaced])
+        sampled.append([of_group(group, whole) for group in groups])
     return [metrics, replaced, sampled, *(p.detach().cpu() for p in loop.run.policy.model.parameters())]
 
 
-def without_waits(group: RolloutGroup) -> dict[str, Any]:
-    """All of a group but the seconds that its environment took."""
+def of_group(group: RolloutGroup, whole: bool) -> Any:
+    """All of a group but the seconds that its environment took and the rank that sampled it."""
+    if not whole:
+        return [(r.identity, r.rewards, r.reward, r.advantage, r.length, r.finish_reason) for r in group.rollouts]
     for segment in (segment for rollout in group.rollouts for segment in rollout.segments):
         segment.wait_s = 0.0
-    return asdict(group)
+    return asdict(replace(group, sampled_by=None))
 
 
 @check
@@ -297,7 +306,7 @@ def another_order_of_addition(world: World) -> Any:
 def graphs(world: World) -> Any:
     """Weights read whole, with layers computed again, or gathered: results like eager's, graphs alike on all ranks, and
     what was logged of them; collectives of a micro-batch, and their elements on a rank."""
-    eager = run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, max_tokens=256)
+    eager = run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, packing=Packing(256))
     ways: dict[str, dict[str, Any]] = {
         "stage 2": {"recompute": ("full",)},
         "stage 3": {"cudagraph_mode": "full"},
@@ -309,7 +318,7 @@ def graphs(world: World) -> Any:
         runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
         stage = int(name[-1])
         trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, runtime=runtime, zero_stage=stage)
-        unlike = different(run(trainer, world, max_tokens=256), eager)
+        unlike = different(run(trainer, world, packing=Packing(256)), eager)
         made = {f.name: [digest(g.captured) for g in f.graphs.values()] for f in runtime.programs}
         log = [line for title, lines in runtime.builder.nodes.items() if "forward_backward" in title for line in lines]
         found[name] = {"different": on_all(world, unlike), "digests": on_all(world, made), "log": log}
@@ -423,6 +432,72 @@ def offloaded(world: World) -> Any:
 
 
 @check
+def brought_rollouts(world: World) -> Any:
+    """Groups of two turns and two branches with experts' digests, each sampled by a rank and brought to a rank, and
+    then to the first: whether they are whole where they were brought, and what reading others raises."""
+    whole = [sampled_group(g) for g in range(6)]
+    sampled = world.share(lambda: [g for g in whole if g.sampled_by == world.rank], lambda own: list(map(outline, own)))
+    groups = sorted((group for of_rank in sampled for group in of_rank), key=lambda group: group.group)
+    holders, found = Holders(world), []
+    for _ in range(2):  # the second time nothing travels
+        holders.bring((group, [group.group // 2 % 2]) for group in groups)
+    for group, expected in zip(groups, whole, strict=True):
+        try:
+            here: Any = words_of(group) == words_of(expected)
+        except RuntimeError as error:
+            here = str(error)
+        found.append([world.rank in (group.sampled_by, group.group // 2 % 2), here])
+    holders.bring_to_first(groups)()
+    return on_all(world, [found, [asdict(a) == asdict(b) for a, b in zip(groups, whole, strict=True)]])
+
+
+def words_of(group: RolloutGroup) -> list[Any]:
+    return [list(getattr(s, name) or ()) for r in group.rollouts for s in r.segments for name in COLUMNS]
+
+
+def sampled_group(number: int) -> RolloutGroup:
+    """Of two samples, whose prompt is the same; every word is another."""
+    words = iter(range(1000 * number, 1000 * number + 999))
+
+    def take(count: int) -> list[int]:
+        return [next(words) for _ in range(count)]
+
+    def segment(count: int, sampled: bool, **more: Any) -> Segment:
+        logs = [[-1 / (1 + n) for n in take(count)] for _ in range(2)] if sampled else [None, None]
+        logs = [log and torch.tensor([*log[1:], -math.inf]).tolist() for log in logs]
+        versions = [7] * count if sampled else None
+        return Segment(take(count), sampled, *logs, versions, take(count), f"text {number}", **more)  # type: ignore[arg-type]
+
+    prompt, routes = take(3 + number), take(3 + number)
+    rollouts = [
+        Trajectory(
+            [Segment(list(prompt), route_digests=list(routes)), segment(4, True), segment(2, False, anew=sample == 1)]
+            + [segment(3, True, rewards={"own": 1.0})],
+            identity=SampleIdentity(0, 0, 0, number, sample),
+            extra={"note": number},
+        )
+        for sample in range(2)
+    ]
+    return RolloutGroup(rollouts, FILTERED, number, f"prompt {number}", {"row": number}, sampled_by=number % 2)
+
+
+@check
+def made_once(world: World) -> Any:
+    """Bytes that a rank receives of what the first makes, from collectives of either kind."""
+    from torch.distributed import distributed_c10d as c10d
+
+    received: list[int] = []
+    broadcast, all_gather = c10d.broadcast, c10d.all_gather
+    c10d.broadcast = lambda x, *a, **k: (received.append(x.nbytes), broadcast(x, *a, **k))[1]
+    c10d.all_gather = lambda xs, *a, **k: (received.append(sum(x.nbytes for x in xs)), all_gather(xs, *a, **k))[1]
+    try:
+        found = world.made_once(lambda: b"graph" * 200_000, bytes, bytes)
+    finally:
+        c10d.broadcast, c10d.all_gather = broadcast, all_gather
+    return on_all(world, [found == b"graph" * 200_000, sum(received)])
+
+
+@check
 def agreement(world: World) -> Any:
     """What one rank raises, all raise, and the first reports; ranks that differ are refused by name."""
 
@@ -462,9 +537,10 @@ class Cycle:
         self.itself = self
 
 
-def main() -> None:
+def checked() -> dict[str, Any]:
+    """What each check found, on each rank."""
     machine.own_gpu()
-    world = join(ParallelConfig(timeout=200), DEVICE.type)
+    world = join(ParallelConfig(timeout=PATIENCE), DEVICE.type)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for name, function in CHECKS.items():
@@ -473,15 +549,15 @@ def main() -> None:
         except Exception:
             print(traceback.format_exc(), file=sys.stderr)
             raise
-    if world.first:
-        print(json.dumps(found))
     full = CompileConfig("step", cudagraph_mode="full")
     left = Runtime(full, DEVICE, recorder=Left(), mesh={"fsdp": world.size}, peers=world)
-    gone = weakref.ref(Cycle())
+    gone, first = weakref.ref(Cycle()), world.first
     world.close()
     assert gone() is None
     assert left.recorder is not None and left.recorder.closed  # type: ignore[attr-defined]
+    return found if first else {}
 
 
 if __name__ == "__main__":
-    main()
+    if of_the_first := checked():
+        print(json.dumps(of_the_first))

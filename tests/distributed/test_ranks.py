@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import finished
-
-SCRIPT = Path(__file__).with_name("ranks.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+from processes import on_ranks
+from ranks import checked
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What `ranks.py` found on two ranks."""
-    run = finished([*TORCHRUN, str(SCRIPT)], env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert "terminate called" not in run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return json.loads(json.dumps(on_ranks(2, checked)[0]))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +99,20 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_the_update_on_all(found: di
 
 def test_state_goes_from_two_ranks_to_one_and_back(found: dict[str, Any]) -> None:
     assert found["state_in_one_process"] == [[], []]
+
+
+def test_rollouts_are_whole_where_they_are_read(found: dict[str, Any]) -> None:
+    (first, all_first), (second, all_second) = found["brought_rollouts"]
+    for rank, whole in ((first, 5), (second, 4)):
+        assert [here for here, _ in rank].count(True) == whole
+        for here, same in rank:
+            assert same is True if here else "which another rank has" in same
+    assert all(all_first) and all_second == [False, True] * 3
+
+
+def test_a_rank_receives_once_what_the_first_makes(found: dict[str, Any]) -> None:
+    for same, received in found["made_once"]:
+        assert same and 1_000_000 < received < 1_001_000
 
 
 def test_what_one_rank_raises_all_raise_and_the_first_reports(found: dict[str, Any]) -> None:

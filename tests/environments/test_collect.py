@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from processes import wait_for
 
 from lockstep.environments import Limits, Tokens
 from lockstep.environments.base import Problem
 from lockstep.environments.collect import Collector
+from lockstep.environments.rewards.loading import load_rewards
 from lockstep.environments.rewards.reward_set import Reward, RewardSet
+from lockstep.environments.rewards.workers import RewardWorkers
 from lockstep.environments.tasks.sum_digits import SumDigits
-from lockstep.errors import InputError
+from lockstep.errors import InputError, LockstepError
 from lockstep.types import (
     TRAIN_DOMAIN,
     VALIDATION_DOMAIN,
@@ -180,3 +186,69 @@ def test_no_problems_are_no_groups() -> None:
     groups: list[RolloutGroup]
     groups, _ = run([], ["a", "b"], constant(1.0))
     assert groups == []
+
+
+REWARDS = """
+import time
+from pathlib import Path
+
+def noted(prompts, completions, more=None, **_):
+    with Path(__file__).with_name(prompts[0]).open("a") as file:
+        print(more, file=file)
+    return [len(c) + (more or 0) for c in completions]
+
+def hangs(completions, **_):
+    time.sleep(600)
+"""
+
+
+class OneByOne(Answering):
+    """Finishes a prompt's samples at a time; before another's, the file of the one before must be there."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(["a", "bb"])
+        self.folder, self.finished = folder, list[str]()
+
+    def advance(self) -> list[Any]:
+        for name in self.finished:
+            wait_for((self.folder / name).exists)
+        now = [one for one in self._new if one.request_id == self._new[0].request_id]
+        self._new = self._new[len(now) :]
+        self.finished.append(bytes(now[0].completion.prompt.token_ids).decode())
+        return now
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Callable[[str], RewardSet]]:
+    """What makes rewards that a process of their own computes."""
+    (tmp_path / "own.py").write_text(REWARDS)
+    workers = RewardWorkers(1)
+    yield lambda name: load_rewards([f"{tmp_path / 'own.py'}:{name}"], workers=workers)
+    workers.close()
+
+
+def test_workers_score_what_is_finished_while_others_are_sampled(
+    elsewhere: Callable[[str], RewardSet], tmp_path: Path
+) -> None:
+    """Once, and with the columns that all rows have."""
+    columns = [{"tag": "x", "more": 5}, {"tag": "y"}, {"tag": "z", "more": 7}]
+    problems = [(g, Problem(f"prompt {g}", own)) for g, own in enumerate(columns)]
+    generator = OneByOne(tmp_path)
+    found = Collector(tokens(encode), generator, elsewhere("noted"), 7).collect(problems, SAMPLING, TRAIN_DOMAIN, 3)
+    assert [[r.reward for r in group.rollouts] for group in found.groups] == [[1.0, 2.0]] * 3
+    assert generator.finished == [f"prompt {g}" for g in range(3)]
+    assert [(tmp_path / name).read_text() for name in generator.finished] == ["None\n"] * 3
+
+
+def test_a_call_that_hangs_does_not_hold_up_what_fails_beside_it(elsewhere: Callable[[str], RewardSet]) -> None:
+    class Fails(Answering):
+        def advance(self) -> list[Any]:
+            if len(self._new) < 4:
+                raise LockstepError("the generator fails")
+            return [self._new.pop(0), self._new.pop(0)]
+
+    collector = Collector(tokens(encode), Fails(["a", "b"]), elsewhere("hangs"), 7)
+    began = time.monotonic()
+    with pytest.raises(LockstepError, match="the generator fails"):
+        collector.collect([(0, Problem("p")), (1, Problem("q"))], SAMPLING, TRAIN_DOMAIN, 3)
+    assert time.monotonic() - began < 120

@@ -156,7 +156,8 @@ def test_a_function_without_a_name_cannot_go_there(workers: RewardWorkers) -> No
 
 
 def test_what_cannot_be_sent_is_a_failure(source: Path, workers: RewardWorkers) -> None:
-    (outcome,) = workers.call_all([(f"{source}:length", {"completions": [lambda: None]}, 1)])
+    call = f"{source}:length", {"completions": [lambda: None]}, 1
+    (outcome,) = workers.outcomes([workers.begin(call)])
     assert isinstance(outcome, Failed) and "cannot be sent to its process" in outcome.reason
 
 
@@ -165,7 +166,7 @@ def test_a_worker_does_not_outlive_its_parent(source: Path, tmp_path: Path) -> N
 import os, signal
 from lockstep.environments.rewards.workers import RewardWorkers
 pool = RewardWorkers(1)
-print(int(pool.call_all([({str(source) + ":process"!r}, {{"completions": ["a"]}}, 1)])[0][0]), flush=True)
+print(int(pool.begin(({str(source) + ":process"!r}, {{"completions": ["a"]}}, 1)).result()[0]), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = finished([sys.executable, "-c", code], stderr=subprocess.DEVNULL)

@@ -26,7 +26,8 @@ from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, FlatParameters, Trainer
 from lockstep.trainer.graph_inputs import OPEN_SIZES, statics_of
 from lockstep.trainer.packing import blank_batch
-from lockstep.trainer.parameters import ALIGNMENT, Layout, flat_parameters
+from lockstep.trainer.parameters import ALIGNMENT, Layout
+from lockstep.trainer.tp.gathered import flat_parameters
 from lockstep.types import SamplingParams
 
 SHAPES = st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)

@@ -18,14 +18,14 @@ class ParallelConfig(Section):
     tp: int = between(1, 64, default=1)
     """Neighbouring processes that train on the same micro-batches, each with its part of the heads and of every
     product's output columns. Log-probabilities do not depend on it in any bit; sums in gradients have another order."""
-    generator_tp: int = between(1, 64, default=1)
+    generator_tp: int = between(0, 64, default=1)
     """Neighbouring processes that generate the same samples together, each with its part of the heads and of every
-    product's output columns: a decode step takes less time, and the KV cache less of each one's memory. No bit depends
-    on it."""
+    product's output columns: a decode step takes less time, and the KV cache less of each one's memory. 0 chooses, for
+    a run, from memory, load and measured links. No bit depends on it."""
     zero_stage: Literal[2, 3] | None = None
     """What several processes shard of a micro-batch's work. 2: gradients and the optimizer's state; weights are read
     where they lie whole, as they do for the generator. 3: weights too, which are gathered layer by layer. Left out: 2
-    with `tp` 1, and 3 otherwise. No bit depends on it."""
+    with `tp` and `generator_tp` 1, and 3 otherwise. No bit depends on it."""
     symmetric_memory: bool = False
     """Whether processes that generate together, on GPUs of one host, store their words straight into one another's
     memory, which takes less time than NCCL where there are few. No bit depends on it."""
@@ -35,15 +35,19 @@ class ParallelConfig(Section):
     cell: int = between(1, 1 << 16, default=8)
     """Consecutive shards whose gradients are added up by themselves, before their sums are. Where there are more shards
     than that, bits depend on it."""
+    balance_batch: bool = True
+    """Deal a step's prompts to shards by the tokens of their samples, the longest first, so that shards have about as
+    many; otherwise in turn. Where there are several shards, bits depend on it."""
     timeout: float = between(1, 86400, default=300.0)
     """Seconds a process waits for the others before it ends the run."""
 
     def check(self) -> None:
-        refuse(
-            self.zero_stage == 2 and self.tp > 1,
-            f"parallel.zero_stage is 2 and parallel.tp {self.tp}: processes that share products train on parts of the "
-            "weights, which lie whole nowhere; leave parallel.zero_stage out, or set it to 3",
-        )
+        for name, shared in {"tp": self.tp, "generator_tp": self.generator_tp}.items():
+            refuse(
+                self.zero_stage == 2 and shared > 1,
+                f"parallel.zero_stage is 2 and parallel.{name} {shared}: processes that share products have parts of "
+                "the weights, which lie whole nowhere; leave parallel.zero_stage out, or set it to 3",
+            )
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if self.generator_tp == 1:

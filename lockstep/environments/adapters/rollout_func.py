@@ -131,7 +131,7 @@ class RolloutPlay:
     """One round in place of `Play`: the function is called once, in the caller's thread."""
 
     def __init__(self, by: Round) -> None:
-        self._environment, self.tokens, self._sampler_of, self._limits, _, self._timings = by
+        self._environment, self.tokens, self._sampler_of, self._limits, _, self._timings, _ = by
         self._function: RolloutFunc = by.environment.function  # type: ignore[attr-defined]
         self._sampler: Sampler | None = None
         self.sampled_tokens = 0

@@ -128,6 +128,7 @@ class Round(NamedTuple):
 
     Attributes:
         sampler: makes the generator for the first prompts, of which each is sampled as the parameters say.
+        ended: is given a prompt's episodes once all of them have ended or failed, while others go on.
     """
 
     environment: type[Environment]
@@ -136,3 +137,4 @@ class Round(NamedTuple):
     limits: Limits
     failures: Failures
     timings: Timings
+    ended: Callable[[list[Episode]], None] = lambda episodes: None

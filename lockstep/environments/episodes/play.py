@@ -23,7 +23,7 @@ class Play:
     """One round: the samples of some prompts, from their start to their end."""
 
     def __init__(self, by: Round) -> None:
-        self._environment, self._tokens, self._sampler_of, self._limits, self._failures, self._timings = by
+        self._environment, self._tokens, self._sampler_of, self._limits, self._failures, self._timings, self._ended = by
         self._calls = Calls(by.limits.timeout, by.environment.instant)
         self._sampler: Sampler | None = None
         self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those with the generator
@@ -42,6 +42,7 @@ class Play:
         self._asked, self._sampling, self._identity = {a.group: a for a in asked}, sampling, identity
         samples = range(identity.sample, identity.sample + sampling.n)
         groups = [[self._made(a.group, s) for s in samples] for a in asked]
+        self._of_prompt = {a.group: episodes for a, episodes in zip(asked, groups, strict=True)}
         try:
             for a, episodes in zip(asked, groups, strict=True):
                 for episode in episodes:
@@ -289,7 +290,14 @@ class Play:
         episode.trajectory.environment = episode.environment.variant
         episode.end = end
         self._failures.forget()
+        self._over(episode)
 
     def _fail(self, episode: Episode, failure: Failure) -> None:
         episode.failure = failure
         self._failures.add(self._where(episode), failure)
+        self._over(episode)
+
+    def _over(self, episode: Episode) -> None:
+        episodes = self._of_prompt[episode.group]
+        if all(other.end is not None or other.failure is not None for other in episodes):
+            self._ended(episodes)

@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -65,16 +66,27 @@ class Scoring(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The completions of one call: `arguments` by name, and words for messages."""
+    """The completions of one call: `arguments` by name, and words for messages; `group`: their prompt's, if of one."""
 
     arguments: Arguments
     where: str
     origins: Sequence[str]
+    group: int | None = None
 
     def completion(self, index: int) -> str:
         """Words that name completion `index` of this batch."""
         origin = f" ({self.origins[index]})" if self.origins[index] else ""
         return f"completion {index} of the {self.where}{origin}"
+
+
+class _Begun(NamedTuple):
+    """A call in a worker, and the names of its arguments."""
+
+    names: list[str]
+    outcome: Future[Outcome]
+
+
+_NOT_BEGUN = _Begun([], Future())  # no function goes without arguments
 
 
 class RewardSet:
@@ -87,6 +99,7 @@ class RewardSet:
             whole batch.
 
     Attributes:
+        in_workers: the functions are called in other processes.
         logged: what functions logged while the last batch was scored.
     """
 
@@ -108,7 +121,8 @@ class RewardSet:
                 )
         self.rewards = tuple(rewards)
         self._on_error = on_error
-        self._workers = workers
+        self._workers, self.in_workers = workers, workers is not None
+        self._begun: dict[tuple[str, int | None], _Begun] = {}  # by function and group
         self.logged = Logged(0)
 
     def check_columns(self, columns: Iterable[str]) -> None:
@@ -127,6 +141,36 @@ class RewardSet:
                 getattr(reward.function, "check_row", lambda columns: None)(columns)
             except InputError as error:
                 raise InputError(f"{origin}: reward {reward.name} {error}") from error
+
+    def begin(
+        self,
+        prompts: Sequence[str | list[dict[str, Any]]],
+        completions_text: Sequence[str | list[dict[str, Any]]],
+        completion_ids: Sequence[list[int]],
+        columns_rows: Sequence[dict[str, Any]],
+        about: Scoring,
+    ) -> None:
+        """Have workers call the functions on one prompt's completions, of a batch whose others are to come. `score`
+        takes what came of it, where it would pass the same arguments."""
+        assert self._workers is not None
+        if not prompts:
+            return
+        columns, arguments = _arguments(prompts, completions_text, completion_ids, columns_rows)
+        offered = arguments | {"trainer_state": TrainerState(about.step)}
+        for reward in self.rewards:
+            try:
+                names = accepted(reward.name, reward.function, columns)
+            except InputError:  # which `score` raises, if it is so of all rows
+                continue
+            given = {name: offered.get(name) for name in names}
+            outcome = self._workers.begin((reward.spec or "", given, len(prompts)))
+            self._begun[reward.name, about.groups[0]] = _Begun(names, outcome)
+
+    def abandon(self) -> None:
+        """End what was begun and not scored."""
+        if self._workers is not None:
+            self._workers.abandon([begun.outcome for begun in self._begun.values()])
+        self._begun.clear()
 
     def score(
         self,
@@ -148,14 +192,7 @@ class RewardSet:
             self.logged = Logged(len(prompts))
             return Scores([{} for _ in prompts], [0.0] * len(prompts), {})
         about = about or Scoring()
-        columns = [name for name in columns_rows[0] if all(name in row for row in columns_rows)]
-        arguments: Arguments = {name: [row[name] for row in columns_rows] for name in columns}
-        arguments["prompts"] = list(prompts)
-        arguments["completions"] = [  # in the prompt's form
-            text if isinstance(prompt, str) or not isinstance(text, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, completions_text, strict=True)
-        ]
-        arguments["completion_ids"] = list(completion_ids)
+        columns, arguments = _arguments(prompts, completions_text, completion_ids, columns_rows)
         self.logged = Logged(len(prompts))
         offered = {
             "trainer_state": TrainerState(about.step),
@@ -183,6 +220,7 @@ class RewardSet:
                 {name: values[start:end] for name, values in arguments.items()},
                 f"{end - start} completions" + (f" of {about.where}" if about.where else ""),
                 origins[start:end],
+                groups[start] if self._workers is not None and groups else None,
             )
             for start, end in itertools.pairwise(cuts)
         ]
@@ -205,8 +243,14 @@ class RewardSet:
         counts = [len(batch.origins) for _, batch in calls]
         if self._workers is not None:
             began(range(len(calls)))
-            specs = [reward.spec or "" for reward, _ in calls]  # there is one, as __init__ made sure
-            return self._workers.call_all(list(zip(specs, given, counts, strict=True)))
+            begun, self._begun = self._begun, {}
+            running: list[Future[Outcome]] = []
+            for (reward, batch), arguments, count in zip(calls, given, counts, strict=True):
+                names, outcome = begun.pop((reward.name, batch.group), _NOT_BEGUN)
+                if names != taken[reward.name]:
+                    outcome = self._workers.begin((reward.spec or "", arguments, count))  # as __init__ made sure
+                running.append(outcome)
+            return self._workers.outcomes(running)
         from . import torch_settings  # not in workers, which need no torch
 
         functions = [reward.function for reward, _ in calls]
@@ -237,6 +281,24 @@ class RewardSet:
     def _total(self, row: dict[str, float | None]) -> float | None:
         terms = [r.weight * value for r in self.rewards if (value := row[r.name]) is not None]
         return sum(terms) if terms else None
+
+
+def _arguments(
+    prompts: Sequence[str | list[dict[str, Any]]],
+    completions_text: Sequence[str | list[dict[str, Any]]],
+    completion_ids: Sequence[list[int]],
+    columns_rows: Sequence[dict[str, Any]],
+) -> tuple[list[str], Arguments]:
+    """The columns that every row has, and all arguments by name."""
+    columns = [name for name in columns_rows[0] if all(name in row for row in columns_rows)]
+    arguments: Arguments = {name: [row[name] for row in columns_rows] for name in columns}
+    arguments["prompts"] = list(prompts)
+    arguments["completions"] = [  # in the prompt's form
+        text if isinstance(prompt, str) or not isinstance(text, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, completions_text, strict=True)
+    ]
+    arguments["completion_ids"] = list(completion_ids)
+    return columns, arguments
 
 
 def _rows(origins: Sequence[str]) -> str:

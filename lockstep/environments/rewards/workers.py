@@ -13,7 +13,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pickle import PicklingError
@@ -33,24 +33,30 @@ class RewardWorkers:
     """
 
     def __init__(self, count: int, timeout: float = 0.0) -> None:
-        self._count = count
         self._timeout = timeout
         self._workers = [_Worker() for _ in range(count)]
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(count)
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
 
-    def call_all(self, calls: Sequence[tuple[str, Arguments, int]]) -> list[Outcome]:
-        """Call the function of each (spec, arguments, number of completions) and wait for all of them."""
-        with ThreadPoolExecutor(self._count) as pool:
-            futures = [pool.submit(self._call, call) for call in calls]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:  # Ctrl-C or a signal: a call that hangs would hold up the run's end
-                while wait([future for future in futures if not future.cancel()], 0.1).not_done:
-                    self.close()
-                raise
+    def begin(self, call: tuple[str, Arguments, int]) -> Future[Outcome]:
+        """Begin to call a function, by (spec, arguments, number of completions)."""
+        return self._threads.submit(self._call, call)
+
+    def outcomes(self, begun: Sequence[Future[Outcome]]) -> list[Outcome]:
+        """Wait for all of these calls."""
+        try:
+            return [future.result() for future in begun]
+        except BaseException:  # Ctrl-C or a signal: a call that hangs would hold up the run's end
+            self.abandon(begun)
+            raise
+
+    def abandon(self, begun: Sequence[Future[Outcome]]) -> None:
+        """End these calls; processes that are in one are killed."""
+        while wait([future for future in begun if not future.cancel()], 0.1).not_done:
+            self.close()
 
     def close(self) -> None:
         """End the processes; a later call starts new ones."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..distributed import World
-from ..types import SampleIdentity, SamplingParams, Trajectory
-from .episodes import NewTokens, Sampler
+from ...distributed import World
+from ...types import SampleIdentity, SamplingParams, Trajectory
+from ..episodes import NewTokens, Sampler
 
 _DOING = "a launch of the generator"
 Told = list[tuple[Any, ...]]  # a generator's calls: a method's name, and its arguments

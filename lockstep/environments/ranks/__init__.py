@@ -1,0 +1,1 @@
+"""What several ranks do with the samples of a step."""
