@@ -29,6 +29,11 @@ KINDS = ["product", "exp", "norm", "attention", "AdamW", golden.GRADIENT_NORM, "
 KINDS += ["head", "gradients", "sums", "sample"]
 
 
+def test_families_whose_layers_have_windows_have_words() -> None:
+    more = golden.words(CPU, torch.float32, architecture("tiny-gpt-oss")).keys() - set(KINDS)
+    assert more == {"layers"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_words_are_a_function_of_the_arithmetic(dtype: torch.dtype) -> None:
     first = golden.words(CPU, dtype)

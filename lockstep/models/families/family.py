@@ -212,7 +212,9 @@ def write_rope_by_kind(config: ModelConfig) -> dict[str, Any]:
 
 def odd_words(tiny: ModelConfig) -> Callable[[ModelConfig, ModelConfig], dict[str, ModelConfig]]:
     """For `Family.golden`: the family's own tiny model, with sizes that fill no whole vectors."""
-    return lambda config, odd: {"layers": replace(tiny, num_layers=2, vocab_size=509, hidden_size=131)}
+    windows = tuple(layer for layer in tiny.sliding_layers if layer < 2)
+    made = replace(tiny, num_layers=2, sliding_layers=windows, vocab_size=509, hidden_size=131)
+    return lambda config, odd: {"layers": made}
 
 
 def one_window(raw: Raw) -> dict[str, Any]:
