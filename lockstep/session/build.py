@@ -177,6 +177,11 @@ class TrainingSession(Session):
         self.preloaded = loaded_kernels()
 
     @property
+    def most_prompt_tokens(self) -> int | None:
+        """Tokens that a prompt may have; None: as many as there is room for."""
+        return self.prompt_limit.tokens
+
+    @property
     def context(self) -> int:
         """Tokens that a prompt and what comes after it may have together."""
         return self.prompt_limit.tokens + self.config.max_response_length
