@@ -57,9 +57,8 @@ def join(config: ParallelConfig, device_type: str) -> World:
     if on_gpu:
         machine.prepare_nccl()
     timeout = timedelta(seconds=config.timeout)
-    world = World(
-        launch.rank, launch.processes, config.timeout, on_gpu, tp, config.generator_tp, config.symmetric_memory
-    )
+    widths = tp, config.generator_tp, config.symmetric_memory
+    world = World(launch.rank, launch.processes, config.timeout, on_gpu, *widths, launch.local_rank)
     with world.peers(), world.deadline("joining the other processes"):
         store = dist.PrefixStore(f"lockstep/{next(_joined)}", _store(timeout))
         number, count = launch.rank, launch.processes

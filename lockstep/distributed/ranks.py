@@ -44,6 +44,7 @@ class World:
         tp: neighbours that share each product of the trainer; it divides `size`.
         generator_tp: neighbours that generate together; it divides `size`.
         pushes: whether those store words into one another's memory (`Axis.pushes`).
+        local_rank: its number among those of its host.
         together: the group of those, for what goes through the host.
     """
 
@@ -54,6 +55,7 @@ class World:
     tp: int = 1
     generator_tp: int = 1
     pushes: bool = False
+    local_rank: int = 0
     together: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
     _tellers: list[Callable[[str], str]] = field(default_factory=list, repr=False, compare=False)

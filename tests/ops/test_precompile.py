@@ -98,9 +98,14 @@ def launch(warp_count):
 
 x, warps = torch.zeros(4096), (4, 8)
 if sys.argv[1] == "list":
+    with compiling_only(compiles=False) as named:
+        for warp_count in (*warps, 4):
+            launch(warp_count)
+    assert len(named) == 2 and not threads
     with compiling_only() as kernels:
         for warp_count in (*warps, 4):
             launch(warp_count)
+    assert named == kernels and len(threads) == 2
     print(json.dumps(kernels))
 else:
     kernels = json.loads(sys.stdin.read())
