@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -229,13 +229,13 @@ def table(found: list[dict[str, Any]]) -> list[list[str]]:
     return rows
 
 
-def main() -> int:
+def main(line: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="*", default=list(ARCHITECTURES), help=f"default: {' '.join(ARCHITECTURES)}")
     parser.add_argument("--role", choices=["generate", "train"], help="default: both")
     parser.add_argument("--limit", type=float, default=SHARED_KIB, metavar="KIB", help=f"default: {SHARED_KIB}")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the figures here")
-    args = parser.parse_args()
+    args = parser.parse_args(line)
     kernels = Kernels()
     with kernels.collected():
         for kernels.arch in args.arch:

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from .errors import LockstepError as LockstepError
     from .errors import NonFiniteError as NonFiniteError
     from .errors import ParityError as ParityError
+    from .run.evaluate import evaluate as evaluate
     from .run.report import write_comparison as write_comparison
     from .run.report import write_report as write_report
-    from .session.evaluation import evaluate as evaluate
     from .session.generate import LLM as LLM
     from .session.parity_check import check_model as check_model
     from .types import Completion as Completion
@@ -54,7 +54,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         *("ParallelConfig", "RunConfig", "SamplingConfig", "TaskConfig", "TrainerConfig"),
     ),
     "errors": ("InputError", "LockstepError", "NonFiniteError", "ParityError"),
-    "session.evaluation": ("evaluate",),
+    "run.evaluate": ("evaluate",),
     "session.generate": ("LLM",),
     "session.parity_check": ("check_model",),
     "run.report": ("write_comparison", "write_report"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from processes import PATIENCE
 from small import FAMILIES, make_model, train_groups
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
@@ -62,11 +63,11 @@ def on_a_rank(folder: Path, saved_by: int) -> dict[str, list[str]]:
     """Two steps of each kind, between which a state is left in the folder; then the second from the state that as many
     ranks as `saved_by` have left, if any have."""
     torch.set_num_threads(1)
-    world, found = join(ParallelConfig(timeout=100), "cpu"), {}
+    world, found = join(ParallelConfig(timeout=PATIENCE), "cpu"), {}
     for kind in KINDS:
         trainer = trainer_of(kind, world)
         found[kind] = steps(trainer, [0])
-        own, alike = trainer.local_state()
+        own, alike, _ = trainer.local_state()
         parts = world.gather(own)
         if world.first:
             state = {name: [part[name] for part in parts] for name in own} | alike

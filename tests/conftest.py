@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from hypothesis import HealthCheck, settings
 
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.models import Decoder
-from lockstep.models.init import init_folder
+from lockstep.models import Decoder, save_model
+from lockstep.models.init import architecture, init_folder, initialize
+from lockstep.models.tokenizer import byte_tokenizer, save_tokenizer
 
 # Tests run beside each other and beside other work; threads that spin for each other would be many times slower.
 torch.set_num_threads(1)
@@ -54,4 +56,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny model with random weights, to be left as it is."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
     init_folder("tiny", folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of two layers, for what is traced."""
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "shallow", byte_tokenizer()
+    ends = {"eos_token_ids": (tokenizer.eos_token_id,), "pad_token_id": tokenizer.pad_token_id}
+    config = replace(architecture("tiny"), num_layers=2, **ends)
+    save_model(initialize(Decoder(config, torch.float32), 0), folder)
+    save_tokenizer(tokenizer, folder)
     return folder

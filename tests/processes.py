@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import io
 import multiprocessing
 import multiprocessing.context
 import multiprocessing.forkserver
@@ -25,8 +26,11 @@ from typing import Any, TypeVar
 import pytest
 
 T = TypeVar("T")
-PRELOADED = ["pytest", "hypothesis", "torch", "triton", "processes"]  # what `_interpreters` have imported
+# What `_interpreters` have imported.
+PRELOADED = ["pytest", "hypothesis", "torch", "torch._dynamo", "triton", "transformers", "lockstep.rl.loop"]
+PRELOADED += ["lockstep.session.build", "processes"]
 DEADLINE = 480.0  # seconds, on a busy machine; below `faulthandler_timeout`, which ends everything
+PATIENCE = 400.0  # seconds that ranks wait for one another; below `DEADLINE`, so that they say who is late
 
 
 def finished(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -78,7 +82,7 @@ def _handled(number: int, _: object) -> None:
         raise KeyboardInterrupt
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str] | Forked | None = None) -> None:
     """Wait until `condition` holds; fails when `process` ends first, or it takes too long."""
     deadline = time.monotonic() + DEADLINE
     while not condition():
@@ -116,7 +120,7 @@ def run_interpreted(file: str) -> None:
 
 @functools.cache
 def _interpreters() -> multiprocessing.context.ForkServerContext:
-    """Processes that have imported what takes two seconds: each is forked from one that did, and that has Triton's
+    """Processes that have imported what takes four seconds: each is forked from one that did, and that has Triton's
     interpreter, whoever asks first."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -124,6 +128,66 @@ def _interpreters() -> multiprocessing.context.ForkServerContext:
         patch.setenv("TRITON_INTERPRET", "1")
         multiprocessing.forkserver.ensure_running()
     return context
+
+
+class Forked:
+    """A process that was forked, with what `subprocess.Popen` has for those who wait for one."""
+
+    def __init__(self, process: Any, said: Path) -> None:
+        self._process, self._said = process, said
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def stderr(self) -> io.StringIO:
+        return io.StringIO(self._said.read_text())
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What went to standard error, when it has ended."""
+        self._process.join(timeout)
+        assert self.returncode is not None, f"not ended after {timeout} s: {self.stderr.read()}"
+        return "", self.stderr.read()
+
+
+@contextmanager
+def running_lockstep(arguments: Sequence[str], cwd: Path | None = None, **environment: str) -> Iterator[Forked]:
+    """`lockstep` with these arguments as `running` has it, in a process that need not import anything."""
+    with tempfile.NamedTemporaryFile() as said:
+        variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        given = list(arguments), str(cwd or Path.cwd()), said.name, variables
+        process = _interpreters().Process(target=_lockstep, args=given)
+        process.start()
+        try:
+            resource.prlimit(process.pid, resource.RLIMIT_CPU, (int(DEADLINE), int(DEADLINE)))
+            yield Forked(process, Path(said.name))
+        finally:
+            process.kill()
+            process.join()
+
+
+def _lockstep(arguments: list[str], folder: str, said: str, environment: dict[str, str]) -> None:
+    """The command in this process, which is left as an interpreter that ends is left."""
+    _take_over(environment, said)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.argv = ["lockstep", *arguments]
+    from lockstep.__main__ import entry
+
+    entry()
 
 
 def on_ranks(count: int, work: Callable[..., T], *arguments: Any) -> list[T]:
@@ -147,6 +211,7 @@ def on_ranks(count: int, work: Callable[..., T], *arguments: Any) -> list[T]:
         outcomes = [Path(folder, str(rank)) for rank in range(count)]
         said = [pickle.loads(file.read_bytes()) if file.exists() else (None, "nothing") for file in outcomes]
         assert all(error is None for _, error in said), [error for _, error in said]
+        assert not any(process.exitcode for process in processes), [process.exitcode for process in processes]
         return [value for value, _ in said]
 
 
@@ -163,9 +228,14 @@ def _rank(work: Callable[..., Any], arguments: tuple[Any, ...], file: str, envir
 
 def _pytest(arguments: list[str], said: str, environment: dict[str, str]) -> None:
     """Run pytest in this process, with what it says in a file."""
+    _take_over(environment, said)
+    sys.exit(int(pytest.main(arguments)))
+
+
+def _take_over(environment: dict[str, str], said: str) -> None:
+    """These variables in this process, and both standard streams in a file."""
     os.environ.clear()
     os.environ.update(environment)
     file = os.open(said, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.exit(int(pytest.main(arguments)))

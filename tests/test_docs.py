@@ -178,7 +178,8 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
         "session.precompile": SimpleNamespace(precompile=lambda *_: {}, render=str),
         "session.parity_check": SimpleNamespace(check_model=lambda *_: done),
         "models.init": SimpleNamespace(init_folder=lambda *_: {}),
-        "session.evaluation": SimpleNamespace(evaluate=lambda *_, **__: {}, render=str),
+        "run.evaluate": SimpleNamespace(evaluate=lambda *_, **__: {}),
+        "session.evaluation": SimpleNamespace(render=str),
         "serve.server": SimpleNamespace(serve=lambda *_: None),
     }
     importlib.import_module("lockstep.session.build")  # which imports some of what the fakes stand for

@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from processes import PATIENCE
 from small import FAMILIES, make_model, train_groups
+from torch import Tensor
 
 from lockstep import distributed
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
 from lockstep.distributed import ONE, World, join
+from lockstep.distributed.mesh import ALONE
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime
+from lockstep.models import ResidentWeights, load_part, ranges_of
+from lockstep.models.parts import tensors_of, without_memory
 from lockstep.trainer import Packing, Trainer, pack_shards
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams
 
@@ -29,19 +34,27 @@ def rollouts(trainer: Trainer, step: int) -> list[RolloutGroup]:
 
 
 def trained(
-    family: str, world: World = ONE, steps: int = 3, graphs: bool = False, mutant: str = "", **loss: Any
+    family: str,
+    world: World = ONE,
+    steps: int = 3,
+    graphs: bool = False,
+    parts: bool = False,
+    mutant: str = "",
+    **loss: Any,
 ) -> dict[str, Any]:
     """Updates on two shards: the log-probabilities of the first one's micro-batches of this rank, what each found, then
     the weights and what a checkpoint holds.
 
     Args:
+        parts: ranks have parts of what they generate with, too.
         mutant: `reversed`, ranks are gathered last first; `flipped`, one rank alone has a bit of the generator's wrong.
     """
     runtime = EAGER
     if graphs:
-        runtime = Runtime(CompileConfig("step"), torch.device("cpu"), mesh=world.mesh.sizes, peers=world)
-    model = make_model(torch.float32, config=FAMILIES[family])
-    trainer = Trainer(model, OPTIMIZER, LossConfig(**loss), world=world, runtime=runtime)
+        runtime = Runtime(CompileConfig("step"), torch.device("cpu"), mesh=world.sizes, peers=world)
+    source = ResidentWeights(make_model(torch.float32, config=FAMILIES[family]))
+    model = load_part(source, torch.float32, "cpu", world.generator if parts else ALONE)
+    trainer = Trainer(model, OPTIMIZER, LossConfig(**loss), world=world, runtime=runtime, source=source)
     seen, results = [], []
     for step in range(steps):
         groups = rollouts(trainer, step)
@@ -57,13 +70,29 @@ def trained(
         seen += trainer.checked if step == 0 else []
         found = trainer.optim_step(1e-3)
         results.append((found.applied, found.loss, found.grad_norm, found.tokens_checked, found.tokens_different))
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = exported(trainer)
+    for name, held in ranges_of(model).items():
+        whole = weights["embed" if name not in weights else name].flatten()
+        assert all(torch.equal(values, whole[first : first + len(values)]) for values, first in held), name
     state, _ = trainer.state()
     reader = Trainer(make_model(torch.float32, 1, FAMILIES[family]), OPTIMIZER, LossConfig(**loss), world=world)
     reader.load_state(*by_rank(trainer))
-    again = {name: p.detach().clone() for name, p in reader.model.named_parameters()}
+    again = {name: tensor.clone() for name, tensor in tensors_of(reader.model).items()}
     runtime.close()
     return {"logprobs": seen, "results": results, "weights": weights, "state": state, "again": again}
+
+
+def exported(trainer: Trainer) -> dict[str, Tensor]:
+    """The whole weights, of the ranges that all ranks have."""
+    model = trainer.programs.model
+    shapes = without_memory(model.config) | ({} if model.value_head is None else {"value_head": model.value_head})
+    found = {name: torch.full((tensor.numel(),), torch.nan) for name, tensor in shapes.items()}
+    own = {name: [(values.clone(), first) for values, first in held] for name, held in trainer.held().items()}
+    for of_rank in trainer.world.gather(own):
+        for name, held in of_rank.items():
+            for values, first in held:
+                found[name][first : first + len(values)] = values
+    return {name: flat.view(shapes[name].shape) for name, flat in found.items()}
 
 
 def by_rank(trainer: Trainer) -> tuple[dict[str, Any], dict[str, int]]:
@@ -90,7 +119,7 @@ class _Reversed:
 def on_a_rank(tp: int, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """`trained`, case by case."""
     torch.set_num_threads(1)
-    world = join(ParallelConfig(tp=tp, timeout=100), "cpu")
+    world = join(ParallelConfig(tp=tp, generator_tp=2, timeout=PATIENCE), "cpu")
     found = [trained(world=world, **case) for case in cases]
     world.close()
     return found

@@ -1,8 +1,10 @@
-"""What a checkpoint and an exported model cost: how long a step waits, how long writing takes, and the memory.
+"""What a checkpoint, an exported model and its loading cost: how long a step waits, how long writing takes, and the
+memory.
 
 Each number of processes trains one model, whose state they share; a process's share of what is written stands beside
 the memory that it takes at most (the peak of what is resident over what was before, of files that are read too).
-A step waits for the copy of its state to the host; the floor is the host's own copy of as many bytes.
+A step waits for the copy of its state to the host; the floor is the host's own copy of as many bytes. What was exported
+is loaded by as many processes that generate together, each its part; beside that stand the bytes that it reads.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def part(arch: str, device: str, folder: str, repeats: str) -> dict[str, Any]:
     """One process of several: its figures, in a file of the folder."""
     from lockstep import machine
     from lockstep.config import LossConfig, OptimizerConfig, ParallelConfig
-    from lockstep.distributed import join
+    from lockstep.distributed import Axis, Mesh, join
+    from lockstep.models import FolderWeights, load_part
     from lockstep.models.tokenizer import byte_tokenizer
     from lockstep.run import checkpoint
     from lockstep.session.build import save_policy
@@ -64,6 +67,14 @@ def part(arch: str, device: str, folder: str, repeats: str) -> dict[str, Any]:
     loaded = checkpoint.latest(path / "checkpoints")
     assert loaded is not None
     given = loaded.by_rank("trainer")
+    together = Mesh(tp=Axis("tp", world.size, world.rank))
+    before, loading = _read_so_far(), []
+    found["load_peak_bytes"], found["load_s"] = _peak(
+        lambda: loading.append(load_part(FolderWeights(path / "model"), model.embed.dtype, device, together))
+    )
+    found["load_read_bytes"] = _read_so_far() - before
+    stored = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in loading.pop().parameters()}
+    found["part_bytes"] = sum(stored.values())
     found["read_bytes"], found["restore_s"] = _peak(lambda: trainer.load_state(given, {"weights_version": 0}))
     (path / f"{world.rank}.json").write_text(json.dumps(found))
     world.close()
@@ -76,6 +87,12 @@ def _peak(run: Callable[[], object]) -> tuple[int, float]:
     before, began = _resident("VmRSS"), time.perf_counter()
     run()
     return _resident("VmHWM") - before, time.perf_counter() - began
+
+
+def _read_so_far() -> int:
+    """Bytes that this process has asked files for."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
 
 
 def _resident(name: str) -> int:
@@ -121,6 +138,10 @@ def measure(given: argparse.Namespace, report: Report) -> None:
             "peak MB",
             "export s",
             "restored, MB",
+            "part MB",
+            "loaded, peak MB",
+            "read MB",
+            "load s",
         ]
     ]
     for count in given.processes:
@@ -130,5 +151,6 @@ def measure(given: argparse.Namespace, report: Report) -> None:
         r = SimpleNamespace(**row)
         times = [f"{one:.3f}" for one in (r.wait_s, r.floor_s, r.write_s)]
         sizes = [f"{one / 1e6:.0f}" for one in (r.state_bytes, r.share_bytes, r.export_peak_bytes)]
-        rows.append([str(count), sizes[0], *times, *sizes[1:], f"{r.export_s:.2f}", f"{r.read_bytes / 1e6:.0f}"])
+        loaded = [f"{one / 1e6:.0f}" for one in (r.read_bytes, r.part_bytes, r.load_peak_bytes, r.load_read_bytes)]
+        rows.append([str(count), sizes[0], *times, *sizes[1:], f"{r.export_s:.2f}", *loaded, f"{r.load_s:.2f}"])
     report.tables.append(rows)

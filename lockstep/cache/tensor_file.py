@@ -1,5 +1,5 @@
-"""safetensors files whose tensors any number of processes write, each its ranges: the bytes that the library writes of
-whole tensors, and no more memory than a chunk.
+"""safetensors files whose tensors any number of processes read and write, each its ranges, with no more memory than a
+chunk; what they write together are the bytes that the library writes of whole tensors.
 
 The format: eight bytes with the size of a JSON header, the header (of each tensor its dtype, its shape, and where it
 begins and ends in what follows), and the tensors; see https://github.com/huggingface/safetensors.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -117,19 +118,76 @@ class OpenTensorFile:
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """So many elements of a tensor, from `first` on, flat."""
-        dtype = self._file.entries[name].dtype
-        found = torch.empty(count, dtype=dtype)
-        data, begin = _bytes(found), self._file.begin(name, first)
-        while data:
-            done = os.preadv(self._descriptor, [data], begin)
-            if not done:
-                raise OSError(f"{self._file.path} ends within {name}")
-            data, begin = data[done:], begin + done
+        found = torch.empty(count, dtype=self._file.entries[name].dtype)
+        _read(self._descriptor, self._file.begin(name, first), found, f"{self._file.path} ends within {name}")
         return found
 
     def flush(self) -> None:
         """To the disk, what this process wrote."""
         os.fsync(self._descriptor)
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, read in ranges.
+
+    Attributes:
+        fill: fills flat values, of any dtype and on any device, with the elements from a number on; `OSError` where the
+            file cannot be read or has become shorter.
+    """
+
+    entry: Entry
+    fill: Callable[[int, Tensor], None]
+
+
+class TensorReader:
+    """A file that anyone has written, whose tensors are read in ranges as long as it is open.
+
+    Attributes:
+        tensors: those in it, by name.
+
+    Raises:
+        SafetensorError: it is not a whole file of tensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as opened:  # which finds what is wrong with a file, and reads no tensor
+            entries = {name: Entry.of(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
+        self._path, self._descriptor = path, os.open(path, os.O_RDONLY)
+        size = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
+        header = json.loads(os.pread(self._descriptor, size, 8))
+        self._begins = {name: 8 + size + header[name]["data_offsets"][0] for name in entries}
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self.tensors = {name: Stored(entry, partial(self._fill, name, entry.dtype)) for name, entry in entries.items()}
+
+    def close(self) -> None:
+        """Read no more."""
+        os.close(self._descriptor)
+
+    def _fill(self, name: str, dtype: torch.dtype, first: int, values: Tensor) -> None:
+        begin, told = self._begins[name] + first * dtype.itemsize, f"it ends within {name}"
+        if values.device.type == "cpu" and values.dtype == dtype:
+            _read(self._descriptor, begin, values, told)
+            return
+        for part in values.split(CHUNK_BYTES // dtype.itemsize):
+            size = part.numel() * dtype.itemsize
+            if self._room.numel() < size:
+                self._room = torch.empty(size, dtype=torch.uint8)
+            found = self._room[:size].view(dtype)
+            _read(self._descriptor, begin, found, told)
+            part.copy_(found)
+            begin += size
+
+
+def _read(descriptor: int, begin: int, values: Tensor, told: str) -> None:
+    """Fill a flat tensor of the host from byte `begin` of a file; `told` is the error where that ends."""
+    data = _bytes(values)
+    while data:
+        done = os.preadv(descriptor, [data], begin)
+        if not done:
+            raise OSError(told)
+        data, begin = data[done:], begin + done
 
 
 def _bytes(values: Tensor) -> memoryview:

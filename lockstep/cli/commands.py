@@ -248,6 +248,7 @@ def _eval(flags: Eval) -> Outcome:
         environment=flags.environment,
         tools=flags.tools,
         allow_unsandboxed=flags.allow_unsandboxed,
+        environment_timeout=flags.environment_timeout,
         max_turns=flags.max_turns,
         max_response_length=flags.max_response_length,
         validation_prompts=prompts,
@@ -256,7 +257,8 @@ def _eval(flags: Eval) -> Outcome:
     sampling = replace(base.sampling, max_completion_length=length)
     changes = {name: getattr(flags, name) for name in ("model", "seed", "device", "dtype", "parallel", *_MODEL)}
     config = replace(base, task=task, sampling=sampling, **changes)
-    from ..session.evaluation import evaluate, render
+    from ..run.evaluate import evaluate
+    from ..session.evaluation import render
 
     result = evaluate(
         validate(config),

@@ -281,6 +281,8 @@ class Eval(_AnswerFlags):
     """Functions that the model may call, as task.tools."""
     allow_unsandboxed: _Switch = False
     """Let the tool python run programs that cannot be cut off, as task.allow_unsandboxed."""
+    environment_timeout: float = TaskConfig.environment_timeout
+    """Seconds that it may take to answer, or its trajectory is left out; 0 is no limit."""
     max_turns: int = 8
     """Completions that a trajectory may have in an environment."""
     max_response_length: int = 0

@@ -42,6 +42,16 @@ def joined(on: Placement, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([piece for of_all in fused for piece in of_all], on.tp)
 
 
+def part_at(on: Placement, whole: Tensor, axis: Axis, place: Tensor) -> Tensor:
+    """A rank's part of a whole parameter, by its place on the axis, int64 [1]: in a graph that holds no rank."""
+    if on.tp is None:
+        return whole
+    width = whole.shape[on.tp]
+    blocks = list(on.blocks * (width // sum(on.blocks))) if on.blocks else width
+    parts = [block.unflatten(on.tp, (axis.size, -1)) for block in whole.split(blocks, on.tp)]
+    return torch.cat([part.index_select(on.tp, place).squeeze(on.tp) for part in parts], on.tp)
+
+
 @dataclass(frozen=True)
 class Shares:
     """Who has which elements of a parameter: ranks along `tp` a part each, which is flat, padded, and cut along `fsdp`

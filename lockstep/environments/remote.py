@@ -108,7 +108,7 @@ class Remote(Environment):
 
     async def start(self, row: dict[str, Any], seed: int) -> list[int]:
         if not self.desk.url:
-            raise LockstepError("its rollouts are played over HTTP, and the server for that runs while training alone")
+            raise LockstepError("its rollouts are played over HTTP, and nothing answers there now")
         self.row, self.seed = row, seed
         self.desk.rollouts[self.id] = self
         await self.begin()

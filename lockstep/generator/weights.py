@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..models import Decoder, ModelPart
+from ..models import Decoder
 
 
 class SharedWeights:
@@ -18,19 +18,3 @@ class SharedWeights:
     def version(self) -> int:
         """Number of updates that made the weights."""
         return self._version()
-
-
-class PartWeights(SharedWeights):
-    """This rank's part of the trainer's weights, brought up to date where the version is another."""
-
-    def __init__(self, part: ModelPart, version: Callable[[], int] = lambda: 0) -> None:
-        super().__init__(part.model, version)
-        self._part, self._made = part, version()
-
-    @property
-    def version(self) -> int:
-        """See `SharedWeights`."""
-        if (version := super().version) != self._made:
-            self._part.update()
-            self._made = version
-        return version

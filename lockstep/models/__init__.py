@@ -6,11 +6,11 @@ from .config import ModelConfig
 from .decoder import Decoder, num_parameters
 from .folder import (
     TEMPLATES,
+    FolderWeights,
     describe_folder,
     load_model,
-    load_value_head,
     resolve_folder,
     save_model,
 )
-from .parts import Held, ModelPart, Ranges
+from .parts import Held, Ranges, ResidentWeights, WeightSource, load_part, ranges_of
 from .patterns import by_pattern

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..distributed.mesh import ALONE, Mesh
 from ..errors import InputError
 from .blocks.rope import is_positive
 from .config import ModelConfig
@@ -102,9 +103,12 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def require_memory(config: ModelConfig, dtype: torch.dtype, device: torch.device | str, where: str) -> None:
-    """Raise `InputError` when the weights alone are larger than all of the device's memory."""
-    count, memory = num_parameters(config), memory_bytes(device)
+def require_memory(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, where: str, mesh: Mesh = ALONE
+) -> None:
+    """Raise `InputError` when the weights alone, this rank's of those on a mesh, are larger than all of the device's
+    memory."""
+    count, memory = num_parameters(config, mesh), memory_bytes(device)
     needed = count * dtype.itemsize
     if needed > memory:
         raise InputError(

@@ -25,15 +25,16 @@ from .families import family_of
 class _Weights:
     """`blocks.weights.Weight` for one decoder, with what it was told of each parameter."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str, mesh: Mesh) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device | str, mesh: Mesh, memory: bool) -> None:
         self.placed: dict[nn.Parameter, Placement] = {}
         self.filled: dict[nn.Parameter, float] = {}
         self.spread, self.mesh = Spread(mesh.tp, device), mesh
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._memory = dtype, device, memory
 
     def __call__(self, *shape: int, on: Placement = WHOLE, fill: float | None = None) -> nn.Parameter:
         own = on.shape_on(self.mesh, shape)
-        parameter = nn.Parameter(torch.empty(own, dtype=self._dtype, device=self._device))
+        made = torch.empty(own if self._memory else (), dtype=self._dtype, device=self._device)
+        parameter = nn.Parameter(made.expand(own))
         self.placed[parameter] = on
         if fill is not None or len(shape) == 1:
             self.filled[parameter] = 1.0 if fill is None else fill
@@ -49,6 +50,7 @@ class Decoder(nn.Module):
 
     Args:
         mesh: what cuts it: of each parameter this rank has its part (`Placement.cut`), and activations are gathered.
+        memory: whether parameters have any; those without are replaced where the model computes.
 
     Attributes:
         spread: the ranks that share its products.
@@ -58,7 +60,12 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", mesh: Mesh = ALONE
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        mesh: Mesh = ALONE,
+        memory: bool = True,
     ) -> None:
         super().__init__()
         self.config = config
@@ -66,7 +73,7 @@ class Decoder(nn.Module):
 
         family = family_of(config)
         family.check(config)
-        weight = _Weights(dtype, device, mesh)
+        weight = _Weights(dtype, device, mesh, memory)
         self.spread = weight.spread
         self.heads = tuple(map(self.spread.part, (config.num_heads, config.num_kv_heads)))
 
@@ -121,6 +128,6 @@ class Decoder(nn.Module):
 
 
 @functools.cache
-def num_parameters(config: ModelConfig) -> int:
-    """Weights of a model, tied ones counted once."""
-    return sum(parameter.numel() for parameter in Decoder(config, torch.float32, "meta").parameters())
+def num_parameters(config: ModelConfig, mesh: Mesh = ALONE) -> int:
+    """Weights of a model, or of this rank's part on a mesh, tied ones counted once."""
+    return sum(parameter.numel() for parameter in Decoder(config, torch.float32, "meta", mesh).parameters())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..cache.file_hashes import fingerprints
-from ..cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, TensorFile, cut
+from ..cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, TensorFile, TensorReader, cut
+from ..distributed.mesh import ALONE, Mesh
 from ..errors import InputError, LockstepError
 from ..json_file import read_object
 from .blocks.weight_slices import WeightSlice
@@ -24,12 +26,13 @@ from .config import ModelConfig
 from .decoder import Decoder
 from .families import require_family, text_part
 from .hf_config import end_of_sequence, from_hf, to_hf, without_nulls
-from .parts import Ranges, whole, within
-from .shards import file_names, read_tensors, weights_path
+from .parts import Held, Ranges, load_part, ranges_of, within, without_memory
+from .shards import Found, file_names, fill_rows, find_tensors, weights_path
 from .weight_map import HEAD, fused_experts, weight_map
 
 _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
 MAX_SHARD_BYTES = 5 * 10**9
+_ALL = 1 << 62  # rows
 VALUE_HEAD = "value_head.safetensors"  # beside the weights, whose names are Hugging Face's
 
 
@@ -104,75 +107,96 @@ def read_config(folder: Path) -> ModelConfig:
     return config
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
-    """The decoder of a Hugging Face folder with its weights, converted to `dtype` on `device`.
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu", mesh: Mesh = ALONE) -> Decoder:
+    """The decoder of a Hugging Face folder with its weights, converted to `dtype` on `device`; on a mesh, its part.
 
     Raises:
-        InputError: a file is missing or damaged; a tensor is missing, there twice, unknown, of the wrong shape, or has
-            values that are not finite in `dtype`; or there is a head that is not the embedding it is tied to.
+        InputError: see `FolderWeights`.
     """
-    config = read_config(folder)
-    require_memory(config, dtype, device, str(folder))
-    model = Decoder(config, dtype, device)
-    tensors = _tensors(model)
-    pieces = {piece.name: piece for piece in weight_map(config)}
-    fused = fused_experts(config)
-    wanted = {name: piece.parameter for name, piece in pieces.items()}
-    head: tuple[Path, Tensor] | None = None
-    extremes: dict[tuple[Path, str], Tensor] = {}  # kept on the device, so that nothing waits for a tensor
-    with torch.no_grad():
-        for name, tensor, file in read_tensors(folder, config):
-            piece, parameter = pieces.get(name), fused.get(name)
+    source = FolderWeights(folder)
+    require_memory(source.config, dtype, device, str(folder), mesh)
+    return load_part(source, dtype, device, mesh)
+
+
+class FolderWeights:
+    """The `WeightSource` that a Hugging Face folder is: no other weights are read than those that are wanted.
+
+    Raises:
+        InputError: a file is missing or damaged; a tensor is missing, there twice, unknown or of the wrong shape; what
+            was read has values that are not finite in their dtype; or an embedding is not the head that is tied to it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.config = folder, read_config(folder)
+
+    @torch.no_grad()
+    def fill(self, wanted: Ranges) -> None:
+        """See `WeightSource`."""
+        extremes: dict[tuple[Path, str, torch.dtype], list[Tensor]] = {}  # on the device: nothing waits for a tensor
+        with ExitStack() as opened:
+            placed, head = self._placed(opened)
+            for found, piece, rows in placed:
+                for values in fill_rows(found, piece, rows, wanted.get(piece.parameter, ())):
+                    pair = torch.stack(torch.aminmax(values))  # a NaN is both
+                    extremes.setdefault((found.file, found.name, values.dtype), []).append(pair)
+            _require_finite(extremes)
+            if head is not None:
+                _require_tied(head, wanted.get("embed", ()))
+        self._fill_value_head(wanted.get("value_head", ()))
+
+    def _placed(self, opened: ExitStack) -> tuple[list[tuple[Found, WeightSlice, Tensor]], Found | None]:
+        """The folder's tensors with what they are in the decoder, its rows without memory; and a head of its own where
+        it is tied."""
+        config = self.config
+        shapes, pieces = without_memory(config), {piece.name: piece for piece in weight_map(config)}
+        fused, missing = fused_experts(config), {name: piece.parameter for name, piece in pieces.items()}
+        placed, head = list[tuple[Found, WeightSlice, Tensor]](), None
+        for found in find_tensors(self.folder, config, opened):
+            piece, parameter = pieces.get(found.name), fused.get(found.name)
             if piece is not None:
-                del wanted[name]
+                del missing[found.name]
+                shape = _in_folder(piece, piece.of(shapes))
             elif parameter is not None:
-                wanted = {n: p for n, p in wanted.items() if p != parameter}
+                missing = {n: p for n, p in missing.items() if p != parameter}
+                piece, shape = WeightSlice(found.name, parameter, 0, _ALL), shapes[parameter]
             else:
-                head = file, tensor
+                head = found
                 continue
-            target = piece.of(tensors) if piece else tensors[fused[name]]
-            _require_form(tensor, target if piece is None else _in_folder(piece, target), f"{file}: {name}")
-            target.copy_(piece.from_hf(tensor) if piece else tensor)
-            extremes[file, name] = torch.stack(torch.aminmax(target))  # a NaN is both
-    if wanted:
-        raise InputError(
-            f"{weights_path(folder)}: {len(wanted)} tensors are missing, first {next(iter(wanted))} "
-            f"(config.json asks for {len(pieces)})"
-        )
-    _require_finite(extremes, dtype)
-    if head is not None:
-        _require_tied(*head, model.embed)
-    return model
+            _require_form(found.stored.entry, shape, f"{found.file}: {found.name}")
+            placed.append((found, piece, piece.of(shapes)))
+        if missing:
+            raise InputError(
+                f"{weights_path(self.folder)}: {len(missing)} tensors are missing, first {next(iter(missing))} "
+                f"(config.json asks for {len(pieces)})"
+            )
+        return placed, head
+
+    def _fill_value_head(self, wanted: Sequence[Held]) -> None:
+        """From a file of its own, if there is one."""
+        from safetensors import SafetensorError
+
+        path = self.folder / VALUE_HEAD
+        if not wanted or not path.exists():
+            return
+        try:
+            reader = TensorReader(path)
+            stored = reader.tensors["value_head"]
+        except (OSError, SafetensorError, KeyError) as error:
+            raise InputError(f"{path}: not a safetensors file with a value_head ({error})") from error
+        _require_form(stored.entry, torch.empty(1, self.config.hidden_size), f"{path}: value_head")
+        for values, first in wanted:
+            with _reading(path):
+                stored.fill(first, values)
+            _require_finite({(path, "value_head", values.dtype): [torch.stack(torch.aminmax(values))]})
+        reader.close()
 
 
-def load_value_head(model: Decoder, folder: Path) -> None:
-    """Fill the model's value head with the folder's, if it has one.
-
-    Raises:
-        InputError: the file is damaged, or its tensor is of another shape or not finite.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not (path := folder / VALUE_HEAD).exists():
-        return
-    assert model.value_head is not None
-    try:
-        tensor = load_file(path)["value_head"]
-    except (OSError, SafetensorError, KeyError) as error:
-        raise InputError(f"{path}: not a safetensors file with a value_head ({error})") from error
-    _require_form(tensor, model.value_head, f"{path}: value_head")
-    with torch.no_grad():
-        model.value_head.copy_(tensor)
-    _require_finite({(path, "value_head"): torch.stack(torch.aminmax(model.value_head))}, model.value_head.dtype)
-
-
-def _require_form(tensor: Tensor, target: Tensor, where: str) -> None:
-    """Raise `InputError` when a file's tensor is not of the target's shape, or quantized."""
-    if tensor.shape != target.shape:
-        raise InputError(f"{where} has shape {list(tensor.shape)}; config.json asks for {list(target.shape)}")
-    if not tensor.is_floating_point() or tensor.itemsize < 2:
-        raise InputError(f"{where} is {tensor.dtype}; quantized weights are not supported, use bfloat16")
+def _require_form(entry: Entry, expected: Tensor, where: str) -> None:
+    """Raise `InputError` when a file's tensor is not of the expected one's shape, or quantized."""
+    if entry.shape != tuple(expected.shape):
+        raise InputError(f"{where} has shape {list(entry.shape)}; config.json asks for {list(expected.shape)}")
+    if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
+        raise InputError(f"{where} is {entry.dtype}; quantized weights are not supported, use bfloat16")
 
 
 def _in_folder(piece: WeightSlice, rows: Tensor) -> Tensor:
@@ -180,26 +204,37 @@ def _in_folder(piece: WeightSlice, rows: Tensor) -> Tensor:
     return rows if piece.form is None else piece.to_hf(rows.to("meta"))
 
 
-def _require_tied(file: Path, head: Tensor, embed: Tensor) -> None:
+def _require_tied(head: Found, embed: Sequence[Held]) -> None:
     """Raise `InputError` when a file has a head of its own where config.json ties it to the embedding."""
-    if not torch.equal(head.to(embed), embed):
-        raise InputError(
-            f"{file}: {HEAD} differs from the embedding, and tie_word_embeddings is true in config.json; set that to "
-            f"false to use {HEAD}, or remove the tensor"
-        )
+    for values, first in embed:
+        for at in range(0, values.numel(), CHUNK_BYTES):
+            own = torch.empty_like(part := values[at : at + CHUNK_BYTES])
+            with _reading(head.file):
+                head.stored.fill(first + at, own)
+            if not torch.equal(own, part):
+                raise InputError(
+                    f"{head.file}: {HEAD} differs from the embedding, and tie_word_embeddings is true in config.json; "
+                    f"set that to false to use {HEAD}, or remove the tensor"
+                )
 
 
-def _require_finite(extremes: dict[tuple[Path, str], Tensor], dtype: torch.dtype) -> None:
+def _require_finite(extremes: Mapping[tuple[Path, str, torch.dtype], Sequence[Tensor]]) -> None:
     """Raise `InputError` naming the first tensor whose smallest or largest value is NaN or infinite."""
-    finite = torch.stack([pair.float() for pair in extremes.values()]).isfinite().all(1).tolist()
-    for (file, name), good in zip(extremes, finite, strict=True):
+    if not extremes:
+        return
+    pairs = [(told, pair) for told, found in extremes.items() for pair in found]
+    finite = torch.stack([pair.float() for _, pair in pairs]).isfinite().all(1).tolist()
+    for ((file, name, dtype), _), good in zip(pairs, finite, strict=True):
         if not good:
             raise InputError(f"{file}: {name} has values that are NaN or infinite as {dtype}; the model is damaged")
 
 
-def _tensors(model: Decoder) -> dict[str, Tensor]:
-    """What a folder holds: parameters and buffers."""
-    return {name: p.detach() for name, p in model.named_parameters()} | dict(model.named_buffers())
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error})") from error
 
 
 def save_model(
@@ -217,7 +252,7 @@ def save_model(
     """
     export = Export(model, folder, max_shard_bytes, metadata)
     export.begin()
-    export.write(whole(model))
+    export.write(ranges_of(model))
     export.arrange()
 
 
@@ -236,13 +271,14 @@ class Export:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self._model, self._folder = model, folder
-        tensors = {name: tensor.to("meta") for name, tensor in _tensors(model).items()}
+        tensors = {name: tensor.to(model.embed.dtype) for name, tensor in without_memory(model.config).items()}
+        tensors |= {name: buffer.to("meta") for name, buffer in model.named_buffers()}
         pieces = [(piece, piece.of(tensors)) for piece in weight_map(model.config)]
         shards = list(cut(((item, item[1].nbytes) for item in pieces), max_shard_bytes))
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
         placed = dict(zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True))
         if model.value_head is not None:
-            placed[VALUE_HEAD] = [(_VALUE_HEAD_PIECE, tensors["value_head"])]
+            placed[VALUE_HEAD] = [(_VALUE_HEAD_PIECE, model.value_head.detach().to("meta"))]
         about = {"format": "pt", **(metadata or {})}
         self._files = [
             (TensorFile(folder / name, {p.name: Entry.of(_in_folder(p, rows)) for p, rows in shard}, about), shard)
@@ -275,8 +311,7 @@ class Export:
         for file, pieces in self._files:
             with _writing(file.path), file.open() as opened:
                 for piece, rows in pieces:
-                    start = piece.start * (rows.shape[-1] if rows.dim() > 1 else 1)
-                    for begin, values in within(held[piece.parameter], start, rows.numel()):
+                    for begin, values in within(held[piece.parameter], piece.first(rows), rows.numel()):
                         opened.write(piece.name, begin, values)
 
     def arrange(self, rank: int = 0, ranks: int = 1) -> None:
@@ -288,7 +323,7 @@ class Export:
                         _arrange(opened, piece, rows, (rank, ranks))
 
 
-_VALUE_HEAD_PIECE = WeightSlice("value_head", "value_head", 0, 1 << 62)
+_VALUE_HEAD_PIECE = WeightSlice("value_head", "value_head", 0, _ALL)
 
 
 def _arrange(file: OpenTensorFile, piece: WeightSlice, rows: Tensor, part: tuple[int, int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from .config import ModelConfig
 from .decoder import Decoder, num_parameters
 from .families import FAMILIES
 from .folder import all_or_nothing, save_model
+from .parts import Held, Ranges, ranges_of
 
 INITIALIZER_RANGE = 0.02
 
@@ -29,15 +31,34 @@ def architecture(name: str) -> ModelConfig:
     return ARCHITECTURES[name]
 
 
-def initialize(model: Decoder, seed: int) -> Decoder:
-    """Fill in place: N(0, `INITIALIZER_RANGE`) but for what is filled (`Decoder.fills`); the same on any device."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
+class RandomWeights:
+    """The `WeightSource` of random weights: N(0, `INITIALIZER_RANGE`) but for what is filled (`Decoder.fills`). These
+    are the same on any device and any mesh: each tensor is drawn whole, one at a time."""
+
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self.config, self._seed = config, seed
+
+    @torch.no_grad()
+    def fill(self, wanted: Ranges) -> None:
+        """See `WeightSource`."""
+        generator, model = torch.Generator().manual_seed(self._seed), Decoder(self.config, torch.float32, "meta")
         for name, parameter in model.named_parameters():
-            if (fill := model.fills.get(name)) is not None:
-                parameter.fill_(fill)
+            if (value := model.fills.get(name)) is not None:
+                for values, _ in wanted.get(name, ()):
+                    values.fill_(value)
             else:
-                parameter.copy_(torch.empty(parameter.shape).normal_(0, INITIALIZER_RANGE, generator=generator))
+                _draw(parameter.numel(), generator, wanted.get(name, ()))
+
+
+def _draw(size: int, generator: torch.Generator, wanted: Sequence[Held]) -> None:
+    drawn = torch.empty(size).normal_(0, INITIALIZER_RANGE, generator=generator)
+    for values, first in wanted:
+        values.copy_(drawn[first : first + values.numel()])
+
+
+def initialize(model: Decoder, seed: int) -> Decoder:
+    """Fill a model, or this rank's part of one, with the weights of `RandomWeights`."""
+    RandomWeights(model.config, seed).fill(ranges_of(model))
     return model
 
 

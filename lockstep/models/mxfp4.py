@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from math import prod
+
 import torch
 from torch import Tensor
+
+from ..cache.tensor_file import Entry, Stored
+from ..errors import InputError
 
 METHOD = "mxfp4"  # what `quantization_config` calls it
 BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of a tensor's two parts
@@ -27,14 +33,41 @@ class Pairs:
     """Tensors whose two parts come one after the other, perhaps from different files."""
 
     def __init__(self) -> None:
-        self._first: dict[str, Tensor] = {}
+        self._first: dict[str, Stored] = {}
 
-    def whole(self, part: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """Name and numbers of the tensor, with its second part; None after its first. Others are what they are."""
+    def whole(self, part: str, stored: Stored) -> tuple[str, Stored] | None:
+        """Name and numbers of the tensor, with its second part; None after its first. Others are what they are.
+
+        Raises:
+            InputError: the parts are not those of one tensor.
+        """
         if not part.endswith((BLOCKS, SCALES)):
-            return part, tensor
+            return part, stored
         name, other = part[: -len(BLOCKS)], SCALES if part.endswith(BLOCKS) else BLOCKS
         if (found := self._first.pop(name + other, None)) is None:
-            self._first[part] = tensor
+            self._first[part] = stored
             return None
-        return name, dequantized(*((tensor, found) if other == SCALES else (found, tensor)))
+        return name, _numbers(name, *((stored, found) if other == SCALES else (found, stored)))
+
+
+def _numbers(name: str, blocks: Stored, scales: Stored) -> Stored:
+    """The tensor of two parts, one matrix at a time in memory."""
+    shape = blocks.entry.shape
+    if shape != (*scales.entry.shape, 16) or {blocks.entry.dtype, scales.entry.dtype} != {torch.uint8}:
+        both = f"{BLOCKS} {list(shape)} and {SCALES} {list(scales.entry.shape)}"
+        raise InputError(f"{name} has {both}; they must be uint8 [..., N, G, 16] and [..., N, G]")
+    *leading, outputs, groups, _ = shape
+    return Stored(
+        Entry(torch.bfloat16, (*leading, groups * 32, outputs)), partial(_fill, blocks, scales, (outputs, groups))
+    )
+
+
+def _fill(blocks: Stored, scales: Stored, size: tuple[int, int], first: int, values: Tensor) -> None:
+    each, last = prod(size) * 32, first + values.numel()
+    for i in range(first // each, -(-last // each)):
+        block, scale = torch.empty((*size, 16), dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+        blocks.fill(i * block.numel(), block.flatten())
+        scales.fill(i * scale.numel(), scale.flatten())
+        begin, end = max(first, i * each), min(last, (i + 1) * each)
+        numbers = dequantized(block, scale).flatten()
+        values[begin - first : end - first].copy_(numbers[begin - i * each : end - i * each])

@@ -1,16 +1,19 @@
-"""What a rank has of a model: ranges of its tensors, and its part of one that several share."""
+"""What a rank has of a model: ranges of its tensors, and where these come from."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from functools import cache
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from ..distributed.mesh import Mesh
-from ..distributed.placement import ROWS, Placement
+from ..distributed.mesh import ALONE, Mesh
+from ..distributed.pieces import Shares, whole_shape
+from ..distributed.placement import ROWS, WHOLE
+from .config import ModelConfig
 from .decoder import Decoder
 
 
@@ -24,10 +27,25 @@ class Held(NamedTuple):
 Ranges = Mapping[str, Sequence[Held]]  # by the decoder's names, in ascending order
 
 
-def whole(model: Decoder) -> dict[str, list[Held]]:
-    """All of a model."""
-    tensors = {name: p.detach() for name, p in model.named_parameters()} | dict(model.named_buffers())
-    return {name: [Held(tensor.flatten(), 0)] for name, tensor in tensors.items()}
+def ranges_of(model: Decoder) -> dict[str, list[Held]]:
+    """What this rank has of a model, of which it may have a part."""
+    axis, found = model.spread.axis, dict[str, list[Held]]()
+    for name, tensor in tensors_of(model).items():
+        on, flat = model.placements.get(name, WHOLE), tensor.view(-1)
+        shares = Shares(on, whole_shape(on, Mesh(tp=axis), tensor.shape), axis.size, tensor.numel())
+        found[name] = [Held(flat[at : at + count], first) for at, first, count in shares.held(axis.rank)]
+    return found
+
+
+def tensors_of(model: Decoder) -> dict[str, Tensor]:
+    """What a folder holds: parameters and buffers."""
+    return {name: p.detach() for name, p in model.named_parameters()} | dict(model.named_buffers())
+
+
+@cache
+def without_memory(config: ModelConfig) -> dict[str, Tensor]:
+    """All tensors of a whole model, by name; only their shapes say anything."""
+    return tensors_of(Decoder(config, torch.bfloat16, "meta"))
 
 
 def within(held: Sequence[Held], start: int, count: int) -> Iterator[tuple[int, Tensor]]:
@@ -41,41 +59,40 @@ def within(held: Sequence[Held], start: int, count: int) -> Iterator[tuple[int, 
             yield begin - start, values[begin - first : end - first]
 
 
-class ModelPart:
-    """This rank's part of a decoder that is whole on this rank, to generate with.
+class WeightSource(Protocol):
+    """Where a model's weights come from."""
 
-    Rows of one product are views of the whole's; what lies in several pieces is copied. The head is cut by rows, tied
-    or not, and a value head is left out.
+    config: ModelConfig
 
-    Args:
-        mesh: what cuts it.
+    def fill(self, wanted: Ranges) -> None:
+        """Fill ranges of its tensors, of any dtype and on any device; others stay as they are.
 
-    Attributes:
-        model: a decoder of the parts.
-    """
+        Raises:
+            InputError: they are not as they should be.
+        """
 
-    def __init__(self, source: Decoder, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._copies: list[tuple[Tensor, Tensor, Placement]] = []  # own, whole, and how it lies
-        self.model = model = Decoder(source.config, source.embed.dtype, "meta", mesh)
-        for part, (path, whole) in zip(model.modules(), source.named_modules(), strict=True):
-            for name, parameter in whole.named_parameters(path, recurse=False):
-                if name in model.placements:
-                    setattr(part, name.rpartition(".")[2], self._own(parameter, model.placements[name]))
-            for name, buffer in whole.named_buffers(recurse=False):
-                setattr(part, name, buffer)
-        model.lm_head, model.placements["lm_head"] = self._own(source.lm_head, ROWS), ROWS
-        model.spread.index = torch.tensor([mesh.tp.rank], device=source.embed.device)
-        model.inv_freq, model.local_inv_freq, model.masks = source.inv_freq, source.local_inv_freq, source.masks
 
-    def _own(self, whole: Tensor, on: Placement) -> nn.Parameter:
-        whole = whole.detach()
-        own = on.cut(whole, self._mesh).contiguous()
-        if own.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
-            self._copies.append((own, whole, on))
-        return nn.Parameter(own, requires_grad=False)
+class ResidentWeights:
+    """The `WeightSource` that a model is which this rank has whole."""
 
-    def update(self) -> None:
-        """Copy what is copied anew, after the whole has changed in place."""
-        for own, whole, on in self._copies:
-            own.copy_(on.cut(whole, self._mesh))
+    def __init__(self, model: Decoder) -> None:
+        self.config, self._model = model.config, model
+
+    @torch.no_grad()
+    def fill(self, wanted: Ranges) -> None:
+        """See `WeightSource`."""
+        for name, (held,) in ranges_of(self._model).items():
+            for values, first in wanted.get(name, ()):
+                values.copy_(held.values[first : first + values.numel()])
+
+
+def load_part(source: WeightSource, dtype: torch.dtype, device: torch.device | str, mesh: Mesh = ALONE) -> Decoder:
+    """What a rank generates with: its part of a model, or the whole. Of ranks that share a model each has rows of the
+    head; of a tied one they are those of its table."""
+    model = Decoder(source.config, dtype, device, mesh)
+    if model.lm_head is model.embed and mesh.tp.size > 1:
+        model.lm_head = nn.Parameter(ROWS.cut(model.embed.detach(), mesh))
+        model.placements["lm_head"] = ROWS
+    with torch.no_grad():
+        source.fill(ranges_of(model))
+    return model

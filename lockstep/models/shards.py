@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path, PurePath
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from ..cache.tensor_file import CHUNK_BYTES, Stored, TensorReader
 from ..errors import InputError
 from ..json_file import read_object
 from . import mxfp4
+from .blocks.weight_slices import WeightSlice
 from .config import ModelConfig
 from .families import family_of, is_wrapped
+from .parts import Held, within
 from .weight_map import HEAD, fused_experts, is_left_out, of_text, weight_map
 
 
@@ -21,14 +27,23 @@ def weights_path(folder: Path) -> Path:
     return index if index.exists() else folder / "model.safetensors"
 
 
-def read_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor, Path]]:
-    """Name, tensor and file of each tensor: those of `weight_map` or `fused_experts`, and a head beside tied weights.
-    Weights of 4 bits come as bfloat16; of a model that reads more than text the text part comes alone.
+class Found(NamedTuple):
+    """A tensor of a folder: its name in one of the text part alone, where it is, and how it is read."""
+
+    name: str
+    file: Path
+    stored: Stored
+
+
+def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterator[Found]:
+    """Each tensor in a folder's files, which can be read until `opened` is closed: those of `weight_map` or
+    `fused_experts`, and a head beside tied weights. Weights of 4 bits come as bfloat16; of a model that reads more than
+    text the text part comes alone.
 
     Raises:
         InputError: a file is missing or damaged; a tensor has no place in the model, or is there twice.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     once, pairs = _Once(config), mxfp4.Pairs()
     name_of = of_text if is_wrapped(read_object(folder / "config.json")) else str
@@ -38,19 +53,53 @@ def read_tensors(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tenso
             named = "a model folder needs it, or an index and shards" if index == file.name else f"{index} names it"
             raise InputError(f"{file}: {_what_is_there(file)} ({named})")
         try:
-            with safe_open(file, framework="pt") as tensors:
-                for stored in tensors.keys():  # noqa: SIM118 (not a dict)
-                    name = name_of(stored)
-                    if name is None:
-                        continue
-                    if name in once:
-                        once.add(name, file)
-                        if found := pairs.whole(name, tensors.get_tensor(stored)):
-                            yield *found, file
-                    elif not is_left_out(name, config):
-                        raise InputError(f"{file}: {stored} has no place in the model that config.json describes")
+            reader = TensorReader(file)
         except SafetensorError as error:
             raise InputError(f"{file}: not a whole safetensors file ({error})") from error
+        opened.callback(reader.close)
+        for key, stored in reader.tensors.items():
+            name = name_of(key)
+            if name is None:
+                continue
+            if name in once:
+                once.add(name, file)
+                if found := pairs.whole(name, stored):
+                    yield Found(found[0], file, found[1])
+            elif not is_left_out(name, config):
+                raise InputError(f"{file}: {key} has no place in the model that config.json describes")
+
+
+def fill_rows(found: Found, piece: WeightSlice, rows: Tensor, held: Sequence[Held]) -> Iterator[Tensor]:
+    """Fill what is held of the decoder's `rows` that a piece is, which need no memory, and yield it, range by range. Of
+    a piece in another form whole blocks of rows are read, each once.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    start, fill, dtype = piece.first(rows), found.stored.fill, found.stored.entry.dtype
+    try:
+        if piece.form is None:
+            for begin, values in within(held, start, rows.numel()):
+                fill(begin, values)
+        else:
+            width = rows.numel() // rows.shape[0]
+            block = piece.form.block * width
+            step = max(1, CHUNK_BYTES // (block * dtype.itemsize)) * block
+            for at in range(0, rows.numel(), step):
+                wanted = list(within(held, start + at, min(step, rows.numel() - at)))
+                if not wanted:
+                    continue
+                begin, end = wanted[0][0] // block * block, wanted[-1][0] + wanted[-1][1].numel()
+                stored = torch.empty(-(-(end - begin) // block) * block, dtype=dtype)
+                fill(at + begin, stored)
+                shape = piece.to_hf(torch.empty(len(stored) // width, *rows.shape[1:], device="meta")).shape
+                ours = piece.from_hf(stored.view(shape)).flatten()
+                for first, values in wanted:
+                    values.copy_(ours[first - begin : first - begin + values.numel()])
+    except OSError as error:
+        raise InputError(f"{found.file}: cannot be read ({error})") from error
+    for _, values in within(held, start, rows.numel()):
+        yield values
 
 
 def _files(folder: Path, config: ModelConfig, name_of: Callable[[str], str | None]) -> list[Path]:

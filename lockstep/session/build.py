@@ -24,14 +24,15 @@ from ..config import (
     template_variables,
 )
 from ..distributed import ONE, World
+from ..distributed.mesh import ALONE, Mesh
 from ..environments import PromptLimit, make_environment, make_task
 from ..errors import InputError, refuse
-from ..generator import Engine, PartWeights, SharedWeights, plan_cache_tokens
+from ..generator import Engine, SharedWeights, plan_cache_tokens
 from ..graph import Runtime, Store, Verdict, compile_report, require_plugins
 from ..machine import bound_threads
-from ..models import Decoder, ModelConfig, ModelPart, Ranges, load_model, load_value_head, resolve_folder
+from ..models import Decoder, FolderWeights, ModelConfig, Ranges, WeightSource, load_part, ranges_of, resolve_folder
 from ..models.checks import require_degree, require_memory
-from ..models.init import architecture, initialize
+from ..models.init import RandomWeights, architecture
 from ..models.tokenizer import (
     byte_tokenizer,
     check_vocabulary,
@@ -89,13 +90,10 @@ class Session:
         return min(found)
 
     def new_engine(self, cache_tokens: int, version: Callable[[], int] = lambda: 0) -> Engine:
-        """An engine that reads the model's own weights, which are of version `version()`; of ranks that generate
-        together each its part of them."""
-        model, mesh = self.policy.model, self.world.generator
-        alone = mesh.tp.size == 1
-        weights = SharedWeights(model, version) if alone else PartWeights(ModelPart(model, mesh), version)
+        """An engine that reads the model's own weights, which are of version `version()`."""
+        weights = SharedWeights(self.policy.model, version)
         engine = Engine(weights, self.config.generator, cache_tokens, self.policy.decode, self.runtime)
-        if not alone:
+        if self.world.together is not None:
             engine.agree = partial(self.world.agree, "the generator's schedule")
         return engine
 
@@ -112,7 +110,7 @@ class Session:
 def _loaded(config: RunConfig, world: World) -> Policy:
     for name in ("tp", "generator_tp") if world.size > 1 else ():
         require_degree(model_config(config), getattr(world, name), f"parallel.{name}")
-    return load_policy(config)
+    return load_policy(config, world.generator)
 
 
 class TrainingSession(Session):
@@ -155,17 +153,18 @@ class TrainingSession(Session):
             self.renew()
         if algorithm_of(config.loss).has_critic:
             model.add_value_head()
-            if config.model is not None:
-                load_value_head(model, resolve_folder(config.model))
+            if (source := self.policy.source) is not None:
+                world.each(lambda: source.fill({"value_head": ranges_of(model)["value_head"]}))
         self.trainer = Trainer(
             model,
             config.optimizer,
             config.loss,
-            reference=self.teacher or (copy.deepcopy(model) if config.loss.beta > 0 else None),
+            reference=self.teacher or (load_reference(self.policy) if config.loss.beta > 0 else None),
             enforce_parity=config.parity == "strict",
             runtime=self.runtime,
             world=world,
             cells=w.cells,
+            source=self.policy.source,
             zero_stage=self.plan.zero_stage or None,
         )
         world.same("the processes of this run", self.trainer.numerics)
@@ -175,11 +174,17 @@ class TrainingSession(Session):
         self.shapes = train_shapes(config, longest, self.prompt_limit.tokens)
         self.preloaded = loaded_kernels()
 
+    @property
+    def context(self) -> int:
+        """Tokens that a prompt and what comes after it may have together."""
+        return self.prompt_limit.tokens + self.config.max_response_length
+
 
 def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
     c, g, together = w.config, w.config.generator, w.config.parallel.generator_tp
     require_degree(w.model, together, "parallel.generator_tp")
-    require_memory(w.model, w.dtype, device, f"arch {c.arch}" if c.model is None else str(resolve_folder(c.model)))
+    where = f"arch {c.arch}" if c.model is None else str(resolve_folder(c.model))
+    require_memory(w.model, w.dtype, device, where, w.generating)
     if not w.on_gpu or g.kv_cache_tokens:  # it must hold a sequence
         plan_cache_tokens(g, w.model.shared_by(together), w.dtype, device, w.sequences, w.sequence_tokens)
     found = require_room(w, memory)
@@ -236,9 +241,9 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def load_policy(config: RunConfig) -> Policy:
+def load_policy(config: RunConfig, mesh: Mesh = ALONE) -> Policy:
     """Load a Hugging Face folder or hub id, or make the named random model with a byte-level tokenizer; in both roles
-    the model has the attention of `config`."""
+    the model has the attention of `config`. Of ranks that share it, along the mesh's `tp`, each has its part."""
     place = resolve_device(config.device)
     bound_threads(place)
     kind = resolve_dtype(config.dtype, place)
@@ -246,7 +251,9 @@ def load_policy(config: RunConfig) -> Policy:
         folder = resolve_folder(config.model)
         with ThreadPoolExecutor(1) as pool:  # importing its library takes as long as reading the weights
             loading = pool.submit(load_tokenizer, folder)
-            decoder = load_model(folder, kind, place)
+            source: WeightSource = FolderWeights(folder)
+            require_memory(source.config, kind, place, str(folder), mesh)
+            decoder = load_part(source, kind, place, mesh)
             tokenizer = loading.result()
         check_vocabulary(tokenizer, decoder.config.vocab_size, str(folder))
     else:
@@ -254,10 +261,21 @@ def load_policy(config: RunConfig) -> Policy:
         special = {"eos_token_ids": (tokenizer.eos_token_id,), "pad_token_id": tokenizer.pad_token_id}
         made = replace(architecture(config.arch), **special)
         check_vocabulary(tokenizer, made.vocab_size, where)
-        require_memory(made, kind, place, where)
-        decoder = initialize(Decoder(made, kind, place), config.seed)
+        require_memory(made, kind, place, where, mesh)
+        source = RandomWeights(made, config.seed)
+        decoder = load_part(source, kind, place, mesh)
     set_attention(decoder, config.attention, config.attention_mask)
-    return Policy(decoder, tokenizer)
+    return Policy(decoder, tokenizer, source)
+
+
+def load_reference(policy: Policy) -> Decoder:
+    """The policy as it begins, whole and frozen."""
+    model = policy.model
+    if policy.source is None or model.spread.axis.size == 1:
+        return copy.deepcopy(model)
+    made = load_part(policy.source, model.embed.dtype, model.embed.device)
+    made.masks = model.masks
+    return made
 
 
 def load_teacher(config: RunConfig, policy: Policy) -> Decoder | None:
@@ -369,7 +387,7 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
 def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world: World = ONE) -> None:
     """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template. Every
     rank of `world` calls it and writes the weights that are `held`; by default one process writes the model's own."""
-    from ..models.folder import Export, all_or_nothing, whole
+    from ..models.folder import Export, all_or_nothing
     from ..models.tokenizer import save_tokenizer
 
     def begin() -> None:
@@ -379,5 +397,5 @@ def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world:
     export = Export(policy.model, folder)
     with all_or_nothing(folder) if world.first else nullcontext():
         world.from_first(begin)
-        world.share(lambda: export.write(held or whole(policy.model)))
+        world.share(lambda: export.write(held or ranges_of(policy.model)))
         world.share(lambda: export.arrange(world.rank, world.size))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from statistics import mean, stdev
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from ..config import RunConfig, of_generation, template_variables, validate
-from ..environments import Collector, Limits, make_environment, make_task
+from ..distributed import World
+from ..environments import Collector, Environment, Limits, make_environment, make_task
 from ..environments.episodes import Sampler
 from ..errors import InputError
 from ..generator import Engine, Grown
@@ -18,43 +20,41 @@ from ..trainer.shapes import PROMPT_MARGIN
 from ..types import VALIDATION_DOMAIN, RolloutGroup, SamplingParams
 from .build import training_sampling
 from .generate import LLM, check_sampling, require_numbers
+from .text.policy import Policy
 
 _SECONDS_A_REPORT = 5.0
 Z95 = 1.959963984540054  # the standard normal's 97.5 % quantile
 
 
-def evaluate(
-    config: RunConfig,
-    *,
-    n: int = 1,
-    k: Sequence[int] = (),
-    temperature: float | None = None,
-    pass_reward: str | None = None,
-    pass_threshold: float = 1.0,
-    progress: IO[str] | None = None,
+class Measure(NamedTuple):
+    """How a model is measured; see `run.evaluate.evaluate`."""
+
+    n: int = 1
+    k: tuple[int, ...] = ()
+    temperature: float | None = None
+    pass_reward: str | None = None
+    pass_threshold: float = 1.0
+
+
+@dataclass(frozen=True)
+class Played:
+    """What an environment is played with, as a `TrainingSession` is; `sampling` is what may be asked for, where all is
+    sampled greedily as well."""
+
+    config: RunConfig
+    world: World
+    environment: type[Environment]
+    policy: Policy
+    engine: Engine
+    sampling: SamplingParams
+    context: int
+
+
+def measured(
+    config: RunConfig, by: Measure, serving: Callable[[Played], AbstractContextManager[Any]], progress: IO[str] | None
 ) -> dict[str, Any]:
-    """Complete each of the task's validation problems `n` times and score the completions.
-
-    Args:
-        config: its model, task (`validation_data`, `validation_prompts`, `reward`), sampling, seed, device and dtype,
-            and `compile` but for what acts on the trainer's graphs alone.
-        n: completions a problem.
-        k: which pass@k to estimate, each at most `n`; empty for the powers of two up to `n`.
-        temperature: None for 0 (greedy) when `n` is 1 and otherwise for `config.sampling.temperature`.
-        pass_reward: name of the reward function that decides whether a completion passes; None for the task's first.
-        pass_threshold: a completion passes when that function's value is at least this.
-        progress: where to say how far it is, for example `sys.stderr`.
-
-    Returns a dict: `reward/mean` and `pass@K`, each with its 95 % interval under `.../ci95`, the mean of each reward
-    function, lengths, and `per_problem` counts. A problem on some of whose completions `pass_reward` is None does not
-    count for pass@k.
-
-    Under `torchrun` every process calls it, with the same arguments; problems are dealt to groups of
-    `config.parallel.generator_tp` processes, and each returns the result of all.
-
-    Raises `InputError` for settings that cannot work and for a task without validation problems, and `NonFiniteError`
-    when the model's outputs are no numbers.
-    """
+    """`run.evaluate.evaluate`. Within `serving` environments are played that live elsewhere."""
+    n, k, temperature, pass_reward, pass_threshold = by
     ks = _checked_ks(n, k)
     if not math.isfinite(pass_threshold):
         raise InputError(f"--pass-threshold is {pass_threshold}; it must be a finite number")
@@ -94,16 +94,19 @@ def evaluate(
             return llm.engine_for(sequences, tokens, [sampling])
 
         def sampler(prompt_ids: list[list[int]], _: list[SamplingParams]) -> Sampler:
-            begun = map(len, prompt_ids) if world.size == 1 else ()  # perhaps not as the problems say
+            alone = world.size == 1 and environment.begin_together
+            begun = map(len, prompt_ids) if alone else ()  # perhaps not as the problems say
             made = engine(max(longest, *begun, 0))
             return _Reporting(made, progress, sequences if config.task.turns == 1 else 0) if world.leads else made
 
-        world.each(lambda: engine(longest))
+        planned = world.each(lambda: engine(longest))
         parts = llm.policy.tokens, sampler, task.rewards, config.seed
         response = config.max_response_length, config.task.turns, config.task.environment_timeout
         limits = Limits(config.task.max_prompt_length or None, *response)
         collector = Collector(*parts, environment, limits, world=world, needs_rewards=True)
-        groups, _, counts = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
+        allowed = trained if by.temperature is None else sampling
+        with serving(Played(config, world, environment, llm.policy, planned, allowed, llm.context)):
+            groups, _, counts = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
     found = list(dict.fromkeys(name for group in groups for r in group.rollouts for name in r.rewards))
     decides = found[0] if pass_reward is None else pass_reward
     if decides not in found:

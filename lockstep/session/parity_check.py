@@ -172,7 +172,9 @@ def _check(session: Session, tokens: int) -> ParityReport:
     max_tokens = max(8192, 2 * (max(map(len, prompts)) + length))
     shards = world.mesh.fsdp
     shape, kinds = _expected(prompts, sampling, max_tokens, shards.size)
-    trainer = Trainer(decoder, OptimizerConfig(), LossConfig(), runtime=runtime, world=world)
+    trainer = Trainer(
+        decoder, OptimizerConfig(), LossConfig(), runtime=runtime, world=world, source=session.policy.source
+    )
     completions = _generated(session, prompts, sampling, trainer, shape, kinds)
     groups = [RolloutGroup(*group) for group in zip(completions, sampling, strict=True)]
     how = Packing(max_tokens, shapes=[shape])

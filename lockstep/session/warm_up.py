@@ -206,8 +206,8 @@ def _checked(run: TrainingSession) -> _Checked:
     c, embed = run.policy.model.config, run.policy.model.embed
     if embed.is_cuda:
         return machine_check.used(), [] if c.mla else [_heads(c)], embed.device, embed.dtype
-    generating = run.engine.runner.weights.model  # perhaps of parts, whose products have fewer columns
-    found = {*products(run.policy.model), *products(generating)}
+    trained = run.trainer.programs.model  # each role's perhaps of parts, whose products have fewer columns
+    found = {*products(trained), *products(run.policy.model)}
     return sorted(found), [_heads(c)], embed.device, embed.dtype
 
 

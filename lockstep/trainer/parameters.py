@@ -21,7 +21,7 @@ from .. import distributed, graph, ops
 from ..distributed.cells import Cells
 from ..distributed.collectives import sum_of_all
 from ..distributed.mesh import ALONE, Axis, Mesh
-from ..distributed.pieces import Shares, joined, whole_shape
+from ..distributed.pieces import Shares, joined, part_at, whole_shape
 from ..distributed.placement import WHOLE, Placement
 from ..models import Decoder, Held
 from ..ops import SQUARES_BLOCK
@@ -182,6 +182,10 @@ class FlatParameters:
         """Of the blocks' sums of squares those that this rank counts, the others 0; `counted` is among the buffers."""
         return torch.where(buffers["counted"], squares, 0.0) if self.counted else squares
 
+    def head(self, model: Decoder) -> Tensor:
+        """The LM head [V, D] of the model that is trained, whole, as it is now. Every rank calls it."""
+        return model.lm_head
+
     def summed_words(self, words: Tensor) -> Tensor:
         """The words of an `ops.exact_sum` over all ranks' numbers, from those of this rank's."""
         return words
@@ -256,28 +260,28 @@ class ShardedParameters(FlatParameters):
     """`FlatParameters` of one of several ranks, which has a shard of both buffers: of what it has by `tp`, a part cut
     along the mesh's `fsdp`. Micro-batches read the model's own parameters, which are whole: ZeRO's stage 2.
 
-    `gather` brings those up to date. Where another model, which is whole, is the `reader` that generates, they are the
-    reader's, and the model keeps none but the frozen ones.
+    `gather` brings those up to date. Where another model is the `reader` that generates, with all of the weights or a
+    part, they are the reader's, the model has none but frozen ones, and the shard is to be filled (`own`).
 
     Attributes:
         gathering: what `gather` reads and writes.
     """
 
     def __init__(self, model: Decoder, mesh: Mesh, frozen: Collection[str] = (), reader: Decoder | None = None) -> None:
-        self.axis = mesh.fsdp
+        self.axis, self.reads_own = mesh.fsdp, reader is None
         super().__init__(model, mesh, frozen)
         self.counted = self._counted()
-        self.reads_own = reader is None
-        own = {name: p.data for name, p in (reader or model).named_parameters() if name in self.names}
-        self.gathering = graph.Inputs(param=dict(zip(self.names, self.parts, strict=True)), buffer=own)
-        for parameter in () if self.reads_own else self.parameters:
-            parameter.data = parameter.new_empty(()).expand(parameter.shape)
+        reader = reader or model
+        own = {name: p.data for name, p in reader.named_parameters() if name in self.names}
+        place = {} if reader.spread.index is None else {"place": reader.spread.index}
+        self._read_by, parts = reader.spread.axis, dict(zip(self.names, self.parts, strict=True))
+        self.gathering = graph.Inputs(param=parts, buffer={**own, **place})
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return self.layout.flat_views(flat)
 
     def _take_over(self) -> None:
-        for parameter, part in zip(self.parameters, self.parts, strict=True):
+        for parameter, part in zip(self.parameters, self.parts, strict=True) if self.reads_own else ():
             own = parameter.data.flatten()[part.numel() * self.axis.rank :][: part.numel()]
             part[: own.numel()].copy_(own)
 
@@ -297,9 +301,18 @@ class ShardedParameters(FlatParameters):
 
     def gather(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         """Bring the parameters of the model that generates (`gathering`) up to date."""
+        axis, place = self._read_by, inputs.buffer.get("place")
         for on, (name, part) in zip(self.placements, inputs.param.items(), strict=True):
-            inputs.buffer[name].copy_(self._joined(on, self.gathered(name, part)))
+            whole = self._joined(on, self.gathered(name, part))
+            inputs.buffer[name].copy_(whole if place is None else part_at(on, whole, axis, place))
         return {}
+
+    def head(self, model: Decoder) -> Tensor:
+        name = "embed" if model.lm_head is model.embed else "lm_head"
+        if self.reads_own:
+            return model.lm_head
+        part = self.gathered(name, self.parts[self.names.index(name)]) if name in self.names else model.lm_head
+        return self._joined(model.placements[name], part.detach())
 
     def _joined(self, on: Placement, part: Tensor) -> Tensor:
         """A whole parameter, from what this rank has by `tp`."""

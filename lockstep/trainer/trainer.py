@@ -20,7 +20,7 @@ from ..distributed import ONE, World
 from ..distributed.cells import ONE_CELL, Cells
 from ..errors import InputError
 from ..graph import EAGER, Runtime
-from ..models import Decoder, Held
+from ..models import Decoder, Held, ResidentWeights, WeightSource, ranges_of
 from ..types import PackedBatch, SamplingParams
 from .check_cases import Work, trust_cases
 from .graph_inputs import complete
@@ -33,7 +33,7 @@ from .result import PendingResult, Results, StepResult
 from .routing import RoutingResult, statistics_of
 from .shapes import BatchShape
 from .step import STATISTICS, found_names, take
-from .tp.decoder import in_trainer
+from .tp.decoder import give_memory, in_trainer
 
 
 class Trainer:
@@ -47,6 +47,8 @@ class Trainer:
         runtime: what runs the trainer's programs; by default eagerly.
         world: the processes that weights, gradients and moments are sharded over. Each calls the same methods in the
             same order, on batches of its own, as many as the others.
+        source: where the weights come from, of which this rank may train other parts than it generates with; by default
+            `model`, which is whole.
         cells: how gradients of a step's shards are added up; those of batches are ended by `PackedBatch.ends_cell`.
         zero_stage: of several ranks, see `flat_parameters`.
 
@@ -71,6 +73,7 @@ class Trainer:
         runtime: Runtime = EAGER,
         world: World = ONE,
         cells: Cells = ONE_CELL,
+        source: WeightSource | None = None,
         zero_stage: int | None = None,
     ) -> None:
         if loss.beta > 0 and reference is None:
@@ -92,11 +95,15 @@ class Trainer:
         if algorithm_of(loss).has_critic and model.value_head is None:
             model.add_value_head()
         trained = in_trainer(model, world.mesh)
-        reader = None if trained is model else model
-        self.flat = flat_parameters(trained, world.mesh, frozen_parameters(model, optimizer), reader, zero_stage)
+        reader, frozen = None if trained is model else model, frozen_parameters(trained, optimizer)
+        self.flat = flat_parameters(trained, world.mesh, frozen, reader, zero_stage)
+        if reader is not None:
+            give_memory(trained, frozen)
+            kept = {name: held for name, held in ranges_of(trained).items() if name in frozen}
+            world.each(lambda: (source or ResidentWeights(model)).fill({**kept, **self.flat.own()}))
         self.flat.add_up(cells)
         self._cells_begun, self._cell_ended = False, False  # of an update's several: one has ended, and the last so far
-        self.optimizer = optimizer_of(self.flat, optimizer, parameter_groups(model, self.flat, optimizer))
+        self.optimizer = optimizer_of(self.flat, optimizer, parameter_groups(trained, self.flat, optimizer))
         self.weights_version = 0
         device = self.flat.data.device
         lr, sampled = torch.zeros((), device=device), torch.zeros((), dtype=torch.float64, device=device)
@@ -133,7 +140,8 @@ class Trainer:
         scored = self.programs.launch("forward_backward", batch, loss_type=loss_type, with_support=with_support)
         if with_support:
             rows_CD, threshold_C = scored.pop("rows_CD"), scored.pop("threshold_C")
-            batch.support_C = ops.support_mask(rows_CD, self.model.lm_head, batch.temperature_C, threshold_C)
+            head_VD = self.flat.head(self.programs.model)
+            batch.support_C = ops.support_mask(rows_CD, head_VD, batch.temperature_C, threshold_C)
         if batch.check_parity:
             self._scored.append((batch, scored))
 

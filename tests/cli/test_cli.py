@@ -1,6 +1,6 @@
 """The command line: what flags resolve to, what bad input says, exit codes, and what goes where.
 
-The commands' own work (`lockstep.run.train`, `lockstep.session.evaluation`, `lockstep.session.parity_check`,
+The commands' own work (`lockstep.run.train`, `lockstep.run.evaluate`, `lockstep.session.parity_check`,
 `lockstep.models.init`) is replaced by recorders: these tests are about the way there and back. `test_llm.py` and
 `test_evaluation.py` run the real ones.
 """
@@ -57,7 +57,7 @@ class Recorder(SimpleNamespace):
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Recorder:
     monkeypatch.chdir(tmp_path)
     recorder = Recorder()
-    for name in ("run.train", "session.evaluation"):
+    for name in ("run.train", "run.evaluate", "session.evaluation"):
         monkeypatch.setitem(sys.modules, f"lockstep.{name}", recorder)
     return recorder
 

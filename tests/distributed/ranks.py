@@ -1,5 +1,5 @@
-"""Run by torchrun on two ranks: each check compares what the ranks do together with one process that runs the same
-micro-batches, in every bit. The first rank prints what was found, a JSON object. `ranks.py cuda` does so on two GPUs.
+"""Checks on two ranks: each compares what they do together with one process that runs the same micro-batches, in every
+bit. Under torchrun the first rank prints what was found, a JSON object; `ranks.py cuda` does so on two GPUs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fake_recorder import FakeRecorder
+from processes import PATIENCE
 from small import train_groups
 
 from lockstep import distributed, machine
@@ -52,7 +53,7 @@ from lockstep.types import PackedBatch, RolloutGroup, SampleIdentity, SamplingPa
 
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
 OPTIMIZER = OptimizerConfig(weight_decay=0.1)
-DEVICE = torch.device(sys.argv[1] if len(sys.argv) > 1 else "cpu")
+DEVICE = torch.device("cuda" if sys.argv[1:] == ["cuda"] else "cpu")
 SIZES = (97, 48, 64, 2, 4, 2, 16) if DEVICE.type == "cpu" else (4096, 512, 1024, 2, 8, 4, 128)
 CONFIG = ModelConfig(*SIZES, rope_theta=1e4, max_position_embeddings=256, family="qwen3")
 MOE = replace(CONFIG, moe=MoEConfig(4, num_experts_per_token=2, intermediate_size=SIZES[2] // 2, router_bias=True))
@@ -84,26 +85,30 @@ def rollout(model: Decoder, step: int, groups: int = 5) -> list[RolloutGroup]:
     return train_groups(prompts, [FILTERED] * groups, found, weight=0.02)
 
 
-def batches(groups: list[RolloutGroup], own: list[int], max_tokens: int = 44) -> list[PackedBatch]:
+SEVERAL = Packing(44)  # of several sizes
+ONE_SIZE = Packing(44, shapes=[BatchShape(44, 32, 16, 44)])  # which a graph is made for once
+
+
+def batches(groups: list[RolloutGroup], own: list[int], packing: Packing = SEVERAL) -> list[PackedBatch]:
     """Of two shards, of several micro-batches each; the second shard has fewer."""
-    packed = pack_shards([groups[::2], groups[1::2]], own, Packing(max_tokens), check_parity=True)
+    packed = pack_shards([groups[::2], groups[1::2]], own, packing, check_parity=True)
     return [batch.to(DEVICE) for batch in packed]
 
 
-def run(trainer: Trainer, world: World, steps: int = 2, max_tokens: int = 44) -> list[Any]:
+def run(trainer: Trainer, world: World, steps: int = 2, packing: Packing = SEVERAL) -> list[Any]:
     """Accumulated gradients and results of some steps, then weights and state, whole."""
     own = [world.rank] if world.size == 2 else [0, 1]
     seen: list[Any] = []
     for step in range(steps):
         groups = rollout(trainer.model, step)
-        for batch in batches(groups, own, max_tokens):
+        for batch in batches(groups, own, packing):
             if trainer.reference is not None:
                 trainer.reference_logprobs(batch)
             if trainer.algorithm.has_critic:
                 trainer.values(batch)
                 batch.return_C.copy_(batch.old_value_C + batch.advantage_C)
             trainer.forward_backward(batch)
-        for batch in batches(groups, own, max_tokens):
+        for batch in batches(groups, own, packing):
             trainer.check(batch)
         seen += [whole(trainer, trainer.flat.grad), trainer.optim_step(1e-2)]
         assert seen[-1].applied and seen[-1].tokens_different == 0, seen[-1]
@@ -183,12 +188,12 @@ def parameter_groups(world: World) -> Any:
     optimizer = replace(
         OPTIMIZER, freeze=("model.layers.0",), lr_scales=("model.norm=3",), weight_decays=("*_proj=0.2",)
     )
-    start, one = decoder(), run(Trainer(decoder(), optimizer, LossConfig()), ONE)
+    start, one = decoder(), run(Trainer(decoder(), optimizer, LossConfig()), ONE, packing=ONE_SIZE)
     recorder = FakeRecorder() if DEVICE.type == "cpu" else None
     config = CompileConfig("step", cudagraph_mode="full")
     runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
     trainer = Trainer(decoder(), optimizer, LossConfig(), world=world, runtime=runtime)
-    unlike = different(run(trainer, world), one)
+    unlike = different(run(trainer, world, packing=ONE_SIZE), one)
     runtime.close()
     now = dict(trainer.model.named_parameters())
     kept = [name for name, parameter in start.named_parameters() if torch.equal(parameter, now[name])]
@@ -210,9 +215,9 @@ def a_teacher(world: World) -> Any:
 def a_critic(world: World) -> Any:
     """Of graphs on the ranks and eager in one process."""
     loss = LossConfig("ppo")
-    one = run(Trainer(decoder(), OPTIMIZER, loss), ONE)
+    one = run(Trainer(decoder(), OPTIMIZER, loss), ONE, packing=ONE_SIZE)
     runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
-    found = run(Trainer(decoder(), OPTIMIZER, loss, world=world, runtime=runtime), world)
+    found = run(Trainer(decoder(), OPTIMIZER, loss, world=world, runtime=runtime), world, packing=ONE_SIZE)
     runtime.close()
     return on_all(world, different(found, one))
 
@@ -300,7 +305,7 @@ def another_order_of_addition(world: World) -> Any:
 def graphs(world: World) -> Any:
     """Weights read whole, with layers computed again, or gathered: results like eager's, graphs alike on all ranks, and
     what was logged of them; collectives of a micro-batch, and their elements on a rank."""
-    eager = run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, max_tokens=256)
+    eager = run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, packing=Packing(256))
     ways: dict[str, dict[str, Any]] = {
         "stage 2": {"recompute": ("full",)},
         "stage 3": {"cudagraph_mode": "full"},
@@ -312,7 +317,7 @@ def graphs(world: World) -> Any:
         runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
         stage = int(name[-1])
         trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, runtime=runtime, zero_stage=stage)
-        unlike = different(run(trainer, world, max_tokens=256), eager)
+        unlike = different(run(trainer, world, packing=Packing(256)), eager)
         made = {f.name: [digest(g.captured) for g in f.graphs.values()] for f in runtime.programs}
         log = [line for title, lines in runtime.builder.nodes.items() if "forward_backward" in title for line in lines]
         found[name] = {"different": on_all(world, unlike), "digests": on_all(world, made), "log": log}
@@ -525,9 +530,10 @@ class Cycle:
         self.itself = self
 
 
-def main() -> None:
+def checked() -> dict[str, Any]:
+    """What each check found, on each rank."""
     machine.own_gpu()
-    world = join(ParallelConfig(timeout=200), DEVICE.type)
+    world = join(ParallelConfig(timeout=PATIENCE), DEVICE.type)
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for name, function in CHECKS.items():
@@ -536,15 +542,15 @@ def main() -> None:
         except Exception:
             print(traceback.format_exc(), file=sys.stderr)
             raise
-    if world.first:
-        print(json.dumps(found))
     full = CompileConfig("step", cudagraph_mode="full")
     left = Runtime(full, DEVICE, recorder=Left(), mesh={"fsdp": world.size}, peers=world)
-    gone = weakref.ref(Cycle())
+    gone, first = weakref.ref(Cycle()), world.first
     world.close()
     assert gone() is None
     assert left.recorder is not None and left.recorder.closed  # type: ignore[attr-defined]
+    return found if first else {}
 
 
 if __name__ == "__main__":
-    main()
+    if of_the_first := checked():
+        print(json.dumps(of_the_first))

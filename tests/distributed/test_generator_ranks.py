@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import on_ranks
+from processes import PATIENCE, on_ranks
 from torch import Tensor
 
 from lockstep import ops
@@ -28,13 +28,14 @@ from lockstep.config import (
 )
 from lockstep.distributed import ONE, World, collectives, join
 from lockstep.errors import InputError, LockstepError
-from lockstep.generator import Engine, PartWeights, SharedWeights
+from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime
-from lockstep.models import Decoder, ModelConfig, ModelPart
+from lockstep.models import Decoder, ModelConfig, ResidentWeights, load_part, ranges_of
 from lockstep.models.checks import require_degree
 from lockstep.models.init import architecture, initialize
 from lockstep.rl.loop import Loop
 from lockstep.session.build import build
+from lockstep.session.memory import used
 from lockstep.types import SampleIdentity, SamplingParams
 
 # Of the cases together: prompts in chunks, samples that are preempted, prefixes found again, new weights, and each kind
@@ -50,8 +51,10 @@ SMALL = GeneratorConfig(max_num_seqs=5, page_size=16, max_num_batched_tokens=24,
 
 
 def decoder(arch: str, dtype: torch.dtype) -> Decoder:
-    """Random weights that make the tokens differ from one another, norms and biases among them."""
-    model = initialize(Decoder(architecture(arch), dtype), 0)
+    """Two layers of random weights that make the tokens differ from one another, norms and biases among them."""
+    config = architecture(arch)
+    sliding = tuple(layer for layer in config.sliding_layers if layer < 2)
+    model = initialize(Decoder(replace(config, num_layers=2, sliding_layers=sliding), dtype), 0)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
@@ -80,8 +83,18 @@ def generated(
     return [*found, engine.scheduler.preemptions]
 
 
-def cut(model: Decoder, world: World) -> Callable[[Callable[[], int]], SharedWeights]:
-    return lambda version: PartWeights(ModelPart(model, world.generator), version)
+class Parts(SharedWeights):
+    """A rank's part of a model, with the values that the whole has by now."""
+
+    def __init__(self, whole: Decoder, world: World, version: Callable[[], int]) -> None:
+        self._source = ResidentWeights(whole)
+        model = load_part(self._source, whole.embed.dtype, "cpu", world.generator)
+        super().__init__(model, version)
+
+    @property
+    def version(self) -> int:
+        self._source.fill(ranges_of(self.model))
+        return super().version
 
 
 def differing(world: World, arch: str, dtype: torch.dtype, capture: str, tokens: int, pushes: bool) -> tuple[int, int]:
@@ -91,7 +104,7 @@ def differing(world: World, arch: str, dtype: torch.dtype, capture: str, tokens:
     runtime = Runtime(config, torch.device("cpu"), mesh=world.sizes, peers=world)
     model, other = decoder(arch, dtype), decoder(arch, dtype)
     *one, preempted = generated(model, lambda version: SharedWeights(model, version), tokens)
-    *several, again = generated(other, cut(other, world), tokens, runtime)
+    *several, again = generated(other, partial(Parts, other, world), tokens, runtime)
     assert preempted == again
     return sum(a != b for a, b in zip(one, several, strict=True)), preempted
 
@@ -121,12 +134,12 @@ def fails(completion_ids, **_):
 
 
 def of_a_run(folder: Path, turns: int, reward: str) -> RunConfig:
-    own = {"environment": f"{folder / 'own.py'}:Asks", "max_turns": turns} if turns > 1 else {}
+    several = {"environment": f"{folder / 'own.py'}:Asks", "max_turns": turns, "environment_timeout": 0.0}
     reward, data = f"{folder / 'own.py'}:{reward}", str(folder / "data.jsonl")
     return RunConfig(
         recipe="dataset",
         device="cpu",
-        task=TaskConfig("dataset", data=data, reward=(reward,), validation_prompts=0, **own),
+        task=TaskConfig("dataset", data=data, reward=(reward,), validation_prompts=0, **(several if turns > 1 else {})),
         sampling=SamplingConfig(num_generations=4, max_completion_length=7, top_p=0.9),
         trainer=TrainerConfig(prompts_per_step=4, max_tokens_per_micro_batch=100),
         generator=GeneratorConfig(max_num_seqs=6, kv_cache_tokens=256, page_size=16),
@@ -153,12 +166,17 @@ def stepped(folder: Path, turns: int, world: World, reward: str = "low") -> list
                 for g in groups
                 for r in g.rollouts
             ]
-    return found + [p.detach().clone() for p in loop.run.policy.model.parameters()]
+    run = loop.run
+    of_plan = {name: round(size / 2**30, 3) for name, size in run.plan.terms.items()}
+    of_run = used(run.trainer, run.engine.cache, run.runtime)
+    assert of_run.keys() >= {"weights", "moments", "gradients", "KV cache"}
+    assert {name: of_plan[name] for name in of_run} == of_run
+    return [*found, world.gather(run.trainer.state()[0]["master"])[0]]
 
 
 def runs(folder: Path) -> dict[str, Any]:
     """Steps of one turn and of two, and of a reward that fails on the rank that scores."""
-    world = join(ParallelConfig(generator_tp=2, timeout=100), "cpu")
+    world = join(ParallelConfig(generator_tp=2, timeout=PATIENCE), "cpu")
     torch.set_num_threads(1)
     found: dict[str, Any] = {f"{turns} turns": stepped(folder, turns, world) for turns in (1, 2)}
     try:
@@ -189,7 +207,7 @@ def test_runs_on_two_ranks_are_those_of_one(tmp_path: Path) -> None:
 
 
 def every_case(ranks: int) -> dict[str, Any]:
-    world = join(ParallelConfig(generator_tp=ranks, timeout=100), "cpu")
+    world = join(ParallelConfig(generator_tp=ranks, timeout=PATIENCE), "cpu")
     torch.set_num_threads(1)
     found: dict[str, Any] = {arch: differing(world, arch, *case) for arch, *case in CASES[: 5 if ranks == 2 else 0]}
     wrong, right = ("tiny", torch.float32, "none", 400, False), collectives._side_by_side
@@ -197,7 +215,7 @@ def every_case(ranks: int) -> dict[str, Any]:
         patch.setattr(collectives, "_side_by_side", lambda parts: right(parts.flip(0)))
         found["by rank in reverse"] = differing(world, *wrong)[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PartWeights, "__init__", partialmethod(_then, PartWeights.__init__, patch, world))
+        patch.setattr(Parts, "__init__", partialmethod(_then, Parts.__init__, patch, world))
         found["a sum over ranks"] = differing(world, *wrong)[0]
     world.agree("a number", 5)
     try:
@@ -208,7 +226,7 @@ def every_case(ranks: int) -> dict[str, Any]:
     return found
 
 
-def _then(weights: PartWeights, made: Any, patch: pytest.MonkeyPatch, world: World, *about: Any) -> None:
+def _then(weights: Parts, made: Any, patch: pytest.MonkeyPatch, world: World, *about: Any) -> None:
     """From here on each rank has a part of what a product sums over, and the parts are added by an all-reduce."""
     made(weights, *about)
     axis = world.generator.tp

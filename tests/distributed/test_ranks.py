@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import finished
-
-SCRIPT = Path(__file__).with_name("ranks.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+from processes import on_ranks
+from ranks import checked
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What `ranks.py` found on two ranks."""
-    run = finished([*TORCHRUN, str(SCRIPT)], env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert "terminate called" not in run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return json.loads(json.dumps(on_ranks(2, checked)[0]))
 
 
 @pytest.mark.parametrize(

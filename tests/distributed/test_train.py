@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 import pytest
 import torch
-from processes import DEADLINE, finished, running, wait_for
+from processes import DEADLINE, PATIENCE, Forked, finished, running_lockstep, wait_for
 
 from lockstep import api
 from lockstep.config import (
@@ -59,7 +58,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
         trainer=TrainerConfig(prompts_per_step=6, max_tokens_per_micro_batch=100),
         optimizer=OptimizerConfig(learning_rate=3e-3),
         checkpoint=CheckpointConfig(interval=2),
-        parallel=ParallelConfig(batch_shards=2, timeout=200),
+        parallel=ParallelConfig(batch_shards=2, timeout=PATIENCE),
     )
 
 
@@ -96,7 +95,7 @@ def weights(run: Path) -> bytes:
 
 
 @contextmanager
-def by_hand(command: list[str], folders: list[Path]) -> Iterator[list[Popen[str]]]:
+def by_hand(arguments: list[str], folders: list[Path]) -> Iterator[list[Forked]]:
     """A process of a run in each of the folders, without `torchrun`, which would end them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -104,7 +103,7 @@ def by_hand(command: list[str], folders: list[Path]) -> Iterator[list[Popen[str]
     shared = {"WORLD_SIZE": str(len(folders)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with ExitStack() as stack:
         yield [
-            stack.enter_context(running(command, folder, RANK=str(rank), LOCAL_RANK=str(rank), **shared))
+            stack.enter_context(running_lockstep(arguments, folder, RANK=str(rank), LOCAL_RANK=str(rank), **shared))
             for rank, folder in enumerate(folders)
         ]
 
@@ -153,8 +152,8 @@ def test_ranks_with_other_data_are_refused(config: RunConfig, tmp_path: Path) ->
     for folder, prompt in zip(folders, ("one", "other"), strict=True):
         folder.mkdir()
         (folder / "data.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
-    command = [sys.executable, *TRAIN, str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")]
-    with by_hand(command, folders) as processes:
+    arguments = [*TRAIN[2:], str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")]
+    with by_hand(arguments, folders) as processes:
         said = [process.communicate(timeout=DEADLINE)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     assert "task.data is '20 bytes with SHA-256" in said[0] and "on rank 1 and '18 bytes" in said[0]
@@ -180,8 +179,8 @@ def test_a_killed_process_ends_the_others_and_one_that_is_stopped(config: RunCon
     made = replace(config, steps=100_000, parallel=replace(config.parallel, tp=2, generator_tp=2))
     yaml_file.save(made, tmp_path / "config.yaml")
     run, host = tmp_path / "run", platform.node()
-    command = [sys.executable, *TRAIN, str(tmp_path / "config.yaml"), "--run-dir", str(run)]
-    with by_hand(command, [tmp_path] * 4) as ranks:
+    arguments = [*TRAIN[2:], str(tmp_path / "config.yaml"), "--run-dir", str(run)]
+    with by_hand(arguments, [tmp_path] * 4) as ranks:
         metrics = run / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and len(metrics.read_bytes()) > 0, ranks[0])
         ranks[1].send_signal(signal.SIGSTOP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,8 @@ def test_what_cannot_be_played_is_refused() -> None:
 
 @pytest.mark.skipif(not INSTALLED or shutil.which("uv") is None, reason="needs the packages verifiers and uv")
 def test_a_taskset_trains_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.run.evaluate import evaluate
+    from lockstep.run.replay import replay
     from lockstep.run.train import train
 
     (tmp_path / "echo_taskset.py").write_text(TASKSET)
@@ -74,3 +77,8 @@ def test_a_taskset_trains_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     samples = [sample for line in lines for sample in line["samples"]]
     assert certificate["identical"] and certificate["tokens_checked"] == sum(len(s["token_ids"]) for s in samples) > 0
     assert len(samples) == 4 and all(set(s["rewards"]) == {"length"} for s in samples)
+    found = replay(tmp_path / "run", "0/1/1", call_tools=True)
+    assert found.tokens == len(lines[1]["samples"][1]["token_ids"]) and not found.difference
+    held_out = replace(config.task, validation_data=config.task.data, validation_prompts=2)
+    result = evaluate(replace(config, task=held_out), n=2, temperature=1.0)
+    assert result["environment/turns"] == 1 and result["rewards/length/mean"] == result["reward/mean"] > 0

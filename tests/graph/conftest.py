@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_completion_length=9)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def runtime_of() -> Callable[..., Runtime]:
     """`runtime_of(recorded=False, recompute=())`; recorded ones replay in a `FakeRecorder`."""
 
@@ -30,18 +30,18 @@ def runtime_of() -> Callable[..., Runtime]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def decoder() -> Callable[..., Decoder]:
-    """`decoder(dtype=float32, seed=0)`: tied, two layers, distributions far from flat."""
+    """`decoder(dtype=float32, seed=0, layers=2)`: tied, distributions far from flat."""
 
-    def make(dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:
-        config = ModelConfig(97, 48, 64, 2, 4, 2, 16, rope_theta=1e4, max_position_embeddings=256, family="qwen3")
+    def make(dtype: torch.dtype = torch.float32, seed: int = 0, layers: int = 2) -> Decoder:
+        config = ModelConfig(97, 48, 64, layers, 4, 2, 16, rope_theta=1e4, max_position_embeddings=256, family="qwen3")
         return make_model(dtype, seed, config)
 
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def rollout() -> Callable[..., list[RolloutGroup]]:
     """`rollout(model, step, sampling=FILTERED)`: two groups that the model sampled, ready to be packed."""
 

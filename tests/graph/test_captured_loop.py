@@ -32,13 +32,14 @@ GRAPHS = ("recompiles", "graph_replays")
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    """The tiny model, completions of one length, every group trained on."""
+def config(tmp_path: Path, shallow: Path) -> RunConfig:
+    """A tiny model, completions of one length, every group trained on."""
     (tmp_path / "rewards.py").write_text(REWARD)
     prompts = ("hello", "a longer prompt than that", "held out", "held out too")
     (tmp_path / "data.jsonl").write_text("".join(f'{{"prompt": "{prompt}"}}\n' for prompt in prompts))
     return RunConfig(
         recipe="dataset",
+        model=str(shallow),
         steps=3,
         task=TaskConfig(
             "dataset",

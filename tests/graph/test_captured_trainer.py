@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from lockstep.trainer import programs as trainer_runs
 from lockstep.types import SamplingParams
 
 WAYS = {"captured": {}, "recorded": {"recorded": True}, "recomputed": {"recorded": True, "recompute": ("full",)}}
+ONE_SIZE = [BatchShape(44, 32, 16, 44)]  # a graph for all micro-batches
 
 
 def three_steps(
@@ -39,13 +40,14 @@ def three_steps(
     runtime: Runtime,
     reference: Decoder | None = None,
     updates: int = 1,
+    shapes: Sequence[BatchShape] = (),
 ) -> list[Any]:
-    """Results, accumulated gradients and final state of three steps of two micro-batches, one of them checked only."""
+    """Results, accumulated gradients and final state of three steps, all micro-batches checked once more."""
     loss = LossConfig(beta=0.1 if reference else 0.0)
     trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), loss, reference=reference, runtime=runtime)
     seen: list[Any] = []
     for step in range(3):
-        batches = pack(rollout(model, step), max_tokens=44, check_parity=True)
+        batches = pack(rollout(model, step), max_tokens=44, check_parity=True, shapes=shapes)
         assert len(batches) > 1
         for update in range(updates):
             for batch in batches:
@@ -68,9 +70,9 @@ def same(a: list[Any], b: list[Any]) -> bool:
     ("way", "dtype"), [("captured", torch.float32), ("recorded", torch.bfloat16), ("recomputed", torch.float32)]
 )
 def test_three_captured_steps_are_three_eager_steps(decoder, rollout, runtime_of, way: str, dtype) -> None:
-    runtime = runtime_of(**WAYS[way])
-    eager = three_steps(decoder(dtype), rollout, EAGER)
-    assert same(three_steps(decoder(dtype), rollout, runtime), eager)
+    runtime, shapes = runtime_of(**WAYS[way]), () if way == "recorded" else ONE_SIZE
+    eager = three_steps(decoder(dtype), rollout, EAGER, shapes=shapes)
+    assert same(three_steps(decoder(dtype), rollout, runtime, shapes=shapes), eager)
     launches = runtime.launches
     assert launches["optim_step"] == 3 and launches["forward_backward"] == launches["check"] >= 6
     recorded = [g for f in runtime.programs for g in f.graphs.values()]
@@ -79,8 +81,12 @@ def test_three_captured_steps_are_three_eager_steps(decoder, rollout, runtime_of
 
 def test_a_reference_and_later_updates_on_the_support_that_was_sampled(decoder, rollout, runtime_of) -> None:
     runtime = runtime_of(**WAYS["recomputed"])
-    eager = three_steps(decoder(), rollout, EAGER, decoder(seed=1), updates=2)
-    assert same(three_steps(decoder(), rollout, runtime, decoder(seed=1), updates=2), eager)
+    models = [(decoder(), decoder(seed=1)) for _ in range(2)]
+    eager, found = (
+        three_steps(model, rollout, runs, reference, updates=2, shapes=ONE_SIZE)
+        for runs, (model, reference) in zip((EAGER, runtime), models, strict=True)
+    )
+    assert same(found, eager)
     assert runtime.launches["reference_logprobs"] >= 6
 
 
@@ -103,9 +109,9 @@ def test_every_algorithm_s_graphs_compute_what_eager_does(decoder, rollout, runt
     """Two updates a rollout, the second at ratios that are not 1. The algorithms left out have one of these losses."""
 
     def run(runtime: Runtime) -> list[Any]:
-        model = decoder()
+        model = decoder(layers=1)
         loss = LossConfig(loss_type, teacher="a folder" if loss_type == "distillation" else None)
-        reference = decoder(seed=1) if ALGORITHMS[loss_type].has_teacher else None
+        reference = decoder(seed=1, layers=1) if ALGORITHMS[loss_type].has_teacher else None
         trainer = Trainer(model, OptimizerConfig(), loss, reference=reference, runtime=runtime)
         (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
         if reference:
@@ -128,7 +134,7 @@ def test_every_algorithm_s_graphs_compute_what_eager_does(decoder, rollout, runt
 @pytest.mark.parametrize("other", ["dapo", "ppo"])
 def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rollout, runtime_of, other: str) -> None:
     def run(runtime: Runtime) -> list[Any]:
-        model = decoder()
+        model = decoder(layers=1)
         trainer = Trainer(model, OptimizerConfig(), LossConfig(other), runtime=runtime)
         groups = rollout(model, 0)
         lengths = [len(s.token_ids) for g in groups for s in g.rollouts]
@@ -148,7 +154,7 @@ def test_supervised_steps_and_other_losses_have_graphs_of_their_own(decoder, rol
 
 
 def test_a_flipped_bit_stops_the_update_inside_the_graph_and_is_named(decoder, rollout, runtime_of) -> None:
-    model = decoder()
+    model = decoder(layers=1)
     groups = rollout(model, 0)
     values = groups[0].rollouts[1].logprobs
     trainer_value, values[2] = values[2], float(torch.tensor(values[2]).nextafter(torch.tensor(0.0)))
@@ -166,7 +172,7 @@ def test_a_flipped_bit_stops_the_update_inside_the_graph_and_is_named(decoder, r
 def mismatches_of_two(decoder, rollout, runtime: Runtime, shapes: list[BatchShape]) -> list[Any]:
     """Micro-batches, the first of which has a token whose log-probabilities both differ: what is said of it, and what
     `checked` was before."""
-    model = decoder()
+    model = decoder(layers=1)
     groups = [rollout(model, step) for step in range(2)]
     sequence = groups[0][0].rollouts[0]
     assert sequence.logprobs is not None and sequence.model_logprobs is not None
@@ -195,7 +201,7 @@ def test_mismatches_of_any_micro_batch_are_named(decoder, rollout, shapes: str, 
 
 
 def test_a_result_taken_after_the_next_steps_launch_names_its_own_mismatches(decoder, rollout, runtime_of) -> None:
-    model = decoder()
+    model = decoder(layers=1)
     groups = rollout(model, 0)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
     right, values = groups[0].rollouts[0].logprobs, []
@@ -242,7 +248,7 @@ def test_weights_that_moved_are_noticed(decoder, rollout, runtime_of) -> None:
 def test_an_operator_that_is_not_graph_safe_is_refused_by_name(decoder, rollout, monkeypatch) -> None:
     monkeypatch.setitem(NOT_GRAPH_SAFE, "lockstep.attention_packed_backward", "it reads lengths on the host")
     runtime = Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
-    model = decoder()
+    model = decoder(layers=1)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     with pytest.raises(GraphError, match=r"(?s)forward_backward\(.*attention_packed_backward.* yet: it reads lengths"):

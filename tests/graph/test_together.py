@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import LossConfig, OptimizerConfig
-from lockstep.graph import EAGER, GraphError, GraphLauncher, Runtime
-from lockstep.models import Decoder
+from lockstep.graph import EAGER, GraphError, GraphLauncher
 from lockstep.trainer import Trainer, pack
 from lockstep.types import PackedBatch, SideBySide, side_by_side
 
@@ -48,11 +47,19 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def gradients(
-    model: Decoder, reference: Decoder, groups: list, runtime: Runtime, change: Change
-) -> tuple[list[Tensor], Trainer]:
+@pytest.fixture(scope="module")
+def trainers(decoder, rollout, runtime_of) -> tuple[list, Trainer, Trainer]:
+    """Groups to train on, and two trainers of one model: eager, and recorded, whose graphs serve every change."""
+    loss, reference = LossConfig(beta=0.1), decoder(seed=1, layers=1)
+    made = (
+        Trainer(decoder(layers=1), OptimizerConfig(), loss, reference=reference, runtime=runtime)
+        for runtime in (EAGER, runtime_of(recorded=True))
+    )
+    return rollout(decoder(layers=1), 0), *made
+
+
+def gradients(trainer: Trainer, groups: list, change: Change) -> list[Tensor]:
     """Those of a batch as it was packed, twice, and as it was changed, twice."""
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(beta=0.1), reference=reference, runtime=runtime)
     (batch,) = pack(groups, max_tokens=256, check_parity=False)
     batch = batch.to(CPU)
     trainer.reference_logprobs(batch)
@@ -63,24 +70,24 @@ def gradients(
         trainer.forward_backward(batch)
         found.append(trainer.flat.grad.clone())
         trainer.flat.grad.zero_()
-    return found, trainer
+    return found
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_batch_that_was_changed_is_launched_as_it_is(decoder, rollout, runtime_of, name: str) -> None:
-    groups = rollout(decoder(), 0)
-    expected, _ = gradients(decoder(), decoder(seed=1), groups, EAGER, CHANGES[name])
-    found, trainer = gradients(decoder(), decoder(seed=1), groups, runtime_of(recorded=True), CHANGES[name])
-    assert all(map(torch.equal, found, expected))
+def test_a_batch_that_was_changed_is_launched_as_it_is(trainers, name: str) -> None:
+    groups, eager, recorded = trainers
+    before = sum(graph.launches for graph in recorded.programs.by_name["forward_backward"].graphs.values())
+    found = gradients(recorded, groups, CHANGES[name])
+    assert all(map(torch.equal, found, gradients(eager, groups, CHANGES[name])))
     assert torch.equal(found[1], found[2]) == (name in ("nothing", "a copy", "moved again"))
-    (graph,) = trainer.programs.by_name["forward_backward"].graphs.values()
-    assert graph.launches == 4  # one graph, however its batch lies
+    (graph,) = recorded.programs.by_name["forward_backward"].graphs.values()
+    assert graph.launches == before + 4  # one graph, however its batch lies
 
 
 def test_launches_of_a_batch_in_its_buffer_look_at_no_tensor(decoder, rollout, runtime_of, monkeypatch) -> None:
     looked = []
     monkeypatch.setattr(GraphLauncher, "_check_user", lambda self, user: looked.append(len(user)))
-    model = decoder()
+    model = decoder(layers=1)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
     for step in range(3):
         (batch,) = pack(rollout(model, step), max_tokens=256, check_parity=True)
@@ -105,7 +112,7 @@ def test_launches_of_a_batch_in_its_buffer_look_at_no_tensor(decoder, rollout, r
     ],
 )
 def test_a_wrong_tensor_in_a_moved_batch_is_refused(decoder, rollout, runtime_of, change, message: str) -> None:
-    model = decoder()
+    model = decoder(layers=1)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     batch = batch.to(CPU)
@@ -120,7 +127,7 @@ def test_a_wrong_tensor_in_a_moved_batch_is_refused(decoder, rollout, runtime_of
 
 
 def test_a_moved_batch_with_a_wrong_dtype_is_refused(decoder, rollout, runtime_of) -> None:
-    model = decoder()
+    model = decoder(layers=1)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     trainer.forward_backward(batch.to(CPU))

@@ -29,7 +29,7 @@ from lockstep.models import (
 from lockstep.models import folder as folder_module
 from lockstep.models.folder import Export, read_config
 from lockstep.models.init import ARCHITECTURES, init_folder, initialize
-from lockstep.models.parts import Held, whole
+from lockstep.models.parts import Held, ranges_of
 from lockstep.models.weight_map import weight_map
 
 transformers = pytest.importorskip("transformers")
@@ -201,7 +201,7 @@ def test_ranges_of_any_processes_are_the_bytes_of_the_library(
     exports = [Export(model, tmp_path / "three", 200_000) for _ in range(3)]
     exports[0].begin()
     for rank, export in enumerate(exports):
-        export.write({name: third(values, rank) for name, ((values, _),) in whole(model).items()})
+        export.write({name: third(values, rank) for name, ((values, _),) in ranges_of(model).items()})
     for rank, export in enumerate(exports):
         export.arrange(rank, 3)
     save_model(model, tmp_path / "one", 200_000)

@@ -14,44 +14,48 @@ triton = pytest.importorskip("triton")
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 pytestmark = pytest.mark.skipif(not (TOOLS / "ptxas").exists(), reason="this Triton cannot compile for NVIDIA GPUs")
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compile_check.py"
-LOSSES = {"_sequence_sum_kernel"}  # of terms of whole sequences
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+COMMANDS = {
+    "train": "--arch qwen3-0.6b --role train",
+    "generate": "--arch qwen3-0.6b --role generate",
+    "latent": "--arch deepseek-v3-3-layers-32-experts --role generate",
+    "limit": "--arch qwen3-0.6b --role train --limit 159",
+}
+ALL = "import compile_check, json, sys; print(json.dumps([compile_check.main(line.split()) for line in sys.argv[1:]]))"
 
 
-def check(tmp_path: Path, *flags: str) -> tuple[int, dict]:
-    """In a process of its own: it stands in for a GPU's driver."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(SCRIPT), "--json", str(tmp_path / "check.json"), *flags]
-    done = finished(command, env=environment)
-    assert (tmp_path / "check.json").exists(), done.stderr
-    return done.returncode, json.loads((tmp_path / "check.json").read_text())
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, dict]]:
+    """The exit code and the figures of each command, in a process of their own: it stands in for a GPU's driver."""
+    folder = tmp_path_factory.mktemp("checks")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join((str(FOLDER), *sys.path))}
+    lines = [f"{line} --json {folder / name}" for name, line in COMMANDS.items()]
+    done = finished([sys.executable, "-c", ALL, *lines], env=environment)
+    assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout.splitlines()[-1])
+    return {name: (code, json.loads((folder / name).read_text())) for name, code in zip(COMMANDS, codes, strict=True)}
 
 
 @pytest.mark.parametrize(
-    ("arch", "role", "names"),
+    ("command", "names"),
     [
         (
-            "qwen3-0.6b",
             "train",
             {"_attention_kernel", "_query_kernel", "_adamw_kernel", "_key_kernel", "_sequence_sum_kernel"}
             | {"_exact_sum_kernel", "_root_of_sum_kernel", "_fold_rows_kernel"},
         ),
-        (
-            "qwen3-0.6b",
-            "generate",
-            {"_linear_kernel", "_decode_kernel", "_group_kernel", "_draw_kernel", "_push_kernel"},
-        ),
-        ("deepseek-v3-3-layers-32-experts", "generate", {"_attention_kernel", "_walking_kernel"}),
+        ("generate", {"_linear_kernel", "_decode_kernel", "_group_kernel", "_draw_kernel", "_push_kernel"}),
+        ("latent", {"_attention_kernel", "_walking_kernel"}),
     ],
 )
-def test_kernels_compile_and_fit(tmp_path: Path, arch: str, role: str, names: set[str]) -> None:
-    code, found = check(tmp_path, "--arch", arch, "--role", role)
-    assert code == 0 and found["refused"] == []
-    assert names <= {kernel["kernel"] for kernel in found["kernels"]}
-    largest = max(kernel["shared"] for kernel in found["kernels"])
-    assert 64 * 1024 < largest <= 227 * 1024 and all(0 < kernel["registers"] <= 255 for kernel in found["kernels"])
+def test_kernels_compile_and_fit(found: dict[str, tuple[int, dict]], command: str, names: set[str]) -> None:
+    code, said = found[command]
+    assert code == 0 and said["refused"] == []
+    assert names <= {kernel["kernel"] for kernel in said["kernels"]}
+    largest = max(kernel["shared"] for kernel in said["kernels"])
+    assert 64 * 1024 < largest <= 227 * 1024 and all(0 < kernel["registers"] <= 255 for kernel in said["kernels"])
 
 
-def test_a_kernel_too_large_is_named(tmp_path: Path) -> None:
-    code, found = check(tmp_path, "--arch", "qwen3-0.6b", "--role", "train", "--limit", "159")
-    assert code == 1 and {kernel["kernel"] for kernel in found["refused"]} == {"_query_kernel"}
+def test_a_kernel_too_large_is_named(found: dict[str, tuple[int, dict]]) -> None:
+    code, said = found["limit"]
+    assert code == 1 and {kernel["kernel"] for kernel in said["refused"]} == {"_query_kernel"}

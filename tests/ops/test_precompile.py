@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import finished
@@ -13,7 +14,8 @@ from processes import finished
 pytest.importorskip("triton")
 
 DRIVER = """
-import threading
+import json, multiprocessing, os, threading
+from pathlib import Path
 from types import SimpleNamespace
 import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -33,6 +35,14 @@ class Hopper:  # all that compiling and loading ask of a driver
 loads, threads = True, []
 
 driver.set_active(Hopper())
+
+def apart(work, *given):
+    "What `work` makes in a process of its own."
+    with multiprocessing.get_context("fork").Pool(1) as one:
+        return one.apply(work, given)
+
+def cubins():
+    return sorted(map(str, Path(os.environ["TRITON_CACHE_DIR"]).rglob("*.cubin")))
 
 """
 SCRIPT = (
@@ -70,34 +80,32 @@ print([list(constants.values()) for constants in missed])
 )
 
 
-def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)  # Triton reads a kernel's source from its file
+def ended_well(script: str, folder: Path) -> Any:
+    """The object that a script prints, whose compiled kernels are kept in a folder."""
+    (folder / "script.py").write_text(script)  # Triton reads a kernel's source from its file
     paths = os.pathsep.join(map(str, (Path(__file__).parents[2], *sys.path)))
-    environment = {
-        **os.environ,
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": paths,
-        "TRITON_INTERPRET": "0",
-    }
-    command = [sys.executable, str(tmp_path / "script.py")]
-    done = finished(command, env=environment)
+    own = {"TRITON_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": paths, "TRITON_INTERPRET": "0"}
+    done = finished([sys.executable, str(folder / "script.py")], env=os.environ | own)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[0] == "[[32], [32], [256], [256], []]"  # all others are there, and loaded
+    return json.loads(done.stdout.splitlines()[0])
+
+
+def test_kernels_are_compiled_and_not_launched(tmp_path: Path) -> None:
+    missed = ended_well(SCRIPT, tmp_path)
+    assert missed == [[32], [32], [256], [256], []]  # all others are there, and loaded
     assert len(list((tmp_path / "cache").rglob("fill.cubin"))) == 5
 
 
 LISTED = (
     DRIVER
     + """
-import json, sys
 from lockstep.ops.adamw import triton as adamw
 from lockstep.ops.precompile import preload, preload_beside
 
 def launch(warp_count):
     adamw._square_sums_kernel[(4,)](x, x, 4096, ROWS=8, WIDTH=128, num_warps=warp_count)
 
-x, warps = torch.zeros(4096), (4, 8)
-if sys.argv[1] == "list":
+def listed():
     with compiling_only(compiles=False) as named:
         for warp_count in (*warps, 4):
             launch(warp_count)
@@ -106,48 +114,36 @@ if sys.argv[1] == "list":
         for warp_count in (*warps, 4):
             launch(warp_count)
     assert named == kernels and len(threads) == 2
-    print(json.dumps(kernels))
-else:
-    kernels = json.loads(sys.stdin.read())
+    return kernels
+
+def loaded(kernels, beside):
     others = [["os", "system", "{}"], ["lockstep.ops.adamw.triton", "absent", "{}"]]
     changed = [[module, name, text.replace("f32", "f64")[:-9]] for module, name, text in kernels]
-    load = preload if sys.argv[1] == "load" else lambda kernels: preload_beside(kernels).result()
+    load = preload if not beside else lambda kernels: preload_beside(kernels).result()
     assert load([*others, *changed]) == 0 and load([*kernels, *others]) == 2
     assert len(threads) == 2 and threading.get_ident() not in threads
     missed = []
     triton.knobs.runtime.jit_cache_hook = lambda *, compile, **_: missed.append(compile["constants"]) or True
     for warp_count in (*warps, 2):
         adamw._square_sums_kernel.warmup(x, x, 4096, ROWS=8, WIDTH=128, num_warps=warp_count, grid=(4,))
-    print(len(missed))
+    return len(missed)
+
+x, warps = torch.zeros(4096), (4, 8)
+kernels = json.loads(json.dumps(apart(listed)))
+print(json.dumps([len(kernels), cubins(), *(apart(loaded, kernels, beside) for beside in (False, True)), cubins()]))
 """
 )
 
 
-@pytest.mark.parametrize("how", ["load", "load beside"])
-def test_kernels_that_were_listed_are_loaded_by_another_process(how: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(LISTED)
-    paths = os.pathsep.join(map(str, (Path(__file__).parents[2], *sys.path)))
-    environment = {
-        **os.environ,
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": paths,
-        "TRITON_INTERPRET": "0",
-    }
-    command = [sys.executable, str(tmp_path / "script.py")]
-    listed = finished([*command, "list"], env=environment)
-    assert listed.returncode == 0, listed.stderr
-    assert len(json.loads(listed.stdout)) == 2
-    before = sorted((tmp_path / "cache").rglob("*.cubin"))
-    loaded = finished([*command, how], env=environment, input=listed.stdout, stdin=None)
-    assert loaded.returncode == 0, loaded.stderr
-    assert loaded.stdout == "1\n"  # all but the one that was not listed are there, and loaded
-    assert sorted((tmp_path / "cache").rglob("*.cubin")) == before and len(before) == 2
+def test_kernels_that_were_listed_are_loaded_by_another_process(tmp_path: Path) -> None:
+    count, before, *missed, after = ended_well(LISTED, tmp_path)
+    assert count == len(before) == 2 and after == before
+    assert missed == [1, 1]  # all but the one that was not listed are there, and loaded, at once or beside
 
 
 GLUON = (
     DRIVER
     + """
-import json, sys
 from lockstep.ops.linear import hopper_async, hopper_tma; from lockstep.ops import pdl
 from lockstep.ops.precompile import preload
 from lockstep.ops.records import Epilogue
@@ -159,38 +155,35 @@ def by_tma(*tile):
 def launch(*tile):
     hopper_async.run("linear_add", Choice("async", *tile), x, w, torch.empty(40, 64, dtype=x.dtype))
 
-pdl._capability = lambda _: pdl.HOPPER
-x, w = torch.empty(40, 512, dtype=torch.bfloat16), torch.empty(64, 512, dtype=torch.bfloat16)
-if sys.argv[1] == "list":
+def three():
+    launch(16, 32, 128, 4, 4, 3)
+    launch(64, 16, 64, 4, 4, 4)
+    by_tma(64, 32, 128, 4, 3)
+
+def listed():
     with compiling_only() as kernels:
-        launch(16, 32, 128, 4, 4, 3)
-        launch(64, 16, 64, 4, 4, 4)
-        by_tma(64, 32, 128, 4, 3)
-    print(json.dumps(kernels))
-else:
-    assert preload(json.loads(sys.stdin.read())) == 3
+        three()
+    return kernels
+
+def loaded(kernels):
+    assert preload(kernels) == 3
     missed = []
     triton.knobs.runtime.jit_cache_hook = lambda *, compile, **_: missed.append(compile["constants"]) or True
     with compiling_only():
-        launch(16, 32, 128, 4, 4, 3)
-        launch(64, 16, 64, 4, 4, 4)
-        by_tma(64, 32, 128, 4, 3)
+        three()
         launch(64, 16, 128, 4, 4, 4)
-    print(len(missed))
+    return len(missed)
+
+pdl._capability = lambda _: pdl.HOPPER
+x, w = torch.empty(40, 512, dtype=torch.bfloat16), torch.empty(64, 512, dtype=torch.bfloat16)
+kernels = json.loads(json.dumps(apart(listed)))
+print(json.dumps([cubins(), apart(loaded, kernels)]))
 """
 )
 
 
 def test_gluon_kernels_are_compiled_listed_and_loaded(tmp_path: Path) -> None:
     pytest.importorskip("triton.experimental.gluon")
-    (tmp_path / "script.py").write_text(GLUON)
-    paths = os.pathsep.join(map(str, (Path(__file__).parents[2], *sys.path)))
-    cache = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": paths, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(tmp_path / "script.py")]
-    listed = finished([*command, "list"], env={**os.environ, **cache})
-    assert listed.returncode == 0, listed.stderr
-    assert len(list((tmp_path / "cache").rglob("_async_kernel.cubin"))) == 2
-    assert len(list((tmp_path / "cache").rglob("_tma_kernel.cubin"))) == 1
-    loaded = finished([*command, "load"], env={**os.environ, **cache}, input=listed.stdout, stdin=None)
-    assert loaded.returncode == 0, loaded.stderr
-    assert loaded.stdout.split("\n")[0] == "1"
+    made, missed = ended_well(GLUON, tmp_path)
+    assert [sum(Path(file).name == f"_{kind}_kernel.cubin" for file in made) for kind in ("async", "tma")] == [2, 1]
+    assert missed == 1

@@ -92,8 +92,10 @@ def distilled(config: RunConfig, teacher: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", ["gspo", "distillation", "ppo"])
-def test_graphs_and_a_resumption_change_no_bit(config: RunConfig, tmp_path: Path, teacher: str, name: str) -> None:
-    config = replace(config, loss=LossConfig("gspo", epsilon=3e-3, epsilon_high=4e-3))
+def test_graphs_and_a_resumption_change_no_bit(
+    config: RunConfig, shallow: Path, tmp_path: Path, teacher: str, name: str
+) -> None:
+    config = replace(config, model=str(shallow), loss=LossConfig("gspo", epsilon=3e-3, epsilon_high=4e-3))
     if name == "distillation":
         config = distilled(config, teacher)
     if name == "ppo":

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from model_edits import written
-from processes import DEADLINE, finished, running, wait_for
+from processes import DEADLINE, finished, running, running_lockstep, wait_for
 from safetensors.torch import load_file
 
 from lockstep.api import resumed
@@ -53,7 +53,7 @@ def launch(*arguments: str, kill_after: tuple[int, float] = (0, 0.0)) -> None:
     """Run to the end or, so many seconds after so many calls of the reward function, until it is killed."""
     command = [*COMMAND, *arguments] if "--resume" not in arguments else [*COMMAND[:4], *arguments]
     calls, seconds = kill_after
-    with running(command, KILL_AFTER=f"{calls} {seconds}") as process:
+    with running_lockstep(command[3:], KILL_AFTER=f"{calls} {seconds}") as process:
         _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == (-signal.SIGKILL if calls else 0), errors
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from scripted import scripted_folder
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.environments import End, Environment, Turn, make_environment
 from lockstep.errors import InputError, LockstepError
+from lockstep.run.evaluate import evaluate
 from lockstep.run.replay import replay
 from lockstep.run.train import train
 
@@ -104,15 +106,22 @@ def play(url: str, player: Player, over: threading.Event, count: list[Any]) -> N
                 assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
 
 
-def trained(folder: Path, run: str, player: Player, **asked: Any) -> list[Any]:
+@contextmanager
+def played(player: Player) -> Iterator[tuple[str, list[Any]]]:
+    """The address that somebody plays at, and what came of each rollout."""
     url, over, count = f"http://127.0.0.1:{free_port()}", threading.Event(), list[Any]()
     thread = threading.Thread(target=play, args=(url, player, over, count))
     thread.start()
     try:
-        train(config(folder, url, **asked), folder / run, resume=False)
+        yield url, count
     finally:
         over.set()
         thread.join(60)
+
+
+def trained(folder: Path, run: str, player: Player, **asked: Any) -> list[Any]:
+    with played(player) as (url, count):
+        train(config(folder, url, **asked), folder / run, resume=False)
     return count
 
 
@@ -124,6 +133,22 @@ def test_a_rollout_over_http_has_the_bits_of_one_in_process(tmp_path: Path) -> N
     assert certificate["identical"] and certificate["tokens_checked"] == sum(len(one[2]) for one in found) > 0
     assert found == samples(tmp_path / "in-process") and len(found) == 8
     assert sorted(VERSIONS) == VERSIONS and set(VERSIONS) == {0, 1} and len(VERSIONS) > 8
+
+
+def test_an_evaluation_over_http_is_that_of_one_in_process_and_a_replay_asks_again(tmp_path: Path) -> None:
+    def measured(environment: str) -> Any:
+        return evaluate(config(tmp_path, environment, validation_prompts=3))
+
+    with played(chats) as (url, count):
+        over_http = measured(url)
+        assert count == [200] * 3
+        train(config(tmp_path, url), tmp_path / "run", resume=False)
+        again = replay(tmp_path / "run", "0/1/1", call_tools=True)
+        assert not again.difference and again.logprobs_compared and again.turns > 0
+    clock = "environment/wait_s"
+    assert {k: v for k, v in over_http.items() if k != clock} == {
+        k: v for k, v in measured(f"{__file__}:InProcess").items() if k != clock
+    }
 
 
 def refuses(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any]:
@@ -203,5 +228,5 @@ def test_an_address_is_checked(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held, pytest.raises(InputError, match="cannot listen on 127.0.0.1"):
         train(config(tmp_path, f"http://127.0.0.1:{held.getsockname()[1]}"), tmp_path / "run", resume=False)
     kind: Any = make_environment(TaskConfig(environment="http://127.0.0.1:9"))
-    with pytest.raises(LockstepError, match="runs while training alone"):
+    with pytest.raises(LockstepError, match="nothing answers there now"):
         kind().start({}, 0).send(None)

@@ -15,7 +15,8 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig
 from lockstep.errors import InputError
-from lockstep.session.evaluation import evaluate, normal_interval, pass_at_k, render, wilson_interval
+from lockstep.run.evaluate import evaluate
+from lockstep.session.evaluation import normal_interval, pass_at_k, render, wilson_interval
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])

@@ -16,8 +16,8 @@ from processes import finished
 from lockstep.cli.main import main
 from lockstep.config import CompileConfig, GeneratorConfig, RunConfig, SamplingConfig, TaskConfig
 from lockstep.errors import InputError
+from lockstep.run.evaluate import evaluate
 from lockstep.session import parity_check
-from lockstep.session.evaluation import evaluate
 from lockstep.session.generate import LLM
 from lockstep.session.parity_check import check_model
 from lockstep.trainer import Trainer

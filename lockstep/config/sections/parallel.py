@@ -25,7 +25,7 @@ class ParallelConfig(Section):
     zero_stage: Literal[2, 3] | None = None
     """What several processes shard of a micro-batch's work. 2: gradients and the optimizer's state; weights are read
     where they lie whole, as they do for the generator. 3: weights too, which are gathered layer by layer. Left out: 2
-    with `tp` 1, and 3 otherwise. No bit depends on it."""
+    with `tp` and `generator_tp` 1, and 3 otherwise. No bit depends on it."""
     symmetric_memory: bool = False
     """Whether processes that generate together, on GPUs of one host, store their words straight into one another's
     memory, which takes less time than NCCL where there are few. No bit depends on it."""
@@ -42,11 +42,12 @@ class ParallelConfig(Section):
     """Seconds a process waits for the others before it ends the run."""
 
     def check(self) -> None:
-        refuse(
-            self.zero_stage == 2 and self.tp > 1,
-            f"parallel.zero_stage is 2 and parallel.tp {self.tp}: processes that share products train on parts of the "
-            "weights, which lie whole nowhere; leave parallel.zero_stage out, or set it to 3",
-        )
+        for name, shared in {"tp": self.tp, "generator_tp": self.generator_tp}.items():
+            refuse(
+                self.zero_stage == 2 and shared > 1,
+                f"parallel.zero_stage is 2 and parallel.{name} {shared}: processes that share products have parts of "
+                "the weights, which lie whole nowhere; leave parallel.zero_stage out, or set it to 3",
+            )
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if self.generator_tp == 1:

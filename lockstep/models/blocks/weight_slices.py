@@ -106,6 +106,10 @@ class WeightSlice(LayerSlice):
         rows = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
         return rows[self.start : self.start + self.rows]
 
+    def first(self, rows: Tensor) -> int:
+        """Where the first of these rows, which are `of` a tensor, begins in it, flat."""
+        return self.start * (rows.shape[-1] if rows.dim() > 1 else 1)
+
     def from_hf(self, tensor: Tensor) -> Tensor:
         """The folder's tensor as the decoder's rows."""
         return tensor if self.form is None else self.form.from_hf(tensor)

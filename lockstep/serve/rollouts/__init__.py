@@ -1,4 +1,4 @@
-"""The server of a run: while it collects, others play its rollouts over HTTP, each at an address of its own."""
+"""The server of a run, or of an evaluation: others play its rollouts over HTTP, each at an address of its own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 from ...environments.remote import Remote
 from ...errors import InputError
 from ...session.build import TrainingSession
+from ...session.evaluation import Played
 
 
-def serving(run: TrainingSession) -> AbstractContextManager[Any]:
+def serving(run: TrainingSession | Played) -> AbstractContextManager[Any]:
     """Within it the rollouts of a run whose environment is played elsewhere can be; without any it does nothing.
 
     Raises `InputError` when the extra `serve` is not installed, or it cannot listen at the address.

@@ -13,11 +13,10 @@ import uvicorn
 from ...environments.calls import event_loop
 from ...environments.remote import Remote
 from ...machine import server_key
-from ...session.build import TrainingSession
 from ..app import make_app
 from ..server import KEEP_ALIVE, LEAVING, listen
 from ..settings import Settings
-from .service import UNDER, RolloutService, end, take
+from .service import UNDER, Playing, RolloutService, end, take
 
 STARTING = 60.0  # seconds that the server, and what plays rollouts, has to begin or to end
 
@@ -29,7 +28,7 @@ class RolloutServer:
     Raises `InputError` when it cannot listen there, and whatever `Remote.playing` does as it begins.
     """
 
-    def __init__(self, run: TrainingSession, environment: type[Remote]) -> None:
+    def __init__(self, run: Playing, environment: type[Remote]) -> None:
         host, port = environment.desk.address
         key = server_key() or None
         self._settings = Settings(run.config.model or run.config.arch, host, port + run.world.rank * (port > 0), key)

@@ -19,6 +19,7 @@ from ...environments.environment import Turn
 from ...environments.remote import BUSY, LIMIT, OVER, Remote, TurnRefused
 from ...errors import InputError
 from ...session.build import TrainingSession
+from ...session.evaluation import Played
 from ...types import SampleIdentity, Segment, Trajectory
 from ..batcher import Job, Update
 from ..bodies import SamplingFields, TokenSampling, read_body
@@ -31,6 +32,7 @@ from ..ticket import Ticket
 
 UNDER = "/rollouts/{rollout}"  # what a rollout's own routes begin with
 WAIT = 10.0  # seconds that a request for a rollout waits where it does not say
+Playing = TrainingSession | Played  # what rollouts are played with
 _STATUS = {OVER: 410, LIMIT: 400, BUSY: 409}  # of refusals
 _CODES = {OVER: "rollout_over", LIMIT: "context_length_exceeded"}
 
@@ -38,9 +40,8 @@ _CODES = {OVER: "rollout_over", LIMIT: "context_length_exceeded"}
 class RolloutService(Service):
     """A service whose requests are turns of the rollouts of a run."""
 
-    def __init__(self, run: TrainingSession, environment: type[Remote], settings: Settings) -> None:
-        context = run.prompt_limit.tokens + run.config.max_response_length
-        super().__init__(run.policy, run.engine, settings, context, run.config.seed)
+    def __init__(self, run: Playing, environment: type[Remote], settings: Settings) -> None:
+        super().__init__(run.policy, run.engine, settings, run.context, run.config.seed)
         self.desk, self.sampling, self._seed = environment.desk, replace(run.sampling, n=1), run.config.seed
         self._stops = {*self.sampling.stop_token_ids, *run.policy.model.config.eos_token_ids}
         self._given: WeakKeyDictionary[Remote, int] = WeakKeyDictionary()  # answers that a prompt itself has

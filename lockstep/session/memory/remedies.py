@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...config import RunConfig
+from ...errors import InputError
+from ...models.checks import require_degree
 from .plan import MemoryPlan, patterns, plan
 from .terms import GIB
 from .workload import Workload
 
-_MOST_RANKS = 1024
+_MOST_RANKS, _MOST_TOGETHER = 1024, 8
 
 
 def adapted(w: Workload, found: MemoryPlan) -> RunConfig:
@@ -47,9 +49,23 @@ def remedies(w: Workload, memory: int) -> Iterator[str]:
     offloaded = replace(c, optimizer=replace(c.optimizer, offload=True))
     if w.on_gpu and not c.optimizer.offload and _fits(offloaded, w, memory):
         yield f"--optimizer.offload, with {12 * w.layout.size / GIB:.1f} GiB of the host's memory a GPU"
+    for together in range(c.parallel.generator_tp + 1, min(w.ranks, _MOST_TOGETHER) + 1):
+        parallel = replace(c.parallel, generator_tp=together)
+        if _shared(w, together) and _fits(replace(c, parallel=parallel), w, memory):
+            yield f"--parallel.generator-tp {together}, so many GPUs having a part of the weights each"
+            break
     ranks = _ranks(w, memory)
     if ranks:
         yield f"{ranks} GPUs (torchrun), over which masters, moments and gradients are sharded"
+
+
+def _shared(w: Workload, together: int) -> bool:
+    """Whether so many neighbours can share a model that generates."""
+    try:
+        require_degree(w.model, together, "parallel.generator_tp")
+    except InputError:
+        return False
+    return w.ranks % together == 0 and w.config.trainer.prompts_per_step % (w.ranks // together) == 0
 
 
 def _ranks(w: Workload, memory: int) -> int | None:

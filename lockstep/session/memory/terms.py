@@ -1,14 +1,17 @@
 """The terms of a plan: bytes that one process takes on its device, a function a term, its formula in the docstring.
 
-Letters: N parameters, R ranks, b bytes of an element of the compute dtype (2 on a GPU), L layers, T packed tokens and C
-scored ones of the largest micro-batch, D hidden, E fused projection, A query heads, K key/value heads, H head dim, F
-feed-forward, V vocabulary, X experts, k of them a token. `kept` and what a backward pass writes beside it are those of
-the captured graph: `tests/session/test_memory_plan.py` holds them to the bytes that a trace of each family keeps.
+Letters: N parameters, R ranks, S of them that share the trainer's products and G that generate together, b bytes of an
+element of the compute dtype (2 on a GPU), L layers, T packed tokens and C scored ones of the largest micro-batch, D
+hidden, E fused projection, A query heads, K key/value heads, H head dim, F feed-forward, V vocabulary, X experts, k of
+them a token. `kept` and what a backward pass writes beside it are those of the captured graph:
+`tests/session/test_memory_plan.py` holds them to the bytes that a trace of each family keeps.
 """
 
 from __future__ import annotations
 
+from ...cache.tensor_file import CHUNK_BYTES
 from ...generator.cache_capacity import bytes_per_token
+from ...models import num_parameters
 from ...trainer.optimizer import CHUNK
 from .workload import Workload
 
@@ -18,7 +21,7 @@ GRADIENT_CHUNK = 256 << 20  # of logits (`ops.logprobs.triton_backward.CHUNK_BYT
 CONTEXT = int(0.9 * GIB)  # CUDA's context, the libraries' workspaces, loaded kernels
 COMMUNICATOR = int(1.0 * GIB)  # NCCL's buffers
 ALLOCATOR = 1 / 64  # of what is allocated: blocks rounded up, and holes between them
-STATE_ON_HOST, SAVED_COPY = "masters and moments", "copy for checkpoints"
+STATE_ON_HOST, SAVED_COPY, READING = "masters and moments", "copy for checkpoints", "weights being read"
 HASHES = 256 << 20  # `graph.check.fingerprints` at work
 
 
@@ -26,9 +29,9 @@ HASHES = 256 << 20  # `graph.check.fingerprints` at work
 
 
 def weights(w: Workload) -> int:
-    """`N b`, whole on every rank, as the generator reads them; of several ranks their `shard` is beside them. Each that
-    generates together with others has besides copies of its part of what is fused, and of experts."""
-    return w.parameters * w.b + w.copied_parameters * w.b
+    """`N b`, as the generator reads them: whole, or of ranks that generate together each its part; of several ranks
+    their `shard` is beside them."""
+    return w.read_parameters * w.b
 
 
 def shard(w: Workload) -> int:
@@ -53,9 +56,14 @@ def offloaded_chunks(w: Workload) -> int:
 
 def host(w: Workload) -> dict[str, int]:
     """What a process takes of the host's memory beside its device's, by name: `12 n` where masters and moments are
-    there, and `12 n` for the copy that a checkpoint is written from."""
+    there, and `12 n` for the copy that a checkpoint is written from; and while it begins what `reading` takes."""
     taken = {STATE_ON_HOST: w.offloads, SAVED_COPY: w.config.checkpoint.interval > 0}
-    return {name: 12 * w.layout.size for name, there in taken.items() if there}
+    return {READING: reading(w)} | {name: 12 * w.layout.size for name, there in taken.items() if there}
+
+
+def reading(w: Workload) -> int:
+    """A chunk of a model's files, or the largest of random tensors, drawn in float32."""
+    return CHUNK_BYTES if w.config.model is not None else 4 * max(p.numel() for p in w.decoder.parameters())
 
 
 def gradients(w: Workload) -> int:
@@ -93,26 +101,33 @@ def layer_kept(w: Workload, layer: int, again: bool = False) -> int:
     """Bytes a token that a layer's forward pass keeps for its backward pass; `again`: where it is computed again.
 
     The residual stream twice, and of each norm over D what it reads or gives, `(2 + norms) D b`; attention; and a dense
-    feed-forward's `3 F b` or experts'. Computed again it keeps what leaves it, `D b`, and what leaves its modules.
+    feed-forward's `(2 / S + 1) F b` or experts'. Computed again it keeps what leaves it, `D b`, and what leaves its
+    modules.
     """
     c, experts = w.model, w.model.is_moe(layer)
     if again:
-        latent = c.num_heads * c.mla.v_dim * w.b if c.mla is not None else 0
+        latent = c.num_heads * c.mla.v_dim * w.b if c.mla is not None and w.tp == 1 else 0
         return c.hidden_size * w.b + latent + (_routed_outside(w) if experts else 0)
     of_heads = "q_norm", "k_norm"  # which attention counts
     norms = sum(name.endswith("norm") and name not in of_heads for name, _ in w.vectors(layer))
     attention = _attention_kept(w, layer) if c.mla is None else _latent_kept(w)
-    feed_forward = _experts_kept(w) if experts else 3 * c.intermediate_size * w.b
+    feed_forward = _experts_kept(w) if experts else _gated(w, c.intermediate_size)
     return (2 + norms) * c.hidden_size * w.b + attention + feed_forward
 
 
+def _gated(w: Workload, width: int) -> int:
+    """A feed-forward's: this rank's columns of both projections, and all of what it gives."""
+    return (2 * width // w.tp + width) * w.b
+
+
 def _attention_kept(w: Workload, layer: int) -> int:
-    """`(E + (A + K) H + A H) b + 4 A`: the projection, rotated queries and keys, the output, and log-sum-exps; and
-    `(A + K) H b` before norms that span the heads."""
+    """`((E + (A + K) H + A H) b + 4 A) / S`: the projection, rotated queries and keys, the output, and log-sum-exps;
+    `(A + K) H b` before norms that span the heads; and where ranks share products the output of all, `A H b`."""
     c = w.model
     heads, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     spanning = any(name == "q_norm" and p.numel() > c.head_dim for name, p in w.vectors(layer))
-    return ((heads + 2 * keys) + (heads + keys) * (1 + spanning) + heads) * w.b + 4 * c.num_heads
+    own = ((heads + 2 * keys) + (heads + keys) + heads) * w.b + 4 * c.num_heads
+    return own // w.tp + (heads + keys) * spanning * w.b + heads * w.b * (w.tp > 1)
 
 
 def _latent_kept(w: Workload) -> int:
@@ -120,27 +135,27 @@ def _latent_kept(w: Workload) -> int:
     rotated before and after, weighted sums of latents and of values."""
     c, m = w.model, w.model.mla
     assert m is not None
-    queries = 2 * (m.q_rank or 0) + c.num_heads * (m.nope_dim + m.rope_dim)
-    rotated = 2 * (c.num_heads + 1) * m.rope_dim
-    outputs = c.num_heads * (2 * m.kv_rank + m.v_dim)
-    return (queries + 2 * m.kv_rank + rotated + outputs) * w.b + 4 * c.num_heads
+    alike = 2 * (m.q_rank or 0) + 2 * m.kv_rank + 2 * m.rope_dim + c.num_heads * m.v_dim
+    of_heads = c.num_heads * (m.nope_dim + m.rope_dim + 2 * m.rope_dim + 2 * m.kv_rank)
+    return (alike + of_heads // w.tp) * w.b + 4 * c.num_heads // w.tp
 
 
 def _routed_outside(w: Workload) -> int:
     """What leaves the modules of a mixture of experts: the norm's output before them, the routes and their plan, and
-    the experts' rows before and after, `(D + 2 k D) b + 28 k`."""
+    the experts' rows before and after, `(D + (1 + 1 / S) k D) b + 28 k`."""
     c, moe = w.model, w.model.moe
     assert moe is not None
     slots = moe.num_experts_per_token
-    return (c.hidden_size + 2 * slots * c.hidden_size) * w.b + 28 * slots
+    return (c.hidden_size + slots * (c.hidden_size + c.hidden_size // w.tp)) * w.b + 28 * slots
 
 
 def _experts_kept(w: Workload) -> int:
-    """All of a mixture of experts, but for the norm's output: `(2 k D + 3 k F) b + 28 k + 4 X`, and shared ones."""
+    """All of a mixture of experts, but for the norm's output: the rows, `(2 / S + 1) k F b + 28 k + 4 X`, and shared
+    ones."""
     c, moe = w.model, w.model.moe
     assert moe is not None
-    width = 3 * (moe.num_experts_per_token + moe.shared_experts) * moe.intermediate_size
-    return _routed_outside(w) + (width - c.hidden_size) * w.b + 4 * moe.num_experts
+    width = (moe.num_experts_per_token + moe.shared_experts) * moe.intermediate_size
+    return _routed_outside(w) + _gated(w, width) - c.hidden_size * w.b + 4 * moe.num_experts
 
 
 def kept(w: Workload, again: int = 0) -> int:
@@ -154,9 +169,10 @@ def kept(w: Workload, again: int = 0) -> int:
 
 
 def head(w: Workload) -> int:
-    """What the LM head takes at work. Forward: two chunks of logits, `2 LOGIT_ROWS V 4`. Backward: its gradient,
-    `V D b`, a chunk of the logits' gradients, and that of C rows in float32 and rounded, `C D (4 + b)`."""
-    c, rows = w.model, w.shape.completion_tokens
+    """What the LM head takes at work, of this rank's C / S rows. Forward: two chunks of logits, `2 LOGIT_ROWS V 4`.
+    Backward: its gradient, `V D b`, a chunk of the logits' gradients, and that of the rows in float32 and rounded,
+    `C D (4 + b) / S`."""
+    c, rows = w.model, -(-w.shape.completion_tokens // w.tp)
     logits = min(rows, 2 * LOGIT_ROWS) * c.vocab_size * 4
     backward = table(w) + GRADIENT_CHUNK + rows * c.hidden_size * (4 + w.b)
     return max(logits, backward) + w.shape.tokens * c.hidden_size * w.b
@@ -169,20 +185,21 @@ def table(w: Workload) -> int:
 
 def layer_backward(w: Workload) -> int:
     """What the backward pass of the widest layer writes beside what was kept: `T (2 D + 2 F) b`, the gradients of a
-    fused gate and up projection and of the stream, and a weight's."""
-    c = w.model
-    wide = 2 * c.intermediate_size
+    fused gate and up projection and of the stream, and a weight's. Where ranks share products the gradient of what all
+    read, as it is made, sent and received: `3 F` in place of `2 F`."""
+    c, times = w.model, 2 if w.tp == 1 else 3
+    wide = times * c.intermediate_size
     if c.moe is not None and c.moe_layers:
-        routed = c.moe.num_experts_per_token * (2 * c.moe.intermediate_size + c.hidden_size)
-        wide = max(routed, 2 * c.intermediate_size * (c.moe_layers < c.num_layers))
+        routed = c.moe.num_experts_per_token * (times * c.moe.intermediate_size + c.hidden_size)
+        wide = max(routed, times * c.intermediate_size * (c.moe_layers < c.num_layers))
     return w.shape.tokens * (2 * c.hidden_size + wide) * w.b + layer_weights(w) // 2
 
 
 def layer_weights(w: Workload) -> int:
-    """`b` times the parameters of a layer, the mean of all."""
+    """`b` times the parameters that this rank trains of a layer, the mean of all."""
     c = w.model
-    tables = 1 if c.tie_word_embeddings else 2
-    return (w.parameters - tables * c.vocab_size * c.hidden_size) // c.num_layers * w.b
+    tables = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 1 + 1 / w.tp)
+    return (num_parameters(c, w.training) - int(tables)) // c.num_layers * w.b
 
 
 def working(w: Workload, again: int = 0) -> int:
@@ -207,12 +224,14 @@ def transit(w: Workload) -> int:
 
 
 def prefill(w: Workload) -> int:
-    """A step of prompt tokens and of a row a sequence: `(4 D + 3 F) b` a token, and logits of every row, twice."""
-    c, g = w.model, w.config.generator
+    """A step of prompt tokens and of a row a sequence: `(4 D + (1 + 2 / G) F) b` a token, and logits of every row,
+    twice; of ranks that generate together thrice a rank's columns of them, which go to the rows' owners."""
+    c, g, together = w.model, w.config.generator, w.config.parallel.generator_tp
     rows = min(w.sequences, g.max_num_seqs)
     wide = c.intermediate_size if c.moe is None else c.moe.num_experts_per_token * c.moe.intermediate_size
-    per_token = (4 * c.hidden_size + 3 * wide) * w.b
-    return (rows + g.max_num_batched_tokens) * per_token + 2 * rows * c.vocab_size * 4
+    per_token = (4 * c.hidden_size + wide + 2 * wide // together) * w.b
+    logits = (2 if together == 1 else 3) * rows * c.vocab_size * 4 // together
+    return (rows + g.max_num_batched_tokens) * per_token + logits
 
 
 def eager(w: Workload) -> int:

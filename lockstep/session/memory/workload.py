@@ -76,7 +76,7 @@ class Workload:
         """What the processes shard: 2, gradients and the state, as the generator's whole weights are read; 3, weights
         too, where parts of them are trained on."""
         parallel = self.config.parallel
-        return parallel.zero_stage or (2 if parallel.tp == 1 else 3)
+        return parallel.zero_stage or (2 if parallel.tp == parallel.generator_tp == 1 else 3)
 
     @property
     def cells(self) -> Cells:
@@ -88,6 +88,11 @@ class Workload:
     def offloads(self) -> bool:
         """Whether the optimizer's state is on the host."""
         return self.config.optimizer.offload
+
+    @property
+    def tp(self) -> int:
+        """Ranks that share each of the trainer's products."""
+        return self.config.parallel.tp
 
     @property
     def b(self) -> int:
@@ -108,12 +113,20 @@ class Workload:
         """Of the model, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.decoder.parameters())
 
-    @cached_property
-    def copied_parameters(self) -> int:
-        """Of the model's, what is copied into this rank's part of it, as it lies in several pieces (`ModelPart`)."""
-        ranks, places = self.config.parallel.generator_tp, self.decoder.placements
-        cut = [p.numel() for n, p in self.decoder.named_parameters() if places[n].tp or len(places[n].blocks) > 1]
-        return sum(cut) // ranks if ranks > 1 else 0
+    @property
+    def read_parameters(self) -> int:
+        """Of those, the ones that this rank generates with."""
+        return num_parameters(self.model, self.generating)
+
+    @property
+    def training(self) -> Mesh:
+        """What cuts the model that is trained."""
+        return Mesh(tp=Axis("tp", self.tp))
+
+    @property
+    def generating(self) -> Mesh:
+        """What cuts a model that ranks generate with together."""
+        return Mesh(tp=Axis("tp", self.config.parallel.generator_tp))
 
     @cached_property
     def frozen_parameters(self) -> int:
@@ -124,9 +137,9 @@ class Workload:
     def layout(self) -> Layout:
         """Where the trained parameters lie, padded and cut."""
         frozen = frozen_parameters(self.decoder, self.config.optimizer)
-        mesh, placements = Mesh(tp=Axis("tp", self.config.parallel.tp)), self.decoder.placements
+        places = self.decoder.placements
         trained = [(name, tuple(p.shape)) for name, p in self.decoder.named_parameters() if name not in frozen]
-        return Layout.of([placements[name].shape_on(mesh, shape) for name, shape in trained], self.groups)
+        return Layout.of([places[name].shape_on(self.training, shape) for name, shape in trained], self.groups)
 
 
 @cache

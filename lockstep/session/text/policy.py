@@ -9,7 +9,7 @@ from typing import Any
 
 from ...environments import Environment, Problem, Said, Task, Tokens, plain
 from ...errors import InputError
-from ...models import Decoder
+from ...models import Decoder, WeightSource
 from ...models.tokenizer import check_size, encode_following, encode_prompt, encode_text, longest_token
 from ...types import Segment
 from .tool_calls import Tool, ToolFormat
@@ -20,10 +20,15 @@ PROBED_GROUPS = 1024  # of the first step, whose prompts' lengths plan the cache
 
 @dataclass
 class Policy:
-    """A model with its tokenizer, in its compute dtype on its device."""
+    """A model with its tokenizer, in its compute dtype on its device.
+
+    Attributes:
+        source: where its weights come from, and those of other parts of it.
+    """
 
     model: Decoder
     tokenizer: Any
+    source: WeightSource | None = None
     template_variables: dict[str, Any] = field(default_factory=dict)
 
     def encode(self, prompt: str | list[dict[str, Any]], tools: Sequence[Tool] = ()) -> list[int]:

@@ -1,6 +1,8 @@
-"""The decoder that is trained where ranks share its products, beside the whole one that generates."""
+"""The decoder that is trained where ranks share products, in either role, beside what a rank generates with."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 
@@ -9,20 +11,22 @@ from ...models import Decoder
 
 
 def in_trainer(model: Decoder, mesh: Mesh) -> Decoder:
-    """This rank's part of a whole decoder, with its values; itself where nobody shares its products. Buffers, such as
-    the biases of routers, are one in both."""
-    if mesh.tp.size == 1:
+    """A decoder as this rank trains it, whose parameters have no memory, but for its value head; `model` itself, which
+    generates, where nobody shares products. Buffers, such as the biases of routers, are one in both."""
+    if mesh.tp.size == model.spread.axis.size == 1:
         return model
-    on_tp = Mesh(tp=mesh.tp)
-    made = Decoder(model.config, model.embed.dtype, model.embed.device, on_tp)
+    made = Decoder(model.config, model.embed.dtype, model.embed.device, Mesh(tp=mesh.tp), memory=False)
     made.masks = model.masks
     if model.value_head is not None:
         made.add_value_head()
-    values = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            parameter.copy_(made.placements[name].cut(values[name], on_tp))
     for name, buffer in model.named_buffers():
         owner, _, last = name.rpartition(".")
         setattr(made.get_submodule(owner), last, buffer)
     return made
+
+
+def give_memory(model: Decoder, names: Collection[str]) -> None:
+    """Give these parameters memory of their own, to be filled."""
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)

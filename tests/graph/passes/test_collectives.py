@@ -40,6 +40,7 @@ def traced(rank: int = 0, tie: bool = True) -> Captured:
     return programs.by_name["forward_backward"].graph(case.user, case.statics).captured
 
 
+@cache
 def arranged(rank: int = 0, tie: bool = True, recomputed: tuple[str, ...] = (), **without: bool) -> Captured:
     """That graph after the passes, but those that are set to False."""
     config = CompileConfig(canonicalize=False, recompute=recomputed, **without)

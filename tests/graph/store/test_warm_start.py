@@ -7,7 +7,7 @@ import itertools
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from lockstep.graph.store import framed_file
 from lockstep.graph.store.artifact import dumps, loads
 from lockstep.models import Decoder
 from lockstep.session.attention import set_attention
-from lockstep.trainer import Trainer, pack
+from lockstep.trainer import BatchShape, Trainer, pack
 from lockstep.types import SampleIdentity, SamplingParams
 
 CPU = torch.device("cpu")
@@ -45,12 +45,12 @@ def runtime(tmp_path: Path) -> Made:
     return make
 
 
-def work(model: Decoder, rollout: Callable[..., Any], runtime: Runtime) -> list[Any]:
+def work(model: Decoder, rollout: Callable[..., Any], runtime: Runtime, shapes: Sequence[BatchShape] = ()) -> list[Any]:
     """Two steps of training, one batch of them only checked, and completions of many lengths: all that they leave."""
     trainer = Trainer(model, OptimizerConfig(weight_decay=0.1), LossConfig(), runtime=runtime)
     seen: list[Any] = []
     for step in range(2):
-        batches = pack(rollout(model, step), max_tokens=44, check_parity=True)
+        batches = pack(rollout(model, step), max_tokens=44, check_parity=True, shapes=shapes)
         for batch in batches:
             trainer.forward_backward(batch)
         trainer.check(batches[0])
@@ -80,8 +80,9 @@ def test_the_second_start_traces_nothing_and_has_the_same_bits(
     decoder, rollout, runtime: Made, mode: str, dtype: torch.dtype, recompute: tuple[str, ...]
 ) -> None:
     cold, warm = (runtime(mode, recompute=recompute) for _ in range(2))
-    before = work(decoder(dtype), rollout, cold)
-    after = work(decoder(dtype), rollout, warm)
+    shapes = () if mode == "none" else [BatchShape(44, 32, 16, 44)]  # graphs of several sizes, and of one
+    before = work(decoder(dtype), rollout, cold, shapes)
+    after = work(decoder(dtype), rollout, warm, shapes)
     assert same(before, after) and warm.captures == 0 < cold.captures and cold.loaded == 0
     graphs = [{f.name: [digest(g.captured) for g in f.graphs.values()] for f in c.programs} for c in (cold, warm)]
     assert graphs[0] == graphs[1] and warm.loaded >= cold.captures and warm.replays == cold.replays
@@ -99,9 +100,9 @@ def train_step(model: Decoder, rollout: Callable[..., Any], runtime: Runtime, **
 
 
 def test_what_changed_is_named_and_the_old_graph_stays(decoder, rollout, runtime: Made) -> None:
-    train_step(decoder(), rollout, runtime())
+    train_step(decoder(layers=1), rollout, runtime())
     changed = runtime(recompute=("full",))
-    train_step(decoder(), rollout, changed, epsilon=0.3)
+    train_step(decoder(layers=1), rollout, changed, epsilon=0.3)
     assert changed.captures == 1 and changed.store is not None
     (lookup,) = changed.store.lookups
     assert lookup.outcome == "refused" and lookup.title.startswith("forward_backward(max_len=")
@@ -109,7 +110,7 @@ def test_what_changed_is_named_and_the_old_graph_stays(decoder, rollout, runtime
     assert lookup.reasons[0].startswith("passes was [['canonicalize', '{}']] and is ")
     for way in ({}, {"epsilon": 0.3}):
         again = runtime(recompute=("full",) if way else ())
-        train_step(decoder(), rollout, again, **way)
+        train_step(decoder(layers=1), rollout, again, **way)
         assert (again.captures, again.loaded) == (0, 1)
 
 
@@ -149,9 +150,9 @@ def test_compiled_regions_are_for_a_number_of_threads(runtime: Made) -> None:
 
 
 def test_a_dump_shows_every_pass_so_it_is_traced(decoder, rollout, runtime: Made, tmp_path: Path) -> None:
-    train_step(decoder(), rollout, runtime())
+    train_step(decoder(layers=1), rollout, runtime())
     dumping = runtime(dump=str(tmp_path / "dump"))
-    train_step(decoder(), rollout, dumping)
+    train_step(decoder(layers=1), rollout, dumping)
     assert dumping.captures == 1 and list((tmp_path / "dump").iterdir())
 
 
@@ -165,7 +166,7 @@ def test_code_that_no_hash_covers_is_not_stored(runtime: Made, tmp_path: Path) -
 
 def test_a_stored_graph_with_other_bits_is_found_and_captured_anew(decoder, rollout, runtime: Made, caplog) -> None:
     """Its hashes are right, so only the comparison with eager can tell."""
-    train_step(decoder(), rollout, runtime())
+    train_step(decoder(layers=1), rollout, runtime())
     store = runtime().store
     assert store is not None
     (file,) = store.folder.iterdir()
@@ -175,7 +176,7 @@ def test_a_stored_graph_with_other_bits_is_found_and_captured_anew(decoder, roll
     node.target = torch.ops.aten.expm1.default
     wrong.module.recompile()
     file.write_bytes(framed_file.pack({**sections, "graph": dumps(wrong)}))
-    warm, model = runtime(), decoder()
+    warm, model = runtime(), decoder(layers=1)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=warm)
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     with caplog.at_level(logging.WARNING, "lockstep.graph"):
@@ -188,7 +189,7 @@ def test_a_stored_graph_with_other_bits_is_found_and_captured_anew(decoder, roll
     assert "differs from eager" in caplog.text and "it was a stored graph, and is captured anew" in caplog.text
     assert verdict.faults == () and (warm.loaded, warm.captures) == (1, 1)
     again = runtime()
-    train_step(decoder(), rollout, again)
+    train_step(decoder(layers=1), rollout, again)
     assert (again.loaded, again.captures) == (1, 0)  # and the right one was stored
 
 
@@ -248,8 +249,8 @@ def test_a_loss_of_one_s_own_is_traced_at_every_start(
     found = []
     for gain in (1.0, 5.0):
         restarted(tmp_path, monkeypatch, f"VALUE = {gain}\n")
-        found.append(gradient(decoder(), rollout, LossConfig(), own := runtime()))
-        assert torch.equal(found[-1], gradient(decoder(), rollout, LossConfig(), EAGER))
+        found.append(gradient(decoder(layers=1), rollout, LossConfig(), own := runtime()))
+        assert torch.equal(found[-1], gradient(decoder(layers=1), rollout, LossConfig(), EAGER))
         assert (own.captures, own.loaded) == (1, 0)
     assert not torch.equal(*found)
 
@@ -271,7 +272,7 @@ def test_an_edited_helper_of_a_mask_is_seen(
         for name, module in list(sys.modules.items()):
             if getattr(module, "__file__", None) == str(file):
                 del sys.modules[name]
-        graphs, model, eager = runtime(), decoder(), decoder()
+        graphs, model, eager = runtime(), decoder(layers=1), decoder(layers=1)
         for own in (model, eager):
             set_attention(own, "flex", f"{file}:near")
         found.append(gradient(model, rollout, LossConfig(), graphs))
@@ -286,15 +287,15 @@ def test_a_loss_cannot_read_what_is_not_in_the_key(decoder, rollout, runtime: Ma
     monkeypatch.setitem(ALGORITHMS, "grpo", UndeclaredGain)
     for own in (EAGER, runtime()):
         with pytest.raises(AttributeError, match="gain"):
-            gradient(decoder(), rollout, LossWithGain(gain=5.0), own)
+            gradient(decoder(layers=1), rollout, LossWithGain(gain=5.0), own)
 
 
 def test_a_setting_that_a_loss_reads_is_in_the_key(decoder, rollout, runtime: Made, monkeypatch) -> None:
     monkeypatch.setitem(ALGORITHMS, "grpo", WithGain)
     for gain in (1.0, 5.0):
         own = runtime()
-        found = gradient(decoder(), rollout, LossWithGain(gain=gain), own)
-        assert torch.equal(found, gradient(decoder(), rollout, LossWithGain(gain=gain), EAGER))
+        found = gradient(decoder(layers=1), rollout, LossWithGain(gain=gain), own)
+        assert torch.equal(found, gradient(decoder(layers=1), rollout, LossWithGain(gain=gain), EAGER))
         assert (own.captures, own.loaded) == (1, 0)
     assert own.store is not None
     assert own.store.lookups[0].reasons == ("constants.loss.gain was '1.0' and is '5.0'",)

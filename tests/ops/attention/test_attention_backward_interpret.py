@@ -133,7 +133,7 @@ class Interpreted:
     @pytest.mark.parametrize(("norm", "offset"), [(True, 0.0), (True, 1.0), (False, 0.0)])
     def test_joined_with_the_rotation(self, norm, offset):
         """The bits of the separate kernels, their gradients added up as autograd does."""
-        padding, segments = LAYOUTS["a group"]
+        padding, segments = LAYOUTS["empty segments between"]
         tokens, head_dim, heads, kv_heads = padding + sum(own for own, _, _ in segments), 16, 4, 2
         packed = ops.Packed(*layout_tensors(segments), max_len(segments))
         qkv, cos_sin = torch.randn(tokens, heads + 2 * kv_heads, head_dim).flatten(1), torch.randn(tokens, head_dim)
