@@ -98,7 +98,8 @@ def _require_unchanged(run_dir: Path, config: RunConfig, world: World) -> None:
     from .session.build import resolve
 
     old = resumed(run_dir)
-    layout = replace(old.parallel, fsdp=config.parallel.fsdp, tp=config.parallel.tp)  # any, of the same batches
+    of_batches = {name: getattr(old.parallel, name) for name in ("batch_shards", "cell", "timeout")}
+    layout = replace(config.parallel, **of_batches)  # any, of the same batches
     before, now = resolve(replace(old, parallel=layout), world.size), resolve(config, world.size)
     _refuse_changes(run_dir, before, now)
 

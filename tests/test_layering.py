@@ -144,7 +144,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "session": (
         "attention certificate golden kernel_lists memory signals text",
         "build",
-        "processes warm_up",
+        "degree processes warm_up",
         "generate parity_check precompile",
         "evaluation",
     ),

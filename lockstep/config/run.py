@@ -182,13 +182,14 @@ def _without_effect(c: RunConfig) -> list[str]:
 
 
 def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
-    """`c` with the shards of a batch filled in, for so many processes; `InputError` for what cannot work with them.
+    """`c` with the shards of a batch filled in, for so many processes (`parallel.generator_tp` may still be to choose);
+    `InputError` for what cannot work with them.
 
     `c.compile` is resolved before.
     """
     require_ranks(c, ranks)
     groups = ranks // c.parallel.tp
-    shards = c.parallel.batch_shards or groups
+    shards, together = c.parallel.batch_shards or groups, c.parallel.generator_tp or (ranks == 1)
     if shards % groups:
         what = f"{ranks} processes" if groups == ranks else f"{groups} groups of {c.parallel.tp} processes"
         raise InputError(
@@ -206,7 +207,7 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
             f"parallel.cell is {cell}: {groups} processes would begin a cell and not end it together; use a multiple "
             f"of {groups}, such as {shards}, which makes one cell of all shards, or a divisor"
         )
-    return replace(c, parallel=replace(c.parallel, batch_shards=shards))
+    return replace(c, parallel=replace(c.parallel, batch_shards=shards, generator_tp=int(together)))
 
 
 def require_ranks(c: RunConfig, ranks: int) -> None:
@@ -221,7 +222,7 @@ def require_divisor(c: ParallelConfig, ranks: int) -> None:
     are = "there is one process" if ranks == 1 else f"there are {ranks} processes"
     for name, together in {"tp": c.tp, "generator_tp": c.generator_tp}.items():
         refuse(
-            ranks % together > 0,
+            ranks % max(together, 1) > 0,
             f"parallel.{name} is {together}, and {are}: start a multiple of {together}, such as torchrun "
             f"--nproc-per-node {together} -m lockstep, or set it to a divisor of {ranks}",
         )

@@ -14,7 +14,6 @@ from torch.distributed.rendezvous import rendezvous
 from .. import machine
 from ..config import ParallelConfig, require_divisor
 from ..errors import InputError, refuse
-from . import torch_private
 from .collectives import gather
 from .mesh import Axis
 from .push.memory import share_memory
@@ -57,24 +56,39 @@ def join(config: ParallelConfig, device_type: str) -> World:
     if on_gpu:
         machine.prepare_nccl()
     timeout = timedelta(seconds=config.timeout)
-    widths = tp, config.generator_tp, config.symmetric_memory
-    world = World(launch.rank, launch.processes, config.timeout, on_gpu, *widths, launch.local_rank)
+    own = {"pushes": config.symmetric_memory, "local_rank": launch.local_rank}
+    world = World(launch.rank, launch.processes, config.timeout, on_gpu, tp, **own)
     with world.peers(), world.deadline("joining the other processes"):
         store = dist.PrefixStore(f"lockstep/{next(_joined)}", _store(timeout))
         number, count = launch.rank, launch.processes
         dist.init_process_group("gloo", store=store, rank=number, world_size=count, timeout=timeout)  # through the host
         world.same("the processes of this run", lambda: {"device": device_type, "parallel": config})
-        backend, patience = ("nccl", _NCCL_TIMEOUTS * timeout) if on_gpu else ("gloo", timeout)
-        for axis in world.axes:
-            group = _own_group(world, axis, backend, patience)
-            torch_private.name_group(axis.group, group)
-            gather(torch.zeros(1, device=device_type), axis)  # a communicator is made at its first use
-            if axis.pushes and on_gpu:
-                share_memory(axis.group, group, torch.device("cuda", torch.cuda.current_device()), config.timeout)
-        if config.generator_tp > 1:
-            host = _own_group(world, world.generator.tp, "gloo", timeout)
-            world = replace(world, together=host)
-    return world
+        for axis in world.mesh.axes:
+            _bind(world, axis)
+        return in_groups(world, config.generator_tp or 1)
+
+
+def in_groups(world: World, ranks: int) -> World:
+    """`world` with so many neighbours that generate together, whoever did before. Every rank of it calls this."""
+    made = replace(world, generator_tp=ranks, together=None)
+    axis = made.generator.tp
+    world.unbind(axis.group)
+    if ranks == 1:
+        return made
+    with made.peers(), made.deadline("joining those that generate together"):
+        _bind(made, axis)
+        return replace(made, together=_own_group(made, axis, "gloo", timedelta(seconds=world.timeout)))
+
+
+def _bind(world: World, axis: Axis) -> None:
+    """Make the groups along an axis, whose processes have collectives in graphs."""
+    timeout = timedelta(seconds=world.timeout)
+    group = _own_group(world, axis, *(("nccl", _NCCL_TIMEOUTS * timeout) if world.on_gpu else ("gloo", timeout)))
+    world.bind(axis, group)
+    device = torch.device("cuda", torch.cuda.current_device()) if world.on_gpu else torch.device("cpu")
+    gather(torch.zeros(1, device=device), axis)  # a communicator is made at its first use
+    if axis.pushes and world.on_gpu:
+        share_memory(axis.group, group, device, world.timeout)
 
 
 @cache

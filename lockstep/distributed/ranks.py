@@ -57,6 +57,7 @@ class World:
     pushes: bool = False
     local_rank: int = 0
     together: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    _bound: set[str] = field(default_factory=set, repr=False, compare=False)  # names of groups
     _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
     _tellers: list[Callable[[str], str]] = field(default_factory=list, repr=False, compare=False)
 
@@ -346,10 +347,21 @@ class World:
             self._forget_groups()
             dist.destroy_process_group()
 
+    def bind(self, axis: Axis, group: dist.ProcessGroup) -> None:
+        """From now on graphs' collectives along `axis` are those of `group`."""
+        torch_private.name_group(axis.group, group)
+        self._bound.add(axis.group)
+
+    def unbind(self, name: str) -> None:
+        """Undo `bind`, where it was called."""
+        if name in self._bound:
+            self._bound.remove(name)
+            forget_memory(name)
+            torch_private.forget_group(name)
+
     def _forget_groups(self) -> None:
-        for axis in self.axes:
-            forget_memory(axis.group)
-            torch_private.forget_group(axis.group)
+        for name in list(self._bound):
+            self.unbind(name)
 
 
 ONE = World()

@@ -211,6 +211,8 @@ class Recorder:
             ) from error
         if loaded.state["warmup"] is not None:
             self.summary["warmup"] = loaded.state["warmup"]
+        if loaded.state.get("parallel") is not None:
+            self.summary.setdefault("parallel", loaded.state["parallel"])
         self.summary["resumed_from_step"] = loaded.step
         return loaded.step
 
@@ -258,6 +260,7 @@ class Recorder:
             "prompts_used": loop.prompts_used,
             "validations": self.validations,
             "warmup": self.summary.get("warmup"),
+            "parallel": self.summary.get("parallel"),
             "numerics": self._numerics_of(loop),
             "inputs": self.inputs,
             "seconds": {name: self.summary[name] for name in ("startup_s", "warmup_s") if name in self.summary}
@@ -286,8 +289,8 @@ class Recorder:
     def save_model(self, loop: Loop) -> None:
         """Export the model: each rank the weights that it has, where all see the run's folder."""
         run, folder, together = loop.run, self.world.from_first(lambda: self.run_dir / FINAL_MODEL), self._all_see()
+        held = run.trainer.held() if together else run.trainer.held_by_first()
         if together or self.world.first:
-            held = run.trainer.held() if together else None
             with run.timings.measured("save_model"), writing(folder), self.world.deadline("exporting the model", 10):
                 save_policy(run.policy, folder, held, self.world if together else ONE)
         self.trace()

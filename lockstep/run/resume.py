@@ -25,7 +25,7 @@ from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines
 SUMMARIZED = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # every step's metrics have them
 CHECKPOINTS, FINAL_MODEL = "checkpoints", "model"
 # How processes lie, which any others go on for.
-LAYOUT = "parallel.fsdp", "parallel.tp", "parallel.generator_tp", "parallel.zero_stage"
+LAYOUT = tuple(f"parallel.{name}" for name in ("fsdp", "tp", "zero_stage", "generator_tp", "symmetric_memory"))
 _NAMED = ("attention_mask", "loss.loss_type", "task.environment")  # path.py:name
 _DATA_FIELDS = ("task.data", "task.validation_data", *_NAMED)
 _MODELS = {"model": "model", "teacher": "loss.teacher"}  # what records a folder's files, and the field that names it

@@ -12,6 +12,7 @@ from ..distributed import ONE, World
 from ..rl.loop import Loop
 from ..serve.rollouts import serving
 from ..session.build import build, resolve
+from ..session.degree import choose
 from ..session.memory import running_out_named
 from ..session.signals import raise_received
 from . import resume as resuming
@@ -35,9 +36,12 @@ def train(
         LockstepError: the run failed; what it wrote until then stays, with a report.
     """
     config = world.share(lambda: _checked(config, world))[world.rank]
+    config, world, choice = choose(config, world)
     world.same("the processes of this run", lambda: resuming.data(config))
     run_dir = run_dir.absolute()  # rewards may change the working directory
     recorder = Recorder(config, run_dir, world)
+    if choice is not None:
+        recorder.summary["parallel"] = choice.to_dict()
     loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
     stream = None if world.first else io.StringIO()  # the progress is of the first rank alone
     display = Display(config.steps, config.metrics.progress, stream)

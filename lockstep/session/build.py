@@ -206,17 +206,27 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
     """
     device = torch.device("cuda") if memory_gib else resolve_device(config.device)
     algorithm_of(config.loss)
-    model, on_gpu = model_config(config), device.type == "cuda"
     config = settled(config, ranks, device)
-    require_degree(model, config.parallel.tp, "parallel.tp")
-    require_degree(model, config.parallel.generator_tp, "parallel.generator_tp")
+    refuse(
+        config.parallel.generator_tp == 0,
+        "parallel.generator_tp is 0, which the processes of a run choose by what they measure; name a number to plan",
+    )
+    require_degree(model_config(config), config.parallel.tp, "parallel.tp")
+    require_degree(model_config(config), config.parallel.generator_tp, "parallel.generator_tp")
+    return require_room(planned_workload(config, ranks, device), int(memory_gib * 2**30) or memory_at_hand(device))
+
+
+def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Workload:
+    """What is planned before a run of a configuration that is `settled`; its tokenizer and first prompts are read, and
+    no weights."""
+    model = model_config(config)
     tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
     policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)
     policy.template_variables = template_variables(config.task.chat_template_kwargs)
     task, limit = make_task(config.task, config.trainer.prompts_per_step), prompt_limit(config, model)
     longest = policy.longest_prompt(task, make_environment(config.task), config.trainer.prompts_per_step)
-    w = workload(config, ranks, on_gpu, model, longest_prompt=longest, prompt_limit=limit.tokens)
-    return require_room(w, int(memory_gib * 2**30) or memory_at_hand(device))
+    prompts = {"longest_prompt": longest, "prompt_limit": limit.tokens}
+    return workload(config, ranks, device.type == "cuda", model, **prompts)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -343,6 +353,10 @@ def settled(config: RunConfig, ranks: int, device: torch.device, steps: bool = T
     if steps:
         return resolve_parallel(config, ranks)
     require_ranks(config, ranks)
+    refuse(
+        config.parallel.generator_tp == 0,
+        "parallel.generator_tp is 0, which chooses from the samples of a run's steps; name a number here",
+    )
     return config
 
 

@@ -11,6 +11,7 @@ from ..distributed import World
 from ..errors import InputError, LockstepError
 from ..graph import Store
 from .build import TrainingSession, resolve
+from .degree import choose
 from .processes import together
 from .warm_up import warm_up
 
@@ -49,6 +50,7 @@ def _checked(config: RunConfig) -> RunConfig:
 
 def _precompiled(config: RunConfig, world: World) -> dict[str, Any]:
     began = time.perf_counter()
+    config, world, _ = choose(config, world)
     run = TrainingSession(config, world)
     runtime = run.runtime
     assert runtime.store is not None

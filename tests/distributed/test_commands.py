@@ -20,6 +20,8 @@ from lockstep.cli import main as command_line
 from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.errors import InputError
 from lockstep.session import parity_check
+from lockstep.session.degree import links
+from lockstep.session.degree.decode_time import Exchanged
 from lockstep.types import SamplingParams
 
 TOGETHER = ["--parallel.generator-tp", "2"]
@@ -31,6 +33,7 @@ PARITY = ["parity", "--tokens", "600", "--json"]
 RUN = ["--trainer.prompts-per-step", "2", "--trainer.warmup-steps", "0", "--sampling.num-generations", "2"]
 RUN += ["--sampling.max-completion-length", "4", "--task.validation-prompts", "0", "--arch", "tiny-llama", "--json"]
 RUN += ["--compile.capture", "step", "--compile.verify", "off"]
+CHOOSES = ["train", *RUN[:8], "--steps", "1", "--json", "--checkpoint.interval", "1", "--parallel.generator-tp", "0"]
 COMMANDS = {
     "generate": [*GENERATE, "--json"],
     "generate together": [*GENERATE, "--json", *TOGETHER],
@@ -52,7 +55,7 @@ COMMANDS = {
 
 def printed(arguments: list[str], model: str) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of a command."""
-    own = [] if "--model" in arguments or "--arch" in arguments else ["--model", model]
+    own = [] if {"--model", "--arch", "--resume"} & {*arguments} else ["--model", model]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = command_line.main([*arguments, *own, "--device", "cpu"])
@@ -67,10 +70,23 @@ def every_command(folder: str, model: str) -> dict[str, Any]:
         patch.setattr(command_line, "_leave", lambda code: None)
         patch.setattr(command_line, "_FIRST_WOULD", 0.0)
         found |= {name: printed(arguments, model) for name, arguments in COMMANDS.items()}
+        found["chosen"] = chosen(model)
         if os.environ["RANK"] == "1":
             patch.setattr(parity_check, "pack_shards", flipped(parity_check.pack_shards))
         found["parity, a bit flipped on one rank"] = printed(COMMANDS["parity together"], model)
     return found | {"from Python": from_python(model)}
+
+
+def chosen(model: str) -> dict[str, Any]:
+    """Two runs that choose how many generate together, the second as if links took no time; it goes on without
+    measuring."""
+    found = {"measured": printed([*CHOOSES, "--run-dir", "measured"], model)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "exchanged", lambda *_: Exchanged(0.0, 0.0))
+        found["fast"] = printed([*CHOOSES, "--run-dir", "fast"], model)
+        patch.setattr(links, "bandwidth", None)
+        found["resumed"] = printed(["train", "--resume", "fast", "--steps", "2", "--json"], model)
+    return found
 
 
 def flipped(pack_shards: Any) -> Any:
@@ -180,3 +196,18 @@ def test_a_model_from_python_generates_with_the_others(two: Any, model: Path) ->
     one = from_python(str(model), 1)
     assert one[0] == one[2] and one[3:] == ["nothing was refused"] * 2
     assert [found["from Python"] for found in two] == [one[:3]] * 2
+
+
+def test_how_many_generate_together_is_chosen_told_and_kept(two: Any, folder: Path) -> None:
+    first, second = (found["chosen"] for found in two)
+    said = {name: json.loads(out)["parallel"] for name, (_, out, _) in first.items()}
+    assert all(ended[0] == 0 for ended in (*first.values(), *second.values()))
+    assert [said[name]["generator_tp"] for name in ("measured", "fast", "resumed")] == [1, 2, 2]
+    one, several = said["measured"]["considered"]
+    assert (one["ranks"], several["ranks"]) == (1, 2) and several["exchanges_ms"] > several["weights_ms"] > 0
+    assert said["resumed"] == said["fast"] and said["fast"]["considered"][1]["exchanges_ms"] == 0
+    assert "parallel.generator_tp: chose 1 (" in first["measured"][2] and "parallel.gen" not in second["measured"][2]
+    assert "parallel.gen" not in first["resumed"][2]
+    assert "generator_tp: 2" in (folder / "fast" / "config.yaml").read_text()
+    steps = [(folder / name / "rollouts.jsonl").read_text().splitlines() for name in ("measured", "fast")]
+    assert steps[0] == steps[1][: len(steps[0])] and len(steps[1]) == 2 * len(steps[0]) > 0

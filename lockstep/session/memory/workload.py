@@ -46,10 +46,18 @@ class Workload:
     @property
     def sequences(self) -> int:
         """Completions that this process makes at once, at most."""
+        return max(self.trained_sequences, -(-self.config.task.validation_prompts // self.generating_groups))
+
+    @property
+    def trained_sequences(self) -> int:
+        """Those of them that are trained on: of a step."""
         c = self.config
-        groups = self.ranks // c.parallel.generator_tp or 1
-        trained = -(-c.trainer.prompts_per_step // groups) * c.sampling.num_generations
-        return max(trained, -(-c.task.validation_prompts // groups))
+        return -(-c.trainer.prompts_per_step // self.generating_groups) * c.sampling.num_generations
+
+    @property
+    def generating_groups(self) -> int:
+        """Groups of processes that generate together, to which prompts are dealt."""
+        return self.ranks // self.config.parallel.generator_tp or 1
 
     @property
     def groups(self) -> int:

@@ -1,0 +1,3 @@
+"""How many processes generate together where nobody says: from memory, load and measured links."""
+
+from .choice import DegreeChoice, choose

@@ -1,0 +1,111 @@
+"""The choice of `parallel.generator_tp`, on which all ranks agree."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...config import RunConfig
+from ...distributed import World, in_groups
+from ...errors import InputError
+from ...models import ModelConfig
+from ...models.checks import require_degree
+from ..build import planned_workload, resolve_device
+from ..memory import Workload, memory_at_hand, plan
+from . import links
+from .decode_time import DecodeTime, Exchanged, Load
+
+GAIN = 0.95  # of the time that fewer take: what more must come below, as measurements scatter
+
+
+@dataclass(frozen=True)
+class DegreeChoice:
+    """How many generate together, and what it was chosen from.
+
+    Attributes:
+        bandwidth: of memory, bytes a second. considered: in ascending order.
+    """
+
+    ranks: int
+    bandwidth: float
+    considered: Sequence[DecodeTime]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the summary."""
+        considered = [found.to_dict() for found in self.considered]
+        return {"generator_tp": self.ranks, "bandwidth_gb_s": round(self.bandwidth / 1e9, 2), "considered": considered}
+
+    def text(self) -> str:
+        """Why, in lines."""
+        chosen = f"{self.ranks} (memory copies at {self.bandwidth / 1e9:.3g} GB/s)"
+        return "\n  ".join([f"parallel.generator_tp: chose {chosen}", *(found.line() for found in self.considered)])
+
+
+def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeChoice | None]:
+    """A run's configuration and processes with as many generating together as take the least time for a step's samples,
+    where `parallel.generator_tp` is 0; every rank calls it, and the first says why. The third is None where there was
+    nothing to choose.
+
+    Args:
+        config: resolved.
+
+    Raises:
+        InputError: the run cannot be, whatever is chosen.
+    """
+    if config.parallel.generator_tp:
+        return config, world, None
+    device = resolve_device(config.device)
+    w = world.each(lambda: planned_workload(config, world.size, device))
+    memory = min(world.gather(memory_at_hand(device)))
+    of_each = [_with(w, ranks) for ranks in degrees(w.model, world.size)]
+    loads = [Load.of(each, plan(each, memory)) for each in of_each]
+    world.same("the processes of this run", lambda: {"the loads of groups of processes": loads})
+    speed = links.bandwidth(world, device)
+    found = []
+    for each, load in zip(of_each, loads, strict=True):
+        waited, world = _exchanged(each, load, world, device)
+        found.append(DecodeTime.of(each, load, speed, waited))
+    choice = DegreeChoice(best(found), speed, found)
+    if world.first:
+        print(choice.text(), file=sys.stderr, flush=True)
+    chosen = replace(config, parallel=replace(config.parallel, generator_tp=choice.ranks))
+    return chosen, in_groups(world, choice.ranks), choice
+
+
+def degrees(model: ModelConfig, processes: int) -> Iterator[int]:
+    """The numbers of ranks that so many processes can be grouped by, and that can share the model."""
+    for ranks in range(1, min(processes, 64) + 1):
+        if processes % ranks == 0:
+            try:
+                require_degree(model, ranks, "parallel.generator_tp")
+            except InputError:
+                continue
+            yield ranks
+
+
+def best(found: Sequence[DecodeTime]) -> int:
+    """The fewest ranks that fit, unless more take clearly less time; the fewest of all where none fits, which the plan
+    then refuses."""
+    fitting = [one for one in found if one.load.fits]
+    chosen = fitting[0] if fitting else found[0]
+    for one in fitting:
+        if one.of_all < GAIN * chosen.of_all:
+            chosen = one
+    return chosen.load.ranks
+
+
+def _with(w: Workload, ranks: int) -> Workload:
+    return replace(w, config=replace(w.config, parallel=replace(w.config.parallel, generator_tp=ranks)))
+
+
+def _exchanged(w: Workload, load: Load, world: World, device: torch.device) -> tuple[Exchanged, World]:
+    """What ranks that generate together take to exchange words; nothing where it is one, or where they have no room."""
+    if load.ranks == 1 or not load.fits:
+        return Exchanged(), world
+    world = in_groups(world, load.ranks)
+    rows = torch.empty(load.rows, 0, dtype=w.dtype, device=device)
+    return links.exchanged(world, w.config.compile, w.model, rows, device), world

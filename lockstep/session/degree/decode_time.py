@@ -1,0 +1,97 @@
+"""The time of a decode step, as it depends on how many processes share the model. What does not, kernels' launches and
+the sums that products compute, is left out: it is equal for all."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...generator.cache_capacity import bytes_per_token, per_sequence
+from ..memory import MemoryPlan, Workload
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Seconds that ranks which generate together take to exchange words: in a layer, and once a step in the head."""
+
+    layer: float = 0.0
+    head: float = 0.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """What falls to a group of so many ranks that generate together.
+
+    Attributes:
+        fits: its plan does.
+        sequences: that the group makes of a step's samples. rows: of them that run at once.
+    """
+
+    ranks: int
+    fits: bool
+    sequences: int
+    rows: int
+
+    @staticmethod
+    def of(w: Workload, plan: MemoryPlan) -> Load:
+        """That of a workload and its plan."""
+        g = w.config.generator
+        held = plan.cache_tokens // (per_sequence(g, w.sequence_tokens) - g.page_size)
+        rows = max(1, min(w.trained_sequences, g.max_num_seqs, held))
+        return Load(w.config.parallel.generator_tp, plan.fits, w.trained_sequences, rows)
+
+    @property
+    def waves(self) -> int:
+        """How many times as long as one sequence takes all take."""
+        return -(-self.sequences // self.rows)
+
+
+@dataclass(frozen=True)
+class DecodeTime:
+    """Seconds of a decode step of all rows of a `load`, in parts: reading this rank's part of the weights and of the
+    cache, `weights / (ranks * bandwidth)` and `rows * tokens * bytes_per_token / bandwidth`, and waiting for words,
+    `layers * layer + head`."""
+
+    load: Load
+    weights: float
+    cache: float
+    exchanges: float
+
+    @staticmethod
+    def of(w: Workload, load: Load, bandwidth: float, exchanged: Exchanged) -> DecodeTime:
+        """That of a workload, by measured bytes a second of memory and seconds of exchanges.
+
+        Every expert is read, and of the embedding's table what the head does not read is not; sequences are half done.
+        """
+        c, ranks = w.model, load.ranks
+        table = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
+        tokens = w.longest_prompt + w.config.max_response_length / 2
+        cached = load.rows * tokens * bytes_per_token(c.shared_by(ranks), w.dtype)
+        read = (w.parameters - table) * w.b / ranks
+        waited = c.num_layers * exchanged.layer + exchanged.head
+        return DecodeTime(load, read / bandwidth, cached / bandwidth, waited)
+
+    @property
+    def step(self) -> float:
+        """Of one step."""
+        return self.weights + self.cache + self.exchanges
+
+    @property
+    def of_all(self) -> float:
+        """Of as many steps as all samples take for each of their tokens: what is compared."""
+        return self.load.waves * self.step
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the summary, in milliseconds."""
+        parts = {f"{n}_ms": 1e3 * getattr(self, n) for n in ("step", "weights", "cache", "exchanges", "of_all")}
+        return asdict(self.load) | {name: float(f"{value:.4g}") for name, value in parts.items()}
+
+    def line(self) -> str:
+        """As it is printed."""
+        load = self.load
+        waves = f" in {load.waves} waves" if load.waves > 1 else ""
+        parts = ", ".join(f"{n} {1e3 * getattr(self, n):.3g}" for n in ("weights", "cache", "exchanges"))
+        return (
+            f"{load.ranks}: {load.sequences} sequences a group{waves}, a decode step of {load.rows} rows "
+            f"{1e3 * self.step:.3g} ms ({parts})" + ("" if load.fits else "; does not fit")
+        )

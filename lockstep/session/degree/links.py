@@ -1,0 +1,92 @@
+"""What memory and links of these processes take, measured through the collectives that the generator will use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...config import CompileConfig
+from ...distributed import World
+from ...distributed.spread import Spread
+from ...graph import Inputs, Program, Runtime, Store
+from ...models import ModelConfig
+from .decode_time import Exchanged
+
+_COPIED = {"cuda": 256 << 20, "cpu": 16 << 20}  # bytes: more than a cache holds
+_TRIES, _LAUNCHES = 3, 10
+
+
+def bandwidth(world: World, device: torch.device) -> float:
+    """Bytes a second that are read and written in the memory of the slowest rank."""
+    source = torch.ones(_COPIED[device.type], dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = _shortest(world, device, lambda: target.copy_(source))
+    return min(world.gather(2 * source.nbytes / seconds))
+
+
+def exchanged(world: World, compile: CompileConfig, model: ModelConfig, x: Tensor, device: torch.device) -> Exchanged:
+    """Seconds of what a layer exchanges, the four gathers of its columns, and of what the head does, of the slowest
+    rank: at the level that the generator will run at, eager or in graphs.
+
+    Args:
+        compile: resolved.
+        x: of the compute dtype, a row a sequence: [R, 0].
+    """
+    rows, ranks = x.shape[0], world.generator_tp
+    values = model.num_heads * (model.head_dim if model.mla is None else model.mla.v_dim)
+    wide = model.intermediate_size if model.moe is None else model.hidden_size
+    widths = {"attention": values, "stream": model.hidden_size, "feed_forward": wide, "residual": model.hidden_size}
+    columns = {name: x.new_zeros(rows, width // ranks) for name, width in widths.items()}
+    logits = {"logits": torch.zeros(rows, model.vocab_size // ranks, device=device)}
+    exchanges = _Exchanges(Spread(world.generator.tp, device))
+    runtime = Runtime(compile, device, store=Store(), mesh=world.sizes, peers=world)
+    try:
+        layer = runtime.program("exchange_layer", exchanges.layer, Inputs(buffer=columns), constants={})
+        head = runtime.program("exchange_head", exchanges.head, Inputs(buffer=logits), constants={})
+        with world.deadline("measuring the links", timeouts=2):
+            return Exchanged(*(max(world.gather(_seconds(world, device, program))) for program in (layer, head)))
+    finally:
+        runtime.close()
+
+
+class _Exchanges:
+    """What ranks exchange in a decode step."""
+
+    def __init__(self, spread: Spread) -> None:
+        self._spread = spread
+
+    def layer(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The columns of attention's heads and of three products."""
+        return {name: self._spread.columns(part) for name, part in inputs.buffer.items()}
+
+    def head(self, inputs: Inputs) -> dict[str, Tensor]:
+        """Logits, and three words a row of what was drawn from them."""
+        logits_RW = inputs.buffer["logits"]
+        own_RV = self._spread.rows_to_owners(logits_RW)
+        return {"drawn": self._spread.all_rows(own_RV[:, :3].contiguous(), logits_RW.shape[0])}
+
+
+def _seconds(world: World, device: torch.device, program: Program) -> float:
+    program()  # made
+    return _shortest(world, device, lambda: program(times=_LAUNCHES)) / _LAUNCHES
+
+
+def _shortest(world: World, device: torch.device, launch: Callable[[], object]) -> float:
+    """Seconds of a launch to its end on the device, the shortest of several, which all ranks begin at once."""
+    found = []
+    for _ in range(_TRIES):
+        world.gather(None)
+        _wait(device)
+        began = time.perf_counter()
+        launch()
+        _wait(device)
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

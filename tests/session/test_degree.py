@@ -1,0 +1,99 @@
+"""How many generate together: by the time of a decode step, from what is measured and what fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lockstep.config import CompileConfig, GeneratorConfig, ParallelConfig, RunConfig, SamplingConfig, TrainerConfig
+from lockstep.config.run import resolve_parallel
+from lockstep.config.sections.compile import resolve_compile
+from lockstep.errors import InputError
+from lockstep.models.init import architecture
+from lockstep.session.build import plan_of, resolve
+from lockstep.session.degree.choice import best, degrees
+from lockstep.session.degree.decode_time import DecodeTime, Exchanged, Load
+from lockstep.session.memory import Workload, plan
+
+H200 = 141 << 30
+READ = 4e12  # bytes a second
+FAST, SLOW = Exchanged(4 * 5e-6, 20e-6), Exchanged(4 * 23e-6, 60e-6)
+
+
+def workload(prompts: int, samples: int, ranks: int, arch: str = "qwen3-8b", **generator: int) -> Workload:
+    """Of eight GPUs, in groups of so many; prompts of 256 tokens, completions of 1,024."""
+    config = RunConfig(
+        sampling=SamplingConfig(num_generations=samples, max_completion_length=1024),
+        trainer=TrainerConfig(prompts_per_step=prompts),
+        generator=GeneratorConfig(**generator),
+        compile=resolve_compile(CompileConfig(), True),
+        parallel=ParallelConfig(generator_tp=ranks),
+    )
+    limits = {"longest_prompt": 256, "prompt_limit": 32768}
+    return Workload(architecture(arch), resolve_parallel(config, 8), 8, torch.bfloat16, **limits)
+
+
+def times(prompts: int, samples: int, exchanged: Exchanged, **about: int) -> list[DecodeTime]:
+    found = []
+    for ranks in degrees(architecture("qwen3-8b"), 8):
+        w = workload(prompts, samples, ranks, **about)
+        waited = exchanged if ranks > 1 else Exchanged()
+        found.append(DecodeTime.of(w, Load.of(w, plan(w, H200)), READ, waited))
+    return found
+
+
+def test_a_decode_step_is_what_is_read_and_waited_for() -> None:
+    one, *_, eight = times(8, 1, FAST)
+    read = 2 * (8_190_735_360 - 151_936 * 4096) / READ  # not the embedding's table
+    assert (one.weights, eight.weights) == (pytest.approx(read), pytest.approx(read / 8))
+    cached = 36 * 8 * 2 * 128 * 2 * (256 + 512) / READ
+    assert one.cache == pytest.approx(cached) == eight.cache and (one.load.rows, eight.load.rows) == (1, 8)
+    assert one.exchanges == 0 and eight.exchanges == pytest.approx(36 * 20e-6 + 20e-6)
+    assert one.step == one.weights + one.cache and "exchanges 0.74)" in eight.line()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "exchanged", "chosen"),
+    [
+        (8, 1, FAST, 8),  # the weights are most of a step
+        (8, 1, Exchanged(4 * 40e-6), 1),  # the links are slow
+        (64, 8, FAST, 4),  # 512 sequences of eight would run in two waves
+        (64, 8, SLOW, 1),
+    ],
+)
+def test_the_least_time_for_a_steps_samples_is_chosen(
+    prompts: int, samples: int, exchanged: Exchanged, chosen: int
+) -> None:
+    found = times(prompts, samples, exchanged)
+    assert [one.load.ranks for one in found] == [1, 2, 4, 8] and best(found) == chosen
+    fewest = min(found, key=lambda one: one.of_all)
+    assert fewest.load.ranks == chosen or fewest.of_all > 0.95 * found[0].of_all
+
+
+def test_sequences_that_do_not_run_at_once_take_turns() -> None:
+    found = times(64, 8, FAST, max_num_seqs=64)
+    assert [one.load.waves for one in found] == [1, 2, 4, 8]
+    assert found[3].of_all == 8 * found[3].step and best(found) == 1
+
+
+def test_what_does_not_fit_is_passed_over() -> None:
+    found = times(8, 1, FAST)
+    found[3] = replace(found[3], load=replace(found[3].load, fits=False))
+    assert best(found) == 4 and found[3].line().endswith("; does not fit")
+    assert best([replace(one, load=replace(one.load, fits=False)) for one in found]) == 1
+
+
+def test_degrees_are_those_of_the_model_and_the_processes() -> None:
+    assert list(degrees(architecture("qwen3-8b"), 12)) == [1, 2, 4]
+    assert list(degrees(architecture("tiny"), 8)) == [1, 2]
+
+
+def test_nothing_is_chosen_where_nothing_is_measured() -> None:
+    asked = RunConfig(device="cpu", parallel=ParallelConfig(generator_tp=0))
+    assert resolve(asked).parallel.generator_tp == 1
+    with pytest.raises(InputError, match=r"parallel\.generator_tp is 0, which the processes of a run choose"):
+        plan_of(replace(asked, trainer=TrainerConfig(prompts_per_step=8)), 2)
+    with pytest.raises(InputError, match=r"parallel\.generator_tp is 0, which chooses from the samples of a run"):
+        resolve(asked, 2, steps=False)
