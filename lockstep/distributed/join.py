@@ -56,8 +56,8 @@ def join(config: ParallelConfig, device_type: str) -> World:
     if on_gpu:
         machine.prepare_nccl()
     timeout = timedelta(seconds=config.timeout)
-    own = {"pushes": config.symmetric_memory, "local_rank": launch.local_rank}
-    world = World(launch.rank, launch.processes, config.timeout, on_gpu, tp, **own)
+    pushes, local_rank = config.symmetric_memory, launch.local_rank
+    world = World(launch.rank, launch.processes, config.timeout, on_gpu, tp, pushes=pushes, local_rank=local_rank)
     with world.peers(), world.deadline("joining the other processes"):
         store = dist.PrefixStore(f"lockstep/{next(_joined)}", _store(timeout))
         number, count = launch.rank, launch.processes
