@@ -59,8 +59,9 @@ def join(config: ParallelConfig, device_type: str) -> World:
     timeout = timedelta(seconds=config.timeout)
     groups = launch.processes // tp
     lanes = Cells(config.batch_shards or groups, config.cell, groups).lanes
-    rank, count, pushes = launch.rank, launch.processes, config.symmetric_memory
-    world = World(rank, count, config.timeout, on_gpu, tp, pushes=pushes, lanes=lanes)
+    rank, count = launch.rank, launch.processes
+    about = {"pushes": config.symmetric_memory, "lanes": lanes, "local_rank": launch.local_rank}
+    world = World(rank, count, config.timeout, on_gpu, tp, **about)
     with world.peers(), world.deadline("joining the other processes"):
         store = dist.PrefixStore(f"lockstep/{next(_joined)}", _store(timeout))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)  # through the host

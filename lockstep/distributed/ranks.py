@@ -44,7 +44,7 @@ class World:
         tp: neighbours that share each product of the trainer; it divides `size`.
         generator_tp: neighbours that generate together; it divides `size`.
         pushes: whether those store words into one another's memory (`Axis.pushes`).
-        lanes: see `Mesh`.
+        lanes: see `Mesh`. local_rank: its number among those of its host.
         together: the group of those that generate together, for what goes through the host.
     """
 
@@ -56,6 +56,7 @@ class World:
     generator_tp: int = 1
     pushes: bool = False
     lanes: int = 1
+    local_rank: int = 0
     together: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     _bound: set[str] = field(default_factory=set, repr=False, compare=False)  # names of groups
     _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)

@@ -75,4 +75,5 @@ def is_peer_failure(error: BaseException) -> bool:
 
 def _names_transport(message: str) -> bool:
     lower = message.lower()
-    return any(sign in lower for sign in ("gloo", "nccl", "connection closed by peer", "connection reset by peer"))
+    signs = "gloo", "nccl", "pair closure", "connection closed by peer", "connection reset by peer"
+    return any(sign in lower for sign in signs)

@@ -50,13 +50,13 @@ class WarmUp:
         self.late += self.ended
 
     @contextmanager
-    def rehearsal(self) -> Iterator[list[Any]]:
+    def rehearsal(self, compiles: bool = True) -> Iterator[list[Any]]:
         """Within, programs make their graphs and launch none (what they return is zero), and by the end the kernels of
         those graphs are compiled, side by side; launches of any other Triton kernel are left out too. Yields what is
-        then a list of these kernels, for `preload`."""
+        then a list of these kernels, for `preload`; it is all that is made of them unless it `compiles`."""
         from ..ops.precompile import compiling_only
 
-        with self._timings.measured("compile"), compiling_only() as kernels, self._launching(rehearse):
+        with self._timings.measured("compile"), compiling_only(compiles) as kernels, self._launching(rehearse):
             yield kernels
 
     @contextmanager

@@ -44,8 +44,9 @@ def _ready(compile_kernel: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def compiling_only() -> Iterator[list[Kernel]]:
-    """Within, a launch only has its kernel compiled and loaded, on any core; at the end all are.
+def compiling_only(compiles: bool = True) -> Iterator[list[Kernel]]:
+    """Within, a launch only has its kernel compiled and loaded, on any core; at the end all are. If it `compiles`
+    nothing, kernels are listed alone.
 
     One that does not compile or load is left to its first launch, which says why. Triton has no switch that turns
     launches off, so for this long `JITFunction.run` is another function; no other thread may launch.
@@ -54,11 +55,12 @@ def compiling_only() -> Iterator[list[Kernel]]:
         a list that the kernels are added to, for `preload` in another process.
     """
     run = JITFunction.run
-    found: list[Kernel] = []
+    found: dict[Kernel, None] = {}
+    listed: list[Kernel] = []
 
     def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         try:
-            with _noted(found):
+            with _noted(found, compiles):
                 return run(kernel, *args, grid=grid, warmup=True, **kwargs)
         except TypeError:  # it has a constant that cannot be described
             return run(kernel, *args, grid=grid, warmup=True, **kwargs)
@@ -66,18 +68,19 @@ def compiling_only() -> Iterator[list[Kernel]]:
     JITFunction.run = compile_only
     try:
         with _Pool() as pool, AsyncCompileMode(pool, ignore_errors=True):
-            yield found
+            yield listed
     finally:
+        listed += found
         JITFunction.run = run
 
 
 @contextmanager
-def _noted(found: list[Kernel]) -> Iterator[None]:
-    """Kernels that this process does not have yet are added to the list."""
+def _noted(found: dict[Kernel, None], compiles: bool) -> Iterator[None]:
+    """Kernels that this process does not have yet are added."""
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        found.append((fn.module, fn.name, compile["specialization_data"]))
-        return False  # go on and compile
+        found[fn.module, fn.name, compile["specialization_data"]] = None
+        return not compiles
 
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = before or note

@@ -144,16 +144,21 @@ def _batches(config: RunConfig) -> dict[str, Any]:
 def _precompile(
     session: Session, path: Path, make_graphs: Callable[[], None], rehearse_check: Callable[[], None]
 ) -> None:
-    """Compile the kernels of all graphs side by side, or load those that an earlier start compiled. Should that fail,
-    each is compiled when it is first launched."""
+    """Compile the kernels of all graphs side by side, or load those that an earlier start compiled; of a host's
+    processes the first compiles, and the others load them. Should that fail, each is compiled when it is first
+    launched."""
     runtime, world = session.runtime, session.world
     try:
         listed = world.from_first(lambda: user_folder.read(path) or ())
         if all(world.gather(runtime.warm_up.preload(listed))):
             return
-        with runtime.warm_up.rehearsal() as kernels:
+        compiles = world.local_rank == 0
+        with runtime.warm_up.rehearsal(compiles) as kernels:
             make_graphs()
             rehearse_check()
+        world.gather(None)  # they are compiled
+        if not compiles:
+            runtime.warm_up.preload(kernels)
         if world.first:
             user_folder.write(path, kernels, keep=KEPT)
     except Exception as error:

@@ -76,6 +76,8 @@ def test_torchs_errors_about_peers_are_told_apart() -> None:
     lost = r"rank 0 of 2: another process .* within 30 s \(parallel.timeout\): .*gloo"
     with pytest.raises(PeerLost, match=lost), world.peers():
         raise RuntimeError("[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:21")
+    with pytest.raises(PeerLost, match="pair closure"), world.peers():
+        raise RuntimeError("Application timeout caused pair closure")
     with pytest.raises(RuntimeError, match="shape"), world.peers():
         raise RuntimeError("shape '[3]' is invalid")
     with pytest.raises(RuntimeError, match="gloo"), ONE.peers():

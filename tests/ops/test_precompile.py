@@ -106,9 +106,14 @@ def launch(warp_count):
     adamw._square_sums_kernel[(4,)](x, x, 4096, ROWS=8, WIDTH=128, num_warps=warp_count)
 
 def listed():
+    with compiling_only(compiles=False) as named:
+        for warp_count in (*warps, 4):
+            launch(warp_count)
+    assert len(named) == 2 and not threads
     with compiling_only() as kernels:
         for warp_count in (*warps, 4):
             launch(warp_count)
+    assert named == kernels and len(threads) == 2
     return kernels
 
 def loaded(kernels, beside):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lockstep.cache import user_folder
 from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
+from lockstep.distributed import World
 from lockstep.errors import LockstepError
 from lockstep.graph import GraphError
 from lockstep.models import Decoder
@@ -102,7 +105,7 @@ def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch,
     config = config_of(captured=True)
     run = build(config)
 
-    def fails() -> None:
+    def fails(compiles: bool) -> None:
         raise GraphError("no tensors without memory here")
 
     monkeypatch.setattr(run.runtime.warm_up, "rehearsal", fails)
@@ -119,7 +122,7 @@ def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch,
     rehearsed: list[int] = []
 
     @contextmanager
-    def rehearsal() -> Iterator[list[list[str]]]:
+    def rehearsal(compiles: bool) -> Iterator[list[list[str]]]:
         rehearsed.append(len(rehearsed))
         yield [["module", "kernel", "{}"]]
 
@@ -132,6 +135,31 @@ def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch,
     run.config = replace(config, generator=replace(config.generator, page_size=32))
     precompile(run)
     assert rehearsed == [0, 1] and preloaded == [[], [["module", "kernel", "{}"]], []]
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_of_a_hosts_processes_the_first_compiles_and_the_others_load(monkeypatch, tmp_path, local_rank: int) -> None:
+    """The others when it has compiled."""
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+    done: list[Any] = []
+
+    @contextmanager
+    def rehearsal(compiles: bool) -> Iterator[list[str]]:
+        done.append(compiles)
+        yield ["a kernel"]
+
+    class Others(World):
+        def gather(self, value: Any) -> list[Any]:
+            done.append("met")
+            return [value] * 2
+
+        def from_first(self, make: Callable[[], Any]) -> Any:
+            return make()
+
+    warm_up = SimpleNamespace(rehearsal=rehearsal, preload=lambda kernels: done.append([*kernels]) or len(kernels))
+    session = SimpleNamespace(runtime=SimpleNamespace(warm_up=warm_up), world=Others(1, 2, local_rank=local_rank))
+    session_warm_up._precompile(session, tmp_path / "list", lambda: None, lambda: None)
+    assert done == [[], "met", not local_rank, "met", *[["a kernel"]] * local_rank]
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def test_a_rehearsal_makes_the_graphs_and_launches_none(monkeypatch: pytest.Monk
     within: list[bool] = []
 
     @contextmanager
-    def compiling_only() -> Iterator[list[str]]:
+    def compiling_only(compiles: bool) -> Iterator[list[str]]:
         within.append(True)
         yield ["a kernel"]
         within.append(False)
