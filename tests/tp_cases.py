@@ -74,6 +74,9 @@ def trained(
     for name, held in ranges_of(model).items():
         whole = weights["embed" if name not in weights else name].flatten()
         assert all(torch.equal(values, whole[first : first + len(values)]) for values, first in held), name
+    by_first = trainer.held_by_first()
+    assert by_first.keys() == (weights.keys() if world.first else set())
+    assert all(torch.equal(held.values, weights[name].flatten()) for name, (held,) in by_first.items())
     state, _ = trainer.state()
     reader = Trainer(make_model(torch.float32, 1, FAMILIES[family]), OPTIMIZER, LossConfig(**loss), world=world)
     reader.load_state(*by_rank(trainer))

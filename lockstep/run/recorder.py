@@ -289,8 +289,8 @@ class Recorder:
     def save_model(self, loop: Loop) -> None:
         """Export the model: each rank the weights that it has, where all see the run's folder."""
         run, folder, together = loop.run, self.world.from_first(lambda: self.run_dir / FINAL_MODEL), self._all_see()
+        held = run.trainer.held() if together else run.trainer.held_by_first()
         if together or self.world.first:
-            held = run.trainer.held() if together else None
             with run.timings.measured("save_model"), writing(folder), self.world.deadline("exporting the model", 10):
                 save_policy(run.policy, folder, held, self.world if together else ONE)
         self.trace()

@@ -140,7 +140,8 @@ class Trainer:
         scored = self.programs.launch("forward_backward", batch, loss_type=loss_type, with_support=with_support)
         if with_support:
             rows_CD, threshold_C = scored.pop("rows_CD"), scored.pop("threshold_C")
-            head_VD = self.flat.head(self.programs.model)
+            trained = self.programs.model
+            head_VD = self.flat.weight(trained, "embed" if trained.lm_head is trained.embed else "lm_head")
             batch.support_C = ops.support_mask(rows_CD, head_VD, batch.temperature_C, threshold_C)
         if batch.check_parity:
             self._scored.append((batch, scored))
@@ -321,6 +322,13 @@ class Trainer:
     def held(self) -> dict[str, list[Held]]:
         """What this rank writes of the model's weights: those of all ranks are whole, and none is in two."""
         return self.flat.held(self.programs.model)
+
+    def held_by_first(self) -> dict[str, list[Held]]:
+        """The same where the first rank writes all of it; every rank calls it, and the others have nothing."""
+        trained, first = self.programs.model, self.world.first
+        wholes = ((name, self.flat.weight(trained, name)) for name, _ in trained.named_parameters())
+        found = {name: [Held(whole.detach().cpu().flatten(), 0)] for name, whole in wholes if first}
+        return found | {name: [Held(buffer.flatten(), 0)] for name, buffer in trained.named_buffers() if first}
 
     def _launched(self, lr: float, sampled: int) -> PendingResult:
         """The result of the update that was just launched, when the host asks for it."""
