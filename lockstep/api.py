@@ -95,10 +95,11 @@ def train(
 
 
 def _require_unchanged(run_dir: Path, config: RunConfig, world: World) -> None:
+    from .run.resume import LAYOUT
     from .session.build import resolve
 
     old = resumed(run_dir)
-    of_batches = {name: getattr(old.parallel, name) for name in ("batch_shards", "cell", "timeout")}
+    of_batches = {k: v for k, v in vars(old.parallel).items() if f"parallel.{k}" not in LAYOUT}
     layout = replace(config.parallel, **of_batches)  # any, of the same batches
     before, now = resolve(replace(old, parallel=layout), world.size), resolve(config, world.size)
     _refuse_changes(run_dir, before, now)

@@ -14,7 +14,7 @@ from ..config import (
     RunConfig,
     TaskConfig,
     check_generation,
-    check_generation_ranks,
+    check_layout,
     recipes,
     template_variables,
     validate,
@@ -230,7 +230,7 @@ def _heading(index: int, total: int) -> str:
 def _eval(flags: Eval) -> Outcome:
     base = recipe(flags.task, "task", "")  # any folder alike, before it was trained and after
     check_generation(flags.compile)
-    check_generation_ranks(flags.parallel)
+    check_layout(flags.parallel)
     if not flags.easy and flags.task != "sum-digits":
         raise InputError(f"--no-easy has no effect on {flags.task}; remove it")
     prompts = base.task.validation_prompts if flags.prompts is None else flags.prompts

@@ -39,6 +39,7 @@ def parse(arguments: list[str]) -> Any:
             return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION)
         given: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}"}
         if kind not in (Train, Precompile, Plan):
+            _refuse_alone(_given(arguments))
             return tyro.cli(kind, **given)
         named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
         flags = tyro.cli(kind, **given, default=kind.of(recipes.RECIPES[named](None), recipe=""))
@@ -63,18 +64,27 @@ def _refuse_repeated(arguments: list[str]) -> None:
         seen[name] = flag
 
 
+def _given(arguments: list[str]) -> set[str]:
+    """The dotted fields that flags set."""
+    names = {spelled_out(argument.split("=", 1)[0]) for argument in arguments if argument.startswith("--")}
+    return {name.removeprefix("--").replace("-", "_") for name in names}
+
+
+def _refuse_alone(given: set[str]) -> None:
+    if "parallel.timeout" in given and not several_processes():
+        raise InputError("parallel.timeout has no effect in one process; start several with torchrun")
+
+
 def _settled(flags: _Run, arguments: list[str], begin: RunConfig) -> _Run:
     """`flags` without what they left of `begin` that nothing reads beside them.
 
     A flag that nothing reads is refused at any value, also at the one that it has without being given.
     """
-    names = {spelled_out(argument.split("=", 1)[0]) for argument in arguments if argument.startswith("--")}
-    given = {name.removeprefix("--").replace("-", "_") for name in names}
-    config = flags.resolved()
-    alone = [] if several_processes() else [("parallel.timeout", "in one process; start several with torchrun")]
-    for path, why in [*unread(config), *alone]:
+    given, config = _given(arguments), flags.resolved()
+    for path, why in unread(config):
         if path in given:
             raise InputError(f"{path} has no effect {why}")
+    _refuse_alone(given)
     if not (paths := left_behind(config, begin, given)):
         return flags
     if launched().rank == 0:

@@ -36,7 +36,7 @@ from .sections.generator import GeneratorConfig
 from .sections.loss import LossConfig
 from .sections.metrics import MetricsConfig
 from .sections.optimizer import OptimizerConfig
-from .sections.parallel import ParallelConfig, check_generation_ranks
+from .sections.parallel import ParallelConfig, check_layout
 from .sections.sampling import SamplingConfig
 from .sections.section import MAX_SEED, check_range
 from .sections.task import TEMPLATE_ARGUMENTS, TaskConfig, template_variables

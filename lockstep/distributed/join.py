@@ -60,8 +60,8 @@ def join(config: ParallelConfig, device_type: str) -> World:
     groups = launch.processes // tp
     lanes = Cells(config.batch_shards or groups, config.cell, groups).lanes
     rank, count = launch.rank, launch.processes
-    about = {"pushes": config.symmetric_memory, "lanes": lanes, "local_rank": launch.local_rank}
-    world = World(rank, count, config.timeout, on_gpu, tp, **about)
+    world = World(rank, count, config.timeout, on_gpu, tp, lanes=lanes, local_rank=launch.local_rank)
+    world = replace(world, pushes=config.symmetric_memory)
     with world.peers(), world.deadline("joining the other processes"):
         store = dist.PrefixStore(f"lockstep/{next(_joined)}", _store(timeout))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)  # through the host

@@ -19,7 +19,7 @@ from ..config import (
     RunConfig,
     SamplingConfig,
     check_generation,
-    check_generation_ranks,
+    check_layout,
     check_range,
     validate,
 )
@@ -77,7 +77,7 @@ class LLM(Session):
         the model cannot be used, or settings do not go together."""
         compile, parallel = compile or CompileConfig(), parallel or ParallelConfig()
         check_generation(compile)
-        check_generation_ranks(parallel)
+        check_layout(parallel)
         how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
         sections = {"generator": config or GeneratorConfig(), "compile": compile, "parallel": parallel}
         given = validate(RunConfig(model=str(model), seed=seed, **how, **sections))  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from ..config import (
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
+    check_layout,
     validate,
 )
 from ..errors import InputError
@@ -153,6 +154,7 @@ def check_model(
             raise InputError(f"{name} is {value!r}; it must be a whole number between {low} and {high}")
     how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
     sections = {"compile": compile or CompileConfig(), "parallel": parallel or ParallelConfig()}
+    check_layout(sections["parallel"], "fsdp", "tp")  # type: ignore[arg-type]
     given = validate(RunConfig(model=model, seed=seed, **how, **sections))  # type: ignore[arg-type]
     with together(given) as world:
         session = Session(world.each(lambda: resolve(given, world.size, steps=False)), world=world)

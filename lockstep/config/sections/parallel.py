@@ -54,11 +54,15 @@ class ParallelConfig(Section):
             yield "symmetric_memory", "with parallel.generator_tp 1: no process generates together with another"
 
 
-def check_generation_ranks(c: ParallelConfig) -> None:
-    """Raise `InputError` naming what would have no effect where nothing is trained."""
+GENERATING = "generator_tp", "symmetric_memory", "timeout"
+
+
+def check_layout(c: ParallelConfig, *trained: str) -> None:
+    """Raise `InputError` naming what would have no effect where there are no steps: all but what is of the generator,
+    and these fields."""
     for item in fields(c):
         refuse(
-            getattr(c, item.name) != item.default and item.name not in ("generator_tp", "symmetric_memory", "timeout"),
+            getattr(c, item.name) != item.default and item.name not in (*GENERATING, *trained),
             f"parallel.{item.name} is {getattr(c, item.name)}: it is for processes that train, and nothing is trained "
             "here; remove it",
         )

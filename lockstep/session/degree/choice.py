@@ -63,7 +63,8 @@ def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeCho
     if config.parallel.generator_tp == 1:
         return *_that_fit(config, world, device, memory), None
     w = world.each(lambda: planned_workload(config, world.size, device))
-    of_each = [_with(w, ranks) for ranks in degrees(w.model, world.size)]
+    shared = range(1, 2 if config.parallel.zero_stage == 2 else 65)  # which has the weights whole
+    of_each = [_with(w, ranks) for ranks in degrees(w.model, world.size) if ranks in shared]
     loads = [Load.of(each, plan(each, memory)) for each in of_each]
     world.same("the processes of this run", lambda: {"the loads of groups of processes": loads})
     speed = links.bandwidth(world, device)

@@ -69,7 +69,9 @@ def in_larger_groups(w: Workload, memory: int) -> Workload:
 
 
 def _shared(w: Workload, together: int) -> bool:
-    """Whether so many neighbours can share a model that generates."""
+    """Whether so many neighbours can share a model that generates, and nobody asks for its weights whole."""
+    if w.config.parallel.zero_stage == 2:
+        return False
     try:
         require_degree(w.model, together, "parallel.generator_tp")
     except InputError:
