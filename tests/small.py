@@ -129,6 +129,14 @@ def train_group(prompt_ids: list[int], completions: list[Trajectory], sampling: 
     return RolloutGroup([replace(c, segments=[prompt, *c.segments]) for c in completions], sampling)
 
 
+def finished(engine: Engine) -> dict[int, list[Trajectory]]:
+    """Launch once; the requests that are finished by that, each with its completions."""
+    before = dict(engine.requests)
+    engine.advance()
+    ended = {i: samples for i, samples in before.items() if i not in engine.requests}
+    return {i: [s.completion for s in samples if s.completion is not None] for i, samples in ended.items()}
+
+
 def compare(
     model: Decoder, groups: list[RolloutGroup], share_prefix: bool = True, max_tokens: int = 4096
 ) -> StepResult:

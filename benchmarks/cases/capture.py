@@ -213,7 +213,7 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
             for g, prompt in enumerate(prompts):
                 engine.add_request(prompt, sampling, SampleIdentity(0, 0, 0, g))
             while engine.scheduler.waiting or len(engine.scheduler.running) < sequences:
-                engine.step()
+                engine.advance()
             engine.drain()
             steps = engine.scheduler.running[0].remaining
             done: dict[int, Any] = {}
@@ -238,7 +238,9 @@ def host_ms_a_step(spans: list[Span]) -> float:
 
 def drain(engine: Engine, done: dict[int, Any], count: int) -> None:
     while len(done) < count:
-        done |= dict(engine.step())
+        waiting = dict(engine.requests)
+        engine.advance()
+        done |= {i: [s.completion for s in of] for i, of in waiting.items() if i not in engine.requests}
 
 
 def section(name: str, ways: dict[str, Callable[[], tuple[list[Any], dict[str, Any]]]]) -> dict[str, Any]:

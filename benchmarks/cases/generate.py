@@ -156,7 +156,7 @@ def saturated_rate(
         while waiting and time.perf_counter() - began >= waiting[0][0] * interval:
             i, (prompt, new) = waiting.pop(0)
             engine.add_request(prompt, replace(base, max_completion_length=new), SampleIdentity(0, 0, call, i))
-        finished += sum(len(c.token_ids) for _, done in engine.step() for c in done)
+        finished += sum(len(s.token_ids) for s in engine.advance() if s.completion)
         running = engine.scheduler.running
         if len(running) == engine.config.max_num_seqs or (marks and (waiting or engine.scheduler.waiting)):
             partial = sum(len(s.token_ids) for s in running)

@@ -78,7 +78,7 @@ def decode(model: Decoder, case: Case) -> tuple[list[Kernel], dict[str, float]]:
         for group, prompt in enumerate(random_prompts(case.prompts, lambda: case.prompt)):
             engine.add_request(prompt, case.sampling, SampleIdentity(0, 0, call, group))
         while engine.scheduler.waiting or len(engine.scheduler.running) < case.sequences:
-            engine.step()
+            engine.advance()
         advance(engine, (case.new - steps) // 2)
         if call == 1:
             generated = case.new - engine.scheduler.running[0].remaining + steps / 2
@@ -95,7 +95,7 @@ def advance(engine: Engine, steps: int) -> int:
     before = engine.scheduler.running[0].remaining if engine.scheduler.running else 0
     left = before
     while engine.scheduler.busy and before - left < steps:
-        engine.step()
+        engine.advance()
         if before - left + engine.config.steps_per_sync * (engine.ahead + 1) >= steps:
             engine.drain()
         left = engine.scheduler.running[0].remaining if engine.scheduler.running else 0

@@ -85,8 +85,16 @@ def rows_of_sum(x: Tensor, axis: Axis) -> Tensor:
 
 
 def sum_of_all(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of all ranks' `x`, whole on every rank. Each adds up a part, so that its bits are one rank's."""
+    """The sum of all ranks' `x`, whole on every rank; on an axis of one `x`. Each adds up a part, so that its bits are
+    one rank's."""
+    if axis.size == 1:
+        return x
     return unshard(_part_of_sum(x, -(-x.numel() // axis.size), axis), x.shape, axis)
+
+
+def largest(x: Tensor, axis: Axis) -> Tensor:
+    """Of each element the largest that a rank has; on an axis of one `x`."""
+    return x if axis.size == 1 else gather(x, axis).amax(0)
 
 
 def _part_of_sum(x: Tensor, size: int, axis: Axis) -> Tensor:

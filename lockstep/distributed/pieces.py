@@ -11,6 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from .collectives import gather
 from .mesh import Axis, Mesh
 from .placement import Placement
 
@@ -31,6 +32,11 @@ def whole_shape(on: Placement, mesh: Mesh, shape: Sequence[int]) -> tuple[int, .
     """The shape of a parameter, from that of a rank's part."""
     ranks = {dim: axis.size for dim, axis in ((on.ep, mesh.ep), (on.tp, mesh.tp)) if axis.size > 1}
     return tuple(size * ranks.get(dim, 1) for dim, size in enumerate(shape))
+
+
+def whole(on: Placement, part: Tensor, tp: Axis) -> Tensor:
+    """A whole parameter, from this rank's part of it; where the axis does not cut it, the part."""
+    return part if on.tp is None or tp.size == 1 else joined(on, gather(part, tp).unbind())
 
 
 def joined(on: Placement, parts: Sequence[Tensor]) -> Tensor:

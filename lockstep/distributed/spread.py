@@ -31,6 +31,12 @@ class Spread(nn.Module):
         self.axis = axis
         self.index = torch.tensor([axis.rank], device=device) if axis.size > 1 else None
 
+    @property
+    def least_rows(self) -> int:
+        """Of a graph whose rows the ranks share: each draws the tokens of two at the least, as a graph of one would
+        hold for no other number."""
+        return 1 if self.index is None else 2 * self.axis.size
+
     def part(self, count: int) -> int:
         """A rank's share of so many heads or columns."""
         return count // self.axis.size

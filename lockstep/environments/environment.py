@@ -136,7 +136,7 @@ class Environment:
         return {
             "environment/turns": mean(len(t.turns) for t in trajectories),
             "environment/given_tokens": mean(sum(len(s.token_ids) for s in of_one) for of_one in given),
-            "environment/sampled_tokens": mean(len(t.token_ids) for t in trajectories),
+            "environment/sampled_tokens": mean(t.length for t in trajectories),
             "environment/wait_s": mean(sum(turn.wait_s for turn in t.turns) for t in trajectories),
             "environment/branches": mean(len(t.branches) - 1 for t in trajectories),
             "environment/truncated": mean(float(t.finish_reason == "truncated") for t in trajectories),

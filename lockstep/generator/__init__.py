@@ -3,5 +3,4 @@
 from .cache_capacity import plan_cache_tokens
 from .engine import Engine
 from .kv_cache import KVCache
-from .request import Grown
 from .weights import SharedWeights

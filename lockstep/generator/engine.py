@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import replace
 
 from ..config import GeneratorConfig
@@ -19,11 +19,11 @@ from ..graph import EAGER, Runtime
 from ..types import FinishReason, SampleIdentity, SamplingParams, Trajectory
 from .check_cases import Work
 from .kv_cache import KVCache
-from .request import Grown, Prefill, Sequence
+from .request import Prefill, Sequence
 from .runner import Block, Runner
 from .running_batch import RunningBatch
 from .scheduler import Chunk, Scheduler
-from .sizes import least_rows, row_buckets
+from .sizes import row_buckets
 from .weights import SharedWeights
 
 AGREED = 64  # launches
@@ -45,6 +45,7 @@ class Engine:
             where nothing would be won, 0 on a CPU.
 
     Attributes:
+        requests: the samples of each that has not finished, by its id.
         agree: is told the schedule's state every `AGREED` launches, and raises where it is another on a rank that runs
             the same engine.
         launched: is called after every launch.
@@ -65,10 +66,10 @@ class Engine:
         self.detokenize = detokenize
         device = model.embed.device
         pages = cache_tokens // config.page_size
-        ranks = model.spread.axis.size
-        own, cleared = model.config.shared_by(ranks), model.masks is not None
+        own, cleared = model.config.shared_by(model.spread.axis.size), model.masks is not None
         self.cache = KVCache(own, pages, config.page_size, model.embed.dtype, device, cleared)
-        count, width = max(row_buckets(config.max_num_seqs)[0], least_rows(ranks)), self.cache.pages_for(MIN_CONTEXT)
+        count = max(row_buckets(config.max_num_seqs)[0], model.spread.least_rows)
+        width = self.cache.pages_for(MIN_CONTEXT)
         routed = model.config.moe_layers > 0
         rows = RunningBatch(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
         self.scheduler = Scheduler(config, self.cache, rows)
@@ -82,46 +83,40 @@ class Engine:
         self.agree: Callable[[str], None] | None = None
         self.launched: Callable[[], None] = lambda: None
         self._launches = 0
-        self._pending: dict[int, dict[int, Trajectory | None]] = {}
+        self.requests: dict[int, list[Sequence]] = {}
 
     def generate(
         self, prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
     ) -> list[list[Trajectory]]:
         """Complete each prompt `sampling.n` times, as `add_request` numbers them. All or nothing: when it raises, none
         of these requests is left behind."""
-        with self._queued(prompt_ids, sampling, identities) as ids:
-            done: dict[int, list[Trajectory]] = {}
-            total = sum(params.n for params in sampling)
-            while len(done) < len(ids):
-                done |= dict(self.step())
-                unfinished = sum(list(samples.values()).count(None) for samples in self._pending.values())
-                self.timings.tell(f"{total - unfinished} of {total}")
-            return [done[i] for i in ids]
-
-    @contextmanager
-    def _queued(
-        self, prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
-    ) -> Iterator[list[int]]:
-        """The requests' ids; what is unfinished in the end is aborted."""
-        assert not self._pending, "it runs its own requests to the end; others are queued"
-        ids: list[int] = []
-        try:
-            for prompt, params, identity in zip(prompt_ids, sampling, identities, strict=True):
-                ids.append(self.add_request(prompt, params, identity))
-            yield ids
-        finally:
-            for i in ids:
-                self.abort(i)
+        found: list[dict[int, Trajectory]] = [{} for _ in prompt_ids]
+        with closing(self.stream(prompt_ids, sampling, identities)) as grown:
+            for prompt, sample, _, completion in grown:
+                if completion is not None:
+                    found[prompt][sample] = completion
+        return [[samples[i] for i in sorted(samples)] for samples in found]
 
     def stream(
         self, prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
-    ) -> Iterator[tuple[int, int, list[int], Trajectory | None]]:
+    ) -> Generator[tuple[int, int, list[int], Trajectory | None], None, None]:
         """As `generate`, telling of each sample as it grows: the prompt's index, the sample, its tokens so far, and
         its completion once it is finished. Closing the iterator aborts what is left."""
-        with self._queued(prompt_ids, sampling, identities) as ids:
-            while self._pending:
-                for grown in self.advance():
-                    yield ids.index(grown.request_id), grown.identity.sample, grown.token_ids, grown.completion
+        assert not self.requests, "it runs its own requests to the end; others are queued"
+        ids: list[int] = []
+        total, finished = sum(params.n for params in sampling), 0
+        try:
+            for request in zip(prompt_ids, sampling, identities, strict=True):
+                ids.append(self.add_request(*request))
+            while self.requests:
+                grown = self.advance()
+                finished += sum(sample.completion is not None for sample in grown)
+                self.timings.tell(f"{finished} of {total}")
+                for one in grown:
+                    yield ids.index(one.request_id), one.identity.sample, one.token_ids, one.completion
+        finally:
+            for i in ids:
+                self.abort(i)
 
     def warm_up(self, sequences: int, tokens: int, sampling: SamplingParams) -> None:
         """Make the graphs for up to so many sequences at once, each of up to `tokens` tokens with its prompt.
@@ -168,36 +163,26 @@ class Engine:
             )
             for i in range(sampling.n)
         ]
-        self._pending[request_id] = dict.fromkeys(sample.identity.sample for sample in samples)
+        self.requests[request_id] = samples
         self.scheduler.waiting.append(Prefill(prompt_ids, samples))
         return request_id
 
     def abort(self, request_id: int) -> list[Trajectory]:
         """Cancel a request; returns what its samples had so far. Unknown or finished ids return nothing."""
-        done = self._pending.pop(request_id, None)
-        if done is None:
-            return []
         for sequence in self.scheduler.drop(request_id):
-            done[sequence.identity.sample] = self._finish(sequence, "abort")
+            self._finish(sequence, "abort")
         self._grown = [s for s in self._grown if s.request_id != request_id]
-        return [c for c in done.values() if c is not None]
+        return [s.completion for s in self.requests.pop(request_id, []) if s.completion is not None]
 
-    def step(self) -> list[tuple[int, list[Trajectory]]]:
-        """Launch one mixed step, or several decode steps when no prompt can start; returns the requests that finished.
-
-        On a GPU they are those of the launch before. After an exception the requests that were running must be aborted.
-        """
-        return self._collect(self._launch())
-
-    def advance(self) -> list[Grown]:
-        """As `step`, telling of each sample that has grown, also of those whose requests go on."""
-        sampled = self._launch()
-        done = [self._pending[s.request_id][s.identity.sample] for s in sampled]
-        self._collect(sampled)
-        return [
-            Grown(s.request_id, s.identity, s.token_ids, s.logprobs, s.model_logprobs, completion)
-            for s, completion in zip(sampled, done, strict=True)
-        ]
+    def advance(self) -> list[Sequence]:
+        """Launch one mixed step, or several decode steps when no prompt can start; returns the samples that have new
+        tokens, of the launch before on a GPU: all that each has so far, which is added to as it goes on, and its
+        `completion` once it is finished. After an exception the requests that were running must be aborted."""
+        grown = self._launch()
+        for request_id in dict.fromkeys(sample.request_id for sample in grown):
+            if all(sample.completion is not None for sample in self.requests[request_id]):
+                del self.requests[request_id]
+        return grown
 
     def _launch(self) -> list[Sequence]:
         """One launch; returns the samples that have grown, those that finished released."""
@@ -263,8 +248,8 @@ class Engine:
         return 0
 
     def drain(self, ahead: int = 0) -> None:
-        """Wait for everything that was launched, but for the last `ahead` blocks, and read its results; the next `step`
-        returns what they finish."""
+        """Wait for everything that was launched, but for the last `ahead` blocks, and read its results; the next
+        `advance` returns what they add."""
         while len(self._flight) > ahead:
             with self.timings.measured("read"):
                 self._take_in(self._flight.popleft())
@@ -279,8 +264,7 @@ class Engine:
                 sequence.stop_at_string(self.detokenize, len(tokens))
             if sequence.finish_reason is not None:
                 self.scheduler.release(sequence)
-                done = self._pending[sequence.request_id]
-                done[sequence.identity.sample] = self._finish(sequence, sequence.finish_reason)
+                self._finish(sequence, sequence.finish_reason)
             self._grown.append(sequence)
 
     def _make_room(self, tokens: int) -> None:
@@ -292,19 +276,8 @@ class Engine:
             self.drain()
             self.runner.widen(room)
 
-    def _collect(self, sampled: list[Sequence]) -> list[tuple[int, list[Trajectory]]]:
-        """Those of the samples' requests whose samples are all finished, no longer pending."""
-        finished = []
-        for request_id in dict.fromkeys(s.request_id for s in sampled):
-            done = [c for c in self._pending[request_id].values() if c is not None]
-            if len(done) == len(self._pending[request_id]):
-                del self._pending[request_id]
-                finished.append((request_id, done))
-        return finished
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> Trajectory:
-        sequence.finish_reason = reason
-        return sequence.trajectory(self.detokenize(sequence.token_ids) if self.detokenize else "")
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish(reason, self.detokenize(sequence.token_ids) if self.detokenize else "")
 
     def check(self, prompt_ids: list[int], sampling: SamplingParams, group: int) -> None:
         """Raise `InputError` when such a request could never run; it is called prompt `group` + 1."""

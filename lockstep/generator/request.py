@@ -29,6 +29,7 @@ class Sequence:
         shared: what it has in common with the other samples of its prompt.
         positions: those that it may come to need: its last token's keys and values are never made.
         routes, prompt_routes: as in `Segment.route_digests`.
+        completion: once it is finished.
     """
 
     request_id: int
@@ -49,6 +50,7 @@ class Sequence:
     end: int = 0
     lease: int = 0
     shared: SharedPrefix | None = None
+    completion: Trajectory | None = None
 
     def __post_init__(self) -> None:
         i = self.identity
@@ -116,26 +118,13 @@ class Sequence:
         for values in (self.token_ids, self.logprobs, self.model_logprobs, self.versions, self.routes or []):
             del values[count:]
 
-    def trajectory(self, text: str) -> Trajectory:
-        """The finished sample."""
-        assert self.finish_reason is not None
+    def finish(self, reason: FinishReason, text: str) -> None:
+        """Make its completion, whose text this is."""
+        self.finish_reason = reason
         drawn = self.token_ids, True, self.logprobs, self.model_logprobs, self.versions, self.routes, text
         segments = [Segment(self.prompt_ids, route_digests=self.prompt_routes), Segment(*drawn)]
         name = f"group {self.identity.group} sample {self.identity.sample}"
-        return Trajectory(segments, self.finish_reason, self.identity, name)
-
-
-@dataclass(frozen=True)
-class Grown:
-    """A sample that has new tokens: all that it has so far, which the engine goes on adding to, and its completion once
-    it is finished. `logprobs` and `model_logprobs` are as in `Segment`."""
-
-    request_id: int
-    identity: SampleIdentity
-    token_ids: list[int]
-    logprobs: list[float]
-    model_logprobs: list[float]
-    completion: Trajectory | None
+        self.completion = Trajectory(segments, reason, self.identity, name)
 
 
 @dataclass(eq=False)

@@ -91,8 +91,8 @@ class Runner:
         runtime: graph.Runtime,
     ) -> None:
         self.cache, self.rows = cache, rows
-        ranks = weights.model.spread.axis.size
-        self._sizes, self._runtime = sizes_of(rows, cache, max_tokens, runtime, ranks), runtime
+        least = weights.model.spread.least_rows
+        self._sizes, self._runtime = sizes_of(rows, cache, max_tokens, runtime, least), runtime
         self._decode: dict[int, graph.Program] = {}  # by rows
         self._mixed: dict[MixedSizes, tuple[graph.Program, Tensor]] = {}  # with what their batches are copied into
         self.use(weights)

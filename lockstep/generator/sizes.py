@@ -152,16 +152,11 @@ class BucketSizes(ExactSizes):
                 yield rows, {"truncated": truncated, "greedy": greedy, "grouped": grouped}
 
 
-def least_rows(ranks: int) -> int:
-    """Of a graph on so many ranks that share a head: each draws the tokens of two rows at the least, as a graph of one
-    would hold for no other number."""
-    return 1 if ranks == 1 else 2 * ranks
-
-
-def sizes_of(rows: RunningBatch, cache: KVCache, max_tokens: int, runtime: graph.Runtime, ranks: int = 1) -> ExactSizes:
-    """The sizes that suit the level at which steps run; they may have so many prompt tokens."""
+def sizes_of(rows: RunningBatch, cache: KVCache, max_tokens: int, runtime: graph.Runtime, least: int) -> ExactSizes:
+    """The sizes that suit the level at which steps run; they may have so many prompt tokens, and graphs have `least`
+    rows at the least."""
     if runtime.eager:
         return ExactSizes(rows, cache, max_tokens)
     # A graph of one row is another function than one of any number: it would have other compiled regions.
-    least = min(2, rows.count) if runtime.builder.backend.shared else 1
-    return BucketSizes(rows, cache, max_tokens, max(least, least_rows(ranks)))
+    several = min(2, rows.count) if runtime.builder.backend.shared else 1
+    return BucketSizes(rows, cache, max_tokens, max(least, several))

@@ -13,9 +13,9 @@ from typing import IO, Any, NamedTuple
 from ..config import RunConfig, of_generation, template_variables, validate
 from ..distributed import World
 from ..environments import Collector, Environment, Limits, make_environment, make_task
-from ..environments.episodes import Sampler
+from ..environments.episodes import NewTokens, Sampler
 from ..errors import InputError
-from ..generator import Engine, Grown
+from ..generator import Engine
 from ..trainer.shapes import PROMPT_MARGIN
 from ..types import VALIDATION_DOMAIN, RolloutGroup, SamplingParams
 from .build import training_sampling
@@ -135,7 +135,7 @@ class _Reporting:
         self._finished, self._said = 0, time.monotonic()
         self.add_request, self.abort = engine.add_request, engine.abort
 
-    def advance(self) -> list[Grown]:
+    def advance(self) -> Sequence[NewTokens]:
         """As `Engine.advance`. Raises `NonFiniteError` for log-probabilities that are no numbers."""
         grown = self._engine.advance()
         for one in grown:
@@ -169,7 +169,7 @@ def _measures(
     return result | {
         "pass_reward": decides,
         "pass_threshold": threshold,
-        "response_length/mean": mean(len(c.token_ids) for c in completions),
+        "response_length/mean": mean(c.length for c in completions),
         "response_length/clip_ratio": mean(float(c.cut_off) for c in completions),
         "per_problem": [
             {"n": len(row), "passed": sum(v is not None and v >= threshold for v in row)} for row in scored

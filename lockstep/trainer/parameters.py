@@ -19,10 +19,10 @@ from torch import Tensor
 
 from .. import distributed, graph, ops
 from ..distributed.cells import Cells
-from ..distributed.collectives import sum_of_all
+from ..distributed.collectives import largest, sum_of_all
 from ..distributed.mesh import ALONE, Axis, Mesh
-from ..distributed.pieces import Shares, joined, part_at, whole_shape
-from ..distributed.placement import WHOLE, Placement
+from ..distributed.pieces import Shares, part_at, whole, whole_shape
+from ..distributed.placement import WHOLE
 from ..models import Decoder, Held
 from ..ops import SQUARES_BLOCK
 
@@ -303,19 +303,14 @@ class ShardedParameters(FlatParameters):
         """Bring the parameters of the model that generates (`gathering`) up to date."""
         axis, place = self._read_by, inputs.buffer.get("place")
         for on, (name, part) in zip(self.placements, inputs.param.items(), strict=True):
-            whole = self._joined(on, self.gathered(name, part))
-            inputs.buffer[name].copy_(whole if place is None else part_at(on, whole, axis, place))
+            found = whole(on, self.gathered(name, part), self.mesh.tp)
+            inputs.buffer[name].copy_(found if place is None else part_at(on, found, axis, place))
         return {}
 
     def weight(self, model: Decoder, name: str) -> Tensor:
-        if self.reads_own or name not in self.names:
-            return self._joined(model.placements[name], model.get_parameter(name).detach())
-        return self._joined(model.placements[name], self.gathered(name, self.gathering.param[name]))
-
-    def _joined(self, on: Placement, part: Tensor) -> Tensor:
-        """A whole parameter, from what this rank has by `tp`."""
-        tp = self.mesh.tp
-        return part if on.tp is None or tp.size == 1 else joined(on, distributed.gather(part, tp).unbind())
+        own = self.reads_own or name not in self.names
+        part = model.get_parameter(name).detach() if own else self.gathered(name, self.gathering.param[name])
+        return whole(model.placements[name], part, self.mesh.tp)
 
     def micro_batch(
         self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
@@ -328,12 +323,10 @@ class ShardedParameters(FlatParameters):
         values = inputs.buffer["statistics"]
         own = torch.zeros_like(values)
         yield replace(inputs, buffer={**inputs.buffer, "statistics": own})
-        if self.mesh.tp.size > 1:  # all have them alike, unless one has gone wrong
-            own = distributed.gather(own, self.mesh.tp).amax(0)
-        rows = distributed.gather(own, self.axis)
-        largest = [torch.maximum(values[i], rows[:, i].amax()) for i in maxima]
+        rows = distributed.gather(largest(own, self.mesh.tp), self.axis)  # alike along it, unless one has gone wrong
+        highest = [torch.maximum(values[i], rows[:, i].amax()) for i in maxima]
         ops.fold_rows(values, rows)
-        for i, value in zip(maxima, largest, strict=True):
+        for i, value in zip(maxima, highest, strict=True):
             values[i].copy_(value)
 
     def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
@@ -344,7 +337,7 @@ class ShardedParameters(FlatParameters):
         placements = dict(zip(self.names, self.placements, strict=True))
         for name, total, grad in zip(names or self.names, totals, grads, strict=True):
             with _serving(name), graph.backward():
-                if placements[name].tp is None and self.mesh.tp.size > 1:
+                if placements[name].tp is None:
                     grad = sum_of_all(grad, self.mesh.tp)
                 ops.fold_rows(total, distributed.exchange(grad, total.numel(), self.axis), self.cell)
 
@@ -355,13 +348,13 @@ class ShardedParameters(FlatParameters):
 
     def whole(self, local: Tensor) -> Tensor:
         one, first = self.whole_layout, self.axis.rank == self.mesh.tp.rank == 0
-        whole = torch.zeros(one.size if first else 0, dtype=local.dtype)
+        all_of_it = torch.zeros(one.size if first else 0, dtype=local.dtype)
         for i, part in enumerate(self._views(local)):
             own = distributed.unshard(part.to(self.data.device), self.layout.shapes[i], self.axis)
-            found = self._joined(self.placements[i], own).flatten()
+            found = whole(self.placements[i], own, self.mesh.tp).flatten()
             if first:
-                whole[one.offsets[i] :][: found.numel()] = found
-        return whole
+                all_of_it[one.offsets[i] :][: found.numel()] = found
+        return all_of_it
 
 
 class GatheredParameters(ShardedParameters):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import make_model, words
+from small import finished, make_model, words
 
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
@@ -62,7 +62,7 @@ def run(engine: Engine, requests: list[Request], arrivals: random.Random | None 
     while waiting or engine.scheduler.busy:
         while waiting and (arrivals is None or arrivals.random() < 0.4 or not engine.scheduler.busy):
             ids.append(engine.add_request(*waiting.pop(0)))
-        done |= dict(engine.step())
+        done |= finished(engine)
     rows = engine.scheduler.rows
     assert engine.cache.num_free == engine.cache.num_pages
     assert rows.used == rows.truncated == rows.greedy == 0
@@ -112,13 +112,13 @@ def test_a_cancelled_request_leaves_the_others_alone_while_a_block_is_under_way(
     expected = run(engine(model, steps_per_sync=1), wanted)
     blocks = engine(model, ahead, steps_per_sync=4)
     ids = [blocks.add_request(*request) for request in wanted]
-    done = dict(blocks.step()) | dict(blocks.step()) | dict(blocks.step())
+    done = finished(blocks) | finished(blocks) | finished(blocks)
     for victim in (0, 5):
         partial = blocks.abort(ids[victim])
         for c in partial:
             assert c.token_ids == expected[victim][c.identity.sample].token_ids[: len(c.token_ids)]
     while blocks.scheduler.busy:
-        done |= dict(blocks.step())
+        done |= finished(blocks)
     kept = [i for i in range(8) if i not in (0, 5)]
     assert evidence([done[ids[i]] for i in kept]) == evidence([expected[i] for i in kept])
     assert blocks.cache.num_free == blocks.cache.num_pages and blocks.scheduler.rows.used == 0
@@ -131,14 +131,14 @@ def test_tokens_carry_the_version_that_drew_them_and_pages_of_two_are_not_shared
     params = SamplingParams(max_completion_length=40, ignore_eos=True)
     prompt = list(range(40))
     request = blocks.add_request(prompt, params, SampleIdentity(0, 0, 0, 0))
-    blocks.step()
-    blocks.step()
+    blocks.advance()
+    blocks.advance()
     before = {name: p.clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         model.layers[0].down.mul_(1.5)
     version, done = 4, {}
     while request not in done:
-        done |= dict(blocks.step())
+        done |= finished(blocks)
     (completion,) = done[request]
     assert completion.weight_versions == [3] * 5 + [4] * 35  # a mixed step, and a block
     assert blocks.cache.match((prompt + completion.token_ids)[:64], 4) == []
@@ -159,13 +159,13 @@ def test_a_stopped_sequence_is_idle_on_the_device_and_marks_what_follows(model: 
     at = whole.token_ids.index(stop)
     blocks = engine(model, ahead=1, steps_per_sync=16)
     blocks.add_request([5] * 20, replace(params, stop_token_ids=(stop,)), SampleIdentity(0, 0, 0, 0))
-    blocks.step()
-    blocks.step()  # the block is launched, its results are not read
+    blocks.advance()
+    blocks.advance()  # the block is launched, its results are not read
     rows = blocks.scheduler.rows.tensors(1)
     assert rows["remaining"].tolist() == rows["position"].tolist() == [0]
     assert rows["results"][0, 0].tolist() == whole.token_ids[1 : at + 1] + [-1] * (16 - at)
     assert len(blocks.scheduler.running[0].token_ids) == 1
-    ((_, (completion,)),) = blocks.step()
+    ((completion,),) = finished(blocks).values()
     assert completion.token_ids == whole.token_ids[: at + 1] and completion.finish_reason == "stop"
 
 
@@ -238,13 +238,13 @@ def test_a_block_without_news_uploads_nothing(model: Decoder, monkeypatch: pytes
     for group, length in enumerate((100, 100, 60)):
         params = SamplingParams(n=8, max_completion_length=length, ignore_eos=True)
         blocks.add_request([group] * 30, params, SampleIdentity(0, 0, 0, group))
-    blocks.step()
-    blocks.step()
+    blocks.advance()
+    blocks.advance()
     first = sum(uploaded)
     uploaded.clear()
     counts = []
     while blocks.scheduler.busy:
-        blocks.step()
+        blocks.advance()
         counts.append(sum(uploaded))
         uploaded.clear()
     changes = [count for count in counts if count]
@@ -259,7 +259,7 @@ def test_prompts_wait_for_a_share_of_the_slots_when_all_are_taken(model: Decoder
         blocks.add_request([group] * 8, params, SampleIdentity(0, 0, 0, group))
     waiting = []
     while blocks.scheduler.waiting:
-        blocks.step()
+        blocks.advance()
         waiting.append(len(blocks.scheduler.waiting))
     assert waiting[:9] == [9] * 9  # all slots are taken
     admitted = [before - after for before, after in zip(waiting, waiting[1:], strict=False) if before != after]
@@ -274,10 +274,10 @@ def test_requests_longer_than_the_block_tables_make_them_wider_while_others_run(
     ids = []
     for request in wanted:
         ids.append(blocks.add_request(*request))
-        blocks.step()
-        blocks.step()
+        blocks.advance()
+        blocks.advance()
     done = {}
     while blocks.scheduler.busy:
-        done |= dict(blocks.step())
+        done |= finished(blocks)
     assert evidence([done[i] for i in ids]) == evidence(expected)
     assert blocks.scheduler.rows.width == 512 // 16

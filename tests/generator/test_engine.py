@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from small import CONFIG, generate, make_model, requests, words
+from small import CONFIG, finished, generate, make_model, requests, words
 
 from lockstep.config import GeneratorConfig
 from lockstep.errors import InputError
@@ -125,7 +125,7 @@ def test_cancelling_gives_what_was_there_and_leaves_the_others_alone(model, engi
         for g, (p, s) in enumerate(zip(prompts, sampling, strict=True))
     ]
     victim = ids[3]
-    done = dict(engine.step()) | dict(engine.step())
+    done = finished(engine) | finished(engine)
     partial = engine.abort(victim)
     assert len(partial) == sampling[3].n and {c.finish_reason for c in partial} == {"abort"}
     assert [c.token_ids for c in partial] == [
@@ -133,7 +133,7 @@ def test_cancelling_gives_what_was_there_and_leaves_the_others_alone(model, engi
     ]
     assert engine.abort(victim) == [] == engine.abort(999)
     while engine.scheduler.busy:
-        done |= dict(engine.step())
+        done |= finished(engine)
     assert words([done[i] for i in ids[:3]]) == expected[:3]
     assert engine.cache.num_free == engine.cache.num_pages
 
@@ -167,11 +167,11 @@ def test_every_token_carries_the_version_of_its_weights(model, engine_of: Engine
     request = engine.add_request(
         PROMPT, SamplingParams(max_completion_length=12, ignore_eos=True), SampleIdentity(0, 0, 0, 0)
     )
-    engine.step()
+    engine.advance()
     version = 4
     done: dict = {}
     while request not in done:
-        done |= dict(engine.step())
+        done |= finished(engine)
     assert done[request][0].weight_versions == [3] + [4] * 11
 
 
@@ -181,10 +181,10 @@ def test_a_prompt_that_two_versions_ran_is_not_found_again(model, versions: tupl
     config = GeneratorConfig(page_size=16, max_num_batched_tokens=32)
     engine = Engine(SharedWeights(model, lambda: version), config, 4096)
     engine.add_request(prompt, SamplingParams(max_completion_length=2, ignore_eos=True), SampleIdentity(0, 0, 0, 0))
-    engine.step()
+    engine.advance()
     version = versions[1]
     while engine.scheduler.busy:
-        engine.step()
+        engine.advance()
     assert len(engine.cache.match(prompt, version)) == found
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small import finished
 from torch import Tensor
 
 from lockstep import ops
@@ -93,7 +94,7 @@ def test_recorded_blocks_are_eager_single_steps_and_nothing_is_captured_late(cen
             while waiting or recorded.scheduler.busy:
                 while waiting and (draw.random() < 0.3 or not recorded.scheduler.busy):
                     ids.append(recorded.add_request(*waiting.pop(0)))
-                done |= dict(recorded.step())
+                done |= finished(recorded)
             expected = eager.generate(*map(list, zip(*wanted, strict=True)))
             for a, b in zip(tensors([done[i] for i in ids]), tensors(expected), strict=True):
                 assert census("recorded blocks, eager steps", a, b) == 0

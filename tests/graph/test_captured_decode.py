@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from small import finished
 
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
@@ -148,7 +149,7 @@ def test_requests_that_arrive_over_time(decoder, runtime_of: Callable[..., Runti
         if len(ids) < len(prompts) and (draw.random() < 0.5 or not captured.scheduler.busy):
             g = len(ids)
             ids.append(captured.add_request(prompts[g], wanted[g], SampleIdentity(0, 0, 0, g)))
-        done |= dict(captured.step())
+        done |= finished(captured)
     identities = [SampleIdentity(0, 0, 0, g) for g in range(len(prompts))]
     expected = engine(model, EAGER, steps_per_sync=1).generate(prompts, wanted, identities)
     assert words([done[i] for i in ids]) == words(expected)

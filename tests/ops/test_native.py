@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from c_library import using
 from native_cases import same, sampling, wide
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -234,7 +235,7 @@ def test_other_dtypes_and_the_forced_reference_take_the_reference_path() -> None
     assert same(ops.linear(x, weight), native.linear(x, weight))
     half = ops.linear(x.bfloat16(), weight.bfloat16())
     assert torch.equal(half, ops.linear.__wrapped__(x.bfloat16(), weight.bfloat16()))
-    with library.using(None):
+    with using(None):
         assert ops.cpu_backend() == "reference"
         assert same(ops.silu_mul(x), ops.silu_mul.__wrapped__(x))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from c_library import using
 from native_cases import same, wide
 from torch import Tensor
 
@@ -32,7 +33,7 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def of_both(gradients: Callable[[], tuple[Tensor | None, ...]]) -> None:
     """Hold `gradients` in C to `gradients` in torch."""
-    with library.using(None):
+    with using(None):
         expected = gradients()
     found = gradients()
     assert len(found) == len(expected)

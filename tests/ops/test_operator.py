@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from c_library import using
 from torch import Tensor
 
-from lockstep.ops.native import library
 from lockstep.ops.operator import operator
 
 
@@ -56,7 +56,7 @@ def test_the_schema_has_the_fields_in_a_row() -> None:
 @pytest.mark.parametrize("there", [True, False])
 def test_who_computes(dtype: torch.dtype, inference: bool, there: bool) -> None:
     x, by = torch.ones(3, dtype=dtype), Line(2.0, torch.full((3,), 0.5, dtype=dtype))
-    with library.using(object() if there else None), torch.inference_mode(inference):
+    with using(object() if there else None), torch.inference_mode(inference):
         out = line(x, by)
         assert torch.equal(out, torch.ops.lockstep_test.line(x, *by))
         assert torch.equal(out, line.on_cpu[dtype](x, by))
@@ -65,7 +65,7 @@ def test_who_computes(dtype: torch.dtype, inference: bool, there: bool) -> None:
 
 def test_gradients_and_fake_results() -> None:
     x, offset = (torch.ones(3, requires_grad=True) for _ in range(2))
-    with library.using(None):
+    with using(None):
         line(x, Line(2.0, offset)).sum().backward()
     assert x.grad is not None and offset.grad is not None
     assert x.grad.tolist() == [2.0] * 3 and offset.grad.tolist() == [1.0] * 3

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from c_library import using
 from latent_cases import same_bits
 from torch import Tensor
 
@@ -16,7 +17,6 @@ from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.linear.operator import linear, linear_fp32
 from lockstep.ops.logprobs.philox import sample_key
 from lockstep.ops.machine_check.inputs import cancel
-from lockstep.ops.native import library
 from lockstep.session.parity_check import CHECK_DOMAIN
 from lockstep.types import GENERATE_DOMAIN, TRAIN_DOMAIN, VALIDATION_DOMAIN, WARMUP_DOMAIN
 
@@ -64,7 +64,7 @@ def changed_rows(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_s_rows_are_their_own(dtype: torch.dtype) -> None:
-    with library.using(None):
+    with using(None):
         assert changed_rows(ops.linear.__wrapped__, dtype, 150) == 0
         assert changed_rows(linear_fp32, dtype, 50) == 0
 
@@ -75,7 +75,7 @@ def test_rows_of_larger_products_are_their_own_on_any_number_of_threads(dtype: t
     """Libraries split the depth among threads by the number of rows, and multiply by tiles where a CPU has them."""
     torch.set_num_threads(threads)
     try:
-        with library.using(None):
+        with using(None):
             assert changed_rows(ops.linear.__wrapped__, dtype, 12, (300, 3000, 500)) == 0
     finally:
         torch.set_num_threads(1)
@@ -112,7 +112,7 @@ def test_attention_of_a_query_alone_is_that_among_others(group: int, head_dim: i
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_at_odd_sizes_are_the_same_every_time(dtype: torch.dtype) -> None:
     x, weight, grad = wide(37, 70).to(dtype), wide(3, 70).to(dtype), wide(37, 3).to(dtype)
-    with library.using(None):
+    with using(None):
         found = []
         for _ in range(5):
             leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]

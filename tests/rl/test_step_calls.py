@@ -21,7 +21,7 @@ from lockstep.models import init
 from lockstep.rl.loop import Loop
 from lockstep.session.build import build
 
-MOST_CALLS, MOST_FUNCTIONS = 1681, 369
+MOST_CALLS, MOST_FUNCTIONS = 1679, 368
 ROOT = os.path.dirname(lockstep.__file__)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from c_library import using
 from processes import DEADLINE, finished, running
 
 from lockstep.__main__ import entry
@@ -73,7 +74,7 @@ def test_the_note_goes_with_the_run(tmp_path: Path) -> None:
 
 def test_missing_operators_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     library.warn_if_missing.cache_clear()
-    with library.using(None), caplog.at_level(logging.WARNING):
+    with using(None), caplog.at_level(logging.WARNING):
         library.warn_if_missing()
         library.warn_if_missing()
     assert [record.message.split(" (")[0] for record in caplog.records] == ["the C operators are missing"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from c_library import using
 from model_edits import written
 from processes import DEADLINE, finished, running, running_lockstep, wait_for
 from safetensors.torch import load_file
@@ -281,7 +282,7 @@ def test_other_arithmetic_is_refused_or_said_in_the_certificate(
 ) -> None:
     note = small_run / "crash.txt"
     note.write_text("of the process before")
-    with library.using(other_exp):
+    with using(other_exp):
         errors = refused(small_run, capsys)
         assert note.read_text() == "of the process before"
         assert (

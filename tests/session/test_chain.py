@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from c_library import using
 from small import compare, generate, make_model, requests, train_groups, words
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
@@ -15,7 +16,6 @@ from lockstep.generator import Engine, KVCache, SharedWeights
 from lockstep.models import Decoder
 from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.linear.operator import linear
-from lockstep.ops.native import library
 from lockstep.trainer import Trainer, pack
 from lockstep.types import SamplingParams
 
@@ -185,7 +185,7 @@ def _against_the_trainer(model: Decoder, engine: Engine) -> int:
 def test_stock_matrix_products_are_caught(engine_of: EngineOf) -> None:
     """The negative control: without blocks of rows, one row's product is another sum than a batch's."""
     model = make_model(torch.float32)
-    with library.using(None):
+    with using(None):
         assert _against_the_trainer(model, engine_of(model)) == 0
         linear.on_cpu[torch.float32] = torch.nn.functional.linear  # until the library is another again
         assert _against_the_trainer(model, engine_of(model, max_num_seqs=1)) > 0
@@ -207,7 +207,7 @@ def test_stock_attention_is_caught(engine_of: EngineOf, monkeypatch: pytest.Monk
         return out
 
     model = make_model(torch.float32)
-    with library.using(None):
+    with using(None):
         monkeypatch.setattr(attention_reference, "_attend", stock)
         assert _against_the_trainer(model, engine_of(model)) > 0
 
@@ -222,6 +222,6 @@ def test_a_wrong_plan_is_caught(engine_of: EngineOf, monkeypatch: pytest.MonkeyP
             return decode(*arguments)
 
     model = make_model(torch.float32)
-    with library.using(None):
+    with using(None):
         monkeypatch.setattr(attention_reference, "_decode", halved)
         assert _against_the_trainer(model, engine_of(model)) > 0

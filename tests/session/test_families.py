@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from c_library import using
 from small import (
     CONFIG,
     DEEPSEEK,
@@ -46,7 +47,7 @@ ODD_SIZES = {
 def test_odd_sizes_agree(sizes: str, dtype: torch.dtype, path: str, engine_of: Callable[..., Engine]) -> None:
     if path == "native" and library.built is None:
         pytest.skip("the C library is not built")
-    with library.using(library.built if path == "native" else None):
+    with using(library.built if path == "native" else None):
         model = make_model(dtype, config=ODD_SIZES[sizes])
         prompts, sampling = requests(4, length=12)
         completions = generate(engine_of(model), prompts, sampling)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from c_library import using
 from processes import finished
 
 from lockstep import ops
@@ -37,7 +38,7 @@ def test_words_are_a_function_of_the_arithmetic(dtype: torch.dtype) -> None:
     assert time.thread_time() - began < 1 and linear_choice.used == used
     assert torch.equal(torch.get_rng_state(), state)
     assert len(set(first.values())) == len(KINDS)
-    with ops.native.library.using(None):
+    with using(None):
         other = golden.words(CPU, dtype)
     computed_in_c = {
         torch.float32: set(KINDS) - {"AdamW", golden.GRADIENT_NORM, "sums"},
@@ -77,7 +78,7 @@ def test_a_gradient_added_up_in_another_order_has_other_words(
 
 
 def test_tokens_from_other_random_numbers_have_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ops.native.library.using(None):
+    with using(None):
         before = golden.words(CPU, torch.float32)
         monkeypatch.setattr(philox, "ROUNDS", 9)
         after = golden.words(CPU, torch.float32)

@@ -124,7 +124,7 @@ def test_one_sample_of_several_is_asked_for_by_its_number(model: Path, llm: LLM)
     engine.add_request(prompt, replace(SHORT, n=2), SampleIdentity(3, GENERATE_DOMAIN, 0, 0, 1))
     found = {}
     while engine.scheduler.busy:
-        found |= {c.identity.sample: c for _, group in engine.step() for c in group}
+        found |= {s.identity.sample: s.completion for s in engine.advance() if s.completion}
     assert [found[sample] for sample in (1, 2, 3)] == expected[1:]
 
 

@@ -14,6 +14,7 @@ from torch import fx
 from ...distributed.mesh import ALONE
 from ..ir.captured import Captured, is_backward, module_of, mutates, op_name, viewed
 from ..torch_private.collectives import EXCHANGE, GATHER, GATHER_MANY, WAIT
+from .rewrite import reached
 
 GATHERS = (GATHER, GATHER_MANY)
 _GROUP = ALONE.fsdp.group
@@ -99,23 +100,13 @@ def _views(waits: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _preparing(node: fx.Node) -> list[fx.Node]:
     """The calls that only lay out what a collective reads."""
-    found: list[fx.Node] = []
-    stack = list(node.all_input_nodes)
-    while stack:
-        source = stack.pop()
-        if op_name(source) in _PREPARES and len(source.users) == 1 and source not in found:
-            found.append(source)
-            stack += source.all_input_nodes
-    return sorted(found)
+
+    def prepares(source: fx.Node) -> bool:
+        return op_name(source) in _PREPARES and len(source.users) == 1
+
+    return sorted(reached(node, lambda call: call.all_input_nodes, prepares))
 
 
 def _results(node: fx.Node) -> set[fx.Node]:
     """Everything that is computed from a call's result."""
-    found: set[fx.Node] = set()
-    stack = list(node.users)
-    while stack:
-        user = stack.pop()
-        if user not in found and user.op != "output":
-            found.add(user)
-            stack += user.users
-    return found
+    return reached(node, lambda call: call.users, lambda user: user.op != "output")

@@ -28,7 +28,7 @@ from ..ir.captured import (
 )
 from ..torch_private import trace as torch_trace
 from .collectives import GATHERS
-from .rewrite import rewritten
+from .rewrite import reached, rewritten
 
 FULL = "full"
 
@@ -154,14 +154,7 @@ def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
 
 def _needed(node: fx.Node, chosen: Collection[fx.Node]) -> set[fx.Node]:
     """The chosen calls that `node` reads, and the chosen ones that these are computed from."""
-    needed: set[fx.Node] = set()
-    stack = list(node.all_input_nodes)
-    while stack:
-        source = stack.pop()
-        if source in chosen and source not in needed:
-            needed.add(source)
-            stack.extend(source.all_input_nodes)
-    return needed
+    return reached(node, lambda call: call.all_input_nodes, chosen.__contains__)
 
 
 def make_again(graph: fx.Graph, chosen: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:

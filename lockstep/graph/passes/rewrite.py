@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torch import fx
@@ -15,3 +16,16 @@ def rewritten(captured: Captured) -> Captured:
     output = graph.graph_copy(captured.graph, {})
     graph.output(output).meta.update(captured.graph.output_node().meta)
     return replace(captured, module=fx.GraphModule(captured.module, graph))
+
+
+def reached(
+    node: fx.Node, further: Callable[[fx.Node], Iterable[fx.Node]], wanted: Callable[[fx.Node], bool]
+) -> set[fx.Node]:
+    """What one comes to from a node by `further` steps, over nodes that are wanted alone."""
+    found: set[fx.Node] = set()
+    stack = list(further(node))
+    while stack:
+        if (other := stack.pop()) not in found and wanted(other):
+            found.add(other)
+            stack += further(other)
+    return found

@@ -5,13 +5,12 @@ It is built when the package is installed (`setup.py`), if there is a C compiler
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
 import logging
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from ctypes import c_double, c_int64, c_uint, c_void_p
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -99,7 +98,7 @@ team = _team()
 paths = [Path(__file__).parent / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES]
 built: Any = next(filter(None, map(load, paths)), None)
 current = built
-when_changed: list[Callable[[], None]] = []  # what was decided by the library forgets it
+when_changed: list[Callable[[], None]] = []  # for whoever sets `current`: what was decided by it is forgotten
 
 
 def cpu_backend() -> Literal["native", "reference"]:
@@ -125,21 +124,3 @@ def warn_if_missing() -> None:
             "the C operators are missing (no C compiler when this package was installed, or another CPU): steps "
             "take two to three times as long; install a C compiler and this package again"
         )
-
-
-@contextlib.contextmanager
-def using(library: Any) -> Iterator[None]:
-    """Compute with this library, or with None on the reference path: for tests."""
-    before = current
-    _use(library)
-    try:
-        yield
-    finally:
-        _use(before)
-
-
-def _use(library: Any) -> None:
-    global current
-    current = library
-    for forget in when_changed:
-        forget()

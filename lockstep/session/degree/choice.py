@@ -23,7 +23,7 @@ GAIN = 0.95  # of the time that fewer take: what more must come below, as measur
 
 
 @dataclass(frozen=True)
-class Choice:
+class DegreeChoice:
     """How many generate together, and what it was chosen from.
 
     Attributes:
@@ -45,7 +45,7 @@ class Choice:
         return "\n  ".join([f"parallel.generator_tp: chose {chosen}", *(found.line() for found in self.considered)])
 
 
-def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, Choice | None]:
+def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeChoice | None]:
     """A run's configuration and processes with as many generating together as take the least time for a step's samples,
     where `parallel.generator_tp` is 0; every rank calls it, and the first says why. The third is None where there was
     nothing to choose.
@@ -69,7 +69,7 @@ def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, Choice | 
     for each, load in zip(of_each, loads, strict=True):
         waited, world = _exchanged(each, load, world, device)
         found.append(DecodeTime.of(each, load, speed, waited))
-    choice = Choice(best(found), speed, found)
+    choice = DegreeChoice(best(found), speed, found)
     if world.first:
         print(choice.text(), file=sys.stderr, flush=True)
     chosen = replace(config, parallel=replace(config.parallel, generator_tp=choice.ranks))

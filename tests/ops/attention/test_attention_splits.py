@@ -4,6 +4,7 @@ context of one split those it had before there were any.
 
 import pytest
 import torch
+from c_library import using
 from torch import Tensor
 
 from lockstep import ops
@@ -23,7 +24,7 @@ def backend(request: pytest.FixtureRequest):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    with library.using(library.built if request.param == "native" else None):
+    with using(library.built if request.param == "native" else None):
         yield
     torch.set_num_threads(threads)
 
@@ -79,7 +80,7 @@ def test_a_split_may_have_one_key():
 def test_a_split_of_its_own_size_is_one_softmax(monkeypatch: pytest.MonkeyPatch):
     """The control: with other splits the same keys are another sum, in the rows that have several and in no other."""
     q, k, v = (torch.randn(300, heads, 16) for heads in (2, 1, 1))
-    with library.using(None):
+    with using(None):
         whole = packed(q, k, v)
         monkeypatch.setattr(attention_reference, "KEY_SPLIT", 128)
         short = packed(q, k, v)

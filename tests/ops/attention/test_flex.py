@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from c_library import using
 from flex_cases import LAYOUTS, MASKS, Case, Mask, dense, invariant, same_bits
 
 from lockstep import ops
 from lockstep.ops.attention import reference as attention_reference
-from lockstep.ops.native import library
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -49,7 +49,7 @@ def test_it_is_dense_attention_with_the_mask(name: str) -> None:
 def test_without_a_mask_it_is_native_attention() -> None:
     case = Case(150, 4, 2, 16)
     layout = (case.int32(0, 150), case.int32(0), case.int32(0), 150)
-    with library.using(None):
+    with using(None):
         assert same_bits(case.packed(Mask()), ops.attention_packed(case.q, case.k, case.v, ops.Packed(*layout)))
 
 

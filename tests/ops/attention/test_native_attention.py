@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from c_library import using
 from native_cases import same, sampling, wide
 from processes import finished
 from torch import Tensor
@@ -290,7 +291,7 @@ def test_a_wrong_plan_is_noticed(mutant: tuple[str, str, str], tmp_path: Path) -
     pytest.importorskip("setuptools")
     sequence = Sequence(150, 3, 1, 24)
     assert invariant(sequence) and siblings_keep_their_bits(16)
-    with library.using(build(tmp_path, mutant, QUICKLY)):
+    with using(build(tmp_path, mutant, QUICKLY)):
         assert not (invariant(sequence) and siblings_keep_their_bits(16))
 
 
@@ -298,13 +299,13 @@ def test_short_splits_change_no_layout_s_bits(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     sequence, short = Sequence(300, 3, 1, 24), ("attention.c", "SPLIT = 4096", "SPLIT = 128")
     one_split = sequence.packed()
-    with library.using(build(tmp_path / "short", short, QUICKLY)):
+    with using(build(tmp_path / "short", short, QUICKLY)):
         assert invariant(sequence) and siblings_keep_their_bits(16)
         assert same(sequence.packed()[:128], one_split[:128]) and not same(sequence.packed(), one_split)
     of_the_batch = (
         "attention.c", ", SPLIT = 4096 };", " };\n#define SPLIT (a->tokens > 20 ? 256 : 128)\n"
     )  # fmt: skip
-    with library.using(build(tmp_path / "batch", of_the_batch, QUICKLY)):
+    with using(build(tmp_path / "batch", of_the_batch, QUICKLY)):
         assert not invariant(sequence), "splits that depend on the batch must be noticed"
 
 
@@ -327,5 +328,5 @@ def test_bits_do_not_depend_on_the_vector_width(tmp_path: Path) -> None:
         ]
 
     expected = run()
-    with library.using(build(tmp_path, ("setup.py", "-march=native", "-march=x86-64-v3"), ("setup.py", "-O3", "-O1"))):
+    with using(build(tmp_path, ("setup.py", "-march=native", "-march=x86-64-v3"), ("setup.py", "-O3", "-O1"))):
         assert all(map(same, run(), expected))

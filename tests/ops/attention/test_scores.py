@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from c_library import using
 from flex_cases import LAYOUTS, same_bits
 from scores_cases import SCORES, ScoresCase, check_gradients, dense, invariant
 
@@ -22,7 +23,7 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     if request.param == "native" and library.built is None:
         pytest.skip("the C library is not built")
     torch.manual_seed(0)
-    with library.using(library.built if request.param == "native" else None):
+    with using(library.built if request.param == "native" else None):
         yield BACKENDS[request.param]
 
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from c_library import using
 from torch import Tensor
 
 from lockstep import ops
@@ -78,7 +79,7 @@ def p_value(counts: Tensor, expected: list[float]) -> float:
 def test_frequencies_are_the_probabilities(name: str, vary: str, path: str) -> None:
     if path == "native" and library.built is None:
         pytest.skip("the C library is not built")
-    with library.using(None) if path == "reference" else nullcontext():
+    with using(None) if path == "reference" else nullcontext():
         counts = drawn(*FILTERS[name], vary)
     assert p_value(counts, probabilities(*FILTERS[name])) > 1e-4
 

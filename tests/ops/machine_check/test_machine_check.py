@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from c_library import using
 
 from lockstep.cache import fingerprint, user_folder
 from lockstep.ops.attention import reference as attention_reference
@@ -16,7 +17,6 @@ from lockstep.ops.linear.choice import Kind
 from lockstep.ops.machine_check import attention as machine_check_attention
 from lockstep.ops.machine_check import check as machine_check
 from lockstep.ops.machine_check.check import HeadShape, LatentHeadShape, Product
-from lockstep.ops.native import library
 
 CPU = torch.device("cpu")
 KINDS: dict[tuple[int, int], Kind] = {
@@ -141,10 +141,10 @@ def test_products_in_another_order_are_found_behind_a_rounding_to_bfloat16(folde
 
 def test_a_cpu_without_c_operators_is_told_of_them(folder, monkeypatch):
     monkeypatch.setattr(machine_check, "_check", lambda *_: "broken")
-    with library.using(None):
+    with using(None):
         assert "or the C operators, which are built" in str(check(folder))
     assert "float32 and the C operators" in str(check(folder, torch.bfloat16))
-    with library.using(object()):
+    with using(object()):
         assert str(check(folder)).endswith("or another torch version")
     assert machine_check._cure(torch.device("cuda"), torch.bfloat16) == "another torch, Triton or driver version"
 
