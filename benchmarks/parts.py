@@ -79,7 +79,8 @@ PARTS = (
     Part("ops-linear", _case("ops", "--only", "linear", "--models", *LINEAR_MODELS), 60, 240),
     Part("moe", _case("moe"), 60, 150),
     Part("startup", _case("startup", "--repeats", "2"), 140, 280),
-    Part("flex", _case("flex"), 90, 200),
+    Part("flex", _case("flex", "--only", "flex"), 90, 200),
+    Part("windows", _case("flex", "--only", "native"), 120, 300),
     Part("decode_layer", _case("decode_layer"), 20, 60),
     Part("learning-digits", _learning(120, *DIGITS), 60, 150),
     Part("growth", _case("growth", "--repeats", "3"), 60, 300),
@@ -94,7 +95,7 @@ PARTS = (
     Part("generate-peer", _case("generate", "--peer", "transformers", "--case", "seed"), 50, 100),
     Part("fsdp", _case("fsdp"), 180, 420, "cuda-x2"),
     # Every script at its smallest, to see here what would fail there.
-    Part("cpu-decode_layer", _case("decode_layer", "--rows", "2"), 2, 60, "cpu"),
+    Part("cpu-decode_layer", _case("decode_layer", "--rows", "2"), 2, 200, "cpu"),
     Part("cpu-flex", _case("flex"), 4, 60, "cpu"),
     Part("cpu-moe", _case("moe", "--repeats", "1"), 3, 60, "cpu"),
     Part("cpu-ops", _case("ops"), 5, 60, "cpu"),
@@ -124,5 +125,5 @@ PARTS = (
     Part("cpu-settings", _case("settings", "--only", "plain", "checkpoints"), 30, 120, "cpu"),
     Part("cpu-fsdp", _case("fsdp", "--steps", "2", "--only", "one process", "sharded"), 40, 120, "cpu"),
     Part("cpu-startup", _case("startup", "--repeats", "1", "--steps", "2"), 40, 180, "cpu"),
-    Part("cpu-tests", _tests("precompile", "families"), 5, 60, "cpu"),
+    Part("cpu-tests", _tests("precompile", "families"), 5, 200, "cpu"),
 )  # fmt: skip

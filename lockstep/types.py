@@ -182,7 +182,11 @@ class Trajectory:
         """The segments that are each other's context: a prompt with what follows it, up to the last that was sampled,
         as given tokens after it predict nothing. The first is the only one, but for what is given anew."""
         starts = [0, *(i for i, segment in enumerate(self.segments) if segment.anew), len(self.segments)]
-        parts = [_to_the_last_sampled(self.segments[i:j]) for i, j in pairwise(starts)]
+        parts: list[list[Segment]] = []
+        for i, j in pairwise(starts):
+            while j > i + 1 and not self.segments[j - 1].sampled:
+                j -= 1
+            parts.append(self.segments[i:j])
         return [part for part in parts if len(part) > 1 or part is parts[0]]
 
     @property
@@ -193,13 +197,6 @@ class Trajectory:
 
 
 Completion = Trajectory  # the name that `LLM.generate` has for one of a single turn
-
-
-def _to_the_last_sampled(segments: list[Segment]) -> list[Segment]:
-    last = len(segments)
-    while last > 1 and not segments[last - 1].sampled:
-        last -= 1
-    return segments[:last]
 
 
 def _joined(parts: Sequence[list[Any] | None]) -> list[Any] | None:

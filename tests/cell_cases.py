@@ -67,7 +67,7 @@ def on_a_rank(folder: Path, saved_by: int) -> dict[str, list[str]]:
     for kind in KINDS:
         trainer = trainer_of(kind, world)
         found[kind] = steps(trainer, [0])
-        own, alike = trainer.local_state()
+        own, alike, _ = trainer.local_state()
         parts = world.gather(own)
         if world.first:
             state = {name: [part[name] for part in parts] for name in own} | alike

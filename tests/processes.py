@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import io
 import multiprocessing
@@ -217,8 +218,7 @@ def on_ranks(count: int, work: Callable[..., T], *arguments: Any) -> list[T]:
 
 def _rank(work: Callable[..., Any], arguments: tuple[Any, ...], file: str, environment: dict[str, str]) -> None:
     """Leave in a file what came of `work`."""
-    os.environ.clear()
-    os.environ.update(environment)
+    _begin(environment)
     try:
         outcome = work(*arguments), None
     except BaseException:
@@ -234,8 +234,14 @@ def _pytest(arguments: list[str], said: str, environment: dict[str, str]) -> Non
 
 def _take_over(environment: dict[str, str], said: str) -> None:
     """These variables in this process, and both standard streams in a file."""
-    os.environ.clear()
-    os.environ.update(environment)
+    _begin(environment)
     file = os.open(said, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+
+
+def _begin(environment: dict[str, str]) -> None:
+    """These variables in this process. What it was forked with stays, so the garbage collector leaves it out."""
+    os.environ.clear()
+    os.environ.update(environment)
+    gc.freeze()

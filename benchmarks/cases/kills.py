@@ -29,7 +29,7 @@ from common import Report
 from lockstep.models.init import init_folder
 
 LIMIT_S = 300.0  # of a process
-TIMEOUT_S = 40  # `parallel.timeout`
+TIMEOUT_S = 30  # `parallel.timeout`
 DEADLINE_S = 2.0 * TIMEOUT_S  # for those that are left to end: it, its grace, and how busy the machine is
 FAULT = "lockstep: failed: "
 REWARD = """
@@ -101,7 +101,7 @@ def tried(given: argparse.Namespace, folder: Path, number: int, chance: random.R
         found = {"rank": victim, "stopped": stops, "while_writing": while_writing, "exit_codes": codes}
         found["seconds"] = round(time.perf_counter() - began, 1)
         found["checkpoints"] = sorted(path.name for path in (run / "checkpoints").glob("*step_*"))
-        kills.append(found | _told(run, begun, found, victim))
+        kills.append(found | _told(given, run, begun, found))
         if not any(codes):
             break
     return {"kills": kills, "exit_codes": _ended(_start(given, folder, run))}
@@ -123,19 +123,20 @@ def _steps_done(run: Path) -> int:
     return len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
 
 
-def _told(run: Path, begun: int, found: dict[str, Any], victim: int) -> dict[str, Any]:
-    """What was said of a fault, what the others were doing, and whether that is as it must be; of a run that had ended
-    by then, nothing is asked."""
+def _told(given: argparse.Namespace, run: Path, begun: int, found: dict[str, Any]) -> dict[str, Any]:
+    """What was said of a fault, what the others were doing, and whether that is as it must be. One that leaves after
+    the last step has no stacks to write any more, and nothing is asked of a run that has ended."""
     said, stacks = _log(run)[begun:], sorted((run / "stacks").glob("rank-*.txt"))
     codes, text = found["exit_codes"], "".join(path.read_text() for path in stacks)
-    messages, doing = (
-        said.count(FAULT),
-        [room for room in ("generator", "trainer", "run") if f"/lockstep/{room}/" in text],
-    )
-    ended = found["seconds"] <= DEADLINE_S and all(code == 1 for rank, code in enumerate(codes) if rank != victim)
+    doing = [room for room in ("generator", "trainer", "run") if f"/lockstep/{room}/" in text]
+    messages = said.count(FAULT)
+    in_time = found["seconds"] <= DEADLINE_S
+    failed = all(code == 1 for rank, code in enumerate(codes) if rank != found["rank"])
     written = [path.stem for path in stacks if path.stat().st_size]
-    whole = ended and messages == 1 and len(written) == len(codes)
-    return {"messages": messages, "stacks": written, "doing": doing[:1], "in_order": whole or not any(codes)}
+    leaving = _steps_done(run) >= given.steps
+    whole = in_time and failed and messages == 1 and (leaving or len(written) == len(codes))
+    known = {"leaving": leaving, "messages": messages, "stacks": written, "doing": doing[:1]}
+    return known | {"in_order": whole or not any(codes)}
 
 
 def _log(run: Path) -> str:

@@ -376,10 +376,12 @@ def _tensor(data: bytearray) -> torch.Tensor:
 
 
 def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What it returns, or raises."""
+    """What it returns, or raises. That another rank is lost is raised: whom it would be told does not come."""
     try:
         return make(), None
     except Exception as error:
+        if isinstance(error, PeerLost) or torch_private.is_peer_failure(error):
+            raise
         return None, error
 
 

@@ -110,8 +110,10 @@ class Collector:
         )
         with ExitStack() as stack:
             with leading(self.world, self.sampler, samples) as sampler:
-                ended = partial(self._begin_scoring, {a.group: a.problem for a in asked}, sampling.n, about)
-                by = Round(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings, ended)
+                by = Round(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings)
+                if self.rewards.in_workers:
+                    problems_of = {a.group: a.problem for a in asked}
+                    by = by._replace(ended=partial(self._begin_scoring, problems_of, sampling.n, about))
                 stack.callback(self.rewards.abandon)
                 play = (self.environment.plays or Play)(by)
                 stack.callback(play.close)
@@ -154,8 +156,6 @@ class Collector:
         self, problems: Mapping[int, Problem], samples: int, about: Scoring, episodes: list[Episode]
     ) -> None:
         """Have what came of a prompt scored while others are played, where other processes do so."""
-        if not self.rewards.in_workers:
-            return
         group, others = episodes[0].group, problems.values()
         own = problems[group].columns.items()
         columns = {name: value for name, value in own if all(name in other.columns for other in others)}

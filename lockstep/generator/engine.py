@@ -16,7 +16,7 @@ from dataclasses import replace
 from ..config import GeneratorConfig
 from ..errors import InputError
 from ..graph import EAGER, Runtime
-from ..types import FinishReason, SampleIdentity, SamplingParams, Trajectory
+from ..types import SampleIdentity, SamplingParams, Trajectory
 from .check_cases import Work
 from .kv_cache import KVCache
 from .request import Prefill, Sequence
@@ -170,7 +170,7 @@ class Engine:
     def abort(self, request_id: int) -> list[Trajectory]:
         """Cancel a request; returns what its samples had so far. Unknown or finished ids return nothing."""
         for sequence in self.scheduler.drop(request_id):
-            self._finish(sequence, "abort")
+            sequence.finish("abort", self.detokenize)
         self._grown = [s for s in self._grown if s.request_id != request_id]
         return [s.completion for s in self.requests.pop(request_id, []) if s.completion is not None]
 
@@ -264,7 +264,7 @@ class Engine:
                 sequence.stop_at_string(self.detokenize, len(tokens))
             if sequence.finish_reason is not None:
                 self.scheduler.release(sequence)
-                self._finish(sequence, sequence.finish_reason)
+                sequence.finish(sequence.finish_reason, self.detokenize)
             self._grown.append(sequence)
 
     def _make_room(self, tokens: int) -> None:
@@ -275,9 +275,6 @@ class Engine:
         if self.cache.pages_for(room) > self.scheduler.rows.width:
             self.drain()
             self.runner.widen(room)
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        sequence.finish(reason, self.detokenize(sequence.token_ids) if self.detokenize else "")
 
     def check(self, prompt_ids: list[int], sampling: SamplingParams, group: int) -> None:
         """Raise `InputError` when such a request could never run; it is called prompt `group` + 1."""

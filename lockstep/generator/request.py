@@ -118,8 +118,9 @@ class Sequence:
         for values in (self.token_ids, self.logprobs, self.model_logprobs, self.versions, self.routes or []):
             del values[count:]
 
-    def finish(self, reason: FinishReason, text: str) -> None:
-        """Make its completion, whose text this is."""
+    def finish(self, reason: FinishReason, text_of: Callable[[list[int]], str] | None) -> None:
+        """Make its completion, with its text where that can be told."""
+        text = "" if text_of is None else text_of(self.token_ids)
         self.finish_reason = reason
         drawn = self.token_ids, True, self.logprobs, self.model_logprobs, self.versions, self.routes, text
         segments = [Segment(self.prompt_ids, route_digests=self.prompt_routes), Segment(*drawn)]

@@ -114,7 +114,8 @@ class Decoder(nn.Module):
         if self.rope_factor != 1.0:
             rope_TH = rope_TH * self.rope_factor
         local_TH = rope_TH if self.local_inv_freq is None else ops.rope_table(positions_T, self.local_inv_freq)
-        attend.prepare(ops.FlexSizes(tokens_T.shape[0], *self.heads))
+        if self.masks is not None:
+            attend.prepare(ops.FlexSizes(tokens_T.shape[0], *self.heads))
         x_TD = ops.gather_rows(self.embed, tokens_T)
         if self.embed_factor != 1.0:
             x_TD = x_TD * self.embed_factor

@@ -82,6 +82,16 @@ def test_torchs_errors_about_peers_are_told_apart() -> None:
         raise RuntimeError("gloo")
 
 
+@pytest.mark.parametrize("error", [PeerLost("rank 1 is gone"), RuntimeError("gloo: Timed out waiting 30000ms")])
+def test_that_another_rank_is_lost_is_not_shared_with_it(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(World, "gather", lambda self, value: pytest.fail("waits for the lost rank once more"))
+    with pytest.raises(type(error), match=str(error)):
+        World(0, 2, timeout=30.0).share(fail)
+
+
 def test_a_wait_that_nothing_ends_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
     over = threading.Event()

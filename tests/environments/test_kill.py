@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import string
-import sys
 from pathlib import Path
 
-from processes import DEADLINE, running
+from processes import DEADLINE, running_lockstep
 
 from lockstep.cli.main import main
 
@@ -26,8 +25,7 @@ def test_a_run_killed_within_a_step_goes_on_with_the_same_bits(tmp_path: Path) -
     """In the third step, one of whose trajectories had its second turn; the tool is called again and answers the same.
     No prompt is lost, and none is there twice."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    command = [sys.executable, "-m", "lockstep", *FLAGS, "--run-dir", str(killed)]
-    with running(command, KILL_AFTER="42 0") as process:
+    with running_lockstep([*FLAGS, "--run-dir", str(killed)], KILL_AFTER="42 0") as process:
         _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == -signal.SIGKILL, errors
     done = (killed / "rollouts.jsonl").read_text().splitlines()

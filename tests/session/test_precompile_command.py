@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import finished, running, wait_for
+from processes import DEADLINE, finished, running_lockstep, wait_for
 
 from lockstep.cli.main import main
 
@@ -81,11 +81,10 @@ def test_what_is_damaged_is_made_again(cache: Path, capsys, tmp_path: Path) -> N
 def test_killed_in_the_middle_it_leaves_what_it_had(cache: Path, capsys) -> None:
     for file in list(cache.iterdir())[1:]:
         file.unlink()
-    command = [sys.executable, "-m", "lockstep", "precompile", *SMALL]
-    with running(command) as process:
+    with running_lockstep(["precompile", *SMALL]) as process:
         wait_for(lambda: len(list(cache.glob("*.graph"))) >= 2, process)
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.communicate(DEADLINE)
     left = len(list(cache.glob("*.graph")))
     after = precompile(capsys)
     assert left >= 2 and after["reused"] == left and after["refused"] == 0 and process.returncode == -signal.SIGKILL

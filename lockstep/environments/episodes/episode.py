@@ -75,8 +75,8 @@ class Episode:
 
 @dataclass
 class Failures:
-    """Environments that failed: how many in a row, of those that are allowed to; and what was told of each, until
-    `take` has it."""
+    """Environments that failed: how many in a row, of those that are allowed to, 0 once one went well, and the first of
+    them; and what was told of each, until `take` has it."""
 
     allowed: int = FAILURES - 1
     in_a_row: int = 0
@@ -88,7 +88,8 @@ class Failures:
         message = f"{where}: its environment failed: {failure.reason}"
         self.told.append(f"{failure.traceback}{message}")
         _log.warning("%s", self.told[-1])
-        self.first = self.first or failure
+        if not self.in_a_row or self.first is None:
+            self.first = failure
         self.in_a_row += 1
         if self.in_a_row > self.allowed:
             error = LockstepError(
@@ -103,10 +104,6 @@ class Failures:
         """What was told since the last call."""
         taken, self.told = self.told, []
         return taken
-
-    def forget(self) -> None:
-        """One went well."""
-        self.in_a_row, self.first = 0, None
 
 
 class Asked(NamedTuple):

@@ -113,7 +113,7 @@ class Play:
         return [self._prompts.pop(episode.group)] if len(prompts) == self._sampling.n else []
 
     def _begin(self, ready: list[list[tuple[Episode, Any]]]) -> None:
-        begun: list[tuple[list[Episode], list[int]]] = []
+        wanted: list[tuple[list[Episode], Any]] = []  # what they begin with, of episodes that begin alike
         for started in ready:
             episodes, given = [one for one, _ in started], [value for _, value in started]
             failure = next((value for value in given if isinstance(value, Failure)), None)
@@ -123,9 +123,9 @@ class Play:
                     self._fail(episode, failure)
                 continue
             alike = all(other == given[0] for other in given)
-            for some in [episodes] if alike else [[episode] for episode in episodes]:
-                with self._timings.measured("encode"):
-                    begun.append((some, self._prompt(some, given[episodes.index(some[0])])))
+            wanted += [(episodes, given[0])] if alike else [([one], value) for one, value in started]
+        with self._timings.measured("encode"):
+            begun = [(some, self._prompt(some, value)) for some, value in wanted]
         if self._sampler is None and begun:
             kinds = [replace(self._sampling, n=len(episodes)) for episodes, _ in begun]
             self._sampler = self._sampler_of([ids for _, ids in begun], kinds)
@@ -289,7 +289,7 @@ class Play:
             count(end.reward, episode.trajectory)
         episode.trajectory.environment = episode.environment.variant
         episode.end = end
-        self._failures.forget()
+        self._failures.in_a_row = 0
         self._over(episode)
 
     def _fail(self, episode: Episode, failure: Failure) -> None:

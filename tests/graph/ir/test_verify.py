@@ -111,11 +111,25 @@ def products(x: Tensor) -> Tensor:
     return ops.linear_add(first, torch.ones_like(x), second)
 
 
+def split_product(x: Tensor) -> Tensor:
+    """A product of which each rank sums over a part of the depth."""
+    return gathered(ops.linear(x[:, :2], torch.ones_like(x)[:, :2])).sum(0)
+
+
+def split_experts(x: Tensor) -> Tensor:
+    """Tokens' experts, of which each rank adds up its own."""
+    rows = torch.zeros(4, 1, dtype=torch.int64, device=x.device)
+    first, second = gathered(ops.combine(x, rows, x[:, :1]))
+    return first + second
+
+
 # Floats added across ranks, each [4, 4] of a rank's partial sums of this shape.
 ADDED = {
     "all_reduce": lambda x: COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(x, "sum", "@tp")),
     "sum": lambda x: gathered(x).sum(0),
-    "mean_": lambda x: gathered(x).transpose(0, 2).mean(2).t().contiguous(),  # another dimension
+    "K split": split_product,
+    "experts": split_experts,
+    "mean": lambda x: gathered(x).transpose(0, 2).mean(2).t().contiguous(),  # another dimension
     "cumsum": lambda x: gathered(x).cumsum(0)[1],
     "add": in_turn,
     "add_": in_memory,
