@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ def trained(
     steps: int = 3,
     graphs: bool = False,
     parts: bool = False,
+    freeze: tuple[str, ...] = (),
     mutant: str = "",
     **loss: Any,
 ) -> dict[str, Any]:
@@ -52,9 +54,10 @@ def trained(
     runtime = EAGER
     if graphs:
         runtime = Runtime(CompileConfig("step"), torch.device("cpu"), mesh=world.sizes, peers=world)
+    optimizer = replace(OPTIMIZER, freeze=freeze)
     source = ResidentWeights(make_model(torch.float32, config=FAMILIES[family]))
     model = load_part(source, torch.float32, "cpu", world.generator if parts else ALONE)
-    trainer = Trainer(model, OPTIMIZER, LossConfig(**loss), world=world, runtime=runtime, source=source)
+    trainer = Trainer(model, optimizer, LossConfig(**loss), world=world, runtime=runtime, source=source)
     if graphs:  # held to eager's bits, in whose sparing way the model has its parameters for the call alone
         function, cases = trainer.trust_cases([BatchShape(64, 32, 4, 64)], SAMPLED, check_parity=True)[0]
         check_against_eager(runtime, [(function, cases[:1])], "strict")
@@ -81,9 +84,9 @@ def trained(
     assert by_first.keys() == (weights.keys() if world.first else set())
     assert all(torch.equal(held.values, weights[name].flatten()) for name, (held,) in by_first.items())
     state, _ = trainer.state()
-    reader = Trainer(make_model(torch.float32, 1, FAMILIES[family]), OPTIMIZER, LossConfig(**loss), world=world)
+    reader = Trainer(make_model(torch.float32, 1, FAMILIES[family]), optimizer, LossConfig(**loss), world=world)
     reader.load_state(*by_rank(trainer))
-    again = {name: tensor.clone() for name, tensor in tensors_of(reader.model).items()}
+    again = {name: tensors_of(reader.model)[name].clone() for name in trainer.flat.names}
     runtime.close()
     return {"logprobs": seen, "results": results, "weights": weights, "state": state, "again": again}
 

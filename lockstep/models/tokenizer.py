@@ -168,6 +168,26 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, where:
     refuse(needed > vocab_size, f"{where} needs a vocabulary of {needed}, but the model's has {vocab_size} entries")
 
 
+def require_same_tokens(
+    tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, sizes: tuple[int, int], where: str
+) -> None:
+    """Raise `InputError`, naming `where`, where a token is another to a teacher, or none; `sizes` are both models'."""
+    own, other = tokenizer.get_vocab(), teacher.get_vocab()
+    if own != other:
+        differ = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+        first = differ[0]
+        raise InputError(
+            f"{where}: its tokenizer has another vocabulary than the model's: {len(differ)} tokens differ, first "
+            f"{first!r}, {own.get(first, 'none')} in the model's and {other.get(first, 'none')} in the teacher's; "
+            "distillation needs a teacher of the same tokenizer"
+        )
+    if sizes[1] < sizes[0]:
+        raise InputError(
+            f"{where}: its vocabulary has {sizes[1]} entries and the model's {sizes[0]}, so the model may sample what "
+            "the teacher has no row for; use a teacher with at least as many"
+        )
+
+
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Bytes of the longest text that one token of the vocabulary stands for, at most."""
     return max(len(token.encode(errors="replace")) for token in tokenizer.get_vocab())

@@ -242,15 +242,13 @@ class Recorder:
         self._saver.save(step, tensors, self._state(loop, counters) if self.world.first else {})
 
     def _tensors(self, loop: Loop) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """What this rank writes of a checkpoint, and the trainer's numbers; the first writes all tensors where not all
-        see the run's folder."""
+        """What this rank writes of a checkpoint, with numbers; where not all see the folder the first writes all."""
         trainer, world = loop.run.trainer, self.world
         if world.size == 1 or not self._all_see():
             tensors, counters = trainer.state()
             return ({"trainer": tensors} if world.first else {}), counters
         own, alike, numbers = trainer.local_state()
-        written = {checkpoint.part_of("trainer", world.rank): own}
-        return written | ({"trainer": alike} if world.first else {}), numbers
+        return {checkpoint.part_of("trainer", world.rank): own} | ({"trainer": alike} if world.first else {}), numbers
 
     def _state(self, loop: Loop, counters: dict[str, int]) -> dict[str, Any]:
         return {
@@ -297,8 +295,7 @@ class Recorder:
 
     def _all_see(self) -> bool:
         """Whether the run's folder is one that all ranks see."""
-        folder = self.world.from_first(lambda: self.run_dir)
-        return all(self.world.gather(folder.is_dir()))
+        return all(self.world.gather(self.world.from_first(lambda: self.run_dir).is_dir()))
 
     def warmup(self, loop: Loop, display: Display) -> None:
         """Supervised steps on worked examples before reinforcement learning."""

@@ -37,6 +37,7 @@ from ..models.tokenizer import (
     byte_tokenizer,
     check_vocabulary,
     load_tokenizer,
+    require_same_tokens,
 )
 from ..timings import Timings, Watcher
 from ..trainer import Trainer
@@ -308,27 +309,9 @@ def load_teacher(config: RunConfig, policy: Policy) -> Decoder | None:
         teacher = load_policy(replace(config, model=config.loss.teacher))
     except InputError as error:
         raise InputError(f"loss.teacher: {error}") from error
-    _require_same_tokens(policy, teacher, f"loss.teacher {config.loss.teacher}")
-    return teacher.model
-
-
-def _require_same_tokens(policy: Policy, teacher: Policy, where: str) -> None:
-    """Raise `InputError` where a token of the policy is another to the teacher, or none."""
-    own, other = policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
-    if own != other:
-        differ = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
-        first = differ[0]
-        raise InputError(
-            f"{where}: its tokenizer has another vocabulary than the model's: {len(differ)} tokens differ, first "
-            f"{first!r}, {own.get(first, 'none')} in the model's and {other.get(first, 'none')} in the teacher's; "
-            "distillation needs a teacher of the same tokenizer"
-        )
     sizes = policy.model.config.vocab_size, teacher.model.config.vocab_size
-    if sizes[1] < sizes[0]:
-        raise InputError(
-            f"{where}: its vocabulary has {sizes[1]} entries and the model's {sizes[0]}, so the model may sample what "
-            "the teacher has no row for; use a teacher with at least as many"
-        )
+    require_same_tokens(policy.tokenizer, teacher.tokenizer, sizes, f"loss.teacher {config.loss.teacher}")
+    return teacher.model
 
 
 def resolve(config: RunConfig, ranks: int = 1, steps: bool = True) -> RunConfig:
