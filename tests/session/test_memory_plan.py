@@ -370,8 +370,8 @@ def test_the_command_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixt
     assert main([*asked, "141", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["memory_gib"] == 141 and found["fits"] and found["terms_gib"]["weights"] == 15.256
-    assert main([*asked, "48"]) == 2
-    assert "What would fit: --trainer.max-tokens-per-micro-batch" in capsys.readouterr().err
+    assert main([*asked, "36"]) == 2
+    assert "What would fit: 32 GPUs (torchrun)" in capsys.readouterr().err
     assert main([*given, "--world", "7", "--device-memory-gib", "141"]) == 2
     assert "7 shards" in capsys.readouterr().err
     assert main([*given, "--world", "0"]) == 2 and main([*given, "--device-memory-gib", "-1"]) == 2
