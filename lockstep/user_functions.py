@@ -84,6 +84,15 @@ def _import_file(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which no tokenizer takes and no file holds."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def one_line(value: Any, form: Callable[[Any], str] = str) -> str:
     """The text of `value` for a message: cut when it is long, and with escapes for line ends and control characters."""
     try:

@@ -12,21 +12,22 @@ import torch
 from processes import PATIENCE
 from small import FAMILIES, make_model, train_groups
 
-from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
+from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
 from lockstep.distributed import ONE, World, join
 from lockstep.distributed.cells import Cells
 from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import EAGER, Runtime
 from lockstep.trainer import Packing, Trainer, pack_shards
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams
 
-SHARDS, CELL = 8, 4
+SHARDS, CELL, SMALL_CELL = 8, 4, 2
 KINDS = {"dense": "qwen3", "experts": "qwen3_moe"}
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, n=2, max_completion_length=7)
 
 
-def trainer_of(kind: str, world: World = ONE) -> Trainer:
-    model, cells = make_model(torch.float32, config=FAMILIES[KINDS[kind]]), Cells(SHARDS, CELL, world.size)
-    return Trainer(model, OptimizerConfig(), LossConfig(), world=world, cells=cells)
+def trainer_of(kind: str, world: World = ONE, cell: int = CELL, runtime: Runtime = EAGER) -> Trainer:
+    model, cells = make_model(torch.float32, config=FAMILIES[KINDS[kind]]), Cells(SHARDS, cell, world.size)
+    return Trainer(model, OptimizerConfig(), LossConfig(), world=world, cells=cells, runtime=runtime)
 
 
 def rollouts(trainer: Trainer, step: int) -> list[RolloutGroup]:
@@ -42,7 +43,7 @@ def steps(trainer: Trainer, numbers: Sequence[int], order: Sequence[int] = range
     """Steps of two updates on a rollout: of each what was sampled and found, and the weights, as a hash. Shards have
     several micro-batches, and are dealt to the ranks in this order."""
     axis, said = trainer.world.mesh.fsdp, []
-    cells, own = Cells(SHARDS, CELL, axis.size), axis.own(order)
+    cells, own = trainer.cells, axis.own(order)
     for step in numbers:
         groups = rollouts(trainer, step)
         seen: list[Any] = [asdict(group) for group in groups]
@@ -61,21 +62,27 @@ def steps(trainer: Trainer, numbers: Sequence[int], order: Sequence[int] = range
 
 def on_a_rank(folder: Path, saved_by: int) -> dict[str, list[str]]:
     """Two steps of each kind, between which a state is left in the folder; then the second from the state that as many
-    ranks as `saved_by` have left, if any have."""
+    ranks as `saved_by` have left, if any have. Then a step in small cells, of graphs, and what these exchange."""
     torch.set_num_threads(1)
-    world, found = join(ParallelConfig(timeout=PATIENCE), "cpu"), {}
+    world, found = join(ParallelConfig(timeout=PATIENCE, batch_shards=SHARDS, cell=SMALL_CELL), "cpu"), {}
     for kind in KINDS:
         trainer = trainer_of(kind, world)
         found[kind] = steps(trainer, [0])
-        own, alike, _ = trainer.local_state()
+        own, alike, numbers = trainer.local_state()
         parts = world.gather(own)
         if world.first:
             state = {name: [part[name] for part in parts] for name in own} | alike
-            torch.save((state, {"weights_version": trainer.weights_version}), folder / f"{kind}.{world.size}")
+            torch.save((state, numbers), folder / f"{kind}.{world.size}")
         found[kind] += steps(trainer, [1])
         if saved_by:
             other = trainer_of(kind, world)
             other.load_state(*torch.load(folder / f"{kind}.{saved_by}"))
             found[f"{kind}, resumed"] = steps(other, [1])
+    if world.lanes > 1:
+        runtime = Runtime(CompileConfig("step"), torch.device("cpu"), mesh=world.sizes, peers=world)
+        found["small cells"] = steps(trainer_of("dense", world, SMALL_CELL, runtime), [0])
+        logs = (line for title, log in runtime.builder.nodes.items() if "forward_backward" in title for line in log)
+        found["exchanges"] = [line.partition("; ")[2] for line in logs if line.startswith(("bucket", "reorder"))]
+        runtime.close()
     world.close()
     return found

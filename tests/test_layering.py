@@ -123,8 +123,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "trainer": (
-        "graph_inputs parameters routing shapes tp",
-        "optimizer packing",
+        "graph_inputs parameters routing shapes",
+        "optimizer packing tp",
         "step",
         "mismatches programs",
         "check_cases result",

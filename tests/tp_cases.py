@@ -15,10 +15,10 @@ from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, Optimize
 from lockstep.distributed import ONE, World, join
 from lockstep.distributed.mesh import ALONE
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import EAGER, Runtime
+from lockstep.graph import EAGER, Runtime, check_against_eager
 from lockstep.models import ResidentWeights, load_part, ranges_of
 from lockstep.models.parts import tensors_of, without_memory
-from lockstep.trainer import Packing, Trainer, pack_shards
+from lockstep.trainer import BatchShape, Packing, Trainer, pack_shards
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams
 
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, n=2, max_completion_length=7)
@@ -55,6 +55,9 @@ def trained(
     source = ResidentWeights(make_model(torch.float32, config=FAMILIES[family]))
     model = load_part(source, torch.float32, "cpu", world.generator if parts else ALONE)
     trainer = Trainer(model, OPTIMIZER, LossConfig(**loss), world=world, runtime=runtime, source=source)
+    if graphs:  # held to eager's bits, in whose sparing way the model has its parameters for the call alone
+        function, cases = trainer.trust_cases([BatchShape(64, 32, 4, 64)], SAMPLED, check_parity=True)[0]
+        check_against_eager(runtime, [(function, cases[:1])], "strict")
     seen, results = [], []
     for step in range(steps):
         groups = rollouts(trainer, step)

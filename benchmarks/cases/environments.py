@@ -3,21 +3,26 @@
 TRL's examples are read from a folder that is named (`--trl`: grpo_2048.py, grpo_agent.py and grpo_trainer.md of its
 repository, and `peft` installed, which the first imports); tasks of reasoning-gym need that package; those of
 verifiers need the package with its extra `ta`, uv, and its example environments in a folder that is named
-(`--verifiers`: glossary and scratchpad of its repository). The models of examples are random but for their last layer,
-which makes them call a tool, or move, as a rule.
+(`--verifiers`: glossary and scratchpad of its repository). An environment of OpenEnv is a server of its own, from a
+folder that is named (`--openenv`: maze_env of its repository, with `openenv` 0.4.1 installed), and is played through
+verifiers. The models of examples are random but for their last layer, which makes them call a tool, or move, as a rule.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import socket
 import sqlite3
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import urllib.request
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +52,10 @@ NOT_RUN = {
     "trl carla_vlm*, browsergym*": "images",
     "verifiers textarena's words": "a download: a list of ten stands for it; Wordle's tagger has none",
     "verifiers reverse_text, alphabet_sort, gsm8k, wiki_search": "data on the hub",
-    "verifiers openenv, openenv_wordle, nemo_gym": "servers that are packages on the hub, or services",
+    "openenv's other environments": "more packages, Docker, or data on the hub; grid_world_env answers one at a time",
+    "verifiers openenv_wordle, nemo_gym": "a server on the hub, or services; PyPI has no nemo-gym for this Python",
     "verifiers kuhn_poker, proposer_solver": "several agents an episode: refused, as a rollout is one agent's",
+    "harbor": "PyPI has none for this Python; its tasks are Docker's",
     "verifiers harbor, deepwiki, *_interception": "Docker, a service, or another's program",
     "verifiers color_codeword": "images",
 }
@@ -58,7 +65,9 @@ WORDS = ("about", "crane", "eagle", "house", "light", "music", "ocean", "plant",
 COLUMNS = ("Alt_IDs_Interactor_A", "Alt_IDs_Interactor_B", "Aliases_Interactor_A", "Aliases_Interactor_B")
 
 
-def calling_model(folder: Path, script: Sequence[str | Sequence[str]], marks: Sequence[str] = ()) -> Path:
+def calling_model(
+    folder: Path, script: Sequence[str | Sequence[str]], marks: Sequence[str] = (), context: int = 4096
+) -> Path:
     """A model folder whose answers follow `script`, of several texts at a place one or the other, as a rule; `marks`
     are further tokens."""
     steps = [*((step,) if isinstance(step, str) else tuple(step) for step in script), (IM_END,)]
@@ -68,7 +77,7 @@ def calling_model(folder: Path, script: Sequence[str | Sequence[str]], marks: Se
     tokenizer.chat_template = TEMPLATE
     end = tokenizer.convert_tokens_to_ids(IM_END)
     config = ModelConfig(
-        512, 128, 64, 1, 2, 1, 32, 4096, tie_word_embeddings=False, eos_token_ids=(end,), family="qwen3"
+        512, 128, 64, 1, 2, 1, 32, context, tie_word_embeddings=False, eos_token_ids=(end,), family="qwen3"
     )
     model = initialize(Decoder(config, torch.float32), seed=0)
     ids = [[tokenizer.convert_tokens_to_ids(text) for text in step] for step in steps]
@@ -157,6 +166,38 @@ def verifiers_runs(examples: Path, work: Path) -> dict[str, RunConfig]:
     return runs
 
 
+SERVE_MAZE = """
+import sys, uvicorn
+from maze_env.server.app import MazeAction, MazeEnvironment, MazeObservation, create_app
+app = create_app(MazeEnvironment, MazeAction, MazeObservation, env_name="maze_env", max_concurrent_envs=16)
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error")
+"""
+
+
+@contextlib.contextmanager
+def openenv_runs(examples: Path, work: Path) -> Iterator[dict[str, RunConfig]]:
+    """An environment of OpenEnv as a run, beside its server; its classes are as they are."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    server = subprocess.Popen([sys.executable, "-c", SERVE_MAZE, str(port)], cwd=examples)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        for _ in range(240):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/schema", timeout=1):
+                break
+            time.sleep(0.5)
+        model = str(calling_model(work / "openenv", [list("0123")], MARKS, 8192))
+        data = f'verifiers:openenv,base_url="{url}",resets=[{{}}],renderer="qwen3"'
+        limits: dict[str, Any] = {"max_turns": 3, "max_response_length": 3000, "environment_timeout": 300.0}
+        task = TaskConfig("dataset", data, environment="verifiers", validation_prompts=0, **limits)
+        sampling = SamplingConfig(num_generations=4, max_completion_length=8)
+        run = replace(small(task), model=model, sampling=sampling)
+        yield {"verifiers:openenv maze_env": replace(run, trainer=replace(run.trainer, prompts_per_step=1))}
+    finally:
+        server.terminate()
+        server.wait()
+
+
 def tool_call(name: str, argument: str, values: Sequence[str]) -> list[str | Sequence[str]]:
     """`call` as Qwen3 writes it."""
     start, *rest = call(name, argument, values)
@@ -205,6 +246,7 @@ def outcome(config: RunConfig, folder: Path) -> dict[str, Any]:
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trl", type=Path, metavar="FOLDER", help="with TRL's examples")
     parser.add_argument("--verifiers", type=Path, metavar="FOLDER", help="with example environments of verifiers")
+    parser.add_argument("--openenv", type=Path, metavar="FOLDER", help="with environments of OpenEnv")
     parser.add_argument("--add", action="store_true", help="keep what the file has of runs that are not run again")
     parser.add_argument("--tasks", nargs="*", default=TASKS, metavar="NAME", help="of reasoning-gym")
 
@@ -217,7 +259,7 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
         kept = json.loads(report.path.read_text())
         found.update({name: {"commit": kept["commit"], **one} for name, one in kept["runs"].items()})
     given, here = args.trl and args.trl.resolve(), Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         work = Path(folder)
         os.chdir(work)  # where the examples' files are
         try:
@@ -225,6 +267,8 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
             runs |= {f"reasoning_gym:{name}": gym_run(name) for name in args.tasks}
             if args.verifiers:
                 runs |= verifiers_runs(here / args.verifiers, work)
+            if args.openenv:
+                runs |= stack.enter_context(openenv_runs(here / args.openenv, work))
             for number, (name, run) in enumerate(runs.items()):
                 print(name, file=sys.stderr, flush=True)
                 found[name] = outcome(run, work / f"run{number}") | {"commit": made_by()["commit"]}

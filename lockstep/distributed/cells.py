@@ -33,6 +33,11 @@ class Cells:
         """Shards of the cells that a round has whole; 0 where its shards are all of one cell, or of a part of it."""
         return self.size if self.several and self.ranks >= self.size else 0
 
+    @property
+    def lanes(self) -> int:
+        """Ranks of a cell where all ranks are several whole ones, whose sums can be made before they travel; else 1."""
+        return self.size if self.several and self.ranks > self.size and self.ranks % self.size == 0 else 1
+
     @cached_property
     def span_rounds(self) -> bool:
         """Whether a cell takes several rounds, so that its sum must be kept apart from that of the cells before it."""

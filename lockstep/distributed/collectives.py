@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import torch_private
-from .mesh import Axis
+from .mesh import Axis, Mesh
 from .push.operator import push_columns
 
 
@@ -42,12 +42,20 @@ def exchange(x: Tensor, size: int, axis: Axis) -> Tensor:
     Args:
         size: of a part; `ranks` parts hold the tensor and padding.
     """
-    flat = x.reshape(-1)
-    if flat.numel() < size * axis.size:
-        flat = functional.pad(flat, (0, size * axis.size - flat.numel()))
+    flat = _padded(x, size * axis.size)
     if axis.size > 1:
         flat = torch_private.wait(torch_private.all_to_all(flat, axis.size, axis.group))
     return flat.view(axis.size, size)
+
+
+def exchange_in_cells(x: Tensor, size: int, mesh: Mesh) -> Tensor:
+    """What the ranks of this one's cell have of the parts, cut as `exchange` cuts along `fsdp`, of those that have its
+    place in each cell: [ranks of a cell, cells * size], by the rank it comes from. The sum of the rows is to be
+    exchanged along the cells: one row leaves a cell in place of one of each rank's.
+    """
+    lanes, cells = mesh.cells
+    parts = _padded(x, size * mesh.fsdp.size).view(cells.size, lanes.size, size).transpose(0, 1)
+    return exchange(parts, cells.size * size, lanes)
 
 
 def gather_columns(pieces: Sequence[Tensor], axis: Axis) -> Sequence[Tensor]:
@@ -127,6 +135,12 @@ def gather_rows(x: Tensor, rows: int, axis: Axis) -> Tensor:
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=1)
+
+
+def _padded(x: Tensor, size: int) -> Tensor:
+    """Flat, with zeros at its end."""
+    flat = x.reshape(-1)
+    return functional.pad(flat, (0, size - flat.numel())) if flat.numel() < size else flat
 
 
 def _side_by_side(parts: Tensor) -> Tensor:

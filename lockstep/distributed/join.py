@@ -14,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 from .. import machine
 from ..config import ParallelConfig, require_divisor
 from ..errors import InputError, refuse
+from .cells import Cells
 from .collectives import gather
 from .mesh import Axis
 from .push.memory import share_memory
@@ -56,13 +57,15 @@ def join(config: ParallelConfig, device_type: str) -> World:
     if on_gpu:
         machine.prepare_nccl()
     timeout = timedelta(seconds=config.timeout)
-    world = World(launch.rank, launch.processes, config.timeout, on_gpu, tp, pushes=config.symmetric_memory)
+    groups = launch.processes // tp
+    lanes = Cells(config.batch_shards or groups, config.cell, groups).lanes
+    rank, count, pushes = launch.rank, launch.processes, config.symmetric_memory
+    world = World(rank, count, config.timeout, on_gpu, tp, pushes=pushes, lanes=lanes)
     with world.peers(), world.deadline("joining the other processes"):
         store = dist.PrefixStore(f"lockstep/{next(_joined)}", _store(timeout))
-        number, count = launch.rank, launch.processes
-        dist.init_process_group("gloo", store=store, rank=number, world_size=count, timeout=timeout)  # through the host
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)  # through the host
         world.same("the processes of this run", lambda: {"device": device_type, "parallel": config})
-        for axis in world.mesh.axes:
+        for axis in world.mesh.in_graphs:
             _bind(world, axis)
         return in_groups(world, config.generator_tp or 1)
 
@@ -102,7 +105,10 @@ def _own_group(world: World, axis: Axis, backend: str, timeout: timedelta) -> di
     ranks, tp = list(range(world.size)), world.tp
     widths = {"tp": tp, "generator_tp": world.generator_tp}
     along = {name: [ranks[i : i + width] for i in ranks[::width]] for name, width in widths.items()}
-    along["fsdp"] = [ranks[i::tp] for i in range(tp)]
+    along["fsdp"] = shards = [ranks[i::tp] for i in range(tp)]
+    lanes = world.lanes
+    along["cell"] = [of[i : i + lanes] for of in shards for i in range(0, len(of), lanes)]
+    along["cells"] = [of[i::lanes] for of in shards for i in range(lanes)]
     made = [(of, dist.new_group(of, backend=backend, timeout=timeout)) for of in along[axis.name]]
     return next(group for of, group in made if world.rank in of)
 

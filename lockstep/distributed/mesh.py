@@ -45,16 +45,31 @@ class Mesh:
     - `fsdp`: a step's prompts are dealt out along it, and weights, gradients and moments are cut.
     - `tp`: heads are cut along it, and the output columns of products (`Placement`).
     - `ep`: experts would be. It is of one so far.
+
+    Attributes:
+        lanes: neighbours along `fsdp` whose gradients are added up before they leave them (`Cells.lanes`).
     """
 
     fsdp: Axis = Axis("fsdp")
     ep: Axis = Axis("ep")
     tp: Axis = Axis("tp")
+    lanes: int = 1
+
+    @property
+    def cells(self) -> tuple[Axis, Axis]:
+        """`fsdp` as two axes: the ranks of a cell, and those that have the same place in each cell."""
+        cell, lane = divmod(self.fsdp.rank, self.lanes)
+        return Axis("cell", self.lanes, lane), Axis("cells", self.fsdp.size // self.lanes, cell)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """Those that have several ranks."""
         return tuple(axis for axis in (self.fsdp, self.ep, self.tp) if axis.size > 1)
+
+    @property
+    def in_graphs(self) -> tuple[Axis, ...]:
+        """Those that graphs have collectives along: `axes`, and both of `cells` where these are of several ranks."""
+        return *self.axes, *(self.cells if self.lanes > 1 else ())
 
     @property
     def sizes(self) -> dict[str, int]:

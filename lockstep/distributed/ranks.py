@@ -44,7 +44,8 @@ class World:
         tp: neighbours that share each product of the trainer; it divides `size`.
         generator_tp: neighbours that generate together; it divides `size`.
         pushes: whether those store words into one another's memory (`Axis.pushes`).
-        together: the group of those, for what goes through the host.
+        lanes: see `Mesh`.
+        together: the group of those that generate together, for what goes through the host.
     """
 
     rank: int = 0
@@ -54,6 +55,7 @@ class World:
     tp: int = 1
     generator_tp: int = 1
     pushes: bool = False
+    lanes: int = 1
     together: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     _bound: set[str] = field(default_factory=set, repr=False, compare=False)  # names of groups
     _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
@@ -63,7 +65,7 @@ class World:
     def mesh(self) -> Mesh:
         """Where this process lies among the others, as the trainer has them."""
         shards, tp = self.size // self.tp, Axis("tp", self.tp, self.rank % self.tp)
-        return Mesh(fsdp=Axis("fsdp", shards, self.rank // self.tp), tp=tp)
+        return Mesh(fsdp=Axis("fsdp", shards, self.rank // self.tp), tp=tp, lanes=self.lanes)
 
     @cached_property
     def generator(self) -> Mesh:
@@ -80,7 +82,7 @@ class World:
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
         """Those that graphs have collectives along."""
-        return *self.mesh.axes, *(axis for axis in (self.generator.tp,) if axis.size > 1)
+        return *self.mesh.in_graphs, *(axis for axis in (self.generator.tp,) if axis.size > 1)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ..errors import InputError, ToolUnavailable
+from ..errors import InputError, ToolUnavailable, refuse
+from ..user_functions import is_unicode
 from .calls import event_loop, in_the_main_thread
 from .environment import End, Environment, Message, Turn
 
@@ -68,8 +69,8 @@ class ToolEnvironment(Environment):
             return self.ended()
         if turn.last:
             return ""  # nobody would read an answer: the trajectory is cut
-        answers = self._results([call["function"] for call in calls]) + [("", _MALFORMED)] * turn.malformed
-        said = [{"role": "tool", "name": name, "content": _content(result)} for name, result in answers]
+        answers = self._results([call["function"] for call in calls]) + [("", str(_MALFORMED))] * turn.malformed
+        said = [{"role": "tool", "name": name, "content": content} for name, content in answers]
         self.said += said
         return [{**message, "content": _text(message["content"])} for message in said]
 
@@ -97,7 +98,7 @@ class ToolEnvironment(Environment):
                 if isinstance(result, ToolUnavailable):
                     raise result
                 results[i] = {"error": str(result)} if isinstance(result, BaseException) else result
-        return [(call["name"], result) for call, result in zip(calls, results, strict=True)]
+        return [(call["name"], _content(result)) for call, result in zip(calls, results, strict=True)]
 
 
 def _called(tool: Tool | None, call: Mapping[str, Any]) -> Any:
@@ -126,8 +127,15 @@ def _name(tool: Tool) -> str:
 
 
 def _content(result: Any) -> Any:
-    """What reward functions see: lists as they are, anything else as text."""
-    return result if isinstance(result, list) else str(result)
+    """What reward functions see: lists as they are, anything else as text, and an error where that cannot be had."""
+    try:
+        text = str(result)
+    except Exception as error:
+        return str({"error": f"{type(error).__name__} when the result was shown"})
+    texts = [str(part.get("text")) for part in result if isinstance(part, dict)] if isinstance(result, list) else []
+    if not all(map(is_unicode, (text, *texts))):
+        return str({"error": "the result is no valid Unicode"})
+    return result if isinstance(result, list) else text
 
 
 def _text(content: Any) -> str:
@@ -148,6 +156,8 @@ def as_chat(prompt: Any) -> list[Message]:
 
 
 def tool_environment(tools: Sequence[Tool], what: str) -> type[ToolEnvironment]:
-    """An environment of these functions alone. Raises `InputError` as `schema`."""
-    schemas = [schema(tool, what) for tool in tools]
+    """An environment of these functions alone. Raises `InputError` as `schema`, and for two of one name."""
+    schemas, names = [schema(tool, what) for tool in tools], list(map(_name, tools))
+    twice = sorted({name for name in names if names.count(name) > 1})
+    refuse(bool(twice), f"{what}: there are several tools of the name {', '.join(twice)}; rename one")
     return type("Tools", (ToolEnvironment,), {"functions": tuple(tools), "schemas": schemas})

@@ -5,6 +5,7 @@ A field that would change the answer and that nothing here reads is refused by n
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, TypeVar
 
 import orjson
@@ -41,6 +42,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+BODY_SECONDS = 60.0  # that a body may take to come
 READ_TO_ITS_END = 4  # times the limit: a client that still sends reads no answer
 
 
@@ -142,12 +144,16 @@ async def read_body(request: Request, kind: type[_Kind], most: int) -> _Kind:
     """The request's body as a `kind`. Raises `ApiError` naming the field that is wrong, and for a body that is no JSON
     object, or larger than `most` bytes."""
     content, size = bytearray(), 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size <= most:
-            content += piece
-        elif size > READ_TO_ITS_END * most:
-            break
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                size += len(piece)
+                if size <= most:
+                    content += piece
+                elif size > READ_TO_ITS_END * most:
+                    break
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} seconds", code="body_timeout") from error
     if size > most:
         raise ApiError(413, f"the body is larger than {most >> 20} MiB", code="body_too_large")
     try:

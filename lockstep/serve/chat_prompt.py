@@ -13,10 +13,13 @@ from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
 
+from ..errors import InputError
 from ..models.tokenizer import check_size, encode_text, render_chat
 from ..session.text.policy import Policy
 from ..session.text.tool_calls import ToolFormat, begins_thought
 from .errors import refused
+
+MOST_TURNS = 512  # whose tokens are looked for in a prompt, each with the template
 
 Message = dict[str, Any]
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
@@ -101,13 +104,16 @@ def encode_chat(
     config = policy.model.config
     check_size(messages, config.max_position_embeddings, policy.longest_token)
     of_turns = [_sampled(message, f"messages[{i}].token_ids", config.vocab_size) for i, message in enumerate(messages)]
+    if sum(map(bool, of_turns)) > MOST_TURNS:
+        raise refused("messages", f"more than {MOST_TURNS} messages have token_ids; send older ones without")
     told = [_told(policy, *turn, form) for turn in zip(messages, of_turns, strict=True)]
     text = render_chat(policy.tokenizer, told, variables)
+    check_size(text, config.max_position_embeddings, policy.longest_token)  # with tools and calls
     ids: list[int] = []
     place = kept = lost = 0  # characters of `text` that `ids` stand for; turns
     for i, sampled in enumerate(of_turns):
         if sampled:
-            turn = _turn(policy, text, render_chat(policy.tokenizer, told[:i], variables), sampled, form)
+            turn = _turn(policy, text, _begun(policy, told[:i], variables), sampled, form)
             if turn is None:
                 lost += 1
                 continue
@@ -135,11 +141,21 @@ def _told(policy: Policy, message: Message, sampled: list[int], form: ToolFormat
     return form.with_thought(told, thought) if isinstance(thought, str) else told
 
 
+def _begun(policy: Policy, told: list[Message], variables: dict[str, Any]) -> str | None:
+    """The text that a turn was sampled after; None where the template refuses a conversation that ends there."""
+    try:
+        return render_chat(policy.tokenizer, told, variables)
+    except InputError:
+        return None
+
+
 def _turn(
-    policy: Policy, text: str, before: str, sampled: list[int], form: ToolFormat | None
+    policy: Policy, text: str, before: str | None, sampled: list[int], form: ToolFormat | None
 ) -> tuple[int, int] | None:
     """Where a turn that was sampled after `before` stands in `text`: from there up to where given text goes on. None
     where `text` has not what was sampled. A generation prompt may have had an end that turns of the past have not."""
+    if before is None:
+        return None
     ended = sampled[-1] in policy.model.config.eos_token_ids
     tokenizer = policy.tokenizer
     closing = tokenizer.decode(sampled[-1:], skip_special_tokens=False) if ended else tokenizer.eos_token

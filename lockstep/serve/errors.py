@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+MOST_TOLD = 2000  # characters
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -17,7 +18,8 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code  # the others may have what a client sent
+        self.message, self.param = message[:MOST_TOLD], param and param[:MOST_TOLD]
 
     @property
     def body(self) -> dict[str, Any]:

@@ -101,14 +101,18 @@ class Service:
                 f"{self.context} at most",
                 "context_length_exceeded",
             )
-        if sampling.n > self.most_samples:
-            raise refused("n", f"n is {sampling.n}; the server has room for {self.most_samples} samples")
+        self.require_place(sampling.n, "n")
         try:
             self._check(prompt_ids, sampling, group)
         except InputError as error:
             raise refused(field, str(error)) from error
         assert body.seed is not None, "given one by `seeded`"
         return Job(prompt_ids, sampling, SampleIdentity(body.seed, GENERATE_DOMAIN, 0, group))
+
+    def require_place(self, samples: int, field: str) -> None:
+        """Raise `ApiError` for more samples than there could ever be room for."""
+        if samples > self.most_samples:
+            raise refused(field, f"{samples} samples are asked for; the server has room for {self.most_samples}")
 
     def seeded(self, body: SamplingFields) -> int:
         """The request's seed; one without is given one, which its answer tells."""

@@ -35,9 +35,9 @@ class GrowingText:
         self._token_ids += update.token_ids
         self._text += self._stream.feed(self._token_ids)
         text = self._text if self._form is None else self._form.certain(self._text)
-        safe = min((before(text, s) for s in self._stop), default=len(text))
-        piece = text[self._shown : safe]
-        self._shown = max(self._shown, safe)
+        new = text[self._shown :]  # no stop string begins before it
+        piece = new[: min((before(new, s) for s in self._stop), default=len(new))]
+        self._shown += len(piece)
         return piece, []
 
 

@@ -48,8 +48,10 @@ from .memory import (
     MemoryPlan,
     Workload,
     adapted,
+    in_larger_groups,
     memory_at_hand,
     model_config,
+    plan,
     require_host_room,
     require_room,
     workload,
@@ -175,6 +177,11 @@ class TrainingSession(Session):
         self.preloaded = loaded_kernels()
 
     @property
+    def most_prompt_tokens(self) -> int | None:
+        """Tokens that a prompt may have; None: as many as there is room for."""
+        return self.prompt_limit.tokens
+
+    @property
     def context(self) -> int:
         """Tokens that a prompt and what comes after it may have together."""
         return self.prompt_limit.tokens + self.config.max_response_length
@@ -213,7 +220,9 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
     )
     require_degree(model_config(config), config.parallel.tp, "parallel.tp")
     require_degree(model_config(config), config.parallel.generator_tp, "parallel.generator_tp")
-    return require_room(planned_workload(config, ranks, device), int(memory_gib * 2**30) or memory_at_hand(device))
+    w, memory = planned_workload(config, ranks, device), int(memory_gib * 2**30) or memory_at_hand(device)
+    alone = config.parallel.generator_tp == 1
+    return require_room(in_larger_groups(w, memory) if alone and not plan(w, memory).fits else w, memory)
 
 
 def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Workload:

@@ -48,6 +48,7 @@ class Played:
     engine: Engine
     sampling: SamplingParams
     context: int
+    most_prompt_tokens: int | None
 
 
 def measured(
@@ -102,10 +103,12 @@ def measured(
         planned = world.each(lambda: engine(longest))
         parts = llm.policy.tokens, sampler, task.rewards, config.seed
         response = config.max_response_length, config.task.turns, config.task.environment_timeout
-        limits = Limits(config.task.max_prompt_length or None, *response)
+        limits = Limits(config.task.max_prompt_length or None, *response, context=llm.context)
         collector = Collector(*parts, environment, limits, world=world, needs_rewards=True)
         allowed = trained if by.temperature is None else sampling
-        with serving(Played(config, world, environment, llm.policy, planned, allowed, llm.context)):
+        with serving(
+            Played(config, world, environment, llm.policy, planned, allowed, llm.context, limits.prompt_tokens)
+        ):
             groups, _, counts = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
     found = list(dict.fromkeys(name for group in groups for r in group.rollouts for name in r.rewards))
     decides = found[0] if pass_reward is None else pass_reward

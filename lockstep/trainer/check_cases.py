@@ -56,7 +56,8 @@ def trust_cases(
     work += [(function, [graph.Case("all", load=partial(_fill_cells, function.inputs))]) for function in sums]
     if "gather_weights" in functions:
         gather = functions["gather_weights"]
-        work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs))]))
+        remake = partial(gather.body, gather.inputs)
+        work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs), remake=remake)]))
     work.append((functions["check"], [programs.case(*b, statistics) for b in batches]))
     for name in {"reference_logprobs", "values"} & functions.keys():
         work.append((functions[name], [programs.case(*b, lambda: None) for b in batches]))
@@ -182,8 +183,8 @@ def _fill_cells(inputs: graph.Inputs) -> None:
 
 
 def _clear(inputs: graph.Inputs) -> None:
-    for tensor in inputs.buffer.values():
-        tensor.zero_()
+    for name in inputs.param:
+        inputs.buffer[name].zero_()
 
 
 def _waves(target: Tensor, scale: float) -> None:

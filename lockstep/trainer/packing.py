@@ -93,9 +93,9 @@ def _drafts(groups: list[RolloutGroup], how: Packing) -> list[_Draft]:
     limit, per_sample = how.shapes[0].tokens if how.shapes else how.max_tokens, how.mode == "per_sample"
     branched = any(segment.anew for group in groups for t in group.rollouts for segment in t.segments)
     most = how.shapes[0].segments if how.shapes and branched else None  # without branches none has more
+    if branched and not how.whole_sequences:
+        groups = [part for group in groups for part in _split(group, _Most(limit, most))]
     for group in groups:
-        if branched and not how.whole_sequences:
-            group = _split(group, _Most(limit, most))
         needed = [_tokens_needed(trajectory, how.max_tokens) for trajectory in group.rollouts]
         for part, tokens in _parts(group, needed, _Most(limit, most), per_sample, how.share_prefix):
             full = bool(drafts) and most is not None and drafts[-1].needed.segments + _segments(part.rollouts) > most
@@ -139,12 +139,13 @@ def _segments(rollouts: Sequence[Trajectory]) -> int:
     return 1 + sum(len(trajectory.branches) for trajectory in rollouts)
 
 
-def _split(group: RolloutGroup, most: _Most) -> RolloutGroup:
+def _split(group: RolloutGroup, most: _Most) -> list[RolloutGroup]:
     """A group whose trajectories are cut between branches where these have no room together: what begins with the
-    group's prompt first, and then the rest."""
+    group's prompt first, and then each of the rest by itself, as of prompts of other ranks nobody knows which are
+    equal."""
     cut = [_cut(trajectory, most) for trajectory in group.rollouts]
-    first, further = [parts[0] for parts in cut], [part for parts in cut for part in parts[1:]]
-    return replace(group, rollouts=first + further)
+    first, further = [parts[0] for parts in cut], [[part] for parts in cut for part in parts[1:]]
+    return [replace(group, rollouts=rollouts) for rollouts in (first, *further)]
 
 
 def _cut(trajectory: Trajectory, most: _Most) -> list[Trajectory]:

@@ -339,7 +339,15 @@ class ShardedParameters(FlatParameters):
             with _serving(name), graph.backward():
                 if placements[name].tp is None:
                     grad = sum_of_all(grad, self.mesh.tp)
-                ops.fold_rows(total, distributed.exchange(grad, total.numel(), self.axis), self.cell)
+                self._add_all(total, grad)
+
+    def _add_all(self, total: Tensor, grad: Tensor) -> None:
+        """Add all ranks' gradient to this rank's part; that of a cell of `lanes` before it leaves them."""
+        axis, cell, size = self.axis, self.cell, total.numel()
+        if 1 < cell == self.mesh.lanes:
+            grad, cell = ops.sum_rows(distributed.exchange_in_cells(grad, size, self.mesh)), 0
+            axis = self.mesh.cells[1]
+        ops.fold_rows(total, distributed.exchange(grad, size, axis), cell)
 
     def summed_words(self, words: Tensor) -> Tensor:
         for axis in self.mesh.axes:
@@ -355,37 +363,6 @@ class ShardedParameters(FlatParameters):
             if first:
                 all_of_it[one.offsets[i] :][: found.numel()] = found
         return all_of_it
-
-
-class GatheredParameters(ShardedParameters):
-    """`ShardedParameters` whose micro-batches gather the weights from all ranks' parts: ZeRO's stage 3."""
-
-    def inputs(self, model: Decoder) -> graph.Inputs:
-        found, parts = super().inputs(model), self.gathering.param
-        frozen = {name: tensor for name, tensor in found.param.items() if name not in parts}
-        return replace(found, param={**parts, **frozen}, module=None)
-
-    @contextmanager
-    def micro_batch(
-        self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
-    ) -> Iterator[graph.Inputs]:
-        """With whole weights, too. Without gradients the separate operators compute: fused products read weights before
-        the kernel before is complete, and here the weights are gathered in the same graph."""
-        parts = {n: part for n, part in inputs.param.items() if n in self.names}
-        weights = {n: self.gathered(n, part).requires_grad_(differentiated) for n, part in parts.items()}
-        with torch.set_grad_enabled(torch.is_grad_enabled() or not differentiated), self.summed(inputs, maxima) as own:
-            yield replace(own, module=None, param={**inputs.param, **weights})
-
-
-def flat_parameters(
-    model: Decoder, mesh: Mesh, frozen: Collection[str] = (), reader: Decoder | None = None, stage: int | None = None
-) -> FlatParameters:
-    """A model's parameters, but for those that are `frozen`, as they are trained on this mesh; `reader`, by default the
-    model, generates with them. `stage`: ZeRO's, 2 or 3; by default 2 where the model's own are whole."""
-    if not mesh.axes and reader is None:
-        return FlatParameters(model, mesh, frozen)
-    gathers = stage == 3 or reader is not None
-    return (GatheredParameters if gathers else ShardedParameters)(model, mesh, frozen, reader)
 
 
 def _serving(name: str) -> AbstractContextManager[None]:

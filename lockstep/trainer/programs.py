@@ -19,7 +19,7 @@ from ..types import PackedBatch
 from . import routing, step
 from .graph_inputs import OPEN_SIZES, batch_of, statics_of
 from .optimizer import AdamW
-from .parameters import ShardedParameters
+from .parameters import FlatParameters, ShardedParameters
 
 _OF_BUFFERS = "optim_step", "gather_weights", "end_cell", "end_cells"  # programs that take no batch
 
@@ -152,7 +152,7 @@ class TrainerPrograms:
     def train_case(self, name: str, batch: PackedBatch, load: Callable[[], object], with_support: bool) -> graph.Case:
         """A launch of `forward_backward` on `batch`, to be checked."""
         made = self.case(name, batch, load, loss_type=self.loss_type, with_support=with_support)
-        return replace(made, eager=self._sparing_body if self.flat.reads_own else None)
+        return replace(made, eager=self._sparing_body)
 
     def launch(self, name: str, batch: PackedBatch, **statics: Any) -> dict[str, Tensor]:
         """What a program returns for a batch, by name."""
@@ -174,8 +174,10 @@ class TrainerPrograms:
 
     def _sparing_body(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
         """`forward_backward`, called, with its bits in less memory: layers are computed again in the backward pass,
-        each gradient is added up as it comes, and the weights are the model's own, which are whole on every rank."""
-        with torch.enable_grad(), self.flat.summed(inputs, step.MAXIMA) as own, _computed_again(self.model):
+        each gradient is added up as it comes, and the weights are the model's own, which are whole on every rank, or
+        filled for this call."""
+        summed = self.flat.summed(inputs, step.MAXIMA)
+        with torch.enable_grad(), summed as own, _filled(self.flat), _computed_again(self.model):
             loss, outputs = self._train_forward(replace(own, module=self.model), **statics)
             with self._added_up(inputs.grad):
                 loss.backward(inputs=self.flat.parameters)
@@ -230,6 +232,20 @@ class TrainerPrograms:
             routing.balance(biases, s["loads"], self.optimizer.settings.router_bias_rate, applied)
         step.take(b["statistics"], b["results"], grad_norm, applied, self.experts)
         return {}
+
+
+@contextmanager
+def _filled(flat: FlatParameters) -> Iterator[None]:
+    """Within it the model has its parameters, also where it keeps none."""
+    kept = [parameter.data for parameter in flat.parameters]
+    if isinstance(flat, ShardedParameters) and not flat.reads_own:
+        for parameter, name, part in zip(flat.parameters, flat.names, flat.parts, strict=True):
+            parameter.data = flat.gathered(name, part)
+    try:
+        yield
+    finally:
+        for parameter, data in zip(flat.parameters, kept, strict=True):
+            parameter.data = data
 
 
 @contextmanager

@@ -27,13 +27,14 @@ from .graph_inputs import complete
 from .mismatches import MAX_MISMATCHES, Checked, Deltas, Mismatch, mismatches, sums_of_deltas
 from .optimizer import frozen_parameters, optimizer_of, parameter_groups
 from .packing import blank_batch
-from .parameters import Buffer, flat_parameters
+from .parameters import Buffer
 from .programs import TrainerPrograms, UpdateState
 from .result import PendingResult, Results, StepResult
 from .routing import RoutingResult, statistics_of
 from .shapes import BatchShape
 from .step import STATISTICS, found_names, take
 from .tp.decoder import give_memory, in_trainer
+from .tp.gathered import flat_parameters
 
 
 class Trainer:

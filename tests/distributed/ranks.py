@@ -41,6 +41,7 @@ from lockstep.environments.ranks.rollouts import COLUMNS, Holders, outline
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Captured, GraphError, Runtime, check_against_eager, digest
+from lockstep.graph.check import comparison
 from lockstep.graph.passes.collectives import gradient_exchanges, weight_gathers
 from lockstep.graph.torch_private import trace
 from lockstep.models import Decoder, ModelConfig
@@ -347,12 +348,18 @@ def flattened(value: Any) -> list[Any]:
 
 @check
 def a_graph_that_is_wrong_on_one_rank(world: World) -> Any:
-    """The check before the first step passes; then eager's update is another on the last rank: all ranks are told."""
+    """The check before the first step passes; then eager's update is another on the last rank: all ranks are told. Of
+    the weights that are gathered nothing is copied to be put back."""
     runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
     trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, runtime=runtime)
     shapes = [BatchShape(64, 32, 4, 64)]
-    work = [w for w in trainer.trust_cases(shapes, FILTERED, check_parity=True) if w[0].name == "optim_step"]
-    (verdict,) = check_against_eager(runtime, work, "strict")
+    cases, copied = trainer.trust_cases(shapes, FILTERED, check_parity=True), list[int]()
+    work = [w for w in cases if w[0].name in ("optim_step", "gather_weights")]
+    snapshot = comparison.Snapshot
+    comparison.Snapshot = lambda tensors: copied.append(0) or snapshot(tensors)  # type: ignore[assignment,misc]
+    verdict, _ = check_against_eager(runtime, work, "strict")
+    comparison.Snapshot = snapshot  # type: ignore[misc]
+    assert len(copied) == verdict.cases
     if world.rank == 1:
         function = trainer.programs.by_name["optim_step"]
         body = function.body

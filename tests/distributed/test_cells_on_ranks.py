@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cell_cases import CELL, KINDS, SHARDS, on_a_rank, steps, trainer_of
+from cell_cases import CELL, KINDS, SHARDS, SMALL_CELL, on_a_rank, steps, trainer_of
 from processes import on_ranks
 
 
@@ -22,6 +22,15 @@ def test_rollouts_losses_norms_and_weights_are_those_of_one_process(found: dict,
     one = steps(trainer_of(kind), [0, 1])
     assert [rank[kind] for ranks in found.values() for rank in ranks] == [one] * 6
     assert [rank[f"{kind}, resumed"] for rank in found[4]] == [one[1:]] * 4
+
+
+def test_cells_of_fewer_ranks_than_there_are_add_up_what_is_theirs_first(found: dict) -> None:
+    torch.set_num_threads(1)
+    one = steps(trainer_of("dense", cell=SMALL_CELL), [0])
+    assert [rank["small cells"] for rank in found[4]] == [one] * 4 and one != found[2][0]["dense"][:1]
+    bucketed, reordered = found[4][0]["exchanges"][:2]
+    assert bucketed.endswith(" 18 -> 4 exchanges, 18 -> 4 exchanges between cells")
+    assert reordered.endswith(" 6 exchanges end a layer late")
 
 
 def test_another_order_of_cells_has_other_bits(found: dict) -> None:

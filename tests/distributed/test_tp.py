@@ -21,8 +21,9 @@ from lockstep.models.checks import require_degree
 from lockstep.models.folder import Export
 from lockstep.models.init import architecture
 from lockstep.trainer import Trainer
-from lockstep.trainer.parameters import FlatParameters, flat_parameters
+from lockstep.trainer.parameters import FlatParameters
 from lockstep.trainer.tp.decoder import in_trainer
+from lockstep.trainer.tp.gathered import flat_parameters
 
 CASES: list[dict[str, Any]] = [
     {"family": "llama"},

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from small import CONFIG, FAMILIES, compare, make_model
@@ -18,7 +19,9 @@ from lockstep.config import GeneratorConfig
 from lockstep.environments import Collector, End, Environment, Failures, Limits, Next, Problem, RewardSet, Tokens, Turn
 from lockstep.environments import collect as collecting
 from lockstep.environments.collect import Collected
+from lockstep.environments.environment import by_name
 from lockstep.environments.episodes import FAILURES
+from lockstep.environments.episodes.answers import wrong_reward
 from lockstep.environments.rewards.reward_set import Reward
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
@@ -186,11 +189,17 @@ def test_limits_end_a_trajectory(model: Decoder) -> None:
         def cut(self) -> End:
             return End({"turns": float(self.turns)})
 
-    for limits, turns in ((Limits(response_tokens=400, turns=2), 2), (Limits(response_tokens=44, turns=9), 9)):
+    contexts = Limits(response_tokens=400, turns=9, context=len(PROBLEMS[0][1].prompt) + 44)
+    for limits, turns in (
+        (Limits(response_tokens=400, turns=2), 2),
+        (Limits(response_tokens=44, turns=9), 9),
+        (contexts, 9),
+    ):
         for r in (r for g in collect(engine_of(model), Endless, limits).groups for r in g.rollouts):
             assert r.finish_reason == "truncated" or (r.finish_reason == "length" and len(r.turns[-1].token_ids) == 20)
             assert r.rewards == {"turns": len(r.turns)} and r.reward == len(r.turns) <= turns and r.segments[-1].sampled
             assert sum(len(s.token_ids) for s in r.segments[1:]) <= limits.response_tokens
+            assert len(r.context) <= (limits.context or 1000)
 
 
 class Wrong(Talk):
@@ -258,16 +267,43 @@ class GarbageInNext(Wrong):
         return Next(3, 1.0)  # type: ignore[arg-type]
 
 
+class HalfACharacter(Wrong):
+    def wrong(self) -> Any:
+        return "\ud83d"
+
+
+class HalfACharacterInAMessage(Wrong):
+    def wrong(self) -> Any:
+        return [{"role": "tool", "content": "\udcff"}]
+
+
+class NoRole(Wrong):
+    def wrong(self) -> Any:
+        return [{}]
+
+
+class AnotherVocabulary(Wrong):
+    def wrong(self) -> Any:
+        return [1 << 70, -1]
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
+        (HalfACharacter, "step returned text that is no valid Unicode"),
+        (HalfACharacterInAMessage, "step returned text that is no valid Unicode"),
+        (NoRole, "step returned list [{}]; it must be text, messages with role and content"),
+        (AnotherVocabulary, f"after what step returned: prompt 5: token id {-1} is outside the model's vocabulary"),
         (ItsProcessIsKilled, "died with <Signals.SIGKILL: 9>"),
         (RewardsByNothing, "its reward is {'a': inf}; it must be a finite number, or several by name"),
-        (GarbageInNext, "step returned int 3; it must be text, messages, token ids or an End"),
+        (GarbageInNext, "step returned int 3; it must be text, messages with role and content, token ids or an End"),
         (Raises, "SystemExit: gone"),
         (Hangs, "it took longer than task.environment_timeout, 0.3 s"),
         (HangsInALoop, "it took longer than task.environment_timeout, 0.3 s"),
-        (Garbage, "step returned dict {'role': 'tool'}; it must be text, messages, token ids or an End"),
+        (
+            Garbage,
+            "step returned dict {'role': 'tool'}; it must be text, messages with role and content, token ids or an End",
+        ),
         (NotANumber, "its reward is {'a': 1.0, 'b': nan}; it must be a finite number"),
     ],
 )
@@ -456,3 +492,8 @@ def test_a_trajectory_that_lacks_sampled_tokens_is_not_handed_on(
     monkeypatch.setattr(collecting, "RolloutGroup", shortened)
     with pytest.raises(LockstepError, match=r"step 4: \d+ tokens were sampled, and trajectories have \d+$"):
         collect(engine_of(model), Talk)
+
+
+def test_a_number_of_numpy_is_a_reward() -> None:
+    assert wrong_reward(np.float32(0.5)) == wrong_reward({"a": np.int64(1)}) == "" and wrong_reward("1")
+    assert type(by_name(np.float32(0.5))["reward"]) is float

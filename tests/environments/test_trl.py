@@ -14,6 +14,7 @@ from scripted import scripted_folder
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.environments import End, Turn, make_environment
 from lockstep.environments.calls import Calls
+from lockstep.environments.tools import tool_environment
 from lockstep.errors import InputError
 from lockstep.run.train import train
 
@@ -166,7 +167,38 @@ def test_a_function_that_needs_signals_is_called_in_the_main_thread() -> None:
     assert environment.said[1]["content"] == [("abc", 3)], "for reward functions as it is"
 
 
+def test_what_a_tool_returns_can_be_shown_or_is_an_error() -> None:
+    class Unshown:
+        def __str__(self) -> str:
+            raise KeyError("no")
+
+    def odd(kind: int) -> object:
+        """Odd.
+
+        Args:
+            kind: Which.
+        """
+        return [Unshown(), "\udcff", 3, [{"type": "text", "text": "\ud800"}]][kind]
+
+    environment = tool_environment([odd], "task.tools")()
+    calls = [{"name": "odd", "arguments": {"kind": kind}} for kind in range(4)]
+    found = [content for _, content in environment._results(calls)]
+    unicode = "{'error': 'the result is no valid Unicode'}"
+    assert found == ["{'error': 'KeyError when the result was shown'}", unicode, "3", unicode]
+
+
 def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
+    def moves(way: str) -> str:
+        """Moves.
+
+        Args:
+            way: Where to.
+        """
+        return way
+
+    moves.__name__ = "move"
+    with pytest.raises(InputError, match="there are several tools of the name move; rename one"):
+        tool_environment([moves, moves], "task.tools")
     (tmp_path / "other.py").write_text("def bare(x): return x\ndef make(): raise OSError('no server')\n")
     with pytest.raises(InputError, match="task.tools: bare cannot be described to the model: .*; give each argument"):
         make_environment(TaskConfig(tools=(f"{tmp_path / 'other.py'}:bare",)))

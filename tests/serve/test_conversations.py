@@ -24,6 +24,7 @@ from scripted import (
 )
 from serving import Running, running
 
+from lockstep.errors import PromptTooLong
 from lockstep.models.tokenizer import byte_tokenizer
 from lockstep.serve.chat_prompt import ChatPrompt, checked_messages, encode_chat
 from lockstep.session.generate import LLM
@@ -132,6 +133,19 @@ def test_what_a_client_changed_is_text(served: Running) -> None:
     told = [{k: v for k, v in m.items() if k != "token_ids"} for m in messages]
     prompt = encode_chat(served.llm.policy, messages, {}, None)
     assert prompt == ChatPrompt(served.llm.policy.encode(told), kept=0, encoded_again=1)
+
+
+def test_what_no_prompt_can_hold_is_not_encoded(served: Running) -> None:
+    """Tools and calls count, not the contents of messages alone; and an answer that nothing came before is text."""
+    call = {"function": {"name": "add", "arguments": json.dumps({"a": "x" * 300_000})}}
+    messages = checked_messages([*ASK, {"role": "assistant", "tool_calls": [call]}])
+    with pytest.raises(PromptTooLong):
+        encode_chat(served.llm.policy, messages, {}, None)
+    policy = LLM(served.llm.config.model, device="cpu").policy
+    policy.tokenizer = byte_tokenizer()
+    policy.tokenizer.chat_template = "{{ messages[0].content }}<|im_end|>{{ messages[0].role + '!' }}"
+    first = {"role": "assistant", "content": "hm", "token_ids": [104, 109, 258]}
+    assert encode_chat(policy, checked_messages([first]), {}, None).encoded_again == 1
 
 
 def test_one_turn_is_encoded_as_generate_encodes_it(served: Running) -> None:

@@ -165,6 +165,7 @@ def refuses(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any
     refused(400, None, "seed", sampling_params={"seed": 4})
     refused(400, None, "token_ids", token_ids=[])
     refused(400, "context_length_exceeded", "token_ids", token_ids=[5] * 3000)
+    refused(400, "context_length_exceeded", None, token_ids=[5] * 250)  # no room for what would come after it
     refused(404, "model_not_found", "model", model="another")
     assert http.post("/rollouts/none/v1/chat/completions", json={"messages": FOLLOWING}).status_code in (400, 410)
     assert http.post("/rollouts/none/end", json={"reward": 1}).json()["error"]["code"] == "rollout_over"
@@ -187,7 +188,7 @@ def refuses(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any
 
 
 def test_what_a_rollout_cannot_be_asked_is_refused_and_a_turn_is_sampled_once(tmp_path: Path) -> None:
-    assert trained(tmp_path, "run", refuses) == [200] * 4
+    assert trained(tmp_path, "run", refuses, max_prompt_length=200) == [200] * 4
     found = samples(tmp_path / "run")
     assert len(found) == 4 and CUT and {one[4] for one in found} <= {"truncated", "length"}
     certificate = json.loads((tmp_path / "run" / "parity.json").read_text())

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import KEY, Running, running
 
+from lockstep.serve import bodies
 from lockstep.session.generate import LLM
 from lockstep.types import Completion, SamplingParams
 
@@ -204,6 +205,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat", {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "is not supported"),
     ("chat", {"messages": HELLO, "top_logprobs": 2, "logprobs": True}, "top_logprobs", "must be 0"),
     ("chat", {"messages": HELLO, "temprature": 0.5}, "temprature", "is no field of this route"),
+    ("chat", {"messages": HELLO, "y" * 5000: 0.5}, "y" * 2000, "yyy"),
     ("chat", {"messages": HELLO, "stream_options": {"every": 1}}, "stream_options.every", "is no field"),
     ("chat", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "has no tools"),
     ("chat", {"messages": HELLO, "tools": [{"name": "f"}]}, "tools[0]", "must be"),
@@ -218,11 +220,13 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "text"),
     ("chat", {"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "together they may be 512"),
     ("chat", {"messages": [{"role": "assistant", "content": "", "token_ids": [999]}]}, "messages[0].token_ids", "512"),
+    ("chat", {"messages": [{"role": "assistant", "token_ids": [9], "content": ""}] * 600}, "messages", "more than 512"),
     ("completions", {"prompt": ""}, "prompt", "no tokens"),
     ("completions", {"prompt": []}, "prompt", "must be a string"),
     ("completions", {"prompt": [1, -1]}, "prompt", "outside the model's vocabulary"),
     ("completions", {"prompt": [1, 512]}, "prompt", "outside the model's vocabulary"),
     ("completions", {"prompt": [[1], "x", 3]}, "prompt", "must be a string"),
+    ("completions", {"prompt": ["x"] * 2000}, "prompt", "2000 samples are asked for"),
     ("completions", {"prompt": "x", "logprobs": 3}, "logprobs", "must be 0 or null"),
     ("completions", {"prompt": "x", "echo": True}, "echo", "is not supported"),
     ("completions", {"prompt": "x", "best_of": 2}, "best_of", "is not supported"),
@@ -297,6 +301,15 @@ def test_a_client_that_leaves_within_its_body_costs_nothing(served: Running) -> 
         connection.sendall(head.encode() + b'{"prompt": ')
     wait_until(lambda: counted in served.http.get("/metrics").text)
     assert served.idle and 'status="500"' not in served.http.get("/metrics").text
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
+    host, port = served.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 99\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(head.encode() + b'{"prompt": ')
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408") and served.idle
 
 
 JSON = st.recursive(

@@ -19,13 +19,15 @@ from lockstep.distributed.mesh import Axis, Mesh
 from lockstep.distributed.pieces import Shares
 from lockstep.distributed.placement import WHOLE, Placement
 from lockstep.graph.capture.step import capture
-from lockstep.graph.ir.captured import op_name
+from lockstep.graph.ir.captured import Captured, op_name
+from lockstep.graph.passes.collectives import gradient_exchanges
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, FlatParameters, Trainer
 from lockstep.trainer.graph_inputs import OPEN_SIZES, statics_of
 from lockstep.trainer.packing import blank_batch
-from lockstep.trainer.parameters import ALIGNMENT, Layout, flat_parameters
+from lockstep.trainer.parameters import ALIGNMENT, Layout
+from lockstep.trainer.tp.gathered import flat_parameters
 from lockstep.types import SamplingParams
 
 SHAPES = st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
@@ -89,25 +91,43 @@ def test_any_layout_reads_what_any_wrote(now: int, then: int, tp: int, tp_then: 
         assert torch.equal(torch.cat([whole[:0], *read]), part)
 
 
-def calls(ranks: int, name: str) -> Counter[str]:
-    """What one of so many ranks calls in a graph, traced without the others."""
+def traced(ranks: int, name: str, lanes: int = 1) -> Captured:
+    """A graph of one of so many ranks, traced without the others."""
     model = initialize(Decoder(ModelConfig(64, 16, 16, 1, 2, 1, 8, family="qwen3"), torch.float32), 0)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), world=World(0, ranks), cells=Cells(16, 4, ranks))
+    trainer = Trainer(
+        model, OptimizerConfig(), LossConfig(), world=World(0, ranks, lanes=lanes), cells=Cells(16, 4, ranks)
+    )
     program, sizes = trainer.programs.by_name[name], None
     inputs, statics = program.inputs, dict[str, Any]()
     if name == "forward_backward":
         batch = blank_batch(BatchShape(16, 8, 4, 16), SamplingParams(), True)
         statics = {**statics_of(batch), "loss_type": trainer.loss.loss_type, "with_support": False}
         inputs, sizes = replace(inputs, user=batch.tensors()), OPEN_SIZES
-    captured = capture(name, program.body, inputs, statics=statics, writes=program.writes, dynamic=sizes)
+    return capture(name, program.body, inputs, statics=statics, writes=program.writes, dynamic=sizes)
+
+
+def calls(captured: Captured) -> Counter[str]:
     return Counter(op_name(node) for node in captured.graph.nodes if node.op == "call_function")
 
 
 @pytest.mark.parametrize("name", ["forward_backward", "optim_step"])
 def test_a_graph_is_as_large_for_any_number_of_ranks(name: str) -> None:
-    of_four = calls(4, name)
-    assert of_four == calls(8, name)
+    of_four = calls(traced(4, name))
+    assert of_four == calls(traced(8, name))
     assert name == "optim_step" or of_four["lockstep.fold_rows"] == 1 + of_four["_c10d_functional.all_to_all_single"]
+
+
+def test_what_a_cell_adds_up_first_leaves_it_once() -> None:
+    """Elements that go from a rank to other cells, of which there are two or four: of four ranks the sum alone."""
+    flat, two, four = traced(8, "forward_backward"), *(traced(r, "forward_backward", lanes=4) for r in (8, 16))
+    assert calls(two) == calls(four)
+
+    def leaving(captured: Captured, stage: int, others: int) -> int:
+        each = [x.collective.args[1] for x in gradient_exchanges(captured, stage)]
+        return sum(sum(sizes[:others]) for sizes in each)  # type: ignore[index,arg-type,misc]
+
+    assert leaving(flat, 0, 4) == 4 * leaving(two, 1, 1) > 0
+    assert [len(gradient_exchanges(two, stage)) for stage in (0, 1)] == [len(gradient_exchanges(flat))] * 2
 
 
 def test_each_rank_has_its_shard_and_the_model_keeps_its_own(make_model) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from fake_recorder import FakeRecorder
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import GraphError, Pass, Runtime, check_against_eager, compile_report
+from lockstep.graph.check import comparison
 from lockstep.graph.ir.captured import is_backward, op_name
 from lockstep.graph.passes.rewrite import rewritten
 from lockstep.models import Decoder, ModelConfig
@@ -63,6 +66,28 @@ def test_every_function_passes_and_nothing_is_left_behind(mode: str, options: di
     assert cases.pop("optim_step") == 5 and cases.pop("forward_backward") == batches * options.get("num_iterations", 1)
     assert ("check" in cases, "reference_logprobs" in cases) == (options.get("with_checks", True), beta > 0)
     assert set(cases.values()) <= {batches}
+
+
+def test_what_is_copied_to_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first the weights, and as many bytes of the masters; later the moments, too. Gradients never."""
+
+    class Counted(comparison.Snapshot):
+        def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+            super().__init__(tensors)
+            copied.append(self.nbytes)
+
+    monkeypatch.setattr(comparison, "Snapshot", Counted)
+    runtime, trainer = make("none", dtype=torch.bfloat16)
+    shapes, found = SHAPES[1:], []
+    for moments in (0.0, 1e-7):
+        trainer.optimizer.exp_avg.fill_(moments)
+        trainer.optimizer.exp_avg_sq.fill_(moments)
+        for name in ("forward_backward", "optim_step"):
+            copied = list[int]()
+            work = [w for w in trainer.trust_cases(shapes, TOP_P, check_parity=True) if w[0].name == name]
+            check_against_eager(runtime, work, "strict")
+            found.append(max(copied) / trainer.flat.layout.size)
+    assert found == pytest.approx([0, 4, 0, 12], abs=0.2)
 
 
 def drops_a_gradient(captured):

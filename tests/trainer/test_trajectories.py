@@ -18,6 +18,7 @@ from updates import LR, MAX_TOKENS, WARM, gradients, make_trainer, one_batch
 
 from lockstep.algorithms import ALGORITHMS
 from lockstep.config import GeneratorConfig
+from lockstep.environments.ranks.rollouts import outline
 from lockstep.errors import InputError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.models.folder import save_model
@@ -211,6 +212,27 @@ def test_branches_that_do_not_fit_together_are_in_several_batches(make_model):
     for batch in pack([replace(groups[0], rollouts=groups[0].rollouts[1:2])], max_tokens=120, check_parity=True):
         trainer.check(batch)
     assert [m.position for m in trainer.finish_check().mismatches] == [0, 0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("max_tokens", [120, 300])
+def test_what_other_ranks_have_is_planned_as_they_plan_it(make_model, max_tokens):
+    """Of an outline lengths are known, and which prompts of a group are equal."""
+
+    def groups() -> list[RolloutGroup]:
+        found = in_branches()
+        first, second, third = found[0].rollouts
+        prompts = [Segment([*first.prompt.token_ids[:-1], 5]) for _ in range(2)]  # equal, and other than the first
+        second.segments, third.segments[0] = [prompts[0], second.segments[1]], prompts[1]
+        for one in (first, third):  # branches that begin alike
+            again = [Segment([7] * 60, anew=True), Segment([9], True, [-4.0], [-4.0])]
+            one.segments = [*one.segments[:2], *again]
+        return found
+
+    own, how = in_branches(1), Packing(max_tokens)
+    shapes = []
+    for others in (groups(), [outline(group) for group in groups()]):
+        shapes.append([batch.tokens_T.shape for batch in pack_shards([own, others], [0], how, False)])
+    assert shapes[0] == shapes[1] and len(shapes[0]) > 1
 
 
 def test_a_turn_in_two_pieces_is_packed_as_one(make_model):

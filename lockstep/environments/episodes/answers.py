@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from ...types import Trajectory
-from ...user_functions import one_line
+from ...user_functions import is_unicode, one_line
 from ..calls import Failure
-from ..environment import End, Reward, by_name
+from ..environment import Branch, End, Reward, by_name
 
 
 def is_chat(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(isinstance(message, dict) for message in given)
+    return isinstance(given, list) and bool(given) and all(map(_is_message, given))
+
+
+def _is_message(message: Any) -> bool:
+    content = message.get("content", "") if isinstance(message, dict) else None
+    return isinstance(content, (str, list)) and isinstance(message.get("role"), str)
 
 
 def is_tokens(given: Any) -> bool:
@@ -24,12 +30,22 @@ def is_given(given: Any) -> bool:
     return isinstance(given, str) or is_chat(given) or is_tokens(given)
 
 
+def wrong_step(given: Any) -> str:
+    """What is wrong with what follows a turn, where it is no end; nothing if all is well."""
+    given = given.given if isinstance(given, Branch) else given
+    if not is_given(given):
+        kind = f"{type(given).__name__} {one_line(given, repr)}"
+        return f"step returned {kind}; it must be text, messages with role and content, token ids or an End"
+    texts = [given] if isinstance(given, str) else [str(m.get("content")) for m in given if isinstance(m, dict)]
+    return "" if all(map(is_unicode, texts)) else "step returned text that is no valid Unicode (half a surrogate pair)"
+
+
 def unlike(given: list[Any], alike: bool) -> Failure | None:
     """What is wrong with the prompts of a group's samples; None if all is well."""
     for one in given:
         if not is_given(one):
             kind = f"{type(one).__name__} {one_line(one, repr)}"
-            return Failure(f"start returned {kind}; it must be text, messages or token ids")
+            return Failure(f"start returned {kind}; it must be text, messages with role and content, or token ids")
     if alike and any(other != given[0] for other in given):
         return Failure("start returned other prompts for samples of one group; it may depend on row and seed alone")
     return None
@@ -45,7 +61,7 @@ def wrong_end(end: Any) -> str:
 def wrong_reward(reward: Any) -> str:
     """What is wrong with a reward; nothing if all is well."""
     for value in reward.values() if isinstance(reward, Mapping) else [reward]:
-        if not (isinstance(value, (int, float)) and math.isfinite(value)):
+        if not (isinstance(value, Real) and math.isfinite(value)):
             return f"its reward is {one_line(reward, repr)}; it must be a finite number, or several by name"
     return ""
 

@@ -13,7 +13,7 @@ from ...user_functions import one_line
 from ..calls import Answer, Calls, Failure
 from ..environment import Branch, End, Next, Turn, by_name
 from ..tokens import answering, said_by
-from .answers import count, is_chat, is_given, is_tokens, unlike, wrong_end, wrong_reward
+from .answers import count, is_chat, is_tokens, unlike, wrong_end, wrong_reward, wrong_step
 from .episode import Asked, Episode, Round, Sampler
 
 _log = logging.getLogger("lockstep")
@@ -211,9 +211,8 @@ class Play:
             episode.rewarded = True
         if isinstance(given, End):
             self._end(episode, given)
-        elif not is_given(given.given if isinstance(given, Branch) else given):
-            kind = f"{type(given).__name__} {one_line(given, repr)}"
-            self._fail(episode, Failure(f"step returned {kind}; it must be text, messages, token ids or an End"))
+        elif wrong := wrong_step(given):
+            self._fail(episode, Failure(wrong))
         elif trajectory.cut_off:
             self._cut(episode)
         elif episode.turns >= self._limits.turns:
@@ -240,7 +239,11 @@ class Play:
             self._cut(episode)
             return
         sampling = replace(self._sampling, n=1, max_completion_length=min(room, self._sampling.max_completion_length))
-        self._request([episode], trajectory.context, sampling)
+        try:
+            self._request([episode], trajectory.context, sampling)
+        except InputError as error:  # such as token ids that the model has not
+            trajectory.segments.pop()
+            self._fail(episode, Failure(f"nothing can be sampled after what step returned: {error}"))
 
     def _room(self, trajectory: Trajectory) -> int:
         """Tokens that may still be sampled."""
@@ -248,6 +251,8 @@ class Play:
         room, most = self._sampling.max_completion_length, self._limits.response_tokens
         if most is not None:
             room = most - max(context - len(trajectory.prompt.token_ids), len(trajectory.token_ids))
+        if self._limits.context is not None:
+            room = min(room, self._limits.context - context)
         if branches > 1 and self._limits.packed_tokens is not None:  # the last token of each takes no row
             room = min(room, self._limits.packed_tokens + branches - sum(len(s.token_ids) for s in trajectory.segments))
         return room

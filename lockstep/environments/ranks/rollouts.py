@@ -45,11 +45,14 @@ def outline(group: RolloutGroup) -> RolloutGroup:
 
     Prompts that are equal become one list, here and there, which is sent once.
     """
-    first, known = group.rollouts[0].prompt, dict[int, Elsewhere]()
-    for rollout in group.rollouts[1:]:
-        for name in COLUMNS:
-            if getattr(rollout.prompt, name) == (values := getattr(first, name)):
-                setattr(rollout.prompt, name, values)
+    known, prompts = dict[int, Elsewhere](), [rollout.prompt for rollout in group.rollouts]
+    for name in COLUMNS:
+        different: list[Any] = []
+        for prompt in prompts:
+            values = getattr(prompt, name)
+            if (same := next((other for other in different if other == values), None)) is None:
+                different.append(same := values)
+            setattr(prompt, name, same)
 
     def without(segment: Segment) -> Segment:
         here = {name: values for name in COLUMNS if (values := getattr(segment, name)) is not None}

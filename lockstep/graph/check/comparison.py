@@ -15,7 +15,8 @@ from ..ir.captured import Captured, Inputs, Static, inexact_results
 from ..program import Program
 from ..runtime import Runtime
 from .bisect import Fault, faulty_replay, faulty_step
-from .fingerprints import Snapshot, fingerprints, first_difference
+from .fingerprints import fingerprints, first_difference
+from .snapshot import Snapshot
 from .tolerance import bound, too_far
 
 
@@ -31,6 +32,7 @@ class Case:
         touches: for large state, as "role name", the views of it that `load` and the run may write. Any other input
             that the graph writes, and every `buffer`, is copied and put back whole.
         scratch: views that the run writes and whose values mean nothing: put back, but not compared.
+        remake: makes all that the run writes anew from what it does not write, so that nothing is copied.
         eager: called in place of the function's body, whose bits it has, in less memory.
     """
 
@@ -40,6 +42,7 @@ class Case:
     load: Callable[[], object] = lambda: None
     touches: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     scratch: Sequence[Tensor] = ()
+    remake: Callable[[], object] | None = None
     eager: GraphBody | None = None
 
 
@@ -65,7 +68,8 @@ class Comparison:
         self._inputs = replace(function.inputs, user=case.user)
         self._loose = inexact_results(self._captured)
         self._state = _touched(self._captured, self._inputs, case)
-        self._before = Snapshot([*(view for views in self._state.values() for view in views), *case.scratch])
+        written = [*(view for views in self._state.values() for view in views), *case.scratch]
+        self._put_back = case.remake or Snapshot(written).restore
 
     def fault(self, interpret: bool) -> Fault | None:
         """Where the ways part, or None when all is as it must be.
@@ -116,13 +120,13 @@ class Comparison:
             try:
                 return run()
             finally:
-                self._before.restore()
+                self._put_back()
 
     def _seen(self, run: Callable[[], Mapping[str, Tensor]], loose: frozenset[str]) -> _Seen:
         """What a run returns and writes; of what is `loose` in the graph that is checked, the values too."""
-        before = {name: Snapshot(self._state[name]).copies for name in self._loose & self._state.keys()}
+        before = {name: _clones(self._state[name]) for name in self._loose & self._state.keys()}
         found = {**{f"output {name}": [tensor] for name, tensor in run().items()}, **self._state}
-        values = {name: Snapshot(found[name]).copies for name in self._loose & found.keys()}
+        values = {name: _clones(found[name]) for name in self._loose & found.keys()}
         return _Seen(fingerprints(found), loose, values, before)
 
     def _differs(self, eager: _Seen, found: _Seen) -> str | None:
@@ -183,6 +187,10 @@ class Comparison:
                 own[name].copy_(tensor)
 
         return faulty_replay(self._captured, self._recorder, arguments, load, self._around, what)
+
+
+def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def _touched(captured: Captured, inputs: Inputs, case: Case) -> dict[str, list[Tensor]]:

@@ -1,15 +1,15 @@
-"""Tensors compared bit for bit through hashes made on their device, and state that is put back after a trial run."""
+"""Tensors compared bit for bit through hashes made on their device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 CHUNK = 1 << 22  # words hashed at once; bounds the memory that hashing takes
 GOLDEN = -7046029254386353131  # 2**64 divided by the golden ratio, odd, as a signed word
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def _words(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
     size = flat.element_size()
     if flat.numel() * size % 8:
-        return flat.view(_WORDS[size])
+        return flat.view(WORDS[size])
     if flat.storage_offset() * size % 8:
         flat = flat.clone()
     return flat.view(torch.int64)
@@ -58,24 +58,3 @@ def first_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> str | 
         return None
     unlike = torch.stack([a[name].cpu() != b[name].cpu() for name in names]).tolist()
     return next((name for name, differs in zip(names, unlike, strict=True) if differs), None)
-
-
-class Snapshot:
-    """Copies of tensors to put back; on the device where they fit twice over, on the host otherwise.
-
-    Attributes:
-        copies: in the tensors' order.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = list(tensors)
-        size = sum(t.numel() * t.element_size() for t in self._tensors)
-        on_gpu = any(t.is_cuda for t in self._tensors)
-        on_host = on_gpu and torch.cuda.mem_get_info(self._tensors[0].device)[0] <= 2 * size
-        self.copies = [t.detach().to("cpu", copy=True) if on_host else t.detach().clone() for t in self._tensors]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Every tensor as it was."""
-        for tensor, copy in zip(self._tensors, self.copies, strict=True):
-            tensor.copy_(copy)

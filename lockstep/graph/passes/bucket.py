@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import fx
 
@@ -22,7 +23,11 @@ def bucket(captured: Captured) -> tuple[Captured, str]:
     result = rewritten(captured)
     notes = [
         _merged(result, "gathers", weight_gathers, _gather_together),
-        _merged(result, "exchanges", gradient_exchanges, _exchange_together),
+        *(
+            _merged(result, name, partial(gradient_exchanges, stage=stage), _exchange_together)
+            for stage, name in enumerate(("exchanges", "exchanges between cells"))
+            if gradient_exchanges(result, stage) or stage == 0
+        ),
     ]
     result.graph.lint()
     result.module.recompile()

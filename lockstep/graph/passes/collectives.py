@@ -18,7 +18,12 @@ from .rewrite import reached
 
 GATHERS = (GATHER, GATHER_MANY)
 _GROUP = ALONE.fsdp.group
-_PREPARES = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.constant_pad_nd", "aten.cat")
+_WITHIN, _BETWEEN = (axis.group for axis in ALONE.cells)
+STAGES = (_GROUP, _WITHIN), (_BETWEEN,)  # what gradients are exchanged along, one after the other
+_PREPARES = (
+    *("aten.view", "aten.reshape", "aten._unsafe_view", "aten.constant_pad_nd", "aten.cat"),
+    *("aten.transpose", "aten.permute", "aten.clone"),
+)
 
 
 @dataclass(frozen=True)
@@ -68,14 +73,19 @@ def first_use(gather: Collective) -> fx.Node:
     return min(users, default=gather.start[0])
 
 
-def gradient_exchanges(captured: Captured) -> list[Collective]:
-    """The exchanges of gradients, in the order in which the gradients are computed."""
+def gradient_exchanges(captured: Captured, stage: int = 0) -> list[Collective]:
+    """The exchanges of gradients of a stage, in the order in which the gradients are computed."""
     found = []
     for node in captured.graph.nodes:
-        if op_name(node) == EXCHANGE and node.args[-1] == _GROUP:
+        if op_name(node) == EXCHANGE and node.args[-1] in STAGES[stage]:
             finish = sorted(_results(node))
             found.append(Collective(layer_of(finish[-1]), (*_preparing(node), node), tuple(finish)))
-    return sorted(found, key=lambda exchange: max(sources(exchange)))
+    found.sort(key=lambda exchange: max(sources(exchange)))
+    if stage == 0:
+        return found
+    earlier = gradient_exchanges(captured, stage - 1)
+    number = {node: i for i, exchange in enumerate(earlier) for node in exchange.finish}
+    return sorted(found, key=lambda exchange: number[exchange.collective])  # stable
 
 
 def sources(collective: Collective) -> list[fx.Node]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import fx
 
 from ..ir.captured import Captured
-from .collectives import Collective, by_layer, first_use, gradient_exchanges, sources, weight_gathers
+from .collectives import STAGES, Collective, by_layer, first_use, gradient_exchanges, sources, weight_gathers
 from .rewrite import rewritten
 
 
@@ -21,7 +21,7 @@ def reorder(captured: Captured) -> tuple[Captured, str]:
     """
     result = rewritten(captured)
     gathers = _prefetch(list(by_layer(weight_gathers(result))))
-    exchanges = _exchange_early(list(by_layer(gradient_exchanges(result))))
+    exchanges = sum(_exchange_early(list(by_layer(gradient_exchanges(result, i)))) for i in range(len(STAGES)))
     result.graph.lint()
     result.module.recompile()
     return result, f"{gathers} gathers begin a layer early, {exchanges} exchanges end a layer late"
@@ -38,13 +38,13 @@ def _prefetch(runs: Sequence[Sequence[Collective]]) -> int:
 
 def _exchange_early(runs: Sequence[Sequence[Collective]]) -> int:
     ends: list[fx.Node] = []  # the last call of each run's start
-    behind: dict[fx.Node, fx.Node] = {}  # by what they wait for
+    behind: dict[fx.Node, fx.Node] = {}  # the last call behind what they wait for
     for run in runs:
         last = max(node for exchange in run for node in sources(exchange))
         behind[last] = _append(behind.get(last, last), [node for exchange in run for node in exchange.start])
         ends.append(behind[last])
     for (_, end), run in zip(pairwise([*ends, *ends[-1:]]), runs, strict=False):
-        _append(end, [node for exchange in run for node in exchange.finish])
+        behind[end] = _append(behind.get(end, end), [node for exchange in run for node in exchange.finish])
     return max(0, len(runs) - 1)
 
 

@@ -43,6 +43,7 @@ class RolloutService(Service):
     def __init__(self, run: Playing, environment: type[Remote], settings: Settings) -> None:
         super().__init__(run.policy, run.engine, settings, run.context, run.config.seed)
         self.desk, self.sampling, self._seed = environment.desk, replace(run.sampling, n=1), run.config.seed
+        self._most_prompt_tokens = run.most_prompt_tokens
         self._stops = {*self.sampling.stop_token_ids, *run.policy.model.config.eos_token_ids}
         self._given: WeakKeyDictionary[Remote, int] = WeakKeyDictionary()  # answers that a prompt itself has
         self._turns: dict[Job, asyncio.Task[None]] = {}
@@ -93,9 +94,12 @@ class RolloutService(Service):
         return found
 
     def open(self, request: Request, jobs: list[Job]) -> Ticket:
-        self.rollout(request)
+        begun, most = bool(self.rollout(request).turns), self._most_prompt_tokens
         if len(jobs) > 1:
             raise refused("prompt", f"there are {len(jobs)} prompts; a turn of a rollout has one")
+        if not begun and most is not None and (count := len(jobs[0].prompt_ids)) > most:
+            message = f"the first prompt has {count} tokens; the run allows {most}"
+            raise ApiError(400, message, code="context_length_exceeded")
         return super().open(request, jobs)
 
     def enter(self, ticket: Ticket) -> None:

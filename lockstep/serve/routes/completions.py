@@ -28,7 +28,9 @@ async def completions(service: Service, request: Request) -> Response:
     service.check_model(body.model)
     if body.logprobs:
         raise refused("logprobs", "logprobs must be 0 or null: there are log-probabilities of sampled tokens alone")
-    prompts = await service.encoded(_encode, service.policy, _prompts(body.prompt))
+    texts = _prompts(body.prompt)
+    service.require_place(len(texts) * body.n, "prompt")  # before all are encoded
+    prompts = await service.encoded(_encode, service.policy, texts)
     service.seeded(body)
     length = body.max_tokens or USUAL_LENGTH
     jobs = [service.job(ids, body, length, "prompt", group) for group, ids in enumerate(prompts)]

@@ -14,8 +14,8 @@ from ...distributed import World, in_groups
 from ...errors import InputError
 from ...models import ModelConfig
 from ...models.checks import require_degree
-from ..build import planned_workload, resolve_device
-from ..memory import Workload, memory_at_hand, plan
+from ..build import planned_workload, prompt_limit, resolve_device
+from ..memory import Workload, in_larger_groups, memory_at_hand, model_config, plan, workload
 from . import links
 from .decode_time import DecodeTime, Exchanged, Load
 
@@ -47,8 +47,8 @@ class DegreeChoice:
 
 def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeChoice | None]:
     """A run's configuration and processes with as many generating together as take the least time for a step's samples,
-    where `parallel.generator_tp` is 0; every rank calls it, and the first says why. The third is None where there was
-    nothing to choose.
+    where `parallel.generator_tp` is 0; every rank calls it, and the first says why. Where it is 1 and the run does not
+    fit so, the fewest with which it does. The third is None where nothing was measured.
 
     Args:
         config: resolved.
@@ -56,11 +56,13 @@ def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeCho
     Raises:
         InputError: the run cannot be, whatever is chosen.
     """
-    if config.parallel.generator_tp:
+    if world.size == 1 or config.parallel.generator_tp > 1:
         return config, world, None
     device = resolve_device(config.device)
-    w = world.each(lambda: planned_workload(config, world.size, device))
     memory = min(world.gather(memory_at_hand(device)))
+    if config.parallel.generator_tp == 1:
+        return *_that_fit(config, world, device, memory), None
+    w = world.each(lambda: planned_workload(config, world.size, device))
     of_each = [_with(w, ranks) for ranks in degrees(w.model, world.size)]
     loads = [Load.of(each, plan(each, memory)) for each in of_each]
     world.same("the processes of this run", lambda: {"the loads of groups of processes": loads})
@@ -74,6 +76,26 @@ def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeCho
         print(choice.text(), file=sys.stderr, flush=True)
     chosen = replace(config, parallel=replace(config.parallel, generator_tp=choice.ranks))
     return chosen, in_groups(world, choice.ranks), choice
+
+
+def _that_fit(config: RunConfig, world: World, device: torch.device, memory: int) -> tuple[RunConfig, World]:
+    """What is planned before anything is read says whether one process has room for all of the weights."""
+    model = model_config(config)
+    limit = prompt_limit(config, model).tokens
+    w = workload(config, world.size, device.type == "cuda", model, prompt_limit=limit)
+    found = plan(w, memory)
+    larger = w if found.fits else in_larger_groups(w, memory)
+    if larger is w:
+        return config, world
+    together = larger.config.parallel.generator_tp
+    if world.first:
+        print(
+            f"parallel.generator_tp: {together} instead of 1, with which the run needs {found.total / 2**30:.1f} GiB "
+            f"a GPU and may take {memory / 2**30:.1f}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return larger.config, in_groups(world, together)
 
 
 def degrees(model: ModelConfig, processes: int) -> Iterator[int]:

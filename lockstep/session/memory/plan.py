@@ -39,6 +39,7 @@ class MemoryPlan:
         host: bytes of the host's memory beside those, by name.
         cache_tokens: the capacity of the KV cache. again: layers whose forward pass the backward pass computes again.
         zero_stage: what several processes shard (`Workload.zero_stage`); 0 of one.
+        together: how many of them generate together.
         fits: they have room, with a cache of one sequence at the least.
     """
 
@@ -48,6 +49,7 @@ class MemoryPlan:
     again: int
     fits: bool
     zero_stage: int = 0
+    together: int = 1
     host: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -59,7 +61,7 @@ class MemoryPlan:
         """For the summary, in GiB."""
         shown = {name: round(size / GIB, 3) for name, size in self.terms.items() if size}
         about = {"cache_tokens": self.cache_tokens, "layers_computed_again": self.again, "fits": self.fits}
-        about |= {"zero_stage": self.zero_stage} if self.zero_stage else {}
+        about |= {"zero_stage": self.zero_stage, "generator_tp": self.together} if self.zero_stage else {}
         return {"memory_gib": round(self.memory / GIB, 3), "planned_gib": round(self.total / GIB, 3), **about} | {
             "terms_gib": shown,
             "host_gib": {name: round(size / GIB, 3) for name, size in self.host.items()},
@@ -71,7 +73,8 @@ class MemoryPlan:
         lines = [f"  {name:<22} {size / GIB:>8.2f} GiB" for size, name in rows]
         again = f", {self.again} layers computed again" if self.again else ""
         stage = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
-        about = f"KV cache of {self.cache_tokens:,} tokens{again}{stage}"
+        shared = f", {self.together} generate together" if self.together > 1 else ""
+        about = f"KV cache of {self.cache_tokens:,} tokens{again}{stage}{shared}"
         lines.append(f"  {'together':<22} {self.total / GIB:>8.2f} of {self.memory / GIB:.2f} GiB; {about}")
         return "\n".join(lines + [f"  on the host: {name} {size / GIB:.2f} GiB" for name, size in self.host.items()])
 
@@ -120,7 +123,9 @@ def _with(w: Workload, memory: int, again: int, tokens: int) -> MemoryPlan:
     found |= _pool(w, again)
     taken = sum(size for name, size in found.items() if name != "CUDA and NCCL")
     found[ALLOCATOR] = int(taken * terms.ALLOCATOR) if w.on_gpu else 0
-    return MemoryPlan(memory, found, tokens, again, False, w.zero_stage * w.sharded, terms.host(w))
+    return MemoryPlan(
+        memory, found, tokens, again, False, w.zero_stage * w.sharded, w.config.parallel.generator_tp, terms.host(w)
+    )
 
 
 def _pool(w: Workload, again: int) -> dict[str, int]:

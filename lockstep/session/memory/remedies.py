@@ -49,14 +49,23 @@ def remedies(w: Workload, memory: int) -> Iterator[str]:
     offloaded = replace(c, optimizer=replace(c.optimizer, offload=True))
     if w.on_gpu and not c.optimizer.offload and _fits(offloaded, w, memory):
         yield f"--optimizer.offload, with {12 * w.layout.size / GIB:.1f} GiB of the host's memory a GPU"
-    for together in range(c.parallel.generator_tp + 1, min(w.ranks, _MOST_TOGETHER) + 1):
-        parallel = replace(c.parallel, generator_tp=together)
-        if _shared(w, together) and _fits(replace(c, parallel=parallel), w, memory):
-            yield f"--parallel.generator-tp {together}, so many GPUs having a part of the weights each"
-            break
+    if (larger := in_larger_groups(w, memory)) is not w:
+        together = larger.config.parallel.generator_tp
+        yield f"--parallel.generator-tp {together}, so many GPUs having a part of the weights each"
     ranks = _ranks(w, memory)
     if ranks:
         yield f"{ranks} GPUs (torchrun), over which masters, moments and gradients are sharded"
+
+
+def in_larger_groups(w: Workload, memory: int) -> Workload:
+    """The workload with the fewest processes generating together, more than there were, with which it fits; itself,
+    where there are none."""
+    c = w.config
+    for together in range(c.parallel.generator_tp + 1, min(w.ranks, _MOST_TOGETHER) + 1):
+        larger = replace(c, parallel=replace(c.parallel, generator_tp=together))
+        if _shared(w, together) and _fits(larger, w, memory):
+            return replace(w, config=larger)
+    return w
 
 
 def _shared(w: Workload, together: int) -> bool:

@@ -236,11 +236,13 @@ def prefill(w: Workload) -> int:
 
 def eager(w: Workload) -> int:
     """The largest eager call of the start-up check, which computes every layer again in its backward pass and adds up
-    gradients as they come: `T D b` a layer, then the head's or a layer's work; of several ranks a gradient travels."""
+    gradients as they come: `T D b` a layer, then the head's or a layer's work; of several ranks a gradient travels, and
+    where they share products the weights of a rank's part are gathered, `N b / tp`."""
     c, tokens = w.model, w.shape.tokens
     layers = tokens * c.hidden_size * w.b * (c.num_layers + 1)
     layer = layer_kept(w, c.num_layers - 1) * tokens + layer_backward(w)
-    return layers + max(head(w), table(w) + layer) + 2 * table(w) * w.sharded
+    parts = w.parameters * w.b // tp if (tp := w.config.parallel.tp) > 1 else 0
+    return layers + max(head(w), table(w) + layer) + 2 * table(w) * w.sharded + parts
 
 
 def machine_check(w: Workload) -> int:
@@ -253,9 +255,13 @@ def machine_check(w: Workload) -> int:
 
 
 def state_copies(w: Workload) -> int:
-    """What the check of an update copies to put it back: the state and the weights that it writes, `18 n`; the
-    gradients alone where the state is on the host."""
-    return gradients(w) if w.offloads else masters(w) + moments(w) + gradients(w) + w.layout.size * w.b
+    """What the check of an update copies to put it back: the weights that it writes, `n b`, and of masters that were
+    made from them half as many words, `2 n`, all after a supervised start, `4 n`. Gradients are 0 by then, and so are
+    moments but those of a checkpoint, whose graphs have mostly passed before; nothing where the state is on the host.
+    """
+    if w.offloads:
+        return 0
+    return w.layout.size * w.b + masters(w) // (1 if w.config.trainer.warmup_steps else 2)
 
 
 def context(w: Workload) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,8 @@ from lockstep.graph import (
     module_inputs,
     substituted,
 )
-from lockstep.graph.check.fingerprints import Snapshot, fingerprint, fingerprints, first_difference
+from lockstep.graph.check.fingerprints import fingerprint, fingerprints, first_difference
+from lockstep.graph.check.snapshot import Snapshot
 from lockstep.graph.ir.captured import op_name
 from lockstep.graph.passes.rewrite import rewritten
 
@@ -355,6 +357,19 @@ def test_a_snapshot_is_put_back() -> None:
     x.zero_()
     snapshot.restore()
     assert x.tolist() == [[0, 1, 0], [3, 4, 5]]
+
+
+def test_a_snapshot_keeps_nothing_of_what_is_zero() -> None:
+    start = torch.tensor([1.5, -0.0, math.nan, 3e38])
+    rounded = start.bfloat16().float()
+    rounded[2:].view(torch.int32)[0] = 0x7FC10000  # a NaN of bits of its own
+    tensors = [start.clone(), rounded, torch.zeros(4), -torch.zeros(4), torch.zeros(4, dtype=torch.float64), start > 2]
+    before, snapshot = [x.clone() for x in tensors], Snapshot(tensors)
+    assert snapshot.nbytes == 16 + 8 + 0 + 8 + 0 + 4
+    for x in tensors:
+        x.fill_(1)
+    snapshot.restore()
+    assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(tensors, before, strict=True))
 
 
 def test_programs_of_one_runtime_are_checked_together() -> None:

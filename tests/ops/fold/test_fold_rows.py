@@ -43,6 +43,11 @@ def test_cells_are_added_up_from_zero_and_then_to_the_total(rows: int, cell: int
         expected = expected + (sums if cell else own[0])
     ops.fold_rows(total, added, cell)
     assert torch.equal(total, expected)
+    sums = torch.stack([ops.sum_rows(of_cell.bfloat16()) for of_cell in added.split(max(cell, 1))])
+    again, total = numbers(rows, torch.float32)[0], numbers(rows, torch.float32)[0]
+    ops.fold_rows(total, added.bfloat16(), max(cell, 1))
+    ops.fold_rows(again, sums)  # as where cells are added up apart
+    assert torch.equal(again, total)
 
 
 def test_the_order_is_seen() -> None:
