@@ -356,6 +356,9 @@ class _Together(World):
         self._meeting.wait(60)
         return found
 
+    def from_first(self, make: Callable[[], object]) -> object:
+        return self.share(lambda: make() if self.first else None)[0]
+
 
 def _on_two(call: Callable[[World], object]) -> list[object]:
     """What a call returns, or raises, on either of two ranks."""

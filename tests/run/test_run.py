@@ -536,6 +536,8 @@ def test_parity_prints_its_report(model: Path, capsys: pytest.CaptureFixture[str
     assert lines[4:] == [
         "  Tokens different  : 0",
         "  Max delta         : 0.000000e+00",
+        "  Average delta     : 0.000000e+00",
+        "  Log-prob diff     : mean 0.000000e+00, max 0.000000e+00",
         "PASS: generator and trainer log-probs are bitwise identical.",
     ]
 

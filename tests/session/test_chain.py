@@ -162,14 +162,14 @@ def test_one_flipped_bit_in_a_cached_key_is_caught(dtype: torch.dtype, engine_of
     model = make_model(dtype)
     engine = engine_of(model, steps_per_sync=1)
     prompts, sampling = [[17, 18, 19] * 20], [SamplingParams(n=1, max_completion_length=40, ignore_eos=True)]
-    step = engine.step
+    advance = engine.advance
 
     def corrupting():
         if engine.scheduler.running and len(engine.scheduler.running[0].token_ids) == 10:
             _flip(engine.cache.k[0, engine.scheduler.running[0].pages[0]], 3, bit=6 if dtype == torch.bfloat16 else 18)
-        return step()
+        return advance()
 
-    engine.step = corrupting  # type: ignore[method-assign]
+    engine.advance = corrupting  # type: ignore[method-assign]
     completions = generate(engine, prompts, sampling)
     result = compare(model, train_groups(prompts, sampling, completions))
     assert result.tokens_different > 0
