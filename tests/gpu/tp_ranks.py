@@ -1,6 +1,5 @@
-"""Run by torchrun on two GPUs, or with `cpu`: a model whose products both share, in either role, in recorded graphs. The
-first prints what was found, a JSON object: the tokens and log-probabilities that one process would draw, the trainer's
-words the generator's before and after an update, and both the same whoever moves the words.
+"""Run by torchrun on two GPUs, or on a CPU with `cpu`: a model whose products both share in either role, in graphs. The
+first prints what was found, a JSON object: whether they draw what one process draws, and what two updates find of it.
 """
 
 from __future__ import annotations
