@@ -52,7 +52,7 @@ COMMANDS = {
 
 REFUSED = {
     "a model that is not there": "model 'no/such'",
-    "of the trainer": "parallel.tp is 2: it is for processes that train, and nothing is trained here",
+    "of the trainer": "--parallel.tp is for training, and lockstep generate trains nothing; remove it",
     "chat": "lockstep chat works in one process; start it without torchrun",
 }
 
