@@ -20,7 +20,7 @@ def interrupts_in_imports() -> None:
     """Of a command, from its first line: Ctrl-C while a module is imported ends the process at once.
 
     There it must not raise: what it interrupts may drop the exception (torch does), or leave half a module behind. Out
-    of imports it raises `KeyboardInterrupt`, and `ended_by_signals` does once more; where Ctrl-C is ignored it stays so.
+    of imports it raises `KeyboardInterrupt`, as `ended_by_signals` does once more. Where Ctrl-C is ignored it stays so.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
