@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from itertools import accumulate
@@ -57,6 +58,7 @@ class Slow(Talk):
     instant = False
 
     def step(self, turn: Turn) -> Any:
+        assert sys.getswitchinterval() < 0.001, "the generator is not held up by what tools compute"
         time.sleep(random.random() * 0.02)
         return super().step(turn)
 
