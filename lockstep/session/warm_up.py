@@ -168,9 +168,9 @@ def _precompile(
 
 
 def _steps(run: TrainingSession) -> tuple[object, ...]:
-    """What the kernels of such a start depend on besides the model."""
+    """What the kernels of such a start depend on besides the model and the processes."""
     reference = run.trainer.reference
-    return run.shapes, *of_steps(run.config), reference and reference.config, run.world.size
+    return run.shapes, *of_steps(run.config), reference and reference.config
 
 
 def _rehearse_check(run: TrainingSession) -> None:
