@@ -30,6 +30,7 @@ from lockstep.graph import (
     module_inputs,
     substituted,
 )
+from lockstep.graph.check import fingerprints as check_fingerprints
 from lockstep.graph.check import snapshot
 from lockstep.graph.check.fingerprints import fingerprint, fingerprints, first_difference
 from lockstep.graph.check.snapshot import Snapshot
@@ -352,6 +353,21 @@ def test_hashes_go_on_over_chunks_and_tell_names_apart(monkeypatch: pytest.Monke
     a, b = fingerprints({"x": [x, x + 1], "y": [x]}), fingerprints({"x": [x + 1, x], "y": [x]})
     assert first_difference(a, b) == "x" and first_difference(a, {"y": b["y"]}) is None
     assert first_difference({}, a) is None
+
+
+def test_pages_of_a_cache_are_hashed_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_fingerprints, "ROW", 64)
+    cache, laid_out = torch.randn(3, 9, 4, 8).bfloat16(), list[int]()
+    used = cache[:, 2:7]
+
+    def seen(op: Any, _: Any, __: Any, result: Any) -> None:
+        if op is torch.ops.aten.clone.default:
+            laid_out.append(result.nbytes)
+
+    found = trace.watched(lambda: fingerprint(used), seen)
+    assert not laid_out and int(found) == int(fingerprint(used.clone(memory_format=torch.contiguous_format)))
+    cache[1, 6, 3, 7] += 1
+    assert int(fingerprint(used)) != int(found)
 
 
 def test_a_snapshot_is_put_back() -> None:
