@@ -88,16 +88,13 @@ class _Begin(RunConfig):
 
     @classmethod
     def of(cls, config: RunConfig, /, **changes: Any) -> Self:
-        """Flags whose defaults are `config`'s values."""
         return cls(**(vars(config) | {"task": _Task(**vars(config.task))} | changes))
 
     def of_other(self, config: RunConfig) -> Self:
-        """These flags with another configuration."""
         own = {item.name for item in fields(self)} - {item.name for item in fields(RunConfig)}
         return self.of(config, **{name: getattr(self, name) for name in own})
 
     def resolved(self) -> RunConfig:
-        """The configuration that the flags spell out."""
         values = {item.name: getattr(self, item.name) for item in fields(RunConfig)}
         return RunConfig(**(values | {"task": TaskConfig(**vars(self.task))}))
 

@@ -60,7 +60,6 @@ class Made:
     retracing: bool = False
 
     def forget_stages(self) -> None:
-        """Drop the graphs from before the passes."""
         for graphs in (self.traces, self.ready):
             for key, captured in graphs.items():
                 graphs[key] = replace(captured, before=None)
@@ -137,7 +136,6 @@ class GraphBuilder:
         )
 
     def _taken(self, found: Captured) -> Captured:
-        """A graph that was not traced here."""
         verify(found)
         self.loaded += 1
         self.nodes[found.title] = found.log
@@ -196,11 +194,8 @@ class GraphBuilder:
             return run_passes(captured, [to_record], lambda c: verify(c) if c.recorded else c)
 
     def settings(self, constants: Constants, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """What a graph depends on besides its function and the machine.
-
-        Args:
-            sizes: the values of its open sizes at the trace.
-        """
+        """What a graph depends on besides its function and the machine; `sizes` are the values of its open sizes at the
+        trace."""
         c, by_sizes = self.config, {"sizes": sizes} if self._by_sizes else {}
         ways = {"capture": c.capture, "backend": c.backend_name, "mesh": dict(self.mesh)}
         return {**ways, **self.backend.settings(), **flattened({"constants": constants, **by_sizes})}

@@ -1,7 +1,7 @@
 """The launches on which the trainer's graphs are held to eager's bits before the first step (`check.against_eager`).
 
-Tokens, lengths and the generator's log-probabilities are random but the same every time. Every shape is filled to its
-edges; the largest is also tried almost empty, with the longest sequence it can hold alone, and with ragged lengths.
+Every shape is filled to its edges; the largest is also tried almost empty, with the longest sequence it can hold alone,
+and ragged.
 """
 
 from __future__ import annotations
