@@ -37,10 +37,7 @@ class Pairs:
 
     def whole(self, part: str, stored: Stored) -> tuple[str, Stored] | None:
         """Name and numbers of the tensor, with its second part; None after its first. Others are what they are.
-
-        Raises:
-            InputError: the parts are not those of one tensor.
-        """
+        `InputError`: the parts are not those of one tensor."""
         if not part.endswith((BLOCKS, SCALES)):
             return part, stored
         name, other = part[: -len(BLOCKS)], SCALES if part.endswith(BLOCKS) else BLOCKS
@@ -57,9 +54,8 @@ def _numbers(name: str, blocks: Stored, scales: Stored) -> Stored:
         both = f"{BLOCKS} {list(shape)} and {SCALES} {list(scales.entry.shape)}"
         raise InputError(f"{name} has {both}; they must be uint8 [..., N, G, 16] and [..., N, G]")
     *leading, outputs, groups, _ = shape
-    return Stored(
-        Entry(torch.bfloat16, (*leading, groups * 32, outputs)), partial(_fill, blocks, scales, (outputs, groups))
-    )
+    entry = Entry(torch.bfloat16, (*leading, groups * 32, outputs))
+    return Stored(entry, partial(_fill, blocks, scales, (outputs, groups)))
 
 
 def _fill(blocks: Stored, scales: Stored, size: tuple[int, int], first: int, values: Tensor) -> None:

@@ -24,42 +24,29 @@ _BIASES = ("qkv", "o")
 @dataclass(frozen=True)
 class InTurn:
     """A folder's experts are by inputs, [E, D, 2F], or vectors, [E, 2F], with the gate's and the other outputs in turn;
-    the decoder's rows are outputs, all of the gate's first."""
+    the decoder's rows are outputs, `block` an expert, all of the gate's first."""
 
-    outputs: int
-
-    @property
-    def block(self) -> int:
-        """See `Form`."""
-        return self.outputs
+    block: int
 
     def from_hf(self, tensor: Tensor) -> Tensor:
-        """See `Form`."""
         return tensor.transpose(1, -1).unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 2)
 
     def to_hf(self, rows: Tensor) -> Tensor:
-        """See `Form`."""
-        return rows.unflatten(0, (-1, 2, self.outputs // 2)).transpose(1, 2).flatten(1, 2).transpose(1, -1)
+        return rows.unflatten(0, (-1, 2, self.block // 2)).transpose(1, 2).flatten(1, 2).transpose(1, -1)
 
 
 @dataclass(frozen=True)
 class ByInput:
-    """A folder's experts are by inputs, [E, F, D], or vectors, [E, D]; the decoder's rows are outputs."""
+    """A folder's experts are by inputs, [E, F, D], or vectors, [E, D]; the decoder's rows are outputs, `block` an
+    expert."""
 
-    outputs: int
-
-    @property
-    def block(self) -> int:
-        """See `Form`."""
-        return self.outputs
+    block: int
 
     def from_hf(self, tensor: Tensor) -> Tensor:
-        """See `Form`."""
         return tensor.transpose(1, -1).flatten(0, 1)
 
     def to_hf(self, rows: Tensor) -> Tensor:
-        """See `Form`."""
-        return rows.unflatten(0, (-1, self.outputs)).transpose(1, -1)
+        return rows.unflatten(0, (-1, self.block)).transpose(1, -1)
 
 
 def _moe(experts: int, slots: int, width: int) -> MoEConfig:
