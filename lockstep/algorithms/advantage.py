@@ -15,7 +15,6 @@ Rewards = Sequence[Sequence[float]]
 
 
 def _normalized(rewards: Rewards, scales: Sequence[float]) -> list[list[float]]:
-    """Each group's rewards minus their mean, over the group's scale."""
     centers = [mean(group) for group in rewards]
     return [
         [(reward - center) / scale for reward in group]

@@ -39,7 +39,6 @@ class Algorithm:
 
     @classmethod
     def of(cls, config: LossConfig) -> Self:
-        """The algorithm with the settings of a configuration."""
         given = {f.name: getattr(config, f.name, None) for f in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 

@@ -72,7 +72,7 @@ class GraphBuilder:
     Args:
         timings: host seconds in `load_graphs`, `import_tracer`, `trace`, `passes` and `store_graphs`.
         store: where graphs are kept between processes; None: nowhere.
-        mesh: the sizes of the device mesh's dimensions, which graphs depend on.
+        mesh: the sizes of the device mesh's axes of several ranks, which graphs depend on.
         peers: the other processes that capture the same graphs, until the warm-up ends.
 
     Attributes:
@@ -95,7 +95,7 @@ class GraphBuilder:
         config, (way, run) = self.config, self.config.chosen
         self._capture = load_hook(way.hook)
         self.backend: Backend = (load_hook(run.hook) or Backend)(config, self.device, self.timings)
-        self.sharded = any(size > 1 for size in self.mesh.values())
+        self.sharded = bool(self.mesh)
         self.passes = pipeline(config, self.sharded, self.device.type == "cuda") + self.backend.passes
         # A dump shows every pass, what roles share is decided for graphs that are made together, and of other code
         # nothing tells whether it is the same as before.
