@@ -309,8 +309,7 @@ class Report:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """Run folders; several are compared."""
     out: Annotated[
-        Path | None,
-        tyro.conf.arg(metavar="FILE.html", help_behavior_hint="(default: RUN_DIR/report.html)"),
+        Path | None, tyro.conf.arg(metavar="FILE.html", help_behavior_hint="(default: RUN_DIR/report.html)")
     ] = None
     """File to write; RUN_DIR/report.html by default. Several runs need one."""
     json: _Switch = False

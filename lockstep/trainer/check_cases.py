@@ -46,10 +46,7 @@ def trust_cases(
         batch.check_parity = check_parity
     statistics, both = partial(values.fill_, 1), partial(_fill_sums, programs)
     work: Work = [
-        (
-            functions["forward_backward"],
-            [c for b in batches for c in _train_cases(programs, *b, both, num_iterations)],
-        ),
+        (functions["forward_backward"], [c for b in batches for c in _train_cases(programs, *b, both, num_iterations)]),
         (functions["optim_step"], _optim_cases(programs)),
     ]
     sums = [function for name, function in functions.items() if name in ("end_cell", "end_cells")]
@@ -65,11 +62,7 @@ def trust_cases(
 
 
 def _train_cases(
-    programs: TrainerPrograms,
-    name: str,
-    batch: PackedBatch,
-    load: Callable[[], object],
-    num_iterations: int,
+    programs: TrainerPrograms, name: str, batch: PackedBatch, load: Callable[[], object], num_iterations: int
 ) -> Iterator[graph.Case]:
     with_support = num_iterations > 1 and batch.truncated
     yield programs.train_case(name, batch, load, with_support)
