@@ -103,7 +103,7 @@ class Session:
 
 
 def _loaded(config: RunConfig, world: World) -> Policy:
-    for name in ("tp", "generator_tp"):
+    for name in ("tp", "generator_tp") if world.size > 1 else ():
         require_degree(model_config(config), getattr(world, name), f"parallel.{name}")
     return load_policy(config, world.generator)
 

@@ -176,7 +176,8 @@ class LLM(Session):
         """Within, this process is among the others, which it may have left."""
         if self._left:
             self.world, self._left = self._joined.enter_context(together(self._given)), False
-            self.renew()  # graphs are made with these
+            if self.world.size > 1:  # graphs are made with these
+                self.renew()
         with self.world.peers():
             yield
 
