@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,26 +13,43 @@ from torch import Tensor
 from ..config import ModelConfig, MoEConfig
 
 
-class Form(Protocol):
+class Window(NamedTuple):
+    """Rows of a block that are read at one time.
+
+    Attributes:
+        columns: of a block that a folder has by inputs, those that the rows are; None where it is read whole.
+        rows: of the block, in the order of `Form.from_hf`.
+    """
+
+    columns: range | None
+    rows: Sequence[range]
+
+
+@dataclass(frozen=True)
+class Form(ABC):
     """How a folder has rows in another way than the decoder. Nothing is rounded, and the two are inverse. So many rows
     as `block` says, from any multiple of it on, have their elements where the folder's tensor has them."""
 
-    @property
-    def block(self) -> int: ...
+    block: int
 
+    def windows(self, wanted: Sequence[range]) -> list[Window]:
+        """What is read of a block, of which these rows are wanted."""
+        return [Window(None, [range(self.block)])]
+
+    @abstractmethod
     def from_hf(self, tensor: Tensor) -> Tensor:
         """The decoder's rows of a folder's tensor."""
 
+    @abstractmethod
     def to_hf(self, rows: Tensor) -> Tensor:
         """The folder's tensor of the decoder's rows."""
 
 
 @dataclass(frozen=True)
-class Interleaved:
+class Interleaved(Form):
     """A folder has the pairs of rows that rotate together side by side; the decoder has their first elements first,
     then their second ones. Heads are of `block` rows, and their last `rotated` ones rotate."""
 
-    block: int
     rotated: int
 
     def from_hf(self, tensor: Tensor) -> Tensor:
@@ -47,12 +65,11 @@ class Interleaved:
 
 
 @dataclass(frozen=True)
-class PartlyRotated:
+class PartlyRotated(Form):
     """A folder's heads, of `block` rows, begin with the `rotated` elements, of which one of the first half rotates with
     one of the second. The decoder rotates all pairs of elements half a head apart, these and those that stay where they
     are: its heads have half of either in each half."""
 
-    block: int
     rotated: int
 
     def from_hf(self, tensor: Tensor) -> Tensor:
