@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -112,6 +112,24 @@ def test_kernels_are_listed_for_each_layout_of_processes() -> None:
         for world in worlds
     ]
     assert len({*lists}) == len(worlds)
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_of_a_hosts_processes_the_first_compiles_ahead_of_validation_too(monkeypatch, local_rank: int) -> None:
+    done: list[Any] = []
+
+    @contextmanager
+    def rehearsal(compiles: bool) -> Iterator[list[str]]:
+        done.append(compiles)
+        yield ["kernel"]
+
+    warm_up = SimpleNamespace(rehearsal=rehearsal, making=nullcontext, preload=done.append)
+    monkeypatch.setattr(session_warm_up, "_make_validation_graphs", lambda _: done.append("made"))
+    policy = SimpleNamespace(model=SimpleNamespace(embed=SimpleNamespace(is_cuda=True)))
+    world = SimpleNamespace(local_rank=local_rank, gather=lambda _: done.append("gathered"))
+    runtime = SimpleNamespace(eager=False, warm_up=warm_up)
+    session_warm_up.prepare_validation(SimpleNamespace(runtime=runtime, policy=policy, world=world))  # type: ignore[arg-type]
+    assert done == [local_rank == 0, "made", "gathered", *[["kernel"]] * local_rank, "made"]
 
 
 def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch, caplog) -> None:
