@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 LONG = 10.0  # seconds after which what is being done is said
-_TURN = 0.0005  # seconds
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets")
 
 
@@ -208,15 +207,3 @@ def host_buffer(size: int, pinned: bool) -> torch.Tensor:
         # With the last tensor of any kind that lies in it: a view of another dtype does not keep the tensor it is of.
         weakref.finalize(memory, runtime.cudaHostUnregister, begin).atexit = False
     return buffer
-
-
-@contextlib.contextmanager
-def short_turns() -> Iterator[None]:
-    """Within it a thread that asks for the interpreter has it after half a millisecond, where another would keep it for
-    five: what launches work on a device asks several times a launch, beside threads of a server or of tools."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, _TURN))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

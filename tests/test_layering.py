@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "graph": {"cache", "distributed", "ops"},
     "generator": {"graph", "models", "ops"},
     "trainer": {"algorithms", "distributed", "graph", "machine", "models", "ops"},
-    "environments": {"distributed", "machine"},
+    "environments": {"distributed"},
     "session": {
         "algorithms",
         "cache",

@@ -17,8 +17,8 @@ from types import FrameType
 
 import uvicorn
 
+from ..environments.calls import short_turns
 from ..errors import InputError, LockstepError, Terminated
-from ..machine import short_turns
 from ..session.generate import LLM
 from ..types import SamplingParams
 from .app import make_app
