@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import pytest_addoption, pytest_runtestloop  # noqa: F401  hooks
 from hypothesis import HealthCheck, settings
 
 from lockstep.config import GeneratorConfig
@@ -37,8 +38,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verdicts on captured graphs are kept for this session's tests alone."""
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    """Verdicts on captured graphs are kept for the tests of this process alone."""
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{os.getpid()}"))
 
 
 @pytest.fixture
