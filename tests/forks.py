@@ -6,6 +6,7 @@ One that starts anew imports and collects it all again, which takes the time of 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import select
 import warnings
@@ -90,6 +91,8 @@ def _work(session: pytest.Session, modules: list[list[pytest.Item]], turns: int,
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where this process would report
     capture.start_global_capturing()
     capture.suspend_global_capture()
+    # Of a fork server that the parent has started, which is no child of this process to look after.
+    multiprocessing.forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
     config.pluginmanager.register(_Tells(config, parent))
 
     def taken() -> Iterator[list[pytest.Item]]:

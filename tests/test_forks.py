@@ -9,10 +9,29 @@ import pytest
 from processes import finished
 
 MODULES = {
-    "passes": "import pytest\n@pytest.mark.parametrize('x', range(40))\ndef test(x): pass\ndef test_skipped(): pytest.skip()",
-    "fails": "import pytest, warnings\n@pytest.fixture(scope='session')\ndef made():\n    yield 7\n    print('torn down')\n"
-    "def test_wrong(made):\n    print('said')\n    warnings.warn('be warned')\n    assert made == 8",
-    "dies": "import os\ndef test_first(): pass\ndef test_last(): os._exit(9)",
+    "passes": """
+import pytest
+
+@pytest.mark.parametrize("x", range(40))
+def test_many(x): pass
+
+def test_skipped(): pytest.skip()
+""",
+    "fails": """
+import warnings
+
+def test_wrong():
+    print("what it said")
+    warnings.warn("be warned")
+    assert 7 == 8
+""",
+    "dies": """
+import os
+
+def test_first(): pass
+
+def test_last(): os._exit(9)
+""",
 }
 
 
@@ -35,7 +54,7 @@ def ran(folder: Path, *names: str) -> tuple[int, str]:
 def test_what_fails_is_shown_with_all_that_it_said(folder: Path) -> None:
     code, said = ran(folder, "passes", "fails")
     assert code == 1 and "1 failed, 40 passed, 1 skipped, 1 warning in" in said
-    assert "assert 7 == 8" in said and "- Captured stdout call -" in said and "said" in said and "be warned" in said
+    assert all(part in said for part in ("assert 7 == 8", "- Captured stdout call -", "what it said", "be warned"))
 
 
 def test_a_process_that_is_lost_is_named(folder: Path) -> None:
