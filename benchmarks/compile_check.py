@@ -8,6 +8,7 @@ compile or needs more shared memory than a block can have.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import subprocess
 import sys
@@ -54,7 +55,7 @@ from lockstep.types import SamplingParams
 ARCHITECTURES = (
     *("qwen3-0.6b", "qwen3-100m", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "llama3.2-1b"),
     *("qwen3-30b-a3b", "deepseek-v3-3-layers-32-experts", "qwen2.5-7b", "gemma3-4b", "mistral-7b", "gpt-oss-20b"),
-    *("olmo2-1b", "olmo3-7b", "glm4.5-air"),
+    *("olmo2-1b", "olmo3-7b", "glm4.5-air", "phi3-mini", "mixtral-8x7b"),
 )
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_KIB = 227  # that a block can have
@@ -212,8 +213,8 @@ def generate(model: Decoder) -> None:
     linear_triton.chain(chain, chain)
     linear_triton.chain(chain, chain, "linear_fp32")
     table, state = torch.empty(17, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
-    for to_owners in (False, True):  # of eight ranks that generate together
-        pushed(chain, to_owners, SharedMemory(1, 8, 10**9, table, state, torch.empty(1, dtype=torch.int64)))
+    for rank, to_owners in itertools.product((0, 1, 7), (False, True)):  # of eight that generate together
+        pushed(chain, to_owners, SharedMemory(rank, 8, 10**9, table, state, torch.empty(1, dtype=torch.int64)))
     one_step = torch.empty(128, 128, dtype=model.embed.dtype)
     hopper_async.run("linear", Choice("async", 64, 64, 128, 4, 3, 3), one_step, one_step)
 
