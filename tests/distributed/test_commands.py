@@ -41,7 +41,7 @@ CALCULATE = ["eval", "--task", "word-arithmetic", "--environment", "m.py:Metered
 CALCULATE += ["--max-completion-length", "5", "--temperature", "1", "--json"]
 PARITY = ["parity", "--tokens", "600", "--json"]
 RUN = ["--trainer.prompts-per-step", "2", "--trainer.warmup-steps", "0", "--sampling.num-generations", "2"]
-RUN += ["--sampling.max-completion-length", "4", "--task.validation-prompts", "0", "--arch", "tiny-llama", "--json"]
+RUN += ["--sampling.max-completion-length", "4", "--task.validation-prompts", "0", "--json"]
 RUN += ["--compile.capture", "step", "--compile.verify", "off"]
 CHOOSES = ["train", *RUN[:8], "--steps", "1", "--json", "--checkpoint.interval", "1", "--parallel.generator-tp", "0"]
 COMMANDS = {
@@ -145,27 +145,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, model: Path) -> list[dict[str, Any]]:
+def two(folder: Path, shallow: Path) -> list[dict[str, Any]]:
     """What two processes printed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_CACHE", str(folder / "cache"))
-        return on_ranks(2, every_command, str(folder), str(model))
+        return on_ranks(2, every_command, str(folder), str(shallow))
 
 
-def test_the_first_process_prints_what_one_prints(two: Any, folder: Path, model: Path, monkeypatch: Any) -> None:
+def test_the_first_process_prints_what_one_prints(two: Any, folder: Path, shallow: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(folder)
     for name, arguments in COMMANDS.items():
         if arguments[0] not in ("generate", "eval") or name in REFUSED:
             continue
         alone = arguments[:-2] if arguments[-2:] == TOGETHER else arguments
-        code, out, _ = printed(alone, str(model))
+        code, out, _ = printed(alone, str(shallow))
         assert code == 0 and len(out) > 90
         assert [found[name][:2] for found in two] == [(0, out), (0, "")], (name, two[0][name])
 
 
-def test_unequal_degrees_are_compared(two: Any, folder: Path, model: Path) -> None:
+def test_unequal_degrees_are_compared(two: Any, folder: Path, shallow: Path) -> None:
     first, second = two
-    one = json.loads(printed(PARITY, str(model))[1])
+    one = json.loads(printed(PARITY, str(shallow))[1])
     for name, degrees in {"parity": (1, 2), "parity together": (2, 1)}.items():
         code, out, _ = first[name]
         report = json.loads(out)
@@ -201,8 +201,8 @@ def test_what_is_refused_has_one_code(two: Any, name: str, message: str) -> None
     assert message not in second[2] or name != "a model that is not there"  # the first tells
 
 
-def test_a_model_from_python_generates_with_the_others(two: Any, model: Path) -> None:
-    one = from_python(str(model), 1)
+def test_a_model_from_python_generates_with_the_others(two: Any, shallow: Path) -> None:
+    one = from_python(str(shallow), 1)
     assert one[0] == one[2] and one[3:] == ["nothing was refused"] * 2
     assert [found["from Python"] for found in two] == [one[:3]] * 2
 
