@@ -77,11 +77,7 @@ def wait_asleep() -> None:
 
 def bound_threads(device: torch.device) -> None:
     """Leave torch no more CPU threads than help, unless the environment says how many: a process with a GPU takes 8 at
-    most, and the processes of one host share its cores equally.
-
-    Raises:
-        InputError: `LOCAL_WORLD_SIZE` is no number of processes.
-    """
+    most, and the processes of one host share its cores equally. `InputError`: `LOCAL_WORLD_SIZE` is no number."""
     import torch
 
     if any(name in os.environ for name in _THREADS):
@@ -116,11 +112,7 @@ def by_torchrun() -> bool:
 
 
 def launched() -> Launch:
-    """What `torchrun` says; rank 0 of 1 without it.
-
-    Raises:
-        InputError: a part is missing or no number.
-    """
+    """What `torchrun` says; rank 0 of 1 without it. `InputError`: a part is missing or no number."""
     if not several_processes():
         return Launch()
     values = []
@@ -147,10 +139,8 @@ def told(doing: str) -> Iterator[None]:
 
 
 def own_gpu() -> None:
-    """Let a process of several see its GPU alone, so that it is `cuda:0` in every process and every graph.
-
-    Comes before anything asks CUDA how many there are.
-    """
+    """Let a process of several see its GPU alone, so that it is `cuda:0` in every process and every graph; before
+    anything asks CUDA how many there are."""
     launch = launched()
     if launch.processes == 1:
         return
@@ -164,14 +154,16 @@ def prepare_nccl() -> None:
 
     NVLink multicast is off unless it was set, and buffers are not registered while graphs are recorded: under
     expandable segments that faults. Symmetric memory of several processes is of several GPUs, each of which its process
-    knows as the first (`own_gpu`).
+    knows as the first (`own_gpu`); it has no multicast address either, which is never used.
 
     Raises:
         InputError: both are asked for.
     """
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    allocator = [name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if _expandable(name)]
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    said = {name: os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
+    allocator = [n for n, text in said.items() if "expandable_segments:true" in text.lower().replace(" ", "")]
     if not allocator:
         return
     for name in ("NCCL_GRAPH_REGISTER", "NCCL_LOCAL_REGISTER", "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"):
@@ -183,10 +175,6 @@ def prepare_nccl() -> None:
         os.environ[name] = "0"
 
 
-def _expandable(name: str) -> bool:
-    return "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", "")
-
-
 _PAGES_FROM = 64 << 20  # bytes that have pages of their own
 _REGISTER_PORTABLE = 1
 
@@ -194,16 +182,15 @@ _REGISTER_PORTABLE = 1
 def host_buffer(size: int, pinned: bool) -> torch.Tensor:
     """So many bytes of the host's memory, uint8; pinned where CUDA is to copy to it and from it at the rate of the bus
     and beside its other work, unless there are few. (torch rounds up what it pins itself to a power of two.)
-
-    Raises:
-        InputError: the system pins no more memory.
-    """
+    `InputError`: the system pins no more memory."""
     import weakref
     from concurrent.futures import ThreadPoolExecutor
 
+    import numpy
     import torch
 
-    buffer = torch.empty(size, dtype=torch.uint8)
+    memory = numpy.empty(size, numpy.uint8)
+    buffer = torch.from_numpy(memory)
     if pinned and size >= _PAGES_FROM:
         with ThreadPoolExecutor(8) as pool:  # pages that are there are pinned much faster
             list(pool.map(torch.Tensor.zero_, buffer.chunk(8)))
@@ -213,5 +200,6 @@ def host_buffer(size: int, pinned: bool) -> torch.Tensor:
                 f"the system does not pin {size / 2**30:.1f} GiB of the host's memory (ulimit -l); leave "
                 "optimizer.offload off, and checkpoint.interval at 0"
             )
-        weakref.finalize(buffer, runtime.cudaHostUnregister, begin).atexit = False
+        # With the last tensor of any kind that lies in it: a view of another dtype does not keep the tensor it is of.
+        weakref.finalize(memory, runtime.cudaHostUnregister, begin).atexit = False
     return buffer

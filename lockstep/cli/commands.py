@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import api
 from ..config import (
+    LAYOUT_OF_GENERATION,
     GeneratorConfig,
     RunConfig,
     TaskConfig,
@@ -176,7 +177,6 @@ def _variables(flags: Generate | Chat) -> dict[str, Any]:
 
 
 def _sampling(flags: Generate | Chat, **more: Any) -> SamplingParams:
-    """The flags' sampling parameters, valid."""
     from ..session.generate import check_sampling
     from ..types import SamplingParams
 
@@ -230,7 +230,7 @@ def _heading(index: int, total: int) -> str:
 def _eval(flags: Eval) -> Outcome:
     base = recipe(flags.task, "task", "")  # any folder alike, before it was trained and after
     check_generation(flags.compile)
-    check_layout(flags.parallel)
+    check_layout(flags.parallel, *LAYOUT_OF_GENERATION)
     if not flags.easy and flags.task != "sum-digits":
         raise InputError(f"--no-easy has no effect on {flags.task}; remove it")
     prompts = base.task.validation_prompts if flags.prompts is None else flags.prompts

@@ -23,7 +23,8 @@ from .request import Prefill, Sequence, SharedPrefix
 from .running_batch import RunningBatch
 
 MAX_PROMPTS = 64  # that a step runs tokens of
-ADMISSION_SHARE = 16  # with all slots taken, prompts wait until one in so many is free: admission costs a mixed step
+ADMISSION_SHARE = 16  # a mixed step takes as long as several: prompts wait for one slot, or one that runs, in so many
+ADMISSION_STEPS = 8  # that late comers wait for company, after a mixed step
 AHEAD = 128  # tokens that pages are given out for at a time, while there are plenty
 
 
@@ -55,12 +56,12 @@ class Scheduler:
         self._ending: list[Prefill] = []  # so do these, which end in the step that is being planned
         self._leases: list[tuple[int, int, Sequence]] = []  # heap: the clock that a sequence's pages last to
         self._lease = itertools.count(1)
+        self._mixed_at = -ADMISSION_STEPS  # the clock after the latest mixed step
         self._drawn: SampleIdentity | None = None  # the step that what follows is of
         self._prefixes: dict[int, SharedPrefix] = {}  # by group, those of its prompts
 
     @property
     def busy(self) -> bool:
-        """Whether anything is left to run."""
         return bool(self.waiting or self.running or self._active)
 
     def digest(self) -> str:
@@ -91,26 +92,27 @@ class Scheduler:
             if self._active is None:
                 self._ending.append(prefill)
             slots -= len(prefill.samples)
+        if chunks:
+            self._mixed_at = self.clock + 1
         return chunks
 
     def _worth_admitting(self, slots: int) -> bool:
-        """Whether enough slots are free, for what waits, to interrupt the decoding of those that run."""
-        enough = self.config.max_num_seqs // ADMISSION_SHARE
-        if not self.running or slots >= enough:
+        """Whether there is enough to admit, of what waits and of slots for it, to interrupt the decoding of those that
+        run. Prompts that come one by one, as after tools of many lengths, are read some together."""
+        if not self.running:
             return True
-        samples = 0
+        share, samples = len(self.running) // ADMISSION_SHARE, 0
         for prefill in self.waiting:
             samples += len(prefill.samples)
-            if samples > slots:
-                return False
-        return True
+            if samples > max(slots, share):
+                break
+        full = slots < min(samples, self.config.max_num_seqs // ADMISSION_SHARE)
+        return not full and (samples >= share or self.clock - self._mixed_at >= ADMISSION_STEPS)
 
     def _start(self, version: int) -> Prefill | None:
-        """Give the first waiting prefill its pages, prefix hits included, and a row; None when they do not fit now.
-
-        A free page for each running sequence and for the samples' first tokens stays in reserve, so that admission
-        does not cause preemption at once.
-        """
+        """Give the first waiting prefill its pages, prefix hits included, and a row; None when they do not fit now. A
+        free page for each running sequence and for the samples' first tokens stays in reserve, lest admission preempt
+        at once."""
         prefill = self.waiting[0]
         cacheable = prefill.token_ids[:-1]  # the last token always runs: its hidden state is needed
         hits = self.cache.match(cacheable, version)
@@ -131,10 +133,8 @@ class Scheduler:
         """Give the samples of a prefill that ends in this step their rows and pages; they draw in this step.
 
         Full pages are shared, a page in part is copied. Samples that find no page or no slot wait for a prefill of
-        their own, which hits the shared pages.
-
-        Returns:
-            The samples, and (source, target) of the pages to copy once the prefill has run.
+        their own, which hits the shared pages. Returns the samples, and (source, target) of the pages to copy once the
+        prefill has run.
         """
         self._ending.remove(prefill)
         length = len(prefill.token_ids)  # of each sample too
@@ -211,10 +211,6 @@ class Scheduler:
             sequence.lease = next(self._lease)
             heapq.heappush(self._leases, (lasts, sequence.lease, sequence))
 
-    def preempt_youngest(self) -> None:
-        """Preempt the running sequence that was taken on last."""
-        self.preempt(self.running[-1])
-
     def preempt(self, sequence: Sequence) -> None:
         """Release a running sequence's pages; it waits, first in line, to run all its tokens again."""
         self.preemptions += 1
@@ -232,10 +228,8 @@ class Scheduler:
         sequence.pages, sequence.lease = [], 0
 
     def drop(self, request_id: int) -> list[Sequence]:
-        """Remove all samples of a request, wherever they are; returns those that had not finished.
-
-        Their pages are not registered: the step that was to fill them may have been interrupted.
-        """
+        """Remove all samples of a request, wherever they are; returns those that had not finished. Their pages are not
+        registered: the step that was to fill them may have been interrupted."""
         dropped = [s for s in self.running if s.request_id == request_id]
         for sequence in dropped:
             self.release(sequence, register=False)

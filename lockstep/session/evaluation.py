@@ -14,6 +14,7 @@ from ..config import RunConfig, of_generation, template_variables, validate
 from ..distributed import World
 from ..environments import Collector, Environment, Limits, make_environment, make_task
 from ..environments.episodes import NewTokens, Sampler
+from ..environments.ranks.rollouts import Holders
 from ..errors import InputError
 from ..generator import Engine
 from ..trainer.shapes import PROMPT_MARGIN
@@ -110,12 +111,14 @@ def measured(
             Played(config, world, environment, llm.policy, planned, allowed, llm.context, limits.prompt_tokens)
         ):
             groups, _, counts = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
+            if config.task.turns > 1:  # what is measured of them may be of their words
+                Holders(world).bring_to_first(groups)()
+            played = world.from_first(lambda: environment.metrics([r for group in groups for r in group.rollouts]))
     found = list(dict.fromkeys(name for group in groups for r in group.rollouts for name in r.rewards))
     decides = found[0] if pass_reward is None else pass_reward
     if decides not in found:
         raise InputError(f"--pass-reward {decides}: the rewards are {', '.join(found)}")
     settings = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
-    played = environment.metrics([r for group in groups for r in group.rollouts])
     failed = {name: count for name, count in counts.items() if name == "environment/errors"}
     return settings | _measures(groups, ks, decides, pass_threshold, found) | played | failed
 
@@ -181,20 +184,15 @@ def _measures(
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """The chance that one of k completions passes, estimated without bias from `passed` of `n`.
-
-    1 - C(n - c, k) / C(n, k): Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1.
-    """
+    """The chance that one of k completions passes, estimated without bias from `passed` of `n`: 1 - C(n - c, k) / C(n,
+    k) (Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1)."""
     assert 0 <= passed <= n and 1 <= k <= n
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
 def wilson_interval(rate: float, problems: int) -> tuple[float, float]:
-    """The 95 % score interval (Wilson 1927) of a mean over problems of values between 0 and 1.
-
-    Exact in spirit for one completion a problem; conservative for more, because a value between 0 and 1 varies at
-    most as much as one that is 0 or 1 with the same mean. It covers the choice of problems and the sampling.
-    """
+    """The 95 % score interval (Wilson 1927) of a mean over problems of values between 0 and 1, which vary at most as
+    much as values of 0 and 1 with the same mean. It covers the choice of problems and the sampling."""
     z2 = Z95**2 / problems
     centre = (rate + z2 / 2) / (1 + z2)
     half = Z95 / (1 + z2) * math.sqrt(max(0.0, rate * (1 - rate)) / problems + z2 / (4 * problems))

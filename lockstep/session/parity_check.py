@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..config import (
+    LAYOUT_OF_PARITY,
     MAX_SEED,
     Attention,
     CompileConfig,
@@ -79,11 +80,9 @@ class ParityReport:
         return f"{of}; generator {of // generator} x {generator}, trainer {of // trainer} x {trainer}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         return {"identical": self.identical, **without_experts(asdict(self))}
 
     def render(self) -> str:
-        """The report as text."""
         verdict = "PASS: generator and trainer log-probs are bitwise identical."
         if self.tokens_routed_differently or self.prompt_tokens_routed_differently:
             verdict = "FAIL: generator and trainer choose different experts."
@@ -142,9 +141,9 @@ def check_model(
     """Generate at least `tokens` tokens from random prompts and score them with the trainer's computation.
 
     Prompts have many lengths; sampling is plain, truncated and greedy in turn, several samples a prompt. Where
-    `compile` captures (by default on a GPU) the generator's graphs are compared with the trainer's of forward and
-    backward pass, the one that trains; elsewhere the model is called by both. Raises `InputError` for a number out of
-    range, settings that do not go together, and a model that cannot be loaded.
+    `compile` captures (by default on a GPU) the generator's graphs are compared with the one that trains; elsewhere the
+    model is called by both. Raises `InputError` for a number out of range, settings that do not go together, and a
+    model that cannot be loaded.
 
     Under `torchrun` every process calls it, with the same arguments, and returns the report of all: prompts are dealt
     to groups of `parallel.generator_tp` processes, and what was generated to groups of `parallel.tp`.
@@ -154,7 +153,7 @@ def check_model(
             raise InputError(f"{name} is {value!r}; it must be a whole number between {low} and {high}")
     how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
     sections = {"compile": compile or CompileConfig(), "parallel": parallel or ParallelConfig()}
-    check_layout(sections["parallel"], "fsdp", "tp")  # type: ignore[arg-type]
+    check_layout(sections["parallel"], *LAYOUT_OF_PARITY)  # type: ignore[arg-type]
     given = validate(RunConfig(model=model, seed=seed, **how, **sections))  # type: ignore[arg-type]
     with together(given) as world:
         session = Session(world.each(lambda: resolve(given, world.size, steps=False)), world=world)

@@ -34,7 +34,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     return json_of([*TORCHRUN, str(RANKS), "cuda"], PYTORCH_CUDA_ALLOC_CONF=request.param)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "experts", "state_in_one_process"])
+@pytest.mark.parametrize("kind", ["bfloat16", "experts", "state_in_one_process", "offloaded", "whole_sequences"])
 def test_two_gpus_have_the_bits_of_one(found: dict[str, Any], kind: str) -> None:
     assert found[kind] == [[], []]
 
