@@ -25,18 +25,19 @@ from lockstep.trainer.parameters import FlatParameters
 from lockstep.trainer.tp.decoder import in_trainer
 from lockstep.trainer.tp.gathered import flat_parameters
 
+GROUPS = {"lr_scales": ("*=0.5", "*.o_proj=2", "model.norm=4"), "weight_decays": ("*norm=0.3", "*.mlp*=0.2")}
 CASES: list[dict[str, Any]] = [
     {"family": "llama"},
     {"family": "llama", "graphs": True, "parts": True},
     {"family": "qwen3_moe", "router_aux_loss_coef": 0.01},
-    {"family": "deepseek_v3"},
+    {"family": "deepseek_v3", "groups": GROUPS},
     {"family": "qwen3", "parts": True, "loss_type": "ppo"},
     {"family": "qwen3", "steps": 1, "mutant": "reversed"},
     {"family": "qwen3", "steps": 1, "mutant": "flipped"},
 ]
 FROZEN = "model.layers.0", "model.embed_tokens"  # a layer of which each has its part, and the tied table
 FOUR: list[dict[str, Any]] = [
-    {"family": "qwen3_moe", "steps": 2, "graphs": True, "parts": True, "freeze": FROZEN},
+    {"family": "qwen3_moe", "steps": 2, "graphs": True, "parts": True, "groups": {**GROUPS, "freeze": FROZEN}},
 ]
 
 
