@@ -6,7 +6,7 @@ same micro-batches one after another.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,8 +33,8 @@ ALIGNMENT = SQUARES_BLOCK  # elements: whole blocks of the gradient's norm, and 
 class Layout:
     """The flat buffer of each of `ranks` ranks: part after part, one a parameter, in order.
 
-    A parameter, flat and padded with zeros at its end, is cut into equal parts of whole `ALIGNMENT`s, the first to rank
-    0. All ranks' buffers are laid out alike, so nothing that is computed from the layout depends on the rank.
+    A parameter, flat and padded with zeros, is cut into equal parts of whole `ALIGNMENT`s, the first to rank 0. All
+    ranks' buffers are laid out alike, so nothing that is computed from the layout depends on the rank.
 
     Attributes:
         sizes, offsets: elements of each part, and where it begins; the last offset is the buffer's size.
@@ -47,18 +47,15 @@ class Layout:
 
     @staticmethod
     def of(shapes: Sequence[Sequence[int]], ranks: int = 1) -> Layout:
-        """The layout of parameters of these shapes."""
         sizes = tuple(-(-prod(shape) // (ALIGNMENT * ranks)) * ALIGNMENT for shape in shapes)
         return Layout(tuple(map(tuple, shapes)), ranks, sizes, (0, *running_totals(sizes)))
 
     @property
     def size(self) -> int:
-        """Elements of a buffer."""
         return self.offsets[-1]
 
     @cached_property
     def one_rank(self) -> Layout:
-        """The layout of the same parameters in one process."""
         return Layout.of(self.shapes)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -84,12 +81,11 @@ class Buffer(Protocol):
 class FlatParameters:
     """One buffer for a model's weights, one float32 buffer for their gradients; this class: of one process.
 
-    The model's parameters are re-pointed in place, as views of the buffer, and keep their values. Those that are frozen
-    stay as they are, whole on every rank.
+    The model's parameters are re-pointed in place, as views of the buffer. Those that are frozen stay as they are,
+    whole on every rank.
 
     Args:
-        model: as it is on the mesh, where ranks share its products.
-        frozen: names of parameters that are not trained.
+        model: as it is on the mesh, where ranks share its products. frozen: names of parameters that are not trained.
 
     Attributes:
         names, parameters: the model's own, in buffer order: matrices, then vectors; a tied one stands once.
@@ -141,12 +137,8 @@ class FlatParameters:
     def micro_batch(
         self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
     ) -> AbstractContextManager[graph.Inputs]:
-        """`inputs` with the weights to compute a micro-batch with, and statistics to add its own to.
-
-        Args:
-            maxima: of the statistics, those that are no sums.
-            differentiated: gradients by the weights are taken.
-        """
+        """`inputs` with the weights to compute a micro-batch with, and statistics to add its own to; `maxima` are those
+        of them that are no sums. `differentiated`: gradients by the weights are taken."""
         return nullcontext(inputs)
 
     @contextmanager
@@ -178,10 +170,6 @@ class FlatParameters:
         cells.zero_()
         return {}
 
-    def own_squares(self, squares: Tensor, buffers: Mapping[str, Tensor]) -> Tensor:
-        """Of the blocks' sums of squares those that this rank counts, the others 0; `counted` is among the buffers."""
-        return torch.where(buffers["counted"], squares, 0.0) if self.counted else squares
-
     def weight(self, model: Decoder, name: str) -> Tensor:
         """A whole parameter of the model that is trained, as it is now. Every rank calls it."""
         return model.get_parameter(name)
@@ -192,7 +180,7 @@ class FlatParameters:
 
     def whole(self, local: Tensor) -> Tensor:
         """What all ranks have of a flat tensor, in the layout of one process. Every rank calls it; the first gets the
-        result, on the host where it came from several ranks, and the others an empty tensor."""
+        result, on the host where it came from several ranks, the others an empty tensor."""
         return local
 
     def fill(self, own: Tensor, parts: Sequence[Buffer], tp: int = 1) -> None:
@@ -219,7 +207,6 @@ class FlatParameters:
                     at += count
 
     def own(self) -> dict[str, list[Held]]:
-        """This rank's ranges of the parameters that are trained."""
         found = dict[str, list[Held]]()
         for i, (name, part) in enumerate(zip(self.names, self.parts, strict=True)):
             flat = part.flatten()
@@ -227,11 +214,8 @@ class FlatParameters:
         return found
 
     def held(self, model: Decoder) -> dict[str, list[Held]]:
-        """What this rank writes of the model's tensors: its ranges, and as large ones of what all ranks have whole.
-
-        Args:
-            model: that is trained.
-        """
+        """What this rank writes of the tensors of `model`, which is trained: its ranges, and as large ones of what all
+        ranks have whole."""
         found, mesh = self.own(), self.mesh
         placements = dict(model.placements) | dict.fromkeys((name for name, _ in model.named_buffers()), WHOLE)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -295,7 +279,6 @@ class ShardedParameters(FlatParameters):
 
     @torch.no_grad()
     def gathered(self, name: str, part: Tensor) -> Tensor:
-        """A whole parameter, from this rank's part of it."""
         with _serving(name):
             return distributed.unshard(part, self.layout.shapes[self.names.index(name)], self.axis)
 
@@ -315,7 +298,6 @@ class ShardedParameters(FlatParameters):
     def micro_batch(
         self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
     ) -> AbstractContextManager[graph.Inputs]:
-        """With statistics that are added to those of all ranks in the end, on every rank."""
         return self.summed(inputs, maxima)
 
     @contextmanager

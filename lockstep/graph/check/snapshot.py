@@ -32,7 +32,6 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Every tensor as it was."""
         for part in self._zero:
             part.zero_()
         for part, copy in zip(self._kept, self._copies, strict=True):

@@ -17,10 +17,10 @@ _MOST_RANKS, _MOST_TOGETHER = 1024, 8
 
 def adapted(w: Workload, found: MemoryPlan) -> RunConfig:
     """The workload's configuration with the layers that its plan computes again."""
-    config, own = w.config, patterns(w, found.again)
+    config = w.config
     if found.again == 0 or config.compile.recompute or config.compile.activation_memory_gib:
         return config
-    return replace(config, compile=replace(config.compile, recompute=own))
+    return replace(config, compile=replace(config.compile, recompute=patterns(w, found.again)))
 
 
 def refusal(w: Workload, found: MemoryPlan) -> str:
@@ -52,8 +52,7 @@ def remedies(w: Workload, memory: int) -> Iterator[str]:
     if (larger := in_larger_groups(w, memory)) is not w:
         together = larger.config.parallel.generator_tp
         yield f"--parallel.generator-tp {together}, so many GPUs having a part of the weights each"
-    ranks = _ranks(w, memory)
-    if ranks:
+    if ranks := _ranks(w, memory):
         yield f"{ranks} GPUs (torchrun), over which masters, moments and gradients are sharded"
 
 
