@@ -20,7 +20,7 @@ from lockstep.cli import main as command_line
 from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.errors import InputError
 from lockstep.session import parity_check
-from lockstep.session.degree import links
+from lockstep.session.degree import choice, links
 from lockstep.session.degree.decode_time import Exchanged
 from lockstep.types import SamplingParams
 
@@ -51,7 +51,7 @@ COMMANDS = {
     "eval": EVAL,
     "turns": CALCULATE,
     "turns together": [*CALCULATE, *TOGETHER],
-    "parity": [*PARITY, "--parallel.tp", "2"],
+    "parity": [*PARITY, "--parallel.tp", "2", "--parallel.generator-tp", "0"],
     "parity together": [*PARITY, *TOGETHER],
     "precompile": ["precompile", *RUN, *TOGETHER],
     "train": ["train", *RUN, *TOGETHER, "--steps", "1", "--run-dir", "run"],
@@ -118,16 +118,18 @@ def flipped(pack_shards: Any) -> Any:
 
 def from_python(model: str, ranks: int = 2) -> list[Any]:
     """Completions of graphs for two kinds of sampling, and once more after the processes have left each other; then
-    what is said of prompts that differ, and of a second model."""
-    parallel = ParallelConfig(generator_tp=ranks)
+    what is said of prompts that differ, and of a second model. All generate together, as one has no room."""
     compile = CompileConfig("step", verify="off") if ranks > 1 else None
-    llm = LLM(model, device="cpu", compile=compile, parallel=parallel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "memory_at_hand", lambda device: 1000)
+        llm = LLM(model, device="cpu", compile=compile, parallel=ParallelConfig(generator_tp=0))
     found: list[Any] = []
     for prompts, temperature in ((["one", "two"], 1.0), ("three", 0.0), (["one", "two"], 1.0)):
         sampling = SamplingParams(n=2 if temperature else 1, temperature=temperature, max_completion_length=5)
         if len(found) == 2:
             llm.close()
         found.append([[asdict(one) for one in group] for group in llm.generate(prompts, sampling)])
+        assert llm.world.generator_tp == ranks
     for wrong in (lambda: llm.generate(os.environ.get("RANK", "0"), SamplingParams()), lambda: LLM(model)):
         with contextlib.suppress(InputError):
             wrong()
