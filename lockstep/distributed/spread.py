@@ -95,8 +95,6 @@ class Spread(nn.Module):
 
 
 class _Rows(torch.autograd.Function):
-    """`Spread.whole_rows`."""
-
     @staticmethod
     def forward(ctx: Any, own: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -108,8 +106,6 @@ class _Rows(torch.autograd.Function):
 
 
 class _Numbers(torch.autograd.Function):
-    """`Spread.numbers`."""
-
     @staticmethod
     def forward(ctx: Any, axis: Axis, index: Tensor, rows: int, *own: Tensor) -> tuple[Tensor, ...]:
         ctx.axis, ctx.index = axis, index

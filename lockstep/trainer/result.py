@@ -101,7 +101,6 @@ class PendingResult:
     _result: StepResult | None = None
 
     def get(self) -> StepResult:
-        """The result, once the device has come to it; take those of several updates in their order."""
         if self._finish is not None:
             self._result, self._finish = self._finish(self._results.read(self._number)), None
         assert self._result is not None

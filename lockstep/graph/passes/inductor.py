@@ -56,11 +56,7 @@ class Inductor(Backend):
         return torch_inductor.missing_compiler(device)
 
     def rewrite(self, captured: Captured) -> tuple[Captured, str]:
-        """Compile regions of the graph.
-
-        Raises:
-            UnknownPattern: a path matches no module of a graph that has any.
-        """
+        """Compile regions of the graph. `UnknownPattern`: a path matches no module of a graph that has any."""
         _check_patterns(captured, self.choices)
         found: list[Stretch] = []
         made: dict[Stretch, CompiledSubgraph] = {}

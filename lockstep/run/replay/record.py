@@ -23,7 +23,6 @@ def numbers(trajectory: str) -> tuple[int, int, int]:
 
 
 def recorded_sample(run_dir: Path, step: int, group: int, sample: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The group's record and the sample's in it."""
     refuse(not (run_dir / "config.yaml").is_file(), f"{run_dir} is not a run folder (it has no config.yaml)")
     path = run_dir / ROLLOUTS_FILE
     refuse(not path.is_file(), f"{run_dir} has no {ROLLOUTS_FILE}: the run was told not to record rollouts")
@@ -45,7 +44,6 @@ def given_tokens(loop: Loop, record: dict[str, Any], recorded: dict[str, Any]) -
 
 
 def sampled_turns(recorded: dict[str, Any]) -> list[list[int]]:
-    """The tokens of each turn."""
     counts = [segment["tokens"] for segment in recorded["segments"] if segment["kind"] == "sampled"]
     tokens = iter(recorded["token_ids"])
     return [[next(tokens) for _ in range(count)] for count in counts]

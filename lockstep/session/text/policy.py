@@ -69,7 +69,6 @@ class Policy:
         return Tokens(self.encode, self.encode_following, decode, said, self.tokens_with, self.tokenizer)
 
     def _said(self, turn: Segment, tools: Sequence[Tool] = ()) -> Said:
-        """What was sampled as a chat message of the model's tool format."""
         assert self.tool_format is not None
         form = replace(self.tool_format, tools=tuple(tools))
         text = self.as_read(turn.token_ids, form) if form.special else turn.text
