@@ -232,11 +232,8 @@ CHUNK = 1 << 24  # elements of the state that are on the device at one time, twi
 class OffloadedAdamW(AdamW):
     """`AdamW` whose moments and masters are in the host's memory, pinned where the device is a GPU, with the same bits:
     the update's graph decides, and what it decides is done chunk by chunk behind it, each chunk of the state copied to
-    the device, updated there and copied back, while the next one comes and the last one goes.
-
-    Attributes:
-        decided: float32 [3]: rate, scale of the gradients, and whether the update is applied.
-    """
+    the device, updated there and copied back, while the next one comes and the last one goes. `decided`: float32 [3]:
+    rate, scale of the gradients, and whether the update is applied."""
 
     def _make_state(self) -> None:
         weights, size = self.flat.data, self.flat.layout.size
