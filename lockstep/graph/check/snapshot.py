@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .fingerprints import WORDS
 
+PART = 1 << 26  # bytes on their way between a device and the host at one time
+
 
 class Snapshot:
     """What tensors hold, to be put back; on the device where that fits twice over, on the host otherwise.
@@ -28,14 +30,31 @@ class Snapshot:
         self.nbytes = sum(part.numel() * part.element_size() for part in self._kept)
         on_gpu = any(part.is_cuda for part in self._kept)
         on_host = on_gpu and torch.cuda.mem_get_info(self._kept[0].device)[0] <= 2 * self.nbytes
-        self._copies = [part.to("cpu", copy=True) if on_host else part.clone() for part in self._kept]
+        self._copies = [_on_host(part) if on_host else part.clone() for part in self._kept]
 
     @torch.no_grad()
     def restore(self) -> None:
         for part in self._zero:
             part.zero_()
         for part, copy in zip(self._kept, self._copies, strict=True):
-            part.copy_(copy)
+            copied(part, copy)
+
+
+def _on_host(part: Tensor) -> Tensor:
+    copy = torch.empty(part.shape, dtype=part.dtype)
+    copied(copy, part)
+    return copy
+
+
+def copied(target: Tensor, source: Tensor) -> None:
+    """Copy `source` to `target`; from one device to another a few rows at a time, as what does not lie in one piece is
+    first laid out so, in memory that there may not be for all of it."""
+    if target.device == source.device or source.dim() == 0:
+        target.copy_(source)
+        return
+    rows = max(1, PART * len(source) // max(1, source.nbytes))
+    for own, other in zip(target.split(rows), source.split(rows), strict=True):
+        own.copy_(other)
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
