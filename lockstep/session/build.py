@@ -227,7 +227,6 @@ def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Wor
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto` is the GPU when there is one."""
     if device not in ("auto", "cpu", "cuda"):
         raise InputError(f"device is {device!r}; it must be auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():

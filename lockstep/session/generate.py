@@ -275,7 +275,6 @@ def _unless(failed: LockstepError | None, done: list[list[Trajectory]]) -> list[
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 

@@ -99,7 +99,6 @@ def sources(collective: Collective) -> list[fx.Node]:
 
 
 def by_layer(collectives: Sequence[Collective]) -> Iterator[list[Collective]]:
-    """Runs of collectives for the same layer, in order."""
     for _, run in groupby(collectives, key=lambda c: (c.layer, any(map(is_backward, c.finish[-1:])))):
         yield list(run)
 

@@ -38,7 +38,6 @@ class DegreeChoice:
     considered: Sequence[DecodeTime]
 
     def to_dict(self) -> dict[str, Any]:
-        """For the summary."""
         considered = [found.to_dict() for found in self.considered]
         return {"generator_tp": self.ranks, "bandwidth_gb_s": round(self.bandwidth / 1e9, 2), "considered": considered}
 
