@@ -170,7 +170,7 @@ def _precompile(
 def _steps(run: TrainingSession) -> tuple[object, ...]:
     """What the kernels of such a start depend on besides the model."""
     reference = run.trainer.reference
-    return run.shapes, *of_steps(run.config), reference and reference.config, run.world.size
+    return run.shapes, *of_steps(run.config), reference and reference.model.config, run.world.size
 
 
 def _rehearse_check(run: TrainingSession) -> None:

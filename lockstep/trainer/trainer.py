@@ -34,7 +34,7 @@ from .routing import RoutingResult, statistics_of
 from .shapes import BatchShape
 from .step import STATISTICS, found_names, take
 from .tp.decoder import give_memory, in_trainer
-from .tp.gathered import flat_parameters
+from .tp.gathered import flat_parameters, reference_of
 
 
 class Trainer:
@@ -42,7 +42,8 @@ class Trainer:
 
     Args:
         reference: frozen model for the KL term, or the teacher; required when `loss.beta` is above 0, and by an
-            algorithm that has a teacher.
+            algorithm that has a teacher. Of several processes each takes its part of it from `reference_source`, by
+            default `reference`, which is whole.
         enforce_parity: do not update when a log-probability differs from the generator's in any bit, or a choice of
             experts does, or when not every sampled token was compared.
         runtime: what runs the trainer's programs; by default eagerly.
@@ -76,6 +77,7 @@ class Trainer:
         cells: Cells = ONE_CELL,
         source: WeightSource | None = None,
         zero_stage: int | None = None,
+        reference_source: WeightSource | None = None,
     ) -> None:
         if loss.beta > 0 and reference is None:
             raise ValueError(f"loss.beta is {loss.beta}: the KL term needs a reference model")
@@ -91,8 +93,8 @@ class Trainer:
                 f"optimizer.router_bias_rate is {optimizer.router_bias_rate}: it moves the biases that experts are "
                 "chosen with, which this model does not have; set it to 0"
             )
-        self.model, self.reference, self.loss = model, reference, loss
-        self.world, self.cells = world, cells
+        self.model, self.loss, self.world, self.cells = model, loss, world, cells
+        self.reference = None if reference is None else reference_of(reference, world, reference_source)
         if algorithm_of(loss).has_critic and model.value_head is None:
             model.add_value_head()
         trained = in_trainer(model, world.mesh)
@@ -117,8 +119,8 @@ class Trainer:
         balanced = self._biases if optimizer.router_bias_rate > 0 else {}
         state = UpdateState(self._values, self._results.rows, lr, sampled, enforce_parity, balanced)
         self._runtime = runtime
-        runtime.prepare(*filter(None, (trained, reference)))
-        self.programs = TrainerPrograms(self._runtime, trained, reference, self.optimizer, loss, state)
+        runtime.prepare(trained, *([] if self.reference is None else [self.reference.model]))
+        self.programs = TrainerPrograms(self._runtime, trained, self.reference, self.optimizer, loss, state)
         self.algorithm = self.programs.algorithm
         if self.algorithm.has_teacher and reference is None:
             raise ValueError(f"loss.loss_type is {loss.loss_type}: it needs a teacher as the reference model")

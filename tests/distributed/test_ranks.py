@@ -16,11 +16,15 @@ def found() -> dict[str, Any]:
     return json.loads(json.dumps(on_ranks(2, checked)[0]))
 
 
-@pytest.mark.parametrize(
-    "kind", ["float32", "bfloat16", "experts", "whole_sequences", "a_teacher", "a_critic", "offloaded"]
-)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "experts", "whole_sequences", "a_critic", "offloaded"])
 def test_gradients_updates_and_statistics_are_those_of_one_process(found: dict[str, Any], kind: str) -> None:
     assert found[kind] == [[], []]
+
+
+def test_a_teacher_is_cut_and_its_scores_are_those_of_one_process(found: dict[str, Any]) -> None:
+    *unlike, parts_are_all_of_it, log = found["a_teacher"]
+    assert unlike == [[], []] and parts_are_all_of_it
+    assert "3 gathers begin a layer early" in "\n".join(log)
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce_pp", "dapo"])

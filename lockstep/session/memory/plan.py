@@ -84,16 +84,16 @@ def plan(w: Workload, memory: int) -> MemoryPlan:
     cache that the workload wants, or for half of what is left beside the smallest micro-batch's."""
     least, most = _again(w)
     cheapest = _with(w, memory, most, 0)
-    room = _cache_room(w, cheapest)
+    room, least_cache = _cache_room(w, cheapest), _least_cache(w)
     wanted = _wanted(w)
-    target = wanted if w.config.generator.kv_cache_tokens else min(wanted, max(room // 2, _least_cache(w)))
-    for again in range(least, most + 1):
+    target = wanted if w.config.generator.kv_cache_tokens else min(wanted, max(room // 2, least_cache))
+    for again in range(least if room >= least_cache else most, most + 1):
         found = _with(w, memory, again, 0)
         if (room := _cache_room(w, found)) >= target or again == most:
             break
     tokens = wanted if w.config.generator.kv_cache_tokens else min(wanted, rounded(room))
     done = _with(w, memory, again, max(tokens, 0))
-    done = replace(done, fits=done.total <= memory and tokens >= _least_cache(w))
+    done = replace(done, fits=done.total <= memory and tokens >= least_cache)
     copies = terms.state_copies(w) if _checks(w) and w.on_gpu else 0
     if 2 * copies >= memory - done.total:  # as `graph.check` decides: then they are on the host
         return done
@@ -137,7 +137,7 @@ def _pool(w: Workload, again: int) -> dict[str, int]:
         found[WORKING] += whole
         found[TRANSIT] = whole * (w.sharded and w.zero_stage == 3)
     held = sum(found.values())
-    found[GENERATION] = max(0, terms.prefill(w) - held)
+    found[GENERATION] = max(0, terms.prefill(w) - held, terms.scoring(w, graphs) - held)
     check = terms.eager(w) if _checks(w) else 0
     found[CHECK] = max(0, check - held - found[GENERATION])
     found[CHECK] += _machine_check(w)
