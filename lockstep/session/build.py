@@ -155,7 +155,7 @@ class TrainingSession(Session):
         self.policy.template_variables = template_variables(config.task.chat_template_kwargs)
         with timings.measured("load"):
             self.teacher = load_teacher(config, self.policy, world)
-        self.prompt_limit = prompt_limit(config, model.config, self.teacher and self.teacher.model)
+        self.prompt_limit = prompt_limit(config, model.config, None if self.teacher is None else self.teacher.model)
         with timings.measured("prompts"):
             self.task.check_lengths(encode, self.prompt_limit)
             longest = max(world.share(lambda: self.policy.longest_prompt(self.task, self.environment, groups)))
@@ -173,8 +173,8 @@ class TrainingSession(Session):
             model,
             config.optimizer,
             config.loss,
-            reference=frozen and frozen.model,
-            reference_source=frozen and frozen.source,
+            reference=None if frozen is None else frozen.model,
+            reference_source=None if frozen is None else frozen.source,
             enforce_parity=config.parity == "strict",
             runtime=self.runtime,
             world=world,

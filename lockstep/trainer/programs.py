@@ -158,8 +158,7 @@ class TrainerPrograms:
     def train_case(self, name: str, batch: PackedBatch, load: Callable[[], object], with_support: bool) -> graph.Case:
         """The same of `forward_backward`."""
         made = self.case("forward_backward", name, batch, load)
-        more = {"loss_type": self.loss_type, "with_support": with_support}
-        return replace(made, statics={**made.statics, **more})
+        return replace(made, statics={**made.statics, "loss_type": self.loss_type, "with_support": with_support})
 
     def launch(self, name: str, batch: PackedBatch, **statics: Any) -> dict[str, Tensor]:
         """What a program returns for a batch, by name."""

@@ -203,24 +203,21 @@ def parameter_groups(world: World) -> Any:
 
 @check
 def a_teacher(world: World) -> Any:
-    """Of which each rank has a part: eagerly, and of graphs that gather it layer by layer and were held to eager's."""
+    """Of which each rank has a part; graphs of it, which gather it layer by layer, are held to eager's."""
     loss, teacher = LossConfig("distillation", teacher="a folder"), decoder()
     with torch.no_grad():
         teacher.embed.mul_(0.5)
-    one, unlike = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher), ONE, packing=ONE_SIZE), []
-    for way in ("none", "step"):
-        runtime = Runtime(CompileConfig(way), DEVICE, mesh={"fsdp": world.size}, peers=world)
-        trainer = Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world, runtime=runtime)
-        unlike += different(run(trainer, world, packing=ONE_SIZE), one)
-        if way == "step":
-            program = trainer.programs.by_name["reference_logprobs"]
-            cases = trainer.trust_cases(ONE_SIZE.shapes, FILTERED, check_parity=True)
-            check_against_eager(runtime, [work for work in cases if work[0] is program], "strict")
-            log = [line for name, of in runtime.builder.nodes.items() if "reference_logprobs" in name for line in of]
-        runtime.close()
-    part = sum(held.values.numel() for of in trainer.reference.own().values() for held in of)
+    one = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher), ONE)
+    found = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world), world)
+    runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
+    trainer = Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world, runtime=runtime)
+    cases = trainer.trust_cases([BatchShape(64, 32, 4, 64)], FILTERED, check_parity=True)
+    (verdict,) = check_against_eager(runtime, [w for w in cases if w[0].name == "reference_logprobs"], "strict")
+    log = [line for lines in runtime.builder.nodes.values() for line in lines]
+    runtime.close()
+    parts = on_all(world, sum(held.values.numel() for of in trainer.reference.own().values() for held in of))
     whole = sum(parameter.numel() for parameter in teacher.parameters())
-    return on_all(world, unlike) + [on_all(world, part)[0] + on_all(world, part)[1] == whole, log]
+    return [*on_all(world, different(found, one)), sum(parts) == whole, verdict.cases, on_all(world, log)[0]]
 
 
 @check

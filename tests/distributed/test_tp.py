@@ -29,7 +29,7 @@ CASES: list[dict[str, Any]] = [
     {"family": "llama"},
     {"family": "llama", "graphs": True, "parts": True},
     {"family": "qwen3_moe", "router_aux_loss_coef": 0.01},
-    {"family": "deepseek_v3"},
+    {"family": "deepseek_v3", "beta": 0.1},
     {"family": "qwen3", "parts": True, "loss_type": "ppo"},
     {"family": "qwen3", "steps": 1, "mutant": "reversed"},
     {"family": "qwen3", "steps": 1, "mutant": "flipped"},

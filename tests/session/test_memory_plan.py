@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +47,7 @@ from lockstep.session.memory import (
     Workload,
     adapted,
     holds_copy,
+    in_larger_groups,
     plan,
     refusal,
     remedies,
@@ -262,6 +265,56 @@ def test_what_does_not_fit_is_refused_and_every_remedy_fits() -> None:
     crowded = workload("qwen3-8b", 8, CompileConfig(activation_memory_gib=100.0), max_tokens_per_micro_batch=40960)
     offered = list(remedies(crowded, H200))
     assert offered[0] == "--trainer.max-tokens-per-micro-batch 20480" and "--compile.recompute full" in offered
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_plans_agree_with_one_another(seed: int) -> None:
+    """What is accepted fits in what it takes, in more memory and in smaller micro-batches, and is planned alike once
+    adapted; what is refused does not fit in less, and what is proposed fits. Of the seeds 8 are accepted."""
+    draw = random.Random(seed)
+    arch = draw.choice(["qwen3-0.6b", "qwen3-8b", "qwen3-32b", "gpt-oss-20b-4-layers"])
+    ranks, memory = draw.choice([1, 2, 8, 16]), draw.choice([40, 80, 141]) * GIB
+    w = workload(arch, ranks, max_tokens_per_micro_batch=draw.choice([4096, 16384]), warmup_steps=draw.choice([0, 1]))
+    c = replace(w.config, optimizer=OptimizerConfig(offload=draw.random() < 0.3))
+    c = replace(c, parallel=replace(c.parallel, zero_stage=draw.choice([None, 3])))
+    w = replace(w, config=c, frozen=draw.choice([(), [w.model]]))
+    found = plan(w, memory)
+    if not found.fits:
+        assert not plan(w, memory * 19 // 20).fits
+        assert all(fits_with(w, said, memory) for said in remedies(w, memory))
+        return
+    assert found.total <= memory and found.cache_tokens >= w.sequence_tokens and min(found.terms.values()) >= 0
+    assert plan(w, found.total).fits and plan(replace(w, config=adapted(w, found)), memory) == found
+    more = plan(w, memory + 8 * GIB)
+    assert more.fits and (more.again, -more.cache_tokens) <= (found.again, -found.cache_tokens)
+    half = replace(c, trainer=replace(c.trainer, max_tokens_per_micro_batch=c.trainer.max_tokens_per_micro_batch // 2))
+    assert plan(replace(w, config=half), memory).fits
+    if ranks > 1:
+        alone = replace(c, parallel=replace(c.parallel, batch_shards=0))
+        assert plan(replace(w, ranks=2 * ranks, config=resolve_parallel(alone, 2 * ranks)), memory).fits
+
+
+def fits_with(w: Workload, said: str, memory: int) -> bool:
+    """Whether a workload does with settings that a refusal names, in larger groups if it must."""
+    for section, name, value in re.findall(r"--(\w+)\.([\w-]+)(?: (\w+))?", said):
+        field, given = name.replace("-", "_"), {"recompute": ("full",), "offload": True}.get(name) or int(value)
+        part = replace(getattr(w.config, section), **{field: given})
+        w = replace(w, config=replace(w.config, **{section: part}))
+    if more := re.search(r"^(\d+) GPUs", said):
+        alone = replace(w.config, parallel=replace(w.config.parallel, batch_shards=0))
+        w = replace(w, ranks=int(more[1]), config=resolve_parallel(alone, int(more[1])))
+    return plan(w, memory).fits or in_larger_groups(w, memory) is not w
+
+
+def test_several_processes_have_a_part_of_a_reference_each_and_whole_layers_at_a_time() -> None:
+    w = replace(workload("qwen3-8b", 8), frozen=[architecture("qwen3-8b")])
+    found = plan(w, H200)
+    assert found.fits and found.again == 0 and terms.frozen(w) == terms.shard(w)
+    assert found.terms[CHECK] == plan(workload("qwen3-8b", 8), H200).terms[CHECK]
+    larger = replace(w, config=replace(w.config, parallel=replace(w.config.parallel, generator_tp=2)))
+    whole = 2 * PARAMETERS["qwen3-8b"]
+    assert 0 < terms.eager(larger) - terms.eager(w) < whole / 4  # a layer's that nobody has whole, and both tables
+    assert terms.scoring(w, False) - terms.scoring(w, True) > whole / 2  # called eagerly it is gathered at once
 
 
 def test_a_state_on_the_host_is_planned_there_and_proposed() -> None:

@@ -42,8 +42,8 @@ def remedies(w: Workload, memory: int) -> Iterator[str]:
         ranks = larger.config.parallel.generator_tp
         yield f"--parallel.generator-tp {ranks}, so many GPUs having a part of the weights each"
     for begin, also in ((w, ""), (least, f", with {' and '.join(together)}")):
-        if ranks := _ranks(begin, memory):
-            yield f"{ranks} GPUs (torchrun), over which masters, moments and gradients are sharded{also}"
+        if more := _ranks(begin, memory):
+            yield f"{more} GPUs (torchrun), over which masters, moments and gradients are sharded{also}"
             break
 
 
@@ -53,14 +53,14 @@ def _changes(w: Workload, memory: int) -> Iterator[tuple[str, Workload]]:
     if c.generator.kv_cache_tokens:
         planned = replace(c, generator=replace(c.generator, kv_cache_tokens=0))
         yield "--generator.kv-cache-tokens 0, which plans the cache", replace(w, config=planned)
-    fewer, tokens = w, c.trainer.max_tokens_per_micro_batch
+    fewer = w
+    tokens: int = c.trainer.max_tokens_per_micro_batch
     while (tokens := tokens // 2) >= max(256, w.prompt_room):
         fewer = replace(w, config=replace(c, trainer=replace(c.trainer, max_tokens_per_micro_batch=tokens)))
         if _fits(fewer, memory):
             break
     if fewer is not w:
-        tokens = fewer.config.trainer.max_tokens_per_micro_batch
-        yield f"--trainer.max-tokens-per-micro-batch {tokens}", fewer
+        yield f"--trainer.max-tokens-per-micro-batch {fewer.config.trainer.max_tokens_per_micro_batch}", fewer
     if not c.compile.recompute and c.compile.capture == "step":
         full = replace(c, compile=replace(c.compile, recompute=("full",), activation_memory_gib=0.0))
         yield "--compile.recompute full", replace(w, config=full)
