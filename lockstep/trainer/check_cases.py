@@ -155,7 +155,8 @@ def _fill_sums(programs: TrainerPrograms) -> None:
 
 
 def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
-    """Updates that are clipped, not clipped, and refused for each reason."""
+    """Updates that are clipped, not clipped, and refused for each reason, of weights that are made up: what is copied
+    to be put back is copied once."""
 
     def load(kind: int) -> None:
         grad, state = programs.flat.grad, programs.state
@@ -166,6 +167,9 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
         state.lr.fill_(1e-3)
         _waves(grad, 1e-9 if kind == 1 else 1.0)
         if own:
+            weights, master = programs.flat.data, programs.optimizer.master
+            draw = torch.Generator(master.device).manual_seed(0)
+            weights.copy_(master.normal_(0, 0.02, generator=draw))  # unlike at any two places
             _waves(own["exp_avg"], 1e-3)
             _waves(own["exp_avg_sq"], 1e-6)
             own["exp_avg_sq"].abs_()
@@ -174,7 +178,8 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
             grad[-1] = math.inf
 
     kinds = ("first", "tiny", "not finite", "mismatch", "not covered")
-    return [graph.Case(name, load=partial(load, kind)) for kind, name in enumerate(kinds)]
+    made: tuple[graph.Role, ...] = ("param", "grad", "optimizer")
+    return [graph.Case(name, load=partial(load, kind), made=made) for kind, name in enumerate(kinds)]
 
 
 def _fill_cells(inputs: graph.Inputs) -> None:

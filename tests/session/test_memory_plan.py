@@ -37,6 +37,7 @@ from lockstep.config.sections.compile import resolve_compile
 from lockstep.distributed import World
 from lockstep.errors import InputError
 from lockstep.graph import Runtime
+from lockstep.graph.check import snapshot
 from lockstep.graph.passes import recompute, saved_bytes
 from lockstep.models import Decoder, PackedAttention
 from lockstep.models.init import ARCHITECTURES, architecture, initialize
@@ -328,10 +329,12 @@ def test_a_state_on_the_host_is_planned_there_and_proposed() -> None:
     assert found.terms["chunks of the state"] == 24 << 24 and terms.state_copies(replace(w, config=config)) == 0
     supervised = replace(w, config=replace(w.config, trainer=replace(w.config.trainer, warmup_steps=1)))
     assert [terms.state_copies(one) // w.layout.size for one in (w, supervised)] == [4, 6]
+    assert refused.host[terms.COPIED] == 4 * w.layout.size - snapshot.MOST and terms.MOST_COPIED == snapshot.MOST
     state = 12 * w.layout.size
     read = 4 * 151936 * 4096
     assert found.host == {"masters and moments": state, "copy for checkpoints": state, "weights being read": read}
-    assert terms.host(replace(w, config=replace(config, model="a folder"))) == {**found.host, terms.READING: 32 << 20}
+    folder = replace(w, config=replace(config, model="a folder"))
+    assert terms.host(folder, True) == {**found.host, terms.READING: 32 << 20}
     assert "on the host: masters and moments 91.5" in found.table()
     with pytest.raises(InputError, match=r"optimizer.offload needs 1024.0 GiB of the host's memory a process, and th"):
         require_host_room(replace(found, host={terms.STATE_ON_HOST: 1 << 40}))
@@ -355,6 +358,8 @@ def test_the_cache_takes_what_is_left() -> None:
     assert least.total - 3 * GIB < tight.total <= least.total - 2 * GIB
     without = replace(w, config=replace(w.config, parity="off", compile=replace(w.config.compile, verify="off")))
     assert plan(without, H200).terms[CHECK] == 0
+    beside = plan(replace(w, config=replace(w.config, parity="off")), H200).terms[CHECK]
+    assert terms.MOST_COPIED <= beside < plan(w, H200).terms[CHECK]
 
 
 def test_constants_are_those_of_the_operators() -> None:

@@ -26,7 +26,6 @@ STAYS: dict[str, Callable[[Workload], int]] = {
 }
 CACHE, KEPT, WORKING, TRANSIT = "KV cache", "activations", "head and backward", "in transit"
 GENERATION, CHECK, ALLOCATOR = "generation", "start-up check", "allocator"
-COPIES = "copies while checking"
 POOL = KEPT, WORKING, TRANSIT, GENERATION, CHECK  # what the pool of CUDA graphs grows to, and the machine's check
 
 
@@ -93,11 +92,7 @@ def plan(w: Workload, memory: int) -> MemoryPlan:
             break
     tokens = wanted if w.config.generator.kv_cache_tokens else min(wanted, rounded(room))
     done = _with(w, memory, again, max(tokens, 0))
-    done = replace(done, fits=done.total <= memory and tokens >= least_cache)
-    copies = terms.state_copies(w) if _checks(w) and w.on_gpu else 0
-    if 2 * copies >= memory - done.total:  # as `graph.check` decides: then they are on the host
-        return done
-    return replace(done, terms={**done.terms, COPIES: max(0, copies - _machine_check(w))})  # they take turns
+    return replace(done, fits=done.total <= memory and tokens >= least_cache)
 
 
 def _again(w: Workload) -> tuple[int, int]:
@@ -123,9 +118,8 @@ def _with(w: Workload, memory: int, again: int, tokens: int) -> MemoryPlan:
     found |= _pool(w, again)
     taken = sum(size for name, size in found.items() if name != "CUDA and NCCL")
     found[ALLOCATOR] = int(taken * terms.ALLOCATOR) if w.on_gpu else 0
-    return MemoryPlan(
-        memory, found, tokens, again, False, w.zero_stage * w.sharded, w.config.parallel.generator_tp, terms.host(w)
-    )
+    stage, together = w.zero_stage * w.sharded, w.config.parallel.generator_tp
+    return MemoryPlan(memory, found, tokens, again, False, stage, together, terms.host(w, _checks(w)))
 
 
 def _pool(w: Workload, again: int) -> dict[str, int]:
@@ -140,12 +134,14 @@ def _pool(w: Workload, again: int) -> dict[str, int]:
     found[GENERATION] = max(0, terms.prefill(w) - held, terms.scoring(w, graphs) - held)
     check = terms.eager(w) if _checks(w) else 0
     found[CHECK] = max(0, check - held - found[GENERATION])
-    found[CHECK] += _machine_check(w)
+    found[CHECK] += _beside(w)
     return found
 
 
-def _machine_check(w: Workload) -> int:
-    return terms.machine_check(w) if w.on_gpu and w.config.parity != "off" else 0
+def _beside(w: Workload) -> int:
+    """What checks take beside the graphs' pool, one after another: products, or copies of what an update writes."""
+    found = [terms.machine_check(w)] * (w.config.parity != "off") + [terms.copies_here(w)] * _checks(w)
+    return max(found) + terms.HASHES if found and w.on_gpu else 0
 
 
 def _graphs(w: Workload) -> bool:

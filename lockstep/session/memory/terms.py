@@ -22,6 +22,8 @@ CONTEXT = int(0.9 * GIB)  # CUDA's context, the libraries' workspaces, loaded ke
 COMMUNICATOR = int(1.0 * GIB)  # NCCL's buffers
 ALLOCATOR = 1 / 64  # of what is allocated: blocks rounded up, and holes between them
 STATE_ON_HOST, SAVED_COPY, READING = "masters and moments", "copy for checkpoints", "weights being read"
+COPIED = "copies while checking"
+MOST_COPIED = 256 << 20  # on the device (`graph.check.snapshot.MOST`)
 HASHES = 256 << 20  # `graph.check.fingerprints` at work
 
 
@@ -54,11 +56,14 @@ def offloaded_chunks(w: Workload) -> int:
     return 24 * min(CHUNK, w.layout.size) if w.offloads else 0
 
 
-def host(w: Workload) -> dict[str, int]:
+def host(w: Workload, checks: bool) -> dict[str, int]:
     """What a process takes of the host's memory beside its device's, by name: `12 n` where masters and moments are
-    there, and `12 n` for the copy that a checkpoint is written from; and while it begins what `reading` takes."""
+    there, and `12 n` for the copy that a checkpoint is written from; while it begins what `reading` takes, and where
+    graphs are checked the rest of `state_copies`."""
     taken = {STATE_ON_HOST: w.offloads, SAVED_COPY: w.config.checkpoint.interval > 0}
-    return {READING: reading(w)} | {name: 12 * w.layout.size for name, there in taken.items() if there}
+    found = {READING: reading(w)} | {name: 12 * w.layout.size for name, there in taken.items() if there}
+    copied = state_copies(w) - copies_here(w) if checks and w.on_gpu else 0
+    return found | ({COPIED: copied} if copied else {})
 
 
 def reading(w: Workload) -> int:
@@ -267,17 +272,22 @@ def machine_check(w: Workload) -> int:
     c = w.model
     wide = 2 * c.intermediate_size if c.moe is None else 2 * c.moe.intermediate_size
     of_head = table(w) + 2 * LOGIT_ROWS * c.vocab_size * 4
-    return max(of_head, w.shape.tokens * (2 * wide + 2 * c.hidden_size) * w.b) + HASHES
+    return max(of_head, w.shape.tokens * (2 * wide + 2 * c.hidden_size) * w.b)
 
 
 def state_copies(w: Workload) -> int:
     """What the check of an update copies to put it back: the weights that it writes, `n b`, and of masters that were
     made from them half as many words, `2 n`, all after a supervised start, `4 n`. Gradients are 0 by then, and so are
     moments but those of a checkpoint, whose graphs have mostly passed before; nothing where the state is on the host.
-    """
+    What is more than `MOST_COPIED` is copied to the host."""
     if w.offloads:
         return 0
     return w.layout.size * w.b + masters(w) // (1 if w.config.trainer.warmup_steps else 2)
+
+
+def copies_here(w: Workload) -> int:
+    """Of `state_copies` what is on the device."""
+    return min(state_copies(w), MOST_COPIED)
 
 
 def context(w: Workload) -> int:
