@@ -89,7 +89,8 @@ def trained(
     assert by_first.keys() == (weights.keys() if world.first else set())
     assert all(torch.equal(held.values, weights[name].flatten()) for name, (held,) in by_first.items())
     state, _ = trainer.state()
-    reader = Trainer(make_model(torch.float32, 1, FAMILIES[family]), optimizer, LossConfig(), world=world)
+    other = make_model(torch.float32, 1, FAMILIES[family])
+    reader = Trainer(other, optimizer, LossConfig(**loss), world=world, reference=frozen)
     reader.load_state(*by_rank(trainer))
     again = {name: tensors_of(reader.model)[name].clone() for name in trainer.flat.names}
     runtime.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from typing import Any
 
 import pytest
@@ -121,7 +122,7 @@ def test_a_rank_receives_once_what_the_first_makes(found: dict[str, Any]) -> Non
 
 def test_what_one_rank_raises_all_raise_and_the_first_reports(found: dict[str, Any]) -> None:
     for rank, (bad, unlike, zero, value) in enumerate(found["agreement"]):
-        assert bad == ["InputError", "row 7 is bad", rank > 0]
+        assert bad == ["InputError", f"row 7 is bad (on rank 1, {platform.node()})", rank > 0]
         assert unlike[1].startswith("these ranks: torch is '2.1' on rank 1 and '2.0' on rank 0")
         assert zero == ["ZeroDivisionError", rank > 0]
         assert value == 0
