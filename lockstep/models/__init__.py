@@ -8,6 +8,7 @@ from .folder import (
     TEMPLATES,
     FolderWeights,
     describe_folder,
+    glances,
     load_model,
     resolve_folder,
     save_model,
