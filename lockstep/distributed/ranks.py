@@ -238,7 +238,7 @@ class World:
         all_described = self.share(describe)
         names = dict.fromkeys(name for one in all_described for name in one)
         for name in names:
-            values = [one.get(name) for one in all_described]
+            values = [one.get(name, "missing") for one in all_described]
             odd = [rank for rank, value in enumerate(values) if value != values[0]]
             if odd:
                 raise elsewhere(
