@@ -8,6 +8,7 @@ compile or needs more shared memory than a block can have.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import subprocess
 import sys
@@ -212,8 +213,8 @@ def generate(model: Decoder) -> None:
     linear_triton.chain(chain, chain)
     linear_triton.chain(chain, chain, "linear_fp32")
     table, state = torch.empty(17, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
-    for to_owners in (False, True):  # of eight ranks that generate together
-        pushed(chain, to_owners, SharedMemory(1, 8, 10**9, table, state, torch.empty(1, dtype=torch.int64)))
+    for rank, to_owners in itertools.product((0, 1, 7), (False, True)):  # of eight that generate together
+        pushed(chain, to_owners, SharedMemory(rank, 8, 10**9, table, state, torch.empty(1, dtype=torch.int64)))
     one_step = torch.empty(128, 128, dtype=model.embed.dtype)
     hopper_async.run("linear", Choice("async", 64, 64, 128, 4, 3, 3), one_step, one_step)
 

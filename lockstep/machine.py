@@ -164,13 +164,14 @@ def prepare_nccl() -> None:
 
     NVLink multicast is off unless it was set, and buffers are not registered while graphs are recorded: under
     expandable segments that faults. Symmetric memory of several processes is of several GPUs, each of which its process
-    knows as the first (`own_gpu`).
+    knows as the first (`own_gpu`); it has no multicast address either, which is never used.
 
     Raises:
         InputError: both are asked for.
     """
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     allocator = [name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if _expandable(name)]
     if not allocator:
         return
@@ -201,9 +202,11 @@ def host_buffer(size: int, pinned: bool) -> torch.Tensor:
     import weakref
     from concurrent.futures import ThreadPoolExecutor
 
+    import numpy
     import torch
 
-    buffer = torch.empty(size, dtype=torch.uint8)
+    memory = numpy.empty(size, numpy.uint8)
+    buffer = torch.from_numpy(memory)
     if pinned and size >= _PAGES_FROM:
         with ThreadPoolExecutor(8) as pool:  # pages that are there are pinned much faster
             list(pool.map(torch.Tensor.zero_, buffer.chunk(8)))
@@ -213,5 +216,6 @@ def host_buffer(size: int, pinned: bool) -> torch.Tensor:
                 f"the system does not pin {size / 2**30:.1f} GiB of the host's memory (ulimit -l); leave "
                 "optimizer.offload off, and checkpoint.interval at 0"
             )
-        weakref.finalize(buffer, runtime.cudaHostUnregister, begin).atexit = False
+        # With the last tensor of any kind that lies in it: a view of another dtype does not keep the tensor it is of.
+        weakref.finalize(memory, runtime.cudaHostUnregister, begin).atexit = False
     return buffer

@@ -89,9 +89,16 @@ def run_of(family: str, folder: Path) -> list[str]:
         config = replace(config, eos_token_ids=(byte_tokenizer().eos_token_id,))
         (folder / "in").mkdir(parents=True)
         model = initialize(Decoder(config, torch.float32), 0)
+        generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(4 if parameter.dim() > 1 else 1)  # tokens differ from one another
+            for name, parameter in model.named_parameters():
+                if name.endswith("_bias"):
+                    # Not 0: of a bias of keys the gradient falls with the frequency that its elements rotate at, to
+                    # rounding errors, and AdamW makes as large steps of it. Beside what those steps alone made, 1e-5
+                    # of the norm would ask for more than float32 has.
+                    parameter.normal_(0, 0.5, generator=generator)
+                else:
+                    parameter.mul_(4 if parameter.dim() > 1 else 1)  # tokens differ from one another
         save_model(model, folder / "in")
         save_tokenizer(byte_tokenizer(), folder / "in")
         (folder / "rewards.py").write_text(REWARD)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,3 +74,22 @@ def test_a_number_of_threads_that_was_asked_for_stays(many_cores: None, monkeypa
     monkeypatch.setenv("OMP_NUM_THREADS", "96")
     bound_threads(torch.device("cuda"))
     assert torch.get_num_threads() == 96
+
+
+def test_memory_of_the_host_stays_pinned_as_long_as_a_tensor_lies_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view of another dtype is all that its owner may have kept."""
+    pinned: set[int] = set()
+
+    def register(address: int, size: int, flags: int) -> int:
+        pinned.add(address)
+        return 0
+
+    monkeypatch.setattr(machine, "_PAGES_FROM", 4096)
+    calls = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.remove)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
+    first, second = machine.host_buffer(8192, True).zero_().view(torch.float32).view(2, -1)
+    gc.collect()
+    assert pinned == {first.data_ptr()}
+    del first, second
+    gc.collect()
+    assert not pinned

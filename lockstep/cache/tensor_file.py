@@ -14,7 +14,7 @@ from functools import partial
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -127,16 +127,23 @@ class OpenTensorFile:
         os.fsync(self._descriptor)
 
 
-class Stored(NamedTuple):
-    """A tensor in a file, read in ranges.
+class Fill(Protocol):
+    """Reads ranges of a tensor."""
 
-    Attributes:
-        fill: fills flat values, of any dtype and on any device, with the elements from a number on; `OSError` where the
-            file cannot be read or has become shorter.
-    """
+    def __call__(self, first: int, values: Tensor, step: int = 0) -> None:
+        """Fill flat values, of any dtype and on any device, with the elements from `first` on; or those of a matrix
+        [N, C], of the tensor's dtype and on the host, row by row, with rows `step` elements apart.
+
+        Raises:
+            OSError: the file cannot be read or has become shorter.
+        """
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, read in ranges."""
 
     entry: Entry
-    fill: Callable[[int, Tensor], None]
+    fill: Fill
 
 
 class TensorReader:
@@ -165,8 +172,15 @@ class TensorReader:
         """Read no more."""
         os.close(self._descriptor)
 
-    def _fill(self, name: str, dtype: torch.dtype, first: int, values: Tensor) -> None:
+    def _fill(self, name: str, dtype: torch.dtype, first: int, values: Tensor, step: int = 0) -> None:
         begin, told = self._begins[name] + first * dtype.itemsize, f"it ends within {name}"
+        if step == values.shape[-1]:  # rows that follow one another
+            values, step = values.view(-1), 0
+        if step:
+            assert values.dtype == dtype
+            for i, row in enumerate(values.unbind()):
+                _read(self._descriptor, begin + i * step * dtype.itemsize, row, told)
+            return
         if values.device.type == "cpu" and values.dtype == dtype:
             _read(self._descriptor, begin, values, told)
             return

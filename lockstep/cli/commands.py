@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import api
 from ..config import (
+    LAYOUT_OF_GENERATION,
     GeneratorConfig,
     RunConfig,
     TaskConfig,
@@ -230,7 +231,7 @@ def _heading(index: int, total: int) -> str:
 def _eval(flags: Eval) -> Outcome:
     base = recipe(flags.task, "task", "")  # any folder alike, before it was trained and after
     check_generation(flags.compile)
-    check_layout(flags.parallel)
+    check_layout(flags.parallel, *LAYOUT_OF_GENERATION)
     if not flags.easy and flags.task != "sum-digits":
         raise InputError(f"--no-easy has no effect on {flags.task}; remove it")
     prompts = base.task.validation_prompts if flags.prompts is None else flags.prompts

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from collections.abc import Collection, Iterable
+from copy import copy
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 import tyro
 
-from ..config import Attention, CompileConfig, ParallelConfig, RunConfig, TaskConfig
-from ..errors import InputError
+from ..config import (
+    LAYOUT_OF_GENERATION,
+    LAYOUT_OF_PARITY,
+    OF_GENERATION,
+    Attention,
+    CompileConfig,
+    ParallelConfig,
+    RunConfig,
+    TaskConfig,
+)
+from ..errors import InputError, refuse
 
 _Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _MODEL, _DATA, _FUNCTION = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
+_UNREAD = get_args(tyro.conf.Suppress[int])[1]  # marks what a command does not read
 _SHORT = {"--data": "--task.data", "--reward": "--task.reward"}  # of train
 
 
@@ -26,14 +37,16 @@ def spelled_out(flag: str) -> str:
     return _SHORT.get(flag, flag)
 
 
-def flags_of(kind: type, prefix: str = "--") -> list[str]:
-    """Every flag of a command; a switch has a second name, with no-, that turns it off."""
+def flags_of(kind: type, prefix: str = "--", unread: bool = False) -> list[str]:
+    """Every flag of a command, or those of its sections that it does not read; a switch has a second name, with no-,
+    that turns it off."""
     found = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        plain = next((mark for mark in marks if isinstance(mark, type)), plain)
         if isinstance(plain, type) and is_dataclass(plain):
-            found += flags_of(plain, f"{prefix}{name.replace('_', '-')}.")
-        elif tyro.conf.Positional not in marks and get_origin(hint) is not ClassVar:
+            found += flags_of(plain, f"{prefix}{name.replace('_', '-')}.", unread)
+        elif tyro.conf.Positional not in marks and get_origin(hint) is not ClassVar and unread == (_UNREAD in marks):
             turned_off = ["no-"] * (plain is bool and tyro.conf.FlagCreatePairsOff not in marks)
             found += [f"{prefix}{negated}{name.replace('_', '-')}" for negated in ("", *turned_off)]
     return found
@@ -43,6 +56,10 @@ def refuse_unknown(kind: type, arguments: Iterable[str]) -> None:
     """Raise `InputError` for those of `arguments` that are flags and none of this command's."""
     known = [*flags_of(kind), *(_SHORT if issubclass(kind, _Begin) else ()), "--help"]
     given = [argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
+    refuse(
+        bool(unread := [flag for flag in given if flag in flags_of(kind, unread=True)]),
+        f"{', '.join(unread)} is for training, and lockstep {kind.__name__.lower()} trains nothing; remove it",
+    )
     unknown = [flag + _meant(flag, known) for flag in given if flag not in known]
     if unknown:
         flags = "flag" if len(unknown) == 1 else "flags"
@@ -132,6 +149,19 @@ class Plan(_Begin):
     """Memory of each; 0 is this machine's, of its GPU or, without one, of the host."""
 
 
+def _reading(section: type, names: Collection[str]) -> tuple[Any, ...]:
+    """Marks a `section` of commands that read these fields of it alone: what tyro makes it by, without the others."""
+    hints = get_type_hints(section, include_extras=True)
+    rest = [(f.name, Annotated[hints[f.name], _UNREAD], copy(f)) for f in fields(section) if f.name not in names]
+    made = {"__new__": lambda _, **values: section(**values), "__doc__": section.__doc__}
+    kind = make_dataclass(section.__name__, rest, bases=(section,), namespace=made, frozen=True)
+    return kind, tyro.conf.arg(constructor=kind)
+
+
+_GRAPHS = _reading(CompileConfig, OF_GENERATION)
+_LAYOUT, _LAYOUTS = (_reading(ParallelConfig, names) for names in (LAYOUT_OF_GENERATION, LAYOUT_OF_PARITY))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _ModelFlags:
     """What commands share that load a model."""
@@ -148,14 +178,14 @@ class _ModelFlags:
     """flex: FlexAttention, for --attention-mask."""
     attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
     """flex only: which keys a query attends to, by the positions of both."""
-    compile: CompileConfig = field(default_factory=CompileConfig)
+    compile: Annotated[CompileConfig, *_GRAPHS] = field(default_factory=CompileConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _AnswerFlags(_ModelFlags):
     """Of those commands, the ones that end with a result, perhaps of several processes."""
 
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    parallel: Annotated[ParallelConfig, *_LAYOUT] = field(default_factory=ParallelConfig)
     json: _Switch = False
     """Print one JSON object."""
 
@@ -341,6 +371,8 @@ class Parity(_AnswerFlags):
 
     tokens: int = 4000
     """Tokens to check, at least: all completions of a prompt are."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    parallel: Annotated[ParallelConfig, *_LAYOUTS] = field(default_factory=ParallelConfig)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from .sections.checkpoint import CheckpointConfig
 from .sections.compile import (
     BACKENDS,
     CAPTURES,
+    OF_GENERATION,
     PASSES,
     RECORDINGS,
     CompileConfig,
@@ -36,7 +37,7 @@ from .sections.generator import GeneratorConfig
 from .sections.loss import LossConfig
 from .sections.metrics import MetricsConfig
 from .sections.optimizer import OptimizerConfig
-from .sections.parallel import ParallelConfig, check_layout
+from .sections.parallel import LAYOUT_OF_GENERATION, LAYOUT_OF_PARITY, ParallelConfig, check_layout
 from .sections.sampling import SamplingConfig
 from .sections.section import MAX_SEED, check_range
 from .sections.task import TEMPLATE_ARGUMENTS, TaskConfig, template_variables

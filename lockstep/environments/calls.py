@@ -7,7 +7,7 @@ import inspect
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
@@ -46,18 +46,25 @@ class _Here:
             self.outcome.set_exception(error)
 
 
-_own = threading.local()  # of a call's thread: the queue that answers go to
+_own = threading.local()  # of a call's thread: its `Calls`, and its number there
 
 
 def in_the_main_thread(function: Callable[[], Any]) -> Any:
     """What `function` returns, or raises, in the thread that takes answers: signals work there alone. The generator
     waits for it."""
-    answers = getattr(_own, "answers", None)
-    if answers is None:  # this is that thread
+    calls, _ = getattr(_own, "call", (None, 0))
+    if calls is None:  # this is that thread
         return function()
     here = _Here(function)
-    answers.put((None, 0, here))
+    calls.bring(0, here)
     return here.outcome.result()
+
+
+def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What a coroutine returns, or raises, to the thread of a call, which has an end with the call's: a coroutine that
+    hangs is cancelled once nobody waits for the call's answer."""
+    calls, number = getattr(_own, "call", (None, 0))
+    return (_begun(coroutine) if calls is None else calls.begin(number, coroutine)).result()
 
 
 class Calls:
@@ -69,49 +76,51 @@ class Calls:
 
     def __init__(self, timeout: float, instant: bool) -> None:
         self._timeout, self._all_instant = timeout, instant
-        self._answers: SimpleQueue[tuple[Hashable, int, Any]] = SimpleQueue()
-        self._open: dict[Hashable, tuple[int, float]] = {}  # the call's number, and when it began
-        self._running: dict[Hashable, Any] = {}  # coroutines
-        self._instant: list[Answer] = []  # that have not been asked for
+        self._answers: SimpleQueue[tuple[int, Any, float]] = SimpleQueue()  # of a call, by its number, and when it came
+        self._open: dict[int, tuple[Hashable, float]] = {}  # by number: the key, and when it began
+        self._running: dict[int, Future[Any]] = {}  # coroutines
         self._number = 0
 
     def __len__(self) -> int:
-        return len(self._open) + len(self._instant)
+        return len(self._open)
 
     def call(self, key: Hashable, function: Callable[..., Any], *arguments: Any) -> None:
         """Call it; its answer comes under `key`."""
-        began, is_async = time.monotonic(), inspect.iscoroutinefunction(function)
-        if self._all_instant and not is_async:
-            value = _outcome(function, arguments)
-            self._instant.append(Answer(key, value, time.monotonic() - began))
-            return
         self._number = number = self._number + 1
-        self._open[key] = (number, began)
-        if is_async:
-            coroutine = _outcome_of_coroutine(function, arguments)
-            self._running[key] = future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
-            future.add_done_callback(
-                lambda done: None if done.cancelled() else self._answers.put((key, number, done.result()))
-            )
+        self._open[number] = (key, time.monotonic())
+        if inspect.iscoroutinefunction(function):
+            future = self.begin(number, _outcome_of_coroutine(function, arguments))
+            future.add_done_callback(lambda done: None if done.cancelled() else self.bring(number, done.result()))
+        elif self._all_instant:
+            self.bring(number, _outcome(function, arguments))
         else:
-            threading.Thread(
-                target=lambda: self._answers.put((key, number, self._beside(function, arguments))), daemon=True
-            ).start()
+            threading.Thread(target=self._beside, args=(number, function, arguments), daemon=True).start()
 
-    def _beside(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        _own.answers = self._answers
-        return _outcome(function, arguments)
+    def _beside(self, number: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        _own.call = self, number
+        self.bring(number, _outcome(function, arguments))
+
+    def bring(self, number: int, value: Any) -> None:
+        """Have `answers` find what a call came to, or what is to be called there. Any thread may."""
+        self._answers.put((number, value, time.monotonic()))
+
+    def begin(self, number: int, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine of this call, for as long as it is open. Any thread may."""
+        self._running[number] = future = _begun(coroutine)
+        if number not in self._open:
+            future.cancel()
+        return future
 
     def answers(self, wait: bool) -> list[Answer]:
         """What has come since the last call, and what is overdue; with `wait` at least one, if any call is open."""
-        found, self._instant = self._instant, []
+        found: list[Answer] = []
         while self._open:
             while (taken := self._next(wait and not found)) is not None:
-                key, number, value = taken
+                number, value, came = taken
                 if isinstance(value, _Here):
                     value.run()
-                elif key in self._open and self._open[key][0] == number:  # else it came too late
-                    found.append(self._close(key, value))
+                elif number in self._open:  # else it came too late
+                    found.append(self._close(number, value, came))
             found += self._overdue()
             if found or not wait:
                 break
@@ -119,13 +128,12 @@ class Calls:
 
     def abandon(self) -> None:
         """Expect no more answers."""
-        for future in self._running.values():
-            future.cancel()
         self._open.clear()
+        for future in list(self._running.values()):
+            future.cancel()
         self._running.clear()
-        self._instant.clear()
 
-    def _next(self, wait: bool) -> tuple[Hashable, int, Any] | None:
+    def _next(self, wait: bool) -> tuple[int, Any, float] | None:
         try:
             if not wait:
                 return self._answers.get_nowait()
@@ -144,16 +152,19 @@ class Calls:
         if not self._timeout:
             return []
         now = time.monotonic()
-        late = [key for key, (_, began) in self._open.items() if now - began >= self._timeout]
-        for key in late:
-            if key in self._running:
-                self._running[key].cancel()
+        late = [number for number, (_, began) in self._open.items() if now - began >= self._timeout]
         reason = f"it took longer than task.environment_timeout, {self._timeout:g} s"
-        return [self._close(key, Failure(reason)) for key in late]
+        return [self._close(number, Failure(reason), now) for number in late]
 
-    def _close(self, key: Hashable, value: Any) -> Answer:
-        self._running.pop(key, None)
-        return Answer(key, value, time.monotonic() - self._open.pop(key)[1])
+    def _close(self, number: int, value: Any, came: float) -> Answer:
+        key, began = self._open.pop(number)
+        if (future := self._running.pop(number, None)) is not None:
+            future.cancel()  # of one that is done it changes nothing
+        return Answer(key, value, came - began)
+
+
+def _begun(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    return asyncio.run_coroutine_threadsafe(coroutine, event_loop())
 
 
 def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ..errors import InputError, ToolUnavailable, refuse
 from ..user_functions import is_unicode
-from .calls import event_loop, in_the_main_thread
+from .calls import awaited, in_the_main_thread
 from .environment import End, Environment, Message, Turn
 
 Tool = Callable[..., Any]
@@ -93,7 +93,7 @@ class ToolEnvironment(Environment):
             return await asyncio.gather(*(results[i] for i in waiting), return_exceptions=True)
 
         if waiting:
-            found = asyncio.run_coroutine_threadsafe(gathered(), event_loop()).result()
+            found = awaited(gathered())
             for i, result in zip(waiting, found, strict=True):
                 if isinstance(result, ToolUnavailable):
                     raise result

@@ -23,7 +23,8 @@ from .request import Prefill, Sequence, SharedPrefix
 from .running_batch import RunningBatch
 
 MAX_PROMPTS = 64  # that a step runs tokens of
-ADMISSION_SHARE = 16  # with all slots taken, prompts wait until one in so many is free: admission costs a mixed step
+ADMISSION_SHARE = 16  # a mixed step takes as long as several: prompts wait for one slot, or one that runs, in so many
+ADMISSION_STEPS = 8  # that late comers wait for company, after a mixed step
 AHEAD = 128  # tokens that pages are given out for at a time, while there are plenty
 
 
@@ -55,6 +56,7 @@ class Scheduler:
         self._ending: list[Prefill] = []  # so do these, which end in the step that is being planned
         self._leases: list[tuple[int, int, Sequence]] = []  # heap: the clock that a sequence's pages last to
         self._lease = itertools.count(1)
+        self._mixed_at = -ADMISSION_STEPS  # the clock after the latest mixed step
         self._drawn: SampleIdentity | None = None  # the step that what follows is of
         self._prefixes: dict[int, SharedPrefix] = {}  # by group, those of its prompts
 
@@ -91,19 +93,22 @@ class Scheduler:
             if self._active is None:
                 self._ending.append(prefill)
             slots -= len(prefill.samples)
+        if chunks:
+            self._mixed_at = self.clock + 1
         return chunks
 
     def _worth_admitting(self, slots: int) -> bool:
-        """Whether enough slots are free, for what waits, to interrupt the decoding of those that run."""
-        enough = self.config.max_num_seqs // ADMISSION_SHARE
-        if not self.running or slots >= enough:
+        """Whether there is enough to admit, of what waits and of slots for it, to interrupt the decoding of those that
+        run. Prompts that come one by one, as after tools of many lengths, are read some together."""
+        if not self.running:
             return True
-        samples = 0
+        share, samples = len(self.running) // ADMISSION_SHARE, 0
         for prefill in self.waiting:
             samples += len(prefill.samples)
-            if samples > slots:
-                return False
-        return True
+            if samples > max(slots, share):
+                break
+        full = slots < min(samples, self.config.max_num_seqs // ADMISSION_SHARE)
+        return not full and (samples >= share or self.clock - self._mixed_at >= ADMISSION_STEPS)
 
     def _start(self, version: int) -> Prefill | None:
         """Give the first waiting prefill its pages, prefix hits included, and a row; None when they do not fit now.

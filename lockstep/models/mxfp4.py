@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,23 +50,28 @@ class Pairs:
 
 
 def _numbers(name: str, blocks: Stored, scales: Stored) -> Stored:
-    """The tensor of two parts, one matrix at a time in memory."""
+    """The tensor of two parts."""
     shape = blocks.entry.shape
     if shape != (*scales.entry.shape, 16) or {blocks.entry.dtype, scales.entry.dtype} != {torch.uint8}:
         both = f"{BLOCKS} {list(shape)} and {SCALES} {list(scales.entry.shape)}"
         raise InputError(f"{name} has {both}; they must be uint8 [..., N, G, 16] and [..., N, G]")
     *leading, outputs, groups, _ = shape
-    return Stored(
-        Entry(torch.bfloat16, (*leading, groups * 32, outputs)), partial(_fill, blocks, scales, (outputs, groups))
-    )
+    return Stored(Entry(torch.bfloat16, (*leading, groups * 32, outputs)), _Parts(blocks, scales).fill)
 
 
-def _fill(blocks: Stored, scales: Stored, size: tuple[int, int], first: int, values: Tensor) -> None:
-    each, last = prod(size) * 32, first + values.numel()
-    for i in range(first // each, -(-last // each)):
-        block, scale = torch.empty((*size, 16), dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
-        blocks.fill(i * block.numel(), block.flatten())
-        scales.fill(i * scale.numel(), scale.flatten())
-        begin, end = max(first, i * each), min(last, (i + 1) * each)
-        numbers = dequantized(block, scale).flatten()
-        values[begin - first : end - first].copy_(numbers[begin - i * each : end - i * each])
+class _Parts(NamedTuple):
+    """The two parts of a tensor, in which the columns of its matrices are rows."""
+
+    blocks: Stored
+    scales: Stored
+
+    def fill(self, first: int, values: Tensor, step: int = 0) -> None:
+        """See `Fill`: columns of a matrix, all of its rows."""
+        *_, outputs, groups, _ = self.blocks.entry.shape
+        assert step == outputs and len(values) == groups * 32
+        matrix, column = divmod(first, len(values) * outputs)
+        at, shape = (matrix * outputs + column) * groups, (values.shape[1], groups)
+        block, scale = torch.empty((*shape, 16), dtype=torch.uint8), torch.empty(shape, dtype=torch.uint8)
+        self.blocks.fill(at * 16, block.view(-1))
+        self.scales.fill(at, scale.view(-1))
+        values.copy_(dequantized(block, scale))

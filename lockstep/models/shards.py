@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.tensor_file import CHUNK_BYTES, Stored, TensorReader
+from ..cache.tensor_file import Stored, TensorReader
 from ..errors import InputError
 from ..json_file import read_object
 from . import mxfp4
-from .blocks.weight_slices import WeightSlice
+from .blocks.weight_slices import Form, WeightSlice
 from .config import ModelConfig
 from .families import family_of, is_wrapped
 from .parts import Held, within
@@ -71,35 +71,43 @@ def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterat
 
 def fill_rows(found: Found, piece: WeightSlice, rows: Tensor, held: Sequence[Held]) -> Iterator[Tensor]:
     """Fill what is held of the decoder's `rows` that a piece is, which need no memory, and yield it, range by range. Of
-    a piece in another form whole blocks of rows are read, each once.
+    a piece in another form windows of its blocks are read, each once.
 
     Raises:
         InputError: the file cannot be read.
     """
-    start, fill, dtype = piece.first(rows), found.stored.fill, found.stored.entry.dtype
+    start = piece.first(rows)
     try:
         if piece.form is None:
             for begin, values in within(held, start, rows.numel()):
-                fill(begin, values)
+                found.stored.fill(begin, values)
         else:
-            width = rows.numel() // rows.shape[0]
-            block = piece.form.block * width
-            step = max(1, CHUNK_BYTES // (block * dtype.itemsize)) * block
-            for at in range(0, rows.numel(), step):
-                wanted = list(within(held, start + at, min(step, rows.numel() - at)))
-                if not wanted:
-                    continue
-                begin, end = wanted[0][0] // block * block, wanted[-1][0] + wanted[-1][1].numel()
-                stored = torch.empty(-(-(end - begin) // block) * block, dtype=dtype)
-                fill(at + begin, stored)
-                shape = piece.to_hf(torch.empty(len(stored) // width, *rows.shape[1:], device="meta")).shape
-                ours = piece.from_hf(stored.view(shape)).flatten()
-                for first, values in wanted:
-                    values.copy_(ours[first - begin : first - begin + values.numel()])
+            size = rows.numel() // rows.shape[0] * piece.form.block
+            for at in range(0, rows.numel(), size):
+                if wanted := list(within(held, start + at, size)):
+                    _fill_block(found.stored, piece.form, at, rows[: piece.form.block], wanted)
     except OSError as error:
         raise InputError(f"{found.file}: cannot be read ({error})") from error
     for _, values in within(held, start, rows.numel()):
         yield values
+
+
+def _fill_block(stored: Stored, form: Form, at: int, rows: Tensor, wanted: Sequence[tuple[int, Tensor]]) -> None:
+    """Fill what is wanted of the block that begins with element `at` of a piece, each with its first element there."""
+    width = rows.numel() // len(rows)
+    for window in form.windows([range(f // width, -(-(f + values.numel()) // width)) for f, values in wanted]):
+        if window.columns is None:
+            theirs = torch.empty(form.to_hf(rows).shape, dtype=stored.entry.dtype)
+            stored.fill(at, theirs.view(-1))
+        else:
+            theirs = torch.empty(width, len(window.columns), dtype=stored.entry.dtype)
+            stored.fill(at + window.columns.start, theirs, len(rows))
+            theirs = theirs.unsqueeze(0)
+        ours = form.from_hf(theirs).flatten().split([len(r) * width for r in window.rows])
+        read = [Held(values, r.start * width) for values, r in zip(ours, window.rows, strict=True)]
+        for first, values in wanted:
+            for begin, some in within(read, first, values.numel()):
+                values[begin : begin + some.numel()].copy_(some)
 
 
 def _files(folder: Path, config: ModelConfig, name_of: Callable[[str], str | None]) -> list[Path]:

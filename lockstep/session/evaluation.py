@@ -14,6 +14,7 @@ from ..config import RunConfig, of_generation, template_variables, validate
 from ..distributed import World
 from ..environments import Collector, Environment, Limits, make_environment, make_task
 from ..environments.episodes import NewTokens, Sampler
+from ..environments.ranks.rollouts import Holders
 from ..errors import InputError
 from ..generator import Engine
 from ..trainer.shapes import PROMPT_MARGIN
@@ -110,12 +111,14 @@ def measured(
             Played(config, world, environment, llm.policy, planned, allowed, llm.context, limits.prompt_tokens)
         ):
             groups, _, counts = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
+            if config.task.turns > 1:  # what is measured of them may be of their words
+                Holders(world).bring_to_first(groups)()
+            played = world.from_first(lambda: environment.metrics([r for group in groups for r in group.rollouts]))
     found = list(dict.fromkeys(name for group in groups for r in group.rollouts for name in r.rewards))
     decides = found[0] if pass_reward is None else pass_reward
     if decides not in found:
         raise InputError(f"--pass-reward {decides}: the rewards are {', '.join(found)}")
     settings = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
-    played = environment.metrics([r for group in groups for r in group.rollouts])
     failed = {name: count for name, count in counts.items() if name == "environment/errors"}
     return settings | _measures(groups, ks, decides, pass_threshold, found) | played | failed
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import (
+    LAYOUT_OF_GENERATION,
     MAX_SEED,
     Attention,
     CompileConfig,
@@ -77,7 +78,7 @@ class LLM(Session):
         the model cannot be used, or settings do not go together."""
         compile, parallel = compile or CompileConfig(), parallel or ParallelConfig()
         check_generation(compile)
-        check_layout(parallel)
+        check_layout(parallel, *LAYOUT_OF_GENERATION)
         how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
         sections = {"generator": config or GeneratorConfig(), "compile": compile, "parallel": parallel}
         given = validate(RunConfig(model=str(model), seed=seed, **how, **sections))  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..config import (
+    LAYOUT_OF_PARITY,
     MAX_SEED,
     Attention,
     CompileConfig,
@@ -154,7 +155,7 @@ def check_model(
             raise InputError(f"{name} is {value!r}; it must be a whole number between {low} and {high}")
     how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
     sections = {"compile": compile or CompileConfig(), "parallel": parallel or ParallelConfig()}
-    check_layout(sections["parallel"], "fsdp", "tp")  # type: ignore[arg-type]
+    check_layout(sections["parallel"], *LAYOUT_OF_PARITY)  # type: ignore[arg-type]
     given = validate(RunConfig(model=model, seed=seed, **how, **sections))  # type: ignore[arg-type]
     with together(given) as world:
         session = Session(world.each(lambda: resolve(given, world.size, steps=False)), world=world)

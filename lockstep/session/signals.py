@@ -20,7 +20,7 @@ def interrupts_in_imports() -> None:
     """Of a command, from its first line: Ctrl-C while a module is imported ends the process at once.
 
     There it must not raise: what it interrupts may drop the exception (torch does), or leave half a module behind. Out
-    of imports it raises `KeyboardInterrupt`, and where Ctrl-C is ignored it stays so.
+    of imports it raises `KeyboardInterrupt`, as `ended_by_signals` does once more. Where Ctrl-C is ignored it stays so.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
@@ -32,13 +32,15 @@ def _interrupted(_: int, frame: FrameType | None) -> None:
             os.write(2, b"lockstep: interrupted\n")
             os._exit(INTERRUPTED)
         frame = frame.f_back
+    _received.append(signal.SIGINT)
     raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Within it, the first SIGTERM or SIGHUP raises `Terminated`, and another ends the process at once; Ctrl-C raises
-    `KeyboardInterrupt`. `raise_received` raises them once more, should they have been lost.
+    `KeyboardInterrupt`. `raise_received` raises them once more, should they have been lost, and so does entering it for
+    a Ctrl-C that a command was sent before.
 
     What is ignored (`nohup`) or handled already stays so, and outside the main thread, where Python delivers no
     signals, nothing changes.
@@ -50,6 +52,7 @@ def ended_by_signals() -> Iterator[None]:
     for number in mine:
         signal.signal(number, _raise)
     try:
+        raise_received()
         yield
     finally:
         for number in mine:

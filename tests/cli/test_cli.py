@@ -269,10 +269,23 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"lockstep {lockstep.__version__}\n"
 
 
+NOT_READ = {  # flags of sections that a command reads in part
+    "generate": ("--parallel.fsdp", "--compile.recompute"),
+    "eval": ("--parallel.cell", "--compile.bucket-collectives"),
+    "chat": ("--compile.inductor",),
+    "parity": ("--parallel.batch-shards",),
+}
+
+
 @pytest.mark.parametrize("name", ["", "train", "generate", "chat", "eval", "parity", "init", "report"])
 def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert command(f"{name} --help") == 0
-    assert f"usage: lockstep {name}".rstrip() in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"usage: lockstep {name}".rstrip() in said
+    for flag in NOT_READ.get(name, ()):
+        assert flag.partition(".")[0] in said and flag not in said
+        assert command(f"{name} --model m {flag}=2") == 2
+        assert f"{flag} is for training, and lockstep {name} trains nothing" in capsys.readouterr().err
 
 
 def test_help_shows_the_defaults_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:

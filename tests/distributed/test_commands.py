@@ -27,7 +27,17 @@ from lockstep.types import SamplingParams
 TOGETHER = ["--parallel.generator-tp", "2"]
 GENERATE = ["generate", "--prompts", "p.txt", "--n", "2", "--max-completion-length", "9"]
 EVAL = ["eval", "--task", "sum-digits", "--prompts", "3", "--n", "2", "--max-completion-length", "6", "--json"]
-CALCULATE = ["eval", "--task", "word-arithmetic", "--environment", "calculator", "--max-turns", "2", "--prompts", "3"]
+# An environment of a user's own, which measures words that were sampled.
+METERED = """
+from lockstep.environments.tasks.calculator import Calculator
+
+class Metered(Calculator):
+    @classmethod
+    def metrics(cls, trajectories):
+        words = [sum(t.token_ids) + len(t.text) for t in trajectories]
+        return super().metrics(trajectories) | {"environment/words": float(sum(words))}
+"""
+CALCULATE = ["eval", "--task", "word-arithmetic", "--environment", "m.py:Metered", "--max-turns", "2", "--prompts", "3"]
 CALCULATE += ["--max-completion-length", "5", "--temperature", "1", "--json"]
 PARITY = ["parity", "--tokens", "600", "--json"]
 RUN = ["--trainer.prompts-per-step", "2", "--trainer.warmup-steps", "0", "--sampling.num-generations", "2"]
@@ -39,6 +49,7 @@ COMMANDS = {
     "generate as text": GENERATE,
     "generate as text together": [*GENERATE, *TOGETHER],
     "eval": EVAL,
+    "turns": CALCULATE,
     "turns together": [*CALCULATE, *TOGETHER],
     "parity": [*PARITY, "--parallel.tp", "2"],
     "parity together": [*PARITY, *TOGETHER],
@@ -52,7 +63,7 @@ COMMANDS = {
 
 REFUSED = {
     "a model that is not there": "model 'no/such'",
-    "of the trainer": "parallel.tp is 2: it is for processes that train, and nothing is trained here",
+    "of the trainer": "--parallel.tp is for training, and lockstep generate trains nothing; remove it",
     "chat": "lockstep chat works in one process; start it without torchrun",
 }
 
@@ -129,6 +140,7 @@ def from_python(model: str, ranks: int = 2) -> list[Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("commands")
     (made / "p.txt").write_text("hello\n1 2 3\nwhat\n")
+    (made / "m.py").write_text(METERED)
     return made
 
 

@@ -60,8 +60,10 @@ def test_a_process_sees_its_gpu_alone(monkeypatch: pytest.MonkeyPatch, given, lo
 def test_expandable_segments_and_registered_buffers_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_NVLS_ENABLE", "NCCL_GRAPH_REGISTER", "NCCL_LOCAL_REGISTER"):
         monkeypatch.setenv(name, "0")
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
     monkeypatch.setenv("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1")
     machine.prepare_nccl()  # no expandable segments
+    assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(InputError, match="TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK is 1 and PYTORCH_CUDA_ALLOC"):
         machine.prepare_nccl()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from scripted import scripted_folder
 
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.environments import End, Turn, make_environment
-from lockstep.environments.calls import Calls
+from lockstep.environments.calls import Calls, event_loop
 from lockstep.environments.tools import tool_environment
 from lockstep.errors import InputError
 from lockstep.run.train import train
@@ -165,6 +166,28 @@ def test_a_function_that_needs_signals_is_called_in_the_main_thread() -> None:
         (answer,) = calls.answers(wait=True)
         assert [message["content"] for message in answer.value] == ["[('abc', 3)]"]
     assert environment.said[1]["content"] == [("abc", 3)], "for reward functions as it is"
+
+
+def test_a_coroutine_that_hangs_is_cancelled_and_leaves_no_thread() -> None:
+    ended = threading.Event()
+
+    async def stuck() -> None:
+        """Hang."""
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.set()
+
+    event_loop()
+    before, calls = set(threading.enumerate()), Calls(0.2, False)
+    calls.call("late", tool_environment([stuck], "task.tools")().step, turn(call("stuck")))
+    calls.call("first", lambda: None)
+    assert [answer.key for answer in calls.answers(wait=True)] == ["first"]
+    (answer,) = calls.answers(wait=True)
+    assert answer.key == "late" and "it took longer than task.environment_timeout" in answer.value.reason
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=60)
+    assert ended.is_set() and set(threading.enumerate()) <= before
 
 
 def test_what_a_tool_returns_can_be_shown_or_is_an_error() -> None:

@@ -13,6 +13,7 @@ from small import finished, make_model, words
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.generator import running_batch as rows_module
+from lockstep.generator.scheduler import ADMISSION_STEPS
 from lockstep.models import Decoder
 from lockstep.types import SampleIdentity, SamplingParams, Trajectory
 
@@ -264,6 +265,30 @@ def test_prompts_wait_for_a_share_of_the_slots_when_all_are_taken(model: Decoder
     assert waiting[:9] == [9] * 9  # all slots are taken
     admitted = [before - after for before, after in zip(waiting, waiting[1:], strict=False) if before != after]
     assert admitted == [2, 2, 2, 2, 1]  # a sixteenth of 32 at a time, then what is left
+
+
+def test_late_comers_are_read_together(model: Decoder) -> None:
+    """A sixteenth of those that run need not wait; fewer wait for company where a prompt was read just before."""
+    blocks = engine(model, max_num_seqs=64, steps_per_sync=1)
+
+    def waiting(group: int, samples: int = 1, length: int = 4) -> int:
+        """That request comes, and a step is run."""
+        params = SamplingParams(n=samples, max_completion_length=length, ignore_eos=True)
+        blocks.add_request([group] * 8, params, SampleIdentity(0, 0, 0, group))
+        blocks.advance()
+        return len(blocks.scheduler.waiting)
+
+    assert waiting(0, samples=48, length=90) == 0
+    assert [waiting(group) for group in range(1, 13)] == [1, 2, 0] * 4  # three are a sixteenth of 48
+    assert waiting(13) == 1
+    steps = 1
+    while blocks.scheduler.waiting:
+        blocks.advance()
+        steps += 1
+    assert steps == ADMISSION_STEPS + 1
+    for _ in range(ADMISSION_STEPS):
+        blocks.advance()
+    assert waiting(14) == 0  # it was quiet before
 
 
 def test_requests_longer_than_the_block_tables_make_them_wider_while_others_run(model: Decoder) -> None:

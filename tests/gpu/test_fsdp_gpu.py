@@ -34,7 +34,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, Any]:
     return json_of([*TORCHRUN, str(RANKS), "cuda"], PYTORCH_CUDA_ALLOC_CONF=request.param)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "experts", "state_in_one_process"])
+@pytest.mark.parametrize("kind", ["bfloat16", "experts", "state_in_one_process", "offloaded", "whole_sequences"])
 def test_two_gpus_have_the_bits_of_one(found: dict[str, Any], kind: str) -> None:
     assert found[kind] == [[], []]
 
@@ -44,7 +44,7 @@ def test_adding_in_another_order_would_be_noticed(found: dict[str, Any]) -> None
     assert 0 in first and first == second
 
 
-@pytest.mark.parametrize("way", ["recomputed", "all"])
+@pytest.mark.parametrize("way", ["stage 2", "stage 3"])
 def test_graphs_with_collectives_compute_what_eager_does(found: dict[str, Any], way: str) -> None:
     graphs = found["graphs"][way]
     assert graphs["different"] == [[], []] and graphs["digests"][0] == graphs["digests"][1]

@@ -56,6 +56,11 @@ def test_kernels_compile_and_fit(found: dict[str, tuple[int, dict]], command: st
     assert 64 * 1024 < largest <= 227 * 1024 and all(0 < kernel["registers"] <= 255 for kernel in said["kernels"])
 
 
+def test_ranks_have_the_same_kernels(found: dict[str, tuple[int, dict]]) -> None:
+    """Of words that go to all, and to the rows' owners: the first rank of a host compiles for the others."""
+    assert [kernel["kernel"] for kernel in found["generate"][1]["kernels"]].count("_push_kernel") == 2
+
+
 def test_a_kernel_too_large_is_named(found: dict[str, tuple[int, dict]]) -> None:
     code, said = found["limit"]
     assert code == 1 and {kernel["kernel"] for kernel in said["refused"]} == {"_query_kernel"}

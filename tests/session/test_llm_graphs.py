@@ -177,7 +177,7 @@ def test_a_runs_configuration_evaluates_its_model(model: Path) -> None:
         ("--compile.capture none --compile.backend eager", "it has no graph to run; set compile.capture", True),
         ("--compile.capture step --compile.cudagraph-mode full", "CUDA graphs need a GPU, use none", True),
         ("--compile.capture layer --attention flex", "flex attention has a window a layer", True),
-        ("--compile.capture step --compile.recompute full", "compile.recompute is ('full',): it is for the", False),
+        ("--compile.capture step --compile.recompute full", "--compile.recompute is for training", False),
         ("--compile.capture step --compile.backend inductor", "compile.backend is inductor: it is for the tr", False),
         ("--compile.capture joint", "compile.capture is joint: it is for the trainer's graphs", False),
     ],

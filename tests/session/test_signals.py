@@ -12,7 +12,7 @@ import pytest
 from processes import DEADLINE, running
 
 from lockstep.errors import Terminated
-from lockstep.session.signals import ended_by_signals
+from lockstep.session.signals import ended_by_signals, interrupts_in_imports
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,24 @@ def test_an_ignored_signal_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_was_lost_before_a_run_is_raised_when_it_begins() -> None:
+    class Drops:
+        def __del__(self) -> None:  # Python drops what a finalizer raises
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interrupts_in_imports()
+        Drops()
+        with pytest.raises(KeyboardInterrupt), ended_by_signals():
+            pytest.fail("the run began")
+        with ended_by_signals():
+            pass  # it was told once
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_other_threads_change_nothing() -> None:

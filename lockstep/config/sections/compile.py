@@ -188,13 +188,17 @@ def _check_passes(c: CompileConfig) -> None:
         )
 
 
+OF_GENERATION = "capture", "cudagraph_mode", "canonicalize", "verify", "passes", "dump", "backend"
+
+
 def of_generation(c: CompileConfig) -> CompileConfig:
     """`c` without what acts on the trainer's graphs alone: backward passes, and regions that both roles share."""
-    default = CompileConfig()
-    kept = "cudagraph_mode", "canonicalize", "verify", "passes", "dump"
-    backend = c.backend if c.capture == "layer" or c.backend != "inductor" else "auto"
-    capture = "step" if c.capture == "joint" else c.capture
-    return replace(default, capture=capture, backend=backend, **{name: getattr(c, name) for name in kept})
+    kept = {name: getattr(c, name) for name in OF_GENERATION}
+    if c.backend == "inductor" and c.capture != "layer":
+        kept["backend"] = "auto"
+    if c.capture == "joint":
+        kept["capture"] = "step"
+    return CompileConfig(**kept)
 
 
 def check_generation(c: CompileConfig) -> None:

@@ -54,15 +54,15 @@ class ParallelConfig(Section):
             yield "symmetric_memory", "with parallel.generator_tp 1: no process generates together with another"
 
 
-GENERATING = "generator_tp", "symmetric_memory", "timeout"
+LAYOUT_OF_GENERATION = "generator_tp", "symmetric_memory", "timeout"
+LAYOUT_OF_PARITY = *LAYOUT_OF_GENERATION, "fsdp", "tp"
 
 
-def check_layout(c: ParallelConfig, *trained: str) -> None:
-    """Raise `InputError` naming what would have no effect where there are no steps: all but what is of the generator,
-    and these fields."""
+def check_layout(c: ParallelConfig, *read: str) -> None:
+    """Raise `InputError` naming what would have no effect where there are no steps: all but these fields."""
     for item in fields(c):
         refuse(
-            getattr(c, item.name) != item.default and item.name not in (*GENERATING, *trained),
+            getattr(c, item.name) != item.default and item.name not in read,
             f"parallel.{item.name} is {getattr(c, item.name)}: it is for processes that train, and nothing is trained "
             "here; remove it",
         )

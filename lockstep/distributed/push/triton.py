@@ -76,7 +76,7 @@ def _lay_out(source_ptr, out_ptr, begin, end, width, other, RANKS: tl.constexpr,
         tl.store(out_ptr + to, words, mask=at < end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])  # of a host's ranks the first compiles it for all
 def _push_kernel(
     x_ptr, out_ptr, addresses_ptr, state_ptr, rank, rows, width, patience,
     TO_OWNERS: tl.constexpr, RANKS: tl.constexpr, CHUNKS: tl.constexpr, PARITIES: tl.constexpr, SLOT: tl.constexpr,

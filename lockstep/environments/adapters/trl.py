@@ -6,14 +6,13 @@ Instances are made when more are needed at once than there are, and are reset fo
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ...errors import InputError
-from ..calls import event_loop
+from ..calls import awaited
 from ..environment import End
 from ..tools import Tool, ToolEnvironment, as_chat, schema
 
@@ -70,13 +69,13 @@ class TrlEnvironment(ToolEnvironment):
         return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + observation}]
 
     def ended(self) -> End:
-        self._ended, own = True, getattr(type(self.instance), "get_reward", None)
-        if own is None:
-            return super().ended()
-        reward = self.instance.get_reward()
-        if inspect.iscoroutine(reward):
-            reward = asyncio.run_coroutine_threadsafe(reward, event_loop()).result()
-        return End({type(self.instance).__name__: reward}, functions=True, completion=self.said)
+        end = super().ended()
+        if hasattr(type(self.instance), "get_reward"):
+            reward = self.instance.get_reward()
+            reward = awaited(reward) if inspect.iscoroutine(reward) else reward
+            end = End({type(self.instance).__name__: reward}, functions=True, completion=self.said)
+        self._ended = True
+        return end
 
     def close(self) -> None:
         if self._ended:  # of another a call may hang

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -12,12 +12,28 @@ from torch import Tensor
 from ..config import ModelConfig, MoEConfig
 
 
+class Window(NamedTuple):
+    """Rows of a block that are read at one time.
+
+    Attributes:
+        columns: of a block that a folder has by inputs, those that the rows are; None where it is read whole.
+        rows: of the block, in the order of `Form.from_hf`.
+    """
+
+    columns: range | None
+    rows: Sequence[range]
+
+
 class Form(Protocol):
     """How a folder has rows in another way than the decoder. Nothing is rounded, and the two are inverse. So many rows
     as `block` says, from any multiple of it on, have their elements where the folder's tensor has them."""
 
     @property
     def block(self) -> int: ...
+
+    def windows(self, wanted: Sequence[range]) -> list[Window]:
+        """What is read of a block, of which these rows are wanted."""
+        return [Window(None, [range(self.block)])]
 
     def from_hf(self, tensor: Tensor) -> Tensor:
         """The decoder's rows of a folder's tensor."""
@@ -27,7 +43,7 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True)
-class Interleaved:
+class Interleaved(Form):
     """A folder has the pairs of rows that rotate together side by side; the decoder has their first elements first,
     then their second ones. Heads are of `head` rows, and their last `rotated` ones rotate."""
 
@@ -54,7 +70,7 @@ class Interleaved:
 
 
 @dataclass(frozen=True)
-class PartlyRotated:
+class PartlyRotated(Form):
     """A folder's heads begin with the `rotated` elements, of which one of the first half rotates with one of the
     second. The decoder rotates all pairs of elements half a head apart, these and those that stay where they are: its
     heads have half of either in each half."""

@@ -3,7 +3,7 @@ clamped SwiGLU. Weights of 4 bits are dequantized on loading."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import mxfp4
 from ..blocks.rope import YarnScaling
-from ..blocks.weight_slices import LayerSlice, attention_slices
+from ..blocks.weight_slices import Form, LayerSlice, Window, attention_slices
 from ..config import ModelConfig, MoEConfig
 from . import qwen3
 from .family import FULL, SLIDING, Family, Raw, all_but_every, alternating, odd_words, write_alternating
@@ -22,44 +22,40 @@ _BIASES = ("qkv", "o")
 
 
 @dataclass(frozen=True)
-class InTurn:
-    """A folder's experts are by inputs, [E, D, 2F], or vectors, [E, 2F], with the gate's and the other outputs in turn;
-    the decoder's rows are outputs, all of the gate's first."""
+class ByInput(Form):
+    """A folder's experts are by inputs, [E, I, outputs], or vectors, [E, outputs]; the decoder's rows are outputs. Of
+    `kinds` of outputs, such as the gate's and the others, the folder has one each in turn, and the decoder all of the
+    first before those of the second."""
 
     outputs: int
+    kinds: int = 1
 
     @property
     def block(self) -> int:
         """See `Form`."""
         return self.outputs
 
-    def from_hf(self, tensor: Tensor) -> Tensor:
-        """See `Form`."""
-        return tensor.transpose(1, -1).unflatten(1, (-1, 2)).transpose(1, 2).flatten(0, 2)
-
-    def to_hf(self, rows: Tensor) -> Tensor:
-        """See `Form`."""
-        return rows.unflatten(0, (-1, 2, self.outputs // 2)).transpose(1, 2).flatten(1, 2).transpose(1, -1)
-
-
-@dataclass(frozen=True)
-class ByInput:
-    """A folder's experts are by inputs, [E, F, D], or vectors, [E, D]; the decoder's rows are outputs."""
-
-    outputs: int
-
-    @property
-    def block(self) -> int:
-        """See `Form`."""
-        return self.outputs
+    def windows(self, wanted: Sequence[range]) -> list[Window]:
+        """See `Form`: where outputs of any kind are wanted, those of all, each once."""
+        each, kinds = self.outputs // self.kinds, self.kinds
+        firsts = range(0, self.outputs, each)
+        pieces = [(max(rows.start - at, 0), min(rows.stop - at, each)) for at in firsts for rows in wanted]
+        apart = list[tuple[int, int]]()
+        for begin, end in sorted(piece for piece in pieces if piece[0] < piece[1]):
+            if apart and begin <= apart[-1][1]:
+                first, last = apart.pop()
+                begin, end = first, max(end, last)
+            apart.append((begin, end))
+        return [Window(range(a * kinds, b * kinds), [range(at + a, at + b) for at in firsts]) for a, b in apart]
 
     def from_hf(self, tensor: Tensor) -> Tensor:
         """See `Form`."""
-        return tensor.transpose(1, -1).flatten(0, 1)
+        return tensor.transpose(1, -1).unflatten(1, (-1, self.kinds)).transpose(1, 2).flatten(0, 2)
 
     def to_hf(self, rows: Tensor) -> Tensor:
         """See `Form`."""
-        return rows.unflatten(0, (-1, self.outputs)).transpose(1, -1)
+        by_kind = rows.unflatten(0, (-1, self.kinds, self.outputs // self.kinds))
+        return by_kind.transpose(1, 2).flatten(1, 2).transpose(1, -1)
 
 
 def _moe(experts: int, slots: int, width: int) -> MoEConfig:
@@ -99,7 +95,7 @@ def _slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
     yield LayerSlice("post_attention_layernorm.weight", "mlp_norm", 0, hidden)
     yield LayerSlice("mlp.router.weight", "moe.router", 0, experts)
     yield LayerSlice("mlp.router.bias", "moe.router_offset", 0, experts)
-    up, down, all_up, all_down = InTurn(2 * width), ByInput(hidden), 2 * experts * width, experts * hidden
+    up, down, all_up, all_down = ByInput(2 * width, kinds=2), ByInput(hidden), 2 * experts * width, experts * hidden
     yield LayerSlice("mlp.experts.gate_up_proj", "moe.experts.gate_up", 0, all_up, up)
     yield LayerSlice("mlp.experts.gate_up_proj_bias", "moe.experts.gate_up_bias", 0, all_up, up)
     yield LayerSlice("mlp.experts.down_proj", "moe.experts.down", 0, all_down, down)

@@ -1,0 +1,38 @@
+"""Two GPUs that share every product, in both roles: the words of one process, in graphs, whoever moves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_fsdp_gpu import TORCHRUN, json_of
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+RANKS = Path(__file__).with_name("tp_ranks.py")
+assert RANKS.is_file()
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return json_of([*TORCHRUN, str(RANKS)])
+
+
+@pytest.mark.parametrize("model", ["dense", "experts"])
+@pytest.mark.parametrize("way", ["collectives", "pushes"])
+def test_words_are_those_of_one_process_before_and_after_an_update(found: Any, model: str, way: str) -> None:
+    case = found[f"{model}, {way}"]
+    assert case["as one process draws"] and case["alike on both ranks"] and case["different tokens"] > 20
+    for applied, checked, different, *_ in case["updates"]:
+        assert applied and different == 0 and checked == case["tokens"]
+    for shared, alone in zip(case["updates"], case["of one process"], strict=True):
+        assert shared[:3] == alone[:3] and shared[3:] == pytest.approx(alone[3:], rel=0.05)
+    assert {"decode full", "forward_backward full", "mixed full"} <= set(case["levels"])
+
+
+@pytest.mark.parametrize("model", ["dense", "experts"])
+def test_pushed_words_change_nothing(found: Any, model: str) -> None:
+    moved, pushed = (found[f"{model}, {way}"] for way in ("collectives", "pushes"))
+    assert moved["updates"] == pushed["updates"] and moved["drawn"] == pushed["drawn"]

@@ -1,0 +1,120 @@
+"""Run by torchrun on two GPUs, or on a CPU with `cpu`: a model whose products both share in either role, in graphs. The
+first prints what was found, a JSON object: whether they draw what one process draws, and what two updates find of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from small import requests, train_groups
+
+from lockstep import machine
+from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
+from lockstep.distributed import ONE, World, join
+from lockstep.distributed.mesh import ALONE
+from lockstep.generator import Engine, SharedWeights
+from lockstep.graph import EAGER, Runtime, check_against_eager
+from lockstep.models import Decoder, ModelConfig, load_part
+from lockstep.models.config import MoEConfig
+from lockstep.models.init import RandomWeights
+from lockstep.trainer import BatchShape, Packing, Trainer, pack_shards
+from lockstep.types import RolloutGroup, SampleIdentity
+
+DEVICE = torch.device("cpu" if sys.argv[1:] == ["cpu"] else "cuda")
+DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+SIZES = (272, 64, 128, 2, 4, 2, 16) if DEVICE.type == "cpu" else (4096, 512, 1024, 2, 8, 4, 128)
+DENSE = ModelConfig(*SIZES, rope_theta=1e4, max_position_embeddings=512, family="qwen3")
+EXPERTS = ModelConfig(
+    *SIZES[:2], SIZES[2] // 2, *SIZES[3:], rope_theta=1e4, max_position_embeddings=512, family="qwen3_moe",
+    tie_word_embeddings=False, moe=MoEConfig(8, 2, SIZES[2] // 2),
+)  # fmt: skip
+SMALL = GeneratorConfig(max_num_seqs=16, page_size=16, max_num_batched_tokens=256)
+SHAPE = BatchShape(1024, 512, 32, 256)
+WAYS: dict[str, dict[str, Any]] = {"collectives": {}}
+if DEVICE.type == "cuda":
+    WAYS["pushes"] = {"symmetric_memory": True}
+
+
+class Louder(RandomWeights):
+    """Weights of matrices that make tokens differ from one another."""
+
+    def fill(self, wanted: Any) -> None:
+        super().fill(wanted)
+        for held in (held for name, every in wanted.items() if not name.endswith("norm") for held in every):
+            held.values.mul_(4)
+
+
+def drawn(engine: Engine, step: int) -> list[RolloutGroup]:
+    prompts, sampling = requests(5, length=24)
+    identities = [SampleIdentity(0, 0, step, group) for group in range(len(prompts))]
+    return train_groups(prompts, sampling, engine.generate(prompts, sampling, identities))
+
+
+def words(groups: list[RolloutGroup]) -> list[Any]:
+    """Tokens and both log-probabilities."""
+    turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
+    return [[turn.token_ids, turn.logprobs, turn.model_logprobs] for turn in turns]
+
+
+def roles(config: ModelConfig, world: World) -> tuple[list[Any], list[Any], list[str]]:
+    """What two steps drew, what their updates found, and the levels of the graphs after their check."""
+    one = world.size == 1
+    recorded = CompileConfig("step", "full") if DEVICE.type == "cuda" else CompileConfig("step")
+    runtime = EAGER if one else Runtime(recorded, DEVICE, mesh=world.sizes, peers=world)
+    source = Louder(config, 0)
+    model: Decoder = load_part(source, DTYPE, DEVICE, ALONE if one else world.generator)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), world=world, runtime=runtime, source=source)
+    engine = Engine(SharedWeights(model, lambda: trainer.weights_version), SMALL, 8192, runtime=runtime)
+    levels: list[str] = []
+    if not one:
+        _, sampling = requests(5, length=24)
+        trainer.warm_up([SHAPE], sampling[0], check_parity=True)
+        engine.warm_up(16, 200, sampling[0])
+        work = [*trainer.trust_cases([SHAPE], sampling[0], check_parity=True), *engine.trust_cases()]
+        levels = sorted({f"{v.function} {v.level}" for v in check_against_eager(runtime, work, "strict")})
+    found, results = [], []
+    for step in range(2):
+        groups = drawn(engine, step)
+        found.append(words(groups))
+        for batch in pack_shards([groups], [0], Packing(1024, shapes=[SHAPE]), check_parity=True):
+            trainer.forward_backward(batch.to(DEVICE))
+        result = trainer.optim_step(1e-4)
+        results.append([result.applied, result.tokens_checked, result.tokens_different, result.loss, result.grad_norm])
+    runtime.close()
+    return found, results, levels
+
+
+def main() -> None:
+    machine.own_gpu()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for way, options in WAYS.items():
+        world = join(ParallelConfig(tp=2, generator_tp=2, timeout=120, **options), DEVICE.type)
+        for name, config in {"dense": DENSE, "experts": EXPERTS}.items():
+            shared, updates, levels = roles(config, world)
+            alone, own, _ = roles(config, ONE) if world.first else ([], [], [])
+            of_ranks = world.gather((shared, updates))
+            found[f"{name}, {way}"] = {
+                "as one process draws": shared[0] == alone[0] if world.first else None,
+                "alike on both ranks": of_ranks[0] == of_ranks[1],
+                "tokens": sum(len(tokens) for tokens, *_ in shared[0]),
+                "different tokens": len({token for tokens, *_ in shared[0] for token in tokens}),
+                "updates": updates,
+                "of one process": own,
+                "levels": levels,
+                "drawn": shared[1],
+            }
+        world.close()
+    if world.first:
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
