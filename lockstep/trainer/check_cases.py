@@ -58,9 +58,9 @@ def trust_cases(
         gather = functions["gather_weights"]
         remake = partial(gather.body, gather.inputs)
         work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs), remake=remake)]))
-    work.append((functions["check"], [programs.case("check", *b, statistics) for b in batches]))
+    work.append((functions["check"], [programs.scoring_case("check", *b, statistics) for b in batches]))
     for name in {"reference_logprobs", "values"} & functions.keys():
-        work.append((functions[name], [programs.case(name, *b, lambda: None) for b in batches]))
+        work.append((functions[name], [programs.scoring_case(name, *b, lambda: None) for b in batches]))
     return work
 
 

@@ -106,7 +106,6 @@ class TrainerPrograms:
         for name in ("forward_backward", "check"):
             self.by_name[name].lasting = step.COMPARED
         self._sparing: dict[str, graph.GraphBody] = {
-            "forward_backward": self._sparing_train,
             "check": self._sparing_check,
             "values": self._sparing_values,
             "reference_logprobs": self._sparing_reference,
@@ -151,14 +150,18 @@ class TrainerPrograms:
             **({} if self.reference is None else {"reference_logprobs": self.reference.constants()}),
         }
 
-    def case(self, program: str, name: str, batch: PackedBatch, load: Callable[[], object]) -> graph.Case:
-        """A launch of a program on `batch`, to be checked."""
-        return graph.Case(name, batch.tensors(), statics_of(batch), load, eager=self._sparing.get(program))
+    def case(self, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static) -> graph.Case:
+        """A launch on `batch`, to be checked."""
+        return graph.Case(name, batch.tensors(), {**statics_of(batch), **statics}, load)
 
     def train_case(self, name: str, batch: PackedBatch, load: Callable[[], object], with_support: bool) -> graph.Case:
-        """The same of `forward_backward`."""
-        made = self.case("forward_backward", name, batch, load)
-        return replace(made, statics={**made.statics, "loss_type": self.loss_type, "with_support": with_support})
+        """A launch of `forward_backward` on `batch`, to be checked."""
+        made = self.case(name, batch, load, loss_type=self.loss_type, with_support=with_support)
+        return replace(made, eager=self._sparing_train)
+
+    def scoring_case(self, program: str, name: str, batch: PackedBatch, load: Callable[[], object]) -> graph.Case:
+        """A launch of a program without gradients on `batch`, to be checked."""
+        return replace(self.case(name, batch, load), eager=self._sparing[program])
 
     def launch(self, name: str, batch: PackedBatch, **statics: Any) -> dict[str, Tensor]:
         """What a program returns for a batch, by name."""
