@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...config import RunConfig
 from ...errors import InputError
 from ...models.checks import require_degree
-from .plan import MemoryPlan, patterns, plan
+from .plan import MemoryPlan, chooses, patterns, plan
 from .terms import GIB
 from .workload import Workload
 
@@ -37,7 +37,7 @@ def remedies(w: Workload, memory: int) -> Iterator[str]:
     """Settings with which the workload fits in so much memory: each by itself or, where none does, several together."""
     alone = [said for said, changed in _changes(w, memory) if _fits(changed, memory)]
     together, least = _together(w, memory)
-    yield from alone or ([" with ".join(together)] if _fits(least, memory) else [])
+    yield from alone or ([" and ".join(together)] if _fits(least, memory) else [])
     if (larger := in_larger_groups(w, memory)) is not w:
         ranks = larger.config.parallel.generator_tp
         yield f"--parallel.generator-tp {ranks}, so many GPUs having a part of the weights each"
@@ -61,7 +61,7 @@ def _changes(w: Workload, memory: int) -> Iterator[tuple[str, Workload]]:
             break
     if fewer is not w:
         yield f"--trainer.max-tokens-per-micro-batch {fewer.config.trainer.max_tokens_per_micro_batch}", fewer
-    if not c.compile.recompute and c.compile.capture == "step":
+    if not c.compile.recompute and c.compile.capture == "step" and not chooses(c.compile):
         full = replace(c, compile=replace(c.compile, recompute=("full",), activation_memory_gib=0.0))
         yield "--compile.recompute full", replace(w, config=full)
     if w.on_gpu and not c.optimizer.offload:
