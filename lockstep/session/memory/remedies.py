@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...config import RunConfig
-from ...errors import InputError
-from ...models.checks import require_degree
+from ...models.checks import divides
 from .plan import MemoryPlan, chooses, patterns, plan
 from .terms import GIB
 from .workload import Workload
@@ -92,11 +91,7 @@ def in_larger_groups(w: Workload, memory: int) -> Workload:
 
 def _shared(w: Workload, together: int) -> bool:
     """Whether so many neighbours can share a model that generates, and nobody asks for its weights whole."""
-    if w.config.parallel.zero_stage == 2:
-        return False
-    try:
-        require_degree(w.model, together, "parallel.generator_tp")
-    except InputError:
+    if w.config.parallel.zero_stage == 2 or not divides(w.model, together):
         return False
     return w.ranks % together == 0 and w.config.trainer.prompts_per_step % (w.ranks // together) == 0
 

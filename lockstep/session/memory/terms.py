@@ -10,8 +10,10 @@ them a token. `kept` and what a backward pass writes beside it are those of the 
 from __future__ import annotations
 
 from ...cache.tensor_file import CHUNK_BYTES
+from ...distributed.mesh import ALONE
 from ...generator.cache_capacity import bytes_per_token
 from ...models import ModelConfig, num_parameters
+from ...models.checks import divides
 from ...trainer.optimizer import CHUNK
 from .workload import Workload
 
@@ -248,7 +250,7 @@ def scoring(w: Workload, by_layer: bool) -> int:
         tables = 2 * c.vocab_size * c.hidden_size * w.b
         wide = c.intermediate_size if c.moe is None else c.moe.num_experts_per_token * c.moe.intermediate_size
         logits = min(w.shape.completion_tokens, 2 * LOGIT_ROWS) * c.vocab_size * 4
-        most = num_parameters(c, w.training) * w.b
+        most = num_parameters(c, w.training if divides(c, w.tp) else ALONE) * w.b
         gathered = min(most, 2 * layer_weights(w, c) + tables if by_layer else most) * w.sharded
         return w.shape.tokens * 3 * (c.hidden_size + wide) * w.b + logits + gathered
 

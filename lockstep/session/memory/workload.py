@@ -12,6 +12,7 @@ from ...config import RunConfig
 from ...distributed.cells import Cells
 from ...distributed.mesh import Axis, Mesh
 from ...models import Decoder, ModelConfig, num_parameters
+from ...models.checks import divides
 from ...trainer import frozen_parameters
 from ...trainer.parameters import Layout
 from ...trainer.shapes import BatchShape, planned_tokens, train_shapes
@@ -149,17 +150,20 @@ class Workload:
         """Of the models that are only read, what this rank has: of several its part, padded."""
         if not self.sharded:
             return sum(map(num_parameters, self.frozen))
-        return sum(self._laid_out(_decoder(model, self.dtype)).size for model in self.frozen)
+        alone = [not divides(model, self.tp) for model in self.frozen]  # then the ranks of `tp` have the same parts
+        meshes = [Mesh() if whole else self.training for whole in alone]
+        decoders = [_decoder(model, self.dtype) for model in self.frozen]
+        return sum(self._laid_out(decoder, on=mesh).size for decoder, mesh in zip(decoders, meshes, strict=True))
 
     @cached_property
     def layout(self) -> Layout:
         """Where the trained parameters lie, padded and cut."""
         return self._laid_out(self.decoder, frozen_parameters(self.decoder, self.config.optimizer))
 
-    def _laid_out(self, decoder: Decoder, without: Collection[str] = ()) -> Layout:
+    def _laid_out(self, decoder: Decoder, without: Collection[str] = (), on: Mesh | None = None) -> Layout:
         named = [(name, tuple(p.shape)) for name, p in decoder.named_parameters() if name not in without]
-        placed = decoder.placements
-        return Layout.of([placed[name].shape_on(self.training, shape) for name, shape in named], self.groups)
+        placed, mesh = decoder.placements, on or self.training
+        return Layout.of([placed[name].shape_on(mesh, shape) for name, shape in named], self.groups)
 
 
 @cache

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ... import graph
 from ...distributed import World
-from ...distributed.mesh import Mesh
+from ...distributed.mesh import ALONE, Mesh
 from ...models import Decoder, Held, ResidentWeights, WeightSource, ranges_of
+from ...models.checks import divides
 from ..parameters import FlatParameters, FlatWeights, ShardedParameters
 
 
@@ -64,12 +65,15 @@ class GatheredReference(Reference):
 
     Args:
         model: any decoder of it on this device, of which only configuration, dtype and masks are read.
+        mesh: of the trainer. Ranks that share its products share those of this model, if they can do so evenly.
 
     Attributes:
         weights: this rank's part, to be filled (`own`).
     """
 
     def __init__(self, model: Decoder, mesh: Mesh) -> None:
+        if not divides(model.config, mesh.tp.size):
+            mesh = replace(mesh, tp=ALONE.tp)
         made = Decoder(model.config, model.embed.dtype, model.embed.device, Mesh(tp=mesh.tp), memory=False)
         made.masks = model.masks
         super().__init__(made.requires_grad_(False))
