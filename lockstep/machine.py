@@ -77,11 +77,7 @@ def wait_asleep() -> None:
 
 def bound_threads(device: torch.device) -> None:
     """Leave torch no more CPU threads than help, unless the environment says how many: a process with a GPU takes 8 at
-    most, and the processes of one host share its cores equally.
-
-    Raises:
-        InputError: `LOCAL_WORLD_SIZE` is no number of processes.
-    """
+    most, and the processes of one host share its cores equally. `InputError`: `LOCAL_WORLD_SIZE` is no number."""
     import torch
 
     if any(name in os.environ for name in _THREADS):
@@ -116,11 +112,7 @@ def by_torchrun() -> bool:
 
 
 def launched() -> Launch:
-    """What `torchrun` says; rank 0 of 1 without it.
-
-    Raises:
-        InputError: a part is missing or no number.
-    """
+    """What `torchrun` says; rank 0 of 1 without it. `InputError`: a part is missing or no number."""
     if not several_processes():
         return Launch()
     values = []
@@ -147,10 +139,8 @@ def told(doing: str) -> Iterator[None]:
 
 
 def own_gpu() -> None:
-    """Let a process of several see its GPU alone, so that it is `cuda:0` in every process and every graph.
-
-    Comes before anything asks CUDA how many there are.
-    """
+    """Let a process of several see its GPU alone, so that it is `cuda:0` in every process and every graph; before
+    anything asks CUDA how many there are."""
     launch = launched()
     if launch.processes == 1:
         return
@@ -172,7 +162,8 @@ def prepare_nccl() -> None:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    allocator = [name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if _expandable(name)]
+    said = {name: os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
+    allocator = [n for n, text in said.items() if "expandable_segments:true" in text.lower().replace(" ", "")]
     if not allocator:
         return
     for name in ("NCCL_GRAPH_REGISTER", "NCCL_LOCAL_REGISTER", "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"):
@@ -184,10 +175,6 @@ def prepare_nccl() -> None:
         os.environ[name] = "0"
 
 
-def _expandable(name: str) -> bool:
-    return "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", "")
-
-
 _PAGES_FROM = 64 << 20  # bytes that have pages of their own
 _REGISTER_PORTABLE = 1
 
@@ -195,10 +182,7 @@ _REGISTER_PORTABLE = 1
 def host_buffer(size: int, pinned: bool) -> torch.Tensor:
     """So many bytes of the host's memory, uint8; pinned where CUDA is to copy to it and from it at the rate of the bus
     and beside its other work, unless there are few. (torch rounds up what it pins itself to a power of two.)
-
-    Raises:
-        InputError: the system pins no more memory.
-    """
+    `InputError`: the system pins no more memory."""
     import weakref
     from concurrent.futures import ThreadPoolExecutor
 

@@ -16,11 +16,8 @@ _MOST_KEPT = 1 << 16  # spans, should nobody take them
 
 @dataclass(frozen=True)
 class Span:
-    """A phase that ran: when it began, as `time.perf_counter` counts, and how many seconds it took.
-
-    `on_device` is whether the device's clock measured what was launched in it, rather than the host's clock its own
-    time; `facts` is what is told of it.
-    """
+    """A phase that ran: when it began, as `time.perf_counter` counts, and how many seconds it took; `on_device` by the
+    device's clock, of what was launched in it. `facts` is what is told of it."""
 
     name: str
     began: float
@@ -68,10 +65,7 @@ class Timings:
     """
 
     def __init__(
-        self,
-        keep_spans: bool = False,
-        event: Callable[[], Event] | None = None,
-        watcher: Watcher | None = None,
+        self, keep_spans: bool = False, event: Callable[[], Event] | None = None, watcher: Watcher | None = None
     ) -> None:
         self._watcher = watcher
         self.seconds: dict[str, float] = {}
@@ -83,11 +77,8 @@ class Timings:
 
     @contextmanager
     def measured(self, phase: str, on_device: bool = False, **facts: Fact) -> Iterator[None]:
-        """Add the time spent here, less that of phases within, to `phase`.
-
-        `on_device` measures with the device's clock as well, if there is one: from when it comes to what is launched
-        here to when it is done with it.
-        """
+        """Add the time spent here, less that of phases within, to `phase`; `on_device` by the device's clock as well,
+        if there is one, from when it comes to what is launched here to when it is done with it."""
         self.seconds.setdefault(phase, 0.0)
         self._within.append(0.0)
         if self._watcher:

@@ -27,11 +27,9 @@ ALIGNMENT = 64  # bytes, of a batch's tensors in their buffer: more than any ker
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled. Fields have the meaning they have in TRL and vLLM.
-
-    `temperature == 0` is greedy. Filters apply in the order temperature, top-k, top-p (over what top-k kept),
-    min-p; ties at a filter's edge are all kept. `top_k == 0`, `top_p == 1` and `min_p == 0` are off.
-    """
+    """How one request is sampled. Fields have the meaning they have in TRL and vLLM. `temperature == 0` is greedy.
+    Filters apply in the order temperature, top-k, top-p (over what top-k kept), min-p; ties at a filter's edge are all
+    kept. `top_k == 0`, `top_p == 1` and `min_p == 0` are off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -124,22 +122,18 @@ class Trajectory:
 
     @property
     def prompt(self) -> Segment:
-        """The given tokens that it begins with."""
         return self.segments[0]
 
     @property
     def cut_off(self) -> bool:
-        """Whether a limit ended it."""
         return self.finish_reason in ("length", "truncated")
 
     @property
     def turns(self) -> list[Segment]:
-        """The sampled segments."""
         return [segment for segment in self.segments if segment.sampled]
 
     @property
     def length(self) -> int:
-        """How many tokens were sampled."""
         return sum(len(segment.token_ids) for segment in self.segments if segment.sampled)
 
     @property
@@ -174,7 +168,6 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """What was sampled, as text."""
         return "".join(turn.text for turn in self.turns)
 
     @property
@@ -225,7 +218,6 @@ class RolloutGroup:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The prompt's tokens."""
         return self.rollouts[0].prompt.token_ids
 
 
@@ -280,7 +272,6 @@ class PackedBatch:
         self.cu_completions = torch.tensor(ends, dtype=torch.int32, device=self.cu_seqlens.device)
 
     def add_values(self) -> None:
-        """Make room for a critic's values and returns."""
         self.old_value_C, self.return_C = torch.zeros_like(self.weight_C), torch.zeros_like(self.weight_C)
 
     def to(self, device: torch.device) -> PackedBatch:

@@ -25,11 +25,8 @@ MOVED = {  # modules of rewards, by the names that configurations of older versi
 
 def load_function(spec: str, what: str, other_forms: str = "", kind: str = "function") -> Callable[..., Any]:
     """The function that `spec` names, module:function or path.py:function; errors say `what` it is, and of which
-    `kind`.
-
-    A module may stand in the current folder, as for `python -m`. Raises `InputError` when the spec has another form,
-    the file or module cannot be imported, or it has no such function.
-    """
+    `kind`. A module may stand in the current folder, as for `python -m`. Raises `InputError` when the spec has another
+    form, the file or module cannot be imported, or it has no such function."""
     function = load_named(spec, what, other_forms, kind)
     source, _, name = spec.rpartition(":")
     if not callable(function):

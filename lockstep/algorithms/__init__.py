@@ -25,10 +25,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {name: _shipped(row.where) for name, ro
 
 def algorithm_of(config: LossConfig) -> Algorithm:
     """The algorithm that `loss.loss_type` names, with the settings of `config`; a user's is tried on a few tokens.
-
-    Raises `InputError` for one that cannot be loaded, or that does not do what `Algorithm` says, without the teacher
-    that it has, or with settings that it cannot read.
-    """
+    `InputError`: it cannot be loaded, does not do what `Algorithm` says, lacks its teacher, or cannot read a
+    setting."""
     found = user_algorithm(config) if ":" in config.loss_type else ALGORITHMS[config.algorithm].of(config)
     refuse(
         found.has_teacher and config.teacher is None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from statistics import mean, stdev
 
@@ -14,23 +14,7 @@ _VARIANCE_EPSILON = 1e-8  # so with tokens', as PPO's has it
 Rewards = Sequence[Sequence[float]]
 
 
-def _centered(rewards: Rewards) -> list[list[float]]:
-    """Reward minus the group's mean (Dr. GRPO, Liu et al. 2025)."""
-    return _normalized(rewards, [1.0] * len(rewards))
-
-
-def _group_scaled(rewards: Rewards) -> list[list[float]]:
-    """Centered, over the standard deviation of the group (GRPO, Shao et al. 2024)."""
-    return _normalized(rewards, [_std(group) + _STD_EPSILON for group in rewards])
-
-
-def _batch_scaled(rewards: Rewards) -> list[list[float]]:
-    """Centered, over the standard deviation of all the step's rewards."""
-    return _normalized(rewards, [_std(list(chain.from_iterable(rewards))) + _STD_EPSILON] * len(rewards))
-
-
 def _normalized(rewards: Rewards, scales: Sequence[float]) -> list[list[float]]:
-    """Each group's rewards minus their mean, over the group's scale."""
     centers = [mean(group) for group in rewards]
     return [
         [(reward - center) / scale for reward in group]
@@ -55,7 +39,7 @@ def whiten(advantages: Rewards) -> list[list[float]]:
 
 def scaled(rewards: Rewards) -> list[list[float]]:
     """Centered by group, over the deviation of all that this gives; exactly 0 where a group's rewards are equal."""
-    found = _centered(rewards)
+    found = _normalized(rewards, [1.0] * len(rewards))
     scale = _std(list(chain.from_iterable(found))) + _STD_EPSILON
     return [[value / scale for value in group] for group in found]
 
@@ -65,17 +49,16 @@ def _std(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 else 0.0
 
 
-_ESTIMATORS: dict[str, Callable[[Rewards], list[list[float]]]] = {
-    "none": _centered,
-    "group": _group_scaled,
-    "batch": _batch_scaled,
-}
-
-
 def group_advantages(rewards: Rewards, scale_rewards: str) -> list[list[float]]:
-    """Each sample's advantage, given the rewards of each group's samples; `scale_rewards` as in `LossConfig`.
+    """Each sample's advantage, given the rewards of each group's samples: less the group's mean (Dr. GRPO, Liu et al.
+    2025), and over the deviation of the group (GRPO, Shao et al. 2024) or the step where `scale_rewards` says so.
 
     Means and deviations are exactly rounded, so the order of samples does not matter and a group whose rewards are
     all equal has advantages of exactly zero.
     """
-    return _ESTIMATORS[scale_rewards](rewards)
+    scales = [1.0] * len(rewards)
+    if scale_rewards == "group":
+        scales = [_std(group) + _STD_EPSILON for group in rewards]
+    elif scale_rewards == "batch":
+        scales = [_std(list(chain.from_iterable(rewards))) + _STD_EPSILON] * len(rewards)
+    return _normalized(rewards, scales)

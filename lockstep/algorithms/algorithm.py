@@ -39,7 +39,6 @@ class Algorithm:
 
     @classmethod
     def of(cls, config: LossConfig) -> Self:
-        """The algorithm with the settings of a configuration."""
         given = {f.name: getattr(config, f.name, None) for f in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
@@ -133,10 +132,22 @@ class Algorithm:
         return self.beta > 0 and self.use_kl_in_reward
 
 
-def mean_over_tokens(lengths: Sequence[int]) -> list[float]:
+def mean_over_tokens(
+    _: Algorithm, lengths: Sequence[int], num_sequences: int, max_completion_length: int
+) -> list[float]:
     """`Algorithm.weights` for the mean over all tokens."""
     total = sum(lengths)
     return [1.0 / total for _ in lengths]
+
+
+def any_group(_: Algorithm, rewards: Sequence[float]) -> bool:
+    """`Algorithm.keep` where there is something to learn from every group."""
+    return True
+
+
+def every_sample(_: Algorithm, config: LossConfig, rewards: Rewards) -> list[list[float]]:
+    """`Algorithm.advantages` where every sample counts, and the loss or `estimate` says how much."""
+    return [[1.0] * len(group) for group in rewards]
 
 
 def nowhere(like_C: Tensor) -> Tensor:

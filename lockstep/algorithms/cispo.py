@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +19,7 @@ class CISPO(Algorithm):
 
     epsilon_high: float = 5.0  # ScaleRL (arXiv 2510.13786)
 
-    def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
-        return mean_over_tokens(lengths)
+    weights = mean_over_tokens
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
         cap = math.log(self.epsilon_high) if self.epsilon_high > 0 else -math.inf

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import LossConfig
@@ -25,5 +24,4 @@ class DAPO(GRPO):
             return 0.0
         return -config.overlong_penalty * min(excess / config.overlong_buffer, 1.0)
 
-    def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
-        return mean_over_tokens(lengths)
+    weights = mean_over_tokens

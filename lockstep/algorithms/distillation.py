@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..config import LossConfig
-from .advantage import Rewards
-from .algorithm import Algorithm, mean_over_tokens, nowhere
+from .algorithm import Algorithm, any_group, every_sample, mean_over_tokens, nowhere
 from .policy_terms import TokenValues
 
 
@@ -29,14 +26,9 @@ class Distillation(Algorithm):
     has_kl: ClassVar[bool] = False
     has_teacher: ClassVar[bool] = True
 
-    def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
-        return [[1.0] * len(group) for group in rewards]  # every sample counts; how much, each token's loss says
-
-    def keep(self, rewards: Sequence[float]) -> bool:
-        return True
-
-    def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
-        return mean_over_tokens(lengths)
+    advantages = every_sample
+    keep = any_group
+    weights = mean_over_tokens
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
         assert values.ref_logprob_C is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +32,7 @@ class DPPO(GRPO):
     divergence_type: str = "binary_tv"
     clip_ratio_c: float = 20.0
 
-    def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
-        return mean_over_tokens(lengths)
+    weights = mean_over_tokens
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
         log_ratio_C, advantage_C = (values.logprob_C - values.old_logprob_C).detach(), values.advantage_C

@@ -75,11 +75,9 @@ def kl_k2(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
 
 
 def kl_k3(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
-    """Estimate of KL(model || reference) from the model's own samples, nats a token, never negative.
-
-    `exp(d) - 1 - d` with `d = ref - model`: Schulman's k3 (http://joschu.net/blog/kl-approx.html). `expm1` keeps its
-    digits near 0. Of samples that another distribution drew it is biased; so is its gradient in any case.
-    """
+    """Estimate of KL(model || reference) from the model's own samples, nats a token, never negative: `exp(d) - 1 - d`
+    with `d = ref - model`, Schulman's k3 (http://joschu.net/blog/kl-approx.html). `expm1` keeps its digits near 0. Of
+    samples that another distribution drew it is biased; so is its gradient in any case."""
     difference_C = ref_logprob_C - model_logprob_C
     return torch.expm1(difference_C) - difference_C
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import LossConfig
 from .advantage import Rewards, whiten
-from .algorithm import mean_over_tokens
+from .algorithm import any_group, every_sample, mean_over_tokens
 from .grpo import GRPO
 from .policy_terms import TokenValues
 
@@ -33,14 +33,9 @@ class PPO(GRPO):
 
     has_critic: ClassVar[bool] = True
 
-    def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
-        return [[1.0] * len(group) for group in rewards]  # no sample is left out; the tokens' own come from the critic
-
-    def keep(self, rewards: Sequence[float]) -> bool:
-        return True
-
-    def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
-        return mean_over_tokens(lengths)
+    advantages = every_sample
+    keep = any_group
+    weights = mean_over_tokens
 
     def estimate(
         self, config: LossConfig, rewards: Rewards, values: Sequence[Sequence[float]]

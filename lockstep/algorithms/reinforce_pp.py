@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from ..config import LossConfig
 from .advantage import Rewards, scaled, whiten, whitened
-from .algorithm import mean_over_tokens
+from .algorithm import any_group, every_sample, mean_over_tokens
 from .grpo import GRPO
 
 
@@ -25,9 +25,7 @@ class ReinforcePP(GRPO):
         return self.kl_in_reward
 
     def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
-        if self.of_tokens:
-            return [[1.0] * len(group) for group in rewards]  # no sample is left out
-        return whitened(rewards)
+        return every_sample(self, config, rewards) if self.of_tokens else whitened(rewards)
 
     def estimate(
         self, config: LossConfig, rewards: Rewards, values: Sequence[Sequence[float]]
@@ -35,11 +33,8 @@ class ReinforcePP(GRPO):
         to_come = [list(accumulate(reversed(of_sample)))[::-1] for of_sample in rewards]
         return whiten(to_come), to_come
 
-    def keep(self, rewards: Sequence[float]) -> bool:
-        return True
-
-    def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
-        return mean_over_tokens(lengths)
+    keep = any_group
+    weights = mean_over_tokens
 
 
 @dataclass(frozen=True)
@@ -50,5 +45,4 @@ class ReinforcePPBaseline(GRPO):
     def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
         return scaled(rewards)
 
-    def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
-        return mean_over_tokens(lengths)
+    weights = mean_over_tokens

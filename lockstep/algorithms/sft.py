@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,8 +17,7 @@ class SFT(Algorithm):
 
     has_kl: ClassVar[bool] = False
 
-    def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
-        return mean_over_tokens(lengths)
+    weights = mean_over_tokens
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
         return -values.model_logprob_C, nowhere(values.model_logprob_C)

@@ -30,11 +30,8 @@ _BY_ALL = {"scale_rewards", "dynamic_sampling", "beta", "teacher", "overlong_buf
 
 
 def user_algorithm(config: LossConfig) -> Algorithm:
-    """The algorithm that `loss.loss_type` names as module:Class or path.py:Class.
-
-    Raises `InputError` when it cannot be loaded, is no `Algorithm`, returns something else than that says, or cannot
-    read a setting that is given.
-    """
+    """The algorithm that `loss.loss_type` names as module:Class or path.py:Class. `InputError`: it cannot be loaded, is
+    no `Algorithm`, returns something else than that says, or cannot read a setting that is given."""
     what = f"loss.loss_type {config.loss_type!r}"
     kind = load_function(config.loss_type, what, kind="Class")
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
@@ -86,7 +83,6 @@ def _wrong(algorithm: Algorithm, config: LossConfig) -> str:
 
 
 def _wrong_estimate(algorithm: Algorithm, config: LossConfig) -> str:
-    """`_wrong` of the advantages and returns of tokens."""
     rewards, values = ([[x] * n for n in _LENGTHS] for x in (0.5, 0.25))
     found = algorithm.estimate(config, rewards, values)
     if not isinstance(found, tuple) or len(found) != 2:
@@ -110,7 +106,6 @@ def _numbers(found: Any, lengths: Sequence[int]) -> bool:
 
 
 def _wrong_loss(algorithm: Algorithm) -> str:
-    """`_wrong` of the loss."""
     rows = sum(_LENGTHS) + _PADDING
     logprob_C, ends = torch.linspace(-3, -1, rows).requires_grad_(), [0, *_LENGTHS[:1], sum(_LENGTHS)]
     index = torch.tensor(ends, dtype=torch.int32) if algorithm.indexes_sequences else None

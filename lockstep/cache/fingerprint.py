@@ -26,11 +26,8 @@ def digest(*about: object) -> str:
 
 
 def origin(device: str = "cuda") -> dict[str, str]:
-    """By name: a hash of every source file of the package, versions, and the device's kind.
-
-    Args:
-        device: its type; a GPU that there is none of stands for the CPU, and a CPU does not wake a GPU.
-    """
+    """By name: a hash of every source file of the package, versions, and the device's kind. A GPU that there is none of
+    stands for the CPU, and a CPU does not wake a GPU."""
     gpu = device == "cuda" and torch.cuda.is_available()
     return {
         "sources": sources(),

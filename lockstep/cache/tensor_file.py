@@ -1,9 +1,7 @@
 """safetensors files whose tensors any number of processes read and write, each its ranges, with no more memory than a
-chunk; what they write together are the bytes that the library writes of whole tensors.
-
-The format: eight bytes with the size of a JSON header, the header (of each tensor its dtype, its shape, and where it
-begins and ends in what follows), and the tensors; see https://github.com/huggingface/safetensors.
-"""
+chunk; what they write together are the bytes that the library writes of whole tensors
+(https://github.com/huggingface/safetensors: eight bytes with the size of a JSON header, the header, and the
+tensors)."""
 
 from __future__ import annotations
 
@@ -44,12 +42,10 @@ class Entry(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Entry:
-        """That of a tensor, which may be without memory."""
         return Entry(tensor.dtype, tuple(tensor.shape))
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -82,7 +78,6 @@ class TensorFile:
             file.truncate(self.size)
 
     def open(self) -> OpenTensorFile:
-        """The file that one process has created, to write to."""
         return OpenTensorFile(self)
 
     def begin(self, name: str, element: int) -> int:
@@ -132,11 +127,8 @@ class Fill(Protocol):
 
     def __call__(self, first: int, values: Tensor, step: int = 0) -> None:
         """Fill flat values, of any dtype and on any device, with the elements from `first` on; or those of a matrix
-        [N, C], of the tensor's dtype and on the host, row by row, with rows `step` elements apart.
-
-        Raises:
-            OSError: the file cannot be read or has become shorter.
-        """
+        [N, C], of the tensor's dtype and on the host, row by row, with rows `step` elements apart. `OSError`: the file
+        cannot be read or has become shorter."""
 
 
 class Stored(NamedTuple):
@@ -147,14 +139,8 @@ class Stored(NamedTuple):
 
 
 class TensorReader:
-    """A file that anyone has written, whose tensors are read in ranges as long as it is open.
-
-    Attributes:
-        tensors: those in it, by name.
-
-    Raises:
-        SafetensorError: it is not a whole file of tensors.
-    """
+    """A file that anyone has written, whose tensors are read in ranges as long as it is open; `tensors` are those in
+    it, by name. `SafetensorError`: it is not a whole file of tensors."""
 
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
@@ -169,7 +155,6 @@ class TensorReader:
         self.tensors = {name: Stored(entry, partial(self._fill, name, entry.dtype)) for name, entry in entries.items()}
 
     def close(self) -> None:
-        """Read no more."""
         os.close(self._descriptor)
 
     def _fill(self, name: str, dtype: torch.dtype, first: int, values: Tensor, step: int = 0) -> None:

@@ -1,9 +1,8 @@
 """Tokenizers as they were loaded before, without importing `transformers`: a second, and seven on a slow file system.
 
-What is kept of one is what it saves of itself: its backend (`tokenizers.Tokenizer`), template and settings, in the
-user's cache folder, found by the contents of its own folder, the versions of both libraries, and this package's
-sources. Plain text goes through that backend with the same switches as before; for everything else, such as messages,
-the tokenizer itself is loaded.
+What is kept of one is what it saves of itself, in the user's cache folder, found by the contents of its own folder, the
+versions of both libraries, and this package's sources. Plain text goes through its backend with the same switches as
+before; for everything else, such as messages, the tokenizer itself is loaded.
 """
 
 from __future__ import annotations
@@ -46,11 +45,9 @@ class KeptTokenizer:
         return {"input_ids": self.encode(text, add_special_tokens)}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def get_vocab(self) -> dict[str, int]:
@@ -71,7 +68,6 @@ class KeptTokenizer:
         return getattr(self._all(), name)
 
     def _all(self) -> Any:
-        """The whole tokenizer."""
         if self._whole is None:
             self._whole = self._load()
         self._whole.chat_template = self.chat_template  # it may have been changed

@@ -43,10 +43,8 @@ class Conversation:
         self._text = ""
 
     def ask(self, line: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
-        """The answer to `line`, as it appears; what was said until `stopped` stays in the conversation.
-
-        Raises `InputError` when the conversation fills the model's context; `line` is then not part of it.
-        """
+        """The answer to `line`, as it appears; what was said until `stopped` stays in the conversation. Raises
+        `InputError` when the conversation fills the model's context; `line` is then not part of it."""
         prompt: Prompt = self._text + line
         if self._templated:
             prompt = [*self._messages, {"role": "user", "content": line}]

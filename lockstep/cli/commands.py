@@ -177,7 +177,6 @@ def _variables(flags: Generate | Chat) -> dict[str, Any]:
 
 
 def _sampling(flags: Generate | Chat, **more: Any) -> SamplingParams:
-    """The flags' sampling parameters, valid."""
     from ..session.generate import check_sampling
     from ..types import SamplingParams
 

@@ -105,16 +105,13 @@ class _Begin(RunConfig):
 
     @classmethod
     def of(cls, config: RunConfig, /, **changes: Any) -> Self:
-        """Flags whose defaults are `config`'s values."""
         return cls(**(vars(config) | {"task": _Task(**vars(config.task))} | changes))
 
     def of_other(self, config: RunConfig) -> Self:
-        """These flags with another configuration."""
         own = {item.name for item in fields(self)} - {item.name for item in fields(RunConfig)}
         return self.of(config, **{name: getattr(self, name) for name in own})
 
     def resolved(self) -> RunConfig:
-        """The configuration that the flags spell out."""
         values = {item.name: getattr(self, item.name) for item in fields(RunConfig)}
         return RunConfig(**(values | {"task": TaskConfig(**vars(self.task))}))
 
@@ -342,8 +339,7 @@ class Report:
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """Run folders; several are compared."""
     out: Annotated[
-        Path | None,
-        tyro.conf.arg(metavar="FILE.html", help_behavior_hint="(default: RUN_DIR/report.html)"),
+        Path | None, tyro.conf.arg(metavar="FILE.html", help_behavior_hint="(default: RUN_DIR/report.html)")
     ] = None
     """File to write; RUN_DIR/report.html by default. Several runs need one."""
     json: _Switch = False

@@ -56,10 +56,8 @@ def _leave_threads(code: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 the run or check failed, 2 bad input, 130 interrupted.
-
-    A run that a signal ended has 128 and the signal's number.
-    """
+    """Run one command and return its exit code: 0 done, 1 the run or check failed, 2 bad input, 130 interrupted; of a
+    run that a signal ended 128 and the signal's number."""
     with contextlib.redirect_stderr(FailsafeStream(sys.stderr)):
         code = _with_output(list(sys.argv[1:] if argv is None else argv))
         if several_processes():

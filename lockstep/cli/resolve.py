@@ -22,11 +22,9 @@ _DESCRIPTION = "Reinforcement learning for language models: one model definition
 
 
 def parse(arguments: list[str]) -> Any:
-    """The command's flags, or an exit code when tyro has printed help or a usage error.
-
-    `train`, `precompile` and `plan` are parsed twice: once to learn what the run begins from, then with that as the
-    defaults that flags override.
-    """
+    """The command's flags, or an exit code when tyro has printed help or a usage error. `train`, `precompile` and
+    `plan` are parsed twice: once to learn what the run begins from, then with that as the defaults that flags
+    override."""
     _refuse_repeated(arguments)
     kind: Any = _KINDS.get(arguments[0]) if arguments else None
     if kind is not None:
@@ -35,7 +33,8 @@ def parse(arguments: list[str]) -> Any:
         raise InputError(f"unknown command {arguments[0]!r}; {yaml_file.suggest(arguments[0], _KINDS)}")
     try:
         if kind is None:  # help, or no such command
-            commands: Any = functools.reduce(operator.or_, (Annotated[k, _subcommand(n)] for n, k in _KINDS.items()))
+            name: Any = tyro.conf.subcommand
+            commands: Any = functools.reduce(operator.or_, (Annotated[k, name(n)] for n, k in _KINDS.items()))
             return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION)
         given: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}"}
         if kind not in (Train, Precompile, Plan):
@@ -47,10 +46,6 @@ def parse(arguments: list[str]) -> Any:
         return _settled(tyro.cli(kind, **given, default=kind.of(begin)), arguments, begin)
     except SystemExit as stop:
         return int(stop.code or 0)
-
-
-def _subcommand(name: str) -> Any:
-    return tyro.conf.subcommand(name)
 
 
 def _refuse_repeated(arguments: list[str]) -> None:
@@ -65,7 +60,6 @@ def _refuse_repeated(arguments: list[str]) -> None:
 
 
 def _given(arguments: list[str]) -> set[str]:
-    """The dotted fields that flags set."""
     names = {spelled_out(argument.split("=", 1)[0]) for argument in arguments if argument.startswith("--")}
     return {name.removeprefix("--").replace("-", "_") for name in names}
 
@@ -76,10 +70,8 @@ def _refuse_alone(given: set[str]) -> None:
 
 
 def _settled(flags: _Run, arguments: list[str], begin: RunConfig) -> _Run:
-    """`flags` without what they left of `begin` that nothing reads beside them.
-
-    A flag that nothing reads is refused at any value, also at the one that it has without being given.
-    """
+    """`flags` without what they left of `begin` that nothing reads beside them; a flag that nothing reads is refused at
+    any value."""
     given, config = _given(arguments), flags.resolved()
     for path, why in unread(config):
         if path in given:

@@ -72,7 +72,6 @@ class RunConfig(Section):
 
     @property
     def max_response_length(self) -> int:
-        """The most tokens after a prompt, sampled and given."""
         return self.task.max_response_length or self.task.turns * self.sampling.max_completion_length
 
     def check(self) -> None:
@@ -182,11 +181,8 @@ def _without_effect(c: RunConfig) -> list[str]:
 
 
 def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
-    """`c` with the shards of a batch filled in, for so many processes (`parallel.generator_tp` may still be to choose);
-    `InputError` for what cannot work with them.
-
-    `c.compile` is resolved before.
-    """
+    """`c`, whose `compile` is resolved, with the shards of a batch filled in, for so many processes
+    (`parallel.generator_tp` may still be to choose); `InputError` for what cannot work with them."""
     require_ranks(c, ranks)
     groups = ranks // c.parallel.tp
     shards, together = c.parallel.batch_shards or groups, c.parallel.generator_tp or (ranks == 1)

@@ -28,12 +28,11 @@ Recipes = Mapping[str, Callable[[str | None], RunConfig]]
 def load(path: Path, recipes: Recipes | None = None, begin: RunConfig | None = None) -> RunConfig:
     """Read a config.yaml. A key that is left out has its value in `begin`, by default that of its dataclass.
 
-    With `recipes`, the file is what someone begins from: keys that it leaves out are those of the recipe that it names,
-    which must be one unless none is left out, and a file without any key is refused. What the recipe sets for an
-    algorithm or a task in whose place the file has another falls away.
+    With `recipes`, keys that the file leaves out are those of the recipe that it names, which must be one unless none
+    is left out, and a file without any key is refused. What the recipe sets for an algorithm or a task in whose place
+    the file has another falls away.
 
     Raises `InputError`, naming the file and the key, for anything unreadable, unknown, given twice or of a wrong type.
-    Values' ranges are `config.validate`'s business.
     """
     if path.exists() and not path.is_file():
         raise InputError(f"{path}: cannot be read: it is not a regular file")
@@ -56,10 +55,8 @@ def load(path: Path, recipes: Recipes | None = None, begin: RunConfig | None = N
 
 
 def checked(config: RunConfig) -> RunConfig:
-    """`config`, made in code, with every value of its field's type; raises `InputError` naming the first that is not.
-
-    A whole number where a number with decimals is due is converted.
-    """
+    """`config`, made in code, with every value of its field's type, whole numbers made floats where due; raises
+    `InputError` naming the first that is not."""
     return _dataclass(to_dict(config), config, "")
 
 

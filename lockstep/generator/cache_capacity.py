@@ -37,10 +37,9 @@ def plan_cache_tokens(
     sequences: int,
     tokens_per_sequence: int,
 ) -> int:
-    """Capacity in tokens, decided and checked before anything is generated.
-
-    `generator.kv_cache_tokens` when given; otherwise what `sequences` of `tokens_per_sequence` need at once, bounded
-    by `max_num_seqs` and by the memory at hand (half of the GPU's free memory; 2 GiB on a CPU).
+    """Capacity in tokens, decided and checked before anything is generated: `generator.kv_cache_tokens` when given;
+    otherwise what `sequences` of `tokens_per_sequence` need at once, bounded by `max_num_seqs` and by the memory at
+    hand (half of the GPU's free memory; 2 GiB on a CPU).
 
     Raises:
         InputError: not even one sequence of that length fits.

@@ -35,7 +35,6 @@ class _Pages:
 
     @staticmethod
     def of(cache: KVCache, rows: int, width: int, prompt_tokens: int) -> _Pages:
-        """As many as the cache and the block table have room for."""
         own = min(rows, cache.num_pages)
         prompt = min(cache.pages_for(prompt_tokens), width, cache.num_pages - own)
         return _Pages(min(width - 1, cache.num_pages - own - prompt), own, prompt)
@@ -45,7 +44,6 @@ class _Pages:
         return self.shared + self.rows + self.prompt
 
     def touched(self, cache: KVCache) -> dict[str, list[Tensor]]:
-        """What a run writes besides the null page."""
         touched = {"kv k": [cache.k[:, : self.used]], "kv v": [cache.v[:, : self.used]]}
         return touched if cache.routes is None else {**touched, "kv routes": [cache.routes[: self.used]]}
 
@@ -71,10 +69,7 @@ class Check:
 
     def mixed_cases(self, batch: Tensor, sizes: MixedSizes) -> list[graph.Case]:
         """Mixed steps with room for prompt tokens: a prompt that takes all of it and starts a sample, and a short one.
-
-        Args:
-            batch: the memory of the step's `MixedBatch`.
-        """
+        `batch` is the memory of the step's `MixedBatch`."""
         cache = self.cache
         pages = _Pages.of(cache, sizes.rows, self.rows.width, sizes.tokens)
         room = min(sizes.tokens, pages.prompt * cache.page_size)

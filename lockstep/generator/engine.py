@@ -35,14 +35,12 @@ class Engine:
     """Generates with the weights it is given, keeping a log-probability pair and the weights' version a token.
 
     Args:
-        weights: the trainer's own weights or a snapshot.
-        config: engine settings.
         cache_tokens: capacity of the KV cache (`plan_cache_tokens`).
         detokenize: token ids to text; needed for stop strings and for `Trajectory.text`.
         runtime: what runs the steps; by default eagerly. In its `timings` launches (`prefill`, `decode`) and the
             reading of their results (`read`) are measured.
-        ahead: blocks whose results need not have been read when the next is launched; by default `AHEAD` on a GPU and,
-            where nothing would be won, 0 on a CPU.
+        ahead: blocks whose results need not have been read when the next is launched; by default `AHEAD` on a GPU and 0
+            on a CPU, where nothing would be won.
 
     Attributes:
         requests: the samples of each that has not finished, by its id.
@@ -119,11 +117,8 @@ class Engine:
                 self.abort(i)
 
     def warm_up(self, sequences: int, tokens: int, sampling: SamplingParams) -> None:
-        """Make the graphs for up to so many sequences at once, each of up to `tokens` tokens with its prompt.
-
-        Nothing is captured later while requests stay within this, whatever their lengths and arrivals; call it once for
-        each kind of sampling. Where nothing is compiled it does nothing.
-        """
+        """Make the graphs for up to so many sequences at once, each of up to `tokens` tokens with its prompt. While
+        requests stay within this nothing is captured later; call it once for each kind of sampling."""
         if self.runtime.layers is not None:
             for prompts, n in (([[0]], 1), ([[0, 0, 0]], 1), ([[0, 0], [0, 0, 0]], 2)):  # in every way they are called
                 few = SamplingParams(n=n, max_completion_length=3, ignore_eos=True)
@@ -154,13 +149,7 @@ class Engine:
         stop_ids = frozenset((*eos, *sampling.stop_token_ids))
         prompt_ids = list(prompt_ids)
         samples = [
-            Sequence(
-                request_id,
-                prompt_ids,
-                sampling,
-                replace(identity, sample=identity.sample + i),
-                stop_ids,
-            )
+            Sequence(request_id, prompt_ids, sampling, replace(identity, sample=identity.sample + i), stop_ids)
             for i in range(sampling.n)
         ]
         self.requests[request_id] = samples
@@ -185,7 +174,6 @@ class Engine:
         return grown
 
     def _launch(self) -> list[Sequence]:
-        """One launch; returns the samples that have grown, those that finished released."""
         version = self.runner.weights.version
         if any(block.version != version for block in self._flight):
             self.drain()
@@ -244,7 +232,7 @@ class Engine:
             if self._flight:
                 self.drain()
             else:
-                self.scheduler.preempt_youngest()
+                self.scheduler.preempt(self.scheduler.running[-1])  # the youngest
         return 0
 
     def drain(self, ahead: int = 0) -> None:
@@ -299,6 +287,5 @@ class Engine:
                 "generator.kv_cache_tokens",
             ),
         )
-        for wrong, message in found:
-            if wrong:
-                raise InputError(f"prompt {group + 1}: {message}")
+        if wrong := next((message for is_wrong, message in found if is_wrong), None):
+            raise InputError(f"prompt {group + 1}: {wrong}")

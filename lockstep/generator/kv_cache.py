@@ -21,15 +21,13 @@ def upload(values: list, device: torch.device) -> torch.Tensor:
 class KVCache:
     """Keys and values of `num_pages` pages, and who holds them.
 
-    A page that nobody holds keeps its contents until it is handed out again, least recently used first. A full
-    page is registered under a digest of the weights' version and every token up to its end, so pages of other
-    weights cannot be found. One page more, `null_page`, is nobody's: rows of a batch without a sequence write there.
+    A page that nobody holds keeps its contents until it is handed out again, least recently used first. A full page is
+    registered under a digest of the weights' version and every token up to its end. One page more, `null_page`, is
+    nobody's: rows of a batch without a sequence write there.
 
-    Of a model with experts `routes` keeps, beside a position's keys and values, the word that tells which experts its
-    token went to (`ops.route_digest`).
-
-    With `cleared`, values are zero in a page that is handed out: for attention that multiplies what a query does not
-    see by zero, which leaves what is not finite in the result.
+    Of a model with experts `routes` keeps the word that tells which experts a position's token went to
+    (`ops.route_digest`). With `cleared`, values are zero in a page that is handed out: for attention that multiplies
+    what a query does not see by zero, which leaves what is not finite in the result.
     """
 
     def __init__(
@@ -57,16 +55,13 @@ class KVCache:
         self._by_digest: dict[bytes, int] = {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What steps write, by name."""
         return {"k": self.k, "v": self.v} | ({} if self.routes is None else {"routes": self.routes})
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
         return len(self._free)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold `tokens` positions."""
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
@@ -84,7 +79,6 @@ class KVCache:
         return pages
 
     def share(self, pages: list[int]) -> None:
-        """Add a reference to each page."""
         for page in pages:
             if self._references[page] == 0:
                 del self._free[page]
@@ -98,7 +92,6 @@ class KVCache:
                 self._free[page] = None
 
     def copy_pages(self, sources: list[int], targets: list[int]) -> None:
-        """Copy the contents of pages, in every layer."""
         source, target = upload([sources, targets], self.k.device)
         for cache in (self.k, self.v):
             cache.index_copy_(1, target, cache.index_select(1, source))

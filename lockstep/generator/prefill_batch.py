@@ -23,7 +23,6 @@ class MixedSizes(NamedTuple):
 
     @property
     def fields(self) -> list[int]:
-        """Elements of each field of a `MixedBatch`."""
         r, p, s = self
         return [p, p, p, s, s, s + 1, r]
 
@@ -34,7 +33,6 @@ class MixedSizes(NamedTuple):
 
     @staticmethod
     def exactly(rows: int, chunks: list[Chunk]) -> MixedSizes:
-        """Room for these chunks and nothing else."""
         counts = [chunk.count for chunk in chunks]
         return MixedSizes(rows, sum(counts), sum(-(-n // SEGMENT) for n in counts))
 
@@ -59,7 +57,6 @@ class MixedBatch(NamedTuple):
 
     @staticmethod
     def view(flat: Tensor, sizes: MixedSizes) -> MixedBatch:
-        """The fields in `flat`, int64 [sum of `sizes.fields`]."""
         return MixedBatch(*flat.split(sizes.fields))
 
 

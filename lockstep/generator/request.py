@@ -26,10 +26,8 @@ class Sequence:
         cache_version: the weights that made its keys and values; -1: several.
         end: the decode step, counted by the scheduler, after which it has its last token if no stop comes before.
         lease: tells which note of the steps that its pages last for is the valid one; 0: none.
-        shared: what it has in common with the other samples of its prompt.
         positions: those that it may come to need: its last token's keys and values are never made.
         routes, prompt_routes: as in `Segment.route_digests`.
-        completion: once it is finished.
     """
 
     request_id: int
@@ -59,12 +57,10 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Prompt and completion tokens so far."""
         return len(self.prompt_ids) + len(self.token_ids)
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be sampled."""
         return self.sampling.max_completion_length - len(self.token_ids)
 
     def append(
@@ -114,7 +110,6 @@ class Sequence:
         self.finish_reason = "stop"
 
     def truncate(self, count: int) -> None:
-        """Drop all tokens after the first `count`."""
         for values in (self.token_ids, self.logprobs, self.model_logprobs, self.versions, self.routes or []):
             del values[count:]
 
@@ -144,5 +139,4 @@ class Prefill:
 
     @property
     def remaining(self) -> int:
-        """Tokens still to run."""
         return len(self.token_ids) - self.num_cached

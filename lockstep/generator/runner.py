@@ -76,19 +76,10 @@ def _on_host(values: Tensor) -> Tensor:
 
 class Runner:
     """Launches decode and mixed steps, each a program of the tensors of so many rows; graphs are made when they are
-    first needed, or before that in `warm_up`.
-
-    Attributes:
-        weights: what steps run with.
-    """
+    first needed, or before that in `warm_up`."""
 
     def __init__(
-        self,
-        weights: SharedWeights,
-        cache: KVCache,
-        rows: RunningBatch,
-        max_tokens: int,
-        runtime: graph.Runtime,
+        self, weights: SharedWeights, cache: KVCache, rows: RunningBatch, max_tokens: int, runtime: graph.Runtime
     ) -> None:
         self.cache, self.rows = cache, rows
         least = weights.model.spread.least_rows
@@ -115,7 +106,6 @@ class Runner:
 
     @torch.inference_mode()
     def decode(self, running: list[Sequence], steps: int) -> Block:
-        """Run decode steps of the running sequences."""
         rows, version = self.rows, self.weights.version
         size = self._sizes.rows_for(len(running))
         rows.compact(size)
@@ -127,7 +117,6 @@ class Runner:
 
     @torch.inference_mode()
     def mixed(self, chunks: list[Chunk]) -> Block:
-        """Run prompt tokens, and one token of every sequence that runs already."""
         version, (sizes, statics) = self.weights.version, self._sizes.mixed(chunks)
         self._run_mixed(chunks, sizes, statics)
         return self._block(sizes.rows, 1, version, chunks)
@@ -154,14 +143,8 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> int:
-        """Make the graphs for up to so many sequences, with no row in use, the largest first.
-
-        Args:
-            prompt_tokens: of the longest prompt.
-
-        Returns:
-            Prompt tokens that a step may have from now on; more are run in several steps.
-        """
+        """Make the graphs for up to so many sequences, and prompts of so many tokens, with no row in use, the largest
+        first. Returns the prompt tokens that a step may have from now on; more are run in several steps."""
         for sizes in self._sizes.mixed_to_make(sequences, prompt_tokens, sampling.n):
             self._run_mixed([], sizes, {})
         for rows, statics in self._sizes.decodes_to_make(sequences, prompt_tokens, sampling):

@@ -28,13 +28,11 @@ _FIELDS = [2, STOP_IDS, 4, 5]  # of an uploaded row: token and position, stop id
 
 
 class RunningBatch:
-    """The rows, the sequence of each, and what is still to be uploaded.
+    """The rows, the sequence of each, and what is still to be uploaded. `routed`: each result has a word of the
+    experts.
 
-    Args:
-        routed: the model has experts, and each result a word that tells which.
-
-    A row without a sequence, and one whose sequence has stopped, is idle: nothing remains for it to sample. It takes
-    part in a step at position 0 of the null page. One row more, `null_row`, is always idle and has only that page.
+    A row without a sequence, and one whose sequence has stopped, is idle: it takes part in a step at position 0 of the
+    null page. One row more, `null_row`, is always idle and has only that page.
 
     Attributes:
         width: pages that a sequence may have.
@@ -111,7 +109,6 @@ class RunningBatch:
         return max(self._taken) + 1 if self._taken else 0
 
     def take(self) -> int:
-        """The first free row."""
         row = heapq.heappop(self._free)
         self._taken.add(row)
         return row
@@ -132,7 +129,6 @@ class RunningBatch:
         self._pages.setdefault(row, []).append((first, pages))
 
     def release(self, row: int) -> None:
-        """Make a row idle and free."""
         sequence = self.sequences[row]
         if sequence is not None:
             self.truncated -= sequence.sampling.truncated

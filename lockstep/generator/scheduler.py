@@ -62,7 +62,6 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether anything is left to run."""
         return bool(self.waiting or self.running or self._active)
 
     def digest(self) -> str:
@@ -111,11 +110,9 @@ class Scheduler:
         return not full and (samples >= share or self.clock - self._mixed_at >= ADMISSION_STEPS)
 
     def _start(self, version: int) -> Prefill | None:
-        """Give the first waiting prefill its pages, prefix hits included, and a row; None when they do not fit now.
-
-        A free page for each running sequence and for the samples' first tokens stays in reserve, so that admission
-        does not cause preemption at once.
-        """
+        """Give the first waiting prefill its pages, prefix hits included, and a row; None when they do not fit now. A
+        free page for each running sequence and for the samples' first tokens stays in reserve, lest admission preempt
+        at once."""
         prefill = self.waiting[0]
         cacheable = prefill.token_ids[:-1]  # the last token always runs: its hidden state is needed
         hits = self.cache.match(cacheable, version)
@@ -136,10 +133,8 @@ class Scheduler:
         """Give the samples of a prefill that ends in this step their rows and pages; they draw in this step.
 
         Full pages are shared, a page in part is copied. Samples that find no page or no slot wait for a prefill of
-        their own, which hits the shared pages.
-
-        Returns:
-            The samples, and (source, target) of the pages to copy once the prefill has run.
+        their own, which hits the shared pages. Returns the samples, and (source, target) of the pages to copy once the
+        prefill has run.
         """
         self._ending.remove(prefill)
         length = len(prefill.token_ids)  # of each sample too
@@ -216,10 +211,6 @@ class Scheduler:
             sequence.lease = next(self._lease)
             heapq.heappush(self._leases, (lasts, sequence.lease, sequence))
 
-    def preempt_youngest(self) -> None:
-        """Preempt the running sequence that was taken on last."""
-        self.preempt(self.running[-1])
-
     def preempt(self, sequence: Sequence) -> None:
         """Release a running sequence's pages; it waits, first in line, to run all its tokens again."""
         self.preemptions += 1
@@ -237,10 +228,8 @@ class Scheduler:
         sequence.pages, sequence.lease = [], 0
 
     def drop(self, request_id: int) -> list[Sequence]:
-        """Remove all samples of a request, wherever they are; returns those that had not finished.
-
-        Their pages are not registered: the step that was to fill them may have been interrupted.
-        """
+        """Remove all samples of a request, wherever they are; returns those that had not finished. Their pages are not
+        registered: the step that was to fill them may have been interrupted."""
         dropped = [s for s in self.running if s.request_id == request_id]
         for sequence in dropped:
             self.release(sequence, register=False)

@@ -53,16 +53,12 @@ def token_buckets(largest: int) -> list[int]:
 
 
 def bucket(sizes: list[int], needed: int) -> int:
-    """The smallest size that holds `needed`."""
     return min(size for size in sizes if size >= needed)
 
 
 class ExactSizes:
-    """Sizes of steps that are called as they are: what there is, and nothing else.
-
-    Args:
-        max_tokens: prompt tokens that a step may have.
-    """
+    """Sizes of steps that are called as they are, of at most `max_tokens` prompt tokens: what there is, and nothing
+    else."""
 
     def __init__(self, rows: RunningBatch, cache: KVCache, max_tokens: int) -> None:
         self._rows, self._cache, self.max_tokens = rows, cache, max_tokens
@@ -98,11 +94,8 @@ class ExactSizes:
 class BucketSizes(ExactSizes):
     """Sizes of steps that are graphs: few, so that graphs are.
 
-    Args:
-        least: rows of the smallest decode graph.
-
     Attributes:
-        rows, tokens: of the graphs, largest first.
+        rows, tokens: of the graphs, largest first, and no fewer rows than `least`.
         groups: for rows and sampling, whether the graph that a warm-up made reads prefixes by group.
         max_tokens: of the largest mixed graph that a warm-up made; 0 before.
     """

@@ -16,5 +16,4 @@ class SharedWeights:
 
     @property
     def version(self) -> int:
-        """Number of updates that made the weights."""
         return self._version()

@@ -60,7 +60,6 @@ class Made:
     retracing: bool = False
 
     def forget_stages(self) -> None:
-        """Drop the graphs from before the passes."""
         for graphs in (self.traces, self.ready):
             for key, captured in graphs.items():
                 graphs[key] = replace(captured, before=None)
@@ -73,7 +72,7 @@ class GraphBuilder:
     Args:
         timings: host seconds in `load_graphs`, `import_tracer`, `trace`, `passes` and `store_graphs`.
         store: where graphs are kept between processes; None: nowhere.
-        mesh: the sizes of the device mesh's dimensions, which graphs depend on.
+        mesh: the sizes of the device mesh's axes of several ranks, which graphs depend on.
         peers: the other processes that capture the same graphs, until the warm-up ends.
 
     Attributes:
@@ -96,7 +95,7 @@ class GraphBuilder:
         config, (way, run) = self.config, self.config.chosen
         self._capture = load_hook(way.hook)
         self.backend: Backend = (load_hook(run.hook) or Backend)(config, self.device, self.timings)
-        self.sharded = any(size > 1 for size in self.mesh.values())
+        self.sharded = bool(self.mesh)
         self.passes = pipeline(config, self.sharded, self.device.type == "cuda") + self.backend.passes
         # A dump shows every pass, what roles share is decided for graphs that are made together, and of other code
         # nothing tells whether it is the same as before.
@@ -137,7 +136,6 @@ class GraphBuilder:
         )
 
     def _taken(self, found: Captured) -> Captured:
-        """A graph that was not traced here."""
         verify(found)
         self.loaded += 1
         self.nodes[found.title] = found.log
@@ -196,11 +194,8 @@ class GraphBuilder:
             return run_passes(captured, [to_record], lambda c: verify(c) if c.recorded else c)
 
     def settings(self, constants: Constants, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """What a graph depends on besides its function and the machine.
-
-        Args:
-            sizes: the values of its open sizes at the trace.
-        """
+        """What a graph depends on besides its function and the machine; `sizes` are the values of its open sizes at the
+        trace."""
         c, by_sizes = self.config, {"sizes": sizes} if self._by_sizes else {}
         ways = {"capture": c.capture, "backend": c.backend_name, "mesh": dict(self.mesh)}
         return {**ways, **self.backend.settings(), **flattened({"constants": constants, **by_sizes})}

@@ -42,7 +42,6 @@ class Program:
         made: what was traced, shared with the programs that this one is `bound_to` other tensors.
         lasting: names of small outputs that stay right while other graphs are launched; see `Outputs`.
         one_shape: no second shape is expected, so the first is traced with fixed sizes, in half the time.
-        graphs: those made so far, by key.
     """
 
     tools: Toolchain
@@ -83,7 +82,6 @@ class Program:
         return dict(outputs)
 
     def graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> GraphLauncher:
-        """The graph for such inputs, made if the key is new."""
         if not isinstance(user, SideBySide):
             return self._graph(user, statics)
         known = (*statics.items(), user.layout)
@@ -105,7 +103,6 @@ class Program:
         return replace(self, inputs=inputs, one_shape=False, graphs={}, _by_layout={})
 
     def request(self, inputs: Inputs, statics: Mapping[str, Static]) -> Request:
-        """A graph of it for these inputs."""
         return Request(self.name, self.body, inputs, statics, self.writes, self.dynamic, self.constants)
 
     def _captured(self, inputs: Inputs, statics: Mapping[str, Static]) -> Captured:

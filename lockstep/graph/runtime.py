@@ -89,11 +89,8 @@ class Runtime:
         self.warm_up.graph_made()
 
     def share(self) -> bool:
-        """Have the backend rewrite what every trace of both roles has; whether there is any.
-
-        Called when both have made their graphs. If there is any, all graphs are closed, and made with it when next
-        needed.
-        """
+        """Have the backend rewrite what every trace of both roles has, once both have made their graphs; whether there
+        is any. If so all graphs are closed, and made with it when next needed."""
         shared = self.builder.backend.share([trace for program in self.programs for trace in program.traces])
         for program in self.programs if shared else ():
             program.rewrite()
@@ -140,17 +137,15 @@ class Runtime:
 
     @property
     def loaded(self) -> int:
-        """Graphs that were not traced, as they were stored."""
         return self.builder.loaded
 
     @property
     def recompiles(self) -> int:
-        """Graphs that were made after `end_warm_up`, each for a choice of statics and sizes."""
+        """Graphs that were made after `end_warm_up`."""
         return self.warm_up.late
 
     @property
     def launches(self) -> Counter[str]:
-        """Runs of each program so far."""
         return self._count("launches")
 
     @property

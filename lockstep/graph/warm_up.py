@@ -46,14 +46,13 @@ class WarmUp:
         return self._lowered[name]
 
     def graph_made(self) -> None:
-        """Count a new graph, or a new variant of a layer."""
         self.late += self.ended
 
     @contextmanager
     def rehearsal(self, compiles: bool = True) -> Iterator[list[Any]]:
-        """Within, programs make their graphs and launch none (what they return is zero), and by the end the kernels of
-        those graphs are compiled, side by side; launches of any other Triton kernel are left out too. Yields what is
-        then a list of these kernels, for `preload`; it is all that is made of them unless it `compiles`."""
+        """Within, programs make their graphs and launch none (what they return is zero), nor is any other Triton
+        kernel; by the end the kernels of those graphs are compiled, side by side. Yields what is then a list of these
+        kernels, for `preload`; it is all that is made of them unless it `compiles`."""
         from ..ops.precompile import compiling_only
 
         with self._timings.measured("compile"), compiling_only(compiles) as kernels, self._launching(rehearse):

@@ -40,10 +40,8 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_fields(values: dict[str, Any], where: str) -> None:
-    """Raise `InputError` naming the first field of a parsed config.json or generation_config.json of a wrong type.
-
-    Which fields must be there is `from_hf`'s business; null counts as absent.
-    """
+    """Raise `InputError` naming the first field of a parsed config.json or generation_config.json of a wrong type; null
+    counts as absent."""
 
     def refuse(name: str, wanted: str) -> None:
         raise InputError(f"{where}: {name} is {values[name]!r}; it must be {wanted}")

@@ -13,40 +13,20 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..distributed.mesh import ALONE, Mesh
-from ..distributed.placement import ROWS, WHOLE, Placement
-from ..distributed.spread import Spread
+from ..distributed.placement import ROWS, WHOLE
 from .blocks.attention import Attend, Masks
 from .blocks.moe import Routing
 from .blocks.rope import YarnScaling, partial_frequencies
+from .blocks.weights import Weight
 from .config import ModelConfig
 from .families import family_of
-
-
-class _Weights:
-    """`blocks.weights.Weight` for one decoder, with what it was told of each parameter."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device | str, mesh: Mesh, memory: bool) -> None:
-        self.placed: dict[nn.Parameter, Placement] = {}
-        self.filled: dict[nn.Parameter, float] = {}
-        self.spread, self.mesh = Spread(mesh.tp, device), mesh
-        self._dtype, self._device, self._memory = dtype, device, memory
-
-    def __call__(self, *shape: int, on: Placement = WHOLE, fill: float | None = None) -> nn.Parameter:
-        own = on.shape_on(self.mesh, shape)
-        made = torch.empty(own if self._memory else (), dtype=self._dtype, device=self._device)
-        parameter = nn.Parameter(made.expand(own))
-        self.placed[parameter] = on
-        if fill is not None or len(shape) == 1:
-            self.filled[parameter] = 1.0 if fill is None else fill
-        return parameter
 
 
 class Decoder(nn.Module):
     """A transformer with rotary positions, whose layers are its family's.
 
     There is no batch dimension and no hidden context: sequences exist only in `attend`. Parameters are created
-    uninitialized; load or initialize them. Their dtype is the compute dtype. What `masks` say is for whoever makes an
-    `attend` for this model.
+    uninitialized, in the compute dtype. What `masks` say is for whoever makes an `attend` for this model.
 
     Args:
         mesh: what cuts it: of each parameter this rank has its part (`Placement.cut`), and activations are gathered.
@@ -73,7 +53,7 @@ class Decoder(nn.Module):
 
         family = family_of(config)
         family.check(config)
-        weight = _Weights(dtype, device, mesh, memory)
+        weight = Weight(dtype, device, mesh, memory)
         self.spread = weight.spread
         self.heads = tuple(map(self.spread.part, (config.num_heads, config.num_kv_heads)))
 
@@ -91,10 +71,8 @@ class Decoder(nn.Module):
         local = config.local_rope_theta
         self.local_inv_freq = None if local is None else partial_frequencies(*head, local, None).to(device)
         self.call_layer: Callable[..., Tensor] = nn.Module.__call__  # (layer, index, x, rope, attend, routes)
-        factor = torch.tensor(
-            family.embedding_scale(config), dtype=dtype, device="cpu"
-        )  # rounded, as transformers does
-        self.embed_factor = factor.item()
+        factor = family.embedding_scale(config)
+        self.embed_factor = torch.tensor(factor, dtype=dtype, device="cpu").item()  # rounded, as transformers does
         self.rope_factor = scaling.table_factor if isinstance(scaling, YarnScaling) else 1.0
 
     def add_value_head(self) -> None:
@@ -105,11 +83,8 @@ class Decoder(nn.Module):
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, routes: list[Routing] | None = None
     ) -> Tensor:
-        """Hidden states after the final norm, [T, D]. Tokens and absolute positions are int64.
-
-        Args:
-            routes: each mixture of experts appends what its router found.
-        """
+        """Hidden states after the final norm, [T, D]. Tokens and absolute positions are int64; each mixture of experts
+        appends what its router found to `routes`."""
         rope_TH = ops.rope_table(positions_T, self.inv_freq)
         if self.rope_factor != 1.0:
             rope_TH = rope_TH * self.rope_factor

@@ -37,11 +37,8 @@ VALUE_HEAD = "value_head.safetensors"  # beside the weights, whose names are Hug
 
 
 def resolve_folder(model: str) -> Path:
-    """The local folder of `model`: a path, or a hub id that is downloaded or already in the hub's cache.
-
-    Raises:
-        InputError: there is neither such a folder nor such a hub repository at hand.
-    """
+    """The local folder of `model`: a path, or a hub id that is downloaded or already in the hub's cache; `InputError`
+    if there is neither."""
     path = Path(model).expanduser()
     if model.strip() and path.is_dir():
         _refuse_run_folder(path)
@@ -73,8 +70,7 @@ TEMPLATES = "additional_chat_templates"  # a folder in a model's, and among what
 
 def describe_folder(model: str) -> dict[str, Any]:
     """What a model is to a run that goes on with it: a hub id's `revision`, or size and SHA-256 of a folder's `files`,
-    by name: weights, tokenizer, template and all. Raises as `resolve_folder` does, and for a file that cannot be read.
-    """
+    by name. Raises as `resolve_folder` does, and for a file that cannot be read."""
     folder = resolve_folder(model)
     if not (model.strip() and Path(model).expanduser().is_dir()):
         return {"revision": folder.name}
@@ -115,11 +111,8 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu", mesh: Mesh = ALONE) -> Decoder:
-    """The decoder of a Hugging Face folder with its weights, converted to `dtype` on `device`; on a mesh, its part.
-
-    Raises:
-        InputError: see `FolderWeights`.
-    """
+    """The decoder of a Hugging Face folder, converted to `dtype` on `device`; on a mesh, its part. Raises as
+    `FolderWeights`."""
     source = FolderWeights(folder)
     require_memory(source.config, dtype, device, str(folder), mesh)
     return load_part(source, dtype, device, mesh)
@@ -138,7 +131,6 @@ class FolderWeights:
 
     @torch.no_grad()
     def fill(self, wanted: Ranges) -> None:
-        """See `WeightSource`."""
         extremes: dict[tuple[Path, str, torch.dtype], list[Tensor]] = {}  # on the device: nothing waits for a tensor
         with ExitStack() as opened:
             placed, head = self._placed(opened)
@@ -248,14 +240,11 @@ def save_model(
     model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write `config.json`, `generation_config.json` and the weights, a value head in a file of its own; `transformers`
-    loads the folder.
+    loads the folder. `LockstepError`: a file cannot be written.
 
     Args:
         max_shard_bytes: of tensors in one file of weights, unless one tensor has more.
         metadata: of the files of weights, besides the format.
-
-    Raises:
-        LockstepError: a file cannot be written.
     """
     export = Export(model, folder, max_shard_bytes, metadata)
     export.begin()
@@ -265,10 +254,8 @@ def save_model(
 
 class Export:
     """A model's folder that several processes write, each what it has, with the bytes of one: the first begins, then
-    all write, and when all have, all arrange. The arguments are those of `save_model`; so are the errors.
-
-    What is written at one time is `tensor_file.CHUNK_BYTES`, or a block of rows that a folder has in another form.
-    """
+    all write, and when all have, all arrange. Arguments and errors are those of `save_model`. What is written at one
+    time is `tensor_file.CHUNK_BYTES`, or a block of rows that a folder has in another form."""
 
     def __init__(
         self,

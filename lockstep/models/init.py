@@ -20,7 +20,6 @@ from .parts import Held, Ranges, ranges_of
 
 INITIALIZER_RANGE = 0.02
 
-
 _ALL = {name: config for family in FAMILIES.values() for name, config in family.architectures.items()}
 ARCHITECTURES: dict[str, ModelConfig] = dict(sorted(_ALL.items(), key=lambda item: not item[0].startswith("tiny")))
 
@@ -40,7 +39,6 @@ class RandomWeights:
 
     @torch.no_grad()
     def fill(self, wanted: Ranges) -> None:
-        """See `WeightSource`."""
         generator, model = torch.Generator().manual_seed(self._seed), Decoder(self.config, torch.float32, "meta")
         for name, parameter in model.named_parameters():
             if (value := model.fills.get(name)) is not None:
@@ -63,16 +61,9 @@ def initialize(model: Decoder, seed: int) -> Decoder:
 
 
 def init_folder(arch: str, out: Path, seed: int, tokenizer: str | None = None, vocab_size: int | None = None) -> dict:
-    """Write a random-weight Hugging Face folder (bfloat16; float32 for the tiny ones) with a tokenizer. The weights are
-    marked as random, for recipes to know.
-
-    Args:
-        tokenizer: folder to take the tokenizer from; a byte-level one is made otherwise.
-        vocab_size: overrides the architecture's; at least the tokenizer's.
-
-    Returns:
-        A summary: arch, out, parameters, vocab_size, dtype.
-    """
+    """Write a random-weight Hugging Face folder (bfloat16; float32 for the tiny ones), marked as such for recipes, with
+    the tokenizer of another folder or a byte-level one. `vocab_size` overrides the architecture's. Returns a
+    summary."""
     from .tokenizer import byte_tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
 
     config = architecture(arch)

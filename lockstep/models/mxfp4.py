@@ -36,10 +36,7 @@ class Pairs:
 
     def whole(self, part: str, stored: Stored) -> tuple[str, Stored] | None:
         """Name and numbers of the tensor, with its second part; None after its first. Others are what they are.
-
-        Raises:
-            InputError: the parts are not those of one tensor.
-        """
+        `InputError`: the parts are not those of one tensor."""
         if not part.endswith((BLOCKS, SCALES)):
             return part, stored
         name, other = part[: -len(BLOCKS)], SCALES if part.endswith(BLOCKS) else BLOCKS

@@ -65,11 +65,8 @@ class WeightSource(Protocol):
     config: ModelConfig
 
     def fill(self, wanted: Ranges) -> None:
-        """Fill ranges of its tensors, of any dtype and on any device; others stay as they are.
-
-        Raises:
-            InputError: they are not as they should be.
-        """
+        """Fill ranges of its tensors, of any dtype and on any device; others stay. `InputError`: they are not as they
+        should be."""
 
 
 class ResidentWeights:
@@ -80,7 +77,6 @@ class ResidentWeights:
 
     @torch.no_grad()
     def fill(self, wanted: Ranges) -> None:
-        """See `WeightSource`."""
         for name, (held,) in ranges_of(self._model).items():
             for values, first in wanted.get(name, ()):
                 values.copy_(held.values[first : first + values.numel()])

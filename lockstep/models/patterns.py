@@ -17,21 +17,17 @@ _T = TypeVar("_T")
 def by_pattern(
     model: Decoder, patterns: Iterable[tuple[str, _T]], field: str, without: Collection[str] = ()
 ) -> dict[str, _T]:
-    """What patterns say of parameters, by the model's own names; of several the last that matches.
+    """What patterns say of parameters but those `without`, by the model's own names; of several the last that matches.
 
     A pattern (`fnmatch`: `*`, `?`, `[0-3]`) is of a tensor, such as `model.layers.*.mlp.down_proj.weight`, or of a
-    module, and then of all in it.
-
-    Args:
-        without: parameters that no pattern is of.
-
-    Raises:
-        InputError: a pattern of `field` matches nothing, or tells tensors apart that are one parameter of the decoder.
+    module, and then of all in it. `InputError`: a pattern of `field` matches nothing, or tells tensors apart that are
+    one parameter of the decoder.
     """
     names = {own: theirs for own, theirs in _folder_names(model).items() if own not in without}
     said: dict[str, _T] = {}  # by the names in a folder
     for pattern, value in patterns:
-        matched = [n for theirs in names.values() for n in theirs if _matches(n, pattern)]
+        every = (n for theirs in names.values() for n in theirs)
+        matched = [n for n in every if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")]
         if not matched:
             raise InputError(f"{field}: {pattern!r} matches no parameter that is trained, {_near(pattern, names)}")
         said |= dict.fromkeys(matched, value)
@@ -49,10 +45,6 @@ def _folder_names(model: Decoder) -> dict[str, list[str]]:
         if piece.parameter in names:
             names[piece.parameter].append(piece.name)
     return {own: theirs or [own] for own, theirs in names.items()}
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 def _near(pattern: str, names: dict[str, list[str]]) -> str:

@@ -37,8 +37,8 @@ class Found(NamedTuple):
 
 def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterator[Found]:
     """Each tensor in a folder's files, which can be read until `opened` is closed: those of `weight_map` or
-    `fused_experts`, and a head beside tied weights. Weights of 4 bits come as bfloat16; of a model that reads more than
-    text the text part comes alone.
+    `fused_experts`, and a head beside tied weights; of a model that reads more than text the text part. Weights of 4
+    bits come as bfloat16.
 
     Raises:
         InputError: a file is missing or damaged; a tensor has no place in the model, or is there twice.
@@ -71,11 +71,7 @@ def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterat
 
 def fill_rows(found: Found, piece: WeightSlice, rows: Tensor, held: Sequence[Held]) -> Iterator[Tensor]:
     """Fill what is held of the decoder's `rows` that a piece is, which need no memory, and yield it, range by range. Of
-    a piece in another form windows of its blocks are read, each once.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
+    a piece in another form windows of its blocks are read, each once. `InputError`: the file cannot be read."""
     start = piece.first(rows)
     try:
         if piece.form is None:

@@ -35,13 +35,9 @@ _OBJECT_FILES = {"tokenizer.json": "model", "tokenizer_config.json": None, "spec
 
 
 def byte_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerBase:
-    """A tokenizer with one token a byte: the token's id is the byte's value, and 256 to 258 are special.
-
-    There are no merges and no normalization, so every text round-trips. `<|endoftext|>` pads, `<|im_end|>` ends a
-    sequence, and the chat template is plain ChatML. `vocab_size` is that of the model it is for.
-
-    Raises `InputError` when the tokens do not fit into `vocab_size`.
-    """
+    """A tokenizer with one token a byte: the token's id is the byte's value, and 256 to 258 are special. There are no
+    merges and no normalization, so every text round-trips. `<|endoftext|>` pads, `<|im_end|>` ends a sequence, and the
+    chat template is plain ChatML. Raises `InputError` when the tokens do not fit into `vocab_size`, the model's."""
     tokenizer = kept("byte-level", _whole_byte_tokenizer)
     check_vocabulary(tokenizer, vocab_size, "the byte-level tokenizer")
     return tokenizer
@@ -75,11 +71,8 @@ _MARK = "\ue000\ue001\ue000"  # of the private use area: in no text, and no temp
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local Hugging Face folder. Nothing is downloaded and no code of the folder's is run.
-
-    Raises `InputError` naming the folder when it is missing or holds no tokenizer, and the file that cannot be read or
-    holds a chat template with a syntax error.
-    """
+    """The tokenizer of a local Hugging Face folder. Nothing is downloaded and no code of the folder's is run. Raises
+    `InputError` naming the folder, or the file that cannot be read or holds a chat template with a syntax error."""
     folder = Path(folder)
     refuse(not folder.is_dir(), f"tokenizer folder {folder} does not exist")
     found = any((folder / name).is_file() for name in _TOKENIZER_FILES)
@@ -148,10 +141,8 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Write the tokenizer and its chat template in Hugging Face's layout into `folder`, made when missing.
-
-    Raises `LockstepError` when a file cannot be written.
-    """
+    """Write the tokenizer and its chat template in Hugging Face's layout; `LockstepError` when a file cannot be
+    written."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)  # given a file, the library would log and go on
         tokenizer.save_pretrained(folder)
@@ -160,10 +151,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> No
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, where: str) -> None:
-    """Raise `InputError`, naming `where`, when the tokenizer has a token id that the model has no row for.
-
-    A tokenizer with fewer tokens than the model has rows is usual: embeddings are padded to round sizes.
-    """
+    """Raise `InputError`, naming `where`, when the tokenizer has a token id that the model has no row for. Fewer tokens
+    than rows are usual."""
     needed = max(tokenizer.get_vocab().values()) + 1
     refuse(needed > vocab_size, f"{where} needs a vocabulary of {needed}, but the model's has {vocab_size} entries")
 
@@ -194,10 +183,8 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def check_size(prompt: str | list[dict[str, Any]], context: int, longest: int) -> None:
-    """Raise `PromptTooLong` for a prompt that is larger than `context` tokens of `longest` bytes.
-
-    Twice as large, as a tokenizer may normalize its text first. Tokenizing megabytes takes a minute.
-    """
+    """Raise `PromptTooLong` for a prompt twice as large as `context` tokens of `longest` bytes, as a tokenizer may
+    normalize its text first. Tokenizing megabytes takes a minute."""
     texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m.get("content"), str)]
     characters = sum(map(len, texts))
     if characters > 2 * context * longest:  # no fewer bytes
@@ -209,14 +196,10 @@ def encode_prompt(
     prompt: str | list[dict[str, Any]],
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a prompt.
-
-    A string is plain text: no template, and the special tokens that the tokenizer adds by default and no others (a
-    Llama's BOS; nothing for a Qwen). Messages go through the tokenizer's own chat template with its generation
-    prompt; `chat_template_kwargs` are the template's variables, such as `enable_thinking`.
-
-    Raises `InputError` when messages meet a tokenizer without a template or a template that refuses them.
-    """
+    """Token ids of a prompt. A string is plain text, with the special tokens that the tokenizer adds by default (a
+    Llama's BOS; nothing for a Qwen). Messages go through the tokenizer's chat template with its generation prompt;
+    `chat_template_kwargs` are its variables, such as `enable_thinking`. `InputError`: there is no template, or it
+    refuses them."""
     if isinstance(prompt, str):
         return encode_text(tokenizer, prompt, special=True)
     return encode_text(tokenizer, render_chat(tokenizer, prompt, chat_template_kwargs), special=False)
@@ -311,11 +294,8 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = F
 
 
 class TextStream:
-    """Text of growing token ids, a piece at a time.
-
-    Only the tokens since the last whole character but one piece are decoded again, so a long text costs no more a
-    token than a short one; the piece before gives tokenizers that treat a text's first token apart their context.
-    """
+    """Text of growing token ids, a piece at a time. Only the tokens since the last whole character but one piece are
+    decoded again; the piece before gives tokenizers that treat a text's first token apart their context."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode

@@ -9,7 +9,6 @@ from itertools import accumulate, chain, islice
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..config import LossConfig
 from ..trainer import Trainer
@@ -23,30 +22,29 @@ def estimate(
     rollouts: Sequence[Trajectory],
     kl: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """Fill in the batches' advantages, values and returns, of the samples that are trained on; returns the metrics of a
-    critic, where there is one.
-
-    A rollout's advantage becomes its tokens' mean.
+    """Fill in the batches' advantages, values and returns, of the samples that are trained on; a rollout's advantage
+    becomes its tokens' mean. Returns the metrics of a critic, where there is one.
 
     Args:
         rollouts: those of all ranks that are trained on.
         kl: by a rollout's name what `config.beta` times is taken off each token's reward; empty for nothing.
     """
-    values = _values(trainer, batches) if trainer.algorithm.has_critic else None
-    if values is not None:
-        rollouts = [rollout for rollout in rollouts if rollout.name in values]
-    said = [values[r.name] if values is not None else [0.0] * r.length for r in rollouts]
+    found = _values(trainer, batches) if trainer.algorithm.has_critic else None
+    if found is not None:
+        rollouts = [rollout for rollout in rollouts if rollout.name in found]
+    said = [found[r.name] if found is not None else [0.0] * r.length for r in rollouts]
     rewards = [token_rewards(r, config.beta, kl.get(r.name)) for r in rollouts]
     advantages, returns = trainer.algorithm.estimate(config, rewards, said)
-    by_name = {r.name: found for r, *found in zip(rollouts, advantages, returns, strict=True)}
+    by_name = {r.name: pair for r, *pair in zip(rollouts, advantages, returns, strict=True)}
     for batch in batches:
         for i, rows_C in enumerate((batch.advantage_C, batch.return_C)):
             if rows_C is not None:
                 of_names = {name: pair[i] for name, pair in by_name.items()}
-                _fill(rows_C, list(chain.from_iterable(_of_part(s, of_names) for s in batch.sequences)))
+                values = list(chain.from_iterable(_of_part(s, of_names) for s in batch.sequences))
+                rows_C[: len(values)].copy_(torch.tensor(values))  # in place: a batch's tensors lie side by side
     for rollout, of_tokens in zip(rollouts, advantages, strict=True):
         rollout.advantage = math.fsum(of_tokens) / len(of_tokens)
-    return {} if values is None else _metrics(list(chain.from_iterable(said)), list(chain.from_iterable(returns)))
+    return {} if found is None else _metrics(list(chain.from_iterable(said)), list(chain.from_iterable(returns)))
 
 
 def _values(trainer: Trainer, batches: Sequence[PackedBatch]) -> dict[str, list[float]]:
@@ -71,11 +69,6 @@ def token_rewards(rollout: Trajectory, beta: float, kl: Sequence[float] | None) 
         found[end - 1] += reward
     found[-1] += rollout.reward - math.fsum(given)
     return found
-
-
-def _fill(rows_C: Tensor, values: list[float]) -> None:
-    """Write the first rows, in place, as a batch's tensors lie side by side."""
-    rows_C[: len(values)].copy_(torch.tensor(values))
 
 
 def _metrics(values: list[float], returns: list[float]) -> dict[str, Any]:

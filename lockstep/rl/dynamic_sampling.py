@@ -19,8 +19,8 @@ def collect_with_signal(
     """`prompts` groups that have a signal, and how many prompts that took; when another round would take more than
     `most`, groups without one fill the step. Groups that were replaced are among those without a reward.
 
-    What replaces group n has the number n + `prompts`, so the shards of a step stay as large, and no two groups of a
-    step have the random numbers of the same.
+    What replaces group n has the number n + `prompts`: shards stay as large, and no two groups have the same random
+    numbers.
     """
     wanted, used = list(range(prompts)), 0
     kept: list[RolloutGroup] = []

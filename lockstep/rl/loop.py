@@ -27,14 +27,7 @@ from ..session.certificate import Certificate
 from ..timings import Span
 from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards
 from ..trainer.graph_inputs import complete
-from ..types import (
-    TRAIN_DOMAIN,
-    VALIDATION_DOMAIN,
-    PackedBatch,
-    RolloutGroup,
-    SamplingParams,
-    Trajectory,
-)
+from ..types import TRAIN_DOMAIN, VALIDATION_DOMAIN, PackedBatch, RolloutGroup, SamplingParams, Trajectory
 from .critic import add_values, estimate
 from .dealing import dealt
 from .dynamic_sampling import collect_with_signal
@@ -141,13 +134,12 @@ class Loop:
             return self._collect_from(problems, sampling, TRAIN_DOMAIN, step, required=whole)
 
         most = self.config.loss.max_num_gen_batches * prompts
-        found, used = collect_with_signal(prompts, most, sample, self._has_signal)
+        keep = self.algorithm.keep  # whether there is something to learn from these rewards
+        found, used = collect_with_signal(
+            prompts, most, sample, lambda group: keep([r.reward for r in group.rollouts if self._counts(r)])
+        )
         self.prompts_used += used
         return found
-
-    def _has_signal(self, group: RolloutGroup) -> bool:
-        """Whether there is something to learn from a group, of its samples that are not masked."""
-        return self.algorithm.keep([r.reward for r in group.rollouts if self._counts(r)])
 
     def _counts(self, rollout: Trajectory) -> bool:
         """Whether a sample is trained on."""

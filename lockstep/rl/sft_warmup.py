@@ -16,10 +16,10 @@ REWARD = "validation/reward/mean"
 
 
 def sft_warmup(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
-    """Up to `trainer.warmup_steps` supervised steps; fewer when the loss or the reward of the task's selection problems
-    ends them, which are none that a validation reports.
+    """Up to `trainer.warmup_steps` supervised steps; fewer when the loss or the reward of the task's selection
+    problems, none of which a validation reports, ends them.
 
-    Returns for the summary: `steps`, `loss_first`, `loss_last`, and with `trainer.warmup_reward` also `validation`, the
+    Returns for the summary: `steps`, `loss_first`, `loss_last`, and with `trainer.warmup_reward` `validation`, the
     measures of the selection problems by the steps done.
     """
     t = loop.config.trainer

@@ -10,10 +10,8 @@ from ..trainer import StepResult
 
 
 def verify(parity: str, certificate: Certificate, step: int, result: StepResult, sampled: int) -> None:
-    """Add a step's first result to the certificate, unless `parity` is "off", and check it.
-
-    Args:
-        sampled: tokens that were to be compared.
+    """Add a step's first result to the certificate, unless `parity` is "off", and check it against the `sampled` tokens
+    that were to be compared.
 
     Raises:
         NonFiniteError: as `require_finite`.

@@ -41,7 +41,6 @@ def step_metrics(
 def _of_the_step(
     run: TrainingSession, groups: list[RolloutGroup], result: StepResult, version: int, measured: dict[str, Any]
 ) -> dict[str, Any]:
-    """The metrics, from whole rollouts."""
     rollouts = [r for g in groups for r in g.rollouts]
     turns = [r.turns for r in rollouts]
     several = {r.environment for r in rollouts} - {""}

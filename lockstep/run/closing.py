@@ -14,11 +14,9 @@ _SHORT = 60  # characters of a prompt that a command can hold
 
 
 def learned(config: RunConfig, validations: Mapping[str, Mapping[str, float]], rewards: Sequence[float]) -> str:
-    """The measure of the held-out problems that decides, before and after; without any, the reward of the steps.
-
-    `validations` has the measures by the steps done, `rewards` each step's mean. The ready tasks' first reward is 1 for
-    a solved problem and 0 otherwise, so its mean is told as a share.
-    """
+    """The measure of the held-out problems that decides, before and after, by the steps done; without any, the mean
+    reward of the steps. The ready tasks' first reward is 1 for a solved problem and 0 otherwise, so its mean is told as
+    a share."""
     if _unrewarded(config):
         return "nothing is rewarded; the loss is in the report"
     measured = sorted((int(step), metrics) for step, metrics in validations.items())
@@ -77,7 +75,6 @@ def identical(certificate: Mapping[str, Any]) -> str:
 
 
 def closing(summary: Mapping[str, Any]) -> str:
-    """The four lines of a finished run."""
     run_dir = Path(summary["run_dir"])
     rows = {
         "learned": summary.get("learned"),

@@ -28,12 +28,10 @@ class _Stream:
         self._stream: Any = stream
 
     def write(self, text: str) -> int:
-        """Write `text`."""
         self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush."""
         self._try(self._stream.flush)
 
     def _try(self, action: Any, *arguments: Any) -> None:
@@ -44,11 +42,9 @@ class _Stream:
 
 
 class FailsafeStream(_Stream):
-    """A text stream that writes to `stream` until that fails, and from then on to nowhere.
-
-    Whoever reads a run's output may go away (`lockstep train 2>&1 | head`, a closed terminal); the run goes on. The
-    file descriptor is pointed at the null device too, for what writes to it directly and for the flush at exit.
-    """
+    """A text stream that writes to `stream` until that fails, and from then on to nowhere: whoever reads a run's output
+    may go away (`lockstep train 2>&1 | head`, a closed terminal), and the run goes on. The file descriptor is pointed
+    at the null device too, for what writes to it directly and for the flush at exit."""
 
     def __init__(self, stream: IO[str] | None) -> None:
         """`stream` is None where Python was started without one (`2>&-`)."""
@@ -72,11 +68,9 @@ class FailsafeStream(_Stream):
 
 
 class RequiredStream(_Stream):
-    """Standard output: what cannot be written to it ends the command.
-
-    Raises `BrokenPipeError` when its reader has gone, and `LockstepError` for any other failure. The file descriptor
-    is then pointed at the null device, for the flush at exit.
-    """
+    """Standard output: what cannot be written to it ends the command, by `BrokenPipeError` when its reader has gone,
+    and `LockstepError` for any other failure. The file descriptor is then pointed at the null device, for the flush at
+    exit."""
 
     def _try(self, action: Any, *arguments: Any) -> None:
         try:
@@ -152,11 +146,9 @@ class _Phase:
 
 
 class Display:
-    """Progress on standard error: a live table on a terminal, otherwise (or with `live=False`) a line a step.
-
-    It is told of phases as a `Watcher`: parts of start-up get a line each once they are done, and what a long phase is
-    at shows while it lasts. Use it as a context manager. It never touches standard output.
-    """
+    """Progress on standard error: a live table on a terminal, otherwise (or with `live=False`) a line a step. It is
+    told of phases as a `Watcher`: parts of start-up get a line each once they are done, and what a long phase is at
+    shows while it lasts."""
 
     def __init__(self, steps: int, live: bool = True, stream: IO[str] | None = None, tick: float = _TICK) -> None:
         self._stream: Any = FailsafeStream(sys.stderr if stream is None else stream)
@@ -227,10 +219,7 @@ class Display:
 
     def doing(self) -> str:
         """The innermost phase that has a word, how far it is and for how long; empty where there is none."""
-        return str(self._innermost() or "")
-
-    def _innermost(self) -> _Phase | None:
-        return next(reversed(self._told_of()), None)
+        return str(next(reversed(self._told_of()), ""))
 
     def _told_of(self) -> list[_Phase]:
         return [phase for phase in self._phases.copy() if phase.name in WORDS]

@@ -25,7 +25,6 @@ def evaluate(
     Args:
         config: its model, task (`validation_data`, `validation_prompts`, `reward`), sampling, seed, device and dtype,
             and `compile` but for what acts on the trainer's graphs alone.
-        n: completions a problem.
         k: which pass@k to estimate, each at most `n`; empty for the powers of two up to `n`.
         temperature: None for 0 (greedy) when `n` is 1 and otherwise for `config.sampling.temperature`.
         pass_reward: name of the reward function that decides whether a completion passes; None for the task's first.
@@ -34,9 +33,7 @@ def evaluate(
 
     Returns a dict: `reward/mean` and `pass@K`, each with its 95 % interval under `.../ci95`, the mean of each reward
     function, lengths, and `per_problem` counts. A problem on some of whose completions `pass_reward` is None does not
-    count for pass@k.
-
-    Under `torchrun` every process calls it, with the same arguments; problems are dealt to groups of
+    count for pass@k. Under `torchrun` every process calls it, with the same arguments; problems are dealt to groups of
     `config.parallel.generator_tp` processes, and each returns the result of all.
 
     Raises `InputError` for settings that cannot work and for a task without validation problems, and `NonFiniteError`

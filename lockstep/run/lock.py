@@ -29,13 +29,9 @@ os.register_at_fork(after_in_child=_close_in_copy)
 @contextlib.contextmanager
 def held(run_dir: Path) -> Iterator[None]:
     """Within, no other process can hold this folder. The lock is the kernel's (`flock`) and ends with the process,
-    whatever copies of it go on.
-
-    Raises:
-        InputError: another process has it, which is named; or the folder cannot be written.
-    """
-    path = run_dir / LOCK_FILE
-    file = _locked(path)
+    whatever copies of it go on. `InputError`: another process has it, which is named; or the folder cannot be
+    written."""
+    file = _locked(path := run_dir / LOCK_FILE)
     _open.add(file)
     try:
         with contextlib.suppress(OSError):  # a full disk: held, if without a name
@@ -51,7 +47,6 @@ def held(run_dir: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> int:
-    """The open lock file, locked."""
     while True:
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -163,9 +163,8 @@ def write_all(file: io.RawIOBase, data: bytes) -> None:
 class MetricsWriter:
     """Appends JSON objects, one a line, each flushed to the operating system before `write` returns.
 
-    Opened with `start_step=N` (a run that resumes before step N, or 0 for a new one), it first drops the lines of
-    steps N and later and a torn last line, atomically, so that the file never holds a step of two histories.
-    Raises `InputError` when another line of the file cannot be read.
+    Opened with `start_step=N` (a run that resumes before step N, or 0 for a new one), it first drops the lines of steps
+    N and later and a torn last line, atomically. Raises `InputError` when another line of the file cannot be read.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
@@ -177,7 +176,6 @@ class MetricsWriter:
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append `record`; its `step` is what resuming goes by."""
         with writing(self._path):
             write_all(self._file, (to_json({"step": int(record["step"]), **record}) + "\n").encode())
 

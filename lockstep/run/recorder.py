@@ -91,7 +91,6 @@ class Recorder:
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
-        """What makes the run the run it is."""
         return resuming.inputs(self.config)
 
     def has_begun(self) -> bool:
@@ -179,11 +178,8 @@ class Recorder:
             self._waits = self._open_files.enter_context(MetricsWriter(self.run_dir / WAITS_FILE, start))
 
     def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint, other_numerics: bool = False) -> int:
-        """Put the run where `loaded` left it; returns the steps it had done.
-
-        Args:
-            other_numerics: go on with other arithmetic too, and say so in the certificate.
-        """
+        """Put the run where `loaded` left it; returns the steps it had done. `other_numerics`: go on with other
+        arithmetic too, and say so in the certificate."""
         try:
             changed = self._changed_numerics(loop, loaded.state["numerics"])
             if changed and not other_numerics:
@@ -322,7 +318,6 @@ class Recorder:
         return metrics
 
     def step(self, step: int, metrics: dict[str, Any], groups: list) -> None:
-        """Write one step's lines."""
         self._account(metrics)
         if not self.world.first:
             return

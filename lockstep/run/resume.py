@@ -33,12 +33,8 @@ _MODELS = {"model": "model", "teacher": "loss.teacher"}  # what records a folder
 
 def inputs(config: RunConfig) -> dict[str, Any]:
     """What makes a run the run it is, for a checkpoint's state: `config`; the size and SHA-256 of its data and its
-    attention mask's file; and of every file of its `model` folder, from which the reference is read anew, and of its
-    teacher's.
-
-    Of data that is no local file or folder (a hub id, a module) its name alone is recorded, of a hub's model the
-    revision.
-    """
+    attention mask's file; and of every file of its `model` folder and its teacher's. Of data that is no local file or
+    folder (a hub id, a module) its name alone is recorded, of a hub's model the revision."""
     settings = _settings(config)
     folders = {name: settings[field] for name, field in _MODELS.items()}
     models = {name: None if folder is None else describe_folder(folder) for name, folder in folders.items()}
@@ -63,11 +59,9 @@ def _data(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find(run_dir: Path, now: Mapping[str, Any]) -> checkpoint.LoadedCheckpoint | None:
-    """The newest whole checkpoint in `run_dir`; None when the run has no step yet. Writes nothing.
-
-    Raises `InputError` when a run that has steps has no whole checkpoint, when `now` (see `inputs`) is not what the
-    checkpoint was made with, and when a line of metrics or rollouts cannot be read.
-    """
+    """The newest whole checkpoint in `run_dir`; None when the run has no step yet. Writes nothing. Raises `InputError`
+    when a run that has steps has no whole checkpoint, when `now` (see `inputs`) is not what it was made with, and when
+    a line of metrics or rollouts cannot be read."""
     metrics = run_dir / METRICS_FILE
     done = sum(1 for _ in read_lines(metrics)) if metrics.exists() else 0
     loaded = checkpoint.latest(run_dir / CHECKPOINTS)
@@ -108,11 +102,9 @@ def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
 
 
 def other_numerics(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What of the arithmetic is not as it was, as sentences; none where a run goes on with the same bits.
-
-    Equal words are equal arithmetic, whatever computes them. They come from one process's few threads and small
-    tensors, so what else chooses an order of additions must be equal too. Without words, all that was recorded must.
-    """
+    """What of the arithmetic is not as it was, as sentences; none where a run goes on with the same bits. Equal words
+    are equal arithmetic, whatever computes them; as they come from few threads and small tensors, what else chooses an
+    order of additions must be equal too. Without words, all that was recorded must."""
     then, now = ({"tp": 1, **found} for found in (then, now))  # as in earlier versions
     if "words" not in then:
         return [_was(name, then, now) for name in then if name in now and then[name] != now[name]]
@@ -225,15 +217,12 @@ def _fingerprint(data: str | None) -> dict[str, Any] | None:
     path = Path(data or "").expanduser()
     if data is None or not path.exists():
         return None
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_data(file))
+    # not what `datasets` keeps beside the rows for itself, nor hidden files
+    beside = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith((".", "cache-")))
+    files = [path] if path.is_file() else sorted(beside)
     try:
         found = fingerprints(path, [str(file.relative_to(path)) for file in files])
     except OSError as error:
         raise InputError(f"{data} cannot be read: {error}") from error
     whole = b"".join(f"{name}\0".encode() + bytes.fromhex(file["sha256"]) for name, file in found.items())
     return {"size": sum(file["size"] for file in found.values()), "sha256": hashlib.sha256(whole).hexdigest()}
-
-
-def _is_data(file: Path) -> bool:
-    """Not what `datasets` keeps beside the rows for itself, nor hidden files."""
-    return file.is_file() and not file.name.startswith((".", "cache-"))

@@ -1,8 +1,9 @@
-"""`timeline.json`: where a run's time went, as a Chrome trace that Perfetto and chrome://tracing open.
+"""`timeline.json`: where a run's time went, as a Chrome trace that Perfetto and chrome://tracing open: a JSON array, an
+event a line.
 
-The file is the format's JSON array, an event a line. Lines are only ever appended, and the closing bracket, which the
-format does without, comes last; so a run that was killed leaves a file that opens. Each process of a resumed run is a
-process of the trace; its phases stand on the thread `host`, what a GPU measured itself on the thread `device`.
+Lines are only ever appended, and the closing bracket, which the format does without, comes last; so a run that was
+killed leaves a file that opens. Each process of a resumed run is a process of the trace; its phases stand on the thread
+`host`, what a GPU measured itself on the thread `device`.
 """
 
 from __future__ import annotations
@@ -36,11 +37,8 @@ def recorded(step: int) -> bool:
 class Timeline:
     """Appends spans and counters, flushed to the operating system before `write` returns.
 
-    Opened on a file that an earlier process of the run left, it goes on behind that one's whole lines, on one clock. A
-    file that is no timeline is begun anew.
-
-    Args:
-        began: when the process began, as `time.perf_counter` counts: a new file's zero.
+    Opened on a file that an earlier process of the run left, it goes on behind that one's whole lines, on one clock; a
+    file that is no timeline is begun anew, from when the process `began`, as `time.perf_counter` counts.
     """
 
     def __init__(self, path: Path, title: str, began: float) -> None:
@@ -85,7 +83,6 @@ class Timeline:
         self._append(lines)
 
     def close(self) -> None:
-        """End the array."""
         at = self._microseconds(time.perf_counter())
         last = _line(ph="i", name="end", s="p", pid=self._process, tid=HOST, ts=at)
         self._append([last.removesuffix(b",\n") + b"\n]\n"])

@@ -20,10 +20,8 @@ class Trackers:
     """The trackers that `metrics.trackers` names, as one."""
 
     def __init__(self, config: MetricsConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
-        """Open them for the run in `run_dir`, whose configuration is `settings` (flat, dotted names).
-
-        Raises `InputError` when a package is missing or Weights & Biases cannot start.
-        """
+        """Open them for the run in `run_dir`, whose configuration is `settings` (flat, dotted names). Raises
+        `InputError` when a package is missing or Weights & Biases cannot start."""
         require_packages(config.trackers)
         self._open: dict[str, TensorBoard | WandB] = {}
         for name in config.trackers:
@@ -35,7 +33,6 @@ class Trackers:
         self._each(lambda tracker: tracker.log(step, numbers))
 
     def close(self) -> None:
-        """Close each."""
         self._each(lambda tracker: tracker.close())
         self._open.clear()
 
@@ -67,7 +64,6 @@ class TensorBoard:
         self._writer: Any = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A scalar a metric."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -76,7 +72,6 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush to disk."""
         if self._writer is not None:
             self._writer.close()
 
@@ -111,9 +106,7 @@ class WandB:
             raise LockstepError(f"could not write {id_file}: {error}") from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row of history."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Send what is left."""
         self._run.finish()

@@ -28,8 +28,8 @@ from .trackers import require_packages
 def train(
     config: RunConfig, run_dir: Path, resume: bool, world: World = ONE, other_numerics: bool = False
 ) -> dict[str, Any]:
-    """Run `config` in `run_dir`, or go on from its last whole checkpoint; returns the summary it writes there. Every
-    rank of `world` calls it, and the first writes. It goes on with other arithmetic only if `other_numerics`.
+    """Run `config` in `run_dir`, or go on from its last whole checkpoint, with other arithmetic only if
+    `other_numerics`; returns the summary it writes there. Every rank of `world` calls it, and the first writes.
 
     Raises:
         InputError: `resume`, and the run cannot go on as it was; nothing in its folder was changed.

@@ -20,11 +20,8 @@ _PROBED = 130  # positions that a mask is called on: more than two key tiles
 
 
 def set_attention(model: Decoder, attention: Attention, mask: str | None) -> None:
-    """Give the model the attention of a run (`RunConfig.attention`, `attention_mask`).
-
-    Raises:
-        InputError: the model or the mask cannot be used with it.
-    """
+    """Give the model the attention of a run (`RunConfig.attention`, `attention_mask`); `InputError` where it does not
+    go."""
     config = model.config
     if attention not in ("native", "flex"):
         raise InputError(f"attention is {attention!r}; it must be native or flex")
@@ -59,14 +56,9 @@ def whole_tiles(config: GeneratorConfig, attention: Attention) -> GeneratorConfi
 
 
 def load_mask(spec: str) -> str:
-    """Register the function that `spec` names, module:function or path.py:function; the name for operators.
-
-    The function is traced at every start, and its name changes with what it computes, whichever file that stands in: so
-    nothing that was compiled, checked or stored for another is taken for it.
-
-    Raises:
-        InputError: there is no such function, or it is not an elementwise function of two positions.
-    """
+    """Register the function that `spec` names, module:function or path.py:function; the name for operators, which
+    changes with what it computes: it is traced at every start, so nothing compiled, checked or stored for another is
+    taken for it. `InputError`: there is no such function, or it is not an elementwise function of two positions."""
     function = load_function(spec, f"attention_mask {spec!r}")
     if not inspect.isfunction(function):
         raise InputError(f"attention_mask {spec!r} is a {type(function).__name__}; it must be a function made by def")
@@ -83,10 +75,9 @@ def _traced(function: ops.MaskFunction, query: torch.Tensor, key: torch.Tensor) 
 
 
 def _check_mask(spec: str, function: ops.MaskFunction) -> str:
-    """What `_traced` returns, of a function that may be a mask.
-
-    It is called on positions that broadcast, as on a CPU, and one pair at a time under vmap, as FlexAttention does. On
-    tensors of another device than the CPU a table that the function reads is as wrong as on a GPU."""
+    """What `_traced` returns, of a function that may be a mask: it is called on positions that broadcast, as on a CPU,
+    one pair at a time under vmap, as FlexAttention does, and on another device, where a table that it reads is as wrong
+    as on a GPU."""
     query, key = torch.arange(_PROBED, dtype=torch.int32).unsqueeze(1), torch.arange(_PROBED, dtype=torch.int32)
     try:
         whole = function(query, key)

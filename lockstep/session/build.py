@@ -43,12 +43,7 @@ from ..models import (
 )
 from ..models.checks import require_degree, require_memory
 from ..models.init import RandomWeights, architecture
-from ..models.tokenizer import (
-    byte_tokenizer,
-    check_vocabulary,
-    load_tokenizer,
-    require_same_tokens,
-)
+from ..models.tokenizer import byte_tokenizer, check_vocabulary, load_tokenizer, require_same_tokens
 from ..timings import Timings, Watcher
 from ..trainer import Trainer
 from ..trainer.shapes import train_shapes
@@ -71,14 +66,11 @@ from .text.policy import Policy
 
 
 class Session:
-    """A model on its device with what both roles compute by: every run, generation and check stands on one.
-
-    Args:
-        config: resolved (`resolve`).
+    """A model on its device with what both roles compute by: every run, generation and check stands on one. `config` is
+    resolved (`resolve`).
 
     Attributes:
-        verdicts: of the check of captured graphs. preloaded: the list of the kernels that were loaded beside the
-            weights.
+        verdicts: of the check of captured graphs. preloaded: the list of the kernels loaded beside the weights.
     """
 
     def __init__(self, config: RunConfig, timings: Timings | None = None, world: World = ONE) -> None:
@@ -129,9 +121,6 @@ def _loaded(config: RunConfig, world: World) -> Policy:
 class TrainingSession(Session):
     """Everything a training run works with, of each rank of `world`; memory is planned and inputs are checked before
     the first step.
-
-    Args:
-        watcher: is told what the run is doing.
 
     Attributes:
         plan: of the memory that it takes. teacher: that of `loss.teacher`.
@@ -219,11 +208,8 @@ def build(config: RunConfig, world: World = ONE, watcher: Watcher | None = None)
 
 def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPlan:
     """The plan of a run on so many GPUs with so much memory each, none of which need be here; 0 is this machine's. Its
-    tokenizer and its first prompts are read, and no weights.
-
-    Raises:
-        InputError: the run does not fit, and what would; or it cannot be as configured.
-    """
+    tokenizer and its first prompts are read, and no weights. `InputError`: it does not fit, and what would; or it
+    cannot be as configured."""
     device = torch.device("cuda") if memory_gib else resolve_device(config.device)
     algorithm_of(config.loss)
     config = settled(config, ranks, device)
@@ -231,8 +217,8 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
         config.parallel.generator_tp == 0,
         "parallel.generator_tp is 0, which the processes of a run choose by what they measure; name a number to plan",
     )
-    require_degree(model_config(config), config.parallel.tp, "parallel.tp")
-    require_degree(model_config(config), config.parallel.generator_tp, "parallel.generator_tp")
+    for name in ("tp", "generator_tp"):
+        require_degree(model_config(config), getattr(config.parallel, name), f"parallel.{name}")
     w, memory = planned_workload(config, ranks, device), int(memory_gib * 2**30) or memory_at_hand(device)
     alone = config.parallel.generator_tp == 1
     return require_room(in_larger_groups(w, memory) if alone and not plan(w, memory).fits else w, memory)
@@ -241,14 +227,13 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
 def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Workload:
     """What is planned before a run of a configuration that is `settled`; its tokenizer and first prompts are read, and
     no weights."""
-    model = model_config(config)
+    model, groups = model_config(config), config.trainer.prompts_per_step
     tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
     policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)
     policy.template_variables = template_variables(config.task.chat_template_kwargs)
-    task, limit = make_task(config.task, config.trainer.prompts_per_step), prompt_limit(config, model)
-    longest = policy.longest_prompt(task, make_environment(config.task), config.trainer.prompts_per_step)
-    prompts = {"longest_prompt": longest, "prompt_limit": limit.tokens}
-    return workload(config, ranks, device.type == "cuda", model, **prompts)
+    longest = policy.longest_prompt(make_task(config.task, groups), make_environment(config.task), groups)
+    limit = prompt_limit(config, model).tokens
+    return workload(config, ranks, device.type == "cuda", model, longest_prompt=longest, prompt_limit=limit)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -319,10 +304,8 @@ def load_reference(policy: Policy, world: World = ONE) -> Policy:
 
 def load_teacher(config: RunConfig, policy: Policy, world: World = ONE) -> Policy | None:
     """The frozen model of `loss.teacher`, where there is one, for a run of `policy`; of several processes without
-    memory, for each to read a part.
-
-    Raises `InputError` when it cannot be used as the run's model can, or its tokens are others.
-    """
+    memory, for each to read a part. `InputError` when it cannot be used as the run's model can, or its tokens are
+    others."""
     if config.loss.teacher is None:
         return None
     try:
@@ -335,14 +318,8 @@ def load_teacher(config: RunConfig, policy: Policy, world: World = ONE) -> Polic
 
 
 def resolve(config: RunConfig, ranks: int = 1, steps: bool = True) -> RunConfig:
-    """`config` with what depends on the device and the number of ranks filled in.
-
-    Args:
-        steps: a step's prompts are dealt to them.
-
-    Raises:
-        InputError: it cannot work with these.
-    """
+    """`config` with what depends on the device and the number of ranks filled in; `steps`: a step's prompts are dealt
+    to them. `InputError`: it cannot work with these."""
     algorithm_of(config.loss)  # a user's is loaded and tried before anything takes long
     device = resolve_device(config.device)
     config = settled(config, ranks, device, steps)

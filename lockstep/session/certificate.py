@@ -21,9 +21,8 @@ class Certificate:
     Every completion token of every rollout, groups without a reward included, is compared at the first update on it:
     the two log-probabilities that the generator recorded against those of the computation that trains, as 32-bit words;
     of a mixture of experts also which experts the token was drawn after, of every layer and slot in order, by a digest.
-    `expert_choices_checked` counts those, `tokens_routed_differently` how many of `tokens_different` differ in them;
-    `prompt_tokens_checked` and `prompt_tokens_routed_differently` are of the prompts' tokens, which take gradients too.
-    All are None without experts. `logprob_diff_max` is NaN when any of the log-probabilities was.
+    What counts those, and the prompts' tokens, which take gradients too, is None without experts. `logprob_diff_max` is
+    NaN when any of the log-probabilities was.
     """
 
     mode: str
@@ -40,7 +39,6 @@ class Certificate:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def add(self, step: int, result: StepResult, completion_tokens: int) -> None:
-        """Account for one step's check."""
         self.steps_checked += 1
         self.tokens_checked += result.tokens_checked
         self.tokens_different += result.tokens_different
@@ -55,9 +53,8 @@ class Certificate:
 
     def to_dict(self) -> dict[str, Any]:
         """The contents of `parity.json`; `identical` is None when there was nothing to check."""
-        identical = (
-            self.tokens_different == self.tokens_not_covered == 0 == (self.prompt_tokens_routed_differently or 0)
-        )
+        different = self.tokens_different, self.tokens_not_covered, self.prompt_tokens_routed_differently
+        identical = not any(different)
         checked = self.tokens_checked > 0 or not identical
         return {"identical": identical if checked else None, **without_experts(asdict(self))}
 

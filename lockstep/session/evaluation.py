@@ -184,20 +184,15 @@ def _measures(
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """The chance that one of k completions passes, estimated without bias from `passed` of `n`.
-
-    1 - C(n - c, k) / C(n, k): Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1.
-    """
+    """The chance that one of k completions passes, estimated without bias from `passed` of `n`: 1 - C(n - c, k) / C(n,
+    k) (Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1)."""
     assert 0 <= passed <= n and 1 <= k <= n
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
 def wilson_interval(rate: float, problems: int) -> tuple[float, float]:
-    """The 95 % score interval (Wilson 1927) of a mean over problems of values between 0 and 1.
-
-    Exact in spirit for one completion a problem; conservative for more, because a value between 0 and 1 varies at
-    most as much as one that is 0 or 1 with the same mean. It covers the choice of problems and the sampling.
-    """
+    """The 95 % score interval (Wilson 1927) of a mean over problems of values between 0 and 1, which vary at most as
+    much as values of 0 and 1 with the same mean. It covers the choice of problems and the sampling."""
     z2 = Z95**2 / problems
     centre = (rate + z2 / 2) / (1 + z2)
     half = Z95 / (1 + z2) * math.sqrt(max(0.0, rate * (1 - rate)) / problems + z2 / (4 * problems))

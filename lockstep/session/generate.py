@@ -49,13 +49,9 @@ class LLM(Session):
     """A language model in its compute dtype on its device, with its tokenizer and an engine that grows on demand.
 
     Steps run as captured graphs where `compile` says so. `close`, or leaving a `with` block, frees them and the cache;
-    a later call makes them anew.
-
-    Under `torchrun` every process makes one and calls the same methods with the same arguments; prompts are dealt to
-    groups of `parallel.generator_tp` processes. `close` leaves the others, and a later call joins them again.
-
-    Attributes:
-        runtime: what the engine of now computes by.
+    a later call makes them anew. Under `torchrun` every process makes one and calls the same methods with the same
+    arguments; prompts are dealt to groups of `parallel.generator_tp` processes. `close` leaves the others, and a later
+    call joins them again.
     """
 
     def __init__(
@@ -123,12 +119,9 @@ class LLM(Session):
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None
     ) -> list[list[Trajectory]]:
-        """For each prompt its `sampling.n` completions; one prompt may stand alone.
-
-        Equal seeds give equal tokens, whatever else is in the batch. Raises `InputError` for sampling parameters out
-        of range and for a prompt that is empty or does not fit the model's context, and `NonFiniteError` when the
-        model's outputs are no numbers.
-        """
+        """For each prompt its `sampling.n` completions; one prompt may stand alone. Equal seeds give equal tokens,
+        whatever else is in the batch. Raises `InputError` for sampling parameters out of range and for a prompt that is
+        empty or does not fit the model's context, and `NonFiniteError` when the model's outputs are no numbers."""
         with self.together():
             requests, engine = self._asked(prompts, sampling or SamplingParams())
             own = requests.share(self.world)
@@ -149,8 +142,8 @@ class LLM(Session):
         """As `generate`, a piece at a time as text appears; all prompts run at once, so their pieces interleave. What
         other groups of processes complete comes in one piece a sample, at the end.
 
-        The pieces of a sample add up to its completion's text. Closing the iterator stops the generation. `step` is a
-        part of what keys the random numbers: calls with other steps draw others.
+        The pieces of a sample add up to its completion's text. Closing the iterator stops the generation. Calls with
+        another `step` draw other random numbers.
         """
         with self.together():
             requests, engine = self._asked(prompts, sampling or SamplingParams(), step)
@@ -211,12 +204,9 @@ class LLM(Session):
 
     def engine_for(self, sequences: int, tokens: int, kinds: Sequence[SamplingParams] = ()) -> Engine:
         """An engine with room for so many sequences at once, of so many tokens each with its prompt; the last one, with
-        its cached prefixes, if it has that.
-
-        Room is planned in powers of two, so that it seldom grows and stored graphs fit. Graphs are made for that room
-        and these kinds of sampling. Requests that are added to it as they come have the bits that `generate` gives them
-        (`Engine.add_request`). Raises `InputError` while a stream is open.
-        """
+        its cached prefixes, if it has that. Room is planned in powers of two, so that it seldom grows and stored graphs
+        fit; graphs are made for that room and these kinds of sampling. Requests that come later have the bits that
+        `generate` gives them. Raises `InputError` while a stream is open."""
         return self._ready(self._with_room(sequences, tokens), kinds)
 
     def _with_room(self, sequences: int, tokens: int) -> Engine:

@@ -1,10 +1,8 @@
 """Words that say which arithmetic a process has: what its operators make of fixed inputs, as hashes.
 
-A version or the name of a CPU's capability says less: other libraries may compute the same words, and a setting of one
-library (`ONEDNN_MAX_CPU_ISA`) may change them where all names stay. A run whose words are equal goes on with the bits
-that it began with, whatever the versions.
-
-Inputs are whole numbers times powers of two, so that making them rounds nothing and depends on no library.
+A version or the name of a CPU's capability says less: other libraries may compute the same words, and a setting
+(`ONEDNN_MAX_CPU_ISA`) may change them where all names stay. Inputs are whole numbers times powers of two, so that
+making them rounds nothing and depends on no library.
 """
 
 from __future__ import annotations
@@ -29,11 +27,9 @@ _ROWS, _DEPTH, _TOKENS = 17, 512, 75  # a shared prompt and the rest of two sequ
 
 
 def words(device: torch.device, dtype: torch.dtype, config: ModelConfig = _DECODER) -> dict[str, str]:
-    """What each kind of computation gives on this device in this compute dtype, 16 hexadecimal digits each.
-
-    On a CPU also gradients of whole decoders, among them one of each kind that `config` is, and drawn tokens: there
-    every library chooses its instructions anew in each process. On a GPU their kernels would have to be compiled.
-    """
+    """What each kind of computation gives on this device in this compute dtype, 16 hexadecimal digits each. On a CPU,
+    where every library chooses its instructions anew in each process, also gradients of whole decoders, among them one
+    of each kind that `config` is, and drawn tokens."""
     used = set(linear_choice.used)
     with torch.no_grad():
         found = {name: _hash(tensors) for name, tensors in _results(device, dtype)}

@@ -21,20 +21,13 @@ def kernel_list(*about: object) -> Path:
 
 
 def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) -> Callable[[], Path | None]:
-    """Begin to load, on other threads, what the last start with this configuration needed.
-
-    The list itself is found by more than is known before the weights are read, so whether it was the right one shows
-    later. What goes wrong is left to the start that needs the kernels, which says so.
-
-    Args:
-        config: resolved.
-        device: the type of the device.
-        ranks: processes of the run; several agree on what they load, later.
-        timings: of the run; `compile` is what this takes, and how long the function waits.
+    """Begin to load, on other threads, what the last start with this resolved configuration needed; several `ranks`
+    agree on what they load, later. The list is found by more than is known before the weights are read, so whether it
+    was the right one shows later, and what goes wrong is left to the start that needs the kernels.
 
     Returns:
         a function that waits for the kernels and returns the path of their list, or None where none were loaded. Call
-        it before anything is launched.
+            it before anything is launched.
     """
     if device != "cuda" or ranks > 1 or not config.compile.chosen[0].graphs:
         return lambda: None
@@ -51,8 +44,7 @@ def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) 
 def _begun(config: RunConfig) -> tuple[Future[int] | None, Path]:
     """How many kernels will have been loaded, if any are, and where they are listed."""
     path = _folder() / str(user_folder.read(_note(config)))
-    listed = user_folder.read(path)
-    if listed:
+    if listed := user_folder.read(path):
         with suppress(Exception):
             from ..ops.precompile import preload_beside
 

@@ -80,11 +80,9 @@ class ParityReport:
         return f"{of}; generator {of // generator} x {generator}, trainer {of // trainer} x {trainer}"
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
         return {"identical": self.identical, **without_experts(asdict(self))}
 
     def render(self) -> str:
-        """The report as text."""
         verdict = "PASS: generator and trainer log-probs are bitwise identical."
         if self.tokens_routed_differently or self.prompt_tokens_routed_differently:
             verdict = "FAIL: generator and trainer choose different experts."
@@ -143,9 +141,9 @@ def check_model(
     """Generate at least `tokens` tokens from random prompts and score them with the trainer's computation.
 
     Prompts have many lengths; sampling is plain, truncated and greedy in turn, several samples a prompt. Where
-    `compile` captures (by default on a GPU) the generator's graphs are compared with the trainer's of forward and
-    backward pass, the one that trains; elsewhere the model is called by both. Raises `InputError` for a number out of
-    range, settings that do not go together, and a model that cannot be loaded.
+    `compile` captures (by default on a GPU) the generator's graphs are compared with the one that trains; elsewhere the
+    model is called by both. Raises `InputError` for a number out of range, settings that do not go together, and a
+    model that cannot be loaded.
 
     Under `torchrun` every process calls it, with the same arguments, and returns the report of all: prompts are dealt
     to groups of `parallel.generator_tp` processes, and what was generated to groups of `parallel.tp`.

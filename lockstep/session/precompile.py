@@ -17,11 +17,9 @@ from .warm_up import warm_up
 
 
 def precompile(config: RunConfig) -> dict[str, Any]:
-    """Do what `lockstep train` does before its first step, and tell what became of each graph.
-
-    The model is loaded and its graphs are made or loaded, recorded and checked, which also compiles the kernels, tunes
-    nothing and writes no run folder. Under `torchrun` every process calls it; the first of them keeps the graphs, and
-    all return what it found.
+    """Do what `lockstep train` does before its first step, and tell what became of each graph: the model is loaded and
+    its graphs are made or loaded, recorded and checked, which also compiles the kernels. Under `torchrun` every process
+    calls it; the first keeps the graphs, and all return what it found.
 
     Raises:
         InputError: nothing is captured in this configuration.
@@ -58,10 +56,7 @@ def _precompiled(config: RunConfig, world: World) -> dict[str, Any]:
         with world.deadline("making and checking graphs", timeouts=10):
             warm_up(run)
         graphs = world.from_first(lambda: _kept(runtime.store))
-        checks = {
-            "cases": sum(verdict.cases for verdict in run.verdicts),
-            "known": sum(verdict.known for verdict in run.verdicts),
-        }
+        checks = {name: sum(getattr(verdict, name) for verdict in run.verdicts) for name in ("cases", "known")}
     finally:
         runtime.close()
     outcomes = [graph["outcome"] for graph in graphs]
@@ -87,21 +82,16 @@ _OUTCOMES = {"loaded": "reused", "refused": "refused", "absent": "made"}
 
 
 def _kept(store: Store | None) -> list[dict[str, Any]]:
-    """`_graphs`. Raises `LockstepError` where nothing could be kept of any."""
-    assert store is not None
-    graphs = _graphs(store)
-    if graphs and not any(graph["bytes"] for graph in graphs):
-        raise LockstepError(f"{store.folder} cannot be written, so no graph was kept; set LOCKSTEP_CACHE")
-    return graphs
-
-
-def _graphs(store: Store) -> list[dict[str, Any]]:
     """Each graph that was looked for, what became of it, and the bytes that are kept of it; `refused` ones were made
-    anew."""
-    return [
+    anew. Raises `LockstepError` where nothing could be kept of any."""
+    assert store is not None
+    graphs = [
         asdict(found) | {"outcome": _OUTCOMES[found.outcome], "bytes": store.size(found.file)}
         for found in store.lookups
     ]
+    if graphs and not any(graph["bytes"] for graph in graphs):
+        raise LockstepError(f"{store.folder} cannot be written, so no graph was kept; set LOCKSTEP_CACHE")
+    return graphs
 
 
 def render(result: dict[str, Any]) -> str:

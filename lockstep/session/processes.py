@@ -20,12 +20,8 @@ GENERATING = "a launch of the generator"  # what is done, where others are waite
 @contextlib.contextmanager
 def together(config: RunConfig) -> Iterator[World]:
     """This process among the others, which are given the same configuration; one by itself without them. In the end
-    they leave together.
-
-    Raises:
-        InputError: they do not fit `config.parallel`, or one has another configuration or other models.
-        PeerLost: one did not come, or is gone.
-    """
+    they leave together. `InputError`: they do not fit `config.parallel`, or one has another configuration or other
+    models; `PeerLost`: one did not come, or is gone."""
     machine.own_gpu()
     with machine.told("joining the other processes"):
         world = join(config.parallel, resolve_device(config.device).type)

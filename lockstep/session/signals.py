@@ -17,11 +17,9 @@ _received: list[signal.Signals] = []
 
 
 def interrupts_in_imports() -> None:
-    """Of a command, from its first line: Ctrl-C while a module is imported ends the process at once.
-
-    There it must not raise: what it interrupts may drop the exception (torch does), or leave half a module behind. Out
-    of imports it raises `KeyboardInterrupt`, as `ended_by_signals` does once more. Where Ctrl-C is ignored it stays so.
-    """
+    """Of a command, from its first line: Ctrl-C while a module is imported ends the process at once. There it must not
+    raise: what it interrupts may drop the exception (torch does), or leave half a module behind. Out of imports it
+    raises `KeyboardInterrupt`, as `ended_by_signals` does once more. Where Ctrl-C is ignored it stays so."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
 
@@ -40,11 +38,8 @@ def _interrupted(_: int, frame: FrameType | None) -> None:
 def ended_by_signals() -> Iterator[None]:
     """Within it, the first SIGTERM or SIGHUP raises `Terminated`, and another ends the process at once; Ctrl-C raises
     `KeyboardInterrupt`. `raise_received` raises them once more, should they have been lost, and so does entering it for
-    a Ctrl-C that a command was sent before.
-
-    What is ignored (`nohup`) or handled already stays so, and outside the main thread, where Python delivers no
-    signals, nothing changes.
-    """
+    a Ctrl-C that a command was sent before. What is ignored (`nohup`) or handled already stays so, and outside the main
+    thread nothing changes."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in (*_ASKED_TO_END, signal.SIGINT)}

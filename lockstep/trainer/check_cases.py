@@ -1,7 +1,7 @@
 """The launches on which the trainer's graphs are held to eager's bits before the first step (`check.against_eager`).
 
-Tokens, lengths and the generator's log-probabilities are random but the same every time. Every shape is filled to its
-edges; the largest is also tried almost empty, with the longest sequence it can hold alone, and with ragged lengths.
+Every shape is filled to its edges; the largest is also tried almost empty, with the longest sequence it can hold alone,
+and ragged.
 """
 
 from __future__ import annotations
@@ -46,10 +46,7 @@ def trust_cases(
         batch.check_parity = check_parity
     statistics, both = partial(values.fill_, 1), partial(_fill_sums, programs)
     work: Work = [
-        (
-            functions["forward_backward"],
-            [c for b in batches for c in _train_cases(programs, *b, both, num_iterations)],
-        ),
+        (functions["forward_backward"], [c for b in batches for c in _train_cases(programs, *b, both, num_iterations)]),
         (functions["optim_step"], _optim_cases(programs)),
     ]
     sums = [function for name, function in functions.items() if name in ("end_cell", "end_cells")]
@@ -65,11 +62,7 @@ def trust_cases(
 
 
 def _train_cases(
-    programs: TrainerPrograms,
-    name: str,
-    batch: PackedBatch,
-    load: Callable[[], object],
-    num_iterations: int,
+    programs: TrainerPrograms, name: str, batch: PackedBatch, load: Callable[[], object], num_iterations: int
 ) -> Iterator[graph.Case]:
     with_support = num_iterations > 1 and batch.truncated
     yield programs.train_case(name, batch, load, with_support)

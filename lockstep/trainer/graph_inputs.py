@@ -32,6 +32,5 @@ def statics_of(batch: PackedBatch) -> dict[str, Any]:
 
 
 def batch_of(inputs: graph.Inputs, **statics: Any) -> PackedBatch:
-    """The batch of traced tensors."""
     values: dict[str, Any] = {**inputs.user, **statics}
     return PackedBatch(**values, sequence_C=torch.empty(0))

@@ -19,9 +19,9 @@ Checked = list[tuple[PackedBatch, dict[str, Tensor]]]  # batches, each with its 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A sampled token whose log-probability has other bits in the trainer, or that was routed differently there;
-    `position` counts a trajectory's sampled tokens from 0. Of kind "experts" both values are digests of its experts
-    (`ops.route_digest`)."""
+    """A sampled token whose log-probability has other bits in the trainer, or, of kind "experts", that was routed
+    differently there: both values are digests then (`ops.route_digest`). `position` counts a trajectory's sampled
+    tokens from 0."""
 
     request: str
     position: int
@@ -40,7 +40,6 @@ class Deltas(NamedTuple):
 
     @staticmethod
     def of(batches: Sequence[tuple[float, ...]]) -> Deltas:
-        """Those of all batches, from `sums_of_deltas`."""
         if not batches:
             return Deltas(nan, nan, nan)
         counts, sums, sizes, largest = zip(*batches, strict=True)

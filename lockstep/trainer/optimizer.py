@@ -34,8 +34,7 @@ class AdamWTensors(NamedTuple):
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What an update may read of an `OptimizerConfig`: not the rate, which is a tensor. Stored graphs of the update are
-    found by this object: a setting that it needs becomes a field here, and so part of their key."""
+    """What an update may read of an `OptimizerConfig`: the key of its stored graphs. The rate is a tensor."""
 
     beta1: float
     beta2: float
@@ -46,7 +45,6 @@ class UpdateSettings:
 
     @classmethod
     def of(cls, config: OptimizerConfig) -> Self:
-        """Those of a configuration."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 
@@ -62,7 +60,6 @@ class ParameterGroup:
     weight_decay: float
 
     def of(self, state: ops.AdamWState, steps: Tensor) -> ops.AdamWState:
-        """Its part of the buffers."""
         if self.end - self.begin == state.grad.numel():
             return state
         flat = [None if x is None else x[self.begin : self.end] for x in state[:-1]]
@@ -163,7 +160,6 @@ class AdamW:
         """What of an update is no part of a graph: nothing."""
 
     def tensors(self) -> AdamWTensors:
-        """The live tensors."""
         return AdamWTensors(self.flat.data, self.flat.grad, self.master, self.exp_avg, self.exp_avg_sq, self.steps)
 
     def reset(self) -> None:
@@ -172,17 +168,15 @@ class AdamW:
             tensor.zero_()
 
     def state(self) -> dict[str, Tensor]:
-        """Masters, moments and step counts: what an exact resumption needs, on any number of ranks. In one process the
-        live tensors. Every rank calls it, and the first gets them whole (`FlatParameters.whole`)."""
+        """Masters, moments and step counts, for an exact resumption on any number of ranks. Every rank calls it, and
+        the first gets them whole (`FlatParameters.whole`); in one process the live tensors."""
         return {name: x if name == "steps" else self.flat.whole(x) for name, x in self.local_state().items()}
 
     def local_state(self) -> dict[str, Tensor]:
-        """What this rank has of it: the live tensors."""
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "steps": self.steps}
 
     def load_state(self, state: Mapping[str, Tensor | Sequence[Buffer]], tp: int = 1) -> None:
-        """Take over what `state` returned, or the `local_state` of ranks, of which `tp` neighbours share each product,
-        bit for bit, compute weights included.
+        """Take over what `state` returned, or the `local_state` of ranks, of which `tp` neighbours share each product.
 
         Raises:
             ValueError: a tensor is missing or of another size (another model).
@@ -224,7 +218,9 @@ def adamw_step(t: AdamWTensors, by: AdamW, b: Mapping[str, Tensor], ok: Tensor) 
 
 def _clipped(grad: Tensor, by: AdamW, b: Mapping[str, Tensor], ok: Tensor) -> tuple[Tensor, ops.AdamWStep]:
     """The gradient's norm, and the update that it allows, at the rate `lr` of the update's buffers."""
-    grad_norm = ops.root_of_sum(by.flat.summed_words(ops.exact_sum(by.flat.own_squares(ops.square_sums(grad), b))))
+    squares = ops.square_sums(grad)
+    counted = torch.where(b["counted"], squares, 0.0) if by.flat.counted else squares
+    grad_norm = ops.root_of_sum(by.flat.summed_words(ops.exact_sum(counted)))
     applied = ok & torch.isfinite(grad_norm)
     max_norm = by.settings.max_grad_norm
     grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
@@ -232,7 +228,6 @@ def _clipped(grad: Tensor, by: AdamW, b: Mapping[str, Tensor], ok: Tensor) -> tu
 
 
 def _adamw(state: ops.AdamWState, step: ops.AdamWStep, settings: UpdateSettings, group: ParameterGroup) -> None:
-    """Update a group, or a part of one, by its rate."""
     if group.scale != 1:
         step = step._replace(lr=step.lr * group.scale)
     betas = settings.beta1, settings.beta2
@@ -346,7 +341,6 @@ def _on(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> Ite
 
 
 def _event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """When a stream has done what it was given so far."""
     return None if stream is None else stream.record_event()
 
 

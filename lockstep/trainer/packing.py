@@ -1,9 +1,8 @@
 """Groups to packed micro-batches: a prompt stands once, its responses follow and reach it as a shared prefix.
 
 A response's rows hold all its tokens but the last, which predicts nothing; the first one's logits come from the
-prompt's last row. Sampled tokens alone are predicted; given ones between them are context. A trajectory's further
-branches stand behind it, each with a prompt of its own; where they do not fit together, in other micro-batches, which
-no weight of a token depends on. Batches are padded to few shapes (`shapes.py`), so that few graphs serve every step.
+prompt's last row. Sampled tokens alone are predicted. A trajectory's further branches stand behind it, each with its
+prompt, or in other micro-batches. Batches are padded to few shapes (`shapes.py`), so that few graphs serve every step.
 """
 
 from __future__ import annotations
@@ -41,22 +40,19 @@ def pack(
     share_prefix: bool = True,
     shapes: Sequence[BatchShape] = (),
 ) -> list[PackedBatch]:
-    """Lay groups out, in order, in micro-batches of at most `max_tokens` packed tokens (next-fit); CPU tensors.
-
-    A group that fits no micro-batch is split over several, its prompt repeated in each.
+    """Lay groups out, in order, in micro-batches of at most `max_tokens` packed tokens (next-fit); CPU tensors. A group
+    that fits none is split over several, its prompt repeated in each.
 
     Args:
-        shapes: what to pad to, largest first; no micro-batch has more tokens than the largest, unless one trajectory
-            does. Without any, each size goes to a bucket of its own.
+        shapes: what to pad to, largest first, which bounds a micro-batch unless one trajectory is longer; without any,
+            each size goes to a bucket of its own.
         mode: `per_sample` puts one trajectory in a micro-batch.
         check_parity: the sampled tokens' log-probs are the generator's, and the trainer must find the same bits.
         share_prefix: False repeats the prompt for every trajectory; the log-probs' bits are the same.
 
     Raises:
-        InputError: a trajectory, of several branches one of them, does not fit alone, or its prompt or a sampled
-            segment is empty.
-        ValueError: it does not begin with a given segment, log-probs (or some route digests) are missing under
-            `check_parity`, or there are not as many as tokens.
+        InputError: a branch does not fit alone, or a prompt or a sampled segment is empty.
+        ValueError: it begins with a sampled segment, or log-probs or route digests are missing or of another number.
     """
     return pack_shards([groups], [0], Packing(max_tokens, mode, share_prefix, shapes), check_parity)
 
@@ -66,9 +62,9 @@ def pack_shards(
 ) -> list[PackedBatch]:
     """`pack` for a step that is dealt into shards: the micro-batches of those of one's own.
 
-    All shards have as many, and those of equal number are padded alike: the first of every own shard, in order, then
-    the second of each. Where a shard has no more, its micro-batch holds no token to train on. So ranks that own
-    different shards have as many micro-batches, of the same shapes, which do not depend on who owns what.
+    All shards have as many, and those of equal number are padded alike, so they do not depend on who owns what: the
+    first of every own shard, in order, then the second of each. Where a shard has no more, its micro-batch holds no
+    token to train on.
 
     Args:
         shards: all of the step's. own: which to return batches of; of the others' groups lengths are read alone.
@@ -123,7 +119,6 @@ def blank_batch(shape: BatchShape, sampling: SamplingParams, check_parity: bool,
 
 
 def packed_slots(batches: list[PackedBatch]) -> tuple[int, int]:
-    """The packed token slots of batches, and how many of them hold tokens; the others are padding."""
     return sum(b.tokens_T.numel() for b in batches), sum(int(b.cu_seqlens[-1]) for b in batches)
 
 
@@ -140,9 +135,8 @@ def _segments(rollouts: Sequence[Trajectory]) -> int:
 
 
 def _split(group: RolloutGroup, most: _Most) -> list[RolloutGroup]:
-    """A group whose trajectories are cut between branches where these have no room together: what begins with the
-    group's prompt first, and then each of the rest by itself, as of prompts of other ranks nobody knows which are
-    equal."""
+    """A group whose trajectories are cut between branches that have no room together: what begins with the group's
+    prompt first, then each of the rest by itself, as nobody knows which prompts of other ranks are equal."""
     cut = [_cut(trajectory, most) for trajectory in group.rollouts]
     first, further = [parts[0] for parts in cut], [[part] for parts in cut for part in parts[1:]]
     return [replace(group, rollouts=rollouts) for rollouts in (first, *further)]
@@ -174,8 +168,8 @@ def _cut(trajectory: Trajectory, most: _Most) -> list[Trajectory]:
 def _parts(
     group: RolloutGroup, needed: list[int], most: _Most, per_sample: bool, share_prefix: bool
 ) -> Iterator[tuple[RolloutGroup, int]]:
-    """`group` cut into consecutive parts of at most `most` and one prompt, or one trajectory, with the tokens
-    each takes; `needed` are those of each trajectory with its prompt."""
+    """`group` cut into consecutive parts of at most `most` and one prompt, or one trajectory, with the tokens each
+    takes; `needed` are those of each trajectory with its prompt."""
     part: list[Trajectory] = []
     first: list[int] = []
     used = 0
@@ -229,8 +223,7 @@ def _check_lengths(name: str, segment: Segment) -> None:
 
 
 class _Draft:
-    """A micro-batch in the making, whose sizes lengths tell; `batch` lays its rows out: token lists grow by whole
-    segments, the rest is kept a segment or trajectory.
+    """A micro-batch in the making, whose sizes lengths tell; `batch` lays its rows out.
 
     Attributes:
         parts: what it is made of, each of one prompt; without any it has one token, and no response.
@@ -249,7 +242,6 @@ class _Draft:
         self.sampling: list[SamplingParams] = []
 
     def add(self, part: RolloutGroup, share_prefix: bool) -> None:
-        """Add a part of one prompt."""
         first = part.rollouts[0].segments[0]
         sizes = [(len(first.token_ids), 0)] if share_prefix else []  # of segments: rows, and those before them
         for trajectory in part.rollouts:
@@ -272,7 +264,6 @@ class _Draft:
         return self.needed.tokens if self.parts else 0
 
     def _lay_out(self, part: RolloutGroup, share_prefix: bool) -> None:
-        """Add the rows of a part."""
         start, prompt = len(self.tokens), part.rollouts[0].prompt
         if share_prefix:
             self._segment(prompt.token_ids, _given_routes(prompt), 0, 0)

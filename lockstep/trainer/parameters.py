@@ -6,7 +6,7 @@ same micro-batches one after another.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,8 +33,8 @@ ALIGNMENT = SQUARES_BLOCK  # elements: whole blocks of the gradient's norm, and 
 class Layout:
     """The flat buffer of each of `ranks` ranks: part after part, one a parameter, in order.
 
-    A parameter, flat and padded with zeros at its end, is cut into equal parts of whole `ALIGNMENT`s, the first to rank
-    0. All ranks' buffers are laid out alike, so nothing that is computed from the layout depends on the rank.
+    A parameter, flat and padded with zeros, is cut into equal parts of whole `ALIGNMENT`s, the first to rank 0. All
+    ranks' buffers are laid out alike, so nothing that is computed from the layout depends on the rank.
 
     Attributes:
         sizes, offsets: elements of each part, and where it begins; the last offset is the buffer's size.
@@ -47,18 +47,15 @@ class Layout:
 
     @staticmethod
     def of(shapes: Sequence[Sequence[int]], ranks: int = 1) -> Layout:
-        """The layout of parameters of these shapes."""
         sizes = tuple(-(-prod(shape) // (ALIGNMENT * ranks)) * ALIGNMENT for shape in shapes)
         return Layout(tuple(map(tuple, shapes)), ranks, sizes, (0, *running_totals(sizes)))
 
     @property
     def size(self) -> int:
-        """Elements of a buffer."""
         return self.offsets[-1]
 
     @cached_property
     def one_rank(self) -> Layout:
-        """The layout of the same parameters in one process."""
         return Layout.of(self.shapes)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -136,8 +133,8 @@ class FlatWeights:
 class FlatParameters(FlatWeights):
     """One buffer for a model's weights, one float32 buffer for their gradients; this class: of one process.
 
-    The model's parameters are re-pointed in place, as views of the buffer, and keep their values. Those that are frozen
-    stay as they are, whole on every rank. Matrices come first, then vectors.
+    The model's parameters are re-pointed in place, as views of the buffer. Those that are frozen stay as they are,
+    whole on every rank. Matrices come first, then vectors.
 
     Args:
         frozen: names of parameters that are not trained.
@@ -182,12 +179,8 @@ class FlatParameters(FlatWeights):
     def micro_batch(
         self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
     ) -> AbstractContextManager[graph.Inputs]:
-        """`inputs` with the weights to compute a micro-batch with, and statistics to add its own to.
-
-        Args:
-            maxima: of the statistics, those that are no sums.
-            differentiated: gradients by the weights are taken.
-        """
+        """`inputs` with the weights to compute a micro-batch with, and statistics to add its own to; `maxima` are those
+        of them that are no sums. `differentiated`: gradients by the weights are taken."""
         return nullcontext(inputs)
 
     @contextmanager
@@ -219,10 +212,6 @@ class FlatParameters(FlatWeights):
         cells.zero_()
         return {}
 
-    def own_squares(self, squares: Tensor, buffers: Mapping[str, Tensor]) -> Tensor:
-        """Of the blocks' sums of squares those that this rank counts, the others 0; `counted` is among the buffers."""
-        return torch.where(buffers["counted"], squares, 0.0) if self.counted else squares
-
     def weight(self, model: Decoder, name: str) -> Tensor:
         """A whole parameter of the model that is trained, as it is now. Every rank calls it."""
         return model.get_parameter(name)
@@ -233,7 +222,7 @@ class FlatParameters(FlatWeights):
 
     def whole(self, local: Tensor) -> Tensor:
         """What all ranks have of a flat tensor, in the layout of one process. Every rank calls it; the first gets the
-        result, on the host where it came from several ranks, and the others an empty tensor."""
+        result, on the host where it came from several ranks, the others an empty tensor."""
         return local
 
     def fill(self, own: Tensor, parts: Sequence[Buffer], tp: int = 1) -> None:
@@ -260,11 +249,8 @@ class FlatParameters(FlatWeights):
                     at += count
 
     def held(self, model: Decoder) -> dict[str, list[Held]]:
-        """What this rank writes of the model's tensors: its ranges, and as large ones of what all ranks have whole.
-
-        Args:
-            model: that is trained.
-        """
+        """What this rank writes of the tensors of `model`, which is trained: its ranges, and as large ones of what all
+        ranks have whole."""
         found, mesh = self.own(), self.mesh
         placements = dict(model.placements) | dict.fromkeys((name for name, _ in model.named_buffers()), WHOLE)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -333,7 +319,6 @@ class ShardedParameters(FlatParameters):
     def micro_batch(
         self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
     ) -> AbstractContextManager[graph.Inputs]:
-        """With statistics that are added to those of all ranks in the end, on every rank."""
         return self.summed(inputs, maxima)
 
     @contextmanager

@@ -53,11 +53,10 @@ class TrainerPrograms:
 
     Attributes:
         algorithm: the run's. algorithms: it and that of supervised steps, by `loss_type`.
-        by_name: all of them. `forward_backward` (`step.forward`, whose gradients are added up), `check` (`step.check`)
-            and `reference_logprobs` take batches (`launch`); `optim_step` updates at the rate `lr` if the statistics
-            allow it, and writes what was found (`step.take`); of several ranks `gather_weights` brings the model's own
-            weights up to date, which micro-batches may read. Where cells of shards span micro-batches, `end_cell` and
-            `end_cells` add them up.
+        by_name: all of them. `forward_backward`, `check` and `reference_logprobs` take batches (`launch`); `optim_step`
+            updates at the rate `lr` if the statistics allow it, and writes what was found (`step.take`); of several
+            ranks `gather_weights` brings the model's own weights up to date; where cells span micro-batches, `end_cell`
+            and `end_cells` add them up.
     """
 
     def __init__(
@@ -151,11 +150,9 @@ class TrainerPrograms:
         }
 
     def case(self, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static) -> graph.Case:
-        """A launch on `batch`, to be checked."""
         return graph.Case(name, batch.tensors(), {**statics_of(batch), **statics}, load)
 
     def train_case(self, name: str, batch: PackedBatch, load: Callable[[], object], with_support: bool) -> graph.Case:
-        """A launch of `forward_backward` on `batch`, to be checked."""
         made = self.case(name, batch, load, loss_type=self.loss_type, with_support=with_support)
         return replace(made, eager=self._sparing_train)
 
@@ -164,7 +161,6 @@ class TrainerPrograms:
         return replace(self.case(name, batch, load), eager=self._sparing[program])
 
     def launch(self, name: str, batch: PackedBatch, **statics: Any) -> dict[str, Tensor]:
-        """What a program returns for a batch, by name."""
         return self.by_name[name](batch.tensors(), **statics_of(batch), **statics)
 
     def _train_body(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
@@ -183,8 +179,7 @@ class TrainerPrograms:
 
     def _sparing_train(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
         """`forward_backward`, called, with its bits in less memory: layers are computed again in the backward pass,
-        each gradient is added up as it comes, and the weights are the model's own, which are whole on every rank, or
-        gathered layer by layer."""
+        each gradient is added up as it comes, and the weights are the model's own, whole or gathered layer by layer."""
         summed = self.flat.summed(inputs, step.MAXIMA)
         with torch.enable_grad(), summed as own, self._by_layer(), _computed_again(self.model):
             loss, outputs = self._train_forward(replace(own, module=self.model), **statics)

@@ -18,9 +18,8 @@ ROWS = 8  # updates whose results may wait to be taken
 @dataclass(frozen=True)
 class StepResult:
     """What one update (or one check without an update) found. Averages are a token, over the tokens trained on;
-    `entropy` (nats) is over the checked ones too. `kl` is None without a reference, `routing` without experts. Of the
-    tokens checked, those are different that have another log-probability or other experts than in the generator, or one
-    that is not a number. `tokens_sampled` were to be checked."""
+    `entropy` (nats) is over the checked ones too. `kl` is None without a reference, `routing` without experts. A
+    checked token is different if its log-probability or its experts are not the generator's, or one is not a number."""
 
     loss: float
     grad_norm: float
@@ -54,8 +53,7 @@ class Results:
     """What the latest updates found: written on the device behind each, read by the host when it asks.
 
     Attributes:
-        rows: float64 [ROWS, size + 1], the latest update first; each ends with the update's number, from 1 on. See
-            `step.take`, which writes them.
+        rows: float64 [ROWS, size + 1], the latest update first; each ends with the update's number (`step.take`).
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -76,11 +74,7 @@ class Results:
         return pending
 
     def read(self, number: int) -> list[float]:
-        """What an update found. Waits for the device.
-
-        Raises:
-            RuntimeError: the device has no such row: the update was not launched by `Trainer`, or too many were since.
-        """
+        """What an update found. Waits for the device. Raises `RuntimeError` where too many were launched since."""
         rows = self.rows.tolist()
         for *found, last in rows:
             if last == number:
@@ -97,13 +91,14 @@ class Results:
         self.rows.zero_()
 
 
+@dataclass(eq=False)
 class PendingResult:
     """The result of an update that the device has been given and may not have come to yet."""
 
-    def __init__(self, results: Results, number: int, finish: Callable[[Sequence[float]], StepResult]) -> None:
-        self._results, self._number = results, number
-        self._finish: Callable[[Sequence[float]], StepResult] | None = finish
-        self._result: StepResult | None = None
+    _results: Results
+    _number: int
+    _finish: Callable[[Sequence[float]], StepResult] | None
+    _result: StepResult | None = None
 
     def get(self) -> StepResult:
         """The result, once the device has come to it; take those of several updates in their order."""

@@ -45,11 +45,9 @@ class RoutingResult:
 
     @property
     def compared(self) -> tuple[int, int, int, int]:
-        """The first four: what of the routing was compared, and differs."""
         return self.choices_checked, self.tokens_different, self.prompt_tokens_checked, self.prompt_tokens_different
 
     def metrics(self) -> dict[str, float]:
-        """What a run records."""
         found = {
             "parity/tokens_routed_differently": self.tokens_different,
             "parity/prompt_tokens_routed_differently": self.prompt_tokens_different,

@@ -49,13 +49,7 @@ def fit(needed: BatchShape, shapes: Sequence[BatchShape], max_tokens: int) -> Ba
 
 
 def batch_shapes(
-    groups: int,
-    samples: int,
-    prompt: int,
-    completion: int,
-    *,
-    max_len: int,
-    max_tokens: int,
+    groups: int, samples: int, prompt: int, completion: int, *, max_len: int, max_tokens: int
 ) -> list[BatchShape]:
     """The shapes of a run, largest first: one that holds all of a step, if that fits a micro-batch, and smaller ones.
 

@@ -23,9 +23,9 @@ MAXIMA = (STATISTICS.index("diff_max"),)
 
 
 class Scored(NamedTuple):
-    """What a batch's forward pass leaves behind, without gradient: both log-probs [C] and, where the support is wanted,
-    what it is made from: the hidden rows that predict the tokens [C, D] and the support's thresholds [C]; where experts
-    were compared, the tokens' digests of them [C]."""
+    """What a batch's forward pass leaves behind, without gradient: both log-probs [C]; where the support is wanted, the
+    hidden rows that predict the tokens [C, D] and its thresholds [C]; where experts were compared, the tokens' digests
+    of them [C]."""
 
     logprob_C: Tensor
     model_logprob_C: Tensor
@@ -34,7 +34,6 @@ class Scored(NamedTuple):
     route_C: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
         return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
 
 
@@ -50,7 +49,6 @@ def named(values: Tensor) -> dict[str, Tensor]:
 
 
 def names(values: Tensor) -> tuple[str, ...]:
-    """The names of the statistics that are one element each, in order."""
     return STATISTICS if len(values) == len(STATISTICS) else STATISTICS + routing.STATISTICS
 
 
@@ -93,9 +91,8 @@ def critic_values(model: Decoder, rows_CD: Tensor) -> Tensor:
 def token_logprobs(model: Decoder, rows_CD: Tensor, batch: PackedBatch) -> ops.TokenLogprobs:
     """`ops.token_logprobs` of a batch, for the hidden rows that predict its tokens.
 
-    Ranks that share the trainer's products score their shares of the rows, and all have all numbers. What follows from
-    these, the loss above all, each rank computes whole, so their gradients are whole on each; behind the head a rank's
-    gradients are of its rows and add up over the ranks.
+    Ranks that share products score their shares of the rows, and all have all numbers. What follows from these, the
+    loss above all, each computes whole; behind the head a rank's gradients are of its rows and add up over the ranks.
     """
     spread, cut = model.spread, model.placements.get("lm_head")  # a tied head is the embedding, which is whole
     head_VD = model.lm_head if cut is None else spread.whole_rows(model.lm_head)
@@ -118,8 +115,6 @@ def score(
 
 
 class Objective(NamedTuple):
-    """What is minimized: an algorithm's loss, and whether the KL term from `batch.ref_logprob_C` is added."""
-
     algorithm: Algorithm
     with_kl: bool
 
@@ -128,10 +123,7 @@ def forward(
     model: Decoder, values: Tensor, batch: PackedBatch, objective: Objective, with_support: bool
 ) -> tuple[Tensor, Scored]:
     """`sum(weight * loss)`, to be differentiated by the model's parameters; the batch's statistics go to `values`.
-
-    Args:
-        with_support: return what the sampled support is made from.
-    """
+    `with_support`: return what the sampled support is made from."""
     statistics = named(values)
     rows_CD, scores, routed = score(model, batch)
     value_C = None if model.value_head is None else critic_values(model, rows_CD)

@@ -1,8 +1,5 @@
-"""The policy step: `forward_backward` on each micro-batch, then `optim_step`.
-
-Everything stays on the device: gradients, statistics, the parity comparison and the flag that decides whether the
-optimizer writes. The host looks once an update, at its result.
-"""
+"""The policy step: `forward_backward` on each micro-batch, then `optim_step`. Gradients, statistics, the parity
+comparison and whether the optimizer writes stay on the device; the host looks once an update, at its result."""
 
 from __future__ import annotations
 
@@ -41,11 +38,10 @@ class Trainer:
     """Trains `model` in place with gradients accumulated over micro-batches.
 
     Args:
-        reference: frozen model for the KL term, or the teacher; required when `loss.beta` is above 0, and by an
-            algorithm that has a teacher. Of several processes each takes its part of it from `reference_source`, by
-            default `reference`, which is whole.
-        enforce_parity: do not update when a log-probability differs from the generator's in any bit, or a choice of
-            experts does, or when not every sampled token was compared.
+        reference: frozen model for the KL term, or the teacher; required when `loss.beta` is above 0 or there is a
+            teacher. Of several processes each takes its part from `reference_source`; by default it is whole.
+        enforce_parity: do not update when a log-probability or a choice of experts is not the generator's, bit for bit,
+            or when not every sampled token was compared.
         runtime: what runs the trainer's programs; by default eagerly.
         world: the processes that weights, gradients and moments are sharded over. Each calls the same methods in the
             same order, on batches of its own, as many as the others.
@@ -55,8 +51,6 @@ class Trainer:
         zero_stage: of several ranks, see `flat_parameters`.
 
     Attributes:
-        algorithm: that of `loss`.
-        cells: as given.
         weights_version: updates applied so far, of those whose results the host has.
 
     Raises:
@@ -160,12 +154,12 @@ class Trainer:
     ) -> None:
         """Make the graphs for batches of these shapes, largest first, and for the update, or compile the layers.
 
-        Called between two updates. Each graph runs once, on a batch of one token that weighs nothing; weights, masters,
-        moments, statistics and the version stay as they are, and gradients are cleared as they were.
+        Called between two updates. Each graph runs once, on a batch of one token that weighs nothing; all state stays
+        as it is, and gradients are cleared as they were.
 
         Args:
-            check_parity, num_iterations: as the run's steps will have them.
-            with_checks: batches may be only checked, too.
+            check_parity, num_iterations: as the run's steps will have them. with_checks: batches may be only checked,
+                too.
         """
         for function in self.programs.by_name.values():
             function.one_shape = len(shapes) == 1
@@ -231,9 +225,8 @@ class Trainer:
         return self.launch_optim_step(lr, sampled).get()
 
     def launch_optim_step(self, lr: float, sampled: int | None = None) -> PendingResult:
-        """`optim_step` without waiting: the next update can be launched before this one's result is taken. Only where
-        `result.ROWS` are waiting to be taken, it waits for the first of them. Behind it the model has the new weights,
-        on every rank."""
+        """`optim_step` without waiting: the next update can be launched before this one's result is taken, unless
+        `result.ROWS` wait to be. Behind it the model has the new weights, on every rank."""
         self._results.make_room()
         sampled = self._to_compare() if sampled is None else sampled
         if lr != self._rate:
@@ -255,8 +248,7 @@ class Trainer:
         self.optimizer.launched()
 
     def _to_compare(self) -> int:
-        """Sampled tokens of the batches since the last update that were to be compared, of all ranks, by the
-        trajectories that they were made of."""
+        """Sampled tokens of the batches since the last update that were to be compared, of all ranks."""
         own = sum(s.length for batch, _ in self._scored for s in batch.sequences)
         return sum(self.world.gather(own)) // self.world.mesh.tp.size
 
@@ -334,12 +326,10 @@ class Trainer:
         return found | {name: [Held(buffer.flatten(), 0)] for name, buffer in trained.named_buffers() if first}
 
     def _launched(self, lr: float, sampled: int) -> PendingResult:
-        """The result of the update that was just launched, when the host asks for it."""
         scored, self._scored = self._scored, []
         return self._results.launched(lambda found: self._result(lr, sampled, found, scored))
 
     def _result(self, lr: float, sampled: int, found: Sequence[float], scored: Checked) -> StepResult:
-        """What the numbers of an update say, and those of its checked batches that differ."""
         s = dict(zip(self._found, found, strict=True))
         self.weights_version += int(s["applied"])
         tokens = max(s["tokens"], 1.0)

@@ -99,7 +99,6 @@ class LossConfig(Section):
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether the loss has a KL term."""
         return self.beta > 0 and not self.use_kl_in_reward
 
     def check(self) -> None:

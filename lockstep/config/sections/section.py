@@ -17,7 +17,6 @@ def between(low: float, high: float, *, default: _T) -> _T:
 
 
 def at_least(low: float, *, default: _T) -> _T:
-    """A field that takes finite numbers from `low` up."""
     return between(low, math.inf, default=default)
 
 

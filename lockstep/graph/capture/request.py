@@ -32,25 +32,20 @@ class Request:
 
     @cached_property
     def specs(self) -> tuple[InputSpec, ...]:
-        """The inputs, with open sizes by name."""
         return self.inputs.described(self.dynamic or {})
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The values of the open sizes."""
         return self.inputs.open_sizes(self.specs)
 
     @property
     def key(self) -> tuple:
-        """What graphs of one function are told apart by."""
         return (*self.statics.items(), self.specs)
 
     @property
     def title(self) -> str:
-        """Name and statics, for messages."""
         return title_of(self.name, self.statics)
 
     @property
     def device(self) -> torch.device:
-        """Where the graph lies."""
         return self.specs[0].device if self.specs else torch.device("cpu")

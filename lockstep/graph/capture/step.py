@@ -1,8 +1,8 @@
 """Tracing a function of named tensors into a flat graph.
 
-Only tensors vary between launches, and of their shapes the sizes that are declared open. Every other Python value the
-trace meets becomes a constant, so the function takes them as declared statics, and there is a graph for each
-combination. Writes to inputs stay writes: a launch changes the very gradients, weights and cache that it is bound to.
+Only tensors vary between launches, and of their shapes the sizes that are declared open. Every other Python value
+becomes a constant, so the function takes them as declared statics. Writes to inputs stay writes: a launch changes the
+very gradients, weights and cache that it is bound to.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def capture(
     writes: Collection[Role] = (),
     dynamic: Dynamic | None = None,
 ) -> Captured:
-    """Trace `body(inputs, **statics)`; no input is read or written.
-
-    Gradients are off; the body turns them on where it differentiates.
+    """Trace `body(inputs, **statics)`, gradients off; no input is read or written.
 
     Args:
         body: returns its outputs by name, each a tensor of its own (not a view of an input).
@@ -90,9 +88,7 @@ def capture(
 
     specs = inputs.described(dynamic or {})
     try:
-        module, sizes = torch_trace.trace(
-            flat, [tensor for _, _, tensor in inputs.flat()], [spec.sizes for spec in specs]
-        )
+        module, sizes = torch_trace.trace(flat, [t for _, _, t in inputs.flat()], [spec.sizes for spec in specs])
     except torch_trace.Untraceable as error:
         raise GraphError(f"{name}: cannot be captured: {error}") from error
     return Captured(name, module, specs, tuple(outputs), statics, frozenset(writes), sizes=sizes)

@@ -1,6 +1,5 @@
-"""Before the first step: each function is run eagerly, as its captured graph and as its replay, and must give the same
-bits. One trace serves many shapes: its graph is run by itself on the first case, and its replay on all. What depends on
-a compiled region may differ from eager within a bound (`closeness`); two runs and the replay are still equal.
+"""Before the first step each function is run eagerly, as its captured graph and as its replay, and must give the same
+bits. What depends on a compiled region may differ from eager within a bound (`tolerance`).
 
 A function's owner brings the cases: inputs, state to start from, and what of large state a run may write. State is put
 back after every run. Where the ways part, the step and the node that made the difference are named (`bisect`).
@@ -54,16 +53,13 @@ Work = Sequence[tuple[Program, Sequence[Case]]]
 
 
 def check_against_eager(
-    runtime: Runtime,
-    work: Work,
-    mode: Mode,
-    verdicts: PassedChecks | None = None,
+    runtime: Runtime, work: Work, mode: Mode, verdicts: PassedChecks | None = None
 ) -> list[Verdict]:
     """Check every function on its cases; those of one name together.
 
     Args:
-        mode: what a difference does. strict: it is an error. warn: the function runs one level further down, and is
-            checked again there.
+        mode: what a difference does. strict: it is an error. warn: the function is checked again one level further
+            down.
         verdicts: checks that passed before are not repeated; None repeats all.
 
     Raises:
@@ -139,7 +135,6 @@ class _State:
         self._held: Snapshot | None = None
 
     def note(self) -> None:
-        """A run is about to begin."""
         if self._before is None:
             self._before = _all_state(self._functions)
         if self._held is None:
@@ -157,7 +152,6 @@ class _State:
             self._held = None
 
     def changed(self) -> str | None:
-        """What is not as it was."""
         return None if self._before is None else first_difference(self._before, _all_state(self._functions))
 
 

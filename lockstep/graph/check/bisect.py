@@ -1,8 +1,5 @@
-"""Where two ways to run one function part: which step made the difference, and which node shows it first.
-
-The ways are eager, the graph as it was captured, the graph after each pass, and its replay. Values are compared by
-hashes, operator by operator, so nothing large is kept.
-"""
+"""Where two ways to run one function part: which step made the difference, and which node shows it first. Values of
+eager, the graph at each stage and its replay are compared by hashes, operator by operator."""
 
 from __future__ import annotations
 
@@ -24,9 +21,7 @@ from ..torch_private import trace as torch_trace
 from .fingerprints import fingerprint, first_difference
 from .tolerance import bound, relative_error
 
-Around = Callable[
-    [Callable[[], Any]], Any
-]  # calls its argument on the state and inputs of the trial, then puts them back
+Around = Callable[[Callable[[], Any]], Any]  # calls its argument on the trial's state and inputs, then puts them back
 _NO_NEW_VALUES = {*SAME_TENSOR, "aten.lift_fresh", "aten.lift_fresh_copy", "aten._unsafe_view"}
 
 
@@ -60,13 +55,8 @@ def faulty_step(
     differs: Callable[[Captured], str | None],
     around: Around,
 ) -> Fault:
-    """The fault of a graph whose results are not eager's.
-
-    Args:
-        eager: runs the function as it stands.
-        arguments: the graph's inputs.
-        differs: what of a graph's results has other bits than eager's.
-    """
+    """The fault of a graph whose results are not those of `eager`, which runs the function as it stands; `differs` says
+    what of a graph's results has other bits."""
     kept = captured.stages()
     parting = ((i, what) for i, (_, graph) in enumerate(kept) if (what := differs(graph)))
     i, what = next(parting, (-1, "results that differ from run to run"))
@@ -94,14 +84,9 @@ def faulty_replay(
     around: Around,
     what: str,
 ) -> Fault:
-    """The fault of a recording whose replay is not what its graph computes.
-
-    The graph is recorded once more, on what the arguments hold now, with the hash of every node as its result.
-
-    Args:
-        arguments: the graph's inputs; user inputs in buffers of the recording's own.
-        load: fills these buffers.
-    """
+    """The fault of a recording whose replay is not what its graph computes: it is recorded once more, with the hash of
+    every node as its result. `load` fills the user inputs among `arguments`, which are buffers of the recording's
+    own."""
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.stack(list(_node_prints(captured, tensors).values()))]

@@ -75,11 +75,8 @@ class Comparison:
         self._put_back = case.remake or Snapshot(written).restore
 
     def fault(self, interpret: bool) -> Fault | None:
-        """Where the ways part, or None when all is as it must be.
-
-        Args:
-            interpret: run the graph as it was captured, too, even if its replay is what eager is.
-        """
+        """Where the ways part, or None when all is as it must be. `interpret`: run the graph as it was captured, too,
+        even if its replay is what eager is."""
         eager = self._around(lambda: self._seen(lambda: self._in_pool(self._eager), frozenset()))
         if not self._graph.launches:
             self._around(self._launch)  # the first one records
@@ -91,7 +88,7 @@ class Comparison:
         if self._differs(eager, captured) or any(self._differs(eager, self._results(stage)) for stage in earlier):
             return faulty_step(
                 self._captured,
-                self._body,
+                lambda: self._called(self._function.body),  # whose calls are in the order of its graph's
                 [tensor for _, _, tensor in self._inputs.flat()],
                 lambda stage: self._differs(eager, self._results(stage)),
                 self._around,
@@ -145,10 +142,6 @@ class Comparison:
 
     def _eager(self) -> Mapping[str, Tensor]:
         return self._called(self._case.eager or self._function.body)
-
-    def _body(self) -> Mapping[str, Tensor]:
-        """The function itself, whose calls are in the order of its graph's."""
-        return self._called(self._function.body)
 
     def _called(self, body: GraphBody) -> Mapping[str, Tensor]:
         with torch.autograd.set_multithreading_enabled(False):  # else the backward pass would leave the pool

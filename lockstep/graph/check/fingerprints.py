@@ -13,10 +13,10 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A hash of a tensor's values, bit for bit; int64, 0-dim, on its device.
+    """A hash of a tensor's values, bit for bit; int64, 0-dim, on its device, without waiting for that.
 
     Two tensors of one shape and dtype that differ in one element never have the same hash; others have it by chance
-    alone, once in about 2 ** 63. Nothing waits for the device, so it can be part of a CUDA graph.
+    alone, once in about 2 ** 63.
     """
     words = _words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

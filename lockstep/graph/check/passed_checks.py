@@ -18,7 +18,6 @@ class PassedChecks:
         self._folder = (folder or user_folder.cache_folder()) / "verdicts"
 
     def passed(self, key: str) -> bool:
-        """Whether this check is known to have passed."""
         found = user_folder.read(self._folder / f"{key}.json")
         return isinstance(found, dict) and found.get("key") == key
 

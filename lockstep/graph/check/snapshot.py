@@ -36,7 +36,6 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Every tensor as it was."""
         for part in self._zero:
             part.zero_()
         for part, copy in self._kept:

@@ -14,19 +14,13 @@ BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2**-5}
 
 
 def bound(captured: Captured) -> float:
-    """The bound for a graph's results."""
     kinds = {spec.dtype for spec in captured.inputs if spec.role == "param"}
     return max((BOUNDS[kind] for kind in kinds if kind in BOUNDS), default=BOUNDS[torch.float32])
 
 
 def too_far(found: Sequence[Tensor], eager: Sequence[Tensor], start: Sequence[Tensor], limit: float) -> bool:
-    """Whether any of the tensors is further from eager's than `limit` times what eager changed.
-
-    Whole numbers have no such distance (a token that was drawn is another or the same) and are never too far.
-
-    Args:
-        start: what they held before; nothing for tensors that are new. Rounding on top of it is allowed for.
-    """
+    """Whether any of the tensors is further from eager's than `limit` times what eager changed; `start` is what they
+    held before, if they are not new. Whole numbers, such as tokens, have no such distance and are never too far."""
     pairs = enumerate(zip(found, eager, strict=True))
     return any(_too_far(a, b, start[i] if start else None, limit) for i, (a, b) in pairs)
 

@@ -50,7 +50,6 @@ class Inputs:
     module: nn.Module | None = None
 
     def flat(self) -> Iterator[tuple[Role, str, Tensor]]:
-        """(role, name, tensor) in a fixed order."""
         for role in get_args(Role):
             for name, tensor in getattr(self, role).items():
                 yield role, name, tensor
@@ -92,12 +91,8 @@ class InputSpec:
 
     @staticmethod
     def of(role: Role, name: str, tensor: Tensor, sizes: Sequence[str | None] = ()) -> InputSpec:
-        """The description of a tensor.
-
-        Args:
-            sizes: names of the open sizes, None for a fixed one. A size of 0 or 1 is fixed all the same, as it is
-                another thing to broadcasting.
-        """
+        """The description of a tensor. `sizes` are the names of the open ones, None for a fixed one. A size of 0 or 1
+        is fixed all the same, as it is another thing to broadcasting."""
         named = sizes or [None] * tensor.dim()
         shape = tuple(n if n and value > 1 else value for value, n in zip(tensor.shape, named, strict=True))
         stride = None if any(isinstance(size, str) for size in shape) else tensor.stride()
@@ -105,7 +100,6 @@ class InputSpec:
 
     @property
     def sizes(self) -> tuple[str | None, ...]:
-        """The names of the open sizes, None for a fixed one."""
         return tuple(size if isinstance(size, str) else None for size in self.shape)
 
     def mismatch(self, tensor: Tensor) -> str | None:
@@ -134,7 +128,6 @@ class InputSpec:
 
     @property
     def title(self) -> str:
-        """Role and name."""
         return f"{self.role} {self.name}"
 
     def __str__(self) -> str:
@@ -170,12 +163,10 @@ class Captured:
 
     @property
     def graph(self) -> fx.Graph:
-        """The graph of `module`."""
         return self.module.graph
 
     @property
     def title(self) -> str:
-        """Name and statics, for messages."""
         return title_of(self.name, self.statics)
 
     def value(self, node: fx.Node) -> Value:
@@ -203,12 +194,10 @@ class Captured:
         return list(zip(kept, reversed(found), strict=True))
 
     def placeholders(self) -> list[tuple[fx.Node, InputSpec]]:
-        """The graph's inputs with their descriptions."""
         return list(zip(self.graph.find_nodes(op="placeholder"), self.inputs, strict=True))
 
 
 def title_of(name: str, statics: Mapping[str, Static]) -> str:
-    """What messages call a graph."""
     return f"{name}({', '.join(f'{k}={v}' for k, v in statics.items())})"
 
 
@@ -251,12 +240,10 @@ def module_of(node: fx.Node) -> str:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a call writes in place."""
     return [a for argument, values in _bound(node) if argument.is_write for a in values]
 
 
 def mutates(node: fx.Node) -> bool:
-    """Whether a call writes any argument in place."""
     return bool(written(node))
 
 

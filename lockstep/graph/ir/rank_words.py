@@ -1,8 +1,8 @@
 """Which floats of a graph were added across ranks: by a collective that adds, or after they were gathered.
 
 Words of several ranks that lie along a dimension may be laid out, chosen from, and summed over by our own operators,
-which read them as the whole that one rank has. Added to one another by anything else they are a sum that was cut where
-the number of ranks says. What is not known to keep them apart counts as a sum.
+which read them as the whole that one rank has. Added to one another by anything else, or by what is not known to keep
+them apart, they are a sum that was cut where the number of ranks says.
 """
 
 from __future__ import annotations
@@ -226,7 +226,6 @@ class RankWords:
         return _Words((_anywhere(groups),) * count, frozenset((group, node.name) for group in groups))
 
     def _mixes(self, node: fx.Node) -> bool:
-        """Whether computed operands are of different parts."""
         parts = [w.parts if (w := self._of(n)) else frozenset() for n in self._operands(node)]
         return any(found != parts[0] for found in parts)
 
@@ -318,5 +317,4 @@ def _reduced(node: fx.Node, count: int) -> set[int]:
 
 
 def _argument(node: fx.Node, name: str, place: int, default: Any) -> Any:
-    """A call's argument, by name or place."""
     return node.args[place] if len(node.args) > place else node.kwargs.get(name, default)

@@ -1,8 +1,5 @@
-"""The sizes that a trace leaves open, by name, and what it assumed of them, as plain data.
-
-A condition is an expression in names: a number, a name, or `[operator, argument, ...]`. So what a graph holds for can
-be kept in a file and checked without the algebra that found it.
-"""
+"""The sizes that a trace leaves open, by name, and what it assumed of them, as plain data: a condition is an expression
+in names, a number, a name or `[operator, argument, ...]`, which a file can keep and anyone check."""
 
 from __future__ import annotations
 
@@ -44,13 +41,8 @@ _OPERATORS = dict(_INFIX.values())
 
 @dataclass(frozen=True)
 class Sizes:
-    """Open sizes and the conditions on them.
-
-    Attributes:
-        names: of the open sizes; those of a graph that was loaded have no symbols.
-        conditions: what must hold of them, each with the line that asked.
-        symbols: what stands for them in the shapes of traced tensors, with its name.
-    """
+    """Open sizes and the conditions on them, each with the line that asked. `symbols` are what stands for the sizes in
+    the shapes of traced tensors, with their names; a graph that was loaded has none."""
 
     names: tuple[str, ...] = ()
     conditions: tuple[Condition, ...] = ()
@@ -64,7 +56,6 @@ class Sizes:
         return self.symbols.get(found) or self.text(found)
 
     def shape(self, tensor: Tensor) -> tuple[int | str, ...]:
-        """A traced tensor's shape, by `name`."""
         return tuple(map(self.name, tensor.shape))
 
     def text(self, found: Any) -> str:
@@ -74,11 +65,9 @@ class Sizes:
         return str(found.xreplace({symbol: sympy.Symbol(name) for symbol, name in self.symbols.items()}))
 
     def broken(self, values: Mapping[str, int]) -> list[str]:
-        """The conditions that do not hold at these values."""
         return [f"{text(c)} ({where})" for c, where in self.conditions if not evaluated(c, values)]
 
     def also(self, conditions: Iterable[Condition]) -> Sizes:
-        """With more conditions, each once."""
         found = {repr(c): (c, where) for c, where in (*self.conditions, *conditions)}
         return replace(self, conditions=tuple(found.values()))
 
@@ -96,11 +85,8 @@ def in_names(conditions: Iterable[Condition], meaning: Mapping[str, Any], sizes:
 
 
 def expression(found: Any, symbols: Mapping[Any, str]) -> Expression:
-    """An expression of sympy in the names of its symbols.
-
-    Raises:
-        KeyError: it has a symbol without a name, or an operator that is not known here.
-    """
+    """An expression of sympy in the names of its symbols. `KeyError`: a symbol without a name, or an operator that is
+    not known here."""
     if found in symbols:
         return symbols[found]
     if not found.args:
@@ -111,14 +97,12 @@ def expression(found: Any, symbols: Mapping[Any, str]) -> Expression:
 
 
 def evaluated(e: Expression, values: Mapping[str, int]) -> Any:
-    """The value of an expression at these values of its names."""
     if isinstance(e, list):
         return _OPERATORS[e[0]](*(evaluated(argument, values) for argument in e[1:]))
     return values[e] if isinstance(e, str) else e
 
 
 def text(e: Expression) -> str:
-    """An expression as one reads it."""
     if not isinstance(e, list):
         return str(e)
     parts = [f"({text(a)})" if isinstance(a, list) else text(a) for a in e[1:]]

@@ -43,9 +43,8 @@ def digest(captured: Captured) -> str:
     """A hash of all that the graph computes and expects. The order of its nodes counts, their names do not."""
     numbers = {node: f"%{i}" for i, node in enumerate(captured.graph.nodes)}
     signature = (captured.title, captured.inputs, captured.outputs, sorted(captured.writes))
-    return hashlib.sha256("\n".join([repr(signature), *_lines(captured, numbers.__getitem__)]).encode()).hexdigest()[
-        :16
-    ]
+    text = "\n".join([repr(signature), *_lines(captured, numbers.__getitem__)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _lines(captured: Captured, name: Namer) -> list[str]:

@@ -37,7 +37,6 @@ Value: TypeAlias = TensorValue | Number | tuple["Value", ...] | None
 
 
 def value_of(found: Any, sizes: Sizes) -> Value:
-    """The description of what a trace recorded for a node."""
     if isinstance(found, Tensor):
         return TensorValue(found.dtype, sizes.shape(found), found.device)
     if isinstance(found, torch.SymInt):
@@ -48,6 +47,5 @@ def value_of(found: Any, sizes: Sizes) -> Value:
 
 
 def tensors_in(value: Value) -> list[TensorValue]:
-    """The tensors among a node's results."""
     items = value if isinstance(value, tuple) else (value,)
     return [item for item in items if isinstance(item, TensorValue)]

@@ -163,20 +163,11 @@ def _writes(captured: Captured) -> Iterator[str]:
 
 
 def overlapping(captured: Captured, tensors: Sequence[Tensor]) -> str | None:
-    """The first input that the graph writes and that shares memory with another, as a sentence; None is as it must be.
-
-    A graph takes its inputs for distinct: passes move what reads one of them past a write to another.
-
-    Args:
-        tensors: the inputs.
-    """
+    """The first of the inputs `tensors` that the graph writes and that shares memory with another, as a sentence; None
+    is as it must be. A graph takes its inputs for distinct: passes move what reads one of them past a write to
+    another."""
     spans = sorted(
-        (
-            t.data_ptr(),
-            t.data_ptr() + t.numel() * t.element_size(),
-            i in captured.written_inputs,
-            str(captured.inputs[i]),
-        )
+        (t.data_ptr(), t.data_ptr() + t.nbytes, i in captured.written_inputs, str(captured.inputs[i]))
         for i, t in enumerate(tensors)
         if t.numel() and t.is_contiguous()
     )

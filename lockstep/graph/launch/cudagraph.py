@@ -37,13 +37,12 @@ class GraphRecorder(Protocol):
     def record(
         self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = (), lasting: Sequence[int] = ()
     ) -> Recording:
-        """Run once for real with the pool's memory, which also compiles and loads kernels, then record.
-
-        The recording's outputs are those of the real run.
+        """Run once for real with the pool's memory, which also compiles and loads kernels, then record. The recording's
+        outputs are those of the real run.
 
         Args:
-            keep: tensors of the pool whose values this run or a later one needs. Memory that someone holds is never
-                given to a recording, so only a recorder that checks its caller looks at them.
+            keep: tensors of the pool whose values are needed later. Memory that someone holds is never given to a
+                recording, so only a recorder that checks its caller looks at them.
             lasting: numbers of outputs that the recording copies out of the pool, where no other overwrites them.
         """
 

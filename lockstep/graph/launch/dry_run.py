@@ -16,13 +16,8 @@ NAMESPACE = "lockstep"  # of the operators that launch kernels of ours
 
 def dry_run(captured: Captured, arguments: Sequence[Tensor], namespace: str = NAMESPACE) -> dict[str, Tensor]:
     """Call the implementation of each of the graph's operators, once for all calls that are alike, on tensors without
-    memory; no argument is read or written.
-
-    The caller sees to it that implementations launch nothing (`ops.precompile`).
-
-    Returns:
-        zeros in the place of the graph's outputs.
-    """
+    memory; no argument is read or written, and the caller sees to it that nothing is launched (`ops.precompile`).
+    Returns zeros in the place of the graph's outputs."""
     memory = torch_trace.WithoutMemory(namespace)
     stand_ins = [memory.stand_in(tensor) for tensor in arguments]
     with memory.computing():

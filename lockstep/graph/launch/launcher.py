@@ -24,8 +24,8 @@ class GraphLauncher:
 
     Static inputs are the tensors given here, by address (`Addresses`); user inputs come with each launch, and a
     recorded graph copies them into buffers of its own. A recorded graph's outputs are overwritten by the next launch of
-    any graph of the same recorder: read or copy them before. Those in `lasting` are overwritten by the next launch of
-    this graph alone, and copied before if someone holds what the last one returned (`Outputs`).
+    any graph of the same recorder; those in `lasting` by the next launch of this graph alone, and copied before if
+    someone holds what the last one returned (`Outputs`).
 
     Attributes:
         launches: runs so far, replays among them.
@@ -33,11 +33,7 @@ class GraphLauncher:
     """
 
     def __init__(
-        self,
-        captured: Captured,
-        inputs: Inputs,
-        recorder: GraphRecorder | None = None,
-        lasting: Collection[str] = (),
+        self, captured: Captured, inputs: Inputs, recorder: GraphRecorder | None = None, lasting: Collection[str] = ()
     ) -> None:
         self.captured = captured
         self.launches = self.replays = 0

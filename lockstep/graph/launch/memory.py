@@ -14,8 +14,8 @@ from ..torch_private import trace as torch_trace
 class OwnInputs:
     """Buffers for inputs like the given ones; their addresses stay.
 
-    Inputs that lie side by side in one buffer have buffers that lie alike in one. Then a launch whose inputs lie so too
-    costs one copy, and one more for each input that lies elsewhere.
+    Inputs that lie side by side in one buffer have buffers that lie alike in one, so a launch whose inputs lie so too
+    costs one copy, and one more for each that lies elsewhere.
 
     Attributes:
         tensors: the buffers, in the order of the inputs.
@@ -35,11 +35,8 @@ class OwnInputs:
             self.tensors[i] = own.view(inputs[i].dtype).view(inputs[i].shape)
 
     def fill(self, inputs: Sequence[Tensor]) -> bool:
-        """Copy a launch's inputs in; their shapes, dtypes and device are those of the first ones.
-
-        Returns:
-            whether the buffer that they lie in has all of them, and they lie in it as here: `fill_whole` would do.
-        """
+        """Copy a launch's inputs in; their shapes, dtypes and device are those of the first ones. Returns whether they
+        all lie in one buffer as here: `fill_whole` would do."""
         elsewhere: Sequence[int] = range(len(inputs))
         with torch.inference_mode(False), torch.no_grad():
             if self._run is not None and self._first is not None:
@@ -71,11 +68,8 @@ def _places(inputs: Sequence[Tensor]) -> dict[int, int]:
 
 
 class Addresses:
-    """Where tensors lie.
-
-    Of views of one tensor, such as gradients in a flat buffer, that tensor alone is asked. A parameter is a tensor of
-    its own, wherever its data lies, as anyone can give it other data.
-    """
+    """Where tensors lie. Of views of one tensor, such as gradients in a flat buffer, that tensor alone is asked; a
+    parameter is a tensor of its own, as anyone can give it other data."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         owners = [torch_trace.viewed_tensor(tensor) for tensor in tensors]
@@ -96,12 +90,8 @@ class Addresses:
 
 
 class Outputs(dict[str, Tensor]):
-    """A launch's outputs by name.
-
-    Those that the function declared to be lasting stay right for as long as someone holds this: they are copied if the
-    same graph is launched again meanwhile. So read them here, each time anew, and not through a tensor that was taken
-    from here before.
-    """
+    """A launch's outputs by name. Those that the function declared to be lasting stay right for as long as someone
+    holds this, as they are copied if the graph is launched again meanwhile: read them here, each time anew."""
 
     __slots__ = ("__weakref__",)
 

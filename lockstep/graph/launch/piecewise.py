@@ -43,7 +43,6 @@ class Part:
     recorded: bool
 
     def run(self, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """The results, as a recorder takes it."""
         return self.module.forward(*arguments)
 
 
@@ -68,7 +67,6 @@ def split(captured: Captured) -> list[Part]:
 
 
 def _element(node: fx.Node) -> bool:
-    """Whether the node picks one of a call's several results."""
     return node.target is operator.getitem
 
 
@@ -81,7 +79,6 @@ def _derived(captured: Captured, node: fx.Node) -> bool:
 
 
 def _results(captured: Captured, node: fx.Node) -> Iterator[fx.Node]:
-    """The tensors that a call computes, as nodes."""
     if isinstance(captured.value(node), tuple):
         yield from filter(_element, node.users)
     elif not _derived(captured, node):
@@ -120,11 +117,7 @@ class Piecewise:
     def __init__(
         self, captured: Captured, recorder: GraphRecorder, arguments: Sequence[Tensor], lasting: Sequence[int] = ()
     ) -> None:
-        """Run the parts in order, recording the pieces.
-
-        Args:
-            arguments: the graph's inputs, where they will stay. lasting: see `Recorder.record`.
-        """
+        """Run the parts in order, recording the pieces. `arguments` are the graph's inputs, where they will stay."""
         *parts, last = split(captured)
         inputs = dict(zip(captured.graph.find_nodes(op="placeholder"), arguments, strict=True))
         final = {node: i for i, part in enumerate([*parts, last]) for node in part.reads}
@@ -168,7 +161,6 @@ class Piecewise:
 
     @property
     def pieces(self) -> int:
-        """Recorded pieces."""
         return len(self._recordings)
 
     def replay(self) -> None:
@@ -178,7 +170,6 @@ class Piecewise:
                 step()
 
     def close(self) -> None:
-        """Give the memory back."""
         for recording in self._recordings:
             recording.close()
         self._recordings, self._steps, self.outputs = [], [], []

@@ -25,9 +25,8 @@ class Pass:
     """A rewrite with its options bound.
 
     Attributes:
-        preserves_numerics: no bit of any output or write changes. If some may, the pass says which by the calls that it
-            puts in: `captured.is_exact` is false of them, and the check against eager (`trust`) bounds what depends on
-            them.
+        preserves_numerics: no bit of any output or write changes. If some may, `captured.is_exact` is false of the
+            calls that the pass puts in, and the check against eager bounds what depends on them.
         options: what it was made with, by name: two passes of one name and options do the same to a graph.
         apply: leaves its argument as it is; returns the new graph and, in a few words, what it did.
     """
@@ -39,14 +38,8 @@ class Pass:
 
 
 def pipeline(config: CompileConfig, sharded: bool = False, on_gpu: bool = False) -> list[Pass]:
-    """The passes of `config.passes` that the rest of the configuration asks for, in order.
-
-    Args:
-        sharded: graphs are of several processes, with collectives.
-
-    Raises:
-        InputError: a function that `compile.passes` names cannot be found.
-    """
+    """The passes of `config.passes` that the rest of the configuration asks for, in order; `sharded`: graphs have
+    collectives. `InputError` for a function that cannot be found."""
     c, budget = config, int(config.activation_memory_gib * 2**30)
     shipped = {
         "canonicalize": _bound("canonicalize", canonicalize) if c.canonicalize else None,

@@ -19,8 +19,7 @@ class Backend:
     Attributes:
         passes: run after all others that a trace goes through.
         shared: it rewrites forward passes, in both roles alike (`share`).
-        compile_module: compiles a module that torch traced and its example inputs, where layers are compiled; None
-            where their operators are run.
+        compile_module: compiles a module that torch traced and its example inputs, where layers are compiled.
     """
 
     shared = False

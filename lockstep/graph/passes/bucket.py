@@ -15,11 +15,9 @@ from .rewrite import rewritten
 
 
 def bucket(captured: Captured) -> tuple[Captured, str]:
-    """Gather each layer's weights together, and exchange its gradients together, where they follow one another.
-
-    Weights gathered together need no copy: they are one launch of several gathers. Gradients exchanged together are
-    laid side by side first. Either way the same words arrive and are added in the same order.
-    """
+    """Gather each layer's weights together, and exchange its gradients together, where they follow one another. Weights
+    need no copy: they are one launch of several gathers; gradients are laid side by side first. The same words
+    arrive."""
     result = rewritten(captured)
     notes = [
         _merged(result, "gathers", weight_gathers, _gather_together),

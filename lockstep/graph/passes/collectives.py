@@ -42,7 +42,6 @@ class Collective:
 
     @property
     def collective(self) -> fx.Node:
-        """The call that communicates."""
         return next(node for node in self.start if op_name(node) in (*GATHERS, EXCHANGE))
 
 
@@ -78,7 +77,7 @@ def gradient_exchanges(captured: Captured, stage: int = 0) -> list[Collective]:
     found = []
     for node in captured.graph.nodes:
         if op_name(node) == EXCHANGE and node.args[-1] in STAGES[stage]:
-            finish = sorted(_results(node))
+            finish = sorted(reached(node, lambda call: call.users, lambda user: user.op != "output"))
             found.append(Collective(layer_of(finish[-1]), (*_preparing(node), node), tuple(finish)))
     found.sort(key=lambda exchange: max(sources(exchange)))
     if stage == 0:
@@ -110,13 +109,5 @@ def _views(waits: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _preparing(node: fx.Node) -> list[fx.Node]:
     """The calls that only lay out what a collective reads."""
-
-    def prepares(source: fx.Node) -> bool:
-        return op_name(source) in _PREPARES and len(source.users) == 1
-
-    return sorted(reached(node, lambda call: call.all_input_nodes, prepares))
-
-
-def _results(node: fx.Node) -> set[fx.Node]:
-    """Everything that is computed from a call's result."""
-    return reached(node, lambda call: call.users, lambda user: user.op != "output")
+    prepares = reached(node, lambda c: c.all_input_nodes, lambda c: op_name(c) in _PREPARES and len(c.users) == 1)
+    return sorted(prepares)

@@ -19,12 +19,10 @@ KIND = "inductor"
 
 class CompiledSubgraph:
     """A compiled function of tensors and sizes to a list of tensors, each with memory of its own: a node's target.
-
-    Called with tensors that have no memory, where a graph is only gone through, it calls its operators.
+    Called with tensors that have no memory, it calls its operators.
 
     Attributes:
         digest: of `body`: the operators and what their inputs are, as text.
-        module: the operators.
         conditions: what must hold of its sizes (`torch_private.inductor.Signature.sizes`).
     """
 
@@ -41,13 +39,11 @@ class CompiledSubgraph:
         self.__name__ = self.__qualname__ = f"inductor_{self.digest}"  # by which generated source calls it
 
     def __call__(self, *args: Any) -> Sequence[Tensor]:
-        """Run it."""
         if any(map(torch_inductor.is_fake, args)):
             return self.module.forward(*args)
         return self._artifact(*args)
 
     def serialize(self) -> bytes:
-        """All of it, for `deserialize`."""
         return pickle.dumps((self.body, self.module, self._artifact.serialize(), self.conditions))
 
     @classmethod
@@ -61,7 +57,6 @@ register_region(KIND, CompiledSubgraph.deserialize)
 
 
 def digest_of(body: Sequence[str]) -> str:
-    """The digest of a region with this body."""
     return hashlib.sha256("\n".join(body).encode()).hexdigest()[:12]
 
 

@@ -141,17 +141,14 @@ def _erase(*nodes: fx.Node) -> None:
 
 
 def _call(value: object, name: str) -> fx.Node | None:
-    """The value, if it is what a call of this operator gives."""
     return value if isinstance(value, fx.Node) and op_name(value) == name else None
 
 
 def _source(value: object) -> object:
-    """The call that this value is an item of."""
     return value.args[0] if isinstance(value, fx.Node) and value.target is operator.getitem else None
 
 
 def _item(node: fx.Node, index: int) -> fx.Node | None:
-    """The only call that takes this item of a node's results."""
     found = [user for user in node.users if user.target is operator.getitem and user.args[1] == index]
     return found[0] if len(found) == 1 else None
 

@@ -66,14 +66,8 @@ def recompute(captured: Captured, patterns: Sequence[str]) -> tuple[Captured, st
 
 
 def fit(captured: Captured, budget: int) -> tuple[Captured, str]:
-    """Compute the results inside as few modules again as keep at most `budget` bytes for the backward pass.
-
-    Modules are taken in the order in which they run, each as `recompute` with its path would. Bytes are those of the
-    sizes that were traced. A graph without a backward pass is left as it is.
-
-    Raises:
-        GraphError: more is kept even with all of them.
-    """
+    """Compute the results inside as few modules again, in the order in which they run, as keep at most `budget` bytes
+    for the backward pass, at the sizes that were traced. `GraphError` if more is kept even with all of them."""
     if not any(map(is_backward, captured.graph.nodes)):
         return captured, "no backward pass"
     inside = {node: module_of(node) for node in sorted(_chosen(captured, (FULL,)))}
@@ -129,11 +123,9 @@ def _names_operator(pattern: str, node: fx.Node) -> bool:
 
 
 def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
-    """Forward calls that match and may be made again: pure, repeatable, reading nothing that the graph writes.
-
-    What leaves a module is kept, unless its operator is named; otherwise layer after layer would be computed again
-    from the first.
-    """
+    """Forward calls that match and may be made again: pure, repeatable, reading nothing that the graph writes. What
+    leaves a module is kept, unless its operator is named; else layer after layer would be computed again from the
+    first."""
     lies_in = origins(captured.graph)
     overwritten = {o for node in captured.graph.nodes for argument in written(node) for o in lies_in[argument]}
     chosen = set()
@@ -152,16 +144,12 @@ def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
     return chosen
 
 
-def _needed(node: fx.Node, chosen: Collection[fx.Node]) -> set[fx.Node]:
-    """The chosen calls that `node` reads, and the chosen ones that these are computed from."""
-    return reached(node, lambda call: call.all_input_nodes, chosen.__contains__)
-
-
 def make_again(graph: fx.Graph, chosen: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Copy chosen calls to just before the backward call that first needs them, and let the backward pass use these."""
     again: dict[fx.Node, fx.Node] = {}
     for node in filter(is_backward, list(graph.nodes)):
-        for source in sorted(_needed(node, chosen) - again.keys()):
+        needed = reached(node, lambda call: call.all_input_nodes, chosen.__contains__)
+        for source in sorted(needed - again.keys()):
             with graph.inserting_before(node):
                 again[source] = graph.node_copy(source, lambda n: again.get(n, n))
             torch_trace.set_tag(again[source], BACKWARD_TAG, BACKWARD)

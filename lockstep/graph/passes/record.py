@@ -9,11 +9,8 @@ from ..ir.captured import Captured, op_name
 
 
 def cudagraph(captured: Captured, split_at: Collection[str] = ()) -> tuple[Captured, str]:
-    """Mark the graph to be recorded at its first launch; the verifier then holds it to what a CUDA graph can be.
-
-    Args:
-        split_at: operators that run between recorded pieces. A graph without them is recorded whole.
-    """
+    """Mark the graph to be recorded at its first launch, in pieces around the operators `split_at` if it has any; the
+    verifier then holds it to what a CUDA graph can be."""
     static = sum(spec.role != "user" for spec in captured.inputs)
     copied = f"{static} static inputs, {len(captured.inputs) - static} copied in"
     between = [op_name(node) for node in captured.graph.nodes if op_name(node) in split_at]

@@ -14,11 +14,8 @@ from .rewrite import rewritten
 
 def reorder(captured: Captured) -> tuple[Captured, str]:
     """Gather a layer's weights while the layer before computes, and wait for them where they are first used; exchange
-    gradients as soon as a layer's are there, and wait for them when the next layer's are on their way.
-
-    Only the collectives, what lays out their tensors and what adds up their results change places, so at most two
-    layers' weights are in memory beyond what uses them.
-    """
+    gradients as soon as a layer's are there, and wait for them when the next layer's are on their way. So at most two
+    layers' weights are in memory beyond what uses them."""
     result = rewritten(captured)
     gathers = _prefetch(list(by_layer(weight_gathers(result))))
     exchanges = sum(_exchange_early(list(by_layer(gradient_exchanges(result, i)))) for i in range(len(STAGES)))

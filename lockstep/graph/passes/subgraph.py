@@ -21,11 +21,9 @@ class Stretch:
     """Calls that follow one another, but for views and sizes, and whose results nothing overwrites.
 
     Views of a result are made again by whoever reads them, so that every result is memory of its own. What only the
-    backward pass reads of a forward stretch is no result: it is computed again there, so that training has the same
-    function as generation, which keeps nothing.
+    backward pass reads of a forward stretch is computed again there, so that both roles have the same function.
 
     Attributes:
-        calls: in order.
         inner: the calls, and the views and sizes that are made of their results, wherever those stand.
         reads, results: nodes of the graph that the calls read from outside, and whose values are read there.
         module: the calls as a function of `reads` that returns a list, one an item of `results`.
@@ -80,12 +78,10 @@ class Stretch:
 
     @property
     def backward(self) -> bool:
-        """Whether the calls are part of the backward pass."""
         return is_backward(self.calls[0])
 
     @cached_property
     def signature(self) -> Signature:
-        """What the reads are."""
         return Signature([torch_trace.fake_value(node) for node in self.reads])
 
     @cached_property

@@ -1,12 +1,9 @@
 """A captured graph as bytes, and back: what a process captured once, others run without tracing.
 
 The graph is JSON, a line a node: operators by name, arguments, tags, and what each node computes. Loading that executes
-nothing; it looks names up in torch's registry and in a short list of Python's operators. A node may also call a
-compiled `Region`, which is kept beside the graph as bytes of its own, and loading a region does execute code. The
-`ir.text.digest` of a loaded graph is that of the graph that was stored, which is checked.
-
-Names of process groups and the like are text as any other argument, and pass through untouched. The device that a graph
-lies on is not part of it: `loads` takes one.
+nothing; it looks names up in torch's registry and in a short list of Python's operators. A compiled `Region` is kept
+beside it as bytes of its own, and loading one does execute code. A loaded graph's `ir.text.digest` is checked. The
+device that a graph lies on is not part of it: `loads` takes one.
 """
 
 from __future__ import annotations
@@ -93,9 +90,8 @@ def dumps(captured: Captured) -> bytes:
 
 
 def loads(data: bytes, device: torch.device | None = None) -> Captured:
-    """The graph that `dumps` was given, to be run, recorded, verified and compared as if it had just been captured.
-
-    If it has compiled regions, only bytes that this user's own process wrote may be loaded: see `Region`.
+    """The graph that `dumps` was given, to be run, recorded, verified and compared as if it had just been captured. If
+    it has compiled regions, only bytes that this user's own process wrote may be loaded: see `Region`.
 
     Args:
         device: where its tensors lie; None: where they lay when it was stored.
@@ -232,8 +228,6 @@ def _lines(graph: Mapping[str, Any]) -> str:
 
 
 class _Reader:
-    """Sections as a graph."""
-
     def __init__(self, sections: Mapping[str, bytes]) -> None:
         self._sections = sections
         self._raw = json.loads(sections["graph"])
@@ -250,7 +244,6 @@ class _Reader:
         return captured
 
     def moved(self, device: torch.device) -> Captured:
-        """The same on another device."""
         self._home = device
         return self._captured()
 

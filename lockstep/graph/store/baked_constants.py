@@ -10,11 +10,8 @@ Constants = Mapping[str, Any]  # values: numbers, text, None, sequences and mapp
 
 
 def flattened(constants: Constants) -> dict[str, Any]:
-    """Every number under a name of its own, `section.field`.
-
-    Raises:
-        TypeError: a value is none of those.
-    """
+    """Every number under a name of its own, `section.field`; `TypeError` for another value than `Constants` may
+    have."""
     found: dict[str, Any] = {}
     for name, value in constants.items():
         found.update(_flat(name, value))

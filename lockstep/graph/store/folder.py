@@ -1,9 +1,9 @@
 """Captured graphs that are kept between processes, in the user's cache folder.
 
-A graph is found by what it is (function, statics, inputs, level), which its file repeats, and then only taken if
-everything that it was made with is as it is now: the package's sources, torch, the device, the passes, and the
-constants that its body declares. Otherwise it is refused, and what differs is named. What somebody else could have
-written is not read, and what was cut off or changed is not loaded; in either case the graph is captured anew.
+A graph is found by what it is (function, statics, inputs, level), and only taken if everything that it was made with is
+as it is now: the package's sources, torch, the device, the passes, and the constants that its body declares. Otherwise
+it is refused, and what differs is named. What somebody else could have written is not read, and what was cut off or
+changed is not loaded; in either case the graph is captured anew.
 """
 
 from __future__ import annotations
@@ -42,29 +42,21 @@ class Key:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What the graph is, with the name of its function."""
         return {"function": self.name, **self.graph}
 
     @property
     def stem(self) -> str:
-        """The beginning of the names of its files, whatever it was made with."""
         return f"{self.name}-{_digest(self.graph)}-"
 
     @property
     def file(self) -> str:
-        """The name of its file."""
         return f"{self.stem}{_digest(self.made_with)}.graph"
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """What became of a search for a stored graph.
-
-    Attributes:
-        title: the graph's.
-        file: the name of the file that it is kept in, whether it was found or not.
-        reasons: why what was found was refused; none where nothing was found.
-    """
+    """What became of a search for a stored graph. `file` is the name of the file that it is kept in, found or not;
+    `reasons` why what was found was refused."""
 
     title: str
     file: str
@@ -73,11 +65,7 @@ class Lookup:
 
 
 class Store:
-    """The folder of stored graphs.
-
-    Attributes:
-        lookups: every search so far.
-    """
+    """The folder of stored graphs; `lookups` is every search so far."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or user_folder.cache_folder()) / "graphs"
@@ -106,7 +94,6 @@ class Store:
                 self._evict(key)
 
     def size(self, pattern: str = "*") -> int:
-        """Bytes of the files whose names match."""
         return sum(status.st_size for _, status in self._files(pattern))
 
     def _read(self, path: Path, key: Key, device: torch.device) -> tuple[Captured | None, tuple[str, ...]]:
@@ -160,7 +147,6 @@ class Store:
 
 
 def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields that are not the same."""
     now = json.loads(json.dumps(now))
     names = sorted(was.keys() | now.keys(), key=lambda name: ("." in name, name))
     return tuple(

@@ -23,11 +23,7 @@ def pack(sections: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, bytes]:
-    """The sections by name.
-
-    Raises:
-        Damaged: a byte is missing or not as it was, or the format is another.
-    """
+    """The sections by name. Raises `Damaged` where a byte is missing or not as it was, or the format is another."""
     stated, _, body = data.partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != stated:
         raise Damaged("it is cut off or changed: it does not have the hash that it was stored with")

@@ -31,16 +31,9 @@ class Compiled(NamedTuple):
 
 
 class Signature:
-    """The inputs of a stretch, described by themselves: each open size of a dimension has a name of its own, by order.
-
-    So stretches of different traces can be the same function, with sizes that are computed otherwise in each.
-
-    Args:
-        values: fake tensors, and numbers that the trace left open.
-
-    Attributes:
-        sizes: the names, and what each stands for in the trace.
-    """
+    """The inputs of a stretch, fake tensors and open numbers, described by themselves: each open size of a dimension
+    has a name of its own, by order, so stretches of different traces can be the same function. `sizes` are the names,
+    and what each stands for in the trace."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = values
@@ -50,7 +43,6 @@ class Signature:
         self._hints = {d.node.expr: d.node.hint for d in dims if isinstance(d, torch.SymInt)}
 
     def described(self) -> list[str]:
-        """Each input as text."""
         import sympy  # type: ignore[import-untyped]
 
         names = {name: sympy.Symbol(name) for name in self.sizes}
@@ -131,11 +123,8 @@ class Signature:
 
 
 def compile_module(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """What Dynamo captured, by Inductor, forward and backward pass.
-
-    An element of an input by an open index, such as a layer's cache, is taken before the call: within, Inductor loses
-    its offset where an operator writes it (torch 2.13), and all would go to the first.
-    """
+    """What Dynamo captured, by Inductor, forward and backward pass. An element of an input by an open index, such as a
+    layer's cache, is taken before the call: Inductor loses its offset where an operator writes it (torch 2.13)."""
     from torch._inductor.compile_fx import compile_fx
 
     before, after, values = _elements_first(module, inputs)
@@ -197,7 +186,6 @@ def load(data: bytes) -> Any:
 
 
 def is_fake(value: Any) -> bool:
-    """Whether a value has no memory."""
     return isinstance(value, torch._subclasses.FakeTensor)
 
 

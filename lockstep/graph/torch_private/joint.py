@@ -13,14 +13,9 @@ from .trace import Untraceable
 
 
 class Partition(NamedTuple):
-    """The two halves of a joint graph.
-
-    Attributes:
-        forward: inputs to results, and after these what the backward pass reads.
-        backward: that, by the names of the nodes in `forward`, and the gradient of the first result to the gradients of
-            the leaves, in order.
-        results: how many results there are.
-    """
+    """The halves of a joint graph: `forward` from inputs to so many `results`, and after these what the backward pass
+    reads; `backward` from that, by the nodes' names in `forward`, and the gradient of the first result to the leaves'
+    gradients."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
@@ -45,9 +40,8 @@ class _Function(nn.Module):
 
 
 def partition(fn: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor], leaves: Sequence[int]) -> Partition:
-    """`fn(*fakes)` and its gradients, cut by the min-cut partitioner, which computes again what is cheap to.
-
-    The inputs of both halves are in the order of `fakes`; call it within `torch_private.trace.trace`.
+    """`fn(*fakes)` and its gradients, cut by the min-cut partitioner, which computes again what is cheap to; within
+    `trace`.
 
     Args:
         fn: writes none of its arguments; its first result is to be differentiated, the others have no gradient.

@@ -27,8 +27,7 @@ def compiled_call(
     """`call(module, *args)`, compiled by torch for each kind of module and arguments, sizes and numbers left open.
 
     Args:
-        compile_module: compiles what was captured, with example inputs; None: it is run as it is or, where gradients
-            are wanted, through AOTAutograd.
+        compile_module: compiles what was captured, with example inputs; None: see `LayerCompiler`.
         limit: of variants. compiled: called before each is.
 
     Raises:

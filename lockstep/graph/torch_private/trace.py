@@ -139,7 +139,6 @@ def _open_sizes(env: Any, names: Mapping[Any, str]) -> Sizes:
 
 
 def _where(guard: Any) -> str:
-    """The line that asked."""
     return str(guard.sloc).strip("()")
 
 
@@ -182,33 +181,27 @@ def annotate(**tags: str) -> AbstractContextManager[None]:
 
 
 def tags(node: fx.Node) -> dict[str, str]:
-    """The tags that `annotate` gave a node."""
     return node.meta.get(_TAGS, {})
 
 
 def set_tag(node: fx.Node, key: str, value: str) -> None:
-    """Give a node a tag of its own."""
     node.meta[_TAGS] = {**tags(node), key: value}
 
 
 def copy_tags(source: fx.Node, targets: Sequence[fx.Node]) -> None:
-    """Give nodes the tags of another."""
     for node in targets:
         node.meta[_TAGS] = dict(tags(source))
 
 
 def fake_value(node: fx.Node) -> Any:
-    """What a node computes: a fake tensor, a sequence of them, a symbolic number, or None."""
     return node.meta.get("val")
 
 
 def set_fake_value(node: fx.Node, value: Any) -> None:
-    """Record what a node computes."""
     node.meta["val"] = value
 
 
 def is_operator(target: object) -> bool:
-    """Whether a node's target is one overload of a registered operator."""
     return isinstance(target, OpOverload)
 
 
@@ -226,7 +219,6 @@ def operator_named(name: str) -> Any:
 
 @functools.cache
 def arguments(op: Any) -> tuple[Argument, ...]:
-    """The arguments of an operator overload, in order."""
     return tuple(_declared(a) for a in op._schema.arguments)
 
 
@@ -300,11 +292,9 @@ def watched(fn: Callable[[], Any], seen: Callable[[Any, Sequence[Any], Mapping[s
 
 
 class WithoutMemory:
-    """Stand-ins for real tensors, with shapes and addresses and nothing else.
-
-    Within `computing`, operators find the shapes of their results, and those of `namespace` run their implementation
-    for the device, as if to launch its kernels.
-    """
+    """Stand-ins for real tensors, with shapes and addresses and nothing else. Within `computing`, operators find the
+    shapes of their results, and those of `namespace` run their implementation for the device, as if to launch its
+    kernels."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
@@ -364,11 +354,9 @@ def _silenced(of: type) -> Iterator[None]:
 
 
 def spare_dynamo(namespace: str) -> None:
-    """Have operators' kernels called as they are.
-
-    torch wraps each kernel of `torch.library.custom_op` so that `torch._dynamo` leaves it alone, and the first call of
-    one imports that for it: one or two seconds. Nothing here runs under it.
-    """
+    """Have operators' kernels called as they are: torch wraps each kernel of `torch.library.custom_op` so that
+    `torch._dynamo` leaves it alone, and the first call of one imports that: one or two seconds. Nothing here runs under
+    it."""
     for name, definition in OPDEFS.items():
         if name.startswith(f"{namespace}::"):
             for wrapper in getattr(definition, "_backend_fns", {}).values():

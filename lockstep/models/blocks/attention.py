@@ -39,12 +39,7 @@ class Attend(Protocol):
         """Find what all layers share, before the first of them."""
 
     def __call__(
-        self,
-        layer: int,
-        qkv_TE: Tensor,
-        by: ops.Rotation,
-        scores: ops.AttentionScores = ops.PLAIN,
-        weight_offset: float = 0.0,
+        self, layer: int, qkv_TE: Tensor, by: ops.Rotation, scores: ops.AttentionScores, weight_offset: float
     ) -> Tensor:
         """Grouped-query attention, [T, N, H]; `weight_offset` is on the weights of the norms in `by`."""
 
@@ -61,17 +56,11 @@ class PackedAttention:
     tiles: dict[int, list[Tensor]] = field(default_factory=dict)  # by window
 
     def prepare(self, sizes: ops.FlexSizes) -> None:
-        """See `Attend.prepare`."""
         for window in sorted(set(self.masks.windows)) if self.masks else ():
             self.tiles[window] = ops.flex_tiles_packed(self.packed, sizes, window)
 
     def __call__(
-        self,
-        layer: int,
-        qkv_TE: Tensor,
-        by: ops.Rotation,
-        scores: ops.AttentionScores = ops.PLAIN,
-        weight_offset: float = 0.0,
+        self, layer: int, qkv_TE: Tensor, by: ops.Rotation, scores: ops.AttentionScores, weight_offset: float
     ) -> Tensor:
         qk = ops.qk_norm_rope(qkv_TE, by, weight_offset)
         q_TNH, k_TKH = qk.split((by.num_heads, by.num_kv_heads), dim=1)
@@ -81,7 +70,6 @@ class PackedAttention:
         return ops.flex_packed(q_TNH, k_TKH, v_TKH, self.packed, self.masks.of(layer, self.tiles, scores))
 
     def latent(self, layer: int, x: ops.Latent) -> Tensor:
-        """See `Attend.latent`."""
         return ops.mla_packed(x, self.packed)
 
 
@@ -102,17 +90,11 @@ class PagedAttention:
     tiles: dict[int, list[Tensor]] = field(default_factory=dict)  # by window
 
     def prepare(self, sizes: ops.FlexSizes) -> None:
-        """See `Attend.prepare`."""
         for window in sorted(set(self.masks.windows)) if self.masks else ():
             self.tiles[window] = ops.flex_tiles_paged(self.paged, sizes, self.pages.k_cache[0], window)
 
     def __call__(
-        self,
-        layer: int,
-        qkv_TE: Tensor,
-        by: ops.Rotation,
-        scores: ops.AttentionScores = ops.PLAIN,
-        weight_offset: float = 0.0,
+        self, layer: int, qkv_TE: Tensor, by: ops.Rotation, scores: ops.AttentionScores, weight_offset: float
     ) -> Tensor:
         cache = ops.KVPages(self.pages.k_cache[layer], self.pages.v_cache[layer])
         if self.masks is None and self.contexts is not None:
@@ -124,7 +106,6 @@ class PagedAttention:
         return ops.flex_paged(q_TNH, cache, self.paged, self.masks.of(layer, self.tiles, scores))
 
     def latent(self, layer: int, x: ops.Latent) -> Tensor:
-        """See `Attend.latent`."""
         cache = self.pages.k_cache[layer].squeeze(2)
         ops.mla_write(x.latent_TR, x.k_rope_TP, cache, self.slots_T)
         return ops.mla_paged(x.q_TNR, x.q_rope_TNP, cache, x.scale, self.paged)

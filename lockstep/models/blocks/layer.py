@@ -62,7 +62,6 @@ class Layer(nn.Module):
         return blocks[0]
 
     def norm(self, size: int, weight: Weight) -> nn.Parameter:
-        """The weights of a norm."""
         return weight(size, fill=1.0 - self.norm_offset)
 
     def forward(
@@ -96,6 +95,6 @@ class Layer(nn.Module):
 
 
 class QKNormLayer(Layer):
-    """With queries and keys normalized a head."""
+    """Queries and keys are normalized a head."""
 
     qk_norm = True

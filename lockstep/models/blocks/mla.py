@@ -1,8 +1,6 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), absorbed in both roles.
-
-Keys and values of all heads are products of one latent a token. The products are moved to the other side of the
-attention: a query is multiplied by its head's key projection and meets the latents themselves, and the weighted sum of
-latents is multiplied by the head's value projection. So only the latent and one rotated key are cached.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), absorbed in both roles: a query is
+multiplied by its head's key projection and meets the latents themselves, and the weighted sum of latents is multiplied
+by the head's value projection. So only the latent and one rotated key are cached.
 
 Shape suffixes: T tokens, D hidden, E fused down-projection, Q query rank, N heads, R latent rank, P rotated dim.
 """
@@ -24,11 +22,8 @@ LATENT_EPS = 1e-6  # of the norms of the latents, whatever the model's: Hugging 
 
 
 class LatentAttention(nn.Module):
-    """The weights of a layer's attention but for its output projection.
-
-    `down` stacks the projections of the hidden state: to the query latent (or the queries), the latent, and the key
-    that is rotated.
-    """
+    """The weights of a layer's attention but for its output projection. `down` stacks the projections of the hidden
+    state: to the query latent (or the queries), the latent, and the key that is rotated."""
 
     def __init__(self, config: ModelConfig, weight: Weight) -> None:
         super().__init__()
@@ -53,11 +48,10 @@ class LatentAttention(nn.Module):
         m, heads = self.config, self.num_heads
         down_TE = ops.norm_linear(x_TD, norm_D, self.down, eps)
         q_TE, latent_TR, k_rope_TP = down_TE.split(self.widths, dim=1)
-        if self.q_norm is None:
+        if self.q_norm is None or self.q_up is None:
             latent_TR, k_rope_TP = self.spread.together(latent_TR, k_rope_TP)
         else:
             q_TE, latent_TR, k_rope_TP = self.spread.together(q_TE, latent_TR, k_rope_TP)
-        if self.q_norm is not None and self.q_up is not None:
             q_TE = ops.norm_linear(q_TE.contiguous(), self.q_norm, self.q_up, LATENT_EPS)
         latent_TR = ops.rms_norm(latent_TR.contiguous(), self.kv_norm, LATENT_EPS)
         q_TNH, q_rope_TNP = q_TE.unflatten(1, (heads, -1)).split((m.nope_dim, m.rope_dim), dim=2)
@@ -74,11 +68,9 @@ class LatentLayer(Layer):
     """A layer whose attention is latent."""
 
     def make_projections(self, config: ModelConfig, weight: Weight) -> int:
-        """See `Layer`."""
         assert config.mla is not None
         self.mla = LatentAttention(config, weight)
         return config.num_heads * config.mla.v_dim
 
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
-        """See `Layer`."""
         return self.mla(index, x_TD, self.attention_norm, self.config.rms_norm_eps, rope_TH, attend)

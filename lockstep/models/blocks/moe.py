@@ -100,7 +100,6 @@ class Combine(nn.Module):
     """Brings the experts' outputs back to their tokens."""
 
     def forward(self, y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Weighted sums, [T, D]."""
         return ops.combine(y_RD, row_TK, weights_TK)
 
 

@@ -118,11 +118,7 @@ def is_positive(value: Any) -> TypeGuard[float]:
 
 def rope_of_hf(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """What a `config.json` says of rotations: `rope_scaling` where it is there and not empty, as a whole, otherwise
-    `rope_parameters`. That is what transformers 5 does; 4 knows the first only.
-
-    Raises:
-        InputError: only a part of each head is rotated, or layers differ.
-    """
+    `rope_parameters`, as transformers 5 does. `InputError`: only a part of each head is rotated, or layers differ."""
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     values = raw.get(name) or {}
     for place in (raw, values):
@@ -135,11 +131,8 @@ def rope_of_hf(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScaling | None:
-    """The scaling of a `config.json` (`rope_of_hf`).
-
-    Raises:
-        InputError: its type is not in `ROPE_TYPES`, or a number is missing or is none.
-    """
+    """The scaling of a `config.json`; `InputError` for a type not in `ROPE_TYPES`, or a number that is missing or
+    none."""
     values = rope_of_hf(raw, where)
     kind = values.get("rope_type", values.get("type", "default"))
     if kind not in ROPE_TYPES:
@@ -156,10 +149,7 @@ def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScalin
     if kind == "linear":
         return RopeScaling("linear", number("factor"))
     key = "original_max_position_embeddings"
-    factor, context = (
-        number("factor"),
-        int(number(key, raw.get(key))),
-    )  # one beside the scaling wins, as in transformers
+    factor, context = number("factor"), int(number(key, raw.get(key)))  # one beside it wins, as in transformers
     if context < 1:
         raise InputError(f"{where}: {key} of the {kind} rope scaling is below 1")
     if kind == "yarn":

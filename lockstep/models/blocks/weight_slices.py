@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,20 +25,22 @@ class Window(NamedTuple):
     rows: Sequence[range]
 
 
-class Form(Protocol):
+@dataclass(frozen=True)
+class Form(ABC):
     """How a folder has rows in another way than the decoder. Nothing is rounded, and the two are inverse. So many rows
     as `block` says, from any multiple of it on, have their elements where the folder's tensor has them."""
 
-    @property
-    def block(self) -> int: ...
+    block: int
 
     def windows(self, wanted: Sequence[range]) -> list[Window]:
         """What is read of a block, of which these rows are wanted."""
         return [Window(None, [range(self.block)])]
 
+    @abstractmethod
     def from_hf(self, tensor: Tensor) -> Tensor:
         """The decoder's rows of a folder's tensor."""
 
+    @abstractmethod
     def to_hf(self, rows: Tensor) -> Tensor:
         """The folder's tensor of the decoder's rows."""
 
@@ -45,57 +48,40 @@ class Form(Protocol):
 @dataclass(frozen=True)
 class Interleaved(Form):
     """A folder has the pairs of rows that rotate together side by side; the decoder has their first elements first,
-    then their second ones. Heads are of `head` rows, and their last `rotated` ones rotate."""
+    then their second ones. Heads are of `block` rows, and their last `rotated` ones rotate."""
 
-    head: int
     rotated: int
 
-    @property
-    def block(self) -> int:
-        """See `Form`."""
-        return self.head
-
     def from_hf(self, tensor: Tensor) -> Tensor:
-        """See `Form`."""
         return self._reordered(tensor, -1, 2)
 
     def to_hf(self, rows: Tensor) -> Tensor:
-        """See `Form`."""
         return self._reordered(rows, 2, -1)
 
     def _reordered(self, rows: Tensor, *shape: int) -> Tensor:
         """With the two dims that each head's rotated rows have in this shape exchanged."""
-        plain, pairs = rows.unflatten(0, (-1, self.head)).split((self.head - self.rotated, self.rotated), dim=1)
+        plain, pairs = rows.unflatten(0, (-1, self.block)).split((self.block - self.rotated, self.rotated), dim=1)
         return torch.cat((plain, pairs.unflatten(1, shape).transpose(1, 2).flatten(1, 2)), dim=1).flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class PartlyRotated(Form):
-    """A folder's heads begin with the `rotated` elements, of which one of the first half rotates with one of the
-    second. The decoder rotates all pairs of elements half a head apart, these and those that stay where they are: its
-    heads have half of either in each half."""
+    """A folder's heads, of `block` rows, begin with the `rotated` elements, of which one of the first half rotates with
+    one of the second. The decoder rotates all pairs of elements half a head apart, these and those that stay where they
+    are: its heads have half of either in each half."""
 
-    head: int
     rotated: int
 
-    @property
-    def block(self) -> int:
-        """See `Form`."""
-        return self.head
-
     def from_hf(self, tensor: Tensor) -> Tensor:
-        """See `Form`."""
-        turned, kept = self.rotated // 2, (self.head - self.rotated) // 2
-        return self._in_order(tensor, (turned, turned, kept, kept))
+        return self._in_order(tensor, lambda turned, kept: (turned, turned, kept, kept))
 
     def to_hf(self, rows: Tensor) -> Tensor:
-        """See `Form`."""
-        turned, kept = self.rotated // 2, (self.head - self.rotated) // 2
-        return self._in_order(rows, (turned, kept, turned, kept))
+        return self._in_order(rows, lambda turned, kept: (turned, kept, turned, kept))
 
-    def _in_order(self, rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def _in_order(self, rows: Tensor, sizes: Callable[[int, int], tuple[int, ...]]) -> Tensor:
         """With the second and third of four parts of each head exchanged."""
-        first, second, third, fourth = rows.unflatten(0, (-1, self.head)).split(sizes, dim=1)
+        parts = sizes(self.rotated // 2, (self.block - self.rotated) // 2)
+        first, second, third, fourth = rows.unflatten(0, (-1, self.block)).split(parts, dim=1)
         return torch.cat((first, third, second, fourth), dim=1).flatten(0, 1)
 
 
@@ -111,8 +97,7 @@ class LayerSlice(NamedTuple):
 
 class WeightSlice(LayerSlice):
     """Tensor `name` of a Hugging Face folder is rows `start : start + rows` of the decoder's `parameter`, whose leading
-    dims count as rows when it has more than two; in another `form` where there is one.
-    """
+    dims count as rows when it has more than two; in another `form` where there is one."""
 
     __slots__ = ()
 
@@ -131,7 +116,6 @@ class WeightSlice(LayerSlice):
         return tensor if self.form is None else self.form.from_hf(tensor)
 
     def to_hf(self, rows: Tensor) -> Tensor:
-        """The inverse of `from_hf`."""
         return rows if self.form is None else self.form.to_hf(rows)
 
 
@@ -145,7 +129,6 @@ def slices_of_layer(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
 
 
 def slices_with_qk_norm(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
-    """Of a `blocks.layer.QKNormLayer`."""
     for piece in slices_of_layer(config, index):
         if piece.parameter == "o":
             yield from qk_norm_slices(config)
@@ -153,7 +136,6 @@ def slices_with_qk_norm(config: ModelConfig, index: int) -> Iterator[LayerSlice]
 
 
 def qk_norm_slices(config: ModelConfig) -> Iterator[LayerSlice]:
-    """Of the norms of queries and keys."""
     form = _head_form(config)
     yield LayerSlice("self_attn.q_norm.weight", "q_norm", 0, config.head_dim, form)
     yield LayerSlice("self_attn.k_norm.weight", "k_norm", 0, config.head_dim, form)

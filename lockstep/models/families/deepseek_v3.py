@@ -64,7 +64,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_grouped_experts(config: ModelConfig) -> dict[str, Any]:
-    """What `grouped_experts` reads."""
     moe = config.moe
     assert moe is not None
     return {

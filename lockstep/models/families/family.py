@@ -39,14 +39,12 @@ class Raw:
 
 
 def rope(raw: Raw) -> dict[str, Any]:
-    """The rotations, of all layers and whole heads."""
     values = rope_of_hf(raw.values, raw.where)
     theta = values.get("rope_theta") or raw.values.get("rope_theta") or 10000.0
     return {"rope_theta": float(theta), "rope_scaling": scaling_from_hf(raw.values, raw.where)}
 
 
 def nothing(*_: Any) -> dict[str, Any]:
-    """No fields."""
     return {}
 
 
@@ -146,7 +144,6 @@ def switched_windows(raw: Raw, layers: tuple[int, ...]) -> dict[str, Any]:
 
 
 def write_windows_by_layer(config: ModelConfig) -> dict[str, Any]:
-    """What `windows_by_layer` reads."""
     if not config.sliding_layers:
         return write_switched_window(config)
     first = next(i for i, window in enumerate(config.windows) if window)
@@ -154,13 +151,11 @@ def write_windows_by_layer(config: ModelConfig) -> dict[str, Any]:
 
 
 def write_switched_window(config: ModelConfig) -> dict[str, Any]:
-    """What `switched_windows` reads."""
     window = config.sliding_window if config.sliding_layers else None
     return {"use_sliding_window": window is not None, "sliding_window": window}
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-    """Each layer's kind."""
     return [SLIDING if window else FULL for window in config.windows]
 
 
@@ -179,7 +174,6 @@ def alternating(raw: Raw, period: int) -> dict[str, Any]:
 
 
 def write_alternating(config: ModelConfig) -> dict[str, Any]:
-    """What `alternating` reads."""
     window = config.sliding_window or 4096  # transformers wants one even where no layer has it
     return {"sliding_window": window, "layer_types": layer_types(config)}
 
@@ -204,7 +198,6 @@ def rope_by_kind(raw: Raw, local: float) -> dict[str, Any]:
 
 
 def write_rope_by_kind(config: ModelConfig) -> dict[str, Any]:
-    """What `rope_by_kind` reads."""
     full = {"rope_theta": config.rope_theta, **scaling_to_hf(config.rope_scaling)}
     sliding = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
     return {"rope_parameters": {FULL: full, SLIDING: sliding}}
@@ -228,7 +221,6 @@ def one_window(raw: Raw) -> dict[str, Any]:
 
 
 def write_one_window(config: ModelConfig) -> dict[str, Any]:
-    """What `one_window` reads."""
     return {"sliding_window": config.sliding_window or None}
 
 

@@ -48,7 +48,6 @@ class SandwichLayer(QKNormLayer):
     def forward(
         self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend, routes: list[Routing] | None = None
     ) -> Tensor:
-        """See `Layer`."""
         eps = self.config.rms_norm_eps
         attended_TD = self.product(self.attention(index, x_TD, rope_TH, attend), self.o)
         x_TD = ops.norm_add(attended_TD, self.attention_out_norm, x_TD, eps, OFFSET)
@@ -78,17 +77,12 @@ def _read(raw: Raw) -> dict[str, Any]:
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     scalar = round(config.attention_scale**-2, 9)
-    rope = write_rope_by_kind(config)
     return {
         **write_alternating(config),
-        **rope,
+        **write_rope_by_kind(config),
         "rope_local_base_freq": config.local_rope_theta,
         "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
     }
-
-
-def _rope(raw: Raw) -> dict[str, Any]:
-    return rope_by_kind(raw, raw.values.get("rope_local_base_freq") or 10000.0)
 
 
 def _size(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, window: int = 1024) -> ModelConfig:
@@ -118,7 +112,7 @@ FAMILY = Family(
     },
     read=_read,
     write=_write,
-    rope=_rope,
+    rope=lambda raw: rope_by_kind(raw, raw.values.get("rope_local_base_freq") or 10000.0),
     layer_kinds=(FULL, SLIDING),
     norm_offset=OFFSET,
     embedding_scale=lambda config: config.hidden_size**0.5,

@@ -36,9 +36,8 @@ def _factor(raw: Raw) -> float:
 
 def _rope(raw: Raw) -> dict[str, Any]:
     """The rotations of a part of each head."""
-    fields = ("rope_scaling", "rope_parameters")
     whole = {key: value for key, value in raw.values.items() if key != "partial_rotary_factor"}
-    for name in fields:
+    for name in ("rope_scaling", "rope_parameters"):
         if values := whole.get(name):
             whole[name] = {key: value for key, value in values.items() if key != "partial_rotary_factor"}
     return rope(Raw(whole, raw.where))
@@ -74,7 +73,13 @@ def _check(config: ModelConfig) -> None:
     refuse(partly, "model config: yarn scaling with an attention_factor is not supported where heads rotate partly")
 
 
-_EXPERTS = MoEConfig(128, 8, 1408, (0,), sigmoid=True, shared_experts=1, router_bias=True)
+def _air(layers: int) -> ModelConfig:
+    return ModelConfig(
+        151552, 4096, 10944, layers, 96, 8, 128, 131072, 1e-5, 1e6, False, family="glm4_moe", rotary_dim=64,
+        biases=("qkv",), moe=MoEConfig(128, 8, 1408, (0,), sigmoid=True, shared_experts=1, router_bias=True),
+    )  # fmt: skip
+
+
 _TINY = replace(
     qwen3.TINY, family="glm4_moe", tie_word_embeddings=False, rotary_dim=16, biases=("qkv",), qk_norm=True,
     moe=MoEConfig(8, 2, 192, (0,), sigmoid=True, shared_experts=1, router_bias=True),
@@ -94,15 +99,5 @@ FAMILY = Family(
     leaves_out=predicts_further,
     defaults={"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
     golden=odd_words(_TINY),
-    architectures={
-        "tiny-glm4-moe": _TINY,
-        "glm4.5-air": ModelConfig(
-            151552, 4096, 10944, 46, 96, 8, 128, 131072, 1e-5, 1e6, False, family="glm4_moe", rotary_dim=64,
-            biases=("qkv",), moe=_EXPERTS,
-        ),
-        "glm4.5-air-4-layers": ModelConfig(
-            151552, 4096, 10944, 4, 96, 8, 128, 131072, 1e-5, 1e6, False, family="glm4_moe", rotary_dim=64,
-            biases=("qkv",), moe=_EXPERTS,
-        ),
-    },
-)  # fmt: skip
+    architectures={"tiny-glm4-moe": _TINY, "glm4.5-air": _air(46), "glm4.5-air-4-layers": _air(4)},
+)

@@ -23,22 +23,16 @@ _BIASES = ("qkv", "o")
 
 @dataclass(frozen=True)
 class ByInput(Form):
-    """A folder's experts are by inputs, [E, I, outputs], or vectors, [E, outputs]; the decoder's rows are outputs. Of
-    `kinds` of outputs, such as the gate's and the others, the folder has one each in turn, and the decoder all of the
-    first before those of the second."""
+    """A folder's experts are by inputs, [E, I, outputs], or vectors, [E, outputs]; the decoder's rows are outputs,
+    `block` an expert. Of `kinds` of outputs, such as the gate's and the others, the folder has one each in turn, and
+    the decoder all of the first before those of the second."""
 
-    outputs: int
     kinds: int = 1
 
-    @property
-    def block(self) -> int:
-        """See `Form`."""
-        return self.outputs
-
     def windows(self, wanted: Sequence[range]) -> list[Window]:
-        """See `Form`: where outputs of any kind are wanted, those of all, each once."""
-        each, kinds = self.outputs // self.kinds, self.kinds
-        firsts = range(0, self.outputs, each)
+        """Where outputs of any kind are wanted, those of all, each once."""
+        each, kinds = self.block // self.kinds, self.kinds
+        firsts = range(0, self.block, each)
         pieces = [(max(rows.start - at, 0), min(rows.stop - at, each)) for at in firsts for rows in wanted]
         apart = list[tuple[int, int]]()
         for begin, end in sorted(piece for piece in pieces if piece[0] < piece[1]):
@@ -49,12 +43,10 @@ class ByInput(Form):
         return [Window(range(a * kinds, b * kinds), [range(at + a, at + b) for at in firsts]) for a, b in apart]
 
     def from_hf(self, tensor: Tensor) -> Tensor:
-        """See `Form`."""
         return tensor.transpose(1, -1).unflatten(1, (-1, self.kinds)).transpose(1, 2).flatten(0, 2)
 
     def to_hf(self, rows: Tensor) -> Tensor:
-        """See `Form`."""
-        by_kind = rows.unflatten(0, (-1, self.kinds, self.outputs // self.kinds))
+        by_kind = rows.unflatten(0, (-1, self.kinds, self.block // self.kinds))
         return by_kind.transpose(1, 2).flatten(1, 2).transpose(1, -1)
 
 

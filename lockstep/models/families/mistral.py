@@ -13,11 +13,11 @@ _TINY = replace(
 )  # fmt: skip
 
 
-def _size(layers: int, window: int) -> ModelConfig:
+def _size(layers: int) -> ModelConfig:
     """Of the 7B."""
     return ModelConfig(
-        32000, 4096, 14336, layers, 32, 8, 128, 32768, 1e-5, 10000.0, False, family="mistral", sliding_window=window,
-        sliding_layers=tuple(range(layers)) if window else (),
+        32000, 4096, 14336, layers, 32, 8, 128, 32768, 1e-5, 10000.0, False, family="mistral", sliding_window=4096,
+        sliding_layers=tuple(range(layers)),
     )  # fmt: skip
 
 
@@ -30,9 +30,5 @@ FAMILY = Family(
     defaults={"sliding_window": 4096},
     inside=("mistral3",),
     golden=odd_words(_TINY),
-    architectures={
-        "tiny-mistral": _TINY,
-        "mistral-7b": _size(32, 4096),
-        "mistral-7b-8-layers": _size(8, 4096),
-    },
+    architectures={"tiny-mistral": _TINY, "mistral-7b": _size(32), "mistral-7b-8-layers": _size(8)},
 )

@@ -23,7 +23,6 @@ class NormAfterLayer(Layer):
     """Attention and a feed-forward, each with a norm behind it. Norms of queries and keys span the heads."""
 
     def make_projections(self, config: ModelConfig, weight: Weight) -> int:
-        """See `Layer`."""
         values = super().make_projections(config, weight)
         self.q_norm = weight(values)
         self.k_norm = weight(config.num_kv_heads * config.head_dim)
@@ -32,7 +31,6 @@ class NormAfterLayer(Layer):
     def forward(
         self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend, routes: list[Routing] | None = None
     ) -> Tensor:
-        """See `Layer`."""
         eps = self.config.rms_norm_eps
         attended_TD = self.product(self.attention(index, x_TD, rope_TH, attend), self.o)
         x_TD = ops.norm_add(attended_TD, self.attention_norm, x_TD, eps)
@@ -40,7 +38,6 @@ class NormAfterLayer(Layer):
         return ops.norm_add(self.product(gated_TF, self.down), self.mlp_norm, x_TD, eps)
 
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
-        """See `Layer`."""
         c, (q_norm, k_norm) = self.config, (self.q_norm, self.k_norm)
         assert q_norm is not None and k_norm is not None
         spread, sizes = self.spread, [self.spread.part(len(norm)) for norm in (q_norm, k_norm, k_norm)]
@@ -52,7 +49,6 @@ class NormAfterLayer(Layer):
 
 
 def slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
-    """The tensors of a layer."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield from attention_slices(config)
     yield LayerSlice("self_attn.q_norm.weight", "q_norm", 0, q)
@@ -74,11 +70,7 @@ FAMILY = Family(
     golden=odd_words(_TINY),
     architectures={
         "tiny-olmo2": _TINY,
-        "olmo2-1b": ModelConfig(
-            100352, 2048, 8192, 16, 16, 16, 128, 4096, 1e-6, 500000.0, False, family="olmo2"
-        ),
-        "olmo2-7b": ModelConfig(
-            100352, 4096, 11008, 32, 32, 32, 128, 4096, 1e-6, 500000.0, False, family="olmo2"
-        ),
+        "olmo2-1b": ModelConfig(100352, 2048, 8192, 16, 16, 16, 128, 4096, 1e-6, 500000.0, False, family="olmo2"),
+        "olmo2-7b": ModelConfig(100352, 4096, 11008, 32, 32, 32, 128, 4096, 1e-6, 500000.0, False, family="olmo2"),
     },
-)  # fmt: skip
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from ..blocks.rope import YarnScaling
 from ..config import ModelConfig
@@ -14,7 +13,6 @@ from .family import (
     PLAIN,
     SLIDING,
     Family,
-    Raw,
     all_but_every,
     alternating,
     odd_words,
@@ -31,22 +29,14 @@ _TINY = replace(
 )  # fmt: skip
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    return write_alternating(config) | write_rope_by_kind(config)
-
-
-def _rope(raw: Raw) -> dict[str, Any]:
-    return rope_by_kind(raw, _THETA)
-
-
 FAMILY = Family(
     "Olmo3ForCausalLM",
     NormAfterLayer,
     slices,
     fixed=PLAIN,
     read=lambda raw: alternating(raw, 4),
-    write=_write,
-    rope=_rope,
+    write=lambda config: write_alternating(config) | write_rope_by_kind(config),
+    rope=lambda raw: rope_by_kind(raw, _THETA),
     also=(BY_KIND,),
     layer_kinds=(FULL, SLIDING),
     defaults={"rms_norm_eps": 1e-5, "rope_theta": _THETA, "sliding_window": 4096},

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from ..config import ModelConfig
 from . import qwen3
-from .family import FULL, SLIDING, WINDOW, Family, Raw, odd_words, windows_by_layer, write_windows_by_layer
+from .family import FULL, SLIDING, WINDOW, Family, odd_words, windows_by_layer, write_windows_by_layer
 
 _TINY = replace(qwen3.TINY, family="qwen2", biases=("qkv",))
 
@@ -19,14 +18,10 @@ def _size(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: 
     )  # fmt: skip
 
 
-def _read(raw: Raw) -> dict[str, Any]:
-    return {"biases": ("qkv",), **windows_by_layer(raw)}
-
-
 FAMILY = Family(
     "Qwen2ForCausalLM",
     fixed={"hidden_act": ("silu", "swish")},
-    read=_read,
+    read=lambda raw: {"biases": ("qkv",), **windows_by_layer(raw)},
     write=write_windows_by_layer,
     layer_kinds=(FULL, SLIDING),
     defaults=WINDOW,

@@ -22,11 +22,7 @@ LIMBS = 9  # of 32 bits, that a float32 reaches from 2^-149 on; one more takes w
 NOT_FINITE = 15  # the word that counts infinities, and NaN 2^32-fold
 
 
-@operator(
-    "lockstep::square_sums",
-    cuda="triton:square_sums",
-    fake=lambda x: x.new_empty(-(-x.numel() // BLOCK)),
-)
+@operator("lockstep::square_sums", cuda="triton:square_sums", fake=lambda x: x.new_empty(-(-x.numel() // BLOCK)))
 def square_sums(x: Tensor) -> Tensor:
     """The sum of the squares of each `BLOCK` elements of a flat float32 tensor, the last ones being fewer perhaps.
 
@@ -70,9 +66,7 @@ def root_of_sum(words: Tensor) -> Tensor:
 
 
 @operator(
-    "lockstep::adamw",
-    mutates=("weights", "grad", "master", "exp_avg", "exp_avg_sq", "steps"),
-    cuda="triton:adamw",
+    "lockstep::adamw", mutates=("weights", "grad", "master", "exp_avg", "exp_avg_sq", "steps"), cuda="triton:adamw"
 )
 def adamw(state: AdamWState, step: AdamWStep, settings: AdamWSettings) -> None:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) where `applied`, else nothing; gradients are cleared always.

@@ -83,11 +83,7 @@ def flex_packed_backward(
     return reference.packed_backward((grad_TNH, q_TNH, k_TKH, v_TKH), by, visible=visibility(*mask[:2]))[:3]
 
 
-@operator(
-    "lockstep::flex_paged",
-    cuda="triton_flex:paged",
-    fake=lambda q_TNH, *_: q_TNH.new_empty(q_TNH.shape),
-)
+@operator("lockstep::flex_paged", cuda="triton_flex:paged", fake=lambda q_TNH, *_: q_TNH.new_empty(q_TNH.shape))
 def flex_paged(q_TNH: Tensor, cache: KVPages, by: Paged, mask: FlexMask) -> Tensor:
     """`attention_paged` with a window and a mask, see `flex_packed`; [T, N, H].
 

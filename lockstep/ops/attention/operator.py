@@ -117,12 +117,7 @@ def attention_paged(
     return reference.paged(q_TNH, cache, by, scores)
 
 
-@operator(
-    "lockstep::write_kv",
-    mutates=("k_cache", "v_cache"),
-    native=native.write_kv,
-    cuda=SAME,
-)
+@operator("lockstep::write_kv", mutates=("k_cache", "v_cache"), native=native.write_kv, cuda=SAME)
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> None:
     """Store keys and values at `slots_T` (int64; page * page_size + offset) of a cache."""
     for pages, x_TKH in zip(cache, (k_TKH, v_TKH), strict=True):

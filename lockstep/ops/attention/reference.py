@@ -280,10 +280,7 @@ def _heads(count: int) -> Tensor:
 
 
 def packed_backward(
-    tensors: Sequence[Tensor],
-    by: Packed,
-    scores: AttentionScores = PLAIN,
-    visible: MaskFunction | None = None,
+    tensors: Sequence[Tensor], by: Packed, scores: AttentionScores = PLAIN, visible: MaskFunction | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `attention.operator.attention_packed` (with `visible`, of `flex.flex_packed`) for q, k, v and the
     sinks (empty without), accumulated in float32 in a fixed order; from that of the output, q, k and v."""

@@ -23,17 +23,7 @@ from ..rows import unit_inner
 from . import triton_decode, triton_scores
 from .reference import KEY_SPLIT, KEY_TILE
 from .triton_scores import beside_sinks
-from .triton_tiles import (
-    LONG,
-    AttentionTile,
-    Keys,
-    Queries,
-    attend,
-    block,
-    empty_state,
-    load_query_parts,
-    merge_states,
-)
+from .triton_tiles import LONG, AttentionTile, Keys, Queries, attend, block, empty_state, load_query_parts, merge_states
 
 TILE = AttentionTile(64, 4, 3)
 LONG_TILE = AttentionTile(128, 8, 3)  # above `LONG` keys

@@ -30,9 +30,7 @@ def fold_rows(total: Tensor, rows_RN: Tensor, cell: int = 0) -> None:
 
 
 @operator(
-    "lockstep::sum_rows",
-    cuda=SAME,
-    fake=lambda rows_RN: rows_RN.new_empty(rows_RN.shape[1:], dtype=torch.float32),
+    "lockstep::sum_rows", cuda=SAME, fake=lambda rows_RN: rows_RN.new_empty(rows_RN.shape[1:], dtype=torch.float32)
 )
 def sum_rows(rows_RN: Tensor) -> Tensor:
     """The sum of rows, float32 [N], added up row by row from 0, as that of a cell in `fold_rows`."""

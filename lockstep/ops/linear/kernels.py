@@ -66,11 +66,7 @@ def choose(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> Ch
 
 
 def product(
-    kind: Kind,
-    x_MK: Tensor,
-    weight_NK: Tensor,
-    residual_MN: Tensor | None = None,
-    epilogue: Epilogue = PLAIN_EPILOGUE,
+    kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None, epilogue: Epilogue = PLAIN_EPILOGUE
 ) -> Tensor:
     """By the kernel that is chosen for its shape."""
     cublas.check_dtype(x_MK)
@@ -105,12 +101,7 @@ def norm_linear(
 
 
 def norm_gate_up(
-    x_TD: Tensor,
-    norm_D: Tensor,
-    weight_ED: Tensor,
-    eps: float,
-    weight_offset: float = 0.0,
-    activation: str = SILU,
+    x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float, weight_offset: float = 0.0, activation: str = SILU
 ) -> Tensor:
     """See `linear.operator.norm_gate_up`."""
     normed_TD = rms_norm(x_TD, norm_D, eps, weight_offset)

@@ -106,12 +106,7 @@ def norm_linear(
     ),
 )
 def norm_gate_up(
-    x_TD: Tensor,
-    norm_D: Tensor,
-    weight_ED: Tensor,
-    eps: float,
-    weight_offset: float = 0.0,
-    activation: str = SILU,
+    x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float, weight_offset: float = 0.0, activation: str = SILU
 ) -> Tensor:
     """`silu_mul(linear(rms_norm(x, norm, eps, weight_offset), weight), activation)`: the weight is [2F, D], gate rows
     first; [T, F]."""

@@ -5,8 +5,7 @@ size and SHA-256. Nothing in it executes. A checkpoint is written in a hidden fo
 fsynced, the manifest last, then renamed; a process killed at any instant leaves the checkpoints before it untouched.
 
 Of several ranks each writes what it has, under a name with its number, and says so in a list of its files, which the
-first rank waits for; any number of them reads the ranges that it needs (`slices`). A thread a file writes and hashes,
-both of which release the interpreter lock.
+first rank waits for; any number of them reads the ranges that it needs (`slices`).
 """
 
 from __future__ import annotations
@@ -51,10 +50,8 @@ class LoadedCheckpoint:
     files: tuple[str, ...]
 
     def tensors(self, name: str, device: str | torch.device = "cpu") -> Iterator[tuple[str, Tensor]]:
-        """Yield the (key, tensor) pairs that were saved under `name`, one tensor in memory at a time.
-
-        `dict(loaded.tensors(name))` is what was given to `save`. Raises `LockstepError` when there is no such name.
-        """
+        """Yield the (key, tensor) pairs that were saved under `name`, one tensor in memory at a time. Raises
+        `LockstepError` when there is no such name."""
         shards = [file for file in self.files if _name_of(file) == _stem(name)]
         if not shards:
             known = sorted({stem for file in self.files if (stem := _name_of(file))})
@@ -111,13 +108,13 @@ class TensorInFile:
 def save(
     folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any], keep_last: int
 ) -> Path:
-    """Write checkpoint `folder/step_N` of one process and return its path; then delete what it makes superfluous.
+    """Write checkpoint `folder/step_N` of one process and return its path; then delete what it makes superfluous:
+    checkpoints beyond the `keep_last` newest, those of later steps (a run that resumed before them writes them anew),
+    and leftovers of killed processes.
 
     `tensors` maps a file name (with or without `.safetensors`) to the tensors it holds, on any device. `state` must
-    survive JSON unchanged: string keys, no tuples, no NaN. Deleted are checkpoints beyond the `keep_last` newest, those
-    of later steps (a run that resumed before them writes them anew), and leftovers of killed processes.
-
-    Raises `LockstepError` when the disk refuses; earlier checkpoints are then as they were.
+    survive JSON unchanged: string keys, no tuples, no NaN. Raises `LockstepError` when the disk refuses; earlier
+    checkpoints are then as they were.
     """
     target, words = folder / f"step_{step}", as_json(state)
     with telling(target):
@@ -184,11 +181,9 @@ def finish(target: Path, temporary: Path, state: str, lists: list[dict[str, Any]
 
 
 def latest(folder: Path, most: int | None = None) -> LoadedCheckpoint | None:
-    """The newest checkpoint in `folder`, of at most so many steps, whose every file is as it was written, or None.
-
-    A damaged one (a file missing, or of another size or digest, or unreadable JSON) is skipped with a warning that
-    names it and what is wrong.
-    """
+    """The newest checkpoint in `folder`, of at most so many steps, whose every file is as it was written, or None. A
+    damaged one (a file missing, or of another size or digest, or unreadable JSON) is skipped with a warning that says
+    so."""
     for step in reversed([step for step in _steps(folder) if most is None or step <= most]):
         path = folder / f"step_{step}"
         try:
@@ -212,7 +207,6 @@ def _name_of(file: str) -> str | None:
 
 
 def _shards(stem: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The files of a name's tensors."""
     sizes = ((key, tensor.nbytes) for key, tensor in tensors.items())
     for index, keys in enumerate(cut(sizes, _SHARD_BYTES), start=1):
         yield f"{stem}-{index:05d}{_SUFFIX}", {key: tensors[key] for key in keys}

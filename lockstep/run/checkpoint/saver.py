@@ -46,11 +46,8 @@ class Saver:
         self._writing: _Writing | None = None
 
     def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
-        """Copy what this rank has of a checkpoint, and begin to write it; waits for the one before.
-
-        Args:
-            tensors, state: as of `files.save`; a rank's names are its own, and the state is the first's.
-        """
+        """Copy what this rank has of a checkpoint, and begin to write it; waits for the one before. Tensors and state
+        are as of `files.save`; a rank's names are its own, and the state is the first's."""
         self.wait()
         target = self._folder / f"step_{step}"
 

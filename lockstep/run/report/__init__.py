@@ -21,10 +21,8 @@ _OWN_SECTION = ("environment", "validation", "compile")  # of the summary, what 
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
-    """Write the page of the run in `run_dir` to `out` (`run_dir/report.html`) and return its path.
-
-    A file that is missing leaves its part out. Raises `InputError` for a metrics line that cannot be read.
-    """
+    """Write the page of the run in `run_dir` to `out` (`run_dir/report.html`) and return its path. A file that is
+    missing leaves its part out. Raises `InputError` for a metrics line that cannot be read."""
     record = read_record(Path(run_dir))
     charts, constant = details(record)
     environment = record.summary.get("environment")
@@ -63,7 +61,6 @@ def _facts(record: Record) -> list[str]:
 
 
 def _tiles(record: Record) -> list[tuple[str, str]]:
-    """Labels and values."""
     found: list[tuple[str, str]] = []
     if ends := record.ends("reward/mean"):
         found.append(("reward, first ten steps to last ten", change(*ends)))

@@ -1,8 +1,6 @@
 """Small SVG charts, as text: lines over steps with bands, and stacked areas. Colours are the page's `--s0` to `--s7`.
-
-Long series are thinned to their means, with a band from the least to the greatest value, so that a chart's size does
-not grow with the run. Values under the pointer come from style rules alone: there is no script.
-"""
+Long series are thinned to their means, with a band from the least to the greatest value. Values under the pointer come
+from style rules alone: there is no script."""
 
 from __future__ import annotations
 
@@ -72,10 +70,8 @@ class _Plot:
 
 
 def line_chart(series: Sequence[Series], smooth: bool = True) -> str:
-    """The series as lines; a long one faint under its moving average, unless `smooth` is off.
-
-    Values that are not finite leave a gap; without a finite one it says so.
-    """
+    """The series as lines, with a gap where a value is not finite; a long one faint under its moving average, if
+    `smooth`."""
     lines = [_thinned(one) for one in series]
     dots = [dot for line in lines for dot in line if dot is not None]
     if not dots:

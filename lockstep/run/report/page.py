@@ -18,10 +18,8 @@ _TEXT_SHOWN, _LEVELS_SHOWN = 4000, 20
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:
-    """Write one self-contained document, whole or not at all: `template`, a file in `templates/`, with `values`.
-
-    Raises `InputError` for a path that is no place for a page, `LockstepError` when the disk refuses it.
-    """
+    """Write one self-contained document, whole or not at all: `template`, a file in `templates/`, with `values`. Raises
+    `InputError` for a path that is no place for a page, `LockstepError` when the disk refuses it."""
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
         raise InputError(f"{path}: a page is written to a file whose name ends in .html")
     if not path.parent.is_dir():
@@ -87,7 +85,6 @@ def number(value: float) -> str:
 
 
 def change(first: float, last: float) -> str:
-    """Two values, short."""
     return f"{first:.3g} → {last:.3g}"
 
 

@@ -67,7 +67,6 @@ class Record:
         return (mean(values[:ENDS]), mean(values[-ENDS:])) if values else None
 
     def median(self, name: str) -> float | None:
-        """Median of the finite values."""
         values = self.values(name)
         return median(values) if values else None
 

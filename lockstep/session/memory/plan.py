@@ -34,11 +34,11 @@ class MemoryPlan:
     """Bytes that one process takes of its device.
 
     Attributes:
-        memory: of the device, that may be taken. terms: by name; nothing is in two of them.
-        host: bytes of the host's memory beside those, by name.
+        memory: of the device, that may be taken. terms: by name; nothing is in two of them. host: bytes of the host's,
+            too.
         cache_tokens: the capacity of the KV cache. again: layers whose forward pass the backward pass computes again.
-        zero_stage: what several processes shard (`Workload.zero_stage`); 0 of one.
-        together: how many of them generate together.
+        zero_stage: what several processes shard (`Workload.zero_stage`); 0 of one. together: how many generate
+            together.
         fits: they have room, with a cache of one sequence at the least.
     """
 
@@ -53,7 +53,6 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """All terms."""
         return sum(self.terms.values())
 
     def to_dict(self) -> dict[str, Any]:
@@ -133,8 +132,7 @@ def _pool(w: Workload, again: int) -> dict[str, int]:
     held = sum(found.values())
     found[GENERATION] = max(0, terms.prefill(w) - held, terms.scoring(w, graphs) - held)
     check = terms.eager(w) if _checks(w) else 0
-    found[CHECK] = max(0, check - held - found[GENERATION])
-    found[CHECK] += _beside(w)
+    found[CHECK] = max(0, check - held - found[GENERATION]) + _beside(w)
     return found
 
 
@@ -145,7 +143,6 @@ def _beside(w: Workload) -> int:
 
 
 def _graphs(w: Workload) -> bool:
-    """Whether steps are graphs."""
     return w.config.compile.capture is not None and w.config.compile.chosen[0].graphs
 
 

@@ -16,10 +16,10 @@ _MOST_RANKS, _MOST_TOGETHER = 1024, 8
 
 def adapted(w: Workload, found: MemoryPlan) -> RunConfig:
     """The workload's configuration with the layers that its plan computes again."""
-    config, own = w.config, patterns(w, found.again)
+    config = w.config
     if found.again == 0 or config.compile.recompute or config.compile.activation_memory_gib:
         return config
-    return replace(config, compile=replace(config.compile, recompute=own))
+    return replace(config, compile=replace(config.compile, recompute=patterns(w, found.again)))
 
 
 def refusal(w: Workload, found: MemoryPlan) -> str:

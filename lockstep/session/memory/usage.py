@@ -31,11 +31,8 @@ def model_config(config: RunConfig) -> ModelConfig:
 
 
 def workload(config: RunConfig, ranks: int, on_gpu: bool, model: ModelConfig | None = None, **prompts: int) -> Workload:
-    """What is planned: of the run's model, and of the reference or the teacher that its loss has.
-
-    Args:
-        config: resolved. prompts: `longest_prompt` and `prompt_limit` of a `Workload`, once they are known.
-    """
+    """What is planned of a resolved configuration: its model, and the reference or the teacher of its loss. `prompts`:
+    `longest_prompt` and `prompt_limit` of a `Workload`, once they are known."""
     own = model or model_config(config)
     dtype = torch.bfloat16 if on_gpu or config.dtype == "bfloat16" else torch.float32
     frozen = [own] if config.loss.beta > 0 else []

@@ -23,8 +23,7 @@ class Workload:
     """One process of a training run.
 
     Attributes:
-        config: of the run, resolved for so many `ranks`.
-        dtype: the compute dtype.
+        config: of the run, resolved for so many `ranks`. dtype: the compute dtype.
         longest_prompt: tokens of the longest prompt that was looked at. prompt_limit: of any.
         frozen: other models that are only read: the reference or the teacher.
     """
@@ -98,12 +97,10 @@ class Workload:
 
     @property
     def offloads(self) -> bool:
-        """Whether the optimizer's state is on the host."""
         return self.config.optimizer.offload
 
     @property
     def tp(self) -> int:
-        """Ranks that share each of the trainer's products."""
         return self.config.parallel.tp
 
     @property

@@ -49,10 +49,7 @@ class Policy:
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
 
     def encode_following(
-        self,
-        messages: list[dict[str, Any]] | None,
-        given: str | list[dict[str, Any]],
-        tools: Sequence[Tool] = (),
+        self, messages: list[dict[str, Any]] | None, given: str | list[dict[str, Any]], tools: Sequence[Tool] = ()
     ) -> list[int]:
         """Token ids of what is given after an answer, the last of `messages` (None: the prompt was no chat): text as it
         is, or messages through the model's template."""

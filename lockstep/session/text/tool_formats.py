@@ -221,11 +221,8 @@ def tool_format(tokenizer: Any, variables: dict[str, Any] | None = None) -> Tool
     """The format of the tokenizer's chat template with these variables: the one that reads a call out of what the
     template makes of it. None for a template that shows no tools, or calls them in a form that is not known here."""
     user = {"role": "user", "content": _ASKED}
-    call = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "id": "0" * 9, "function": _CALLED}],
-    }
+    calls = [{"type": "function", "id": "0" * 9, "function": _CALLED}]
+    call = {"role": "assistant", "content": "", "tool_calls": calls}
     try:
         shown = render_chat(tokenizer, [user], {**(variables or {}), "tools": [_PROBE]})
         text = render_chat(tokenizer, [user, call], {**(variables or {}), "tools": [_PROBE]})
