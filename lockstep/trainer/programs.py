@@ -181,7 +181,7 @@ class TrainerPrograms:
         """`forward_backward`, called, with its bits in less memory: layers are computed again in the backward pass,
         each gradient is added up as it comes, and the weights are the model's own, whole or gathered layer by layer."""
         summed = self.flat.summed(inputs, step.MAXIMA)
-        with torch.enable_grad(), summed as own, self._by_layer(), _computed_again(self.model):
+        with torch.enable_grad(), summed as own, self._by_layer(True), _computed_again(self.model):
             loss, outputs = self._train_forward(replace(own, module=self.model), **statics)
             with self._added_up(inputs.grad):
                 loss.backward(inputs=self.flat.parameters)
@@ -189,12 +189,12 @@ class TrainerPrograms:
 
     def _sparing_check(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
         """`check` in the same way."""
-        with self.flat.summed(inputs, step.MAXIMA) as own, self._by_layer():
+        with self.flat.summed(inputs, step.MAXIMA) as own, self._by_layer(False):
             return step.check(self.model, own.buffer["statistics"], batch_of(inputs, **statics)).tensors()
 
     def _sparing_values(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
         """`values` in the same way."""
-        with self._by_layer():
+        with self._by_layer(False):
             return self._critic_values(replace(inputs, module=self.model), **statics)
 
     def _sparing_reference(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
@@ -203,9 +203,9 @@ class TrainerPrograms:
         with self.reference.by_layer():
             return self._reference_scores(replace(inputs, module=self.reference.model), **statics)
 
-    def _by_layer(self) -> AbstractContextManager[None]:
+    def _by_layer(self, differentiated: bool) -> AbstractContextManager[None]:
         """Within it the model has its parameters, also where it keeps none."""
-        return nullcontext() if self.flat.reads_own else gathered_by_layer(self.flat, self.model)
+        return nullcontext() if self.flat.reads_own else gathered_by_layer(self.flat, self.model, differentiated)
 
     @contextmanager
     def _added_up(self, totals: Mapping[str, Tensor]) -> Iterator[None]:

@@ -96,7 +96,7 @@ class GatheredReference(Reference):
             yield replace(inputs, param=gathered)
 
     def by_layer(self) -> AbstractContextManager[None]:
-        return gathered_by_layer(self.weights, self.model)
+        return gathered_by_layer(self.weights, self.model, differentiated=False)
 
     def constants(self) -> dict[str, Any]:
         return {**super().constants(), "ranks": self.weights.layout.ranks}
@@ -117,21 +117,26 @@ def reference_of(model: Decoder, world: World, source: WeightSource | None = Non
 
 
 @contextmanager
-def gathered_by_layer(flat: FlatWeights, model: Decoder) -> Iterator[None]:
+def gathered_by_layer(flat: FlatWeights, model: Decoder, differentiated: bool) -> Iterator[None]:
     """Within it a model that has no weights has those of a layer while the layer is called, and what is in no layer all
     the time. What a layer keeps for its backward pass keeps what it needs of them."""
     call, of_layers = model.call_layer, [name.startswith("layers.") for name in flat.names]
+    trained = flat.parameters[0].requires_grad
 
     def called(layer: torch.nn.Module, index: int, *arguments: Any) -> Tensor:
         with _filled(flat, [name.startswith(f"layers.{index}.") for name in flat.names]):
             return call(layer, index, *arguments)
 
-    with _filled(flat, [not inside for inside in of_layers]):
+    with _separate(differentiated), _filled(flat, [not inside for inside in of_layers]):
         model.call_layer = called
         try:
+            for parameter in flat.parameters:
+                parameter.requires_grad_(differentiated)
             yield
         finally:
             model.call_layer = call
+            for parameter in flat.parameters:
+                parameter.requires_grad_(trained)
 
 
 @contextmanager
@@ -139,10 +144,10 @@ def _filled(flat: FlatWeights, chosen: Sequence[bool]) -> Iterator[None]:
     """Within it the model's chosen parameters are whole."""
     parameters = [item for item, wanted in zip(flat.parameters, chosen, strict=True) if wanted]
     kept = [parameter.data for parameter in parameters]
-    for name, parameter, part, wanted in zip(flat.names, flat.parameters, flat.parts, chosen, strict=True):
-        if wanted:
-            parameter.data = flat.gathered(name, part)
     try:
+        for name, parameter, part, wanted in zip(flat.names, flat.parameters, flat.parts, chosen, strict=True):
+            if wanted:
+                parameter.data = flat.gathered(name, part)
         yield
     finally:
         for parameter, data in zip(parameters, kept, strict=True):
