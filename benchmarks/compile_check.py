@@ -55,7 +55,7 @@ from lockstep.types import SamplingParams
 ARCHITECTURES = (
     *("qwen3-0.6b", "qwen3-100m", "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-32b", "llama3.2-1b"),
     *("qwen3-30b-a3b", "deepseek-v3-3-layers-32-experts", "qwen2.5-7b", "gemma3-4b", "mistral-7b", "gpt-oss-20b"),
-    *("olmo2-1b", "olmo3-7b", "glm4.5-air"),
+    *("olmo2-1b", "olmo3-7b", "glm4.5-air", "phi3-mini", "mixtral-8x7b"),
 )
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_KIB = 227  # that a block can have

@@ -340,7 +340,7 @@ class World:
         if self.size == 1:
             return
         if failed and self.on_gpu:  # kernels that wait for a lost rank would be waited for
-            self._forget_groups()
+            self._forget_groups(memory=False)
             return
         with self.peers(), self.deadline("leaving together"):
             if not failed:
@@ -356,16 +356,17 @@ class World:
         torch_private.name_group(axis.group, group)
         self._bound.add(axis.group)
 
-    def unbind(self, name: str) -> None:
-        """Undo `bind`, where it was called."""
+    def unbind(self, name: str, memory: bool = True) -> None:
+        """Undo `bind`, where it was called; with `memory` what is shared is given back, which waits for the device."""
         if name in self._bound:
             self._bound.remove(name)
-            forget_memory(name)
+            if memory:
+                forget_memory(name)
             torch_private.forget_group(name)
 
-    def _forget_groups(self) -> None:
+    def _forget_groups(self, memory: bool = True) -> None:
         for name in list(self._bound):
-            self.unbind(name)
+            self.unbind(name, memory)
 
 
 ONE = World()

@@ -15,6 +15,7 @@ from triton import AsyncCompileMode, knobs
 from triton.runtime.jit import JITFunction
 
 MAX_WORKERS = 32
+_PACKAGE = __package__.partition(".")[0] + "."
 
 Kernel = tuple[str, str, str]  # module, name, and Triton's own description of its arguments, constants and options
 
@@ -99,7 +100,7 @@ def preload(kernels: Iterable[Kernel]) -> int:
     with _Pool() as pool, AsyncCompileMode(pool, ignore_errors=True):
         for module, name, description in kernels:
             with suppress(Exception):
-                if module.startswith(f"{__package__}."):
+                if module.startswith(_PACKAGE):
                     getattr(import_module(module), name).preload(description)
                     count += 1
     return count
@@ -110,7 +111,7 @@ def preload_beside(kernels: Iterable[Kernel]) -> Future[int]:
     there. Modules are imported here, so that no two threads import the same."""
     kernels = list(kernels)
     for module in {module for module, *_ in kernels}:
-        if module.startswith(f"{__package__}."):
+        if module.startswith(_PACKAGE):
             with suppress(ImportError):
                 import_module(module)
     device = torch.cuda.current_device() if torch.cuda.is_available() else None

@@ -103,9 +103,11 @@ class Session:
         return engine
 
     def kernel_list(self, *about: object) -> Path | None:
-        """Where the kernels of what depends on these, and on the model, are listed; None on a CPU, which has none."""
-        model = self.policy.model
-        return kernel_list(model.config, model.embed.dtype, *about) if model.embed.is_cuda else None
+        """Where the kernels of what depends on these, on the model and on how processes share it are listed; None on a
+        CPU, which has none."""
+        model, world = self.policy.model, self.world
+        layout = world.sizes, world.pushes, self.config.parallel.zero_stage
+        return kernel_list(model.config, model.embed.dtype, *layout, *about) if model.embed.is_cuda else None
 
     def compile_report(self) -> dict[str, Any]:
         """For the summary: every function's graphs, and what the check of them found; empty when there are none."""

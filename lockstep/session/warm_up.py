@@ -72,8 +72,7 @@ def prepare_validation(run: TrainingSession) -> None:
     """Make the graphs that complete held-out problems, their kernels side by side, ahead of all others."""
     if not run.runtime.eager:
         if run.policy.model.embed.is_cuda:
-            with run.runtime.warm_up.rehearsal():
-                _make_validation_graphs(run)
+            _compiled(run, partial(_make_validation_graphs, run))
         with run.runtime.warm_up.making():
             _make_validation_graphs(run)
 
@@ -144,21 +143,14 @@ def _batches(config: RunConfig) -> dict[str, Any]:
 def _precompile(
     session: Session, path: Path, make_graphs: Callable[[], None], rehearse_check: Callable[[], None]
 ) -> None:
-    """Compile the kernels of all graphs side by side, or load those that an earlier start compiled; of a host's
-    processes the first compiles, and the others load them. Should that fail, each is compiled when it is first
-    launched."""
+    """Compile the kernels of all graphs side by side, or load those that an earlier start compiled. Should that fail,
+    each is compiled when it is first launched."""
     runtime, world = session.runtime, session.world
     try:
         listed = world.from_first(lambda: user_folder.read(path) or ())
         if all(world.gather(runtime.warm_up.preload(listed))):
             return
-        compiles = world.local_rank == 0
-        with runtime.warm_up.rehearsal(compiles) as kernels:
-            make_graphs()
-            rehearse_check()
-        world.gather(None)  # they are compiled
-        if not compiles:
-            runtime.warm_up.preload(kernels)
+        kernels = _compiled(session, make_graphs, rehearse_check)
         if world.first:
             user_folder.write(path, kernels, keep=KEPT)
     except Exception as error:
@@ -167,10 +159,23 @@ def _precompile(
         _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
 
 
+def _compiled(session: Session, *launches: Callable[[], None]) -> list[Any]:
+    """Compile the kernels that these launch; of a host's processes the first compiles, and the others load them."""
+    warm_up, world = session.runtime.warm_up, session.world
+    compiles = world.local_rank == 0
+    with warm_up.rehearsal(compiles) as kernels:
+        for launch in launches:
+            launch()
+    world.gather(None)  # they are compiled
+    if not compiles:
+        warm_up.preload(kernels)
+    return kernels
+
+
 def _steps(run: TrainingSession) -> tuple[object, ...]:
-    """What the kernels of such a start depend on besides the model."""
+    """What the kernels of such a start depend on besides the model and the processes."""
     reference = run.trainer.reference
-    return run.shapes, *of_steps(run.config), reference and reference.model.config, run.world.size
+    return run.shapes, *of_steps(run.config), reference and reference.model.config
 
 
 def _rehearse_check(run: TrainingSession) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lockstep import machine
 from lockstep.config import ParallelConfig
-from lockstep.distributed import ONE, World, join
+from lockstep.distributed import ONE, World, join, torch_private
+from lockstep.distributed.push import memory
 from lockstep.errors import InputError, PeerLost
 
 
@@ -71,6 +75,23 @@ def test_expandable_segments_and_registered_buffers_do_not_go_together(monkeypat
     monkeypatch.delenv("NCCL_GRAPH_REGISTER")
     machine.prepare_nccl()
     assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_after_a_failure_memory_that_waits_for_the_device_is_not_given_back(
+    monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    """A kernel on it may wait for a rank that is lost, and torch ends a process that gives back a failed device's."""
+    forgotten: list[str] = []
+    monkeypatch.setattr(torch_private, "forget_group", forgotten.append)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setitem(memory._BY_GROUP, "@generator_tp", SimpleNamespace(late=0))
+    world = World(0, 2, 30.0, on_gpu=True)
+    world._bound.add("@generator_tp")
+    world.close(failed=failed)
+    assert forgotten == ["@generator_tp"] and ("@generator_tp" in memory._BY_GROUP) == failed
 
 
 def test_torchs_errors_about_peers_are_told_apart() -> None:

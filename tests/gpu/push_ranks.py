@@ -42,7 +42,7 @@ def graph_of(
         move(x, axis.size, axis.group, False)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread asks for NCCL's events
         found = [move(x, axis.size, axis.group, bool(i % 2)) for i, x in enumerate(inputs)]
     return graph, found
 

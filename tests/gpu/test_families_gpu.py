@@ -25,6 +25,8 @@ MODELS = {
     "olmo2-1b, 2 layers": replace(ARCHITECTURES["olmo2-1b"], num_layers=2, vocab_size=4096),
     "olmo3-7b, 2 layers": replace(ARCHITECTURES["olmo3-7b"], num_layers=2, vocab_size=4096, **WINDOW),
     "gpt-oss-20b, 2 layers": replace(ARCHITECTURES["gpt-oss-20b"], num_layers=2, vocab_size=4096, **WINDOW),
+    "phi3-mini, 2 layers": replace(ARCHITECTURES["phi3-mini"], num_layers=2, vocab_size=4096, **WINDOWS),
+    "mixtral-8x7b, 2 layers": replace(ARCHITECTURES["mixtral-8x7b"], num_layers=2, vocab_size=4096),
     "glm4.5-air, 2 layers": replace(ARCHITECTURES["glm4.5-air"], num_layers=2, vocab_size=4096),
 }
 

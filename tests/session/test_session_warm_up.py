@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,17 @@ import torch
 
 from lockstep.cache import user_folder
 from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
-from lockstep.distributed import World
+from lockstep.distributed import ONE, World
 from lockstep.errors import LockstepError
 from lockstep.graph import GraphError
 from lockstep.models import Decoder
-from lockstep.models.init import architecture
+from lockstep.models.init import ARCHITECTURES, architecture
 from lockstep.ops.linear import choice as linear_choice
 from lockstep.ops.machine_check import check as machine_check
 from lockstep.rl.loop import Loop
 from lockstep.session import kernel_lists
 from lockstep.session import warm_up as session_warm_up
-from lockstep.session.build import TrainingSession, build
+from lockstep.session.build import Session, TrainingSession, build
 from lockstep.timings import Timings
 
 
@@ -99,6 +99,37 @@ def precompile(run: TrainingSession) -> None:
     session_warm_up._precompile(
         run, path, partial(session_warm_up._make_graphs, run), partial(session_warm_up._rehearse_check, run)
     )
+
+
+def test_kernels_are_listed_for_each_layout_of_processes() -> None:
+    """Ranks' parts are of other shapes: a list of another layout would keep them from being compiled side by side."""
+    worlds = [ONE, World(size=2), World(size=2, tp=2), World(size=2, generator_tp=2)]
+    worlds.append(World(size=2, generator_tp=2, pushes=True))
+    embed = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    policy = SimpleNamespace(model=SimpleNamespace(config=ARCHITECTURES["tiny"], embed=embed))
+    lists = [
+        Session.kernel_list(SimpleNamespace(policy=policy, world=world, config=RunConfig()), "steps")  # type: ignore[arg-type]
+        for world in worlds
+    ]
+    assert len({*lists}) == len(worlds)
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_of_a_hosts_processes_the_first_compiles_ahead_of_validation_too(monkeypatch, local_rank: int) -> None:
+    done: list[Any] = []
+
+    @contextmanager
+    def rehearsal(compiles: bool) -> Iterator[list[str]]:
+        done.append(compiles)
+        yield ["kernel"]
+
+    warm_up = SimpleNamespace(rehearsal=rehearsal, making=nullcontext, preload=done.append)
+    monkeypatch.setattr(session_warm_up, "_make_validation_graphs", lambda _: done.append("made"))
+    policy = SimpleNamespace(model=SimpleNamespace(embed=SimpleNamespace(is_cuda=True)))
+    world = SimpleNamespace(local_rank=local_rank, gather=lambda _: done.append("gathered"))
+    runtime = SimpleNamespace(eager=False, warm_up=warm_up)
+    session_warm_up.prepare_validation(SimpleNamespace(runtime=runtime, policy=policy, world=world))  # type: ignore[arg-type]
+    assert done == [local_rank == 0, "made", "gathered", *[["kernel"]] * local_rank, "made"]
 
 
 def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch, caplog) -> None:

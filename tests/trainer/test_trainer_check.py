@@ -96,7 +96,7 @@ def test_an_update_that_leaves_out_a_slice_is_found_and_all_is_put_back(
     monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Slices of which most are copied to the host; or two that are taken for one another."""
-    monkeypatch.setattr(snapshot, "SLICE", 1 << 12)
+    monkeypatch.setattr(snapshot, "PART", 1 << 12)
     monkeypatch.setattr(snapshot, "MOST", 1 << 14)
     runtime, trainer = make("full", dtype=torch.bfloat16)
     trainer.warm_up(SHAPES[1:], TOP_P, check_parity=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 22  # words hashed at once; bounds the memory that hashing takes
+ROW = 1 << 20  # bytes from which on it is hashed by itself
 GOLDEN = -7046029254386353131  # 2**64 divided by the golden ratio, odd, as a signed word
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -18,20 +19,29 @@ def fingerprint(tensor: Tensor) -> Tensor:
     Two tensors of one shape and dtype that differ in one element never have the same hash; others have it by chance
     alone, once in about 2 ** 63.
     """
-    words = _words(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for begin in range(0, words.numel(), CHUNK):
-        chunk = words[begin : begin + CHUNK].long()
-        key = torch.arange(begin + 1, begin + 1 + chunk.numel(), device=tensor.device) * GOLDEN
-        mixed = chunk * ((key ^ ((key >> 29) & 0x7FFFFFFFF)) | 1)  # an odd factor loses nothing
-        mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * GOLDEN  # one pass would leave two changed signs to cancel
-        total = total + (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)).sum()
+    total, count = torch.zeros((), dtype=torch.int64, device=tensor.device), 0
+    for words in map(_words, _in_one_piece(tensor.detach())):
+        for begin in range(0, words.numel(), CHUNK):
+            chunk, first = words[begin : begin + CHUNK].long(), count + begin + 1
+            key = torch.arange(first, first + chunk.numel(), device=tensor.device) * GOLDEN
+            mixed = chunk * ((key ^ ((key >> 29) & 0x7FFFFFFFF)) | 1)  # an odd factor loses nothing
+            mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * GOLDEN  # one pass would leave two changed signs to cancel
+            total = total + (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)).sum()
+        count += words.numel()
     return total
+
+
+def _in_one_piece(tensor: Tensor) -> Sequence[Tensor]:
+    """A tensor, or its rows where only they lie in one piece, such as some pages of a cache's layers: to be laid out
+    anew it would take as much memory again."""
+    rows = tensor.unbind() if tensor.dim() > 1 and not tensor.is_contiguous() else ()
+    apart = rows and rows[0].is_contiguous() and rows[0].nbytes >= ROW and rows[0].nbytes % 8 == 0
+    return rows if apart else [tensor]
 
 
 def _words(tensor: Tensor) -> Tensor:
     """The tensor's bits as integers, eight bytes each where its size allows."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.contiguous().reshape(-1)
     size = flat.element_size()
     if flat.numel() * size % 8:
         return flat.view(WORDS[size])

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from .fingerprints import WORDS
 
-SLICE = 1 << 26  # bytes that are looked at, and copied, at one time
+PART = 1 << 26  # bytes that are looked at, or on their way between a device and the host, at one time
 MOST = 1 << 28  # bytes of copies on the device; what is beyond them is on the host
 
 
 class Snapshot:
-    """What tensors hold, to be put back, slice by slice.
+    """What tensors hold, to be put back, part by part.
 
     Before the first update gradients and moments are 0, and float32 masters have the lower halves of their words 0, as
-    they are made from bfloat16. So of what is 0 throughout a slice, whole words or halves of them, nothing is kept.
+    they are made from bfloat16. So of what is 0 throughout a part, whole words or halves of them, nothing is kept.
 
     Attributes:
         nbytes: that are kept.
@@ -27,27 +27,43 @@ class Snapshot:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._zero, self._kept = list[Tensor](), list[tuple[Tensor, Tensor]]()
         self.nbytes = 0
-        for part in (part for tensor in tensors for piece in _slices(tensor.detach()) for part in _parts(piece)):
+        for part in (part for tensor in tensors for own in _pieces(tensor.detach()) for part in _parts(own)):
             if not part.any():
                 self._zero.append(part)
                 continue
             self.nbytes += part.numel() * part.element_size()
-            self._kept.append((part, part.to("cpu", copy=True) if self.nbytes > MOST else part.clone()))
+            self._kept.append((part, _on_host(part) if self.nbytes > MOST else part.clone()))
 
     @torch.no_grad()
     def restore(self) -> None:
         for part in self._zero:
             part.zero_()
         for part, copy in self._kept:
-            part.copy_(copy)
+            copied(part, copy)
 
 
-def _slices(tensor: Tensor) -> Iterator[Tensor]:
-    """Parts of a tensor, one after another; all of one that is not contiguous."""
-    if not tensor.is_contiguous():
-        yield tensor
+def _on_host(part: Tensor) -> Tensor:
+    copy = torch.empty(part.shape, dtype=part.dtype)
+    copied(copy, part)
+    return copy
+
+
+def copied(target: Tensor, source: Tensor) -> None:
+    """Copy `source` to `target`; from one device to another a few rows at a time, as what does not lie in one piece is
+    first laid out so, in memory that there may not be for all of it."""
+    if target.device == source.device or source.dim() == 0:
+        target.copy_(source)
         return
-    yield from tensor.view(-1).split(max(1, SLICE // tensor.element_size()))
+    rows = max(1, PART * len(source) // max(1, source.nbytes))
+    for own, other in zip(target.split(rows), source.split(rows), strict=True):
+        own.copy_(other)
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Pieces of a tensor, one after another; all of one that is not contiguous."""
+    if not tensor.is_contiguous():
+        return [tensor]
+    return tensor.view(-1).split(max(1, PART // tensor.element_size()))
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

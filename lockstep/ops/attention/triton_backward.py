@@ -83,10 +83,10 @@ def _query_kernel(
     WINDOW: tl.constexpr = 0,
     FACTOR: tl.constexpr = 0.0,
 ):
-    kv_head, kv_heads = tl.program_id(0), tl.num_programs(0)
-    if ROPE_DIM > 0:
-        kv_head, kv_heads = 0, 1  # as the compiler should know
-    segment, tile, tiles = find_tile(cu_seqlens_ptr, prefix_len_ptr, tokens, segments, GROUP, BLOCK_M, BLOCK_S)
+    kv_head, kv_heads, index = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    if ROPE_DIM > 0:  # of one kv head, as the compiler should know; a second axis has no room for so many heads' tiles
+        kv_head, kv_heads, index = 0, 1, tl.program_id(0)
+    segment, tile, tiles = find_tile(index, cu_seqlens_ptr, prefix_len_ptr, tokens, segments, GROUP, BLOCK_M, BLOCK_S)
     if segment > segments:
         return
     first = tl.load(cu_seqlens_ptr + segment)
@@ -208,7 +208,9 @@ def _key_kernel(
     FACTOR: tl.constexpr = 0.0,
 ):
     kv_head, kv_heads = tl.program_id(0), tl.num_programs(0)
-    segment, tile, _ = find_tile(cu_seqlens_ptr, prefix_len_ptr, tokens, segments, 1, BLOCK_L, BLOCK_S)
+    segment, tile, _ = find_tile(
+        tl.program_id(1), cu_seqlens_ptr, prefix_len_ptr, tokens, segments, 1, BLOCK_L, BLOCK_S
+    )
     if segment > segments:
         return
     first = tl.load(cu_seqlens_ptr + segment) + tile * BLOCK_L
@@ -371,7 +373,8 @@ def launch(
 
     of_queries, of_keys = map(options, tiles, others)
     rows = tokens * of_queries["GROUP"]
-    grid = (kv_heads, triton.cdiv(rows, tiles[0].query_rows) + segments + 1)  # a segment's last tile may be short
+    count = triton.cdiv(rows, tiles[0].query_rows) + segments + 1  # a segment's last tile may be short
+    grid = (count,) if "ROPE_DIM" in of_queries else (kv_heads, count)
     _query_kernel[grid](grad_TNH, *read, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, dq_TNH.stride(0), **of_queries)
     grid = (heads // of_keys["GROUP"], triton.cdiv(tokens, tiles[1].keys) + segments + 1)
     strides = dk_TKH.stride(0), dv_TKH.stride(0)

@@ -136,6 +136,7 @@ def over_queries(
 
 @triton.jit
 def find_tile(
+    index,
     cu_seqlens_ptr,
     prefix_len_ptr,
     tokens,
@@ -144,12 +145,11 @@ def find_tile(
     BLOCK: tl.constexpr,  # rows a tile
     BLOCK_S: tl.constexpr,
 ):
-    """The segment of tile number `program_id(1)`, the tile's place in it and the segment's tiles.
+    """The segment of tile number `index`, the tile's place in it and the segment's tiles.
 
     Segment `segments` is the padding, a larger one means that no tile is left. Segments without a prefix come first:
     their keys may be a shared prompt's, whose programs run longest.
     """
-    index = tl.program_id(1)
     s = tl.arange(0, BLOCK_S)
     first_S = tl.load(cu_seqlens_ptr + s, mask=s <= segments, other=tokens)
     end_S = tl.load(cu_seqlens_ptr + s + 1, mask=s < segments, other=tokens)

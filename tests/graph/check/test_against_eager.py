@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,10 +30,13 @@ from lockstep.graph import (
     module_inputs,
     substituted,
 )
+from lockstep.graph.check import fingerprints as check_fingerprints
+from lockstep.graph.check import snapshot
 from lockstep.graph.check.fingerprints import fingerprint, fingerprints, first_difference
 from lockstep.graph.check.snapshot import Snapshot
 from lockstep.graph.ir.captured import op_name
 from lockstep.graph.passes.rewrite import rewritten
+from lockstep.graph.torch_private import trace
 
 
 class Block(nn.Module):
@@ -351,11 +355,26 @@ def test_hashes_go_on_over_chunks_and_tell_names_apart(monkeypatch: pytest.Monke
     assert first_difference({}, a) is None
 
 
+def test_pages_of_a_cache_are_hashed_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_fingerprints, "ROW", 64)
+    cache, laid_out = torch.randn(3, 9, 4, 8).bfloat16(), list[int]()
+    used = cache[:, 2:7]
+
+    def seen(op: Any, _: Any, __: Any, result: Any) -> None:
+        if op is torch.ops.aten.clone.default:
+            laid_out.append(result.nbytes)
+
+    found = trace.watched(lambda: fingerprint(used), seen)
+    assert not laid_out and int(found) == int(fingerprint(used.clone(memory_format=torch.contiguous_format)))
+    cache[1, 6, 3, 7] += 1
+    assert int(fingerprint(used)) != int(found)
+
+
 def test_a_snapshot_is_put_back() -> None:
     x = torch.arange(6.0).view(2, 3)
-    snapshot = Snapshot([x[:, 1], x[1:]])
+    kept = Snapshot([x[:, 1], x[1:]])
     x.zero_()
-    snapshot.restore()
+    kept.restore()
     assert x.tolist() == [[0, 1, 0], [3, 4, 5]]
 
 
@@ -364,12 +383,29 @@ def test_a_snapshot_keeps_nothing_of_what_is_zero() -> None:
     rounded = start.bfloat16().float()
     rounded[2:].view(torch.int32)[0] = 0x7FC10000  # a NaN of bits of its own
     tensors = [start.clone(), rounded, torch.zeros(4), -torch.zeros(4), torch.zeros(4, dtype=torch.float64), start > 2]
-    before, snapshot = [x.clone() for x in tensors], Snapshot(tensors)
-    assert snapshot.nbytes == 16 + 8 + 0 + 8 + 0 + 4
+    before, kept = [x.clone() for x in tensors], Snapshot(tensors)
+    assert kept.nbytes == 16 + 8 + 0 + 8 + 0 + 4
     for x in tensors:
         x.fill_(1)
-    snapshot.restore()
+    kept.restore()
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(tensors, before, strict=True))
+
+
+def test_what_goes_from_one_device_to_another_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies apart is laid out on its device for it, which may have no room for all."""
+    monkeypatch.setattr(snapshot, "PART", 64)
+    halves, moved = torch.arange(401, dtype=torch.int32).view(torch.int16).view(-1, 2)[:, 0], list[int]()
+
+    def seen(op: Any, arguments: Sequence[Any], *_: Any) -> None:
+        if op is torch.ops.aten.copy_.default:
+            moved.append(arguments[1].nbytes)
+
+    trace.watched(lambda: snapshot.copied(torch.empty(401, dtype=torch.int16, device="meta"), halves), seen)
+    assert sum(moved) == halves.nbytes and max(moved) <= 64
+    pairs = [(torch.zeros_like(x), x) for x in (halves, torch.tensor(3), torch.rand(5, 3)[:, 1])]
+    for target, source in pairs:
+        snapshot.copied(target, source)
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 def test_programs_of_one_runtime_are_checked_together() -> None:
