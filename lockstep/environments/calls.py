@@ -85,20 +85,23 @@ class Calls:
         self._answers: SimpleQueue[tuple[int, Any, float]] = SimpleQueue()  # of a call, by its number, and when it came
         self._open: dict[int, tuple[Hashable, float]] = {}  # by number: the key, and when it began
         self._running: dict[int, Future[Any]] = {}  # coroutines
+        self._instant: list[Answer] = []  # that have not been asked for
         self._number = 0
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self._instant)
 
     def call(self, key: Hashable, function: Callable[..., Any], *arguments: Any) -> None:
         """Call it; its answer comes under `key`."""
+        began, is_async = time.monotonic(), inspect.iscoroutinefunction(function)
+        if self._all_instant and not is_async:
+            self._instant.append(Answer(key, _outcome(function, arguments), time.monotonic() - began))
+            return
         self._number = number = self._number + 1
-        self._open[number] = (key, time.monotonic())
-        if inspect.iscoroutinefunction(function):
+        self._open[number] = (key, began)
+        if is_async:
             future = self.begin(number, _outcome_of_coroutine(function, arguments))
             future.add_done_callback(lambda done: None if done.cancelled() else self.bring(number, done.result()))
-        elif self._all_instant:
-            self.bring(number, _outcome(function, arguments))
         else:
             threading.Thread(target=self._beside, args=(number, function, arguments), daemon=True).start()
 
@@ -119,7 +122,7 @@ class Calls:
 
     def answers(self, wait: bool) -> list[Answer]:
         """What has come since the last call, and what is overdue; with `wait` at least one, if any call is open."""
-        found: list[Answer] = []
+        found, self._instant = self._instant, []
         while self._open:
             while (taken := self._next(wait and not found)) is not None:
                 number, value, came = taken
@@ -134,6 +137,7 @@ class Calls:
 
     def abandon(self) -> None:
         """Expect no more answers."""
+        self._instant.clear()
         self._open.clear()
         for future in list(self._running.values()):
             future.cancel()

@@ -58,7 +58,6 @@ def given_tokens(loop: Loop, record: dict[str, Any], recorded: dict[str, Any]) -
 
 
 def sampled_turns(recorded: dict[str, Any]) -> list[list[int]]:
-    """The tokens of each turn."""
     counts = [segment["tokens"] for segment in recorded["segments"] if segment["kind"] == "sampled"]
     tokens = iter(recorded["token_ids"])
     return [[next(tokens) for _ in range(count)] for count in counts]
