@@ -24,17 +24,17 @@ class Abstract(Environment):
     def __init__(self, needed):
         pass
 
-class Starts(Environment):
+class Starts(Fine):
     def start(self, row, seed):
         return None
 
-class Differs(Environment):
+class Differs(Fine):
     made = 0
     def start(self, row, seed):
         Differs.made += 1
         return str(Differs.made)
 
-class Empty(Environment):
+class Empty(Fine):
     def start(self, row, seed):
         return ""
 
