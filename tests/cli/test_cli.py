@@ -21,6 +21,7 @@ import tyro
 from processes import finished, unread_pipe
 
 import lockstep
+import lockstep.run.replay  # before something stands for what it imports
 from lockstep.cli.main import main
 from lockstep.config import LOSS_TYPES, READ_BY, CompileConfig, LossConfig, ParallelConfig, RunConfig, yaml_file
 from lockstep.config.recipes import RECIPES
