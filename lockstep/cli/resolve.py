@@ -25,7 +25,7 @@ _DESCRIPTION = "Reinforcement learning for language models: one model definition
 def parse(arguments: list[str]) -> Any:
     """The command's flags, or an exit code when tyro has printed help or a usage error. `train`, `precompile` and
     `plan` are parsed once to learn what the run begins from, with a recipe as the defaults that flags override; where
-    it begins from something else once more, with that, which takes a fifth of the time of a tiny run's start."""
+    it begins from something else once more, with that, which takes a sixth of the time of a tiny run."""
     _refuse_repeated(arguments)
     kind: Any = _KINDS.get(arguments[0]) if arguments else None
     if kind is not None:
