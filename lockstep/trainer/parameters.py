@@ -152,7 +152,6 @@ class FlatParameters:
             total.add_(grad)
 
     def add_up(self, cells: Cells) -> None:
-        """Add gradients up cell by cell from now on."""
         self.cell = cells.of_a_round
         self.cells = torch.zeros_like(self.grad) if cells.span_rounds else None
 
@@ -282,7 +281,6 @@ class ShardedParameters(FlatParameters):
             return distributed.unshard(part, self.layout.shapes[self.names.index(name)], self.axis)
 
     def gather(self, inputs: graph.Inputs) -> dict[str, Tensor]:
-        """Bring the parameters of the model that generates (`gathering`) up to date."""
         axis, place = self._read_by, inputs.buffer.get("place")
         for on, (name, part) in zip(self.placements, inputs.param.items(), strict=True):
             found = whole(on, self.gathered(name, part), self.mesh.tp)

@@ -105,7 +105,6 @@ class Workload:
 
     @property
     def decoder(self) -> Decoder:
-        """The model, without memory."""
         return _decoder(self.model, self.dtype)
 
     def vectors(self, layer: int) -> Iterator[tuple[str, Tensor]]:
@@ -133,7 +132,6 @@ class Workload:
 
     @cached_property
     def frozen_parameters(self) -> int:
-        """Of the models that are only read."""
         return sum(map(num_parameters, self.frozen))
 
     @cached_property
