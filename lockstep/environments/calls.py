@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Coroutine, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any
+
+_TURN = 0.0005  # seconds that a thread keeps the interpreter which another asks for
 
 
 @dataclass(frozen=True)
@@ -197,3 +201,15 @@ def event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
+
+
+@contextlib.contextmanager
+def short_turns() -> Iterator[None]:
+    """Within it a thread that asks for the interpreter has it after half a millisecond, where another would keep it for
+    five: what launches work on a device asks several times a launch, beside threads of a server or of tools."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _TURN))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -322,10 +322,6 @@ def settled(config: RunConfig, ranks: int, device: torch.device, steps: bool = T
     if steps:
         return resolve_parallel(config, ranks)
     require_ranks(config, ranks)
-    refuse(
-        config.parallel.generator_tp == 0,
-        "parallel.generator_tp is 0, which chooses from the samples of a run's steps; name a number here",
-    )
     return config
 
 
