@@ -117,7 +117,6 @@ def _spec(kind: str, function: Callable[..., Any]) -> str:
 
 
 def resumed(run_dir: Path) -> RunConfig:
-    """The configuration of the run in `run_dir`; what its version had no setting for is as it was."""
     path = run_dir / "config.yaml"
     if not os.path.lexists(path):
         raise InputError(f"--resume {run_dir}: not a run folder (it has no config.yaml)")

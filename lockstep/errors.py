@@ -4,11 +4,8 @@ from typing import Any
 
 
 class LockstepError(Exception):
-    """A run or check failed. The command line prints the message and exits with code 1.
-
-    Attributes:
-        reported: set where several processes have the error: whether another of them tells of it.
-    """
+    """A run or check failed. The command line prints the message and exits with code 1. `reported`: set where several
+    processes have the error: whether another of them tells of it."""
 
     reported: bool
 

@@ -112,7 +112,7 @@ def by_torchrun() -> bool:
 
 
 def launched() -> Launch:
-    """What `torchrun` says; rank 0 of 1 without it. `InputError`: a part is missing or no number."""
+    """What `torchrun` says; rank 0 of 1 without it. `InputError`: a part is missing, no number, or out of range."""
     if not several_processes():
         return Launch()
     values = []
@@ -121,7 +121,11 @@ def launched() -> Launch:
         if not text.isdecimal():
             raise InputError(f"WORLD_SIZE is set and {name} is {text!r}; start several processes with torchrun")
         values.append(int(text))
-    return Launch(*values)
+    rank, local_rank, processes = values
+    if not (processes and rank < processes and local_rank < processes):
+        where = f"RANK is {rank} and LOCAL_RANK {local_rank}, of a WORLD_SIZE of {processes}"
+        raise InputError(f"{where}: ranks count from 0; start several processes with torchrun")
+    return Launch(rank, local_rank, processes)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,6 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
-        """Whether a filter removes tokens from the support (greedy aside)."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
 
 

@@ -31,7 +31,7 @@ def trainer_of(kind: str, world: World = ONE, cell: int = CELL, runtime: Runtime
 
 
 def rollouts(trainer: Trainer, step: int) -> list[RolloutGroup]:
-    """Two groups a shard, of the trainer's weights as they are; the same on every rank."""
+    """Two groups a shard, of the trainer's weights as they are."""
     engine = Engine(SharedWeights(trainer.model), GeneratorConfig(), cache_tokens=1024)
     prompts = [[(7 * g + i) % 97 for i in range(3 + 3 * g)] for g in range(2 * SHARDS)]
     identities = [SampleIdentity(0, 0, step, g) for g in range(len(prompts))]
@@ -45,7 +45,7 @@ def steps(trainer: Trainer, numbers: Sequence[int], order: Sequence[int] = range
     axis, said = trainer.world.mesh.fsdp, []
     cells, own = trainer.cells, axis.own(order)
     for step in numbers:
-        groups = rollouts(trainer, step)
+        groups = trainer.world.from_first(lambda step=step: rollouts(trainer, step))
         seen: list[Any] = [asdict(group) for group in groups]
         batches = pack_shards([groups[shard::SHARDS] for shard in range(SHARDS)], own, Packing(64), check_parity=True)
         assert len(batches) >= 2 * len(own)

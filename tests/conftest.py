@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import pytest_addoption, pytest_runtestloop  # noqa: F401  hooks
 from hypothesis import HealthCheck, settings
+from processes import interpreters
 
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
@@ -21,6 +23,8 @@ from lockstep.models.tokenizer import byte_tokenizer, save_tokenizer
 # Tests run beside each other and beside other work; threads that spin for each other would be many times slower.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that they start
+# What a trace of two layers keeps of them is found anew in less time than it is looked up.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -28,8 +32,10 @@ settings.load_profile("lockstep")
 settings.register_profile("thorough", max_examples=5000)  # pytest --hypothesis-profile thorough
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported and collected stays, so the garbage collector, which a trace starts often, leaves it out."""
+    if session.config.getoption("forks"):
+        interpreters()  # one for all
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -37,8 +43,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verdicts on captured graphs are kept for this session's tests alone."""
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    """Verdicts on captured graphs are kept for the tests of this process alone."""
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{os.getpid()}"))
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -12,26 +14,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from calls import wrong_calls
 from processes import DEADLINE, finished, running, wait_for
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 NO_SCRIPTS = {"common", "ops_common", "ops_attention", "parts", "targets"}
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in NO_SCRIPTS)
-
-HELP = """
-import importlib, io, sys
-from contextlib import redirect_stdout
-sys.path.insert(0, sys.argv[1])
-for command in sys.argv[2:]:
-    name, *_ = sys.argv = [*command.split(), "--help"]
-    text = io.StringIO()
-    try:
-        with redirect_stdout(text):
-            importlib.import_module(name).main()
-    except SystemExit as end:
-        assert end.code == 0, (command, end.code)
-    assert "--json" in text.getvalue() or command in ("all", "run", "learning_page"), command
-"""
 
 
 def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -40,10 +28,21 @@ def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
     return finished([sys.executable, *command], env=environment)
 
 
-def test_every_script_explains_itself() -> None:
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+
+
+def test_every_script_explains_itself(
+    scripts: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("triton")
-    done = run("-c", HELP, str(FOLDER), *SCRIPTS, *(f"run {path.stem}" for path in (FOLDER / "cases").glob("*.py")))
-    assert done.returncode == 0, done.stderr[-2000:]
+    for command in (*SCRIPTS, *(f"run {path.stem}" for path in (FOLDER / "cases").glob("*.py"))):
+        monkeypatch.setattr(sys, "argv", [*command.split(), "--help"])
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(sys.argv[0]).main()
+        text = capsys.readouterr().out
+        assert not ended.value.code and ("--json" in text or command in ("all", "run", "learning_page")), command
 
 
 def test_scripts_run_and_the_driver_keeps_their_figures(tmp_path: Path) -> None:
@@ -168,6 +167,9 @@ def test_every_part_names_a_script_and_an_unknown_part_is_refused(driver: Module
     for part in driver.PARTS:
         assert (FOLDER.parent / part.command[0]).is_file() and part.need_s <= part.cap_s <= 600
         assert "{json}" in part.command
+    smallest = {word for part in driver.PARTS if part.device == "cpu" for word in part.command}
+    cases = {path.stem for path in (FOLDER / "cases").glob("*.py")} - {"environments"}  # of other packages
+    assert cases <= smallest, "every case is run on a CPU too"
     listed = [name for part in driver.PARTS if part.name.startswith("tests-") for name in part.command[1:-2]]
     there = [path.stem.removeprefix("test_").removesuffix("_gpu") for path in (FOLDER / "../tests/gpu").glob("test_*")]
     assert sorted(listed) == sorted(there), "every file of tests/gpu is in one part"
@@ -175,9 +177,58 @@ def test_every_part_names_a_script_and_an_unknown_part_is_refused(driver: Module
         driver.chosen(["nothing"], "cpu")
 
 
-@pytest.fixture
-def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(FOLDER))
+def test_the_command_line_takes_the_runs_that_cases_begin(
+    scripts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from lockstep.cli.resolve import parse
+    from lockstep.config import validate
+
+    fsdp, settings = (importlib.import_module(f"cases.{name}") for name in ("fsdp", "settings"))
+    given = argparse.Namespace(device="cuda", processes=2, steps=3)
+    begun = [fsdp.command(way, tmp_path, given) for way in fsdp.WAYS]
+    begun += [settings.command(case, tmp_path, tmp_path, "cuda") for case in settings.CASES.values()]
+    alike = {tuple(words[words.index("lockstep") + 1 :]): "torch.distributed.run" in words for words in begun}
+    for words, several in alike.items():
+        with monkeypatch.context() as launched:
+            for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if several else ():
+                launched.setenv(name, "2" if name == "WORLD_SIZE" else "0")
+            validate(parse(list(words)).resolved())
+
+
+CALLED = """
+from lockstep import ops
+from lockstep.config import CompileConfig, OptimizerConfig, no_such
+CompileConfig("step", captured=True)
+OptimizerConfig(learning_rate=1e-3)
+ops.no_such(*[])
+def later(engine):
+    from lockstep.trainer import pack
+    pack(*[], max_tokens=1)
+    pack([], max_tokens=1, check_parity=True, max_token=1)
+    engine.unknown()
+"""
+
+
+def test_what_only_a_gpu_runs_calls_what_there_is(
+    scripts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton")
+    tests = FOLDER.parent / "tests"
+    monkeypatch.syspath_prepend(str(tests / "gpu"))
+    paths = [*FOLDER.glob("*.py"), *(FOLDER / "cases").glob("*.py"), *(tests / "gpu").glob("*.py")]
+    names = {path: f"cases.{path.stem}" if path.parent.name == "cases" else path.stem for path in paths}
+    ours = ("lockstep", "cases.", *(path.stem for path in (*paths, *tests.glob("*.py")) if path.stem != "conftest"))
+    for path, name in names.items():
+        if name != "conftest":  # whose name others have too
+            assert wrong_calls(path, importlib.import_module(name), ours) == []
+    (tmp_path / "called.py").write_text(CALLED)
+    found = wrong_calls(tmp_path / "called.py", ModuleType("called"), ours)
+    assert sorted(line.partition(": ")[2] for line in found) == [
+        "CompileConfig: got an unexpected keyword argument 'captured'",
+        "lockstep.config has no no_such",
+        "lockstep.ops has no no_such",
+        "pack: got an unexpected keyword argument 'max_token'",
+    ]
 
 
 def test_a_run_on_several_processes_keeps_its_passes(scripts: None, tmp_path: Path) -> None:

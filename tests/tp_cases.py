@@ -40,7 +40,7 @@ def trained(
     steps: int = 3,
     graphs: bool = False,
     parts: bool = False,
-    freeze: tuple[str, ...] = (),
+    groups: dict[str, tuple[str, ...]] | None = None,
     mutant: str = "",
     **loss: Any,
 ) -> dict[str, Any]:
@@ -49,17 +49,19 @@ def trained(
 
     Args:
         parts: ranks have parts of what they generate with, too.
+        groups: settings of parameters of their own.
         mutant: `reversed`, ranks are gathered last first; `flipped`, one rank alone has a bit of the generator's wrong.
     """
     runtime = EAGER
     if graphs:
         runtime = Runtime(CompileConfig("step"), torch.device("cpu"), mesh=world.sizes, peers=world)
-    optimizer = replace(OPTIMIZER, freeze=freeze)
+    optimizer = replace(OPTIMIZER, **(groups or {}))
     source = ResidentWeights(make_model(torch.float32, config=FAMILIES[family]))
     model = load_part(source, torch.float32, "cpu", world.generator if parts else ALONE)
     frozen = make_model(torch.float32, 1, FAMILIES[family]) if "beta" in loss else None
     settings: dict[str, Any] = {"world": world, "runtime": runtime, "source": source, "reference": frozen}
     trainer = Trainer(model, optimizer, LossConfig(**loss), **settings)
+    assert len(trainer.optimizer.groups) > (1 if groups else 0)
     if graphs:  # held to eager's bits, in whose sparing way the model has its parameters for the call alone
         function, cases = trainer.trust_cases([BatchShape(64, 32, 4, 64)], SAMPLED, check_parity=True)[0]
         check_against_eager(runtime, [(function, cases[:1])], "strict")

@@ -24,6 +24,7 @@ from cases import seed_workload
 from common import Report
 
 LIMIT_S = 600.0  # of a way
+PUSHED = "--parallel.symmetric-memory"  # of GPUs alone
 TIMES = ("step", "generate", "forward_backward", "optim_step", "sync")
 WAYS: dict[str, tuple[bool, tuple[str, ...]]] = {  # whether on several processes, and flags
     "one process": (False, ()),
@@ -36,23 +37,40 @@ WAYS: dict[str, tuple[bool, tuple[str, ...]]] = {  # whether on several processe
     "products shared in both roles": (True, ("--parallel.tp", "2", "--parallel.generator-tp", "2")),
     "products shared, words pushed": (
         True,
-        ("--parallel.tp", "2", "--parallel.generator-tp", "2", "--parallel.symmetric-memory"),
+        ("--parallel.tp", "2", "--parallel.generator-tp", "2", PUSHED),
     ),
 }
 SHARED = "products shared"  # their sums in gradients have another order: weights are each other's
 
 
-def run_way(name: str, folder: Path, processes: int, flags: list[str]) -> dict[str, Any]:
-    """One way, from its run folder."""
-    several, own = WAYS[name]
-    run_dir = folder / name.replace(" ", "-")
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if several else []
+def command(name: str, folder: Path, given: argparse.Namespace) -> list[str]:
+    """Of a way, on the model and the prompts in `folder`, which its run folder is made in."""
+    (several, own), on_gpu = WAYS[name], given.device == "cuda"
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(given.processes)] if several else []
     own += ("--parallel.timeout", "120") if several else ()
-    command = [sys.executable, *start, "-m", "lockstep", "train", "dataset", *flags, *own, "--run-dir", str(run_dir)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S)
+    prompts, samples, tokens = (16, 8, 256) if on_gpu else (4, 4, 12)
+    return [
+        *(sys.executable, *start, "-m", "lockstep", "train", "dataset", "--run-dir", str(run_dir(name, folder))),
+        *("--model", str(folder / "model"), "--data", str(folder / "prompts.jsonl"), "--device", given.device),
+        *("--reward", f"{seed_workload.__file__}:coin", "--steps", str(given.steps), "--compile.capture", "step"),
+        *("--trainer.prompts-per-step", str(prompts), "--sampling.num-generations", str(samples)),
+        *("--sampling.max-completion-length", str(tokens), "--sampling.ignore-eos"),
+        *("--task.validation-prompts", "0", "--parallel.batch-shards", str(given.processes)),
+        *("--optimizer.learning-rate", "1e-5", "--metrics.no-progress", *own),
+    ]
+
+
+def run_dir(name: str, folder: Path) -> Path:
+    return folder / name.replace(" ", "-")
+
+
+def run_way(name: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """One way, from its run folder."""
+    words = command(name, folder, given)
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S)
     if done.returncode != 0:
         raise SystemExit(f"{name}: ended with {done.returncode}\n{done.stdout[-4000:]}")
-    return outcome(run_dir)
+    return outcome(run_dir(name, folder))
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
@@ -96,23 +114,16 @@ def measure(given: argparse.Namespace, report: Report) -> None:
     if on_gpu and torch.cuda.device_count() < given.processes:
         raise SystemExit(f"--processes is {given.processes}, and there are {torch.cuda.device_count()} GPUs")
     arch = given.arch or ("qwen3-0.6b" if on_gpu else "tiny")
-    prompts, samples, tokens = (16, 8, 256) if on_gpu else (4, 4, 12)
     allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     figures = report.figures
     figures |= {"arch": arch, "processes": given.processes, "allocator": allocator, "ways": {}}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         seed_workload.prepare(folder, arch)
-        shared = [
-            *("--model", str(folder / "model"), "--data", str(folder / "prompts.jsonl"), "--device", given.device),
-            *("--reward", f"{seed_workload.__file__}:coin", "--steps", str(given.steps), "--compile.capture", "step"),
-            *("--trainer.prompts-per-step", str(prompts), "--sampling.num-generations", str(samples)),
-            *("--sampling.max-completion-length", str(tokens), "--sampling.ignore-eos"),
-            *("--task.validation-prompts", "0", "--parallel.batch-shards", str(given.processes)),
-            *("--optimizer.learning-rate", "1e-5", "--metrics.no-progress"),
-        ]
         for name in given.only:
-            figures["ways"][name] = way = run_way(name, folder, given.processes, shared)
+            if not on_gpu and PUSHED in WAYS[name][1]:
+                continue
+            figures["ways"][name] = way = run_way(name, folder, given)
             alike = [found for other, found in figures["ways"].items() if (SHARED in other) == (SHARED in name)]
             first = next(iter(figures["ways"].values()))
             for what in ("rollouts", "weights"):

@@ -114,8 +114,9 @@ def command(case: Case, folder: Path, run: Path, device: str) -> list[str]:
         "--task.validation-prompts": 0,
         "--optimizer.learning-rate": 1e-4,
         "--loss.scale-rewards": "group",
-        "--parallel.timeout": 120,
     }
+    if start:
+        fixed["--parallel.timeout"] = 120
     flags = [str(word) for pair in fixed.items() for word in pair]
     free = () if "--sampling.no-ignore-eos" in case.flags else ("--sampling.ignore-eos",)
     return [

@@ -23,7 +23,6 @@ def _normalized(rewards: Rewards, scales: Sequence[float]) -> list[list[float]]:
 
 
 def whitened(values: Rewards) -> list[list[float]]:
-    """Values less the mean of all, over the deviation of all."""
     flat = list(chain.from_iterable(values))
     center, scale = mean(flat), _std(flat) + _STD_EPSILON
     return [[(value - center) / scale for value in group] for group in values]

@@ -22,7 +22,6 @@ class GRPO(Algorithm):
 
     @property
     def upper(self) -> float:
-        """The clip range above."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:

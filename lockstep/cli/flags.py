@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from ..errors import InputError, refuse
 _Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _MODEL, _DATA, _FUNCTION = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
 _UNREAD = get_args(tyro.conf.Suppress[int])[1]  # marks what a command does not read
+_ANSWERS = ("yes", "no", "true", "false", "on", "off", "0", "1")
 _SHORT = {"--data": "--task.data", "--reward": "--task.reward"}  # of train
 
 
@@ -52,10 +54,17 @@ def flags_of(kind: type, prefix: str = "--", unread: bool = False) -> list[str]:
     return found
 
 
-def refuse_unknown(kind: type, arguments: Iterable[str]) -> None:
-    """Raise `InputError` for those of `arguments` that are flags and none of this command's."""
+def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
+    """Raise `InputError` for those of `arguments` that are flags and none of this command's, or that it does not read,
+    and for a switch that is given an answer."""
     known = [*flags_of(kind), *(_SHORT if issubclass(kind, _Begin) else ()), "--help"]
     given = [argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
+    for switch, value in itertools.pairwise(arguments):
+        off = re.sub(r"^--(.*[.])?(no-)?", lambda found: f"--{found[1] or ''}{'' if found[2] else 'no-'}", switch)
+        refuse(
+            value.lower() in _ANSWERS and switch.replace("_", "-") in known and off.replace("_", "-") in known,
+            f"{switch} takes no value, and is given {value!r}; {off} is its opposite",
+        )
     refuse(
         bool(unread := [flag for flag in given if flag in flags_of(kind, unread=True)]),
         f"{', '.join(unread)} is for training, and lockstep {kind.__name__.lower()} trains nothing; remove it",

@@ -9,7 +9,6 @@ from .run import (
     EARLIER,
     Attention,
     RunConfig,
-    check_attention,
     left_behind,
     require_divisor,
     require_ranks,
@@ -20,7 +19,6 @@ from .run import (
 )
 from .sections.checkpoint import CheckpointConfig
 from .sections.compile import (
-    BACKENDS,
     CAPTURES,
     OF_GENERATION,
     PASSES,

@@ -214,7 +214,8 @@ def require_ranks(c: RunConfig, ranks: int) -> None:
 
 
 def require_divisor(c: ParallelConfig, ranks: int) -> None:
-    """Raise `InputError` where so many processes are not groups of those that share products, in either role."""
+    """Raise `InputError` where so many processes are not groups of those that share products, in either role, or not as
+    many as `fsdp` says."""
     are = "there is one process" if ranks == 1 else f"there are {ranks} processes"
     for name, together in {"tp": c.tp, "generator_tp": c.generator_tp}.items():
         refuse(
@@ -222,6 +223,12 @@ def require_divisor(c: ParallelConfig, ranks: int) -> None:
             f"parallel.{name} is {together}, and {are}: start a multiple of {together}, such as torchrun "
             f"--nproc-per-node {together} -m lockstep, or set it to a divisor of {ranks}",
         )
+    apart = f" and parallel.tp {c.tp}" if c.tp > 1 else ""
+    refuse(
+        c.fsdp not in (0, ranks // c.tp),
+        f"parallel.fsdp is {c.fsdp}{apart}, and {are}; start it with torchrun --nproc-per-node {c.fsdp * c.tp} -m "
+        "lockstep, or leave parallel.fsdp at 0 for as many as there are",
+    )
 
 
 def _check_several(c: CompileConfig, ranks: int) -> None:

@@ -33,14 +33,12 @@ def unshard(shard: Tensor, shape: Sequence[int], axis: Axis) -> Tensor:
 
 
 def exchange(x: Tensor, size: int, axis: Axis) -> Tensor:
-    """Each rank's part `rank` of a tensor that all ranks have values of, [ranks, size], by the rank it comes from.
+    """Each rank's part `rank` of a tensor that all ranks have values of, [ranks, size], by the rank it comes from;
+    `ranks` parts of `size` elements hold the tensor and padding.
 
     Adding the rows up in their order is a reduce-scatter whose order of addition is fixed: whatever the number of
     ranks, the sum is that of one process which adds the same tensors one after another. It moves as many bytes, in the
     tensor's own dtype, and may add in a wider one.
-
-    Args:
-        size: of a part; `ranks` parts hold the tensor and padding.
     """
     flat = _padded(x, size * axis.size)
     if axis.size > 1:
@@ -71,19 +69,13 @@ def gather_columns(pieces: Sequence[Tensor], axis: Axis) -> Sequence[Tensor]:
 
 
 def own_columns(x: Tensor, index: Tensor, axis: Axis) -> Tensor:
-    """The rank's own columns, [T, W], of a tensor that all ranks have whole.
-
-    Args:
-        index: the rank's place on the axis, int64 [1].
-    """
+    """The rank's own columns, [T, W], of a tensor that all ranks have whole, by its place on the axis, int64 [1]."""
     return x.unflatten(1, (axis.size, -1)).index_select(1, index).squeeze(1)
 
 
 def sum_of_columns(x: Tensor, axis: Axis) -> Tensor:
-    """The rank's own columns, [T, W], of the sum of all ranks' `x`, [T, ranks * W].
-
-    Added in float32, rank by rank, and rounded once.
-    """
+    """The rank's own columns, [T, W], of the sum of all ranks' `x`, [T, ranks * W]: added in float32, rank by rank, and
+    rounded once."""
     return _part_of_sum(torch.stack(x.chunk(axis.size, dim=1)), x.numel() // axis.size, axis).view(x.shape[0], -1)
 
 
@@ -114,10 +106,8 @@ def _part_of_sum(x: Tensor, size: int, axis: Axis) -> Tensor:
 
 
 def rows_to_owners(x: Tensor, axis: Axis) -> Tensor:
-    """All columns of the rank's share of the rows, [ceil(R / ranks), V], of the rank's own columns of all rows, [R, W].
-
-    The last ranks' shares are filled up with the last row.
-    """
+    """All columns of the rank's share of the rows, [ceil(R / ranks), V], of the rank's own columns of all rows, [R, W];
+    the last ranks' shares are filled up with the last row."""
     rows = -(-x.shape[0] // axis.size)
     row_R = torch.arange(rows * axis.size, device=x.device).clamp_max(x.shape[0] - 1)
     padded = x.index_select(0, row_R)
@@ -144,7 +134,6 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 
 def _side_by_side(parts: Tensor) -> Tensor:
-    """[ranks, T, W] as [T, ranks * W]."""
     return torch.cat(parts.unbind(), dim=1)
 
 

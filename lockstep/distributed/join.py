@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from .. import machine
 from ..config import ParallelConfig, require_divisor
-from ..errors import InputError, refuse
+from ..errors import refuse
 from .cells import Cells
 from .collectives import gather
 from .mesh import Axis
@@ -30,17 +30,9 @@ def join(config: ParallelConfig, device_type: str) -> World:
     Raises:
         InputError: it has joined them already; `parallel.fsdp` times `parallel.tp` is not the number of processes, or
             these are on devices of different kinds, as where there are more of them than GPUs.
-        PeerLost: another process did not come.
     """
     launch = machine.launched()
     require_divisor(config, launch.processes)
-    shards, tp = config.fsdp, config.tp
-    if shards not in (0, launch.processes // tp):
-        apart = f" and parallel.tp {tp}" if tp > 1 else ""
-        raise InputError(
-            f"parallel.fsdp is {shards}{apart}, and {_words(launch.processes)}; start it with torchrun "
-            f"--nproc-per-node {shards * tp} -m lockstep, or leave parallel.fsdp at 0 for as many as there are"
-        )
     if launch.processes == 1:
         return ONE
     refuse(
@@ -57,6 +49,7 @@ def join(config: ParallelConfig, device_type: str) -> World:
     if on_gpu:
         machine.prepare_nccl()
     timeout = timedelta(seconds=config.timeout)
+    tp = config.tp
     groups = launch.processes // tp
     lanes = Cells(config.batch_shards or groups, config.cell, groups).lanes
     rank, count = launch.rank, launch.processes
@@ -112,7 +105,3 @@ def _own_group(world: World, axis: Axis, backend: str, timeout: timedelta) -> di
     along["cells"] = [of[i::lanes] for of in shards for i in range(lanes)]
     made = [(of, dist.new_group(of, backend=backend, timeout=timeout)) for of in along[axis.name]]
     return next(group for of, group in made if world.rank in of)
-
-
-def _words(processes: int) -> str:
-    return "there is one process" if processes == 1 else f"torchrun started {processes} processes"

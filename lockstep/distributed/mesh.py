@@ -11,12 +11,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: how many ranks lie along it, and which of them this process is.
-
-    Attributes:
-        pushes: whether the ranks store columns and rows into one another's memory (`push/`), which takes less time than
-            a collective where there are few, and has no gradient.
-    """
+    """One axis: how many ranks lie along it, and which of them this process is. `pushes`: whether the ranks store
+    columns and rows into one another's memory (`push/`), which takes less time than a collective where there are few,
+    and has no gradient."""
 
     name: str
     size: int = 1

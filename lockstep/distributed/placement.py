@@ -30,11 +30,8 @@ class Placement:
     blocks: tuple[int, ...] = ()
 
     def shape_on(self, mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The part of a parameter of this shape that a rank has, before `fsdp` cuts it.
-
-        Raises:
-            ValueError: an axis does not divide what it cuts.
-        """
+        """The part of a parameter of this shape that a rank has, before `fsdp` cuts it. `ValueError`: an axis does not
+        divide what it cuts."""
         sizes = list(shape)
         for axis, dim, blocks in self._cuts(mesh):
             if any(block % axis.size for block in blocks or (sizes[dim],)):

@@ -36,9 +36,9 @@ GRACE = 10.0  # seconds by which the collectives' own deadlines come before ours
 
 @dataclass(frozen=True)
 class World:
-    """The processes that train one model together, each with a rank; by itself a process is rank 0 of 1.
-
-    All ranks run the same program and meet in its calls. A call that one rank does not come to fails on the others.
+    """The processes that train one model together, each with a rank; by itself a process is rank 0 of 1. All ranks run
+    the same program and meet in its calls; where one is gone, or late by more than the timeout, the others raise
+    `PeerLost`.
 
     Attributes:
         timeout: seconds that a rank waits for the others.
@@ -89,7 +89,6 @@ class World:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of `axes`, by name."""
         return {axis.name: axis.size for axis in self.axes}
 
     @property
@@ -98,11 +97,7 @@ class World:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank; values are pickled.
-
-        Raises:
-            PeerLost: a rank is gone, or late by more than the timeout.
-        """
+        """Every rank's value, by rank, on every rank; values are pickled."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -133,10 +128,8 @@ class World:
         return here[0]
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, or raises there, on every rank; the others do not call it.
-
-        It is broadcast, so a rank receives it once, however many there are.
-        """
+        """What `make` returns on rank 0, or raises there, on every rank, which receives it once; the others do not call
+        it."""
         if self.size == 1:
             return make()
         value, error = _outcome(make) if self.first else (None, None)
@@ -153,14 +146,7 @@ class World:
         self, out: Mapping[int, bytearray], sizes: Mapping[int, int], tag: int = 0
     ) -> Callable[[], dict[int, memoryview]]:
         """Begin to send each of some ranks its bytes, and to receive so many of others. What it returns waits for both,
-        and gives what came, by rank.
-
-        Args:
-            tag: others than transfers have that go on at the same time.
-
-        Raises:
-            PeerLost: when waited for; a rank is gone, or late by more than the timeout.
-        """
+        and gives what came, by rank. Transfers that go on at the same time have other tags."""
         came = {rank: bytearray(size) for rank, size in sizes.items()}
         with self.peers():
             works: list[Any] = [dist.irecv(_tensor(data), rank, tag=tag) for rank, data in came.items() if data]
@@ -193,11 +179,7 @@ class World:
         return here[0] if here else loads(data)
 
     def told(self, value: T | None = None) -> T:
-        """What the first of those that generate together tells: its `value`, on each of them.
-
-        Raises:
-            PeerLost: it is gone, or late by more than the timeout.
-        """
+        """What the first of those that generate together tells: its `value`, on each of them."""
         box: list[Any] = [value]
         if self.together is not None:
             with self.peers():
@@ -205,12 +187,7 @@ class World:
         return box[0]
 
     def agree(self, what: str, value: object) -> None:
-        """Refuse ranks that generate together and whose values differ.
-
-        Raises:
-            LockstepError: on each of them.
-            PeerLost: one is gone, or late by more than the timeout.
-        """
+        """Refuse ranks that generate together and whose values differ: `LockstepError` on each of them."""
         if self.together is None:
             return
         values: list[Any] = [None] * self.generator_tp
@@ -228,11 +205,8 @@ class World:
             )
 
     def same(self, what: str, describe: Callable[[], dict[str, Any]]) -> None:
-        """Refuse ranks that differ in any of the values that `describe` names, with the names.
-
-        Raises:
-            InputError: on every rank; so with what `describe` raises on any.
-        """
+        """Refuse ranks that differ in any of the values that `describe` names: `InputError` with the names on every
+        rank; so with what `describe` raises on any."""
         if self.size == 1:
             return
         all_described = self.share(describe)

@@ -20,11 +20,8 @@ from .mesh import Axis
 
 class Spread(nn.Module):
     """The ranks along an axis that share a model's products. On an axis of one its methods return their arguments, and
-    add nothing to a graph. It has no parameters.
-
-    Attributes:
-        index: this rank's place on the axis, int64 [1], an input of graphs, which hold no rank; None on an axis of one.
-    """
+    add nothing to a graph. It has no parameters. `index`: this rank's place on the axis, int64 [1], an input of graphs,
+    which hold no rank; None on an axis of one."""
 
     def __init__(self, axis: Axis, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -95,8 +92,6 @@ class Spread(nn.Module):
 
 
 class _Rows(torch.autograd.Function):
-    """`Spread.whole_rows`."""
-
     @staticmethod
     def forward(ctx: Any, own: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -108,8 +103,6 @@ class _Rows(torch.autograd.Function):
 
 
 class _Numbers(torch.autograd.Function):
-    """`Spread.numbers`."""
-
     @staticmethod
     def forward(ctx: Any, axis: Axis, index: Tensor, rows: int, *own: Tensor) -> tuple[Tensor, ...]:
         ctx.axis, ctx.index = axis, index

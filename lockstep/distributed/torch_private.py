@@ -26,7 +26,6 @@ def all_to_all(x: Tensor, ranks: int, group: str) -> Tensor:
 
 
 def wait(x: Tensor) -> Tensor:
-    """The result of a collective, for whoever computes on the device's stream."""
     return _operators.wait_tensor.default(x)
 
 
@@ -36,7 +35,6 @@ def name_group(name: str, group: dist.ProcessGroup) -> None:
 
 
 def forget_group(name: str) -> None:
-    """Undo `name_group`, so that the group can go."""
     torch._C._distributed_c10d._unregister_process_group(cast(Any, name))
 
 
@@ -56,11 +54,8 @@ class SymmetricMemory:
 
 
 def symmetric_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> SymmetricMemory:
-    """So many bytes on each rank of a group, all of which call this.
-
-    Raises:
-        RuntimeError: the devices do not reach one another's memory.
-    """
+    """So many bytes on each rank of a group, all of which call this. `RuntimeError`: the devices do not reach one
+    another's memory."""
     import torch.distributed._symmetric_memory as symmetric
 
     words = symmetric.empty(size, dtype=torch.uint8, device=device)

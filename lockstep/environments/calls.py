@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Hashable
+from collections.abc import Callable, Coroutine, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any
+
+_TURN = 0.0005  # seconds that a thread keeps the interpreter which another asks for
 
 
 @dataclass(frozen=True)
@@ -79,20 +83,23 @@ class Calls:
         self._answers: SimpleQueue[tuple[int, Any, float]] = SimpleQueue()  # of a call, by its number, and when it came
         self._open: dict[int, tuple[Hashable, float]] = {}  # by number: the key, and when it began
         self._running: dict[int, Future[Any]] = {}  # coroutines
+        self._instant: list[Answer] = []  # that have not been asked for
         self._number = 0
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self._instant)
 
     def call(self, key: Hashable, function: Callable[..., Any], *arguments: Any) -> None:
         """Call it; its answer comes under `key`."""
+        began, is_async = time.monotonic(), inspect.iscoroutinefunction(function)
+        if self._all_instant and not is_async:
+            self._instant.append(Answer(key, _outcome(function, arguments), time.monotonic() - began))
+            return
         self._number = number = self._number + 1
-        self._open[number] = (key, time.monotonic())
-        if inspect.iscoroutinefunction(function):
+        self._open[number] = (key, began)
+        if is_async:
             future = self.begin(number, _outcome_of_coroutine(function, arguments))
             future.add_done_callback(lambda done: None if done.cancelled() else self.bring(number, done.result()))
-        elif self._all_instant:
-            self.bring(number, _outcome(function, arguments))
         else:
             threading.Thread(target=self._beside, args=(number, function, arguments), daemon=True).start()
 
@@ -113,7 +120,7 @@ class Calls:
 
     def answers(self, wait: bool) -> list[Answer]:
         """What has come since the last call, and what is overdue; with `wait` at least one, if any call is open."""
-        found: list[Answer] = []
+        found, self._instant = self._instant, []
         while self._open:
             while (taken := self._next(wait and not found)) is not None:
                 number, value, came = taken
@@ -128,6 +135,7 @@ class Calls:
 
     def abandon(self) -> None:
         """Expect no more answers."""
+        self._instant.clear()
         self._open.clear()
         for future in list(self._running.values()):
             future.cancel()
@@ -193,3 +201,15 @@ def event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
+
+
+@contextlib.contextmanager
+def short_turns() -> Iterator[None]:
+    """Within it a thread that asks for the interpreter has it after half a millisecond, where another would keep it for
+    five: what launches work on a device asks several times a launch, beside threads of a server or of tools."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _TURN))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

@@ -68,7 +68,6 @@ class Block:
 
 
 def _on_host(values: Tensor) -> Tensor:
-    """A copy there, complete once the device has come to it."""
     if not values.is_cuda:
         return values.clone()
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

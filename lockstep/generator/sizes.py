@@ -73,7 +73,6 @@ class ExactSizes:
         return MixedSizes.exactly(self._rows.used, chunks), covers
 
     def decode_context(self, rows: int) -> int:
-        """Bound on the positions of decode steps."""
         return max(len(s.pages) for s in self._rows.sequences[:rows] if s is not None) * self._cache.page_size
 
     def grouped(self, rows: int, truncated: bool, greedy: bool) -> bool:

@@ -1,7 +1,6 @@
 """Captured graphs for both roles: trace once a shape, verify, rewrite, launch; on a GPU as CUDA graphs."""
 
 from .. import ops as _ops  # noqa: F401  the operators that stored graphs name
-from ..cache.fingerprint import origin
 from .builder import require_plugins
 from .capture.step import Differentiated, GraphBody, backward, capture, in_module, module_inputs, substituted
 from .check.against_eager import Verdict, Work, check_against_eager
@@ -16,7 +15,7 @@ from .launch.launcher import GraphLauncher
 from .passes import Pass, pipeline, run_passes
 from .passes.backend import Backend
 from .program import Program
-from .report import compile_report, refusals
+from .report import compile_report
 from .runtime import EAGER, Runtime
 from .store.artifact import dumps, loads, register_region
 from .store.baked_constants import Constants

@@ -118,11 +118,8 @@ class GraphBuilder:
 
     def _once(self, request: Request, level: Level, stored: Key | None, made: Made) -> Captured:
         """Of several processes the first makes it, and the others take what it made, each on its own device: it holds
-        nothing of a process, and groups of processes go by names that each has bound to its own.
-
-        Raises:
-            InputError: what is asked for is not the same in every process.
-        """
+        nothing of a process, and groups of processes go by names that each has bound to its own. `InputError`: what is
+        asked for is not the same in every process."""
 
         def about() -> dict[str, Any]:
             specs = {str(spec): (spec.shape, spec.stride, spec.dtype) for spec in request.specs}
@@ -186,7 +183,6 @@ class GraphBuilder:
         return captured
 
     def _at(self, level: Level, captured: Captured) -> Captured:
-        """A trace made ready to run at a level."""
         if level not in RECORDINGS:
             return captured
         with self.timings.measured("passes"):

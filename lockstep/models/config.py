@@ -185,10 +185,8 @@ class ModelConfig:
         return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
 
     def is_moe(self, layer: int) -> bool:
-        """Whether the layer's feed-forward is a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
     @cached_property
     def moe_layers(self) -> int:
-        """Layers whose feed-forward is a mixture of experts."""
         return 0 if self.moe is None else sum(map(self.is_moe, range(self.num_layers)))

@@ -171,7 +171,6 @@ class FolderWeights:
         return placed, head
 
     def _fill_value_head(self, wanted: Sequence[Held]) -> None:
-        """From a file of its own, if there is one."""
         from safetensors import SafetensorError
 
         path = self.folder / VALUE_HEAD

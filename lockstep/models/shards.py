@@ -139,7 +139,6 @@ def _placed(index: Path) -> dict[str, str]:
 
 
 def _what_is_there(path: Path) -> str:
-    """Why `path` is no file to read."""
     try:
         path.stat()
     except FileNotFoundError:

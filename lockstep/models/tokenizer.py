@@ -313,5 +313,4 @@ class TextStream:
         return after[len(before) :]
 
     def finish(self, text: str) -> str:
-        """The rest of the finished `text`."""
         return text[self._length :]

@@ -192,7 +192,6 @@ def save(ctx: Any, inputs: Sequence[Any], output: Any = None) -> None:
 
 
 def saved(ctx: Any) -> list[Any]:
-    """What `save` was given, in its order."""
     return [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
 
 

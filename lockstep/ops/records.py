@@ -29,7 +29,6 @@ class Epilogue(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Without a bias, and with SiLU."""
         return self.bias_N is None and self.activation == SILU
 
     @property
@@ -320,5 +319,4 @@ Record = TypeVar("Record", Filters, ScoredRows)
 
 
 def cut(record: Record, rows: slice) -> Record:
-    """Some rows of a record."""
     return type(record)(*(x[rows] if isinstance(x, Tensor) else x for x in record))  # type: ignore[arg-type]

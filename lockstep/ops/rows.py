@@ -36,7 +36,6 @@ def aligned_rows(x: Tensor) -> Tensor:
 
 
 def _warps(elements: int, per_thread: int) -> int:
-    """Warps for a tile of so many elements."""
     return min(max(triton.next_power_of_2(elements) // (32 * per_thread), 1), 16)
 
 

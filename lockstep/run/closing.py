@@ -45,7 +45,6 @@ def _value(value: float | None, share: bool) -> str:
 
 
 def from_here(folder: Path) -> Path:
-    """`folder` as it is called where the command runs, if it is below that."""
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
 

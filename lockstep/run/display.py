@@ -203,7 +203,6 @@ class Display:
             self.startup(WORDS[phase], seconds)
 
     def startup(self, part: str, seconds: float) -> None:
-        """Show how long a part of start-up took, unless it was over at once."""
         if seconds >= _WORTH_A_LINE:
             self.note(f"start-up: {part} {seconds:.1f} s")
 
@@ -237,7 +236,6 @@ class Display:
                 self.note(f"still {phases[-1]}{within}")
 
     def note(self, text: str) -> None:
-        """Show a line that is not about a step (start-up, validation, a warning)."""
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False)
         else:

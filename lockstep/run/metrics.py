@@ -118,7 +118,6 @@ def listed(name: str) -> str | None:
 
 
 def title_of(name: str) -> str:
-    """A recorded metric's title; its name if it has none."""
     known = listed(name)
     if known is None:
         return name
@@ -213,7 +212,6 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write one JSON object to `path`, whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
 

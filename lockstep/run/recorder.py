@@ -224,7 +224,6 @@ class Recorder:
             self._saver.look()
 
     def checkpoints_written(self, loop: Loop) -> None:
-        """Wait until the last checkpoint is on the disk."""
         if self._saver is not None:
             with loop.run.timings.measured("checkpoint"), self.world.deadline("writing a checkpoint", timeouts=10):
                 self._saver.wait()
@@ -276,12 +275,10 @@ class Recorder:
         return list(dict.fromkeys(sentence for one in found for sentence in one))
 
     def certify(self, loop: Loop) -> None:
-        """Write what the parity check has covered so far."""
         if self.world.first:
             write_json(self.run_dir / PARITY_FILE, loop.certificate.to_dict())
 
     def save_model(self, loop: Loop) -> None:
-        """Export the model: each rank the weights that it has, where all see the run's folder."""
         run, folder, together = loop.run, self.world.from_first(lambda: self.run_dir / FINAL_MODEL), self._all_see()
         held = run.trainer.held() if together else run.trainer.held_by_first()
         if together or self.world.first:
@@ -294,7 +291,6 @@ class Recorder:
         return all(self.world.gather(self.world.from_first(lambda: self.run_dir).is_dir()))
 
     def warmup(self, loop: Loop, display: Display) -> None:
-        """Supervised steps on worked examples before reinforcement learning."""
         steps = self.config.trainer.warmup_steps
         if not steps:
             return
@@ -307,7 +303,6 @@ class Recorder:
         display.note(f"warm-up: {losses} in {done['steps']} steps, {seconds:.1f} s")
 
     def validate(self, loop: Loop, display: Display, step: int) -> dict[str, float]:
-        """Greedy completions of held-out problems after `step` steps."""
         with loop.run.timings.measured("validation"):
             metrics = loop.validate()
         self._keep_failures()
@@ -334,7 +329,6 @@ class Recorder:
                     self._waits.write(record)
 
     def _keep_failures(self) -> None:
-        """Write the tracebacks of environments that failed since the last call."""
         told = self._loop.failures.take() if self._loop is not None and self.world.first else []
         path = self.run_dir / ENVIRONMENT_ERRORS
         if told:

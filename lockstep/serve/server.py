@@ -6,6 +6,7 @@ The first SIGTERM or Ctrl-C stops taking connections and lets requests finish, f
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ from types import FrameType
 
 import uvicorn
 
+from ..environments.calls import short_turns
 from ..errors import InputError, LockstepError, Terminated
 from ..session.generate import LLM
 from ..types import SamplingParams
@@ -66,18 +68,19 @@ class Server:
     def run(self) -> None:
         """Answer until `stop`; the calling thread is the engine's. Raises `LockstepError` when the engine fails."""
         thread = threading.Thread(target=self._serve, name="http", daemon=True)
-        thread.start()
         batcher = self.service.batcher
-        try:
-            while not self._ended.is_set():
-                batcher.turn(wait=0.5 if self.service.stopping else None)
-                if time.monotonic() > self._deadline:
-                    batcher.end(closing())
-        except BaseException:
-            self.service.stopping = self._http.should_exit = True
-            batcher.end(closing())
-            thread.join(LEAVING)
-            raise
+        with short_turns(), _settled():
+            thread.start()
+            try:
+                while not self._ended.is_set():
+                    batcher.turn(wait=0.5 if self.service.stopping else None)
+                    if time.monotonic() > self._deadline:
+                        batcher.end(closing())
+            except BaseException:
+                self.service.stopping = self._http.should_exit = True
+                batcher.end(closing())
+                thread.join(LEAVING)
+                raise
         if not self.service.stopping:
             raise LockstepError("the HTTP server ended by itself; see the messages before this one")
 
@@ -94,6 +97,17 @@ class Server:
         self._deadline = time.monotonic() + self.service.settings.shutdown_seconds
         self.service.stopping = self._http.should_exit = True
         self.service.batcher.wake()
+
+
+@contextlib.contextmanager
+def _settled() -> Iterator[None]:
+    """Within it Python's collector leaves alone what there was before: a look at all of it, as it takes now and then,
+    holds every thread up for a tenth of a second."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -28,8 +28,6 @@ Z95 = 1.959963984540054  # the standard normal's 97.5 % quantile
 
 
 class Measure(NamedTuple):
-    """How a model is measured; see `run.evaluate.evaluate`."""
-
     n: int = 1
     k: tuple[int, ...] = ()
     temperature: float | None = None
@@ -206,7 +204,6 @@ def normal_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """The result as the command prints it."""
     n, problems = result["n"], result["prompts"]
     sampled = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
     lines = [f"{result['task']}: {problems} problems, {n} {'completion' if n == 1 else 'completions'} each, {sampled}"]

@@ -29,6 +29,7 @@ from ..generator import Engine
 from ..models.tokenizer import TextStream
 from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams, Trajectory
 from .build import Session, resolve
+from .degree import choose_by_memory
 from .processes import GENERATING, Requests, of_all, together
 from .warm_up import make_ready, prepare_machine, warn_if_slow
 
@@ -78,9 +79,10 @@ class LLM(Session):
         how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
         sections = {"generator": config or GeneratorConfig(), "compile": compile, "parallel": parallel}
         given = validate(RunConfig(model=str(model), seed=seed, **how, **sections))  # type: ignore[arg-type]
-        self._given, self._joined = given, ExitStack()
+        self._joined = ExitStack()
         with ExitStack() as joined:
-            world = joined.enter_context(together(given))
+            self._given, world = choose_by_memory(given, joined.enter_context(together(given)))
+            given = self._given
             super().__init__(world.each(lambda: resolve(given, world.size, steps=False)), world=world)
             self._joined = joined.pop_all()
         self._left = False
@@ -273,7 +275,6 @@ def _unless(failed: LockstepError | None, done: list[list[Trajectory]]) -> list[
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 

@@ -157,7 +157,6 @@ def _sample(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _filled(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
-    """A decoder with fixed weights."""
     model = Decoder(config, dtype, device)
     for seed, parameter in enumerate(model.parameters(), start=11):
         values = _fixed(*parameter.shape, seed=seed)

@@ -53,7 +53,6 @@ def _begun(config: RunConfig) -> tuple[Future[int] | None, Path]:
 
 
 def remember(config: RunConfig, path: Path) -> None:
-    """Note that a start with this configuration needed the kernels of this list."""
     user_folder.write(_note(config), path.name, keep=KEPT)
 
 

@@ -28,6 +28,7 @@ from ..trainer import BatchShape, Packing, Trainer, pack_shards
 from ..types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 from .build import Session, resolve
 from .certificate import without_experts
+from .degree import choose_by_memory
 from .processes import GENERATING, Requests, of_all, together
 from .warm_up import make_ready, prepare_machine
 
@@ -156,6 +157,7 @@ def check_model(
     check_layout(sections["parallel"], *LAYOUT_OF_PARITY)  # type: ignore[arg-type]
     given = validate(RunConfig(model=model, seed=seed, **how, **sections))  # type: ignore[arg-type]
     with together(given) as world:
+        given, world = choose_by_memory(given, world)
         session = Session(world.each(lambda: resolve(given, world.size, steps=False)), world=world)
         try:
             prepare_machine(session)

@@ -95,7 +95,6 @@ def _kept(store: Store | None) -> list[dict[str, Any]]:
 
 
 def render(result: dict[str, Any]) -> str:
-    """The result as the command prints it."""
     lines = [f"{result['folder']}, for {result['device']}"]
     for graph in result["graphs"]:
         lines.append(f"  {graph['outcome']:<8} {graph['bytes'] / 1024:>8.1f} KiB  {graph['title']}")

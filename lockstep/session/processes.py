@@ -51,7 +51,6 @@ class Requests(NamedTuple):
     identities: list[SampleIdentity]
 
     def share(self, world: World) -> Requests:
-        """Those of this rank, and of those that it generates with."""
         own = world.generator.fsdp.own
         return Requests(list(own(self.prompt_ids)), list(own(self.sampling)), list(own(self.identities)))
 

@@ -37,7 +37,6 @@ def prepare_machine(session: Session) -> None:
 
 
 def warn_if_slow(session: Session) -> None:
-    """Say so where the operators for a CPU are missing."""
     embed = session.policy.model.embed
     if embed.device.type == "cpu" and embed.dtype is torch.float32:
         library.warn_if_missing()
@@ -45,10 +44,7 @@ def warn_if_slow(session: Session) -> None:
 
 def warm_up(run: TrainingSession) -> None:
     """Make every graph that the steps of a run need, the largest first; those made later count as recompiles.
-
-    Raises:
-        LockstepError: `parity` is strict, and this machine cannot keep the contract.
-    """
+    `LockstepError`: `parity` is strict, and this machine cannot keep the contract."""
     warn_if_slow(run)
     if not run.runtime.compiles:
         _check_machine(run)

@@ -77,11 +77,8 @@ def frozen_parameters(model: Decoder, config: OptimizerConfig) -> set[str]:
 
 
 def parameter_groups(model: Decoder, flat: FlatParameters, config: OptimizerConfig) -> tuple[ParameterGroup, ...]:
-    """The parts of the flat buffers with settings of their own, in order: one where no pattern gives any.
-
-    Raises:
-        InputError: a pattern matches no parameter that is trained.
-    """
+    """The parts of the flat buffers with settings of their own, in order: one where no pattern gives any. `InputError`:
+    a pattern matches no parameter that is trained."""
     whole = one_group(flat, config)
     if not config.lr_scales and not config.weight_decays:
         return (whole,)
@@ -177,10 +174,7 @@ class AdamW:
 
     def load_state(self, state: Mapping[str, Tensor | Sequence[Buffer]], tp: int = 1) -> None:
         """Take over what `state` returned, or the `local_state` of ranks, of which `tp` neighbours share each product.
-
-        Raises:
-            ValueError: a tensor is missing or of another size (another model).
-        """
+        `ValueError`: a tensor is missing or of another size (another model)."""
         for name, own in self.local_state().items():
             try:
                 self._take_over(own, state[name], tp)
@@ -240,11 +234,8 @@ CHUNK = 1 << 24  # elements of the state that are on the device at one time, twi
 class OffloadedAdamW(AdamW):
     """`AdamW` whose moments and masters are in the host's memory, pinned where the device is a GPU, with the same bits:
     the update's graph decides, and what it decides is done chunk by chunk behind it, each chunk of the state copied to
-    the device, updated there and copied back, while the next one comes and the last one goes.
-
-    Attributes:
-        decided: float32 [3]: rate, scale of the gradients, and whether the update is applied.
-    """
+    the device, updated there and copied back, while the next one comes and the last one goes. `decided`: float32 [3]:
+    rate, scale of the gradients, and whether the update is applied."""
 
     def _make_state(self) -> None:
         weights, size = self.flat.data, self.flat.layout.size

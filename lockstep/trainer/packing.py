@@ -190,7 +190,6 @@ def _parts(
 
 
 def _tokens_needed(trajectory: Trajectory, max_tokens: int) -> int:
-    """The rows that it takes by itself; raises when it cannot be trained on."""
     name, branches = trajectory.name or "a trajectory", trajectory.branches
     if branches[0][0].sampled:
         raise ValueError(f"{name}: it begins with a sampled segment; the first is the prompt, which is given")

@@ -213,7 +213,6 @@ class FlatParameters(FlatWeights):
         return {}
 
     def weight(self, model: Decoder, name: str) -> Tensor:
-        """A whole parameter of the model that is trained, as it is now. Every rank calls it."""
         return model.get_parameter(name)
 
     def summed_words(self, words: Tensor) -> Tensor:

@@ -50,11 +50,8 @@ class StepResult:
 
 
 class Results:
-    """What the latest updates found: written on the device behind each, read by the host when it asks.
-
-    Attributes:
-        rows: float64 [ROWS, size + 1], the latest update first; each ends with the update's number (`step.take`).
-    """
+    """What the latest updates found: written on the device behind each, read by the host when it asks. `rows`: float64
+    [ROWS, size + 1], the latest update first; each ends with the update's number (`step.take`)."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.rows = torch.zeros(ROWS, size + 1, dtype=torch.float64, device=device)
@@ -101,7 +98,6 @@ class PendingResult:
     _result: StepResult | None = None
 
     def get(self) -> StepResult:
-        """The result, once the device has come to it; take those of several updates in their order."""
         if self._finish is not None:
             self._result, self._finish = self._finish(self._results.read(self._number)), None
         assert self._result is not None

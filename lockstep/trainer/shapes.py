@@ -37,10 +37,7 @@ def bucket(n: int) -> int:
 
 def fit(needed: BatchShape, shapes: Sequence[BatchShape], max_tokens: int) -> BatchShape:
     """The last of `shapes`, largest first, that holds `needed`; if none does, each of its sizes in a bucket.
-
-    Args:
-        max_tokens: a bucket above it is cut to it.
-    """
+    `max_tokens`: a bucket above it is cut to it."""
     for shape in reversed(shapes):
         if all(have >= want for have, want in zip(shape, needed, strict=True)):
             return shape

@@ -53,7 +53,6 @@ def names(values: Tensor) -> tuple[str, ...]:
 
 
 def found_names(values: Tensor) -> tuple[str, ...]:
-    """The names of what `take` writes of an update, in order."""
     own, loads = names(values), ("load_imbalance", "min_expert_tokens", "max_expert_tokens")
     return own + ("grad_norm", "applied") + (() if own is STATISTICS else loads)
 
@@ -136,7 +135,6 @@ def forward(
 
 
 def check(model: Decoder, values: Tensor, batch: PackedBatch) -> Scored:
-    """Compare the batch's log-probs with the generator's, in `values`, and train on nothing."""
     return _record(named(values), batch, *score(model, batch)[1:])
 
 

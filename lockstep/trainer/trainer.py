@@ -197,7 +197,6 @@ class Trainer:
         return [cases for cases in work if with_checks or cases[0].name != "check"]
 
     def check(self, batch: PackedBatch) -> None:
-        """Compare the batch's log-probs with the generator's and train on nothing."""
         scored = self.programs.launch("check", batch)
         if batch.check_parity:
             self._scored.append((batch, scored))

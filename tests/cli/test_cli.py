@@ -381,6 +381,12 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("train --task.reward y --reward x", ["--reward is given twice (as --task.reward before)"]),
         ("train --task.shuffle --task.no-shuffle", ["--task.no-shuffle is given twice (as --task.shuffle before)"]),
         ("eval --model m --task sum-digits --no-easy --easy", ["--easy is given twice (as --no-easy before)"]),
+        (
+            "train --parallel.balance_batch no",
+            ["takes no value, and is given 'no'; --parallel.no-balance_batch"],
+        ),
+        ("eval --model m --task sum-digits --no-easy true", ["--no-easy takes no value", "; --easy is its opposite"]),
+        ("replay done --trajectory ٠/0/0", ["it must be STEP/GROUP/SAMPLE"]),
         ("train --parity perhaps", ["--parity", "perhaps", "strict"]),
         ("train --steps -1", ["steps is -1", "at least 0"]),
         ("train --sampling.top-p 2", ["sampling.top_p is 2.0", "between"]),

@@ -101,7 +101,7 @@ def run(trainer: Trainer, world: World, steps: int = 2, packing: Packing = SEVER
     own = [world.rank] if world.size == 2 else [0, 1]
     seen: list[Any] = []
     for step in range(steps):
-        groups = rollout(trainer.model, step)
+        groups = world.from_first(lambda step=step: rollout(trainer.model, step))
         for batch in batches(groups, own, packing):
             if trainer.reference is not None:
                 trainer.reference_logprobs(batch)
@@ -115,6 +115,11 @@ def run(trainer: Trainer, world: World, steps: int = 2, packing: Packing = SEVER
         assert seen[-1].applied and seen[-1].tokens_different == 0, seen[-1]
     weights = [p.detach().cpu() for p in trainer.model.parameters()]
     return [*seen, *weights, *saved(trainer)[0].values()]
+
+
+def alone(world: World, trainer: Callable[[], Trainer], **options: Any) -> list[Any]:
+    """What one process finds, which the first rank does for all."""
+    return world.from_first(lambda: run(trainer(), ONE, **options))
 
 
 def whole(trainer: Trainer, local: Tensor) -> Tensor:
@@ -147,7 +152,7 @@ def on_all(world: World, found: Any) -> list[Any]:
 @check
 def float32(world: World) -> Any:
     kind = DTYPE  # a GPU computes in bfloat16 alone
-    one = run(Trainer(decoder(kind), OPTIMIZER, LossConfig()), ONE)
+    one = alone(world, lambda: Trainer(decoder(kind), OPTIMIZER, LossConfig()))
     return on_all(world, different(run(Trainer(decoder(kind), OPTIMIZER, LossConfig(), world=world), world), one))
 
 
@@ -155,7 +160,7 @@ def float32(world: World) -> Any:
 def bfloat16(world: World) -> Any:
     """Of weights that are gathered."""
     kind = torch.bfloat16
-    one = run(Trainer(decoder(kind), OPTIMIZER, LossConfig()), ONE)
+    one = alone(world, lambda: Trainer(decoder(kind), OPTIMIZER, LossConfig()))
     gathers = Trainer(decoder(kind), OPTIMIZER, LossConfig(), world=world, zero_stage=3)
     return on_all(world, different(run(gathers, world), one))
 
@@ -163,7 +168,7 @@ def bfloat16(world: World) -> Any:
 @check
 def experts(world: World) -> Any:
     optimizer, loss = replace(OPTIMIZER, router_bias_rate=0.01), LossConfig()
-    one, unlike = run(Trainer(decoder(config=MOE), optimizer, loss), ONE), []
+    one, unlike = alone(world, lambda: Trainer(decoder(config=MOE), optimizer, loss)), []
     for stage in (2, 3):
         trainer = Trainer(decoder(config=MOE), optimizer, loss, world=world, zero_stage=stage)
         unlike += different(run(trainer, world), one)
@@ -171,29 +176,18 @@ def experts(world: World) -> Any:
 
 
 @check
-def whole_sequences(world: World) -> Any:
-    """A ratio a sequence, of graphs on the ranks and eager in one process."""
-    loss = LossConfig("gspo", epsilon=1e-3)
-    one = run(Trainer(decoder(), OPTIMIZER, loss), ONE)
-    recorder = FakeRecorder() if DEVICE.type == "cpu" else None
-    config = CompileConfig("step", cudagraph_mode="full")
-    runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
-    found = run(Trainer(decoder(), OPTIMIZER, loss, world=world, runtime=runtime), world)
-    runtime.close()
-    return on_all(world, different(found, one))
-
-
-@check
 def parameter_groups(world: World) -> Any:
-    """Frozen parameters and other rates, of graphs on the ranks and eager in one process."""
+    """Frozen parameters and other rates, by ratios of whole sequences; of graphs on the ranks and eager in one
+    process."""
     optimizer = replace(
         OPTIMIZER, freeze=("model.layers.0",), lr_scales=("model.norm=3",), weight_decays=("*_proj=0.2",)
     )
-    start, one = decoder(), run(Trainer(decoder(), optimizer, LossConfig()), ONE, packing=ONE_SIZE)
+    start, loss = decoder(), LossConfig("gspo", epsilon=1e-3)
+    one = alone(world, lambda: Trainer(decoder(), optimizer, loss), packing=ONE_SIZE)
     recorder = FakeRecorder() if DEVICE.type == "cpu" else None
     config = CompileConfig("step", cudagraph_mode="full")
     runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
-    trainer = Trainer(decoder(), optimizer, LossConfig(), world=world, runtime=runtime)
+    trainer = Trainer(decoder(), optimizer, loss, world=world, runtime=runtime)
     unlike = different(run(trainer, world, packing=ONE_SIZE), one)
     runtime.close()
     now = dict(trainer.model.named_parameters())
@@ -207,7 +201,7 @@ def a_teacher(world: World) -> Any:
     loss, teacher = LossConfig("distillation", teacher="a folder"), decoder()
     with torch.no_grad():
         teacher.embed.mul_(0.5)
-    one = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher), ONE)
+    one = alone(world, lambda: Trainer(decoder(), OPTIMIZER, loss, reference=teacher))
     found = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world), world)
     runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
     trainer = Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world, runtime=runtime)
@@ -224,7 +218,7 @@ def a_teacher(world: World) -> Any:
 def a_critic(world: World) -> Any:
     """Of graphs on the ranks and eager in one process."""
     loss = LossConfig("ppo")
-    one = run(Trainer(decoder(), OPTIMIZER, loss), ONE, packing=ONE_SIZE)
+    one = alone(world, lambda: Trainer(decoder(), OPTIMIZER, loss), packing=ONE_SIZE)
     runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
     found = run(Trainer(decoder(), OPTIMIZER, loss, world=world, runtime=runtime), world, packing=ONE_SIZE)
     runtime.close()
@@ -300,7 +294,7 @@ def of_group(group: RolloutGroup, whole: bool) -> Any:
 @check
 def another_order_of_addition(world: World) -> Any:
     """The mutant: what ranks send is added last rank first."""
-    one = run(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, steps=1)
+    one = alone(world, lambda: Trainer(decoder(), OPTIMIZER, LossConfig()), steps=1)
     exchange = distributed.exchange
     distributed.exchange = lambda *arguments: exchange(*arguments).flip(0)
     try:
@@ -419,24 +413,28 @@ def state_in_one_process(world: World) -> Any:
     first = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world)
     run(first, world, steps=1)
     state, apart = saved(first), parts(first)
-    one = go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, state)
+    one = world.from_first(lambda: go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, state))
     two = go_on(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, state)
-    read = go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, (apart, state[1]))
+    read = world.from_first(lambda: go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, (apart, state[1])))
     return on_all(world, different(one, two) + different(one, read))
 
 
 @check
 def offloaded(world: World) -> Any:
     """The optimizer's state in the host's memory, of ranks that go on from what they saved, and on the device."""
-    one = Trainer(decoder(torch.bfloat16), OPTIMIZER, LossConfig())
-    run(one, ONE, steps=1)
+
+    def of_one() -> list[Any]:
+        one = Trainer(decoder(torch.bfloat16), OPTIMIZER, LossConfig())
+        run(one, ONE, steps=1)
+        return run(one, ONE)
+
     config, chunk = replace(OPTIMIZER, offload=True), optimizer.CHUNK
     optimizer.CHUNK = 5 * 1024
     first, second = (Trainer(decoder(torch.bfloat16), config, LossConfig(), world=world) for _ in range(2))
     optimizer.CHUNK = chunk
     run(first, world, steps=1)
     second.load_state(parts(first), saved(first)[1])
-    return on_all(world, different(run(second, world), run(one, ONE)))
+    return on_all(world, different(run(second, world), world.from_first(of_one)))
 
 
 @check

@@ -20,7 +20,7 @@ from lockstep.cli import main as command_line
 from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.errors import InputError
 from lockstep.session import parity_check
-from lockstep.session.degree import links
+from lockstep.session.degree import choice, links
 from lockstep.session.degree.decode_time import Exchanged
 from lockstep.types import SamplingParams
 
@@ -41,7 +41,7 @@ CALCULATE = ["eval", "--task", "word-arithmetic", "--environment", "m.py:Metered
 CALCULATE += ["--max-completion-length", "5", "--temperature", "1", "--json"]
 PARITY = ["parity", "--tokens", "600", "--json"]
 RUN = ["--trainer.prompts-per-step", "2", "--trainer.warmup-steps", "0", "--sampling.num-generations", "2"]
-RUN += ["--sampling.max-completion-length", "4", "--task.validation-prompts", "0", "--arch", "tiny-llama", "--json"]
+RUN += ["--sampling.max-completion-length", "4", "--task.validation-prompts", "0", "--json"]
 RUN += ["--compile.capture", "step", "--compile.verify", "off"]
 CHOOSES = ["train", *RUN[:8], "--steps", "1", "--json", "--checkpoint.interval", "1", "--parallel.generator-tp", "0"]
 COMMANDS = {
@@ -51,7 +51,7 @@ COMMANDS = {
     "eval": EVAL,
     "turns": CALCULATE,
     "turns together": [*CALCULATE, *TOGETHER],
-    "parity": [*PARITY, "--parallel.tp", "2"],
+    "parity": [*PARITY, "--parallel.tp", "2", "--parallel.generator-tp", "0"],
     "parity together": [*PARITY, *TOGETHER],
     "precompile": ["precompile", *RUN, *TOGETHER],
     "train": ["train", *RUN, *TOGETHER, "--steps", "1", "--run-dir", "run"],
@@ -118,16 +118,18 @@ def flipped(pack_shards: Any) -> Any:
 
 def from_python(model: str, ranks: int = 2) -> list[Any]:
     """Completions of graphs for two kinds of sampling, and once more after the processes have left each other; then
-    what is said of prompts that differ, and of a second model."""
-    parallel = ParallelConfig(generator_tp=ranks)
+    what is said of prompts that differ, and of a second model. All generate together, as one has no room."""
     compile = CompileConfig("step", verify="off") if ranks > 1 else None
-    llm = LLM(model, device="cpu", compile=compile, parallel=parallel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "memory_at_hand", lambda device: 1000)
+        llm = LLM(model, device="cpu", compile=compile, parallel=ParallelConfig(generator_tp=0))
     found: list[Any] = []
     for prompts, temperature in ((["one", "two"], 1.0), ("three", 0.0), (["one", "two"], 1.0)):
         sampling = SamplingParams(n=2 if temperature else 1, temperature=temperature, max_completion_length=5)
         if len(found) == 2:
             llm.close()
         found.append([[asdict(one) for one in group] for group in llm.generate(prompts, sampling)])
+        assert llm.world.generator_tp == ranks
     for wrong in (lambda: llm.generate(os.environ.get("RANK", "0"), SamplingParams()), lambda: LLM(model)):
         with contextlib.suppress(InputError):
             wrong()
@@ -145,27 +147,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, model: Path) -> list[dict[str, Any]]:
+def two(folder: Path, shallow: Path) -> list[dict[str, Any]]:
     """What two processes printed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCKSTEP_CACHE", str(folder / "cache"))
-        return on_ranks(2, every_command, str(folder), str(model))
+        return on_ranks(2, every_command, str(folder), str(shallow))
 
 
-def test_the_first_process_prints_what_one_prints(two: Any, folder: Path, model: Path, monkeypatch: Any) -> None:
+def test_the_first_process_prints_what_one_prints(two: Any, folder: Path, shallow: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(folder)
     for name, arguments in COMMANDS.items():
         if arguments[0] not in ("generate", "eval") or name in REFUSED:
             continue
         alone = arguments[:-2] if arguments[-2:] == TOGETHER else arguments
-        code, out, _ = printed(alone, str(model))
+        code, out, _ = printed(alone, str(shallow))
         assert code == 0 and len(out) > 90
         assert [found[name][:2] for found in two] == [(0, out), (0, "")], (name, two[0][name])
 
 
-def test_unequal_degrees_are_compared(two: Any, folder: Path, model: Path) -> None:
+def test_unequal_degrees_are_compared(two: Any, folder: Path, shallow: Path) -> None:
     first, second = two
-    one = json.loads(printed(PARITY, str(model))[1])
+    one = json.loads(printed(PARITY, str(shallow))[1])
     for name, degrees in {"parity": (1, 2), "parity together": (2, 1)}.items():
         code, out, _ = first[name]
         report = json.loads(out)
@@ -201,8 +203,8 @@ def test_what_is_refused_has_one_code(two: Any, name: str, message: str) -> None
     assert message not in second[2] or name != "a model that is not there"  # the first tells
 
 
-def test_a_model_from_python_generates_with_the_others(two: Any, model: Path) -> None:
-    one = from_python(str(model), 1)
+def test_a_model_from_python_generates_with_the_others(two: Any, shallow: Path) -> None:
+    one = from_python(str(shallow), 1)
     assert one[0] == one[2] and one[3:] == ["nothing was refused"] * 2
     assert [found["from Python"] for found in two] == [one[:3]] * 2
 

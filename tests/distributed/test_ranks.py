@@ -17,7 +17,7 @@ def found() -> dict[str, Any]:
     return json.loads(json.dumps(on_ranks(2, checked)[0]))
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "experts", "whole_sequences", "a_critic", "offloaded"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "experts", "a_critic", "offloaded"])
 def test_gradients_updates_and_statistics_are_those_of_one_process(found: dict[str, Any], kind: str) -> None:
     assert found[kind] == [[], []]
 
@@ -36,7 +36,7 @@ def test_steps_are_those_of_one_process(found: dict[str, Any], name: str) -> Non
     assert replaced >= 4 if name == "dapo" else kl and not replaced
 
 
-def test_frozen_parameters_and_groups_are_those_of_one_process(found: dict[str, Any]) -> None:
+def test_frozen_parameters_groups_and_ratios_of_sequences_are_those_of_one_process(found: dict[str, Any]) -> None:
     first, second = found["parameter_groups"]
     layer = ("attention_norm", "qkv", "q_norm", "k_norm", "o", "mlp_norm", "gate_up", "down")
     assert first == second and first[0] == [] and first[1] > 3

@@ -27,23 +27,23 @@ from lockstep.trainer.parameters import FlatParameters, Layout
 from lockstep.trainer.tp.decoder import in_trainer
 from lockstep.trainer.tp.gathered import GatheredReference, flat_parameters
 
+GROUPS = {"lr_scales": ("*=0.5", "*.o_proj=2", "model.norm=4"), "weight_decays": ("*norm=0.3", "*.mlp*=0.2")}
 CASES: list[dict[str, Any]] = [
-    {"family": "llama"},
-    {"family": "llama", "graphs": True, "parts": True},
-    {"family": "qwen3_moe", "router_aux_loss_coef": 0.01},
-    {"family": "deepseek_v3", "beta": 0.1},
+    {"family": "qwen3_moe", "router_aux_loss_coef": 0.01, "groups": GROUPS, "beta": 0.1},
     {"family": "qwen3", "parts": True, "loss_type": "ppo"},
     {"family": "qwen3", "steps": 1, "mutant": "reversed"},
     {"family": "qwen3", "steps": 1, "mutant": "flipped"},
 ]
 FROZEN = "model.layers.0", "model.embed_tokens"  # a layer of which each has its part, and the tied table
 FOUR: list[dict[str, Any]] = [
-    {"family": "qwen3_moe", "steps": 2, "graphs": True, "parts": True, "freeze": FROZEN},
+    {"family": "llama", "steps": 2},
+    {"family": "llama", "steps": 2, "graphs": True, "parts": True},
+    {"family": "deepseek_v3", "steps": 2, "graphs": True, "parts": True, "groups": {**GROUPS, "freeze": FROZEN}},
 ]
 
 
 def named(case: dict[str, Any]) -> str:
-    return " ".join(map(str, case.values()))
+    return " ".join("groups" if isinstance(value, dict) else str(value) for value in case.values())
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +86,14 @@ def test_two_ranks_that_share_products_train_as_one_process(two: Any, case: dict
     assert_one_process_agrees(case, two[named(case)], shards=1)
 
 
-def test_shards_of_ranks_that_share_products_train_as_one_process(four: Any) -> None:
-    assert_one_process_agrees(FOUR[0], four[named(FOUR[0])], shards=2)
+@pytest.mark.parametrize("case", FOUR, ids=named)
+def test_shards_of_ranks_that_share_products_train_as_one_process(four: Any, case: dict[str, Any]) -> None:
+    """With graphs each rank's gradients are eager's, too."""
+    assert_one_process_agrees(case, four[named(case)], shards=2)
 
 
-def test_runs_of_one_layout_have_the_same_bits_captured_or_not(two: Any) -> None:
-    eager, captured = (two[named(case)][0] for case in CASES[:2])
+def test_runs_of_one_layout_have_the_same_bits_captured_or_not(four: Any) -> None:
+    eager, captured = (four[named(case)][0] for case in FOUR[:2])
     assert eager["results"] == captured["results"]
     for name in ("weights", "state"):
         assert all(torch.equal(x, captured[name][key]) for key, x in eager[name].items())
@@ -122,7 +124,7 @@ def test_ranks_that_cannot_share_a_teacher_evenly_have_all_of_its_products() -> 
 
 
 def test_what_they_saved_one_process_goes_on_with(two: Any) -> None:
-    found = two[named(CASES[2])][0]
+    found = two[named(CASES[0])][0]
     trainer = Trainer(make_model(torch.float32, 1, FAMILIES["qwen3_moe"]), OptimizerConfig(), LossConfig())
     trainer.load_state(found["state"], {"weights_version": 3})
     assert all(torch.equal(p, found["weights"][name]) for name, p in trainer.model.named_parameters())

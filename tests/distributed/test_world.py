@@ -36,7 +36,7 @@ def test_the_number_of_processes_must_be_the_one_asked_for(monkeypatch: pytest.M
         join(ParallelConfig(fsdp=2), "cpu")
     for name, value in {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=r"parallel\.fsdp is 3, and torchrun started 4 processes"):
+    with pytest.raises(InputError, match=r"parallel\.fsdp is 3, and there are 4 processes"):
         join(ParallelConfig(fsdp=3), "cpu")
 
 
@@ -47,6 +47,11 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("RANK", "one")
     with pytest.raises(InputError, match="RANK is 'one'"):
         machine.launched()
+    for rank, local_rank, processes in (("2", "0", "2"), ("0", "2", "2"), ("0", "0", "0")):
+        for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": processes}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(InputError, match=f"RANK is {rank} and LOCAL_RANK {local_rank}, of a WORLD_SIZE of"):
+            machine.launched()
 
 
 @pytest.mark.parametrize(

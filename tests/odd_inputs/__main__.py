@@ -1,4 +1,4 @@
-"""`python tests/odd_inputs [KIND ...]`: some 300 odd inputs through the command line, in one process.
+"""`python tests/odd_inputs [KIND ...]`: some 800 odd inputs through the command line, in one process.
 
 Answered well is: the exit code that is due (2 for bad input), a message with the words that name the field, the file or
 the line, no traceback, and a model folder that is as it was. What is not is printed, and the script ends with code 1
@@ -19,16 +19,19 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from agents import environments, replays, servers
 from case import Odd
 from commands import other_commands
 from data import REWARDS, rewards, rows
 from folders import models, run_folders
+from layouts import launches, layouts, parts_of_a_layout
 from settings import flags, yaml_files
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 
 CASES = (flags, yaml_files, rows, rewards, models, run_folders, other_commands)
+CASES += (layouts, parts_of_a_layout, launches, environments, servers, replays)
 
 
 def digest(folder: Path) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -370,6 +372,7 @@ def test_a_server_that_is_stopped_lets_requests_finish(model: Path, llm: LLM) ->
         body = {"prompt": "one", "max_tokens": 100, "ignore_eos": True, "seed": 7}
         answer = pool.submit(served.http.post, "/v1/completions", json=body)
         wait_until(lambda: served.server.service.open_samples == 1, 10)
+        assert gc.get_freeze_count() > 10_000 and sys.getswitchinterval() < 0.001, "nothing holds the engine up"
         served.server.stop()
         expected = alone(llm, "one", SamplingParams(max_completion_length=100, ignore_eos=True))
         assert answer.result().json()["choices"][0]["text"] == expected[0].text

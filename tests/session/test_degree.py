@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ import torch
 from lockstep.config import CompileConfig, GeneratorConfig, ParallelConfig, RunConfig, SamplingConfig, TrainerConfig
 from lockstep.config.run import resolve_parallel
 from lockstep.config.sections.compile import resolve_compile
+from lockstep.distributed import World
 from lockstep.errors import InputError
+from lockstep.models import num_parameters
 from lockstep.models.init import architecture
 from lockstep.session.build import plan_of, resolve
+from lockstep.session.degree import choice, choose_by_memory
 from lockstep.session.degree.choice import best, degrees
 from lockstep.session.degree.decode_time import DecodeTime, Exchanged, Load
-from lockstep.session.memory import Workload, plan
+from lockstep.session.memory import Workload, model_config, plan
 
 H200 = 141 << 30
 READ = 4e12  # bytes a second
@@ -95,5 +99,27 @@ def test_nothing_is_chosen_where_nothing_is_measured() -> None:
     assert resolve(asked).parallel.generator_tp == 1
     with pytest.raises(InputError, match=r"parallel\.generator_tp is 0, which the processes of a run choose"):
         plan_of(replace(asked, trainer=TrainerConfig(prompts_per_step=8)), 2)
-    with pytest.raises(InputError, match=r"parallel\.generator_tp is 0, which chooses from the samples of a run"):
-        resolve(asked, 2, steps=False)
+
+
+def test_without_steps_the_fewest_that_have_room_generate_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Of which each has its part and the whole table, beside a cache where one is asked for."""
+    config = RunConfig(device="cpu", arch="qwen3-0.6b", parallel=ParallelConfig(generator_tp=0))
+    cached = replace(config, generator=GeneratorConfig(kv_cache_tokens=1 << 14))
+    monkeypatch.setattr(World, "share", lambda self, make: [make()] * self.size)
+    monkeypatch.setattr(choice, "in_groups", lambda world, ranks: replace(world, generator_tp=ranks))
+    weights = num_parameters(model_config(config)) * 4
+
+    def chosen(asked: RunConfig, memory: float, processes: int = 8) -> int:
+        monkeypatch.setattr(choice, "memory_at_hand", lambda device: int(memory))
+        made, world = choose_by_memory(asked, World(size=processes))
+        assert made.parallel.generator_tp == world.generator_tp
+        return world.generator_tp
+
+    assert [chosen(config, weights * share) for share in (1.34, 1.3, 0.9, 0.7, 0.1)] == [1, 2, 2, 4, 8]
+    assert chosen(cached, 1.34 * weights) == 4 and chosen(config, 0.1 * weights, 1) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 6 and told[1].startswith("parallel.generator_tp: chose 2, whose weights and cache take ")
+    given = replace(config, parallel=ParallelConfig(generator_tp=2))
+    assert choose_by_memory(given, World(size=4)) == (given, World(size=4))

@@ -433,5 +433,7 @@ def test_the_command_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixt
     assert "--optimizer.offload, with 11.4 GiB" in said and "; 16 GPUs (torchrun)" in said  # two generating together
     assert main([*given, "--world", "7", "--device-memory-gib", "141"]) == 2
     assert "7 shards" in capsys.readouterr().err
+    assert main([*asked, "141", "--parallel.fsdp", "3"]) == 2
+    assert "parallel.fsdp is 3, and there are 8 processes; start it with torchrun" in capsys.readouterr().err
     assert main([*given, "--world", "0"]) == 2 and main([*given, "--device-memory-gib", "-1"]) == 2
     assert "--world is 0" in capsys.readouterr().err

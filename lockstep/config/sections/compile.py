@@ -134,7 +134,6 @@ class CompileConfig(Section):
 
     @property
     def backend_name(self) -> str:
-        """The backend, of a resolved configuration."""
         captured = CAPTURES[self.capture or "none"].hook
         return self.backend if self.backend != "auto" else "eager" if captured else "none"
 

@@ -21,7 +21,8 @@ class ParallelConfig(Section):
     generator_tp: int = between(0, 64, default=1)
     """Neighbouring processes that generate the same samples together, each with its part of the heads and of every
     product's output columns: a decode step takes less time, and the KV cache less of each one's memory. 1 is more
-    for a run that does not fit so; 0 chooses, for a run, from memory, load and measured links. No bit depends on it."""
+    for a run that does not fit so; 0 chooses, for a run from memory, load and measured links, elsewhere from memory.
+    No bit depends on it."""
     zero_stage: Literal[2, 3] | None = None
     """What several processes shard of a micro-batch's work. 2: gradients and the optimizer's state; weights are read
     where they lie whole, as they do for the generator. 3: weights too, which are gathered layer by layer. Left out: 2

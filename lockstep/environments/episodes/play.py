@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from ...errors import InputError, RewritesPast
 from ...types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ...user_functions import one_line
-from ..calls import Answer, Calls, Failure
+from ..calls import Answer, Calls, Failure, short_turns
 from ..environment import Branch, End, Next, Turn, by_name
 from ..tokens import answering, said_by
 from .answers import count, is_chat, is_tokens, unlike, wrong_end, wrong_reward, wrong_step
@@ -47,19 +48,24 @@ class Play:
             for a, episodes in zip(asked, groups, strict=True):
                 for episode in episodes:
                     self._calls.call(episode, episode.environment.start, a.row, a.seed)
-            left = total = sampling.n * len(asked)
-            while left:
-                self._answers(self._wait() if not self._sampled else self._calls.answers(wait=False))
-                if self._sampled:
-                    self._advance()
-                left = len(self._sampled) + len(self._calls)
-                self._timings.tell(f"{total - left} of {total}")
+            with nullcontext() if self._environment.instant else short_turns():
+                self._go(sampling.n * len(asked))
         finally:
             self._calls.abandon()
             for request_id in {request_id for request_id, _ in self._sampled}:
                 assert self._sampler is not None
                 self._sampler.abort(request_id)
         return groups
+
+    def _go(self, total: int) -> None:
+        """Take answers and sample until all of so many have ended."""
+        left = total
+        while left:
+            self._answers(self._wait() if not self._sampled else self._calls.answers(wait=False))
+            if self._sampled:
+                self._advance()
+            left = len(self._sampled) + len(self._calls)
+            self._timings.tell(f"{total - left} of {total}")
 
     def close(self) -> None:
         """Tell the environments that they are not used any more."""

@@ -32,11 +32,7 @@ class LayerCompiler:
         self._call = torch_layers.compiled_call(compile_module, MAX_VARIANTS, compiled)
 
     def __call__(self, layer: nn.Module, *args: Any) -> Tensor:
-        """`layer(*args)`.
-
-        Raises:
-            GraphError: it cannot be compiled whole, or would be one variant too many.
-        """
+        """`layer(*args)`. `GraphError`: it cannot be compiled whole, or would be one variant too many."""
         try:
             return self._call(layer, *args)
         except torch_layers.TooMany as error:

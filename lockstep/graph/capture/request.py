@@ -15,12 +15,9 @@ from .step import GraphBody
 
 @dataclass(frozen=True)
 class Request:
-    """A function with the inputs, the statics and the open sizes of one graph of it; see `capture`.
-
-    Attributes:
-        constants: every Python value that the body takes from elsewhere than its arguments and that a trace bakes in,
-            by name; None: unknown, and the graph is not kept for other processes.
-    """
+    """A function with the inputs, the statics and the open sizes of one graph of it; see `capture`. `constants`: every
+    Python value that the body takes from elsewhere than its arguments and that a trace bakes in, by name; None:
+    unknown, and the graph is not kept for other processes."""
 
     name: str
     body: GraphBody

@@ -51,7 +51,6 @@ def backward() -> AbstractContextManager[None]:
 
 
 def in_module(path: str) -> AbstractContextManager[None]:
-    """Marks what is traced within as a part of the module of this path."""
     return torch_trace.annotate(**{MODULE_TAG: path})
 
 
@@ -64,7 +63,8 @@ def capture(
     writes: Collection[Role] = (),
     dynamic: Dynamic | None = None,
 ) -> Captured:
-    """Trace `body(inputs, **statics)`, gradients off; no input is read or written.
+    """Trace `body(inputs, **statics)`, gradients off; no input is read or written. `GraphError`: the body closes over a
+    number or a tensor, asks for a tensor's value, takes an open size for a number, or returns something else.
 
     Args:
         body: returns its outputs by name, each a tensor of its own (not a view of an input).
@@ -72,10 +72,6 @@ def capture(
         writes: roles that the body writes in place (checked by the verifier).
         dynamic: inputs with open sizes, for which one trace serves every value from 2 on: the sizes' names, dim by dim,
             None for a fixed one. Equal names are one size.
-
-    Raises:
-        GraphError: the body closes over a number or a tensor, asks for a tensor's value, takes an open size for a
-            number, or returns something else.
     """
     statics = dict(statics or {})
     check_closure(name, body)

@@ -55,7 +55,6 @@ class Inputs:
                 yield role, name, tensor
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Inputs:
-        """The same names with other tensors, given in the order of `flat`."""
         source = iter(tensors)
         other = {role: {name: next(source) for name in getattr(self, role)} for role in get_args(Role)}
         return replace(self, **other, module=None)
@@ -65,11 +64,7 @@ class Inputs:
         return tuple(InputSpec.of(role, name, tensor, dynamic.get(name, ())) for role, name, tensor in self.flat())
 
     def open_sizes(self, specs: Sequence[InputSpec]) -> dict[str, int]:
-        """The values that the open sizes of `specs` have here.
-
-        Raises:
-            GraphError: two inputs disagree about a size.
-        """
+        """The values that the open sizes of `specs` have here. `GraphError`: two inputs disagree about a size."""
         sizes: dict[str, int] = {}
         for spec, (_, _, tensor) in zip(specs, self.flat(), strict=True):
             for size, value in zip(spec.shape, tensor.shape, strict=True):

@@ -67,12 +67,8 @@ class GraphLauncher:
         self._addresses = Addresses([self._arguments[i] for i in self._static])
 
     def __call__(self, user: Mapping[str, Tensor], times: int = 1) -> Outputs:
-        """Launch `times` times in a row, at least once; returns the last outputs by name.
-
-        Raises:
-            GraphError: the graph is closed, a user input is missing or is not what the graph was captured for, or a
-                static input has moved.
-        """
+        """Launch `times` times in a row, at least once; returns the last outputs by name. `GraphError`: the graph is
+        closed, a user input is missing or is not what the graph was captured for, or a static input has moved."""
         assert times > 0
         if self._closed:
             raise GraphError(f"{self.captured.title}: launched after close()")

@@ -65,12 +65,8 @@ def _bound(name: str, rewrite: Callable[..., tuple[Captured, str]], **options: A
 
 
 def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Captured], Captured] = verify) -> Captured:
-    """Apply `passes` in order and `check` the graph before the first and after each.
-
-    Raises:
-        GraphError: from the check, from a pass that puts in what it does not announce, or from one that was asked for
-            and finds nothing to do.
-    """
+    """Apply `passes` in order and `check` the graph before the first and after each. `GraphError`: from the check, from
+    a pass that puts in what it does not announce, or from one that was asked for and finds nothing to do."""
     check(captured)
     for p in passes:
         before = captured

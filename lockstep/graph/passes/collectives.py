@@ -52,12 +52,17 @@ def layer_of(node: fx.Node) -> str:
     return "" if number is None else ".".join(parts[: number + 1])
 
 
+def gathers_weights(node: fx.Node) -> bool:
+    """Whether a call begins a gather along the axis that weights are sharded on."""
+    return op_name(node) in GATHERS and node.args[-1] == _GROUP
+
+
 def weight_gathers(captured: Captured) -> list[Collective]:
     """The gathers of weights, in the order of their results' first uses."""
     weights = {node for node, spec in captured.placeholders() if spec.role == "param"}
     found = []
     for node in captured.graph.nodes:
-        shards = node.args[0] if op_name(node) in GATHERS and node.args[-1] == _GROUP else None
+        shards = node.args[0] if gathers_weights(node) else None
         if shards is not None and weights.issuperset(shards if isinstance(shards, (list, tuple)) else [shards]):
             elements = [user for user in node.users if op_name(node) == GATHER_MANY]
             waits = [user for started in elements or [node] for user in started.users if op_name(user) == WAIT]
@@ -94,7 +99,6 @@ def sources(collective: Collective) -> list[fx.Node]:
 
 
 def by_layer(collectives: Sequence[Collective]) -> Iterator[list[Collective]]:
-    """Runs of collectives for the same layer, in order."""
     for _, run in groupby(collectives, key=lambda c: (c.layer, any(map(is_backward, c.finish[-1:])))):
         yield list(run)
 

@@ -37,12 +37,8 @@ _BARRED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torc
 
 
 class Inductor(Backend):
-    """Compiles regions of graphs, each once for all graphs.
-
-    Attributes:
-        choices: `backward` (the backward pass), module paths such as `layers.*` (their forward pass, as far as
-            `regions.shared` has it), or `all`; wildcards as in a shell.
-    """
+    """Compiles regions of graphs, each once for all graphs. `choices`: `backward` (the backward pass), module paths
+    such as `layers.*` (their forward pass, as far as `regions.shared` has it), or `all`; wildcards as in a shell."""
 
     compile_module = staticmethod(torch_inductor.compile_module)
 
@@ -56,11 +52,7 @@ class Inductor(Backend):
         return torch_inductor.missing_compiler(device)
 
     def rewrite(self, captured: Captured) -> tuple[Captured, str]:
-        """Compile regions of the graph.
-
-        Raises:
-            UnknownPattern: a path matches no module of a graph that has any.
-        """
+        """Compile regions of the graph. `UnknownPattern`: a path matches no module of a graph that has any."""
         _check_patterns(captured, self.choices)
         found: list[Stretch] = []
         made: dict[Stretch, CompiledSubgraph] = {}
@@ -134,10 +126,7 @@ def stretches(captured: Captured, choices: Sequence[str]) -> Iterator[Stretch]:
 
 def _common_digests(traces: Sequence[Captured], choices: Sequence[str]) -> frozenset[str]:
     """Of the stretches that the forward pass of every model's graph has; none where one of the roles has no graph.
-
-    Args:
-        traces: the graphs of both roles, before or after the pass; the generator's write the cache.
-    """
+    `traces`: the graphs of both roles, before or after the pass; the generator's write the cache."""
     found: dict[bool, list[frozenset[str]]] = {True: [], False: []}
     for trace in traces:
         before = next(graph for name, graph in reversed(trace.stages()) if name != "inductor")

@@ -27,7 +27,7 @@ from ..ir.captured import (
     written,
 )
 from ..torch_private import trace as torch_trace
-from .collectives import GATHERS
+from .collectives import gathers_weights
 from .rewrite import reached, rewritten
 
 FULL = "full"
@@ -101,7 +101,7 @@ def saved_bytes(captured: Captured) -> int:
         if is_backward(node)
         for source in node.all_input_nodes
         for origin in lies_in[source]
-        if origin.op == "call_function" and not is_backward(origin) and op_name(origin) not in GATHERS
+        if origin.op == "call_function" and not is_backward(origin) and not gathers_weights(origin)
     }
     return sum(_bytes(torch_trace.fake_value(node)) for node in kept)
 
@@ -132,8 +132,10 @@ def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
     for node in captured.graph.nodes:
         if node.op != "call_function" or is_backward(node) or mutates(node):
             continue
-        if any(op_name(origin) in GATHERS for origin in lies_in[node]):
+        if any(map(gathers_weights, lies_in[node])):
             continue  # weights: `reshard` decides
+        if isinstance(torch_trace.fake_value(node), (int, torch.SymInt)):
+            continue  # takes no memory, and would hold what it is the size of
         leaves = any(module_of(user) != module_of(node) for user in node.users if not is_backward(user))
         by_module = not leaves and any(_names_module(p, node) for p in patterns)
         if not by_module and not any(_names_operator(p, node) for p in patterns):

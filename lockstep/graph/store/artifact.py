@@ -81,11 +81,8 @@ def register_region(kind: str, deserialize: Callable[[bytes], Region]) -> None:
 
 
 def dumps(captured: Captured) -> bytes:
-    """The graph as it is, without the graphs from before its passes.
-
-    Raises:
-        Unstorable: naming the node, and what about it has no stored form.
-    """
+    """The graph as it is, without the graphs from before its passes. `Unstorable`: naming the node, and what about it
+    has no stored form."""
     return pack(_Writer(captured).sections())
 
 

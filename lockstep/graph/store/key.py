@@ -16,11 +16,8 @@ _PACKAGE = __package__.partition(".")[0]
 
 
 def key_of(request: Request, level: str, made_with: Mapping[str, Any], passes: Sequence[Pass]) -> Key | None:
-    """The key of one graph, or None when it depends on code outside this package, which no hash covers.
-
-    Args:
-        made_with: settings of the runtime and constants of the body, by name.
-    """
+    """The key of one graph, or None when it depends on code outside this package, which no hash covers. `made_with`:
+    settings of the runtime and constants of the body, by name."""
     bodies = _bodies(request.body)
     partial = any(isinstance(b, functools.partial) for b in bodies)
     if partial or not all(map(in_package, (*bodies, *(p.apply for p in passes)))):

@@ -67,11 +67,7 @@ class Signature:
         return found
 
     def compile(self, module: fx.GraphModule) -> Compiled:
-        """`module`, a function of such inputs, by Inductor; its sizes stay open.
-
-        Raises:
-            Uncompilable: see the class.
-        """
+        """`module`, a function of such inputs, by Inductor; its sizes stay open. `Uncompilable`: see the class."""
         from torch._inductor.standalone_compile import standalone_compile
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

@@ -77,7 +77,6 @@ class Layer(nn.Module):
         return added(ops.linear_add, gated_TF, self.down, x_TD, None)
 
     def product(self, x_TW: Tensor, weight: Tensor) -> Tensor:
-        """`linear` of what the ranks have columns of, whole."""
         return self.spread.columns(ops.linear(self.spread.columns(x_TW), weight))
 
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
@@ -95,6 +94,4 @@ class Layer(nn.Module):
 
 
 class QKNormLayer(Layer):
-    """Queries and keys are normalized a head."""
-
     qk_norm = True

@@ -65,8 +65,6 @@ class LatentAttention(nn.Module):
 
 
 class LatentLayer(Layer):
-    """A layer whose attention is latent."""
-
     def make_projections(self, config: ModelConfig, weight: Weight) -> int:
         assert config.mla is not None
         self.mla = LatentAttention(config, weight)

@@ -112,7 +112,6 @@ class WeightSlice(LayerSlice):
         return self.start * (rows.shape[-1] if rows.dim() > 1 else 1)
 
     def from_hf(self, tensor: Tensor) -> Tensor:
-        """The folder's tensor as the decoder's rows."""
         return tensor if self.form is None else self.form.from_hf(tensor)
 
     def to_hf(self, rows: Tensor) -> Tensor:
@@ -147,7 +146,6 @@ def _head_form(config: ModelConfig) -> Form | None:
 
 
 def attention_slices(config: ModelConfig) -> Iterator[LayerSlice]:
-    """Of attention's projections, with their biases."""
     q, kv, form = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, _head_form(config)
     for kind, parameter in (("weight", "qkv"), ("bias", "qkv_bias")):
         if kind == "weight" or "qkv" in config.biases:

@@ -44,7 +44,6 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: ModelConfig) -> Family:
-    """The configuration's row."""
     return FAMILIES[config.family]
 
 

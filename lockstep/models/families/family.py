@@ -231,7 +231,6 @@ def all_or_none(config: ModelConfig) -> None:
 
 
 def no_windows(config: ModelConfig) -> None:
-    """A check: the family has none."""
     refuse(
         bool(config.sliding_layers),
         f"model config: sliding_layers is {config.sliding_layers} in {config.num_layers} of {config.family}",

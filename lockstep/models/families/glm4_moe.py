@@ -26,7 +26,6 @@ def _slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
 
 
 def _factor(raw: Raw) -> float:
-    """The part of a head that is rotated."""
     both = raw.values.get("rope_scaling") or raw.values.get("rope_parameters") or {}
     found = both.get("partial_rotary_factor", raw.values.get("partial_rotary_factor", 0.5))  # as in transformers
     fits = isinstance(found, (int, float)) and 0 < found <= 1
@@ -35,7 +34,6 @@ def _factor(raw: Raw) -> float:
 
 
 def _rope(raw: Raw) -> dict[str, Any]:
-    """The rotations of a part of each head."""
     whole = {key: value for key, value in raw.values.items() if key != "partial_rotary_factor"}
     for name in ("rope_scaling", "rope_parameters"):
         if values := whole.get(name):

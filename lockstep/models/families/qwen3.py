@@ -21,7 +21,6 @@ def _size(layers: int, hidden: int, ffn: int, heads: int, tied: bool = False) ->
 
 
 def golden(config: ModelConfig, odd: ModelConfig) -> dict[str, ModelConfig]:
-    """Of a window."""
     return {"windows": replace(odd, sliding_window=20, sliding_layers=(1,))} if any(config.windows) else {}
 
 

@@ -40,7 +40,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def golden(config: ModelConfig, odd: ModelConfig) -> dict[str, ModelConfig]:
-    """Of experts, and of what the dense family has."""
     experts = {"experts": replace(odd, family="qwen3_moe", moe=MoEConfig(6, 2, 89))} if config.moe_layers else {}
     return experts | qwen3.golden(config, odd)
 

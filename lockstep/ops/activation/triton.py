@@ -80,7 +80,6 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
-    """See `activation.operator.silu_mul`."""
     gate_up_TE = aligned_rows(gate_up_TE)
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     out_TF = torch.empty((rows, width), dtype=gate_up_TE.dtype, device=gate_up_TE.device)
@@ -127,7 +126,6 @@ def _silu_mul_backward_kernel(
 
 
 def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
-    """See `activation.operator.silu_mul_backward`."""
     grad_TF, gate_up_TE = unit_inner(grad_TF), unit_inner(gate_up_TE)
     rows, width = grad_TF.shape
     out_TE = torch.empty((rows, 2 * width), dtype=gate_up_TE.dtype, device=gate_up_TE.device)

@@ -28,7 +28,6 @@ def _square_sums_kernel(x_ptr, out_ptr, size, ROWS: tl.constexpr, WIDTH: tl.cons
 
 
 def square_sums(x: Tensor) -> Tensor:
-    """See `adamw.operator.square_sums`."""
     blocks = triton.cdiv(x.numel(), SQUARES)
     sums = torch.empty(blocks, dtype=torch.float32, device=x.device)
     _square_sums_kernel[(triton.cdiv(blocks, ROWS),)](x, sums, x.numel(), ROWS=ROWS, WIDTH=SQUARES, num_warps=NUM_WARPS)
@@ -56,7 +55,6 @@ def _exact_sum_kernel(x_ptr, words_ptr, size, WORDS: tl.constexpr, NOT_FINITE: t
 
 
 def exact_sum(x: Tensor) -> Tensor:
-    """See `adamw.operator.exact_sum`."""
     words = torch.zeros(WORDS, dtype=torch.int64, device=x.device)
     programs = min(SUM_PROGRAMS, triton.cdiv(x.numel(), SUM_BLOCK))
     constants = {"WORDS": WORDS, "NOT_FINITE": NOT_FINITE, "BLOCK": SUM_BLOCK}
@@ -94,7 +92,6 @@ def _root_of_sum_kernel(words_ptr, root_ptr, LIMBS: tl.constexpr, NOT_FINITE: tl
 
 
 def root_of_sum(words: Tensor) -> Tensor:
-    """See `adamw.operator.root_of_sum`."""
     root = torch.empty((), dtype=torch.float32, device=words.device)
     _root_of_sum_kernel[(1,)](words, root, LIMBS=LIMBS, NOT_FINITE=NOT_FINITE, num_warps=1)
     return root
@@ -144,7 +141,6 @@ def _adamw_kernel(
 
 
 def adamw(state: AdamWState, step: AdamWStep, settings: AdamWSettings) -> None:
-    """See `adamw.operator.adamw`."""
     steps, size = state.steps.add_(step.applied), state.grad.numel()
     correction = torch.stack((1.0 - settings.beta1**steps, 1.0 - settings.beta2**steps))
     _adamw_kernel[(triton.cdiv(size, BLOCK),)](

@@ -76,10 +76,7 @@ def flex_packed_backward(
     grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMask
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients for q, k and v, zero in padding rows. Not under the forward's contract, but the same every time.
-
-    Args:
-        grad_TNH: gradient of the output, contiguous; the others are what the forward was given.
-    """
+    `grad_TNH`: gradient of the output, contiguous; the others are what the forward was given."""
     return reference.packed_backward((grad_TNH, q_TNH, k_TKH, v_TKH), by, visible=visibility(*mask[:2]))[:3]
 
 

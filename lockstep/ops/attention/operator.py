@@ -38,10 +38,7 @@ def attention_packed(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN
 ) -> Tensor:
     """Attention over packed segments, each after an optional shared prefix; [T, N, H] in q's dtype, zero in padding.
-
-    Args:
-        q_TNH, k_TKH, v_TKH: one dtype; N is a multiple of K.
-    """
+    All are of one dtype; N is a multiple of K."""
     return _packed(q_TNH, k_TKH, v_TKH, by, scores)[0]
 
 
@@ -110,10 +107,8 @@ def attention_sinks_packed_backward(
 def attention_paged(
     q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE, scores: AttentionScores = PLAIN
 ) -> Tensor:
-    """Attention of new tokens over a paged cache that already holds their keys and values; [T, N, H].
-
-    With groups every sequence has one new token. With a window, pages that lie before it are not read.
-    """
+    """Attention of new tokens over a paged cache that already holds their keys and values; [T, N, H]. With groups every
+    sequence has one new token. With a window, pages that lie before it are not read."""
     return reference.paged(q_TNH, cache, by, scores)
 
 
@@ -162,13 +157,9 @@ def attention_decode(
     scores: AttentionScores = PLAIN,
     weight_offset: float = 0.0,
 ) -> Tensor:
-    """`qk_norm_rope_write_kv` and `attention_paged` of one new token a sequence, [S, N, H]. No autograd.
-
-    Args:
-        qkv_SE: the tokens' fused projections.
-        slots_S: where each sequence's last position lies by its block table. Elsewhere for a row that is idle: what it
-            attends to means nothing.
-    """
+    """`qk_norm_rope_write_kv` of the tokens' fused projections and `attention_paged` of one new token a sequence: [S,
+    N, H], without autograd. `slots` are where each sequence's last position lies by its block table; elsewhere for a
+    row that is idle: what it attends to means nothing."""
     q_SNH = qk_norm_rope_write_kv.on_cpu[qkv_SE.dtype](qkv_SE, by, cache, slots_S, weight_offset)
     cu_seqlens = torch.arange(qkv_SE.shape[0] + 1, dtype=torch.int32)
     paged = Paged(contexts.block_table, cu_seqlens, contexts.context_len_S, 1, contexts.max_context_len)

@@ -265,7 +265,6 @@ def packed(
 def paged(
     q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE, scores: AttentionScores = PLAIN
 ) -> Tensor:
-    """See `attention.operator.attention_paged`."""
     if contexts := by.decoding(q_TNH.shape[0]):
         return triton_decode.decode(q_TNH, cache, contexts, groups, scores)
     _, page_size, _, head_dim = cache.k_cache.shape

@@ -312,14 +312,12 @@ def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionTi
 
 
 def packed(x: AttentionGradient, by: Packed, scores: AttentionScores = PLAIN) -> tuple[Tensor, ...]:
-    """See `attention.operator.attention_packed_backward`."""
     grads = tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in x[1:4])
     packed_into(grads, x, by, scores)
     return grads
 
 
 def packed_with_sinks(x: AttentionGradient, by: Packed, scores: AttentionScores) -> tuple[Tensor, ...]:
-    """See `attention.operator.attention_sinks_packed_backward`."""
     grads = tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in x[1:4])
     delta_KTG = packed_into(grads, x, by, scores)
     assert scores.sinks_N is not None

@@ -385,7 +385,6 @@ def attention_decode(
     scores: AttentionScores = PLAIN,
     weight_offset: float = 0.0,
 ) -> Tensor:
-    """See `operator.attention_decode`."""
     if groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0:
         return decode(qkv_SE, cache, contexts, ALONE, scores, (by, slots_S, weight_offset))
     q_SNH = qk_norm_rope(qkv_SE, by, cache, slots_S, weight_offset)  # each query is in two programs

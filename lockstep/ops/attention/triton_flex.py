@@ -207,7 +207,6 @@ def _lists(blocks: _Blocks, table_SL: Tensor, physical: int, window: int, tile: 
 
 
 def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMask) -> Tensor:
-    """See `flex.flex_packed`."""
     if not _real(q_TNH):
         return q_TNH.new_empty(q_TNH.shape)
     where = Tiles(*mask.tiles[: len(Tiles._fields)])
@@ -216,7 +215,6 @@ def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMa
 
 
 def paged(q_TNH: Tensor, cache: KVPages, by: Paged, mask: FlexMask) -> Tensor:
-    """See `flex.flex_paged`."""
     if not _real(q_TNH):
         return q_TNH.new_empty(q_TNH.shape)
     k, v = (_as_tiles(pages.flatten(0, 1)) for pages in cache)

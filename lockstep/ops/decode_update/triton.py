@@ -43,7 +43,6 @@ def _slots_kernel(
 def slots(
     position_R: Tensor, remaining_R: Tensor, table_RW: Tensor, page_size: int, null_page: int
 ) -> tuple[Tensor, Tensor]:
-    """See `decode_update.operator.decode_slots`."""
     rows = position_R.shape[0]
     slot_R, context_R = torch.empty_like(position_R), torch.empty_like(remaining_R)
     assert table_RW.stride(1) == 1
@@ -110,7 +109,6 @@ def _advance_kernel(
 
 
 def advance(drawn: Drawn, rows: DecodeRows, route_R: Tensor | None = None) -> None:
-    """See `decode_update.operator.decode_advance`."""
     assert rows.stop_RK.is_contiguous() and rows.results_RMN.is_contiguous()
     assert rows.results_RMN.shape[1] == 3 + (route_R is not None)
     _advance_kernel[(1,)](

@@ -108,14 +108,12 @@ def _gather_whole_kernel(
 
 
 def gather_rows(grad_TD: Tensor, rows_T: Tensor, table_rows: int) -> Tensor:
-    """See `embedding.operator.gather_rows_backward`."""
     out_RD = torch.zeros((table_rows, grad_TD.shape[1]), dtype=grad_TD.dtype, device=grad_TD.device)
     add_gathered_rows(out_RD, grad_TD, rows_T)
     return out_RD
 
 
 def add_gathered_rows(total_RD: Tensor, grad_TD: Tensor, rows_T: Tensor) -> None:
-    """See `fused.backward.add_gathered_rows`."""
     grad_TD = unit_inner(grad_TD)
     tokens, width = grad_TD.shape
     if tokens == 0:

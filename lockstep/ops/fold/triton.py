@@ -33,7 +33,6 @@ def _fold_rows_kernel(
 
 
 def fold_rows(total: Tensor, rows_RN: Tensor, cell: int = 0) -> None:
-    """See `fold.operator.fold_rows`."""
     rows = rows_RN.view(-1, total.numel())
     assert total.is_contiguous() and rows.stride(1) == 1, "totals and rows have their elements side by side"
     dtype = tl.float64 if total.dtype == torch.float64 else tl.float32

@@ -42,7 +42,6 @@ def _add_gradient_kernel(total_ptr, grad_ptr, size, BLOCK: tl.constexpr):
 
 
 def add_gradient(total: Tensor, grad: Tensor) -> None:
-    """See `fused.backward.add_gradient`."""
     if not (total.is_contiguous() and grad.is_contiguous()):
         total.add_(grad)
         return

@@ -59,10 +59,8 @@ offers: dict[str, Candidates] = {}  # of kernels from outside the package (`line
 
 
 def choose(kind: Kind, rows: int, columns: int, depth: int, biased: bool = False) -> Choice:
-    """The kernel for `rows` x `depth` times `columns` x `depth`.
-
-    `columns` counts the weight's rows, gate and up together.
-    """
+    """The kernel for `rows` x `depth` times `columns` x `depth`; `columns` counts the weight's rows, gate and up
+    together."""
     used.add((kind, rows, columns, depth, True) if biased else (kind, rows, columns, depth))
     if (columns, depth) in overrides:
         return overrides[columns, depth]
@@ -104,14 +102,12 @@ def table() -> Table:
 
 
 def this_gpu() -> tuple[str, tuple[int, int]]:
-    """Its name and compute capability."""
     if not torch.cuda.is_available():
         return MEASURED
     return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
 
 
 def path_of(gpu: str) -> Path:
-    """Where a GPU's own table is."""
     return FOLDER / f"linear_{gpu.lower().removeprefix('nvidia ').replace(' ', '_')}.json"
 
 

@@ -62,7 +62,6 @@ def run(
     residual_MN: Tensor | None = None,
     epilogue: Epilogue = PLAIN_EPILOGUE,
 ) -> Tensor:
-    """See `kernels.ProductKernel`."""
     out_MN = cublaslt_linear(x_MK, weight_NK, torch.float32 if kind == "linear_fp32" else x_MK.dtype, epilogue.bias_N)
     if kind == "norm_gate_up":
         from ..activation.triton import silu_mul

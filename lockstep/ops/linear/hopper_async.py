@@ -207,13 +207,11 @@ def _async_kernel(
 
 
 def supports(choice: Choice, weight_NK: Tensor) -> bool:
-    """See `kernels.ProductKernel`."""
     has = pdl.has_wgmma(weight_NK) if choice.block_m >= WGMMA_ROWS else pdl.supported(weight_NK)
     return has and weight_NK.is_contiguous() and weight_NK.data_ptr() % ALIGNMENT == 0
 
 
 def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
-    """See `kernels.ProductKernel`."""
     if kind == "linear_fp32":
         return []
     found: dict[Choice, None] = {}

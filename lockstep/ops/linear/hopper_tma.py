@@ -134,7 +134,6 @@ def _tma_kernel(
 
 
 def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
-    """See `kernels.ProductKernel`."""
     if kind == "linear_fp32":
         return []
     found: dict[Choice, None] = {}

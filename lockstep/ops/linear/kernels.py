@@ -79,12 +79,10 @@ linear_fp32 = partial(product, "linear_fp32")
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """See `linear.operator.linear`."""
     return product("linear", x_TK, weight_NK, None, Epilogue(bias_N))
 
 
 def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """See `linear.operator.linear_add`."""
     return product("linear_add", x_TK, weight_NK, residual_TN, Epilogue(bias_N))
 
 
@@ -96,13 +94,11 @@ def norm_linear(
     bias_E: Tensor | None = None,
     weight_offset: float = 0.0,
 ) -> Tensor:
-    """See `linear.operator.norm_linear`."""
     return product("norm_linear", rms_norm(x_TD, norm_D, eps, weight_offset), weight_ED, None, Epilogue(bias_E))
 
 
 def norm_gate_up(
     x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float, weight_offset: float = 0.0, activation: str = SILU
 ) -> Tensor:
-    """See `linear.operator.norm_gate_up`."""
     normed_TD = rms_norm(x_TD, norm_D, eps, weight_offset)
     return product("norm_gate_up", normed_TD, weight_ED, None, Epilogue(activation=activation))

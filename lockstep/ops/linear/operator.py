@@ -139,10 +139,8 @@ def _per_head_backward(ctx, grad_TNM: Tensor):
     backward=_per_head_backward,
 )
 def per_head_linear(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
-    """`x[:, n] @ weight[n].T` for each head n, [T, N, M] in x's dtype; the bits of `linear` a head.
-
-    Either may be a view with any strides, such as one projection's rows of a fused weight.
-    """
+    """`x[:, n] @ weight[n].T` for each head n, [T, N, M] in x's dtype; the bits of `linear` a head. Either may be a
+    view with any strides, such as one projection's rows of a fused weight."""
     (tokens, heads, _), columns = x_TNK.shape, weight_NMK.shape[1]
     out_TNM = x_TNK.new_empty(tokens, heads, columns)
     for n in range(heads):

@@ -242,7 +242,6 @@ def _head_linear_kernel(
 
 
 def per_head_linear(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
-    """See `linear.operator.per_head_linear`."""
     (rows, heads, depth), columns = x_TNK.shape, weight_NMK.shape[1]
     out_TNM = torch.empty((rows, heads, columns), dtype=x_TNK.dtype, device=x_TNK.device)
     tile = SMALL if rows < MANY_ROWS else LARGE

@@ -134,11 +134,9 @@ def token_logprobs(
     support_CB: Tensor | None = None,
     truncated: bool = False,
 ) -> TokenLogprobs:
-    """Score tokens.
+    """Score tokens (int64 ids) by the hidden states that predict them and the LM head, of one dtype.
 
     Args:
-        hidden_CD: hidden states that predict the targets; weight_VD: LM head, same dtype.
-        targets_C: int64 token ids.
         support_CB: uint8 bits of the support to use in place of the filters (`support_mask`).
         truncated: whether any row has a filter on; False skips the search for the support.
     """
@@ -170,14 +168,8 @@ def support_mask(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, th
 def sample(
     hidden_CD: Tensor, weight_VD: Tensor, keys: SampleKeys, by: Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token a row and score it.
-
-    Args:
-        truncated, greedy: whether any row has a filter on, or temperature 0.
-
-    Returns:
-        Token ids int64 [C], log-probability under the sampled distribution and under the model's own, float32 [C].
-    """
+    """Draw one token a row and score it: token ids, int64 [C], and log-probabilities under the sampled distribution and
+    under the model's own, float32 [C]. `truncated`, `greedy`: whether any row has a filter on, or temperature 0."""
     return _drawn(linear_fp32(hidden_CD, weight_VD), keys, by, truncated, greedy)
 
 

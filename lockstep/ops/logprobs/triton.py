@@ -230,7 +230,6 @@ def _scores_kernel(
 
 
 def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: RowStatistics) -> tuple[Tensor, Tensor]:
-    """See `logprobs.reference.scores`."""
     rows, vocabulary = logits_CV.shape
     sampled_C, model_C = torch.empty_like(temperature_C), torch.empty_like(temperature_C)
     _scores_kernel[(triton.cdiv(rows, SCORES_BLOCK),)](

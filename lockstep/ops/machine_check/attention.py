@@ -37,7 +37,6 @@ def attention_agrees(shape: HeadShape, device: torch.device, dtype: torch.dtype)
 
 
 def latent_agrees(shape: LatentHeadShape, device: torch.device, dtype: torch.dtype) -> bool:
-    """The same of latent attention."""
     return all(_latents_agree(*inputs) for inputs in _latent_probes(shape, device, dtype))
 
 

@@ -131,7 +131,6 @@ def rehearse(
 
 
 def _path(device: torch.device, dtype: torch.dtype, folder: Path | None) -> Path:
-    """The file of the outcomes on this machine, by shape."""
     return (folder or user_folder.cache_folder()) / f"gate-{fingerprint(device, dtype)}.json"
 
 

@@ -40,6 +40,5 @@ def pairs(count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equality of words."""
     words = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.contiguous().view(words), b.contiguous().view(words))

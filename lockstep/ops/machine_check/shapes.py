@@ -34,8 +34,6 @@ class HeadShape(NamedTuple):
 
 
 class LatentHeadShape(NamedTuple):
-    """The shape of a latent attention layer."""
-
     heads: int
     kv_rank: int
     nope_dim: int

@@ -40,7 +40,6 @@ def _backward(ctx, grad_TNR: Tensor, _):
 
 
 def _attend_packed(attend: Callable[..., Tensor], x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
-    """By `attend` of queries, keys and values."""
     q_TNH, k_T1H = _queries(x.q_TNR, x.q_rope_TNP, x.scale), _keys(x)
     return _latents(attend(q_TNH, k_T1H, k_T1H, by), x.q_TNR), x.q_TNR.new_empty(0, dtype=torch.float32)
 

@@ -61,7 +61,6 @@ def packed(x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
 
 
 def paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by: Paged) -> Tensor:
-    """See `mla.operator.mla_paged`."""
     rows = cache.flatten(0, 1).split((q_TNR.shape[2], q_rope_TNP.shape[2]), dim=1)
     return _launch(Latent(q_TNR, q_rope_TNP, *rows, scale), by, cache.shape[1], by.max_query_len)[0]
 
@@ -69,7 +68,6 @@ def paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by: Pa
 def packed_backward(
     grad_TNR: Tensor, x: Latent, by: Packed, out_TNR: Tensor, lse_TN: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `mla.operator.mla_packed_backward`."""
     q_rope_TNP, k_rope_TP, latent = unit_inner(x.q_rope_TNP), unit_inner(x.k_rope_TP), as_keys(x.latent_TR)
     tokens, heads, rank = x.q_TNR.shape
     group = GROUP if heads % GROUP == 0 else heads

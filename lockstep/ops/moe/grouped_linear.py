@@ -56,10 +56,7 @@ def _backward(ctx, grad_RN: Tensor):
 )
 def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor, bias_GN: Tensor | None = None) -> Tensor:
     """`x[r] @ weight[g].T + bias[g]` for each row r of group g, [R, N] in x's dtype; the bits of `linear` a row.
-
-    Args:
-        offsets: int32 [G + 1], ascending from 0 to R; group g has the rows `offsets[g]:offsets[g + 1]`, or none.
-    """
+    `offsets`: int32 [G + 1], ascending from 0 to R; group g has the rows `offsets[g]:offsets[g + 1]`, or none."""
     out_RN = x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1])
     for g, (start, end) in enumerate(_spans(offsets)):
         if end > start:

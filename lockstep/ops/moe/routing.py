@@ -74,18 +74,11 @@ def _route_setup(ctx, inputs, output) -> None:
     backward=lambda ctx, grad_TK, _: route_backward(grad_TK.contiguous(), *saved(ctx)),
 )
 def route(logits_TE: Tensor, bias_E: Tensor | None, by: RouteSettings) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights.
+    """The experts of each token and their weights: float32 [T, K], and expert indices, int64 [T, K], best first.
 
-    Scores are the softmax of the logits (Shazeer et al. 2017), or their sigmoid. With a bias, experts are chosen by
-    score + bias and weighted by the score alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Of equal scores the
-    lower index wins.
-
-    Args:
-        logits_TE: float32 from `router_logits`.
-        bias_E: float32, or None.
-
-    Returns:
-        Weights, float32 [T, K], and expert indices, int64 [T, K], best first.
+    Scores are the softmax of the float32 logits (Shazeer et al. 2017), or their sigmoid. With a float32 bias, experts
+    are chosen by score + bias and weighted by the score alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Of equal
+    scores the lower index wins.
     """
     scores_TE = _scores(logits_TE, by.sigmoid)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
@@ -109,10 +102,8 @@ def _scores(logits_TE: Tensor, sigmoid: bool) -> Tensor:
 
 
 def _top(values: Tensor, count: int) -> Tensor:
-    """Indices of the largest `count` values of the last dim, descending; the lower index first among equal ones.
-
-    One integer holds a value and, inverted, its index, so no two are equal and `torch.topk` has nothing to choose.
-    """
+    """Indices of the largest `count` values of the last dim, descending; the lower index first among equal ones. One
+    integer holds a value and, inverted, its index, so no two are equal and `torch.topk` has nothing to choose."""
     bits = (values + 0.0).view(torch.int32).long()  # -0 becomes 0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     index = torch.arange(values.shape[-1], device=values.device)
@@ -121,7 +112,6 @@ def _top(values: Tensor, count: int) -> Tensor:
 
 
 def _sum_in_order(weights_TK: Tensor) -> Tensor:
-    """Row sums added slot by slot, [T, 1]."""
     total_T1 = weights_TK[:, :1]
     for slot in range(1, weights_TK.shape[1]):
         total_T1 = total_T1 + weights_TK[:, slot : slot + 1]
@@ -213,14 +203,11 @@ def combine_backward(grad_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TK:
     fake=lambda experts_TN: experts_TN.new_empty(experts_TN.shape[0], dtype=torch.int32),
 )
 def route_digest(experts_TN: Tensor) -> Tensor:
-    """A word of 31 bits for each token's experts, in order, int32 [T].
+    """A word of 31 bits for each token's experts (int64), in order, int32 [T]: the sum of `experts[t, n] * base ** (n +
+    1)` modulo 2 ** 31.
 
-    It is the sum of `experts[t, n] * base ** (n + 1)` modulo 2 ** 31. With fewer than 2 ** 14 experts and choices, two
-    rows that differ in one place, or by an exchange of two places, never have the same word; others have it by a chance
-    of about 2 ** -31.
-
-    Args:
-        experts_TN: int64.
+    With fewer than 2 ** 14 experts and choices, two rows that differ in one place, or by an exchange of two places,
+    never have the same word; others have it by a chance of about 2 ** -31.
     """
     mask = (1 << _BITS) - 1
     base_N = torch.full((experts_TN.shape[1],), _BASE, dtype=torch.int64, device=experts_TN.device)
@@ -234,11 +221,8 @@ def route_digest(experts_TN: Tensor) -> Tensor:
     fake=lambda experts_TN, valid_T, layers, experts: experts_TN.new_empty(layers, experts),
 )
 def expert_loads(experts_TN: Tensor, valid_T: Tensor, layers: int, experts: int) -> Tensor:
-    """How many of the valid tokens chose each expert, int64 [L, E].
-
-    Args:
-        experts_TN: int64, the layers side by side. valid_T: bool.
-    """
+    """How many of the valid tokens (bool) chose each expert, int64 [L, E]; the layers' choices (int64) are side by
+    side."""
     first_L1 = torch.arange(layers, device=experts_TN.device).unsqueeze(1) * experts
     places_TLK = experts_TN.unflatten(1, (layers, -1)) + first_L1
     ones_TLK = valid_T.long().view(-1, 1, 1).expand_as(places_TLK)
@@ -265,9 +249,5 @@ def router_probabilities_backward(grad_E: Tensor, logits_TE: Tensor, valid_T: Te
     backward=lambda ctx, grad_E: router_probabilities_backward(grad_E.contiguous(), *saved(ctx)),
 )
 def router_probabilities(logits_TE: Tensor, valid_T: Tensor) -> Tensor:
-    """The softmax of the router's scores summed over the valid tokens, float32 [E], differentiable.
-
-    Args:
-        logits_TE: float32 from `router_logits`. valid_T: bool.
-    """
+    """The softmax of the router's float32 scores summed over the valid tokens (bool), float32 [E], differentiable."""
     return torch.where(valid_T.unsqueeze(1), torch.softmax(logits_TE, dim=1), 0.0).sum(0)

@@ -265,7 +265,6 @@ def _sum_kernel(x_ptr, out_ptr, offsets_ptr, columns, BLOCK_R: tl.constexpr, BLO
 
 
 def grouped_sum(x_RN: Tensor, offsets: Tensor) -> Tensor:
-    """See `moe.grouped_linear.grouped_sum`."""
     x_RN, groups, columns = x_RN.contiguous(), offsets.shape[0] - 1, x_RN.shape[1]
     out_GN = torch.empty((groups, columns), dtype=x_RN.dtype, device=x_RN.device)
     rows, width = _SUM.block_m, _SUM.block_n
@@ -275,12 +274,10 @@ def grouped_sum(x_RN: Tensor, offsets: Tensor) -> Tensor:
 
 
 def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor, bias_GN: Tensor | None = None) -> Tensor:
-    """See `moe.grouped_linear.grouped_linear`."""
     return grouped_matmul(x_RK, weight_GNK.transpose(1, 2), offsets, bias_GN)
 
 
 def grouped_linear_backward(
     grad_RN: Tensor, x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `moe.grouped_linear.grouped_linear_backward`."""
     return grouped_matmul(grad_RN, weight_GNK, offsets), grouped_outer(grad_RN, x_RK, offsets)

@@ -106,7 +106,6 @@ def _route_kernel(
 
 
 def route(logits_TE: Tensor, bias_E: Tensor | None, by: RouteSettings) -> tuple[Tensor, Tensor]:
-    """See `routing.route`."""
     logits_TE = logits_TE.contiguous()
     tokens, experts = logits_TE.shape
     weights_TK = torch.empty((tokens, by.slots), dtype=torch.float32, device=logits_TE.device)
@@ -159,7 +158,6 @@ def _plan_kernel(experts_ptr, order_ptr, row_ptr, offsets_ptr, rows, BLOCK: tl.c
 
 
 def dispatch_plan(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `routing.dispatch_plan`."""
     experts_TK, rows = experts_TK.contiguous(), experts_TK.numel()
     order_R = torch.empty(rows, dtype=torch.int64, device=experts_TK.device)
     row_TK = torch.empty_like(experts_TK)
@@ -186,7 +184,6 @@ def _combine_kernel(
 
 
 def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """See `routing.combine`."""
     y_RD = unit_inner(y_RD)
     (tokens, slots), width = row_TK.shape, y_RD.shape[1]
     out_TD = torch.empty((tokens, width), dtype=y_RD.dtype, device=y_RD.device)
@@ -229,7 +226,6 @@ def _combine_backward_kernel(
 
 
 def combine_backward(grad_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """See `routing.combine_backward`."""
     rows, width = y_RD.shape
     grad_y_RD = torch.empty((rows, width), dtype=y_RD.dtype, device=y_RD.device)
     grad_R = torch.empty(rows, dtype=torch.float32, device=y_RD.device)

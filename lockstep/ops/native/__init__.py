@@ -101,7 +101,6 @@ def _rows(
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
-    """See `norm.operator.rms_norm`."""
     if weight_offset:
         weight_D = weight_D + weight_offset
     x_TD = x_TD.contiguous()
@@ -112,7 +111,6 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 
 
 
 def qk_norm_rope(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Tensor:
-    """See `rope.operator.qk_norm_rope`."""
     if weight_offset and by.q_weight_H is not None and by.k_weight_H is not None:
         weights = by.q_weight_H + weight_offset, by.k_weight_H + weight_offset
         by = by._replace(q_weight_H=weights[0], k_weight_H=weights[1])
@@ -154,7 +152,6 @@ def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float,
 
 
 def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """See `attention.reference.gather_heads`."""
     (segments, length), addresses = rows_BI.shape, _addresses(LONG, rows_BI)
     found = []
     for x_TNH in _head_rows(*tensors):
@@ -167,7 +164,6 @@ def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def accumulate_heads(rows_BI: Tensor, *sums: tuple[Tensor, Tensor]) -> None:
-    """See `attention.reference.accumulate_heads`."""
     (segments, length), at = rows_BI.shape, _addresses(LONG, rows_BI)
     for on in sums:
         tokens, heads, head_dim = on[0].shape
@@ -178,7 +174,6 @@ def accumulate_heads(rows_BI: Tensor, *sums: tuple[Tensor, Tensor]) -> None:
 
 
 def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
-    """See `rope.operator.rope_table`."""
     positions_T, tokens, half = positions_T.contiguous(), positions_T.shape[0], inv_freq.shape[0]
     out = inv_freq.new_empty(tokens, 2 * half)
     library.current.rope_table(*_addresses(out, LONG, positions_T, FLOAT, inv_freq), tokens, half)
@@ -186,7 +181,6 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
-    """See `activation.operator.silu_mul`."""
     gate_up_TE = gate_up_TE.contiguous()
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     out = gate_up_TE.new_empty(rows, width)
@@ -195,7 +189,6 @@ def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
 
 
 def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
-    """See `activation.operator.silu_mul_backward`."""
     grad_TF, gate_up_TE = grad_TF.contiguous(), gate_up_TE.contiguous()
     out, (rows, width) = torch.empty_like(gate_up_TE), grad_TF.shape
     assert gate_up_TE.shape == (rows, 2 * width)
@@ -206,7 +199,6 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SIL
 
 
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> None:
-    """See `attention.operator.write_kv`."""
     (k_TKH, v_TKH), slots_T = _head_rows(k_TKH, v_TKH), slots_T.contiguous()
     tokens, kv_heads, head_dim = k_TKH.shape
     pages, page_size, *heads = cache.k_cache.shape
@@ -228,7 +220,6 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> N
 
 
 def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN) -> Tensor:
-    """See `attention.operator.attention_packed`."""
     context_len_S = by.prefix_len_S + by.cu_seqlens.diff()
     at = by.cu_seqlens.contiguous(), context_len_S, by.prefix_start_S.contiguous(), None
     q, k, v = _head_rows(q_TNH, k_TKH, v_TKH)
@@ -236,7 +227,6 @@ def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: Atte
 
 
 def paged(q_TNH: Tensor, cache: KVPages, by: Paged, _: PrefixGroups = ALONE, scores: AttentionScores = PLAIN) -> Tensor:
-    """See `attention.operator.attention_paged`."""
     table, cu_seqlens, context_len_S = (x.contiguous() for x in by[:3])
     (q,), (k, v) = _head_rows(q_TNH), (x.contiguous() for x in cache)
     return _attention(q, k, v, (cu_seqlens, context_len_S, None, table), by.max_context_len, scores)
@@ -312,7 +302,6 @@ def statistics(
 
 
 def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: RowStatistics) -> tuple[Tensor, Tensor]:
-    """See `logprobs.reference.scores`."""
     rows, vocabulary = logits_CV.shape
     assert targets_C.shape == temperature_C.shape == stats.lse_C.shape == stats.sampled_lse_C.shape == (rows,)
     sampled_C, model_C = torch.empty_like(stats.lse_C), torch.empty_like(stats.lse_C)
@@ -323,7 +312,6 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: R
 
 
 def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: SampleKeys, greedy: bool) -> Tensor:
-    """See `logprobs.reference.draw`."""
     rows, vocabulary = logits_CV.shape
     assert keys.key_C4.shape == (rows, 4)
     assert temperature_C.shape == threshold_C.shape == keys.position_C.shape == (rows,)

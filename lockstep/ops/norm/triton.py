@@ -52,7 +52,6 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
-    """See `norm.operator.rms_norm`."""
     return norm_add(x_TD, weight_D, None, eps, weight_offset)
 
 
@@ -129,7 +128,6 @@ def _rms_norm_backward_kernel(
 def rms_norm_backward(
     grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """See `norm.operator.rms_norm_backward`."""
     return rms_norm_backward_add(grad_TD, x_TD, weight_D, eps, None, weight_offset)
 
 

@@ -168,7 +168,6 @@ def _qk_norm_rope_kernel(
 
 
 def rotated(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Tensor:
-    """See `rope.operator.qk_norm_rope`."""
     return qk_norm_rope(qkv_TE, by, None, None, weight_offset)
 
 
@@ -226,7 +225,6 @@ def _rope_table_kernel(
 
 
 def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
-    """See `rope.operator.rope_table`."""
     tokens, half = positions_T.shape[0], inv_freq.shape[0]
     out_TH = torch.empty((tokens, 2 * half), dtype=torch.float32, device=positions_T.device)
     _rope_table_kernel[(tokens,)](
@@ -334,7 +332,6 @@ def _qk_norm_rope_backward_kernel(
 def rotated_backward(
     grad: Tensor, qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `rope.operator.qk_norm_rope_backward`."""
     return qk_norm_rope_backward(grad, qkv_TE, by, None, weight_offset)
 
 

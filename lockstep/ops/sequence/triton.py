@@ -27,7 +27,6 @@ def _sequence_sum_kernel(values_ptr, cu_ptr, out_ptr, BLOCK: tl.constexpr):
 
 
 def sequence_sum(values_C: Tensor, cu_completions: Tensor) -> Tensor:
-    """See `sequence.operator.sequence_sum`."""
     values_C = values_C.contiguous()
     out_C = torch.zeros_like(values_C)
     grid = (cu_completions.shape[0] - 1,)

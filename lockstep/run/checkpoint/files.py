@@ -213,7 +213,6 @@ def _shards(stem: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, dic
 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Write a file, to the disk; its size and SHA-256."""
     file = TensorFile(path, {key: Entry.of(tensor) for key, tensor in tensors.items()})
     digest = hashlib.sha256(file.header)
     file.create()
@@ -225,7 +224,6 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def as_json(value: dict[str, Any]) -> str:
-    """`ValueError` for what JSON has no word for."""
     return json.dumps(value, allow_nan=False, indent=1) + "\n"
 
 
@@ -280,7 +278,6 @@ def _retire(path: Path) -> None:
 
 
 def _steps(folder: Path) -> list[int]:
-    """Steps that have a folder, in order."""
     if not folder.is_dir():
         return []
     return sorted(

@@ -111,7 +111,6 @@ class _Writing(threading.Thread):
         self._error: Exception | None = None
 
     def run(self) -> None:
-        """The thread."""
         place = self._place
         try:
             with files.telling(place.target):
@@ -136,7 +135,6 @@ class _Writing(threading.Thread):
         return found
 
     def ended(self) -> bool:
-        """Whether it is; raises what went wrong."""
         alive = self.is_alive()
         if self._error is not None:
             raise self._error

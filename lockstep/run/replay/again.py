@@ -43,11 +43,9 @@ class Replayed:
     difference: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As `--json` prints it."""
         return {**asdict(self), "identical": not self.difference}
 
     def render(self) -> str:
-        """As the command prints it."""
         what = f"trajectory {self.trajectory}: {self.turns} turns, {self.tokens} sampled tokens"
         if self.difference:
             return f"{what}: DIFFERENT: {self.difference}"
@@ -58,14 +56,10 @@ class Replayed:
 @ended_by_signals()
 def replay(run_dir: Path, trajectory: str, call_tools: bool = False, note: Note = lambda text: None) -> Replayed:
     """Sample STEP/GROUP/SAMPLE of `rollouts.jsonl` again, with the weights of that step: those of a checkpoint, or what
-    training from an earlier one, or from the beginning, makes of it.
+    training from an earlier one, or from the beginning, makes of it. With `call_tools` the environment is asked again;
+    otherwise what it gave is given as recorded. `note` is told what is done.
 
-    Args:
-        call_tools: ask the environment again; otherwise what it gave is given as recorded.
-        note: is told what is done.
-
-    Raises:
-        InputError: there is no such trajectory, or the run cannot be gone on with as it was. Nothing is written.
+    `InputError`: there is no such trajectory, or the run cannot be gone on with as it was. Nothing is written.
     """
     step, group, sample = numbers(trajectory)
     record, recorded = recorded_sample(run_dir, step, group, sample)

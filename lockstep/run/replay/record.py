@@ -13,7 +13,7 @@ from ..metrics import ROLLOUTS_FILE, logprobs_digest, read_lines
 
 
 def numbers(trajectory: str) -> tuple[int, int, int]:
-    found = re.fullmatch(r"(\d{1,12})/(\d{1,12})/(\d{1,12})", trajectory)
+    found = re.fullmatch(r"([0-9]{1,12})/([0-9]{1,12})/([0-9]{1,12})", trajectory)
     if found is None:
         raise InputError(
             f"--trajectory is {trajectory!r}; it must be STEP/GROUP/SAMPLE with the numbers of rollouts.jsonl: 0/0/0 "
@@ -23,16 +23,29 @@ def numbers(trajectory: str) -> tuple[int, int, int]:
 
 
 def recorded_sample(run_dir: Path, step: int, group: int, sample: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The group's record and the sample's in it."""
+    """The group's record and the sample's in it. Raises `InputError` where there is none, or it is damaged."""
     refuse(not (run_dir / "config.yaml").is_file(), f"{run_dir} is not a run folder (it has no config.yaml)")
     path = run_dir / ROLLOUTS_FILE
     refuse(not path.is_file(), f"{run_dir} has no {ROLLOUTS_FILE}: the run was told not to record rollouts")
     lines = (line for line in read_lines(path) if line["step"] == step)
-    record = next((line for line in lines if line.get("group") == group), None)
-    for place, found in enumerate(record.get("samples", []) if record is not None else []):
-        if record is not None and found.get("sample", place) == sample:  # one that failed is not there
+    record = next((line for line in lines if line.get("group") == group), {})
+    samples = record.get("samples", [])
+    for place, found in enumerate(samples if isinstance(samples, list) else [samples]):
+        if not isinstance(found, dict) or found.get("sample", place) == sample:  # one that failed is not there
+            refuse(not _is_whole(found), f"{path}: what it has of trajectory {step}/{group}/{sample} is damaged")
             return record, found
     raise InputError(f"{path} has no trajectory {step}/{group}/{sample}")
+
+
+def _is_whole(recorded: Any) -> bool:
+    """Whether a sample's record has what it is to be compared with."""
+    try:
+        first, *_ = recorded["segments"]
+        turns = [token for turn in sampled_turns(recorded) for token in turn]
+        given = [token for one in recorded["segments"] if one["kind"] == "given" for token in one.get("token_ids", ())]
+        return bool(turns) and first["kind"] == "given" and all(type(token) is int for token in turns + given)
+    except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
+        return False
 
 
 def given_tokens(loop: Loop, record: dict[str, Any], recorded: dict[str, Any]) -> list[tuple[list[int], bool]]:
@@ -45,7 +58,6 @@ def given_tokens(loop: Loop, record: dict[str, Any], recorded: dict[str, Any]) -
 
 
 def sampled_turns(recorded: dict[str, Any]) -> list[list[int]]:
-    """The tokens of each turn."""
     counts = [segment["tokens"] for segment in recorded["segments"] if segment["kind"] == "sampled"]
     tokens = iter(recorded["token_ids"])
     return [[next(tokens) for _ in range(count)] for count in counts]

@@ -200,7 +200,6 @@ def _readings(plot: _Plot, names: Sequence[str], lines: Sequence[Sequence[_Dot |
 
 
 def _at(line: Sequence[_Dot | None], x: float) -> float | None:
-    """The value of the line's dot nearest to `x`."""
     dots = [dot for dot in line if dot is not None]
     return min(dots, key=lambda dot: abs(dot.x - x)).y if dots else None
 

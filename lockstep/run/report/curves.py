@@ -126,7 +126,6 @@ def _overlaid(runs: Sequence[str], found: Sequence[Points], marks: bool) -> list
 
 
 def _title(name: str) -> str:
-    """What a metric is called above a chart."""
     if _validation(name):
         return f"Held-out {_short(name)}"
     of_a_phase = listed(name) in SECTIONS[PHASES]

@@ -89,7 +89,6 @@ def change(first: float, last: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person reads them."""
     if 0 < abs(seconds) < 0.1:
         return f"{1e3 * seconds:.3g} ms"
     if not math.isfinite(seconds) or seconds < 60:

@@ -40,7 +40,6 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The folder's."""
         return self.path.resolve().name
 
     @cached_property
@@ -58,7 +57,6 @@ class Record:
         return points
 
     def values(self, name: str) -> list[float]:
-        """The metric's finite values."""
         return [value for _, value in self.metric(name) if math.isfinite(value)]
 
     def ends(self, name: str) -> tuple[float, float] | None:

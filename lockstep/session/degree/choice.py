@@ -11,14 +11,17 @@ import torch
 
 from ...config import RunConfig
 from ...distributed import World, in_groups
+from ...distributed.mesh import Axis, Mesh
 from ...errors import InputError
-from ...models import ModelConfig
+from ...generator.cache_capacity import bytes_per_token
+from ...models import ModelConfig, num_parameters
 from ...models.checks import require_degree
-from ..build import planned_workload, prompt_limit, resolve_device
+from ..build import planned_workload, prompt_limit, resolve_device, resolve_dtype
 from ..memory import Workload, in_larger_groups, memory_at_hand, model_config, plan, workload
 from . import links
 from .decode_time import DecodeTime, Exchanged, Load
 
+ROOM = 0.75  # of a process's memory that weights and a cache that was asked for may take where the rest is not planned
 GAIN = 0.95  # of the time that fewer take: what more must come below, as measurements scatter
 
 
@@ -35,7 +38,6 @@ class DegreeChoice:
     considered: Sequence[DecodeTime]
 
     def to_dict(self) -> dict[str, Any]:
-        """For the summary."""
         considered = [found.to_dict() for found in self.considered]
         return {"generator_tp": self.ranks, "bandwidth_gb_s": round(self.bandwidth / 1e9, 2), "considered": considered}
 
@@ -97,6 +99,38 @@ def _that_fit(config: RunConfig, world: World, device: torch.device, memory: int
             flush=True,
         )
     return larger.config, in_groups(world, together)
+
+
+def choose_by_memory(config: RunConfig, world: World) -> tuple[RunConfig, World]:
+    """The same where no steps say how many samples there will be: as few as have room for their parts of the weights,
+    as requests are dealt to groups, and most groups complete the most at one time.
+
+    Raises:
+        InputError: the model cannot be read.
+    """
+    if config.parallel.generator_tp:
+        return config, world
+    found = world.share(lambda: (_loaded(config, world.size), memory_at_hand(resolve_device(config.device))))
+    (needed, _), memory = found[0], min(of_rank for _, of_rank in found)
+    ranks = next((ranks for ranks, size in needed.items() if size <= ROOM * memory), max(needed))
+    if world.first and world.size > 1:
+        print(
+            f"parallel.generator_tp: chose {ranks}, whose weights and cache take {needed[ranks] / 2**30:.3g} GiB of a "
+            f"process's {memory / 2**30:.3g}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return replace(config, parallel=replace(config.parallel, generator_tp=ranks)), in_groups(world, ranks)
+
+
+def _loaded(config: RunConfig, processes: int) -> dict[int, int]:
+    """By how many generate together, the bytes of a process's weights and of a cache that was asked for."""
+    model, dtype = model_config(config), resolve_dtype(config.dtype, resolve_device(config.device))
+    needed = {}
+    for ranks in degrees(model, processes):
+        cache = config.generator.kv_cache_tokens * bytes_per_token(model.shared_by(ranks), dtype)
+        needed[ranks] = num_parameters(model, Mesh(tp=Axis("tp", ranks))) * dtype.itemsize + cache
+    return needed
 
 
 def degrees(model: ModelConfig, processes: int) -> Iterator[int]:

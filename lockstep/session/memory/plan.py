@@ -56,7 +56,6 @@ class MemoryPlan:
         return sum(self.terms.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """For the summary, in GiB."""
         shown = {name: round(size / GIB, 3) for name, size in self.terms.items() if size}
         about = {"cache_tokens": self.cache_tokens, "layers_computed_again": self.again, "fits": self.fits}
         about |= {"zero_stage": self.zero_stage, "generator_tp": self.together} if self.zero_stage else {}

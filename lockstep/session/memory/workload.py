@@ -105,7 +105,6 @@ class Workload:
 
     @property
     def b(self) -> int:
-        """Bytes of an element in the compute dtype."""
         return self.dtype.itemsize
 
     @property
@@ -124,7 +123,6 @@ class Workload:
 
     @cached_property
     def parameters(self) -> int:
-        """Of the model, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.decoder.parameters())
 
     @property

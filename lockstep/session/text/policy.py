@@ -20,11 +20,8 @@ PROBED_GROUPS = 1024  # of the first step, whose prompts' lengths plan the cache
 
 @dataclass
 class Policy:
-    """A model with its tokenizer, in its compute dtype on its device.
-
-    Attributes:
-        source: where its weights come from, and those of other parts of it.
-    """
+    """A model with its tokenizer, in its compute dtype on its device. `source`: where its weights come from, and those
+    of other parts of it."""
 
     model: Decoder
     tokenizer: Any
@@ -69,7 +66,6 @@ class Policy:
         return Tokens(self.encode, self.encode_following, decode, said, self.tokens_with, self.tokenizer)
 
     def _said(self, turn: Segment, tools: Sequence[Tool] = ()) -> Said:
-        """What was sampled as a chat message of the model's tool format."""
         assert self.tool_format is not None
         form = replace(self.tool_format, tools=tuple(tools))
         text = self.as_read(turn.token_ids, form) if form.special else turn.text

@@ -75,7 +75,6 @@ class ToolFormat:
         return message, any(map(starts, self.starts))
 
     def _shown(self, number: int, name: str, call: ToolCall | None = None) -> dict[str, Any]:
-        """A call as chat templates take them."""
         arguments = {} if call is None else json.loads(call.arguments)
         shown = {"type": "function", "function": {"name": name, "arguments": arguments}}
         return {**shown, "id": (call and call.id) or f"{number:09d}"} if self.special else shown

@@ -143,7 +143,6 @@ def _harmony(text: str, tools: Sequence[Tool]) -> Parsed:
 
 
 def _callee(message: re.Match[str]) -> str | None:
-    """The function that a message calls, or seems to."""
     recipient = _RECIPIENT.search(message["before"] + message["after"])
     return recipient[1] if recipient is not None and message["channel"] == "commentary" else None
 
@@ -178,7 +177,6 @@ def _mistral(text: str, tools: Sequence[Tool]) -> Parsed:
 
 
 def _analysis(text: str) -> str:
-    """The thoughts of gpt-oss."""
     found = map(_MESSAGE.fullmatch, _PARTS.split(text))
     return "\n".join(one["body"] for one in found if one is not None and one["channel"] == "analysis")
 

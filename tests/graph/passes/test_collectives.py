@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from torch import fx
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.distributed import World
 from lockstep.graph import Captured, Runtime, digest, pipeline, run_passes
-from lockstep.graph.ir.captured import is_backward, module_of, op_name
-from lockstep.graph.passes import reshard, saved_bytes
+from lockstep.graph.ir.captured import is_backward, module_of, op_name, origins
+from lockstep.graph.passes import recompute, reshard, saved_bytes
 from lockstep.graph.passes.collectives import by_layer, first_use, gradient_exchanges, layer_of, weight_gathers
+from lockstep.graph.torch_private.collectives import GATHER
 from lockstep.models import Decoder
 from lockstep.models.init import architecture, initialize
 from lockstep.trainer import Trainer, pack
@@ -25,14 +27,22 @@ from lockstep.types import SamplingParams
 LAYERS = [f"layers.{i}" for i in range(4)]
 
 
+class Apart(World):
+    """Ranks that are not there, and would say what this one says."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
 @cache
-def traced(rank: int = 0, tie: bool = True) -> Captured:
-    """The graph of `forward_backward` of a sharded tiny model, its collectives where the trace met them; weights are
-    gathered in it."""
+def traced(rank: int = 0, tie: bool = True, tp: int = 1) -> Captured:
+    """The graph of `forward_backward` of a tiny model on two shards, its collectives where the trace met them; weights
+    are gathered in it."""
+    world = Apart(rank, 2 * tp, 10.0, tp=tp)
     config = CompileConfig("step", reshard_after_forward=False, bucket_collectives=False, reorder_collectives=False)
-    runtime = Runtime(config, torch.device("cpu"), mesh={"fsdp": 2})
+    runtime = Runtime(config, torch.device("cpu"), mesh=world.sizes)
     model = initialize(Decoder(replace(architecture("tiny"), tie_word_embeddings=tie), torch.float32), 0)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime, world=World(rank, 2, 10.0), zero_stage=3)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime, world=world, zero_stage=3)
     sequences = [completed([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
     (batch,) = pack([train_group([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
     programs = trainer.programs
@@ -125,6 +135,22 @@ def test_weights_are_no_activations() -> None:
     recomputed = arranged(recomputed=("full",))
     assert saved_bytes(recomputed) < saved_bytes(traced()) / 4
     assert len(weight_gathers(recomputed)) == 10
+
+
+def test_activations_that_ranks_gather_are_gathered_again() -> None:
+    """What is computed from them is made again, and would hold what the ranks had sent."""
+
+    def held(captured: Captured) -> list[fx.Node]:
+        lies_in = origins(captured.graph)
+        read = {source for node in captured.graph.nodes if is_backward(node) for source in node.all_input_nodes}
+        found = {origin for source in read for origin in lies_in[source] if op_name(origin) == GATHER}
+        return [node for node in found if node.args[-1] == "@tp" and not is_backward(node)]
+
+    kept = traced(tp=2)
+    again, _ = recompute(kept, ("full",))
+    before, after = (sum(n.args[-1] == "@tp" for n in c.graph.nodes if op_name(n) == GATHER) for c in (kept, again))
+    assert held(again) == [] and after >= before + 12  # three a layer: the stream between layers is kept
+    assert saved_bytes(again) < saved_bytes(kept) / 4
 
 
 def test_pieces_are_no_way_out_for_sharded_graphs() -> None:
