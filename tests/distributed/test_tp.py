@@ -29,7 +29,7 @@ from lockstep.trainer.tp.gathered import GatheredReference, flat_parameters
 
 GROUPS = {"lr_scales": ("*=0.5", "*.o_proj=2", "model.norm=4"), "weight_decays": ("*norm=0.3", "*.mlp*=0.2")}
 CASES: list[dict[str, Any]] = [
-    {"family": "qwen3_moe", "router_aux_loss_coef": 0.01, "groups": GROUPS, "beta": 0.1},
+    {"family": "qwen3_moe", "router_aux_loss_coef": 0.01, "groups": GROUPS},
     {"family": "qwen3", "parts": True, "loss_type": "ppo"},
     {"family": "qwen3", "steps": 1, "mutant": "reversed"},
     {"family": "qwen3", "steps": 1, "mutant": "flipped"},
@@ -38,7 +38,10 @@ FROZEN = "model.layers.0", "model.embed_tokens"  # a layer of which each has its
 FOUR: list[dict[str, Any]] = [
     {"family": "llama", "steps": 2},
     {"family": "llama", "steps": 2, "graphs": True, "parts": True},
-    {"family": "deepseek_v3", "steps": 2, "graphs": True, "parts": True, "groups": {**GROUPS, "freeze": FROZEN}},
+    {
+        **{"family": "deepseek_v3", "steps": 2, "graphs": True, "parts": True, "beta": 0.1},
+        "groups": {**GROUPS, "freeze": FROZEN},
+    },
 ]
 
 
