@@ -38,6 +38,7 @@ from lockstep.generator.kv_cache import KVCache
 from lockstep.generator.prefill_batch import MixedBatch, MixedSizes
 from lockstep.generator.running_batch import RunningBatch
 from lockstep.graph import Inputs
+from lockstep.graph.torch_private.trace import NO_STAND_IN
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import architecture
 from lockstep.ops import fold_rows, pdl, sequence_sum
@@ -84,7 +85,7 @@ class Implementations(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op.namespace != "lockstep":
-            return op(*args, **(kwargs or {}))
+            return kwargs["out"] if op in NO_STAND_IN else op(*args, **(kwargs or {}))
         with self:
             return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **(kwargs or {}))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.metadata
 import importlib.util
 import io
 import multiprocessing
@@ -31,6 +32,7 @@ T = TypeVar("T")
 PRELOADED = ["pytest", "hypothesis", "torch", "torch._dynamo", "triton", "transformers", "lockstep.rl.loop"]
 PRELOADED += ["lockstep.session.build", "processes"]
 DEADLINE = 480.0  # seconds, on a busy machine; below `faulthandler_timeout`, which ends everything
+INTERPRETER = (3, 9)  # the first Triton whose interpreter runs every kernel; compiled, they run from 3.6 on
 PATIENCE = 400.0  # seconds that ranks wait for one another; below `DEADLINE`, so that they say who is late
 
 
@@ -107,6 +109,8 @@ def run_interpreted(file: str) -> None:
     """Run the class `Interpreted` of a test file in a process of its own, under Triton's interpreter."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
+    if tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) < INTERPRETER:
+        pytest.skip("Triton's interpreter before 3.9 has no unsigned -1, no switches as numbers, or no numpy 2.4")
     arguments = ["-q", "-o", "addopts=", "-o", "python_classes=Interpreted", "-p", "no:cacheprovider"]
     arguments += ["-W", "ignore::RuntimeWarning", f"{file}::Interpreted"]
     with tempfile.NamedTemporaryFile() as said, pytest.MonkeyPatch.context() as patch:

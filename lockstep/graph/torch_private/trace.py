@@ -291,6 +291,10 @@ def watched(fn: Callable[[], Any], seen: Callable[[Any, Sequence[Any], Mapping[s
         return fn()
 
 
+# Where they are called on stand-ins, torch 2.11 takes the dtype for a factor. What they give is what they write to.
+NO_STAND_IN = (torch.ops.aten.addmm.dtype_out,)
+
+
 class WithoutMemory:
     """Stand-ins for real tensors, with shapes and addresses and nothing else. Within `computing`, operators find the
     shapes of their results, and those of `namespace` run their implementation for the device, as if to launch its
@@ -326,7 +330,7 @@ class WithoutMemory:
                             return outer._implementation(op, args, kwargs or {})
                     except Exception as error:  # its kernels are then compiled when they are launched
                         _log.debug("%s was not rehearsed (%s: %s)", op, type(error).__name__, error)
-                return op(*args, **(kwargs or {}))
+                return kwargs["out"] if op in NO_STAND_IN and kwargs else op(*args, **(kwargs or {}))
 
         with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(), _silenced(FakeTensorMode):
             warnings.filterwarnings("ignore", message=_ADDRESS_WARNING)
