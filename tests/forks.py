@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import select
+import signal
 import warnings
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
@@ -87,6 +88,7 @@ def _report(session: pytest.Session, processes: dict[Connection, Any]) -> None:
 def _work(session: pytest.Session, modules: list[list[pytest.Item]], turns: int, parent: Connection) -> None:
     """Modules, until none is left, on streams of this process alone."""
     config = session.config
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored in the background of a script
     capture = config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where this process would report
