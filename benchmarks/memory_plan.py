@@ -36,7 +36,7 @@ from lockstep.config import (
 from lockstep.models import Decoder
 from lockstep.models.init import INITIALIZER_RANGE
 from lockstep.session.memory import plan as planning
-from lockstep.session.memory.plan import CACHE, CHECK, COPIES, GENERATION, KEPT, TRANSIT, WORKING
+from lockstep.session.memory.plan import CACHE, CHECK, GENERATION, KEPT, TRANSIT, WORKING
 from lockstep.session.memory.terms import CONTEXT, GIB
 
 
@@ -168,7 +168,7 @@ def compare(found: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     names = ("weights", "shard of the weights", "masters", "moments", "gradients", CACHE, "CUDA and NCCL")
     rows = [(name, planned.get(name, 0.0), taken.get(name, 0.0)) for name in names]
     if "graphs' pool" in taken:
-        check = planned.get(CHECK, 0.0) + planned.get(COPIES, 0.0)
+        check = planned.get(CHECK, 0.0)
         rows.append(("graphs' pool", sum(planned.get(name, 0.0) for name in POOL), taken["graphs' pool"]))
         rows.append(("together", found["plan"]["planned_gib"], taken["together, at most"]))
         rows.append(("together, less check", found["plan"]["planned_gib"] - check, taken["together, now"]))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .errors import InputError
+
+_PLAIN = {int, bool, str, type(None)}
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -22,12 +24,18 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(inner) for inner in value]
+        return list(value) if _is_plain(value) else [plain(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def _is_plain(values: Sequence[Any]) -> bool:
+    """Whether these are integers, or finite numbers, and the like, of which a step's rollouts have millions."""
+    kinds = set(map(type, values))
+    return kinds <= _PLAIN or (kinds == {float} and all(map(math.isfinite, values)))
 
 
 def read_json(path: Path) -> Any:

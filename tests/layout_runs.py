@@ -96,10 +96,10 @@ def run_of(family: str, folder: Path) -> list[str]:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name.endswith("_bias"):
-                    # Not 0: of a bias of keys the gradient falls with the frequency that its elements rotate at, to
-                    # rounding errors, and AdamW makes as large steps of it. Beside what those steps alone made, 1e-5
-                    # of the norm would ask for more than float32 has.
+                if model.fills.get(name) == 0:
+                    # Beside what the steps alone made, 1e-5 of the norm would ask for more than float32 has: of a bias
+                    # of keys the gradient falls with the frequency that its elements rotate at, to rounding errors, and
+                    # AdamW makes as large steps of it.
                     parameter.normal_(0, 0.5, generator=generator)
                 else:
                     parameter.mul_(4 if parameter.dim() > 1 else 1)  # tokens differ from one another

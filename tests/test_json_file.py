@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+from array import array
 from pathlib import Path
 
 import pytest
 
-from lockstep.json_file import read_json
+from lockstep.json_file import plain, read_json
 
 
 def test_a_byte_order_mark_is_let_pass(tmp_path: Path) -> None:
@@ -39,3 +41,11 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
             read_json(path)
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "missing")
+
+
+def test_lists_of_any_kind_become_what_json_can_hold() -> None:
+    for alike in ([1, True, None, "x"], [0.5, -0.0], [], ["x", "y"]):
+        assert plain(alike) == alike and plain(tuple(alike)) == alike
+    assert plain([0.5, math.nan, math.inf, 1]) == [0.5, "NaN", "Infinity", 1]
+    assert plain([math.nan]) == ["NaN"] and plain([[-math.inf], {1: (math.nan,)}]) == [["-Infinity"], {"1": ["NaN"]}]
+    assert plain([array("i", [1, 2]), Path("x"), 3]) == [[1, 2], "x", 3]

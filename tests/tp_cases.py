@@ -58,7 +58,9 @@ def trained(
     optimizer = replace(OPTIMIZER, **(groups or {}))
     source = ResidentWeights(make_model(torch.float32, config=FAMILIES[family]))
     model = load_part(source, torch.float32, "cpu", world.generator if parts else ALONE)
-    trainer = Trainer(model, optimizer, LossConfig(**loss), world=world, runtime=runtime, source=source)
+    frozen = make_model(torch.float32, 1, FAMILIES[family]) if "beta" in loss else None
+    settings: dict[str, Any] = {"world": world, "runtime": runtime, "source": source, "reference": frozen}
+    trainer = Trainer(model, optimizer, LossConfig(**loss), **settings)
     assert len(trainer.optimizer.groups) > (1 if groups else 0)
     if graphs:  # held to eager's bits, in whose sparing way the model has its parameters for the call alone
         function, cases = trainer.trust_cases([BatchShape(64, 32, 4, 64)], SAMPLED, check_parity=True)[0]
@@ -71,6 +73,9 @@ def trained(
                 if trainer.algorithm.has_critic:
                     trainer.values(batch)
                     batch.return_C.copy_(batch.old_value_C + batch.advantage_C)
+                if frozen is not None:
+                    trainer.reference_logprobs(batch)
+                    seen.append(batch.ref_logprob_C)
                 if mutant == "flipped" and world.rank == 1:
                     batch.old_logprob_C.view(torch.int32)[0] ^= 1
                     mutant = ""
@@ -86,7 +91,8 @@ def trained(
     assert by_first.keys() == (weights.keys() if world.first else set())
     assert all(torch.equal(held.values, weights[name].flatten()) for name, (held,) in by_first.items())
     state, _ = trainer.state()
-    reader = Trainer(make_model(torch.float32, 1, FAMILIES[family]), optimizer, LossConfig(**loss), world=world)
+    other = make_model(torch.float32, 1, FAMILIES[family])
+    reader = Trainer(other, optimizer, LossConfig(**loss), world=world, reference=frozen)
     reader.load_state(*by_rank(trainer))
     again = {name: tensors_of(reader.model)[name].clone() for name in trainer.flat.names}
     runtime.close()

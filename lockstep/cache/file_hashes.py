@@ -1,4 +1,5 @@
-"""Size and SHA-256 of files. Hashing releases the interpreter lock, so several go at the rate of the cores together."""
+"""Size and SHA-256 of files, or of samples of them. Hashing releases the interpreter lock, so several go at the rate of
+the cores together."""
 
 from __future__ import annotations
 
@@ -20,3 +21,20 @@ def _fingerprint(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         return {"size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+WHOLE, SAMPLES, SAMPLE = 1 << 24, 64, 1 << 12  # bytes of a file that is read whole; samples of others, and their bytes
+
+
+def glance(path: Path) -> str:
+    """The size of a file, and a hash of it or, where it is large, of bytes throughout it; why it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size, found = os.fstat(file.fileno()).st_size, hashlib.blake2b(digest_size=6)
+            large = size > WHOLE
+            for i in range(SAMPLES if large else 1):
+                file.seek(i * (size - SAMPLE) // (SAMPLES - 1) if large else 0)
+                found.update(file.read(SAMPLE if large else size))
+    except OSError as error:
+        return error.strerror or "cannot be read"
+    return f"{size:,} bytes, {found.hexdigest()}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import pickle
+import platform
 import sys
 import threading
 import time
@@ -105,18 +107,19 @@ class World:
 
     def share(self, make: Callable[[], T], outline: Callable[[T], T] = lambda value: value) -> list[T]:
         """What `make` returns on each rank, by rank, on every rank; of other ranks' what `outline` makes of it there.
-        What it raises on any is raised on all."""
+        What it raises on any is raised on all, and says where, unless that was everywhere."""
         if self.size == 1:
             return [make()]
         value, error = _outcome(make)
-        outcomes = self.gather((None if value is None else outline(value), _portable(error)))
-        failed = [rank for rank, (_, found) in enumerate(outcomes) if found is not None]
-        if failed:
-            raised = error if failed[0] == self.rank and error is not None else outcomes[failed[0]][1]
-            assert raised is not None
+        outcomes = self.gather((None if value is None else outline(value), _portable(error), platform.node()))
+        if failed := [(rank, found, host) for rank, (_, found, host) in enumerate(outcomes) if found is not None]:
+            rank, found, host = failed[0]
+            raised = error if rank == self.rank and error is not None else found
+            if isinstance(raised, LockstepError) and len(failed) < self.size:
+                raised.args = (f"{raised} (on rank {rank}, {host})",)
             raise elsewhere(raised, self.rank)
-        outcomes[self.rank] = value, None
-        return [found for found, _ in outcomes]  # type: ignore[misc]
+        outcomes[self.rank] = value, None, ""
+        return [found for found, *_ in outcomes]  # type: ignore[misc]
 
     def each(self, make: Callable[[], T]) -> T:
         """What `make` returns on this rank. What it raises on any is raised on all."""
@@ -209,7 +212,7 @@ class World:
         all_described = self.share(describe)
         names = dict.fromkeys(name for one in all_described for name in one)
         for name in names:
-            values = [one.get(name) for one in all_described]
+            values = [one.get(name, "missing") for one in all_described]
             odd = [rank for rank, value in enumerate(values) if value != values[0]]
             if odd:
                 raise elsewhere(
@@ -365,8 +368,6 @@ def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def _portable(error: Exception | None) -> Exception | None:
     """An exception that can be sent: itself, or what it says."""
-    import pickle
-
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -123,6 +123,15 @@ def memory_bytes(device: torch.device | str) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def divides(config: ModelConfig, ranks: int) -> bool:
+    """Whether so many ranks can share the model's heads and its products' output columns evenly."""
+    try:
+        require_degree(config, ranks, "")
+    except InputError:
+        return False
+    return True
+
+
 def require_degree(config: ModelConfig, ranks: int, setting: str) -> None:
     """Raise `InputError` where so many ranks cannot share the model's heads and its products' output columns evenly."""
     m, moe = config.mla, config.moe

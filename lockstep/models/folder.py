@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.file_hashes import fingerprints
+from ..cache.file_hashes import fingerprints, glance
 from ..cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, TensorFile, TensorReader, cut
 from ..distributed.mesh import ALONE, Mesh
 from ..errors import InputError, LockstepError
@@ -78,6 +78,13 @@ def describe_folder(model: str) -> dict[str, Any]:
         return {"files": fingerprints(folder, file_names(folder)), TEMPLATES: True}
     except OSError as error:
         raise InputError(f"model {model}: {error.filename or folder} cannot be read: {error.strerror}") from error
+
+
+def glances(model: str) -> dict[str, str]:
+    """By name, what tells the files of a model's folder from another model's, without reading all of them. Raises as
+    `resolve_folder` does."""
+    folder = resolve_folder(model)
+    return {name: glance(folder / name) for name in file_names(folder)}
 
 
 def read_config(folder: Path) -> ModelConfig:

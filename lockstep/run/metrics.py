@@ -253,7 +253,7 @@ def wait_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str, An
 
 def logprobs_digest(rollout: Trajectory) -> str:
     """16 digits that tell whether the sampled tokens' log-probabilities, both of each, have the same bits."""
-    words = array("f", [*rollout.logprobs, *rollout.model_logprobs]).tobytes()
+    words = array("f", rollout.logprobs) + array("f", rollout.model_logprobs)
     return hashlib.blake2b(words, digest_size=8).hexdigest()
 
 

@@ -30,7 +30,17 @@ from ..errors import InputError, refuse
 from ..generator import Engine, SharedWeights, plan_cache_tokens
 from ..graph import Runtime, Store, Verdict, compile_report, require_plugins
 from ..machine import bound_threads
-from ..models import Decoder, FolderWeights, ModelConfig, Ranges, WeightSource, load_part, ranges_of, resolve_folder
+from ..models import (
+    Decoder,
+    FolderWeights,
+    ModelConfig,
+    Ranges,
+    ResidentWeights,
+    WeightSource,
+    load_part,
+    ranges_of,
+    resolve_folder,
+)
 from ..models.checks import require_degree, require_memory
 from ..models.init import RandomWeights, architecture
 from ..models.tokenizer import byte_tokenizer, check_vocabulary, load_tokenizer, require_same_tokens
@@ -135,8 +145,8 @@ class TrainingSession(Session):
         model, encode = self.policy.model, self.policy.encode
         self.policy.template_variables = template_variables(config.task.chat_template_kwargs)
         with timings.measured("load"):
-            self.teacher = load_teacher(config, self.policy)
-        self.prompt_limit = prompt_limit(config, model.config, self.teacher)
+            self.teacher = load_teacher(config, self.policy, world)
+        self.prompt_limit = prompt_limit(config, model.config, None if self.teacher is None else self.teacher.model)
         with timings.measured("prompts"):
             self.task.check_lengths(encode, self.prompt_limit)
             longest = max(world.share(lambda: self.policy.longest_prompt(self.task, self.environment, groups)))
@@ -149,11 +159,13 @@ class TrainingSession(Session):
             model.add_value_head()
             if (source := self.policy.source) is not None:
                 world.each(lambda: source.fill({"value_head": ranges_of(model)["value_head"]}))
+        frozen = self.teacher or (load_reference(self.policy, world) if config.loss.beta > 0 else None)
         self.trainer = Trainer(
             model,
             config.optimizer,
             config.loss,
-            reference=self.teacher or (load_reference(self.policy) if config.loss.beta > 0 else None),
+            reference=None if frozen is None else frozen.model,
+            reference_source=None if frozen is None else frozen.source,
             enforce_parity=config.parity == "strict",
             runtime=self.runtime,
             world=world,
@@ -247,55 +259,63 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def load_policy(config: RunConfig, mesh: Mesh = ALONE) -> Policy:
+def load_policy(config: RunConfig, mesh: Mesh = ALONE, memory: bool = True) -> Policy:
     """Load a Hugging Face folder or hub id, or make the named random model with a byte-level tokenizer; in both roles
-    the model has the attention of `config`. Of ranks that share it, along the mesh's `tp`, each has its part."""
+    the model has the attention of `config`. Of ranks that share it, along the mesh's `tp`, each has its part.
+
+    Args:
+        memory: its parameters have some; otherwise nothing of its `source` is read.
+    """
     place = resolve_device(config.device)
     bound_threads(place)
     kind = resolve_dtype(config.dtype, place)
+
+    def made(source: WeightSource, where: str) -> Decoder:
+        if not memory:
+            return Decoder(source.config, kind, place, mesh, memory=False)
+        require_memory(source.config, kind, place, where, mesh)
+        return load_part(source, kind, place, mesh)
+
     if config.model is not None:
         folder = resolve_folder(config.model)
         with ThreadPoolExecutor(1) as pool:  # importing its library takes as long as reading the weights
             loading = pool.submit(load_tokenizer, folder)
             source: WeightSource = FolderWeights(folder)
-            require_memory(source.config, kind, place, str(folder), mesh)
-            decoder = load_part(source, kind, place, mesh)
+            decoder = made(source, str(folder))
             tokenizer = loading.result()
         check_vocabulary(tokenizer, decoder.config.vocab_size, str(folder))
     else:
         tokenizer, where = byte_tokenizer(), f"arch {config.arch}"
         special = {"eos_token_ids": (tokenizer.eos_token_id,), "pad_token_id": tokenizer.pad_token_id}
-        made = replace(architecture(config.arch), **special)
-        check_vocabulary(tokenizer, made.vocab_size, where)
-        require_memory(made, kind, place, where, mesh)
-        source = RandomWeights(made, config.seed)
-        decoder = load_part(source, kind, place, mesh)
+        named = replace(architecture(config.arch), **special)
+        check_vocabulary(tokenizer, named.vocab_size, where)
+        source = RandomWeights(named, config.seed)
+        decoder = made(source, where)
     set_attention(decoder, config.attention, config.attention_mask)
     return Policy(decoder, tokenizer, source)
 
 
-def load_reference(policy: Policy) -> Decoder:
-    """The policy as it begins, whole and frozen."""
-    model = policy.model
-    if policy.source is None or model.spread.axis.size == 1:
-        return copy.deepcopy(model)
-    made = load_part(policy.source, model.embed.dtype, model.embed.device)
-    made.masks = model.masks
-    return made
+def load_reference(policy: Policy, world: World = ONE) -> Policy:
+    """The policy as it begins, frozen: a copy in one process; of several each reads a part of it from the source."""
+    if world.size == 1:
+        return replace(policy, model=copy.deepcopy(policy.model))
+    shared = policy.model.spread.axis.size > 1
+    return policy if shared else replace(policy, source=ResidentWeights(policy.model))
 
 
-def load_teacher(config: RunConfig, policy: Policy) -> Decoder | None:
-    """The frozen model of `loss.teacher`, where there is one, for a run of `policy`; `InputError` when it cannot be
-    used as the run's model can, or its tokens are others."""
+def load_teacher(config: RunConfig, policy: Policy, world: World = ONE) -> Policy | None:
+    """The frozen model of `loss.teacher`, where there is one, for a run of `policy`; of several processes without
+    memory, for each to read a part. `InputError` when it cannot be used as the run's model can, or its tokens are
+    others."""
     if config.loss.teacher is None:
         return None
     try:
-        teacher = load_policy(replace(config, model=config.loss.teacher))
+        teacher = load_policy(replace(config, model=config.loss.teacher), memory=world.size == 1)
     except InputError as error:
         raise InputError(f"loss.teacher: {error}") from error
     sizes = policy.model.config.vocab_size, teacher.model.config.vocab_size
     require_same_tokens(policy.tokenizer, teacher.tokenizer, sizes, f"loss.teacher {config.loss.teacher}")
-    return teacher.model
+    return teacher
 
 
 def resolve(config: RunConfig, ranks: int = 1, steps: bool = True) -> RunConfig:

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 from .. import machine
 from ..config import RunConfig, yaml_file
 from ..distributed import World, join
+from ..models import glances
 from ..types import SampleIdentity, SamplingParams
 from .build import resolve_device
 
@@ -19,14 +20,14 @@ GENERATING = "a launch of the generator"  # what is done, where others are waite
 @contextlib.contextmanager
 def together(config: RunConfig) -> Iterator[World]:
     """This process among the others, which are given the same configuration; one by itself without them. In the end
-    they leave together. `InputError`: they do not fit `config.parallel`, or one has another configuration; `PeerLost`:
-    one did not come, or is gone."""
+    they leave together. `InputError`: they do not fit `config.parallel`, or one has another configuration or other
+    models; `PeerLost`: one did not come, or is gone."""
     machine.own_gpu()
     with machine.told("joining the other processes"):
         world = join(config.parallel, resolve_device(config.device).type)
     try:
         with world.peers():
-            world.same("the processes of this run", lambda: yaml_file.flat(config))
+            world.same("the processes of this run", lambda: {**_models(config), **yaml_file.flat(config)})
             yield world
     except GeneratorExit:  # nobody closed it, and this process ends
         raise
@@ -34,6 +35,12 @@ def together(config: RunConfig) -> Iterator[World]:
         world.close(failed=True)
         raise
     world.close()
+
+
+def _models(config: RunConfig) -> dict[str, str]:
+    """What tells the files of the models that are read from others."""
+    given = {"model": config.model, "loss.teacher": config.loss.teacher}
+    return {f"{field} {m}: {name}": of for field, m in given.items() if m for name, of in glances(m).items()}
 
 
 class Requests(NamedTuple):

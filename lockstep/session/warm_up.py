@@ -171,7 +171,7 @@ def _compiled(session: Session, *launches: Callable[[], None]) -> list[Any]:
 def _steps(run: TrainingSession) -> tuple[object, ...]:
     """What the kernels of such a start depend on besides the model and the processes."""
     reference = run.trainer.reference
-    return run.shapes, *of_steps(run.config), reference and reference.config
+    return run.shapes, *of_steps(run.config), reference and reference.model.config
 
 
 def _rehearse_check(run: TrainingSession) -> None:

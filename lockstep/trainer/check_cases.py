@@ -55,9 +55,9 @@ def trust_cases(
         gather = functions["gather_weights"]
         remake = partial(gather.body, gather.inputs)
         work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs), remake=remake)]))
-    work.append((functions["check"], [programs.case(*b, statistics) for b in batches]))
+    work.append((functions["check"], [programs.scoring_case("check", *b, statistics) for b in batches]))
     for name in {"reference_logprobs", "values"} & functions.keys():
-        work.append((functions[name], [programs.case(*b, lambda: None) for b in batches]))
+        work.append((functions[name], [programs.scoring_case(name, *b, lambda: None) for b in batches]))
     return work
 
 
@@ -148,7 +148,8 @@ def _fill_sums(programs: TrainerPrograms) -> None:
 
 
 def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
-    """Updates that are clipped, not clipped, and refused for each reason."""
+    """Updates that are clipped, not clipped, and refused for each reason, of weights that are made up: what is copied
+    to be put back is copied once."""
 
     def load(kind: int) -> None:
         grad, state = programs.flat.grad, programs.state
@@ -159,6 +160,9 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
         state.lr.fill_(1e-3)
         _waves(grad, 1e-9 if kind == 1 else 1.0)
         if own:
+            weights, master = programs.flat.data, programs.optimizer.master
+            draw = torch.Generator(master.device).manual_seed(0)
+            weights.copy_(master.normal_(0, 0.02, generator=draw))  # unlike at any two places
             _waves(own["exp_avg"], 1e-3)
             _waves(own["exp_avg_sq"], 1e-6)
             own["exp_avg_sq"].abs_()
@@ -167,7 +171,8 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
             grad[-1] = math.inf
 
     kinds = ("first", "tiny", "not finite", "mismatch", "not covered")
-    return [graph.Case(name, load=partial(load, kind)) for kind, name in enumerate(kinds)]
+    made: tuple[graph.Role, ...] = ("param", "grad", "optimizer")
+    return [graph.Case(name, load=partial(load, kind), made=made) for kind, name in enumerate(kinds)]
 
 
 def _fill_cells(inputs: graph.Inputs) -> None:

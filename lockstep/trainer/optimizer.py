@@ -68,6 +68,8 @@ class ParameterGroup:
 
 def frozen_parameters(model: Decoder, config: OptimizerConfig) -> set[str]:
     """The model's own names of those that `optimizer.freeze` names; `InputError` where it leaves nothing to train."""
+    if not config.freeze:
+        return set()
     frozen = set(by_pattern(model, [(pattern, True) for pattern in config.freeze], "optimizer.freeze"))
     every = {name for name, _ in model.named_parameters()}
     refuse(frozen == every, "optimizer.freeze names every parameter of the model; leave some to train")

@@ -78,21 +78,71 @@ class Buffer(Protocol):
     def __getitem__(self, part: slice) -> Tensor: ...
 
 
-class FlatParameters:
+class FlatWeights:
+    """Some of a model's parameters in one buffer: of several ranks each has a part of each.
+
+    Args:
+        model: as it is on the mesh, where ranks share its products.
+        names: of the parameters, the model's own; a tied one stands once.
+
+    Attributes:
+        names, parameters: as given, in buffer order.
+        layout: where each lies. whole_layout: where they lie in one process, which shares no product.
+        data: [layout.size], the parameters' dtype; the gaps are zero and stay so.
+        parts: views of `data`, one a parameter: its shape in one process, flat where it is sharded.
+    """
+
+    def __init__(self, model: Decoder, mesh: Mesh, names: Sequence[str]) -> None:
+        self.names, self.parameters = list(names), [model.get_parameter(name) for name in names]
+        first = self.parameters[0]
+        assert all(p.dtype == first.dtype and p.device == first.device for p in self.parameters)
+        self.mesh, self.placements = mesh, [model.placements[name] for name in names]
+        self.layout = Layout.of([p.shape for p in self.parameters], mesh.fsdp.size)
+        placed = zip(self.placements, self.layout.shapes, strict=True)
+        self.whole_layout = Layout.of([whole_shape(on, mesh, shape) for on, shape in placed])
+        self.data = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
+        self.parts = self._views(self.data)
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        return self.layout.flat_views(flat)
+
+    @torch.no_grad()
+    def gathered(self, name: str, part: Tensor) -> Tensor:
+        """A parameter as the model has it, from all ranks' parts of it."""
+        with _serving(name):
+            return distributed.unshard(part, self.layout.shapes[self.names.index(name)], self.mesh.fsdp)
+
+    def own(self) -> dict[str, list[Held]]:
+        """This rank's ranges of the parameters."""
+        found = dict[str, list[Held]]()
+        for i, (name, part) in enumerate(zip(self.names, self.parts, strict=True)):
+            flat = part.flatten()
+            found[name] = [Held(flat[at : at + count], there) for at, there, count in self._shares(i).held(self.rank)]
+        return found
+
+    def _shares(self, index: int) -> Shares:
+        shape, size = self.whole_layout.shapes[index], self.layout.sizes[index]
+        return Shares(self.placements[index], shape, self.mesh.tp.size, size)
+
+    @property
+    def rank(self) -> int:
+        """Whose part it is, of all ranks."""
+        return self.mesh.fsdp.rank * self.mesh.tp.size + self.mesh.tp.rank
+
+
+class FlatParameters(FlatWeights):
     """One buffer for a model's weights, one float32 buffer for their gradients; this class: of one process.
 
     The model's parameters are re-pointed in place, as views of the buffer. Those that are frozen stay as they are,
-    whole on every rank.
+    whole on every rank. Matrices come first, then vectors.
 
     Args:
-        model: as it is on the mesh, where ranks share its products. frozen: names of parameters that are not trained.
+        frozen: names of parameters that are not trained.
 
     Attributes:
-        names, parameters: the model's own, in buffer order: matrices, then vectors; a tied one stands once.
-        layout: where each lies. whole_layout: where they lie in one process, which shares no product.
         reads_own: whether the model's own parameters are the weights, whole.
-        parts, grads: views of `data` and `grad`, one a parameter: its shape in one process, flat where it is sharded.
-        data, grad: [layout.size], compute dtype and float32; the gaps are zero and stay so.
+        grads: views of `grad`, as `parts` are of `data`.
+        grad: [layout.size], float32; the gaps are zero and stay so.
         num_matrix_elements: where the vectors begin.
         counted: "counted", which blocks of `grad` this rank counts in the norm, bool; where it is empty, all.
         cell: of ranks that have whole cells at once, how many of them make one (`Cells.of_a_round`).
@@ -107,19 +157,11 @@ class FlatParameters:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in frozen)
         trained = [item for item in model.named_parameters() if item[0] not in frozen]
-        named = sorted(trained, key=lambda item: item[1].dim() < 2)  # stable
-        self.names, self.parameters = [name for name, _ in named], [parameter for _, parameter in named]
-        first = self.parameters[0]
-        assert all(p.dtype == first.dtype and p.device == first.device for p in self.parameters)
+        super().__init__(model, mesh, [name for name, _ in sorted(trained, key=lambda item: item[1].dim() < 2)])
         self.counted: dict[str, Tensor] = {}
-        self.mesh, self.placements = mesh, [model.placements[name] for name in self.names]
-        self.layout = Layout.of([p.shape for p in self.parameters], mesh.fsdp.size)
-        placed = zip(self.placements, self.layout.shapes, strict=True)
-        self.whole_layout = Layout.of([whole_shape(on, mesh, shape) for on, shape in placed])
         self.num_matrix_elements = self.layout.offsets[sum(p.dim() >= 2 for p in self.parameters)]
-        self.data = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
-        self.grad = torch.zeros(self.layout.size, dtype=torch.float32, device=first.device)
-        self.parts, self.grads = self._views(self.data), self._views(self.grad)
+        self.grad = torch.zeros(self.layout.size, dtype=torch.float32, device=self.data.device)
+        self.grads = self._views(self.grad)
         self._take_over()
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -205,13 +247,6 @@ class FlatParameters:
                     own[first + at : first + at + count].copy_(parts[source][begins + begin : begins + begin + count])
                     at += count
 
-    def own(self) -> dict[str, list[Held]]:
-        found = dict[str, list[Held]]()
-        for i, (name, part) in enumerate(zip(self.names, self.parts, strict=True)):
-            flat = part.flatten()
-            found[name] = [Held(flat[at : at + count], there) for at, there, count in self._shares(i).held(self.rank)]
-        return found
-
     def held(self, model: Decoder) -> dict[str, list[Held]]:
         """What this rank writes of the tensors of `model`, which is trained: its ranges, and as large ones of what all
         ranks have whole."""
@@ -228,15 +263,6 @@ class FlatParameters:
             if on.tp is None and mesh.tp.rank > 0:  # the first along `tp` writes what they have alike
                 found[name] = []
         return found
-
-    def _shares(self, index: int) -> Shares:
-        shape, size = self.whole_layout.shapes[index], self.layout.sizes[index]
-        return Shares(self.placements[index], shape, self.mesh.tp.size, size)
-
-    @property
-    def rank(self) -> int:
-        """Whose part it is, of all ranks."""
-        return self.mesh.fsdp.rank * self.mesh.tp.size + self.mesh.tp.rank
 
 
 class ShardedParameters(FlatParameters):
@@ -275,11 +301,6 @@ class ShardedParameters(FlatParameters):
         own = torch.tensor([on.tp is not None or self.mesh.tp.rank == 0 for on in self.placements])
         blocks = torch.tensor([size // ALIGNMENT for size in self.layout.sizes])
         return {"counted": own.repeat_interleave(blocks).to(self.data.device)}
-
-    @torch.no_grad()
-    def gathered(self, name: str, part: Tensor) -> Tensor:
-        with _serving(name):
-            return distributed.unshard(part, self.layout.shapes[self.names.index(name)], self.axis)
 
     def gather(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         """Bring the parameters of the model that generates (`gathering`) up to date."""

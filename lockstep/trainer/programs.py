@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,8 @@ from ..types import PackedBatch
 from . import routing, step
 from .graph_inputs import OPEN_SIZES, batch_of, statics_of
 from .optimizer import AdamW
-from .parameters import FlatParameters, ShardedParameters
+from .parameters import ShardedParameters
+from .tp.gathered import Reference, gathered_by_layer
 
 _OF_BUFFERS = "optim_step", "gather_weights", "end_cell", "end_cells"  # programs that take no batch
 
@@ -62,7 +63,7 @@ class TrainerPrograms:
         self,
         runtime: graph.Runtime,
         model: Decoder,
-        reference: Decoder | None,
+        reference: Reference | None,
         optimizer: AdamW,
         loss: LossConfig,
         state: UpdateState,
@@ -100,9 +101,14 @@ class TrainerPrograms:
         if self.algorithm.has_critic:
             add("values", self._values_body, scoring, {"buffer"})
         if reference is not None:
-            add("reference_logprobs", self._reference_body, graph.module_inputs(reference), ())
+            add("reference_logprobs", self._reference_body, reference.inputs(), ())
         for name in ("forward_backward", "check"):
             self.by_name[name].lasting = step.COMPARED
+        self._sparing: dict[str, graph.GraphBody] = {
+            "check": self._sparing_check,
+            "values": self._sparing_values,
+            "reference_logprobs": self._sparing_reference,
+        }
 
     def _updating(self) -> graph.Inputs:
         s, own = self.state, self.optimizer.inputs()
@@ -112,7 +118,6 @@ class TrainerPrograms:
     def constants(self) -> dict[str, graph.Constants]:
         """For each function what its graphs depend on: the very objects that its body reads."""
         model = {"model": self.model.config, "masks": self.model.masks}
-        second = self.reference or self.model
         layout = self.flat.layout
         sharding = {
             "ranks": layout.ranks,
@@ -141,7 +146,7 @@ class TrainerPrograms:
             "gather_weights": {"sharding": sharding},
             "end_cell": {"sharding": sharding},
             "end_cells": {"sharding": sharding},
-            "reference_logprobs": {"model": second.config, "masks": second.masks},
+            **({} if self.reference is None else {"reference_logprobs": self.reference.constants()}),
         }
 
     def case(self, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static) -> graph.Case:
@@ -149,7 +154,11 @@ class TrainerPrograms:
 
     def train_case(self, name: str, batch: PackedBatch, load: Callable[[], object], with_support: bool) -> graph.Case:
         made = self.case(name, batch, load, loss_type=self.loss_type, with_support=with_support)
-        return replace(made, eager=self._sparing_body)
+        return replace(made, eager=self._sparing_train)
+
+    def scoring_case(self, program: str, name: str, batch: PackedBatch, load: Callable[[], object]) -> graph.Case:
+        """A launch of a program without gradients on `batch`, to be checked."""
+        return replace(self.case(name, batch, load), eager=self._sparing[program])
 
     def launch(self, name: str, batch: PackedBatch, **statics: Any) -> dict[str, Tensor]:
         return self.by_name[name](batch.tensors(), **statics_of(batch), **statics)
@@ -168,15 +177,35 @@ class TrainerPrograms:
             loss, scored = step.forward(self.model, values, batch, objective, with_support)
         return loss, scored.tensors()
 
-    def _sparing_body(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
+    def _sparing_train(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
         """`forward_backward`, called, with its bits in less memory: layers are computed again in the backward pass,
-        each gradient is added up as it comes, and the weights are the model's own, whole or filled for this call."""
+        each gradient is added up as it comes, and the weights are the model's own, whole or gathered layer by layer."""
         summed = self.flat.summed(inputs, step.MAXIMA)
-        with torch.enable_grad(), summed as own, _filled(self.flat), _computed_again(self.model):
+        with torch.enable_grad(), summed as own, self._by_layer(True), _computed_again(self.model):
             loss, outputs = self._train_forward(replace(own, module=self.model), **statics)
             with self._added_up(inputs.grad):
                 loss.backward(inputs=self.flat.parameters)
         return outputs
+
+    def _sparing_check(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
+        """`check` in the same way."""
+        with self.flat.summed(inputs, step.MAXIMA) as own, self._by_layer(False):
+            return step.check(self.model, own.buffer["statistics"], batch_of(inputs, **statics)).tensors()
+
+    def _sparing_values(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
+        """`values` in the same way."""
+        with self._by_layer(False):
+            return self._critic_values(replace(inputs, module=self.model), **statics)
+
+    def _sparing_reference(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
+        """`reference_logprobs` in the same way."""
+        assert self.reference is not None
+        with self.reference.by_layer():
+            return self._reference_scores(replace(inputs, module=self.reference.model), **statics)
+
+    def _by_layer(self, differentiated: bool) -> AbstractContextManager[None]:
+        """Within it the model has its parameters, also where it keeps none."""
+        return nullcontext() if self.flat.reads_own else gathered_by_layer(self.flat, self.model, differentiated)
 
     @contextmanager
     def _added_up(self, totals: Mapping[str, Tensor]) -> Iterator[None]:
@@ -202,14 +231,23 @@ class TrainerPrograms:
             return step.check(self.model, own.buffer["statistics"], batch).tensors()
 
     def _values_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
-        batch = batch_of(inputs, **statics)
-        whole = self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False)
-        with whole as own, graph.substituted(self.model, own):
-            return {"value_C": step.critic_values(self.model, step.predicting_rows(self.model, batch))}
+        with self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False) as own:
+            return self._critic_values(own, **statics)
+
+    def _critic_values(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
+        with graph.substituted(self.model, inputs):
+            return {
+                "value_C": step.critic_values(self.model, step.predicting_rows(self.model, batch_of(inputs, **statics)))
+            }
 
     def _reference_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
-        model = self.reference
-        assert model is not None
+        assert self.reference is not None
+        with self.reference.micro_batch(inputs) as own:
+            return self._reference_scores(own, **statics)
+
+    def _reference_scores(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
+        assert self.reference is not None
+        model = self.reference.model
         with graph.substituted(model, inputs):
             _, scores, _ = step.score(model, batch_of(inputs, **statics), with_routing=False)
         return {"model_logprob_C": scores.model_logprob_C}
@@ -227,20 +265,6 @@ class TrainerPrograms:
             routing.balance(biases, s["loads"], self.optimizer.settings.router_bias_rate, applied)
         step.take(b["statistics"], b["results"], grad_norm, applied, self.experts)
         return {}
-
-
-@contextmanager
-def _filled(flat: FlatParameters) -> Iterator[None]:
-    """Within it the model has its parameters, also where it keeps none."""
-    kept = [parameter.data for parameter in flat.parameters]
-    if isinstance(flat, ShardedParameters) and not flat.reads_own:
-        for parameter, name, part in zip(flat.parameters, flat.names, flat.parts, strict=True):
-            parameter.data = flat.gathered(name, part)
-    try:
-        yield
-    finally:
-        for parameter, data in zip(flat.parameters, kept, strict=True):
-            parameter.data = data
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from .routing import RoutingResult, statistics_of
 from .shapes import BatchShape
 from .step import STATISTICS, found_names, take
 from .tp.decoder import give_memory, in_trainer
-from .tp.gathered import flat_parameters
+from .tp.gathered import flat_parameters, reference_of
 
 
 class Trainer:
@@ -39,7 +39,7 @@ class Trainer:
 
     Args:
         reference: frozen model for the KL term, or the teacher; required when `loss.beta` is above 0 or there is a
-            teacher.
+            teacher. Of several processes each takes its part from `reference_source`; by default it is whole.
         enforce_parity: do not update when a log-probability or a choice of experts is not the generator's, bit for bit,
             or when not every sampled token was compared.
         runtime: what runs the trainer's programs; by default eagerly.
@@ -71,6 +71,7 @@ class Trainer:
         cells: Cells = ONE_CELL,
         source: WeightSource | None = None,
         zero_stage: int | None = None,
+        reference_source: WeightSource | None = None,
     ) -> None:
         if loss.beta > 0 and reference is None:
             raise ValueError(f"loss.beta is {loss.beta}: the KL term needs a reference model")
@@ -86,8 +87,8 @@ class Trainer:
                 f"optimizer.router_bias_rate is {optimizer.router_bias_rate}: it moves the biases that experts are "
                 "chosen with, which this model does not have; set it to 0"
             )
-        self.model, self.reference, self.loss = model, reference, loss
-        self.world, self.cells = world, cells
+        self.model, self.loss, self.world, self.cells = model, loss, world, cells
+        self.reference = None if reference is None else reference_of(reference, world, reference_source)
         if algorithm_of(loss).has_critic and model.value_head is None:
             model.add_value_head()
         trained = in_trainer(model, world.mesh)
@@ -112,8 +113,8 @@ class Trainer:
         balanced = self._biases if optimizer.router_bias_rate > 0 else {}
         state = UpdateState(self._values, self._results.rows, lr, sampled, enforce_parity, balanced)
         self._runtime = runtime
-        runtime.prepare(*filter(None, (trained, reference)))
-        self.programs = TrainerPrograms(self._runtime, trained, reference, self.optimizer, loss, state)
+        runtime.prepare(trained, *([] if self.reference is None else [self.reference.model]))
+        self.programs = TrainerPrograms(self._runtime, trained, self.reference, self.optimizer, loss, state)
         self.algorithm = self.programs.algorithm
         if self.algorithm.has_teacher and reference is None:
             raise ValueError(f"loss.loss_type is {loss.loss_type}: it needs a teacher as the reference model")

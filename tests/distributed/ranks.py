@@ -197,13 +197,21 @@ def parameter_groups(world: World) -> Any:
 
 @check
 def a_teacher(world: World) -> Any:
-    """Each rank has a whole one."""
+    """Of which each rank has a part; graphs of it, which gather it layer by layer, are held to eager's."""
     loss, teacher = LossConfig("distillation", teacher="a folder"), decoder()
     with torch.no_grad():
         teacher.embed.mul_(0.5)
     one = alone(world, lambda: Trainer(decoder(), OPTIMIZER, loss, reference=teacher))
     found = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world), world)
-    return on_all(world, different(found, one))
+    runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
+    trainer = Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world, runtime=runtime)
+    cases = trainer.trust_cases([BatchShape(64, 32, 4, 64)], FILTERED, check_parity=True)
+    (verdict,) = check_against_eager(runtime, [w for w in cases if w[0].name == "reference_logprobs"], "strict")
+    log = [line for lines in runtime.builder.nodes.values() for line in lines]
+    runtime.close()
+    parts = on_all(world, sum(held.values.numel() for of in trainer.reference.own().values() for held in of))
+    whole = sum(parameter.numel() for parameter in teacher.parameters())
+    return [*on_all(world, different(found, one)), sum(parts) == whole, verdict.cases, on_all(world, log)[0]]
 
 
 @check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from typing import Any
 
 import pytest
@@ -16,9 +17,15 @@ def found() -> dict[str, Any]:
     return json.loads(json.dumps(on_ranks(2, checked)[0]))
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "experts", "a_teacher", "a_critic", "offloaded"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "experts", "a_critic", "offloaded"])
 def test_gradients_updates_and_statistics_are_those_of_one_process(found: dict[str, Any], kind: str) -> None:
     assert found[kind] == [[], []]
+
+
+def test_a_teacher_is_cut_and_its_scores_are_those_of_one_process(found: dict[str, Any]) -> None:
+    *unlike, parts_are_all_of_it, cases, log = found["a_teacher"]
+    assert unlike == [[], []] and parts_are_all_of_it and cases == 4
+    assert "3 gathers begin a layer early" in "\n".join(log)
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce_pp", "dapo"])
@@ -115,7 +122,7 @@ def test_a_rank_receives_once_what_the_first_makes(found: dict[str, Any]) -> Non
 
 def test_what_one_rank_raises_all_raise_and_the_first_reports(found: dict[str, Any]) -> None:
     for rank, (bad, unlike, zero, value) in enumerate(found["agreement"]):
-        assert bad == ["InputError", "row 7 is bad", rank > 0]
+        assert bad == ["InputError", f"row 7 is bad (on rank 1, {platform.node()})", rank > 0]
         assert unlike[1].startswith("these ranks: torch is '2.1' on rank 1 and '2.0' on rank 0")
         assert zero == ["ZeroDivisionError", rank > 0]
         assert value == 0

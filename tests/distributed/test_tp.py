@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from lockstep.models import FolderWeights, ResidentWeights, load_part, save_mode
 from lockstep.models.checks import require_degree
 from lockstep.models.folder import Export
 from lockstep.models.init import architecture
+from lockstep.session.memory import Workload
 from lockstep.trainer import Trainer
-from lockstep.trainer.parameters import FlatParameters
+from lockstep.trainer.parameters import FlatParameters, Layout
 from lockstep.trainer.tp.decoder import in_trainer
-from lockstep.trainer.tp.gathered import flat_parameters
+from lockstep.trainer.tp.gathered import GatheredReference, flat_parameters
 
 GROUPS = {"lr_scales": ("*=0.5", "*.o_proj=2", "model.norm=4"), "weight_decays": ("*norm=0.3", "*.mlp*=0.2")}
 CASES: list[dict[str, Any]] = [
@@ -36,7 +38,10 @@ FROZEN = "model.layers.0", "model.embed_tokens"  # a layer of which each has its
 FOUR: list[dict[str, Any]] = [
     {"family": "llama", "steps": 2},
     {"family": "llama", "steps": 2, "graphs": True, "parts": True},
-    {"family": "deepseek_v3", "steps": 2, "graphs": True, "parts": True, "groups": {**GROUPS, "freeze": FROZEN}},
+    {
+        **{"family": "deepseek_v3", "steps": 2, "graphs": True, "parts": True, "beta": 0.1},
+        "groups": {**GROUPS, "freeze": FROZEN},
+    },
 ]
 
 
@@ -104,6 +109,21 @@ def test_words_in_another_order_or_one_wrong_bit_of_one_rank_stop_the_update_on_
         assert not applied and (different > checked / 2 if case["mutant"] == "reversed" else different == 1)
         start = make_model(torch.float32, config=FAMILIES["qwen3"])
         assert all(torch.equal(p, found["weights"][name]) for name, p in start.named_parameters())
+
+
+def test_ranks_that_cannot_share_a_teacher_evenly_have_all_of_its_products() -> None:
+    mesh = Mesh(fsdp=Axis("fsdp", 3, 1), tp=Axis("tp", 2, 1))
+    configs = [replace(FAMILIES["qwen3"], num_kv_heads=count) for count in (2, 1)]
+    models = [make_model(torch.float32, config=config) for config in configs]
+    shared, alone = (GatheredReference(model, mesh) for model in models)
+    assert (shared.model.spread.axis.size, alone.model.spread.axis.size) == (2, 1)
+    assert alone.weights.layout == Layout.of([p.shape for p in models[1].parameters()], 3)
+    parallel = ParallelConfig(fsdp=3, tp=2)
+    for reference in (shared, alone):
+        w = Workload(configs[0], RunConfig(parallel=parallel), 6, torch.float32, frozen=[reference.model.config])
+        assert w.frozen_parameters == reference.weights.layout.size
+        ResidentWeights(models[reference is alone]).fill(reference.own())
+        assert any(part.any() for part in reference.weights.parts)
 
 
 def test_what_they_saved_one_process_goes_on_with(two: Any) -> None:

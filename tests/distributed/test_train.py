@@ -33,6 +33,8 @@ from lockstep.config import (
 )
 from lockstep.distributed import World
 from lockstep.errors import InputError
+from lockstep.models.init import init_folder
+from lockstep.session import processes
 from lockstep.session.build import build
 
 TRAIN = ["-m", "lockstep", "train", "--config"]
@@ -141,7 +143,7 @@ def test_what_all_processes_refuse_is_told_once(config: RunConfig, tmp_path: Pat
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *TRAIN]
     run = finished([*command, str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")])
     other, first = re.findall(r"rank +: (\d).*\n +exitcode +: (-?\d+)", run.stderr)  # the root cause stands last
-    assert run.returncode == 1 and first == ("0", "2") and other in (("1", "2"), ("1", "143"))  # ended
+    assert run.returncode == 1 and first == ("0", "2") and other in (("1", "2"), ("1", "143"), ("1", "-15"))  # ended
     assert run.stderr.count("lockstep: error: trainer.prompts_per_step is 7, which 2 shards") == 1
     assert not (tmp_path / "run").exists()
 
@@ -153,11 +155,39 @@ def test_ranks_with_other_data_are_refused(config: RunConfig, tmp_path: Path) ->
         folder.mkdir()
         (folder / "data.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
     arguments = [*TRAIN[2:], str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")]
-    with by_hand(arguments, folders) as processes:
-        said = [process.communicate(timeout=DEADLINE)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
+    with by_hand(arguments, folders) as ranks:
+        said = [rank.communicate(timeout=DEADLINE)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
     assert "task.data is '20 bytes with SHA-256" in said[0] and "on rank 1 and '18 bytes" in said[0]
     assert "lockstep:" not in said[1] and not (tmp_path / "run").exists()
+
+
+def test_processes_compare_the_files_of_their_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two(World):
+        def same(self, what: str, describe: Callable[[], dict[str, Any]]) -> None:
+            described.append(describe())
+
+        def close(self, failed: bool = False) -> None:
+            pass
+
+    described: list[dict[str, Any]] = []
+    monkeypatch.setattr(processes, "join", lambda *_: Two(0, 2))
+    for folder, seed in (("a", 0), ("b", 1), ("c", 0)):
+        init_folder("tiny", tmp_path / folder / "m", seed)
+        monkeypatch.chdir(tmp_path / folder)
+        if folder == "c":
+            monkeypatch.setattr("lockstep.cache.file_hashes.WHOLE", 1)
+            Path("m/config.json").unlink()
+            os.truncate("m/model.safetensors", os.stat("m/model.safetensors").st_size - 1)
+        with processes.together(RunConfig(model="m")):
+            pass
+    one, other, damaged = ({n: of for n, of in found.items() if n.startswith("model m: ")} for found in described)
+    assert {name for name in one if one[name] != other[name]} == {"model m: model.safetensors"}
+    assert one.keys() - damaged.keys() == {"model m: config.json"} and described[0]["steps"] == described[1]["steps"]
+    sizes = [int(of["model m: model.safetensors"].split()[0].replace(",", "")) for of in (one, damaged)]
+    assert sizes[0] == sizes[1] + 1
+    with pytest.raises(InputError, match="there is no such folder"), processes.together(RunConfig(model="./nowhere")):
+        pass
 
 
 def test_ranks_with_other_numerics_are_refused(config: RunConfig) -> None:

@@ -242,7 +242,7 @@ def test_a_model_becomes_like_its_teacher(config: RunConfig, teacher: str) -> No
 
     def exact() -> float:
         with torch.no_grad():
-            both = [log_distributions(model) for model in (run.policy.model, run.teacher)]
+            both = [log_distributions(model) for model in (run.policy.model, run.teacher.model)]
         return (both[0].exp() * (both[0] - both[1])).sum(1).mean().item()
 
     before, found = exact(), [loop.step(i)[0] for i in range(12)]

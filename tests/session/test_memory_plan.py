@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +37,7 @@ from lockstep.config.sections.compile import resolve_compile
 from lockstep.distributed import World
 from lockstep.errors import InputError
 from lockstep.graph import Runtime
+from lockstep.graph.check import snapshot
 from lockstep.graph.passes import recompute, saved_bytes
 from lockstep.models import Decoder, PackedAttention
 from lockstep.models.init import ARCHITECTURES, architecture, initialize
@@ -45,6 +48,7 @@ from lockstep.session.memory import (
     Workload,
     adapted,
     holds_copy,
+    in_larger_groups,
     plan,
     refusal,
     remedies,
@@ -100,7 +104,7 @@ def test_what_stays_is_so_many_bytes_a_parameter(arch: str, ranks: int) -> None:
     for term, bytes_each in ((terms.masters, 4), (terms.moments, 8), (terms.gradients, 4)):
         assert 0 <= term(w) - bytes_each * count / ranks <= bytes_each * (padding + 1024)
     assert terms.shard(w) == (0 if ranks == 1 else terms.masters(w) // 2)
-    assert terms.frozen(replace(w, frozen=[w.model])) == 2 * count
+    assert terms.frozen(replace(w, frozen=[w.model])) == (2 * count if ranks == 1 else terms.shard(w))
     position = {"qwen3-0.6b": 28, "qwen3-8b": 36, "qwen3-14b": 40, "qwen3-32b": 64}[arch] * 8 * 256 * 2
     assert terms.cache(w, 4096) == (4096 + 16) * position
 
@@ -264,6 +268,56 @@ def test_what_does_not_fit_is_refused_and_every_remedy_fits() -> None:
     assert offered[0] == "--trainer.max-tokens-per-micro-batch 20480" and "--compile.recompute full" in offered
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_plans_agree_with_one_another(seed: int) -> None:
+    """What is accepted fits in what it takes, in more memory and in smaller micro-batches, and is planned alike once
+    adapted; what is refused does not fit in less, and what is proposed fits. Of the seeds 8 are accepted."""
+    draw = random.Random(seed)
+    arch = draw.choice(["qwen3-0.6b", "qwen3-8b", "qwen3-32b", "gpt-oss-20b-4-layers"])
+    ranks, memory = draw.choice([1, 2, 8, 16]), draw.choice([40, 80, 141]) * GIB
+    w = workload(arch, ranks, max_tokens_per_micro_batch=draw.choice([4096, 16384]), warmup_steps=draw.choice([0, 1]))
+    c = replace(w.config, optimizer=OptimizerConfig(offload=draw.random() < 0.3))
+    c = replace(c, parallel=replace(c.parallel, zero_stage=draw.choice([None, 3])))
+    w = replace(w, config=c, frozen=draw.choice([(), [w.model]]))
+    found = plan(w, memory)
+    if not found.fits:
+        assert not plan(w, memory * 19 // 20).fits
+        assert all(fits_with(w, said, memory) for said in remedies(w, memory))
+        return
+    assert found.total <= memory and found.cache_tokens >= w.sequence_tokens and min(found.terms.values()) >= 0
+    assert plan(w, found.total).fits and plan(replace(w, config=adapted(w, found)), memory) == found
+    more = plan(w, memory + 8 * GIB)
+    assert more.fits and (more.again, -more.cache_tokens) <= (found.again, -found.cache_tokens)
+    half = replace(c, trainer=replace(c.trainer, max_tokens_per_micro_batch=c.trainer.max_tokens_per_micro_batch // 2))
+    assert plan(replace(w, config=half), memory).fits
+    if ranks > 1:
+        alone = replace(c, parallel=replace(c.parallel, batch_shards=0))
+        assert plan(replace(w, ranks=2 * ranks, config=resolve_parallel(alone, 2 * ranks)), memory).fits
+
+
+def fits_with(w: Workload, said: str, memory: int) -> bool:
+    """Whether a workload does with settings that a refusal names, in larger groups if it must."""
+    for section, name, value in re.findall(r"--(\w+)\.([\w-]+)(?: (\w+))?", said):
+        field, given = name.replace("-", "_"), {"recompute": ("full",), "offload": True}.get(name) or int(value)
+        part = replace(getattr(w.config, section), **{field: given})
+        w = replace(w, config=replace(w.config, **{section: part}))
+    if more := re.search(r"^(\d+) GPUs", said):
+        alone = replace(w.config, parallel=replace(w.config.parallel, batch_shards=0))
+        w = replace(w, ranks=int(more[1]), config=resolve_parallel(alone, int(more[1])))
+    return plan(w, memory).fits or in_larger_groups(w, memory) is not w
+
+
+def test_several_processes_have_a_part_of_a_reference_each_and_whole_layers_at_a_time() -> None:
+    w = replace(workload("qwen3-8b", 8), frozen=[architecture("qwen3-8b")])
+    found = plan(w, H200)
+    assert found.fits and found.again == 0 and terms.frozen(w) == terms.shard(w)
+    assert found.terms[CHECK] == plan(workload("qwen3-8b", 8), H200).terms[CHECK]
+    larger = replace(w, config=replace(w.config, parallel=replace(w.config.parallel, generator_tp=2)))
+    whole = 2 * PARAMETERS["qwen3-8b"]
+    assert 0 < terms.eager(larger) - terms.eager(w) < whole / 4  # a layer's that nobody has whole, and both tables
+    assert terms.scoring(w, False) - terms.scoring(w, True) > whole / 2  # called eagerly it is gathered at once
+
+
 def test_a_state_on_the_host_is_planned_there_and_proposed() -> None:
     w = workload("qwen3-8b", 1, max_tokens_per_micro_batch=4096)
     refused = plan(w, H200)
@@ -275,10 +329,12 @@ def test_a_state_on_the_host_is_planned_there_and_proposed() -> None:
     assert found.terms["chunks of the state"] == 24 << 24 and terms.state_copies(replace(w, config=config)) == 0
     supervised = replace(w, config=replace(w.config, trainer=replace(w.config.trainer, warmup_steps=1)))
     assert [terms.state_copies(one) // w.layout.size for one in (w, supervised)] == [4, 6]
+    assert refused.host[terms.COPIED] == 4 * w.layout.size - snapshot.MOST and terms.MOST_COPIED == snapshot.MOST
     state = 12 * w.layout.size
     read = 4 * 151936 * 4096
     assert found.host == {"masters and moments": state, "copy for checkpoints": state, "weights being read": read}
-    assert terms.host(replace(w, config=replace(config, model="a folder"))) == {**found.host, terms.READING: 32 << 20}
+    folder = replace(w, config=replace(config, model="a folder"))
+    assert terms.host(folder, True) == {**found.host, terms.READING: 32 << 20}
     assert "on the host: masters and moments 91.5" in found.table()
     with pytest.raises(InputError, match=r"optimizer.offload needs 1024.0 GiB of the host's memory a process, and th"):
         require_host_room(replace(found, host={terms.STATE_ON_HOST: 1 << 40}))
@@ -302,6 +358,8 @@ def test_the_cache_takes_what_is_left() -> None:
     assert least.total - 3 * GIB < tight.total <= least.total - 2 * GIB
     without = replace(w, config=replace(w.config, parity="off", compile=replace(w.config.compile, verify="off")))
     assert plan(without, H200).terms[CHECK] == 0
+    beside = plan(replace(w, config=replace(w.config, parity="off")), H200).terms[CHECK]
+    assert terms.MOST_COPIED <= beside < plan(w, H200).terms[CHECK]
 
 
 def test_constants_are_those_of_the_operators() -> None:
@@ -371,7 +429,8 @@ def test_the_command_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixt
     found = json.loads(capsys.readouterr().out)
     assert found["memory_gib"] == 141 and found["fits"] and found["terms_gib"]["weights"] == 15.256
     assert main([*asked, "36"]) == 2
-    assert "What would fit: 32 GPUs (torchrun)" in capsys.readouterr().err
+    said = capsys.readouterr().err.partition("What would fit: ")[2]
+    assert "--optimizer.offload, with 11.4 GiB" in said and "; 16 GPUs (torchrun)" in said  # two generating together
     assert main([*given, "--world", "7", "--device-memory-gib", "141"]) == 2
     assert "7 shards" in capsys.readouterr().err
     assert main([*asked, "141", "--parallel.fsdp", "3"]) == 2

@@ -9,8 +9,8 @@ import torch
 from fake_recorder import FakeRecorder
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.graph import GraphError, Pass, Runtime, check_against_eager, compile_report
-from lockstep.graph.check import comparison
+from lockstep.graph import GraphError, Inputs, Pass, Runtime, check_against_eager, compile_report
+from lockstep.graph.check import against_eager, comparison, snapshot
 from lockstep.graph.ir.captured import is_backward, op_name
 from lockstep.graph.passes.rewrite import rewritten
 from lockstep.models import Decoder, ModelConfig
@@ -69,14 +69,15 @@ def test_every_function_passes_and_nothing_is_left_behind(mode: str, options: di
 
 
 def test_what_is_copied_to_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At first the weights, and as many bytes of the masters; later the moments, too. Gradients never."""
+    """Once, at first the weights, and as many bytes of the masters; later the moments, too. Gradients never."""
 
     class Counted(comparison.Snapshot):
         def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
             super().__init__(tensors)
             copied.append(self.nbytes)
 
-    monkeypatch.setattr(comparison, "Snapshot", Counted)
+    for module in (comparison, against_eager):
+        monkeypatch.setattr(module, "Snapshot", Counted)
     runtime, trainer = make("none", dtype=torch.bfloat16)
     shapes, found = SHAPES[1:], []
     for moments in (0.0, 1e-7):
@@ -86,8 +87,37 @@ def test_what_is_copied_to_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
             copied = list[int]()
             work = [w for w in trainer.trust_cases(shapes, TOP_P, check_parity=True) if w[0].name == name]
             check_against_eager(runtime, work, "strict")
-            found.append(max(copied) / trainer.flat.layout.size)
+            found.append(sum(copied) / trainer.flat.layout.size)
     assert found == pytest.approx([0, 4, 0, 12], abs=0.2)
+
+
+@pytest.mark.parametrize("fault", ["first", "middle", "last", "swapped"])
+def test_an_update_that_leaves_out_a_slice_is_found_and_all_is_put_back(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Slices of which most are copied to the host; or two that are taken for one another."""
+    monkeypatch.setattr(snapshot, "PART", 1 << 12)
+    monkeypatch.setattr(snapshot, "MOST", 1 << 14)
+    runtime, trainer = make("full", dtype=torch.bfloat16)
+    trainer.warm_up(SHAPES[1:], TOP_P, check_parity=True)
+    program, before = trainer.programs.by_name["optim_step"], everything(trainer)
+    body, master = program.body, trainer.optimizer.master
+    begin = {"first": 0, "last": len(master) - 1024}.get(fault, len(master) // 2048 * 1024)
+    place, next_to_it = slice(begin, begin + 1024), slice(begin - 1024, begin)
+
+    def wrong(inputs: Inputs) -> object:
+        kept, found = master[place].clone(), body(inputs)
+        if fault == "swapped":
+            kept = master[next_to_it].clone()
+            master[next_to_it] = master[place]
+        master[place] = kept
+        return found
+
+    program.body = wrong  # type: ignore[assignment]
+    work = [w for w in trainer.trust_cases(SHAPES[1:], TOP_P, check_parity=True) if w[0] is program]
+    with pytest.raises(GraphError, match=r"optim_step\(\), case 'first': .*optimizer master"):
+        check_against_eager(runtime, work, "strict")
+    assert all(map(torch.equal, everything(trainer), before))
 
 
 def drops_a_gradient(captured):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,9 +22,10 @@ from ..ir.text import digest
 from ..program import Program
 from ..runtime import Runtime
 from ..store.key import body_name
-from .comparison import Case, Comparison
+from .comparison import Case, Comparison, held
 from .fingerprints import fingerprint, first_difference
 from .passed_checks import PassedChecks
+from .snapshot import Snapshot
 
 Mode = Literal["strict", "warn"]
 _log = logging.getLogger("lockstep.graph")
@@ -68,7 +70,10 @@ def check_against_eager(
     with runtime.timings.measured("verify"):
         state = _State(functions)
         names = dict.fromkeys(function.name for function in functions)
-        found = [_check(runtime, [w for w in work if w[0].name == name], mode, verdicts, state) for name in names]
+        found = []
+        for name in names:
+            with state.put_back(of_name := [w for w in work if w[0].name == name]):
+                found.append(_check(runtime, of_name, mode, verdicts, state))
         if changed := state.changed():
             raise GraphError(f"the check of captured graphs left {changed} changed: a case must declare what it writes")
     return found
@@ -126,10 +131,25 @@ class _State:
     def __init__(self, functions: Iterable[Program]) -> None:
         self._functions = list(functions)
         self._before: dict[str, Tensor] | None = None
+        self._made: Work = ()
+        self._held: Snapshot | None = None
 
     def note(self) -> None:
         if self._before is None:
             self._before = _all_state(self._functions)
+        if self._held is None:
+            self._held = Snapshot(held(self._made))
+
+    @contextmanager
+    def put_back(self, work: Work) -> Iterator[None]:
+        """Behind it what the cases have made is what it was before the first of their runs."""
+        self._made = work
+        try:
+            yield
+        finally:
+            if self._held is not None:
+                self._held.restore()
+            self._held = None
 
     def changed(self) -> str | None:
         return None if self._before is None else first_difference(self._before, _all_state(self._functions))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...distributed import World
 from ..capture.step import GraphBody
-from ..ir.captured import Captured, Inputs, Static, inexact_results
+from ..ir.captured import Captured, Inputs, Role, Static, inexact_results
 from ..program import Program
 from ..runtime import Runtime
 from .bisect import Fault, faulty_replay, faulty_step
@@ -32,6 +32,7 @@ class Case:
         touches: for large state, as "role name", the views of it that `load` and the run may write. Any other input
             that the graph writes, and every `buffer`, is copied and put back whole.
         scratch: views that the run writes and whose values mean nothing: put back, but not compared.
+        made: the roles whose tensors `load` makes, whole: what they held is put back once, behind all cases (`held`).
         remake: makes all that the run writes anew from what it does not write, so that nothing is copied.
         eager: called in place of the function's body, whose bits it has, in less memory.
     """
@@ -42,6 +43,7 @@ class Case:
     load: Callable[[], object] = lambda: None
     touches: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     scratch: Sequence[Tensor] = ()
+    made: Collection[Role] = ()
     remake: Callable[[], object] | None = None
     eager: GraphBody | None = None
 
@@ -68,7 +70,8 @@ class Comparison:
         self._inputs = replace(function.inputs, user=case.user)
         self._loose = inexact_results(self._captured)
         self._state = _touched(self._captured, self._inputs, case)
-        written = [*(view for views in self._state.values() for view in views), *case.scratch]
+        made = {f"{role} {name}" for role, name, _ in self._inputs.flat() if role in case.made}
+        written = [view for name, views in self._state.items() if name not in made for view in views] + [*case.scratch]
         self._put_back = case.remake or Snapshot(written).restore
 
     def fault(self, interpret: bool) -> Fault | None:
@@ -180,6 +183,12 @@ class Comparison:
                 own[name].copy_(tensor)
 
         return faulty_replay(self._captured, self._recorder, arguments, load, self._around, what)
+
+
+def held(work: Iterable[tuple[Program, Sequence[Case]]]) -> list[Tensor]:
+    """What the cases' `load` makes anew, and is not put back after each."""
+    roles = ((function, role) for function, cases in work for role in {role for case in cases for role in case.made})
+    return [tensor for function, role in roles for of, _, tensor in function.inputs.flat() if of == role]
 
 
 def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from .fingerprints import WORDS
 
-PART = 1 << 26  # bytes on their way between a device and the host at one time
+PART = 1 << 26  # bytes that are looked at, or on their way between a device and the host, at one time
+MOST = 1 << 28  # bytes of copies on the device; what is beyond them is on the host
 
 
 class Snapshot:
-    """What tensors hold, to be put back; on the device where that fits twice over, on the host otherwise.
+    """What tensors hold, to be put back, part by part.
 
     Before the first update gradients and moments are 0, and float32 masters have the lower halves of their words 0, as
-    they are made from bfloat16. So of what is 0 throughout, whole tensors or halves of their words, nothing is kept.
+    they are made from bfloat16. So of what is 0 throughout a part, whole words or halves of them, nothing is kept.
 
     Attributes:
         nbytes: that are kept.
@@ -24,19 +25,20 @@ class Snapshot:
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._zero, self._kept = list[Tensor](), list[Tensor]()
-        for part in (part for tensor in tensors for part in _parts(tensor.detach())):
-            (self._kept if part.any() else self._zero).append(part)
-        self.nbytes = sum(part.numel() * part.element_size() for part in self._kept)
-        on_gpu = any(part.is_cuda for part in self._kept)
-        on_host = on_gpu and torch.cuda.mem_get_info(self._kept[0].device)[0] <= 2 * self.nbytes
-        self._copies = [_on_host(part) if on_host else part.clone() for part in self._kept]
+        self._zero, self._kept = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        self.nbytes = 0
+        for part in (part for tensor in tensors for own in _pieces(tensor.detach()) for part in _parts(own)):
+            if not part.any():
+                self._zero.append(part)
+                continue
+            self.nbytes += part.numel() * part.element_size()
+            self._kept.append((part, _on_host(part) if self.nbytes > MOST else part.clone()))
 
     @torch.no_grad()
     def restore(self) -> None:
         for part in self._zero:
             part.zero_()
-        for part, copy in zip(self._kept, self._copies, strict=True):
+        for part, copy in self._kept:
             copied(part, copy)
 
 
@@ -55,6 +57,13 @@ def copied(target: Tensor, source: Tensor) -> None:
     rows = max(1, PART * len(source) // max(1, source.nbytes))
     for own, other in zip(target.split(rows), source.split(rows), strict=True):
         own.copy_(other)
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Pieces of a tensor, one after another; all of one that is not contiguous."""
+    if not tensor.is_contiguous():
+        return [tensor]
+    return tensor.view(-1).split(max(1, PART // tensor.element_size()))
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:

@@ -26,7 +26,6 @@ STAYS: dict[str, Callable[[Workload], int]] = {
 }
 CACHE, KEPT, WORKING, TRANSIT = "KV cache", "activations", "head and backward", "in transit"
 GENERATION, CHECK, ALLOCATOR = "generation", "start-up check", "allocator"
-COPIES = "copies while checking"
 POOL = KEPT, WORKING, TRANSIT, GENERATION, CHECK  # what the pool of CUDA graphs grows to, and the machine's check
 
 
@@ -82,20 +81,16 @@ def plan(w: Workload, memory: int) -> MemoryPlan:
     cache that the workload wants, or for half of what is left beside the smallest micro-batch's."""
     least, most = _again(w)
     cheapest = _with(w, memory, most, 0)
-    room = _cache_room(w, cheapest)
+    room, least_cache = _cache_room(w, cheapest), _least_cache(w)
     wanted = _wanted(w)
-    target = wanted if w.config.generator.kv_cache_tokens else min(wanted, max(room // 2, _least_cache(w)))
-    for again in range(least, most + 1):
+    target = wanted if w.config.generator.kv_cache_tokens else min(wanted, max(room // 2, least_cache))
+    for again in range(least if room >= least_cache else most, most + 1):
         found = _with(w, memory, again, 0)
         if (room := _cache_room(w, found)) >= target or again == most:
             break
     tokens = wanted if w.config.generator.kv_cache_tokens else min(wanted, rounded(room))
     done = _with(w, memory, again, max(tokens, 0))
-    done = replace(done, fits=done.total <= memory and tokens >= _least_cache(w))
-    copies = terms.state_copies(w) if _checks(w) and w.on_gpu else 0
-    if 2 * copies >= memory - done.total:  # as `graph.check` decides: then they are on the host
-        return done
-    return replace(done, terms={**done.terms, COPIES: max(0, copies - _machine_check(w))})  # they take turns
+    return replace(done, fits=done.total <= memory and tokens >= least_cache)
 
 
 def _again(w: Workload) -> tuple[int, int]:
@@ -121,9 +116,8 @@ def _with(w: Workload, memory: int, again: int, tokens: int) -> MemoryPlan:
     found |= _pool(w, again)
     taken = sum(size for name, size in found.items() if name != "CUDA and NCCL")
     found[ALLOCATOR] = int(taken * terms.ALLOCATOR) if w.on_gpu else 0
-    return MemoryPlan(
-        memory, found, tokens, again, False, w.zero_stage * w.sharded, w.config.parallel.generator_tp, terms.host(w)
-    )
+    stage, together = w.zero_stage * w.sharded, w.config.parallel.generator_tp
+    return MemoryPlan(memory, found, tokens, again, False, stage, together, terms.host(w, _checks(w)))
 
 
 def _pool(w: Workload, again: int) -> dict[str, int]:
@@ -135,14 +129,16 @@ def _pool(w: Workload, again: int) -> dict[str, int]:
         found[WORKING] += whole
         found[TRANSIT] = whole * (w.sharded and w.zero_stage == 3)
     held = sum(found.values())
-    found[GENERATION] = max(0, terms.prefill(w) - held)
+    found[GENERATION] = max(0, terms.prefill(w) - held, terms.scoring(w, graphs) - held)
     check = terms.eager(w) if _checks(w) else 0
-    found[CHECK] = max(0, check - held - found[GENERATION]) + _machine_check(w)
+    found[CHECK] = max(0, check - held - found[GENERATION]) + _beside(w)
     return found
 
 
-def _machine_check(w: Workload) -> int:
-    return terms.machine_check(w) if w.on_gpu and w.config.parity != "off" else 0
+def _beside(w: Workload) -> int:
+    """What checks take beside the graphs' pool, one after another: products, or copies of what an update writes."""
+    found = [terms.machine_check(w)] * (w.config.parity != "off") + [terms.copies_here(w)] * _checks(w)
+    return max(found) + terms.HASHES if found and w.on_gpu else 0
 
 
 def _graphs(w: Workload) -> bool:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...config import RunConfig
-from ...errors import InputError
-from ...models.checks import require_degree
-from .plan import MemoryPlan, patterns, plan
+from ...models.checks import divides
+from .plan import MemoryPlan, chooses, patterns, plan
 from .terms import GIB
 from .workload import Workload
 
@@ -34,26 +33,49 @@ def refusal(w: Workload, found: MemoryPlan) -> str:
 
 
 def remedies(w: Workload, memory: int) -> Iterator[str]:
-    """Settings, each by itself, with which the workload fits in so much memory."""
-    c = w.config
-    if c.generator.kv_cache_tokens and _fits(replace(c, generator=replace(c.generator, kv_cache_tokens=0)), w, memory):
-        yield "--generator.kv-cache-tokens 0, which plans the cache"
-    tokens = c.trainer.max_tokens_per_micro_batch
-    while (tokens := tokens // 2) >= max(256, w.prompt_room):
-        if _fits(replace(c, trainer=replace(c.trainer, max_tokens_per_micro_batch=tokens)), w, memory):
-            yield f"--trainer.max-tokens-per-micro-batch {tokens}"
-            break
-    full = replace(c, compile=replace(c.compile, recompute=("full",), activation_memory_gib=0.0))
-    if not c.compile.recompute and c.compile.capture == "step" and _fits(full, w, memory):
-        yield "--compile.recompute full"
-    offloaded = replace(c, optimizer=replace(c.optimizer, offload=True))
-    if w.on_gpu and not c.optimizer.offload and _fits(offloaded, w, memory):
-        yield f"--optimizer.offload, with {12 * w.layout.size / GIB:.1f} GiB of the host's memory a GPU"
+    """Settings with which the workload fits in so much memory: each by itself or, where none does, several together."""
+    alone = [said for said, changed in _changes(w, memory) if _fits(changed, memory)]
+    together, least = _together(w, memory)
+    yield from alone or ([" and ".join(together)] if _fits(least, memory) else [])
     if (larger := in_larger_groups(w, memory)) is not w:
-        together = larger.config.parallel.generator_tp
-        yield f"--parallel.generator-tp {together}, so many GPUs having a part of the weights each"
-    if ranks := _ranks(w, memory):
-        yield f"{ranks} GPUs (torchrun), over which masters, moments and gradients are sharded"
+        ranks = larger.config.parallel.generator_tp
+        yield f"--parallel.generator-tp {ranks}, so many GPUs having a part of the weights each"
+    for begin, also in ((w, ""), (least, f", with {' and '.join(together)}")):
+        if more := _ranks(begin, memory):
+            yield f"{more} GPUs (torchrun), over which masters, moments and gradients are sharded{also}"
+            break
+
+
+def _changes(w: Workload, memory: int) -> Iterator[tuple[str, Workload]]:
+    """What can be set otherwise, and the workload with it."""
+    c = w.config
+    if c.generator.kv_cache_tokens:
+        planned = replace(c, generator=replace(c.generator, kv_cache_tokens=0))
+        yield "--generator.kv-cache-tokens 0, which plans the cache", replace(w, config=planned)
+    fewer = w
+    tokens: int = c.trainer.max_tokens_per_micro_batch
+    while (tokens := tokens // 2) >= max(256, w.prompt_room):
+        fewer = replace(w, config=replace(c, trainer=replace(c.trainer, max_tokens_per_micro_batch=tokens)))
+        if _fits(fewer, memory):
+            break
+    if fewer is not w:
+        yield f"--trainer.max-tokens-per-micro-batch {fewer.config.trainer.max_tokens_per_micro_batch}", fewer
+    if not c.compile.recompute and c.compile.capture == "step" and not chooses(c.compile):
+        full = replace(c, compile=replace(c.compile, recompute=("full",), activation_memory_gib=0.0))
+        yield "--compile.recompute full", replace(w, config=full)
+    if w.on_gpu and not c.optimizer.offload:
+        offloaded = replace(c, optimizer=replace(c.optimizer, offload=True))
+        on_host = f"with {12 * w.layout.size / GIB:.1f} GiB of the host's memory a GPU"
+        yield f"--optimizer.offload, {on_host}", replace(w, config=offloaded)
+
+
+def _together(w: Workload, memory: int) -> tuple[list[str], Workload]:
+    """What can be set otherwise, one after another, until the workload fits or there is nothing left."""
+    said = list[str]()
+    while not _fits(w, memory) and (left := [one for one in _changes(w, memory) if one[0] not in said]):
+        (first, w), *_ = left
+        said.append(first)
+    return said, w
 
 
 def in_larger_groups(w: Workload, memory: int) -> Workload:
@@ -61,19 +83,15 @@ def in_larger_groups(w: Workload, memory: int) -> Workload:
     where there are none."""
     c = w.config
     for together in range(c.parallel.generator_tp + 1, min(w.ranks, _MOST_TOGETHER) + 1):
-        larger = replace(c, parallel=replace(c.parallel, generator_tp=together))
-        if _shared(w, together) and _fits(larger, w, memory):
-            return replace(w, config=larger)
+        larger = replace(w, config=replace(c, parallel=replace(c.parallel, generator_tp=together)))
+        if _shared(w, together) and plan(larger, memory).fits:
+            return larger
     return w
 
 
 def _shared(w: Workload, together: int) -> bool:
     """Whether so many neighbours can share a model that generates, and nobody asks for its weights whole."""
-    if w.config.parallel.zero_stage == 2:
-        return False
-    try:
-        require_degree(w.model, together, "parallel.generator_tp")
-    except InputError:
+    if w.config.parallel.zero_stage == 2 or not divides(w.model, together):
         return False
     return w.ranks % together == 0 and w.config.trainer.prompts_per_step % (w.ranks // together) == 0
 
@@ -84,10 +102,13 @@ def _ranks(w: Workload, memory: int) -> int | None:
     while (ranks := ranks * 2) <= min(_MOST_RANKS, w.config.trainer.prompts_per_step):
         if w.config.trainer.prompts_per_step % ranks == 0:
             parallel = replace(w.config.parallel, batch_shards=max(ranks, w.config.parallel.batch_shards))
-            if plan(replace(w, ranks=ranks, config=replace(w.config, parallel=parallel)), memory).fits:
+            if _fits(replace(w, ranks=ranks, config=replace(w.config, parallel=parallel)), memory):
                 return ranks
     return None
 
 
-def _fits(config: RunConfig, w: Workload, memory: int) -> bool:
-    return plan(replace(w, config=config), memory).fits
+def _fits(w: Workload, memory: int) -> bool:
+    """Whether it does, in the groups that a run makes by itself where `parallel.generator_tp` is 1."""
+    if plan(w, memory).fits:
+        return True
+    return w.config.parallel.generator_tp == 1 and in_larger_groups(w, memory) is not w

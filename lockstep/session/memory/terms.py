@@ -10,8 +10,10 @@ them a token. `kept` and what a backward pass writes beside it are those of the 
 from __future__ import annotations
 
 from ...cache.tensor_file import CHUNK_BYTES
+from ...distributed.mesh import ALONE
 from ...generator.cache_capacity import bytes_per_token
-from ...models import num_parameters
+from ...models import ModelConfig, num_parameters
+from ...models.checks import divides
 from ...trainer.optimizer import CHUNK
 from .workload import Workload
 
@@ -22,6 +24,8 @@ CONTEXT = int(0.9 * GIB)  # CUDA's context, the libraries' workspaces, loaded ke
 COMMUNICATOR = int(1.0 * GIB)  # NCCL's buffers
 ALLOCATOR = 1 / 64  # of what is allocated: blocks rounded up, and holes between them
 STATE_ON_HOST, SAVED_COPY, READING = "masters and moments", "copy for checkpoints", "weights being read"
+COPIED = "copies while checking"
+MOST_COPIED = 256 << 20  # on the device (`graph.check.snapshot.MOST`)
 HASHES = 256 << 20  # `graph.check.fingerprints` at work
 
 
@@ -54,16 +58,19 @@ def offloaded_chunks(w: Workload) -> int:
     return 24 * min(CHUNK, w.layout.size) if w.offloads else 0
 
 
-def host(w: Workload) -> dict[str, int]:
+def host(w: Workload, checks: bool) -> dict[str, int]:
     """What a process takes of the host's memory beside its device's, by name: `12 n` where masters and moments are
-    there, and `12 n` for the copy that a checkpoint is written from; and while it begins what `reading` takes."""
+    there, and `12 n` for the copy that a checkpoint is written from; while it begins what `reading` takes, and where
+    graphs are checked the rest of `state_copies`."""
     taken = {STATE_ON_HOST: w.offloads, SAVED_COPY: w.config.checkpoint.interval > 0}
-    return {READING: reading(w)} | {name: 12 * w.layout.size for name, there in taken.items() if there}
+    found = {READING: reading(w)} | {name: 12 * w.layout.size for name, there in taken.items() if there}
+    copied = state_copies(w) - copies_here(w) if checks and w.on_gpu else 0
+    return found | ({COPIED: copied} if copied else {})
 
 
 def reading(w: Workload) -> int:
     """A chunk of a model's files, or the largest of random tensors, drawn in float32."""
-    return CHUNK_BYTES if w.config.model is not None else 4 * max(p.numel() for p in w.decoder.parameters())
+    return CHUNK_BYTES if w.config.model is not None else 4 * w.largest
 
 
 def gradients(w: Workload) -> int:
@@ -72,7 +79,8 @@ def gradients(w: Workload) -> int:
 
 
 def frozen(w: Workload) -> int:
-    """`N b` of each model that is only read: the reference, or the teacher."""
+    """`M b` of each model that is only read, the reference or the teacher, with M parameters; of several ranks
+    `M b / R`, padded."""
     return w.frozen_parameters * w.b
 
 
@@ -109,7 +117,7 @@ def layer_kept(w: Workload, layer: int, again: bool = False) -> int:
         latent = c.num_heads * c.mla.v_dim * w.b if c.mla is not None and w.tp == 1 else 0
         return c.hidden_size * w.b + latent + (_routed_outside(w) if experts else 0)
     of_heads = "q_norm", "k_norm"  # which attention counts
-    norms = sum(name.endswith("norm") and name not in of_heads for name, _ in w.vectors(layer))
+    norms = sum(name.endswith("norm") and name not in of_heads for name in w.vectors(layer))
     attention = _attention_kept(w, layer) if c.mla is None else _latent_kept(w)
     feed_forward = _experts_kept(w) if experts else _gated(w, c.intermediate_size)
     return (2 + norms) * c.hidden_size * w.b + attention + feed_forward
@@ -125,7 +133,7 @@ def _attention_kept(w: Workload, layer: int) -> int:
     `(A + K) H b` before norms that span the heads; and where ranks share products the output of all, `A H b`."""
     c = w.model
     heads, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    spanning = any(name == "q_norm" and p.numel() > c.head_dim for name, p in w.vectors(layer))
+    spanning = w.vectors(layer).get("q_norm", 0) > c.head_dim
     own = ((heads + 2 * keys) + (heads + keys) + heads) * w.b + 4 * c.num_heads
     return own // w.tp + (heads + keys) * spanning * w.b + heads * w.b * (w.tp > 1)
 
@@ -195,9 +203,9 @@ def layer_backward(w: Workload) -> int:
     return w.shape.tokens * (2 * c.hidden_size + wide) * w.b + layer_weights(w) // 2
 
 
-def layer_weights(w: Workload) -> int:
-    """`b` times the parameters that this rank trains of a layer, the mean of all."""
-    c = w.model
+def layer_weights(w: Workload, model: ModelConfig | None = None) -> int:
+    """`b` times the parameters that this rank trains of a layer, the mean of all; or of another model's."""
+    c = model or w.model
     tables = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 1 + 1 / w.tp)
     return (num_parameters(c, w.training) - int(tables)) // c.num_layers * w.b
 
@@ -234,15 +242,30 @@ def prefill(w: Workload) -> int:
     return (rows + g.max_num_batched_tokens) * per_token + logits
 
 
+def scoring(w: Workload, by_layer: bool) -> int:
+    """A reference's or a teacher's scores of a micro-batch: `(3 D + 3 F) b` a token, and the head's logits; of several
+    ranks two layers' weights that are gathered and both tables, or all at once, `M b / S`."""
+
+    def of(c: ModelConfig) -> int:
+        tables = 2 * c.vocab_size * c.hidden_size * w.b
+        wide = c.intermediate_size if c.moe is None else c.moe.num_experts_per_token * c.moe.intermediate_size
+        logits = min(w.shape.completion_tokens, 2 * LOGIT_ROWS) * c.vocab_size * 4
+        most = num_parameters(c, w.training if divides(c, w.tp) else ALONE) * w.b
+        gathered = min(most, 2 * layer_weights(w, c) + tables if by_layer else most) * w.sharded
+        return w.shape.tokens * 3 * (c.hidden_size + wide) * w.b + logits + gathered
+
+    return max(map(of, w.frozen), default=0)
+
+
 def eager(w: Workload) -> int:
     """The largest eager call of the start-up check, which computes every layer again in its backward pass and adds up
     gradients as they come: `T D b` a layer, then the head's or a layer's work; of several ranks a gradient travels, and
-    where they share products the weights of a rank's part are gathered, `N b / tp`."""
+    where no rank has the weights that it trains on, those of a layer are gathered, and both tables."""
     c, tokens = w.model, w.shape.tokens
     layers = tokens * c.hidden_size * w.b * (c.num_layers + 1)
     layer = layer_kept(w, c.num_layers - 1) * tokens + layer_backward(w)
-    parts = w.parameters * w.b // tp if (tp := w.config.parallel.tp) > 1 else 0
-    return layers + max(head(w), table(w) + layer) + 2 * table(w) * w.sharded + parts
+    gathered = (layer_weights(w) + 2 * table(w)) * (w.sharded and not w.reads_own)
+    return layers + max(head(w), table(w) + layer) + 2 * table(w) * w.sharded + gathered
 
 
 def machine_check(w: Workload) -> int:
@@ -251,17 +274,22 @@ def machine_check(w: Workload) -> int:
     c = w.model
     wide = 2 * c.intermediate_size if c.moe is None else 2 * c.moe.intermediate_size
     of_head = table(w) + 2 * LOGIT_ROWS * c.vocab_size * 4
-    return max(of_head, w.shape.tokens * (2 * wide + 2 * c.hidden_size) * w.b) + HASHES
+    return max(of_head, w.shape.tokens * (2 * wide + 2 * c.hidden_size) * w.b)
 
 
 def state_copies(w: Workload) -> int:
     """What the check of an update copies to put it back: the weights that it writes, `n b`, and of masters that were
     made from them half as many words, `2 n`, all after a supervised start, `4 n`. Gradients are 0 by then, and so are
     moments but those of a checkpoint, whose graphs have mostly passed before; nothing where the state is on the host.
-    """
+    What is more than `MOST_COPIED` is copied to the host."""
     if w.offloads:
         return 0
     return w.layout.size * w.b + masters(w) // (1 if w.config.trainer.warmup_steps else 2)
+
+
+def copies_here(w: Workload) -> int:
+    """Of `state_copies` what is on the device."""
+    return min(state_copies(w), MOST_COPIED)
 
 
 def context(w: Workload) -> int:

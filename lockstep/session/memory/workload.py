@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
-from torch import Tensor
 
 from ...config import RunConfig
 from ...distributed.cells import Cells
 from ...distributed.mesh import Axis, Mesh
 from ...models import Decoder, ModelConfig, num_parameters
+from ...models.checks import divides
 from ...trainer import frozen_parameters
 from ...trainer.parameters import Layout
 from ...trainer.shapes import BatchShape, planned_tokens, train_shapes
@@ -82,8 +82,12 @@ class Workload:
     def zero_stage(self) -> int:
         """What the processes shard: 2, gradients and the state, as the generator's whole weights are read; 3, weights
         too, where parts of them are trained on."""
-        parallel = self.config.parallel
-        return parallel.zero_stage or (2 if parallel.tp == parallel.generator_tp == 1 else 3)
+        return self.config.parallel.zero_stage or (2 if self.reads_own else 3)
+
+    @property
+    def reads_own(self) -> bool:
+        """Whether the weights that a rank generates with are those that it trains on, whole."""
+        return self.config.parallel.tp == self.config.parallel.generator_tp == 1
 
     @property
     def cells(self) -> Cells:
@@ -108,9 +112,14 @@ class Workload:
         """The model, without memory."""
         return _decoder(self.model, self.dtype)
 
-    def vectors(self, layer: int) -> Iterator[tuple[str, Tensor]]:
-        """Parameters that a layer has beside its modules', by name."""
-        return self.decoder.layers[layer].named_parameters(recurse=False)
+    def vectors(self, layer: int) -> Mapping[str, int]:
+        """Elements of the parameters that a layer has beside its modules', by name."""
+        return _vectors(self.model)[layer]
+
+    @property
+    def largest(self) -> int:
+        """Elements of the largest parameter."""
+        return _largest(self.model)
 
     @cached_property
     def parameters(self) -> int:
@@ -133,18 +142,36 @@ class Workload:
 
     @cached_property
     def frozen_parameters(self) -> int:
-        """Of the models that are only read."""
-        return sum(map(num_parameters, self.frozen))
+        """Of the models that are only read, what this rank has: of several its part, padded."""
+        if not self.sharded:
+            return sum(map(num_parameters, self.frozen))
+        alone = [not divides(model, self.tp) for model in self.frozen]  # then the ranks of `tp` have the same parts
+        meshes = [Mesh() if whole else self.training for whole in alone]
+        decoders = [_decoder(model, self.dtype) for model in self.frozen]
+        return sum(self._laid_out(decoder, on=mesh).size for decoder, mesh in zip(decoders, meshes, strict=True))
 
     @cached_property
     def layout(self) -> Layout:
         """Where the trained parameters lie, padded and cut."""
-        frozen = frozen_parameters(self.decoder, self.config.optimizer)
-        places = self.decoder.placements
-        trained = [(name, tuple(p.shape)) for name, p in self.decoder.named_parameters() if name not in frozen]
-        return Layout.of([places[name].shape_on(self.training, shape) for name, shape in trained], self.groups)
+        return self._laid_out(self.decoder, frozen_parameters(self.decoder, self.config.optimizer))
+
+    def _laid_out(self, decoder: Decoder, without: Collection[str] = (), on: Mesh | None = None) -> Layout:
+        named = [(name, tuple(p.shape)) for name, p in decoder.named_parameters() if name not in without]
+        placed, mesh = decoder.placements, on or self.training
+        return Layout.of([placed[name].shape_on(mesh, shape) for name, shape in named], self.groups)
 
 
 @cache
 def _decoder(config: ModelConfig, dtype: torch.dtype) -> Decoder:
     return Decoder(config, dtype, "meta")
+
+
+@cache
+def _vectors(config: ModelConfig) -> Sequence[Mapping[str, int]]:
+    layers = _decoder(config, torch.bfloat16).layers
+    return [{name: p.numel() for name, p in layer.named_parameters(recurse=False)} for layer in layers]
+
+
+@cache
+def _largest(config: ModelConfig) -> int:
+    return max(parameter.numel() for parameter in _decoder(config, torch.bfloat16).parameters())

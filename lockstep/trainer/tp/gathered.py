@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ... import graph
-from ...distributed.mesh import Mesh
-from ...models import Decoder
-from ..parameters import FlatParameters, ShardedParameters
+from ...distributed import World
+from ...distributed.mesh import ALONE, Mesh
+from ...models import Decoder, Held, ResidentWeights, WeightSource, ranges_of
+from ...models.checks import divides
+from ..parameters import FlatParameters, FlatWeights, ShardedParameters
 
 
 class GatheredParameters(ShardedParameters):
@@ -26,12 +30,134 @@ class GatheredParameters(ShardedParameters):
     def micro_batch(
         self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
     ) -> Iterator[graph.Inputs]:
-        """With whole weights, too. Without gradients the separate operators compute: fused products read weights before
-        the kernel before is complete, and here the weights are gathered in the same graph."""
+        """With whole weights, too."""
         parts = {n: part for n, part in inputs.param.items() if n in self.names}
         weights = {n: self.gathered(n, part).requires_grad_(differentiated) for n, part in parts.items()}
-        with torch.set_grad_enabled(torch.is_grad_enabled() or not differentiated), self.summed(inputs, maxima) as own:
+        with _separate(differentiated), self.summed(inputs, maxima) as own:
             yield replace(own, module=None, param={**inputs.param, **weights})
+
+
+class Reference:
+    """A model that is only read, the reference or the teacher; this class: whole, as in one process."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+
+    def inputs(self) -> graph.Inputs:
+        """What a function of the model is bound to."""
+        return graph.module_inputs(self.model)
+
+    def micro_batch(self, inputs: graph.Inputs) -> AbstractContextManager[graph.Inputs]:
+        """`inputs` with the weights to score a micro-batch with."""
+        return nullcontext(inputs)
+
+    def by_layer(self) -> AbstractContextManager[None]:
+        """Within it the model can be called as it is, with few weights beyond what this rank has."""
+        return nullcontext()
+
+    def constants(self) -> dict[str, Any]:
+        """What its graphs depend on."""
+        return {"model": self.model.config, "masks": self.model.masks}
+
+
+class GatheredReference(Reference):
+    """A `Reference` of which each rank has a part, which a micro-batch gathers.
+
+    Args:
+        model: any decoder of it on this device, of which only configuration, dtype and masks are read.
+        mesh: of the trainer. Ranks that share its products share those of this model, if they can do so evenly.
+
+    Attributes:
+        weights: this rank's part, to be filled (`own`).
+    """
+
+    def __init__(self, model: Decoder, mesh: Mesh) -> None:
+        if not divides(model.config, mesh.tp.size):
+            mesh = replace(mesh, tp=ALONE.tp)
+        made = Decoder(model.config, model.embed.dtype, model.embed.device, Mesh(tp=mesh.tp), memory=False)
+        made.masks = model.masks
+        super().__init__(made.requires_grad_(False))
+        self.weights = FlatWeights(made, mesh, [name for name, _ in made.named_parameters()])
+
+    def own(self) -> dict[str, list[Held]]:
+        """What this rank has of it: ranges of the parameters, and all buffers."""
+        buffers = {name: held for name, held in ranges_of(self.model).items() if name not in self.weights.names}
+        return {**self.weights.own(), **buffers}
+
+    def inputs(self) -> graph.Inputs:
+        return replace(
+            super().inputs(), param=dict(zip(self.weights.names, self.weights.parts, strict=True)), module=None
+        )
+
+    @contextmanager
+    def micro_batch(self, inputs: graph.Inputs) -> Iterator[graph.Inputs]:
+        with _separate(False):
+            gathered = {name: self.weights.gathered(name, part) for name, part in inputs.param.items()}
+            yield replace(inputs, param=gathered)
+
+    def by_layer(self) -> AbstractContextManager[None]:
+        return gathered_by_layer(self.weights, self.model, differentiated=False)
+
+    def constants(self) -> dict[str, Any]:
+        return {**super().constants(), "ranks": self.weights.layout.ranks}
+
+
+def reference_of(model: Decoder, world: World, source: WeightSource | None = None) -> Reference:
+    """A model that is only read, as ranks have it; every rank calls it. `source`: where its weights come from; by
+    default `model`, which is whole.
+
+    Raises:
+        InputError: they cannot be read.
+    """
+    if world.size == 1:
+        return Reference(model)
+    made = GatheredReference(model, world.mesh)
+    world.each(lambda: (source or ResidentWeights(model)).fill(made.own()))
+    return made
+
+
+@contextmanager
+def gathered_by_layer(flat: FlatWeights, model: Decoder, differentiated: bool) -> Iterator[None]:
+    """Within it a model that has no weights has those of a layer while the layer is called, and what is in no layer all
+    the time. What a layer keeps for its backward pass keeps what it needs of them."""
+    call, of_layers = model.call_layer, [name.startswith("layers.") for name in flat.names]
+    trained = flat.parameters[0].requires_grad
+
+    def called(layer: torch.nn.Module, index: int, *arguments: Any) -> Tensor:
+        with _filled(flat, [name.startswith(f"layers.{index}.") for name in flat.names]):
+            return call(layer, index, *arguments)
+
+    with _separate(differentiated), _filled(flat, [not inside for inside in of_layers]):
+        model.call_layer = called
+        try:
+            for parameter in flat.parameters:
+                parameter.requires_grad_(differentiated)
+            yield
+        finally:
+            model.call_layer = call
+            for parameter in flat.parameters:
+                parameter.requires_grad_(trained)
+
+
+@contextmanager
+def _filled(flat: FlatWeights, chosen: Sequence[bool]) -> Iterator[None]:
+    """Within it the model's chosen parameters are whole."""
+    parameters = [item for item, wanted in zip(flat.parameters, chosen, strict=True) if wanted]
+    kept = [parameter.data for parameter in parameters]
+    try:
+        for name, parameter, part, wanted in zip(flat.names, flat.parameters, flat.parts, chosen, strict=True):
+            if wanted:
+                parameter.data = flat.gathered(name, part)
+        yield
+    finally:
+        for parameter, data in zip(parameters, kept, strict=True):
+            parameter.data = data
+
+
+def _separate(differentiated: bool) -> AbstractContextManager[Any]:
+    """Within it what is computed without gradients is computed by separate operators: fused products read weights
+    before the kernel before is complete, and here weights are gathered in the same graph."""
+    return torch.set_grad_enabled(torch.is_grad_enabled() or not differentiated)
 
 
 def flat_parameters(
