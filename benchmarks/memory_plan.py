@@ -165,7 +165,16 @@ def in_a_process(case: Case, device: str, gpus: int, limit: int = 0, timeout: fl
 def compare(found: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     """Terms, planned and used in GiB, and whether the difference is within the floor."""
     planned, taken = found["plan"]["terms_gib"], found["used"]
-    names = ("weights", "shard of the weights", "masters", "moments", "gradients", CACHE, "CUDA and NCCL")
+    names = (
+        "weights",
+        "shard of the weights",
+        "masters",
+        "moments",
+        "gradients",
+        "reference or teacher",
+        CACHE,
+        "CUDA and NCCL",
+    )
     rows = [(name, planned.get(name, 0.0), taken.get(name, 0.0)) for name in names]
     if "graphs' pool" in taken:
         check = planned.get(CHECK, 0.0)

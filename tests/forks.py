@@ -5,6 +5,7 @@ One that starts anew imports and collects it all again, which takes the time of 
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -102,9 +103,11 @@ def _work(session: pytest.Session, modules: list[list[pytest.Item]], turns: int,
     rest = taken()
     module = next(rest, None)
     while module:
-        following = next(rest, None)  # which tells what of the session is still needed
-        for item, then in zip(module, [*module[1:], following[0] if following else None], strict=True):
+        for item, then in itertools.pairwise(module):
             config.hook.pytest_runtest_protocol(item=item, nextitem=then)
+        following = next(rest, None)  # as late as can be: before the last test, which tears down what is not needed on
+        then = following[0] if following else None
+        config.hook.pytest_runtest_protocol(item=module[-1], nextitem=then)
         module = following
 
 

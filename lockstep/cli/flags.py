@@ -65,8 +65,9 @@ def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
             value.lower() in _ANSWERS and switch.replace("_", "-") in known and off.replace("_", "-") in known,
             f"{switch} takes no value, and is given {value!r}; {off} is its opposite",
         )
+    of_training = flags_of(kind, unread=True)
     refuse(
-        bool(unread := [flag for flag in given if flag in flags_of(kind, unread=True)]),
+        bool(unread := [flag for flag in given if flag in of_training]),
         f"{', '.join(unread)} is for training, and lockstep {kind.__name__.lower()} trains nothing; remove it",
     )
     unknown = [flag + _meant(flag, known) for flag in given if flag not in known]

@@ -89,7 +89,6 @@ def _bind(world: World, axis: Axis) -> None:
 
 @cache
 def _store(timeout: timedelta) -> dist.Store:
-    """Where the processes find each other."""
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     return store
 

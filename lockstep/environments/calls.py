@@ -16,6 +16,8 @@ from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ..errors import LockstepError
+
 _TURN = 0.0005  # seconds that a thread keeps the interpreter which another asks for
 
 
@@ -192,7 +194,9 @@ async def _outcome_of_coroutine(function: Callable[..., Any], arguments: tuple[A
 
 
 def _failed(error: BaseException) -> Failure:
-    return Failure(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+    """With its traceback, but of what this package raises, which says all."""
+    told = [] if isinstance(error, LockstepError) else traceback.format_exception(error)
+    return Failure(f"{type(error).__name__}: {error}", "".join(told))
 
 
 @cache

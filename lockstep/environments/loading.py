@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..config import TaskConfig
-from ..errors import InputError
+from ..errors import InputError, refuse
 from ..user_functions import load_function, load_named
 from .adapters.rollout_func import is_rollout_func, rollout_environment
 from .adapters.trl import trl_environment
@@ -37,6 +37,7 @@ def make_environment(config: TaskConfig) -> type[Environment]:
     if isinstance(kind, type) and issubclass(kind, Environment):
         if tools:
             raise InputError(f"task.tools has no effect beside {what}, which answers turns itself; remove it")
+        refuse(kind.step is Environment.step, f"{what} has no method step, which says what follows a turn")
         return kind
     if is_rollout_func(kind):
         if tools:

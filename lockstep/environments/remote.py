@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -208,11 +208,11 @@ class Remote(Environment):
 
 def remote_environment(address: str, what: str) -> type[Remote]:
     """An environment that is played at `http://HOST:PORT`. Raises `InputError` naming `what` for another address."""
-    try:
+    host, port = None, None
+    with suppress(ValueError):  # of a port that is none, or half an IPv6 address
         parts = urlsplit(address)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if parts.scheme != "http" or not host or not port or parts.path.strip("/"):
+        if parts.netloc.rpartition("@")[0] == parts.path.strip("/") == parts.query == parts.fragment == "":
+            host, port = parts.hostname, parts.port
+    if not host or not port:
         raise InputError(f"{what}: an address must be http://HOST:PORT, as in http://127.0.0.1:8000")
     return type("Http", (Remote,), {"desk": Desk((host, port))})

@@ -194,7 +194,6 @@ class Engine:
         return list(dict.fromkeys(grown))
 
     def _launch_mixed(self, chunks: list[Chunk]) -> Block:
-        """Prompt chunks together with one token of every running sequence."""
         self._reserve(1)
         copies: list[tuple[int, int]] = []
         ending = [chunk for chunk in chunks if not chunk.prefill.remaining]

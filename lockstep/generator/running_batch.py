@@ -125,7 +125,6 @@ class RunningBatch:
         self._changed[row] = [0, sequence.length - 1, *stops, *sequence.key, sequence.remaining, *filters]
 
     def set_pages(self, row: int, first: int, pages: list[int]) -> None:
-        """Enter pages into the block table from column `first` on."""
         self._pages.setdefault(row, []).append((first, pages))
 
     def release(self, row: int) -> None:

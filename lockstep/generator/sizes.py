@@ -64,7 +64,6 @@ class ExactSizes:
         self._rows, self._cache, self.max_tokens = rows, cache, max_tokens
 
     def rows_for(self, sequences: int) -> int:
-        """Rows of a decode step of so many sequences."""
         return sequences
 
     def mixed(self, chunks: list[Chunk]) -> tuple[MixedSizes, dict[str, bool]]:

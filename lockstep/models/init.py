@@ -54,7 +54,6 @@ def _draw(size: int, generator: torch.Generator, wanted: Sequence[Held]) -> None
 
 
 def initialize(model: Decoder, seed: int) -> Decoder:
-    """Fill a model, or this rank's part of one, with the weights of `RandomWeights`."""
     RandomWeights(model.config, seed).fill(ranges_of(model))
     return model
 

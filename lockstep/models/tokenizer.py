@@ -118,7 +118,6 @@ def _check_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _template_file(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Where the chat template stands, for messages."""
     folder = Path(tokenizer.name_or_path)
     for name in ("chat_template.jinja", "tokenizer_config.json"):
         if tokenizer.name_or_path and (folder / name).is_file():

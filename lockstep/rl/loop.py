@@ -142,7 +142,6 @@ class Loop:
         return found
 
     def _counts(self, rollout: Trajectory) -> bool:
-        """Whether a sample is trained on."""
         masks = self.config.loss.mask_truncated_completions
         return not (masks and rollout.cut_off)
 

@@ -34,7 +34,6 @@ def learned(config: RunConfig, validations: Mapping[str, Mapping[str, float]], r
 
 
 def _unrewarded(config: RunConfig) -> bool:
-    """Whether no reward function measured anything."""
     return config.task.name == "dataset" and not config.task.reward
 
 

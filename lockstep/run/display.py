@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 
 class _Stream:
-    """A text stream that writes to another."""
-
     def __init__(self, stream: IO[str]) -> None:
         self._stream: Any = stream
 

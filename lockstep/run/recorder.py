@@ -287,7 +287,6 @@ class Recorder:
         self.trace()
 
     def _all_see(self) -> bool:
-        """Whether the run's folder is one that all ranks see."""
         return all(self.world.gather(self.world.from_first(lambda: self.run_dir).is_dir()))
 
     def warmup(self, loop: Loop, display: Display) -> None:

@@ -204,7 +204,6 @@ def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
 
 
 def build(config: RunConfig, world: World = ONE, watcher: Watcher | None = None) -> TrainingSession:
-    """The session of a run, of a configuration that need not be resolved."""
     return TrainingSession(resolve(config, world.size), world, watcher)
 
 

@@ -76,7 +76,6 @@ class ParityReport:
 
     @property
     def _ranks(self) -> str:
-        """How the processes share the model in each role."""
         of, generator, trainer = self.processes, self.generator_tp, self.trainer_tp
         return f"{of}; generator {of // generator} x {generator}, trainer {of // trainer} x {trainer}"
 

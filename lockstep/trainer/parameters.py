@@ -194,7 +194,6 @@ class FlatParameters(FlatWeights):
             total.add_(grad)
 
     def add_up(self, cells: Cells) -> None:
-        """Add gradients up cell by cell from now on."""
         self.cell = cells.of_a_round
         self.cells = torch.zeros_like(self.grad) if cells.span_rounds else None
 
@@ -303,7 +302,6 @@ class ShardedParameters(FlatParameters):
         return {"counted": own.repeat_interleave(blocks).to(self.data.device)}
 
     def gather(self, inputs: graph.Inputs) -> dict[str, Tensor]:
-        """Bring the parameters of the model that generates (`gathering`) up to date."""
         axis, place = self._read_by, inputs.buffer.get("place")
         for on, (name, part) in zip(self.placements, inputs.param.items(), strict=True):
             found = whole(on, self.gathered(name, part), self.mesh.tp)

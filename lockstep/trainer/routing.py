@@ -73,7 +73,6 @@ def statistics_of(config: ModelConfig) -> int:
 
 
 def routed(routes: Sequence[Routing], batch: PackedBatch) -> Routed:
-    """The routing of a batch, from what its forward pass left in `routes`."""
     experts_TN = torch.cat([routing.experts_TK for routing in routes], dim=1)
     rows_T = torch.arange(experts_TN.shape[0], device=experts_TN.device)
     valid_T = rows_T < batch.cu_seqlens[-1]

@@ -247,7 +247,6 @@ class Trainer:
         self.optimizer.launched()
 
     def _to_compare(self) -> int:
-        """Sampled tokens of the batches since the last update that were to be compared, of all ranks."""
         own = sum(s.length for batch, _ in self._scored for s in batch.sequences)
         return sum(self.world.gather(own)) // self.world.mesh.tp.size
 

@@ -17,9 +17,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tyro
 from processes import finished, unread_pipe
 
 import lockstep
+import lockstep.run.replay  # before something stands for what it imports
 from lockstep.cli.main import main
 from lockstep.config import LOSS_TYPES, READ_BY, CompileConfig, LossConfig, ParallelConfig, RunConfig, yaml_file
 from lockstep.config.recipes import RECIPES
@@ -160,6 +162,29 @@ def test_config_replays_and_flags_override_it(run: Recorder, tmp_path: Path) -> 
     yaml_file.save(saved, tmp_path / "my.yaml")
     assert resolved(run, "--config my.yaml") == saved
     assert resolved(run, "--config my.yaml --steps 9") == replace(saved, steps=9)
+
+
+def test_flags_are_parsed_again_where_a_run_begins_from_something_else(
+    run: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed, parse = [], tyro.cli
+    monkeypatch.setattr(tyro, "cli", lambda *given, **named: parsed.append(1) or parse(*given, **named))
+    own = RECIPES["sum-digits"](None)
+    for name, config in {"same": own, "model": replace(own, model="own"), "seed": replace(own, seed=3)}.items():
+        yaml_file.save(config, tmp_path / f"{name}.yaml")
+    for line, model, seed, times in (
+        ("gsm8k --data d.jsonl", "Qwen/Qwen3-0.6B", 0, 1),
+        ("gsm8k --data d.jsonl --model other --seed 5", "other", 5, 1),
+        ("--model other", "other", 0, 2),
+        ("--config same.yaml", None, 0, 1),
+        ("--config model.yaml", "own", 0, 2),
+        ("--config model.yaml --model other", "other", 0, 2),
+        ("--config seed.yaml --model other", "other", 3, 2),
+    ):
+        config = resolved(run, line)
+        assert (config.model, config.seed, len(parsed)) == (model, seed, times), line
+        assert config.recipe == ("gsm8k" if "gsm8k" in line else "sum-digits")
+        parsed.clear()
 
 
 def test_resume_goes_on_with_the_run_and_may_raise_steps(run: Recorder, tmp_path: Path) -> None:

@@ -222,7 +222,13 @@ def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
     moves.__name__ = "move"
     with pytest.raises(InputError, match="there are several tools of the name move; rename one"):
         tool_environment([moves, moves], "task.tools")
-    (tmp_path / "other.py").write_text("def bare(x): return x\ndef make(): raise OSError('no server')\n")
+    (tmp_path / "other.py").write_text("def bare(x): return x\ndef make(): raise OSError('no server')\nnone = {}\n")
+    with pytest.raises(InputError, match="has no method step, which says what follows a turn"):
+        make_environment(TaskConfig(environment="lockstep.environments:Environment"))
+    with pytest.raises(InputError, match="task.environment is empty; name one"):
+        TaskConfig("word-arithmetic", environment="").validate()
+    with pytest.raises(InputError, match="other.py:none' is an empty dict; it must have a factory for each"):
+        make_environment(TaskConfig(environment=f"{tmp_path / 'other.py'}:none"))
     with pytest.raises(InputError, match="task.tools: bare cannot be described to the model: .*; give each argument"):
         make_environment(TaskConfig(tools=(f"{tmp_path / 'other.py'}:bare",)))
     with pytest.raises(InputError, match="making one raised OSError: no server"):

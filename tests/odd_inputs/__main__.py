@@ -67,7 +67,7 @@ def ask(odd: Odd, shared: Path) -> str:
         os.environ |= before
     said = out.getvalue() + err.getvalue()
     missing = [word for word in odd.words if word not in said]
-    if "Traceback" in said:
+    if "Traceback" in said and not (odd.raises and f'/{odd.raises}", line' in said.split("Traceback")[-1]):
         return f"TRACEBACK {said[-600:]}"
     if code != odd.code or missing:
         return f"code {code}, due {odd.code}; without {missing}; said {said[-400:]!r}"

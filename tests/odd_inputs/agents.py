@@ -24,17 +24,17 @@ class Abstract(Environment):
     def __init__(self, needed):
         pass
 
-class Starts(Environment):
+class Starts(Fine):
     def start(self, row, seed):
         return None
 
-class Differs(Environment):
+class Differs(Fine):
     made = 0
     def start(self, row, seed):
         Differs.made += 1
         return str(Differs.made)
 
-class Empty(Environment):
+class Empty(Fine):
     def start(self, row, seed):
         return ""
 
@@ -97,7 +97,7 @@ def environments() -> Iterator[Odd]:
     line = f"{EVAL} --data good.jsonl --max-turns 2"
     for name, word in [
         ("", "task.environment"),
-        (" ", "task.environment"),
+        ("\t", "task.environment"),
         ("e.py", "task.environment 'e.py'"),
         ("e.py:", "task.environment"),
         (":Fine", "task.environment"),
@@ -115,13 +115,13 @@ def environments() -> Iterator[Odd]:
         ("e.py:Resets", "reset"),
         ("e.py:RaisesInReset", "no server"),
         ("e.py:Images", "reset returned list"),
-        ("e.py:NoStep", "no step"),
+        ("e.py:NoStep", "no method step"),
         ("e.py:Exits", "SystemExit"),
         ("e.py:Endless", "step returned dict"),
         ("e.py:NoReward", "reward"),
         ("e.py:Infinite", "finite number"),
         ("e.py:rollouts", "rollouts"),
-        ("e.py:short", "short"),
+        ("e.py:short", "rollout_func returned"),
         ("Calculator", "calculator"),
         ("json:loads", "json:loads"),
         ("os.path:join", "os.path:join"),
@@ -139,7 +139,12 @@ def environments() -> Iterator[Odd]:
         ("ftp://127.0.0.1:8000", "ftp://"),
     ]:
         # What fails once it is played leaves its trajectory out, and nothing is left of one alone.
-        yield Odd(f"{line}\0--environment\0{name}".replace(" --", "\0--").replace(" ", "\0"), (word,), files=files)
+        yield Odd(
+            f"{line}\0--environment\0{name}".replace(" --", "\0--").replace(" ", "\0"),
+            (word,),
+            files=files,
+            raises="e.py",
+        )
     for flags, word in [
         ("--tools e.py:undescribed", "undescribed cannot be described"),
         ("--tools e.py:told", "told cannot be described"),

@@ -20,4 +20,5 @@ class Odd:
     prepare: Callable[[], None] | None = None
     stdin: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    raises: str = ""  # a user's file, whose own traceback is shown
     largest: int = -1  # bytes a file may have, as on a full disk; -1 is no limit

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from c_library import using
-from processes import DEADLINE, finished, running
+from processes import DEADLINE, finished, running, running_lockstep
 
 from lockstep.__main__ import entry
 from lockstep.cli.main import main
@@ -46,7 +46,9 @@ TRAIN = [
 )
 def test_a_reward_that_ends_the_process(tmp_path: Path, reward: str, code: int, words: list[str]) -> None:
     (tmp_path / "r.py").write_text(REWARDS)
-    assert finished([*TRAIN, "--reward", f"r.py:{reward}"], cwd=tmp_path).returncode == code
+    with running_lockstep([*TRAIN[3:], "--reward", f"r.py:{reward}"], tmp_path) as process:
+        process.communicate(DEADLINE)
+    assert process.returncode == code
     said = (tmp_path / "run" / crash.CRASH_FILE).read_text()
     assert "ended without a word" in said and all(word in said for word in words)
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from c_library import using
 from model_edits import written
-from processes import DEADLINE, finished, running, running_lockstep, wait_for
+from processes import DEADLINE, finished, running_lockstep, wait_for
 from safetensors.torch import load_file
 
 from lockstep.api import resumed
@@ -406,7 +406,7 @@ def test_a_run_that_is_told_to_end_leaves_its_summary(tmp_path: Path, number: si
     run = tmp_path / "run"
     command = [*COMMAND[:4], *SUM, "--trainer.max-idle-steps", "100000", "--run-dir", str(run)]
     command[command.index("2")] = "100000"
-    with running(command) as process:
+    with running_lockstep(command[3:]) as process:
         wait_for((run / "metrics.jsonl").exists, process)
         time.sleep(0.2)  # at any point of a step
         process.send_signal(number)
@@ -420,7 +420,7 @@ def test_ctrl_c_says_what_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [*COMMAND[:4], *SUM, "--trainer.max-idle-steps", "100000", "--run-dir", str(run)]
     command[command.index("2")] = "100000"
-    with running([*command, "--checkpoint.interval", "3"]) as process:
+    with running_lockstep([*command[3:], "--checkpoint.interval", "3"]) as process:
         wait_for((run / "checkpoints" / "step_3").exists, process)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=DEADLINE)

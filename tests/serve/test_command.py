@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from processes import running
+from processes import running_lockstep, wait_for
 
 from lockstep.cli.main import main
 from lockstep.errors import LockstepError, Terminated
@@ -23,9 +23,9 @@ from lockstep.session.generate import LLM
 
 
 def test_a_process_ends_in_order_when_it_is_told_to(model: Path) -> None:
-    command = [sys.executable, "-m", "lockstep", "serve", "--model", str(model), "--device", "cpu", "--port", "0"]
-    with running([*command, "--max-model-len", "256"], LOCKSTEP_API_KEY="of the environment") as process:
-        assert process.stderr is not None
+    command = ["serve", "--model", str(model), "--device", "cpu", "--port", "0", "--max-model-len", "256"]
+    with running_lockstep(command, LOCKSTEP_API_KEY="of the environment") as process:
+        wait_for(lambda: re.search("serving .*\n", process.stderr.read()) is not None, process)
         said = next(line for line in process.stderr if "serving" in line)
         url = said.split(" at ")[1].strip()
         assert said == f"serving {model} at {url}\n" and url.startswith("http://127.0.0.1:")
@@ -34,7 +34,8 @@ def test_a_process_ends_in_order_when_it_is_told_to(model: Path) -> None:
         headers = {"authorization": "Bearer of the environment"}
         assert httpx.post(f"{url}/v1/completions", json=body, headers=headers).status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+        process.communicate(60)
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,8 @@ def test_a_rollout_that_nobody_plays_is_overdue(tmp_path: Path) -> None:
 
 
 def test_an_address_is_checked(tmp_path: Path) -> None:
-    for address in ("http://127.0.0.1", "http://", "http://h:70000", "http://h:80/path"):
+    odd = "http://[::1", "http://u:p@h:80", "http://h:80?x"
+    for address in ("http://127.0.0.1", "http://", "http://h:70000", "http://h:80/path", *odd):
         with pytest.raises(InputError, match="must be http://HOST:PORT"):
             make_environment(TaskConfig(environment=address))
     with socket.create_server(("127.0.0.1", 0)) as held, pytest.raises(InputError, match="cannot listen on 127.0.0.1"):

@@ -89,6 +89,7 @@ class TaskConfig(Section):
         refuse(name == "gsm8k" and not self.data, "task.data is missing: gsm8k needs --data FILE.jsonl")
         refuse(name == "dataset" and not self.data, "task.data is missing: a dataset task needs --data PATH or hub id")
         template_variables(self.chat_template_kwargs)
+        refuse(self.environment == "", "task.environment is empty; name one, or leave it out")
         refuse(self.prompt_column == "", "task.prompt_column is empty; name the column that holds the prompt")
         refuse(self.system_prompt == "", "task.system_prompt is empty; give a text, or leave it out")
         refuse(

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from ...errors import InputError
+from ...errors import InputError, refuse
 from ..calls import awaited
 from ..environment import End
 from ..tools import Tool, ToolEnvironment, as_chat, schema
@@ -95,6 +95,7 @@ def trl_environment(factory: Any, tools: Sequence[Tool], what: str) -> type[TrlE
     One instance of each is made here, to learn its tools. Raises `InputError` naming `what` is wrong.
     """
     factories = dict(factory) if isinstance(factory, Mapping) else {None: factory}
+    refuse(not factories, f"{what} is an empty dict; it must have a factory for each environment that rows name")
     standalone = [schema(tool, what) for tool in tools]
     described, free = {}, {}
     for name, make in factories.items():

@@ -148,8 +148,6 @@ class Comparison:
             return body(self._inputs, **self._case.statics)
 
     def _results(self, captured: Captured) -> _Seen:
-        """What a graph of the function returns and writes."""
-
         def interpreted() -> Mapping[str, Tensor]:
             outputs = captured.module.forward(*(tensor for _, _, tensor in self._inputs.flat()))
             return dict(zip(captured.outputs, outputs, strict=True))

@@ -22,5 +22,4 @@ class PassedChecks:
         return isinstance(found, dict) and found.get("key") == key
 
     def add(self, key: str, about: Mapping[str, Any]) -> None:
-        """Remember a check that passed; `about` is for readers."""
         user_folder.write(self._folder / f"{key}.json", {"key": key, **about}, keep=MOST)

@@ -60,8 +60,6 @@ class GraphRecorder(Protocol):
 
 
 class CudaRecorder:
-    """`torch.cuda.CUDAGraph`s."""
-
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise GraphError(f"CUDA graphs need a GPU; the tensors are on {device}")

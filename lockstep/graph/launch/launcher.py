@@ -166,7 +166,6 @@ class GraphLauncher:
         )
 
     def close(self) -> None:
-        """Give back the recording's memory and let go of every tensor."""
         if self._recording is not None:
             self._recording.close()
         self._recording, self._arguments, self._closed = None, [], True

@@ -96,7 +96,6 @@ class Stretch:
         return tuple(lines)
 
     def conditions(self, of_region: Sequence[Condition]) -> list[Condition]:
-        """A region's conditions in the names of the graph's sizes."""
         return in_names(of_region, self.signature.sizes, self._captured.sizes)
 
 

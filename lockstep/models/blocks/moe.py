@@ -53,8 +53,6 @@ class MixtureOfExperts(nn.Module):
 
 
 class Dispatch(nn.Module):
-    """Chooses experts and brings each its tokens."""
-
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
@@ -97,8 +95,6 @@ class Experts(nn.Module):
 
 
 class Combine(nn.Module):
-    """Brings the experts' outputs back to their tokens."""
-
     def forward(self, y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
         return ops.combine(y_RD, row_TK, weights_TK)
 

@@ -59,7 +59,6 @@ class LoadedCheckpoint:
         return self._read(shards, str(device))
 
     def slices(self, name: str) -> dict[str, TensorInFile]:
-        """The tensors that were saved under `name`, to be read in pieces."""
         from safetensors import safe_open
 
         found: dict[str, TensorInFile] = {}
@@ -90,7 +89,6 @@ class LoadedCheckpoint:
 
 
 def part_of(name: str, rank: int) -> str:
-    """The name under which a rank saves what it has of `name`."""
     return f"{name}.{rank}"
 
 
@@ -156,7 +154,6 @@ def write_part(temporary: Path, rank: int, tensors: Mapping[str, Mapping[str, Te
 
 
 def list_of(temporary: Path, rank: int) -> dict[str, Any] | None:
-    """The files that a rank has written, once it has."""
     path = temporary / _LIST.format(rank)
     return read_json(path) if path.exists() else None
 

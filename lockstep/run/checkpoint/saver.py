@@ -69,7 +69,6 @@ class Saver:
             self._writing = None
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is whole."""
         if self._writing is not None:
             self._all(self._writing.wait_for_own)  # the first waits for all, which one that failed would not come to
             self._all(self._writing.wait)
@@ -156,7 +155,6 @@ class _Writing(threading.Thread):
         self._over.set()
 
     def discard(self) -> None:
-        """Leave nothing of it."""
         self.give_up()
         self.join()
         if self._place.rank == 0:

@@ -26,7 +26,7 @@ def recorded_sample(run_dir: Path, step: int, group: int, sample: int) -> tuple[
     """The group's record and the sample's in it. Raises `InputError` where there is none, or it is damaged."""
     refuse(not (run_dir / "config.yaml").is_file(), f"{run_dir} is not a run folder (it has no config.yaml)")
     path = run_dir / ROLLOUTS_FILE
-    refuse(not path.is_file(), f"{run_dir} has no {ROLLOUTS_FILE}: the run was told not to record rollouts")
+    refuse(not path.is_file(), f"{run_dir} has no {ROLLOUTS_FILE}: no step was done, or none was to be recorded")
     lines = (line for line in read_lines(path) if line["step"] == step)
     record = next((line for line in lines if line.get("group") == group), {})
     samples = record.get("samples", [])

@@ -80,7 +80,6 @@ def _tiles(record: Record) -> list[tuple[str, str]]:
 
 
 def _whole(summary: dict[str, Any]) -> list[tuple[str, float]]:
-    """Seconds of the run by what it did."""
     names = {"startup_s": "start-up", "warmup_s": "supervised warm-up", "generator_s": "generation"}
     names |= {"trainer_s": "training", "sync_s": "weight sync"}
     whole = [(label, float(summary[key])) for key, label in names.items() if _positive(summary.get(key))]
@@ -128,7 +127,6 @@ def _graphs(report: Any) -> list[tuple[str, dict, list, Sequence[str]]]:
 
 
 def _figures(records: Sequence[Record]) -> list[list[str]]:
-    """A row a figure, a column a run."""
     rows: dict[str, list[str]] = {"steps": [f"{len(r.steps):,}" for r in records]}
     for label, index in (("reward, first ten steps", 0), ("reward, last ten steps", 1)):
         rows[label] = [number(ends[index]) if (ends := r.ends("reward/mean")) else "-" for r in records]
@@ -148,7 +146,6 @@ def _figures(records: Sequence[Record]) -> list[list[str]]:
 
 
 def _differences(records: Sequence[Record]) -> list[list[Any]]:
-    """A row a field that is not the same in all runs."""
     flats = [flat(r.config) if r.config is not None else {} for r in records]
     names = {name: None for values in flats for name in values}
     rows = [[name, *(values.get(name, "-") for values in flats)] for name in names]

@@ -159,7 +159,6 @@ def _line(plot: _Plot, line: list[_Dot | None], index: int, series: Series, smoo
 
 
 def _runs(line: list[_Dot | None]) -> list[list[_Dot]]:
-    """Stretches without a gap."""
     runs: list[list[_Dot]] = [[]]
     for dot in line:
         if dot is not None:

@@ -62,7 +62,6 @@ def preformatted(value: Any) -> str:
 
 
 def text(value: Any) -> str:
-    """A value as the page writes it."""
     if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
         return "; ".join(value)
     if value is None or isinstance(value, str):

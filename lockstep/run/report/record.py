@@ -28,8 +28,6 @@ Metric = list[tuple[float, float]]  # (steps done, value)
 
 @dataclass
 class Record:
-    """A run: its metrics, summary, certificate, failure, configuration and rollouts."""
-
     path: Path
     steps: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)

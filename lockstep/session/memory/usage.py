@@ -92,6 +92,7 @@ def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]
         "masters": 0 if optimizer.master is flat.data else on_device(optimizer.master),
         "moments": on_device(optimizer.exp_avg) + on_device(optimizer.exp_avg_sq),
         "gradients": flat.grad.nbytes + (0 if flat.cells is None else flat.cells.nbytes),
+        "reference or teacher": 0 if trainer.reference is None else trainer.reference.nbytes,
         "KV cache": sum(tensor.nbytes for tensor in cache.tensors().values()),
     }
     if device.type == "cuda":

@@ -109,7 +109,6 @@ class Workload:
 
     @property
     def decoder(self) -> Decoder:
-        """The model, without memory."""
         return _decoder(self.model, self.dtype)
 
     def vectors(self, layer: int) -> Mapping[str, int]:

@@ -59,7 +59,6 @@ class Policy:
 
     @property
     def tokens(self) -> Tokens:
-        """How the environments' text becomes tokens."""
         form = self.tool_format if may_be_special(self.tokenizer) else None
         said = self._said if form is not None and form.special else plain
         decode = self.tokenizer.decode

@@ -78,7 +78,6 @@ def _typed(name: str, values: Sequence[tuple[str, str]], tools: Sequence[Tool]) 
 
 
 def _types(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
-    """The type that a tool's schema has for each parameter."""
     for tool in tools:
         if tool["function"]["name"] == name:
             schema = tool["function"].get("parameters")

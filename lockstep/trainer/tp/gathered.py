@@ -55,6 +55,11 @@ class Reference:
         """Within it the model can be called as it is, with few weights beyond what this rank has."""
         return nullcontext()
 
+    @property
+    def nbytes(self) -> int:
+        """Of the weights that this rank has."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
     def constants(self) -> dict[str, Any]:
         """What its graphs depend on."""
         return {"model": self.model.config, "masks": self.model.masks}
@@ -98,8 +103,14 @@ class GatheredReference(Reference):
     def by_layer(self) -> AbstractContextManager[None]:
         return gathered_by_layer(self.weights, self.model, differentiated=False)
 
+    @property
+    def nbytes(self) -> int:
+        return self.weights.data.nbytes
+
     def constants(self) -> dict[str, Any]:
-        return {**super().constants(), "ranks": self.weights.layout.ranks}
+        layout = self.weights.layout
+        shapes = dict(zip(self.weights.names, layout.shapes, strict=True))
+        return {**super().constants(), "sharding": {"ranks": layout.ranks, "shapes": shapes}}
 
 
 def reference_of(model: Decoder, world: World, source: WeightSource | None = None) -> Reference:
