@@ -25,7 +25,16 @@ from typing import Any
 import processes
 import torch
 from family_cases import MAKERS, assert_roles_agree, assert_same_model
-from layout_runs import CELLS, DEGREES, assert_cells_agree, assert_degrees_agree, assert_same_run, run_of, trained
+from layout_runs import (
+    CELLS,
+    DEGREES,
+    LIKELY,
+    assert_cells_agree,
+    assert_degrees_agree,
+    assert_same_run,
+    run_of,
+    trained,
+)
 
 from lockstep.cache import fingerprint
 
@@ -63,6 +72,7 @@ def run(case: Case, folder: Path) -> None:
 def assert_processes_agree(family: str, folder: Path) -> None:
     """Three steps on two processes end with the weights of one process, and no token differed: that ends a run."""
     options = [*run_of(family, folder.parent), "--trainer.prompts-per-step", "4", "--parallel.batch-shards", "2"]
+    options += LIKELY
     one, two = (trained(folder / str(count), count, [*options, "--steps", "3"]) for count in (1, 2))
     assert_same_run(one, two, 3)
 

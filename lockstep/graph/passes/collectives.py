@@ -57,6 +57,18 @@ def gathers_weights(node: fx.Node) -> bool:
     return op_name(node) in GATHERS and node.args[-1] == _GROUP
 
 
+def communicates(node: fx.Node) -> bool:
+    """Whether a call begins a collective, or waits for one."""
+    return op_name(node) in (*GATHERS, EXCHANGE, WAIT)
+
+
+def step_collectives(captured: Captured) -> list[fx.Node]:
+    """The calls that begin to move a step's own data, in order: those along other axes than weights are sharded on."""
+    sharded = {group for groups in STAGES for group in groups}
+    calls = [node for node in captured.graph.nodes if communicates(node) and op_name(node) != WAIT]
+    return [node for node in calls if node.args[-1] not in sharded]
+
+
 def weight_gathers(captured: Captured) -> list[Collective]:
     """The gathers of weights, in the order of their results' first uses."""
     weights = {node for node, spec in captured.placeholders() if spec.role == "param"}

@@ -7,21 +7,53 @@ from itertools import pairwise
 
 from torch import fx
 
-from ..ir.captured import Captured
-from .collectives import STAGES, Collective, by_layer, first_use, gradient_exchanges, sources, weight_gathers
-from .rewrite import rewritten
+from ..ir.captured import Captured, mutates
+from .collectives import (
+    STAGES,
+    Collective,
+    by_layer,
+    communicates,
+    first_use,
+    gradient_exchanges,
+    sources,
+    step_collectives,
+    weight_gathers,
+)
+from .rewrite import reached, rewritten
 
 
 def reorder(captured: Captured) -> tuple[Captured, str]:
     """Gather a layer's weights while the layer before computes, and wait for them where they are first used; exchange
     gradients as soon as a layer's are there, and wait for them when the next layer's are on their way. So at most two
-    layers' weights are in memory beyond what uses them."""
+    layers' weights are in memory beyond what uses them.
+
+    What ranks tell one another of a step's own data is begun before what it does not need is computed, such as the
+    gradients of weights between two layers' activations, and waited for behind that.
+    """
     result = rewritten(captured)
+    meanwhile = _begin_first(step_collectives(result))
     gathers = _prefetch(list(by_layer(weight_gathers(result))))
     exchanges = sum(_exchange_early(list(by_layer(gradient_exchanges(result, i)))) for i in range(len(STAGES)))
     result.graph.lint()
     result.module.recompile()
-    return result, f"{gathers} gathers begin a layer early, {exchanges} exchanges end a layer late"
+    note = f"{gathers} gathers begin a layer early, {exchanges} exchanges end a layer late"
+    return result, f"{note}, {meanwhile} calls are made while a step's data travels"
+
+
+def _begin_first(starts: Sequence[fx.Node]) -> int:
+    """Move the calls that stand before each of these collectives, and that it does not need, behind its start, back to
+    the wait for the one before, or to a call that writes."""
+    moved, ends = 0, {*starts, *(user for started in starts for user in started.users)}
+    for started in starts:
+        before, node = list[fx.Node](), started.prev
+        while node.op == "call_function" and not mutates(node) and node not in ends:
+            before.append(node)
+            node = node.prev
+        needed = reached(started, lambda call: call.all_input_nodes, set(before).__contains__)
+        later = [call for call in reversed(before) if call not in needed and not communicates(call)]
+        _append(started, later)
+        moved += len(later)
+    return moved
 
 
 def _prefetch(runs: Sequence[Sequence[Collective]]) -> int:

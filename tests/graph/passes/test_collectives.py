@@ -17,7 +17,14 @@ from lockstep.distributed import World
 from lockstep.graph import Captured, Runtime, digest, pipeline, run_passes
 from lockstep.graph.ir.captured import is_backward, module_of, op_name, origins
 from lockstep.graph.passes import recompute, reshard, saved_bytes
-from lockstep.graph.passes.collectives import by_layer, first_use, gradient_exchanges, layer_of, weight_gathers
+from lockstep.graph.passes.collectives import (
+    by_layer,
+    first_use,
+    gradient_exchanges,
+    layer_of,
+    step_collectives,
+    weight_gathers,
+)
 from lockstep.graph.torch_private.collectives import GATHER
 from lockstep.models import Decoder
 from lockstep.models.init import architecture, initialize
@@ -51,10 +58,12 @@ def traced(rank: int = 0, tie: bool = True, tp: int = 1) -> Captured:
 
 
 @cache
-def arranged(rank: int = 0, tie: bool = True, recomputed: tuple[str, ...] = (), **without: bool) -> Captured:
+def arranged(
+    rank: int = 0, tie: bool = True, recomputed: tuple[str, ...] = (), tp: int = 1, **without: bool
+) -> Captured:
     """That graph after the passes, but those that are set to False."""
     config = CompileConfig(canonicalize=False, recompute=recomputed, **without)
-    return run_passes(traced(rank, tie), pipeline(config, sharded=True))
+    return run_passes(traced(rank, tie, tp), pipeline(config, sharded=True))
 
 
 def order_of(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -114,6 +123,21 @@ def test_reordering_only_moves(without: dict[str, bool]) -> None:
     moved, before = arranged(**without), arranged(**without, reorder_collectives=False)
     assert sorted(n.name for n in moved.graph.nodes) == sorted(n.name for n in before.graph.nodes)
     assert [n.name for n in moved.graph.nodes] != [n.name for n in before.graph.nodes]
+
+
+def test_weights_gradients_are_computed_while_activations_travel() -> None:
+    """Of every product of every layer, but for the last that there is."""
+    orders = {on: arranged(tp=2, reorder_collectives=on) for on in (False, True)}
+    found = {}
+    for on, captured in orders.items():
+        order, found[on] = order_of(captured.graph), 0
+        products = [order[node] for node in captured.graph.nodes if op_name(node) == "lockstep.matmul"]
+        for started in step_collectives(captured):
+            (waited,) = started.users
+            found[on] += sum(order[started] < at < order[waited] for at in products)
+            assert waited.args == (started,) and order[waited] < min(order[user] for user in waited.users)
+    assert found == {False: 0, True: 4 * len(LAYERS) - 1}
+    assert sorted(n.name for n in orders[True].graph.nodes) == sorted(n.name for n in orders[False].graph.nodes)
 
 
 def test_the_backward_pass_reads_what_was_gathered_for_it() -> None:
