@@ -19,6 +19,7 @@ from .run import (
 )
 from .sections.checkpoint import CheckpointConfig
 from .sections.compile import (
+    BACKENDS,
     CAPTURES,
     OF_GENERATION,
     PASSES,
