@@ -27,8 +27,8 @@ def reorder(captured: Captured) -> tuple[Captured, str]:
     gradients as soon as a layer's are there, and wait for them when the next layer's are on their way. So at most two
     layers' weights are in memory beyond what uses them.
 
-    What ranks tell one another of a step's own data is begun before what it does not need is computed, such as the
-    gradients of weights between two layers' activations, and waited for behind that.
+    What ranks tell one another of activations is begun before what it does not need is computed, such as the gradients
+    of weights between two layers', and waited for behind that.
     """
     result = rewritten(captured)
     meanwhile = _begin_first(step_collectives(result))
@@ -37,7 +37,7 @@ def reorder(captured: Captured) -> tuple[Captured, str]:
     result.graph.lint()
     result.module.recompile()
     note = f"{gathers} gathers begin a layer early, {exchanges} exchanges end a layer late"
-    return result, f"{note}, {meanwhile} calls are made while a step's data travels"
+    return result, note + (f", {meanwhile} calls are made while activations travel" if meanwhile else "")
 
 
 def _begin_first(starts: Sequence[fx.Node]) -> int:
