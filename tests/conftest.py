@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import pytest_addoption, pytest_runtestloop  # noqa: F401  hooks
 from hypothesis import HealthCheck, settings
-from processes import interpreters
 
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
@@ -32,10 +30,8 @@ settings.load_profile("lockstep")
 settings.register_profile("thorough", max_examples=5000)  # pytest --hypothesis-profile thorough
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     """What was imported and collected stays, so the garbage collector, which a trace starts often, leaves it out."""
-    if session.config.getoption("forks"):
-        interpreters()  # one for all
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
@@ -43,8 +39,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verdicts on captured graphs are kept for the tests of this process alone."""
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path_factory.getbasetemp() / f"cache-{os.getpid()}"))
+    """Verdicts on captured graphs are kept for this session's tests alone."""
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture

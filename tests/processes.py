@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import pytest
 
 T = TypeVar("T")
-# What `interpreters` have imported.
+# What `_interpreters` have imported.
 PRELOADED = ["pytest", "hypothesis", "torch", "torch._dynamo", "triton", "transformers", "lockstep.rl.loop"]
 PRELOADED += ["lockstep.session.build", "processes"]
 DEADLINE = 480.0  # seconds, on a busy machine; below `faulthandler_timeout`, which ends everything
@@ -115,7 +115,7 @@ def run_interpreted(file: str) -> None:
     arguments += ["-W", "ignore::RuntimeWarning", f"{file}::Interpreted"]
     with tempfile.NamedTemporaryFile() as said, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
-        process = interpreters().Process(target=_pytest, args=(arguments, said.name, dict(os.environ)))
+        process = _interpreters().Process(target=_pytest, args=(arguments, said.name, dict(os.environ)))
         process.start()
         process.join(DEADLINE)
         process.kill()
@@ -124,7 +124,7 @@ def run_interpreted(file: str) -> None:
 
 
 @functools.cache
-def interpreters() -> multiprocessing.context.ForkServerContext:
+def _interpreters() -> multiprocessing.context.ForkServerContext:
     """Processes that have imported what takes four seconds: each is forked from one that did, and that has Triton's
     interpreter, whoever asks first."""
     context = multiprocessing.get_context("forkserver")
@@ -172,7 +172,7 @@ def running_lockstep(arguments: Sequence[str], cwd: Path | None = None, **enviro
     with tempfile.NamedTemporaryFile() as said:
         variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
         given = list(arguments), str(cwd or Path.cwd()), said.name, variables
-        process = interpreters().Process(target=_lockstep, args=given)
+        process = _interpreters().Process(target=_lockstep, args=given)
         process.start()
         try:
             resource.prlimit(process.pid, resource.RLIMIT_CPU, (int(DEADLINE), int(DEADLINE)))
@@ -206,7 +206,7 @@ def on_ranks(count: int, work: Callable[..., T], *arguments: Any) -> list[T]:
         for rank in range(count):
             environment = dict(os.environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             file = str(Path(folder, str(rank)))
-            processes.append(interpreters().Process(target=_rank, args=(work, arguments, file, environment)))
+            processes.append(_interpreters().Process(target=_rank, args=(work, arguments, file, environment)))
         free.close()
         for process in processes:
             process.start()

@@ -433,7 +433,7 @@ def test_folders_of_tests_are_rooms() -> None:
     folders = {path.parent.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")} - {"."}
     assert {f for f in folders if not (PACKAGE / f).is_dir() and f.partition("/")[0] not in NO_ROOM} == set()
     tops = {path.stem.removeprefix("test_") for path in tests.glob("test_*.py")}
-    assert tops - {"layering", "wheel", "docs", "benchmarks", "forks"} <= ALLOWED.keys(), (
+    assert tops - {"layering", "wheel", "docs", "benchmarks"} <= ALLOWED.keys(), (
         "a module's at the top, or of the whole"
     )
 
