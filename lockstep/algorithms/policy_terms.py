@@ -36,6 +36,7 @@ class TokenValues(NamedTuple):
     return_C: Tensor | None = None
 
     def sequence_sum(self, values_C: Tensor) -> Tensor:
+        """For each token the sum over its sequence, [C]; 0 for padding."""
         assert self.cu_completions is not None, "for terms of whole sequences the class says whole_sequences = True"
         return ops.sequence_sum(values_C, self.cu_completions)
 

@@ -50,6 +50,7 @@ class PPO(GRPO):
         return loss_C + self.vf_coef * self.value_loss(values), clipped_C
 
     def value_loss(self, values: TokenValues) -> Tensor:
+        """Of the critic, [C]."""
         value_C, old_C, return_C = values.value_C, values.old_value_C, values.return_C
         assert value_C is not None and old_C is not None and return_C is not None
         near_C = torch.clamp(value_C, old_C - self.cliprange_value, old_C + self.cliprange_value)

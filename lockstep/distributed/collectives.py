@@ -134,6 +134,7 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 
 def _side_by_side(parts: Tensor) -> Tensor:
+    """[ranks, T, W] as [T, ranks * W]."""
     return torch.cat(parts.unbind(), dim=1)
 
 

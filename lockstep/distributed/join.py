@@ -30,6 +30,7 @@ def join(config: ParallelConfig, device_type: str) -> World:
     Raises:
         InputError: it has joined them already; `parallel.fsdp` times `parallel.tp` is not the number of processes, or
             these are on devices of different kinds, as where there are more of them than GPUs.
+        PeerLost: another process did not come.
     """
     launch = machine.launched()
     require_divisor(config, launch.processes)

@@ -13,6 +13,7 @@ HOST_CACHE = 2 << 30  # bytes that a cache may have on a CPU, unless its capacit
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Cache bytes of one position, keys and values, all layers."""
     heads, key, value = config.cached
     return config.num_layers * heads * (key + value) * dtype.itemsize
 

@@ -57,6 +57,7 @@ class MixedBatch(NamedTuple):
 
     @staticmethod
     def view(flat: Tensor, sizes: MixedSizes) -> MixedBatch:
+        """The fields in `flat`, int64 [sum of `sizes.fields`]."""
         return MixedBatch(*flat.split(sizes.fields))
 
 

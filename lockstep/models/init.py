@@ -25,6 +25,7 @@ ARCHITECTURES: dict[str, ModelConfig] = dict(sorted(_ALL.items(), key=lambda ite
 
 
 def architecture(name: str) -> ModelConfig:
+    """The named configuration; `InputError` lists the names when there is none."""
     refuse(name not in ARCHITECTURES, f"arch {name!r} is unknown; choose from {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]
 

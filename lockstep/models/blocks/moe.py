@@ -96,6 +96,7 @@ class Experts(nn.Module):
 
 class Combine(nn.Module):
     def forward(self, y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Weighted sums, [T, D]."""
         return ops.combine(y_RD, row_TK, weights_TK)
 
 

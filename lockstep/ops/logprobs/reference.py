@@ -84,5 +84,6 @@ def pack_support(kept_CV: Tensor) -> Tensor:
 
 
 def unpack_support(support_CB: Tensor, vocabulary: int) -> Tensor:
+    """The inverse of `pack_support`, bool [C, V]."""
     bits = torch.arange(8, device=support_CB.device, dtype=torch.uint8)
     return ((support_CB.unsqueeze(2) >> bits) & 1).flatten(1)[:, :vocabulary].bool()

@@ -112,6 +112,7 @@ def _top(values: Tensor, count: int) -> Tensor:
 
 
 def _sum_in_order(weights_TK: Tensor) -> Tensor:
+    """Row sums added slot by slot, [T, 1]."""
     total_T1 = weights_TK[:, :1]
     for slot in range(1, weights_TK.shape[1]):
         total_T1 = total_T1 + weights_TK[:, slot : slot + 1]

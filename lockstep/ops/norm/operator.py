@@ -74,6 +74,7 @@ def _factors(weight: Tensor, offset: float) -> Tensor:
 
 
 def _normed(x: Tensor, factors: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dim; float32 result."""
     x = x.float()
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * factors
 

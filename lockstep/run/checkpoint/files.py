@@ -221,6 +221,7 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def as_json(value: dict[str, Any]) -> str:
+    """`ValueError` for what JSON has no word for."""
     return json.dumps(value, allow_nan=False, indent=1) + "\n"
 
 
