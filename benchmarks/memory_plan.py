@@ -33,8 +33,8 @@ from lockstep.config import (
     TrainerConfig,
     validate,
 )
-from lockstep.models import Decoder
-from lockstep.models.init import INITIALIZER_RANGE
+from lockstep.models import Decoder, Ranges
+from lockstep.models.init import INITIALIZER_RANGE, RandomWeights
 from lockstep.session.memory import plan as planning
 from lockstep.session.memory.plan import CACHE, CHECK, GENERATION, KEPT, TRANSIT, WORKING
 from lockstep.session.memory.terms import CONTEXT, GIB
@@ -107,7 +107,7 @@ def measured(case: Case, device: str, limit: int) -> dict[str, Any]:
     world = join(ParallelConfig(), device) if several_processes() else ONE
     if limit:
         _shrink(limit)
-    with mock.patch.object(build, "initialize", _drawn):
+    with mock.patch.object(RandomWeights, "fill", _drawn):
         began = time.perf_counter()
         session = build.build(configuration(case, device), world)
     loaded = _reserved(device)
@@ -123,13 +123,12 @@ def measured(case: Case, device: str, limit: int) -> dict[str, Any]:
     return result
 
 
-def _drawn(decoder: Decoder, seed: int) -> Decoder:
-    """With random weights, drawn on the device, which is many times faster than `initialize`."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            parameter.fill_(1.0) if parameter.dim() == 1 else parameter.normal_(0, INITIALIZER_RANGE)
-    return decoder
+def _drawn(source: RandomWeights, wanted: Ranges) -> None:
+    """In place of `RandomWeights.fill`: drawn where they lie, which on a GPU is many times faster."""
+    fills = Decoder(source.config, torch.float32, "meta").fills
+    for name, held in wanted.items():
+        for values, _ in held:
+            values.fill_(fills[name]) if name in fills else values.normal_(0, INITIALIZER_RANGE)
 
 
 def _shrink(limit: int) -> None:

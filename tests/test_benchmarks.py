@@ -241,6 +241,12 @@ def test_a_run_on_several_processes_keeps_its_passes(scripts: None, tmp_path: Pa
     assert importlib.import_module("cases.fsdp").outcome(tmp_path)["passes"] == summary["compile"]["passes"]
 
 
+def test_what_a_run_takes_stands_beside_its_plan(scripts: None) -> None:
+    memory_plan = importlib.import_module("memory_plan")
+    found = memory_plan.measured(memory_plan.CASES["cpu"][0], "cpu", 0)
+    assert {name for name, *_ in memory_plan.compare(found)} >= {"weights", "moments", "gradients", "KV cache"}
+
+
 def test_the_floor_of_the_seed_workload_is_bytes_and_operations(scripts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the architecture `tiny`, by hand, on a machine of a byte and an operation a second."""
     common, seed_workload = importlib.import_module("common"), importlib.import_module("cases.seed_workload")
