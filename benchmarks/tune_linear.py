@@ -119,9 +119,9 @@ class LayerProblem:
         best: Configuration = {
             name: linear_choice.choose(LAYER[name], m, *shape) for name, shape in self.shapes.items()
         }
-        for name, (columns, _) in self.shapes.items():
+        for name, shape in self.shapes.items():
             if best[name] == LIBRARY and not self.library_is_even(name):
-                best[name] = linear_choice.by_rule(LAYER[name], min(m, linear_choice.MAX_ROWS), columns)
+                best[name] = linear_choice.by_rule(LAYER[name], min(m, linear_choice.MAX_ROWS), *shape)
         time = self.us(best)
         tries = {name: list(dict.fromkeys([best[name], *self._tiles(name)])) for name in self.shapes}
         for _ in range(2):

@@ -62,7 +62,7 @@ def choose(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> Ch
     choice = linear_choice.choose(kind, rows, *weight_NK.shape, biased=biased)
     if choice.kernel in KERNELS and KERNELS[choice.kernel].supports(choice, weight_NK):
         return choice
-    return linear_choice.by_rule(kind, rows, weight_NK.shape[0])
+    return linear_choice.by_rule(kind, rows, *weight_NK.shape)
 
 
 def product(
