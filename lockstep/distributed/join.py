@@ -66,13 +66,14 @@ def join(config: ParallelConfig, device_type: str) -> World:
 
 
 def in_groups(world: World, ranks: int) -> World:
-    """`world` with so many neighbours that generate together, whoever did before. Every rank of it calls this."""
+    """`world` with so many neighbours that generate together; whoever did before does no longer, and their graphs are
+    closed. Every rank of it calls this."""
     made = replace(world, generator_tp=ranks, together=None)
-    axis = made.generator.tp
-    world.unbind(axis.group)
-    if ranks == 1:
-        return made
     with made.peers(), made.deadline("joining those that generate together"):
+        world.end_groups()
+        if ranks == 1:
+            return made
+        axis = made.generator.tp
         _bind(made, axis)
         return replace(made, together=_own_group(made, axis, "gloo", timedelta(seconds=world.timeout)))
 

@@ -113,7 +113,7 @@ def test_after_a_failure_memory_that_waits_for_the_device_is_not_given_back(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setitem(memory._BY_GROUP, "@generator_tp", SimpleNamespace(late=0))
     world = World(0, 2, 30.0, on_gpu=True)
-    world._bound.add("@generator_tp")
+    world._bound["@generator_tp"] = SimpleNamespace()  # type: ignore[assignment]
     world.close(failed=failed)
     assert forgotten == ["@generator_tp"] and ("@generator_tp" in memory._BY_GROUP) == failed
 
