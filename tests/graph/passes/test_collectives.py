@@ -83,8 +83,9 @@ def test_a_weight_has_a_gather_and_a_gradient_an_exchange() -> None:
     assert not any(is_backward(gather.collective) for gather in gathers)
 
 
-def test_a_layer_has_one_collective_each_way_in_the_order_of_the_layers() -> None:
-    captured = arranged()
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_layer_has_one_collective_each_way_in_the_order_of_the_layers(tp: int) -> None:
+    captured = arranged(tp=tp)
     gathers = [(gather.layer, is_backward(gather.collective)) for gather in weight_gathers(captured)]
     forward = [("", False), *((layer, False) for layer in LAYERS), ("", False)]
     assert gathers == forward + [(layer, True) for layer in reversed(LAYERS)]
@@ -132,7 +133,7 @@ def travelling_together(captured: Captured) -> set[frozenset[str]]:
 
 
 def test_collectives_of_several_axes_travel_at_once() -> None:
-    """So a device must be told in which order to begin them: `machine.prepare_nccl`. As they were traced they do not."""
+    """So devices are told in which order to begin them (`machine.prepare_nccl`). As they were traced they do not."""
     assert travelling_together(traced(tp=2)) == set()
     assert travelling_together(arranged()) == {frozenset({"@fsdp"})}
     assert travelling_together(arranged(tp=2)) == {frozenset({"@fsdp"}), frozenset({"@fsdp", "@tp"})}
