@@ -12,7 +12,7 @@ import tyro
 
 from ..api import resumed
 from ..config import RunConfig, left_behind, recipes, unread, without, yaml_file
-from ..errors import InputError
+from ..errors import InputError, refuse
 from ..machine import launched, several_processes
 from .commands import COMMANDS, recipe
 from .flags import Plan, Precompile, Train, refuse_unknown, spelled_out
@@ -30,6 +30,8 @@ def parse(arguments: list[str]) -> Any:
     kind: Any = _KINDS.get(arguments[0]) if arguments else None
     if kind is not None:
         refuse_unknown(kind, arguments[1:])
+        alone = "parallel.timeout" in _given(arguments) and not several_processes()
+        refuse(alone, "parallel.timeout has no effect in one process; start several with torchrun")
     elif arguments and not arguments[0].startswith("-"):
         raise InputError(f"unknown command {arguments[0]!r}; {yaml_file.suggest(arguments[0], _KINDS)}")
     try:
@@ -39,7 +41,6 @@ def parse(arguments: list[str]) -> Any:
             return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION)
         given: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}"}
         if kind not in (Train, Precompile, Plan):
-            _refuse_alone(_given(arguments))
             return tyro.cli(kind, **given)
         named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
         default = recipes.RECIPES[named](None)
@@ -70,11 +71,6 @@ def _given(arguments: list[str]) -> set[str]:
     return {name.removeprefix("--").replace("-", "_") for name in names}
 
 
-def _refuse_alone(given: set[str]) -> None:
-    if "parallel.timeout" in given and not several_processes():
-        raise InputError("parallel.timeout has no effect in one process; start several with torchrun")
-
-
 def _settled(flags: _Run, arguments: list[str], begin: RunConfig) -> _Run:
     """`flags` without what they left of `begin` that nothing reads beside them; a flag that nothing reads is refused at
     any value."""
@@ -82,7 +78,6 @@ def _settled(flags: _Run, arguments: list[str], begin: RunConfig) -> _Run:
     for path, why in unread(config):
         if path in given:
             raise InputError(f"{path} has no effect {why}")
-    _refuse_alone(given)
     if not (paths := left_behind(config, begin, given)):
         return flags
     if launched().rank == 0:

@@ -1,7 +1,9 @@
 """The collectives along an axis of the mesh, for eager calls and for traces alike.
 
 A captured graph names the axis's group and holds nothing else of a rank: it is the same graph on all of them. Each
-collective is two calls, its start and the wait for it, which passes move apart.
+collective is two calls, its start and the wait for it, which passes move apart. Eagerly one ends before the next
+starts; in a graph those of several axes travel at once, each axis's in the order of the graph on a stream of its
+communicator's, and `machine.prepare_nccl` says what orders the axes among one another.
 """
 
 from __future__ import annotations

@@ -47,15 +47,15 @@ def join(config: ParallelConfig, device_type: str) -> World:
         "parallel.symmetric_memory is of GPUs that write to one another's memory, and the processes are on CPUs: leave "
         "it off",
     )
-    if on_gpu:
-        machine.prepare_nccl()
     timeout = timedelta(seconds=config.timeout)
     tp = config.tp
     groups = launch.processes // tp
     lanes = Cells(config.batch_shards or groups, config.cell, groups).lanes
     rank, count = launch.rank, launch.processes
-    world = World(rank, count, config.timeout, on_gpu, tp, lanes=lanes, local_rank=launch.local_rank)
-    world = replace(world, pushes=config.symmetric_memory)
+    pushes, local_rank = config.symmetric_memory, launch.local_rank
+    world = World(rank, count, config.timeout, on_gpu, tp, pushes=pushes, lanes=lanes, local_rank=local_rank)
+    if on_gpu:
+        machine.prepare_nccl(len(world.mesh.in_graphs))
     with world.peers(), world.deadline("joining the other processes"):
         store = dist.PrefixStore(f"lockstep/{next(_joined)}", _store(timeout))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)  # through the host
@@ -66,13 +66,14 @@ def join(config: ParallelConfig, device_type: str) -> World:
 
 
 def in_groups(world: World, ranks: int) -> World:
-    """`world` with so many neighbours that generate together, whoever did before. Every rank of it calls this."""
+    """`world` with so many neighbours that generate together; whoever did before does no longer, and their graphs are
+    closed. Every rank of it calls this."""
     made = replace(world, generator_tp=ranks, together=None)
-    axis = made.generator.tp
-    world.unbind(axis.group)
-    if ranks == 1:
-        return made
     with made.peers(), made.deadline("joining those that generate together"):
+        world.end_groups()
+        if ranks == 1:
+            return made
+        axis = made.generator.tp
         _bind(made, axis)
         return replace(made, together=_own_group(made, axis, "gloo", timedelta(seconds=world.timeout)))
 

@@ -60,7 +60,7 @@ class World:
     lanes: int = 1
     local_rank: int = 0
     together: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
-    _bound: set[str] = field(default_factory=set, repr=False, compare=False)  # names of groups
+    _bound: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)  # by name
     _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
     _tellers: list[Callable[[str], str]] = field(default_factory=list, repr=False, compare=False)
 
@@ -328,19 +328,26 @@ class World:
     def bind(self, axis: Axis, group: dist.ProcessGroup) -> None:
         """From now on graphs' collectives along `axis` are those of `group`."""
         torch_private.name_group(axis.group, group)
-        self._bound.add(axis.group)
+        self._bound[axis.group] = group
 
-    def unbind(self, name: str, memory: bool = True) -> None:
-        """Undo `bind`, where it was called; with `memory` what is shared is given back, which waits for the device."""
-        if name in self._bound:
-            self._bound.remove(name)
-            if memory:
-                forget_memory(name)
-            torch_private.forget_group(name)
+    def _unbind(self, name: str, memory: bool = True) -> dist.ProcessGroup:
+        """Undo `bind`, and return the group; with `memory` what is shared is given back, which waits for the device."""
+        if memory:
+            forget_memory(name)
+        torch_private.forget_group(name)
+        return self._bound.pop(name)
+
+    def end_groups(self) -> None:
+        """End the groups of those that generate together, each of which calls this, and has closed all graphs with
+        their collectives: NCCL waits for these."""
+        name = self.generator.tp.group
+        for group in (self._unbind(name) if name in self._bound else None, self.together):
+            if group is not None:
+                dist.destroy_process_group(group)
 
     def _forget_groups(self, memory: bool = True) -> None:
         for name in list(self._bound):
-            self.unbind(name, memory)
+            self._unbind(name, memory)
 
 
 ONE = World()

@@ -212,8 +212,7 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
     tokenizer and its first prompts are read, and no weights. `InputError`: it does not fit, and what would; or it
     cannot be as configured."""
     device = torch.device("cuda") if memory_gib else resolve_device(config.device)
-    algorithm_of(config.loss)
-    config = settled(config, ranks, device)
+    config = settled(config, ranks, device) if memory_gib else resolve(config, ranks)
     refuse(
         config.parallel.generator_tp == 0,
         "parallel.generator_tp is 0, which the processes of a run choose by what they measure; name a number to plan",
@@ -231,6 +230,7 @@ def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Wor
     model, groups = model_config(config), config.trainer.prompts_per_step
     tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
     policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)
+    set_attention(policy.model, config.attention, config.attention_mask)
     policy.template_variables = template_variables(config.task.chat_template_kwargs)
     longest = policy.longest_prompt(make_task(config.task, groups), make_environment(config.task), groups)
     limit = prompt_limit(config, model).tokens
@@ -320,23 +320,26 @@ def load_teacher(config: RunConfig, policy: Policy, world: World = ONE) -> Polic
 def resolve(config: RunConfig, ranks: int = 1, steps: bool = True) -> RunConfig:
     """`config` with what depends on the device and the number of ranks filled in; `steps`: a step's prompts are dealt
     to them. `InputError`: it cannot work with these."""
-    algorithm_of(config.loss)  # a user's is loaded and tried before anything takes long
     device = resolve_device(config.device)
     config = settled(config, ranks, device, steps)
-    if config.compile.cudagraph_mode != "none" and device.type != "cuda":
-        raise InputError(f"compile.cudagraph_mode is {config.compile.cudagraph_mode}; CUDA graphs need a GPU, use none")
     require_plugins(config.compile, device)
-    refuse(
-        config.optimizer.offload and device.type == "cpu",
-        "optimizer.offload is on, and the device is a CPU, whose memory is the host's: it would save nothing; leave it "
-        "off, or use a GPU",
-    )
     return config
 
 
 def settled(config: RunConfig, ranks: int, device: torch.device, steps: bool = True) -> RunConfig:
     """`resolve` for a device that need not be here."""
+    algorithm_of(config.loss)  # a user's is loaded and tried before anything takes long
+    resolve_dtype(config.dtype, device)
     compile = resolve_compile(config.compile, device.type == "cuda")
+    refuse(
+        compile.cudagraph_mode != "none" and device.type != "cuda",
+        f"compile.cudagraph_mode is {compile.cudagraph_mode}; CUDA graphs need a GPU, use none",
+    )
+    refuse(
+        config.optimizer.offload and device.type == "cpu",
+        "optimizer.offload is on, and the device is a CPU, whose memory is the host's: it would save nothing; leave it "
+        "off, or use a GPU",
+    )
     generator = whole_tiles(config.generator, config.attention)
     config = replace(config, compile=compile, generator=generator)
     if steps:

@@ -212,6 +212,7 @@ def adamw_step(t: AdamWTensors, by: AdamW, b: Mapping[str, Tensor], ok: Tensor) 
 
 def _clipped(grad: Tensor, by: AdamW, b: Mapping[str, Tensor], ok: Tensor) -> tuple[Tensor, ops.AdamWStep]:
     """The gradient's norm, and the update that it allows, at the rate `lr` of the update's buffers."""
+    by.flat.add_up_alike(grad)
     squares = ops.square_sums(grad)
     counted = torch.where(b["counted"], squares, 0.0) if by.flat.counted else squares
     grad_norm = ops.root_of_sum(by.flat.summed_words(ops.exact_sum(counted)))

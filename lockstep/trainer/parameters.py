@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate as running_totals
+from itertools import pairwise
 from math import prod
 from typing import Protocol
 
@@ -145,11 +146,14 @@ class FlatParameters(FlatWeights):
         grad: [layout.size], float32; the gaps are zero and stay so.
         num_matrix_elements: where the vectors begin.
         counted: "counted", which blocks of `grad` this rank counts in the norm, bool; where it is empty, all.
+        alike: from where to where `grad` is of what ranks that share products have alike. Each has the gradients of its
+            own work there, until an update adds them up (`add_up_alike`).
         cell: of ranks that have whole cells at once, how many of them make one (`Cells.of_a_round`).
         cells: where cells take several micro-batches, the sum of those before the one that `grad` is of.
     """
 
     reads_own = True
+    alike: Sequence[tuple[int, int]] = ()
     cell: int = 0
     cells: Tensor | None = None
 
@@ -210,6 +214,12 @@ class FlatParameters(FlatWeights):
         inputs.grad["grad"].add_(cells)  # of two numbers the order is free
         cells.zero_()
         return {}
+
+    def add_up_alike(self, grad: Tensor) -> None:
+        """Add up what the ranks' own work has made of a flat gradient where they have the parameters `alike`."""
+        for begin, end in self.alike:
+            own = grad[begin:end]
+            own.copy_(sum_of_all(own, self.mesh.tp))
 
     def weight(self, model: Decoder, name: str) -> Tensor:
         return model.get_parameter(name)
@@ -278,7 +288,9 @@ class ShardedParameters(FlatParameters):
     def __init__(self, model: Decoder, mesh: Mesh, frozen: Collection[str] = (), reader: Decoder | None = None) -> None:
         self.axis, self.reads_own = mesh.fsdp, reader is None
         super().__init__(model, mesh, frozen)
-        self.counted = self._counted()
+        if mesh.tp.size > 1:
+            self.alike = self._alike()
+            self.counted = self._counted()
         reader = reader or model
         own = {name: p.data for name, p in reader.named_parameters() if name in self.names}
         place = {} if reader.spread.index is None else {"place": reader.spread.index}
@@ -293,13 +305,20 @@ class ShardedParameters(FlatParameters):
             own = parameter.data.flatten()[part.numel() * self.axis.rank :][: part.numel()]
             part[: own.numel()].copy_(own)
 
+    def _alike(self) -> Sequence[tuple[int, int]]:
+        found = list[tuple[int, int]]()
+        for on, (begin, end) in zip(self.placements, pairwise(self.layout.offsets), strict=True):
+            if on.tp is None:
+                joins = bool(found) and found[-1][1] == begin
+                found.append((found.pop()[0] if joins else begin, end))
+        return found
+
     def _counted(self) -> dict[str, Tensor]:
         """What the ranks of `tp` have alike, the first has for the norm."""
-        if self.mesh.tp.size == 1:
-            return {}
-        own = torch.tensor([on.tp is not None or self.mesh.tp.rank == 0 for on in self.placements])
-        blocks = torch.tensor([size // ALIGNMENT for size in self.layout.sizes])
-        return {"counted": own.repeat_interleave(blocks).to(self.data.device)}
+        own = torch.ones(self.layout.size // ALIGNMENT, dtype=torch.bool)
+        for begin, end in self.alike:
+            own[begin // ALIGNMENT : end // ALIGNMENT] = self.mesh.tp.rank == 0
+        return {"counted": own.to(self.data.device)}
 
     def gather(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         axis, place = self._read_by, inputs.buffer.get("place")
@@ -330,15 +349,9 @@ class ShardedParameters(FlatParameters):
             values[i].copy_(value)
 
     def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
-        """Add whole gradients of all ranks to this rank's part of the totals, float32, by rank, or cell by cell.
-
-        Of what the ranks of `tp` have alike each has the gradient of its own work, which are added up first.
-        """
-        placements = dict(zip(self.names, self.placements, strict=True))
+        """Add whole gradients of all ranks to this rank's part of the totals, float32, by rank, or cell by cell."""
         for name, total, grad in zip(names or self.names, totals, grads, strict=True):
             with _serving(name), graph.backward():
-                if placements[name].tp is None:
-                    grad = sum_of_all(grad, self.mesh.tp)
                 self._add_all(total, grad)
 
     def _add_all(self, total: Tensor, grad: Tensor) -> None:

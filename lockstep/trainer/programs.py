@@ -142,6 +142,7 @@ class TrainerPrograms:
                 "router_biases": tuple(self.state.router_biases),
                 "experts": self.experts,
                 "ranks": layout.ranks,
+                "alike": self.flat.alike,
             },
             "gather_weights": {"sharding": sharding},
             "end_cell": {"sharding": sharding},

@@ -26,7 +26,7 @@ from lockstep.config import (
     TaskConfig,
     TrainerConfig,
 )
-from lockstep.distributed import ONE, World, collectives, join
+from lockstep.distributed import ONE, World, collectives, in_groups, join
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime
@@ -222,6 +222,11 @@ def every_case(ranks: int) -> dict[str, Any]:
         world.agree("the generator's schedule", world.rank)
     except LockstepError as error:
         found["agree"] = str(error)
+    found["groups"] = []
+    for together in (1, 2, 2, 1) if ranks == 2 else ():
+        world = in_groups(world, together)
+        world.agree("a number", 5)
+        found["groups"].append(len(dist.distributed_c10d._world.pg_map))
     world.close()
     return found
 
@@ -247,6 +252,7 @@ def test_two_ranks_generate_what_one_does() -> None:
         assert sum(found[arch][1] > 0 for arch, *_ in CASES) >= 2, found  # preempted
         assert found["by rank in reverse"] > 0 and found["a sum over ranks"] > 0
         assert "the generator's schedule is not the same on both" in found["agree"]
+        assert found["groups"] == [2, 4, 4, 2], "groups of degrees that were tried are there still"
 
 
 def test_a_degree_that_does_not_divide_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -20,7 +21,8 @@ from lockstep.errors import InputError, PeerLost
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))  # nothing that is set here reaches other tests
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF"):
+    started = "WORLD_SIZE", "RANK", "LOCAL_RANK"
+    for name in (*started, "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_LAUNCH_ORDER_IMPLICIT"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -82,6 +84,23 @@ def test_expandable_segments_and_registered_buffers_do_not_go_together(monkeypat
     assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"), [({}, None), ({"tp": 4}, None), ({"tp": 2}, "1"), ({"batch_shards": 8, "cell": 2}, "1")]
+)
+def test_nccl_is_told_to_keep_the_order_of_several_axes(monkeypatch: pytest.MonkeyPatch, settings, told) -> None:
+    """Their collectives travel at once (`test_collectives_of_several_axes_travel_at_once`), before any is made."""
+
+    def begin(timeout: object) -> None:
+        raise PeerLost("the first look for the others")
+
+    monkeypatch.setattr(sys.modules["lockstep.distributed.join"], "_store", begin)
+    for name, value in {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PeerLost, match="the first look"):
+        join(ParallelConfig(timeout=60.0, **settings), "cuda")
+    assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == told
+
+
 @pytest.mark.parametrize("failed", [False, True])
 def test_after_a_failure_memory_that_waits_for_the_device_is_not_given_back(
     monkeypatch: pytest.MonkeyPatch, failed: bool
@@ -94,7 +113,7 @@ def test_after_a_failure_memory_that_waits_for_the_device_is_not_given_back(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setitem(memory._BY_GROUP, "@generator_tp", SimpleNamespace(late=0))
     world = World(0, 2, 30.0, on_gpu=True)
-    world._bound.add("@generator_tp")
+    world._bound["@generator_tp"] = SimpleNamespace()  # type: ignore[assignment]
     world.close(failed=failed)
     assert forgotten == ["@generator_tp"] and ("@generator_tp" in memory._BY_GROUP) == failed
 

@@ -255,6 +255,16 @@ def test_a_graph_that_gathers_weights_takes_more_than_one_that_reads_them_whole(
     assert more == pytest.approx(2 * 2 * layer + 2 * 151936 * 4096, rel=1e-6)  # two layers and the head, in bfloat16
 
 
+def test_every_axis_has_a_communicator() -> None:
+    found = []
+    for settings in ({"cell": 64}, {"tp": 2}, {"tp": 2, "generator_tp": 4}, {"tp": 16}, {"cell": 4}):
+        w = workload("qwen3-8b", 16)
+        w = replace(w, config=replace(w.config, parallel=replace(w.config.parallel, batch_shards=0, **settings)))
+        found.append(w.communicators)
+        assert terms.context(w) == terms.CONTEXT + w.communicators * terms.COMMUNICATOR
+    assert found == [1, 2, 3, 1, 3] and terms.context(workload("qwen3-8b", 1)) == terms.CONTEXT
+
+
 def test_what_does_not_fit_is_refused_and_every_remedy_fits() -> None:
     w = workload("qwen3-32b", 8)
     found = plan(w, H200)
@@ -435,5 +445,13 @@ def test_the_command_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixt
     assert "7 shards" in capsys.readouterr().err
     assert main([*asked, "141", "--parallel.fsdp", "3"]) == 2
     assert "parallel.fsdp is 3, and there are 8 processes; start it with torchrun" in capsys.readouterr().err
+    refused_by_train = {
+        "--compile.cudagraph-mode full --compile.capture step": "CUDA graphs need a GPU",
+        "--optimizer.offload": "the device is a CPU",
+        "--attention flex --attention-mask nowhere:mask": "attention_mask 'nowhere:mask'",
+    }
+    for flags, why in refused_by_train.items():
+        assert main([*given, "--device", "cpu", *flags.split()]) == 2 and why in capsys.readouterr().err
+    assert main([*asked, "141", "--dtype", "float32"]) == 2 and "dtype is float32" in capsys.readouterr().err
     assert main([*given, "--world", "0"]) == 2 and main([*given, "--device-memory-gib", "-1"]) == 2
     assert "--world is 0" in capsys.readouterr().err

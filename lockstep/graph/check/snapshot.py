@@ -27,8 +27,8 @@ class Snapshot:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._zero, self._kept = list[Tensor](), list[tuple[Tensor, Tensor]]()
         self.nbytes = 0
-        for part in (part for tensor in tensors for own in _pieces(tensor.detach()) for part in _parts(own)):
-            if not part.any():
+        for part, used in (found for tensor in tensors for own in _pieces(tensor.detach()) for found in _parts(own)):
+            if not used:
                 self._zero.append(part)
                 continue
             self.nbytes += part.numel() * part.element_size()
@@ -66,10 +66,12 @@ def _pieces(tensor: Tensor) -> Sequence[Tensor]:
     return tensor.view(-1).split(max(1, PART // tensor.element_size()))
 
 
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """The bits of a tensor, as integers: together, or the halves of each word where one of them is 0 throughout."""
+def _parts(tensor: Tensor) -> list[tuple[Tensor, bool]]:
+    """The bits of a tensor, as integers, and whether any are set: together, or the halves of each word where one of
+    them is 0 throughout."""
     words = tensor.view(WORDS[tensor.element_size()])
     if tensor.element_size() != 4 or not tensor.is_contiguous():
-        return [words]
+        return [(words, bool(words.any()))]
     halves = words.view(-1).view(torch.int16).view(-1, 2).unbind(1)
-    return [words] if all(half.any() for half in halves) else list(halves)
+    used = [bool(half.any()) for half in halves]
+    return [(words, True)] if all(used) else list(zip(halves, used, strict=True))

@@ -9,13 +9,12 @@ from typing import Any
 
 from ...config import CompileConfig
 from ...user_functions import load_function
-from ..ir.captured import Captured, GraphError, inexact_results
+from ..ir.captured import Captured, GraphError, inexact_results, op_name
 from ..ir.verify import verify
 from .bucket import bucket
 from .canonicalize import canonicalize
 from .fuse import fuse
 from .recompute import fit, recompute, saved_bytes
-from .record import cudagraph
 from .reorder import reorder
 from .reshard import reshard
 
@@ -56,8 +55,17 @@ def pipeline(config: CompileConfig, sharded: bool = False, on_gpu: bool = False)
 
 
 def recorded(split_at: Collection[str] = ()) -> Pass:
-    """The pass that has a graph recorded; see `cudagraph`."""
-    return _bound("cudagraph", cudagraph, split_at=tuple(sorted(split_at)))
+    """The pass that has a graph recorded at its first launch, in pieces around the operators `split_at` if it has any;
+    the verifier then holds it to what a CUDA graph can be."""
+    return _bound("cudagraph", _recorded, split_at=tuple(sorted(split_at)))
+
+
+def _recorded(captured: Captured, split_at: Collection[str]) -> tuple[Captured, str]:
+    static = sum(spec.role != "user" for spec in captured.inputs)
+    copied = f"{static} static inputs, {len(captured.inputs) - static} copied in"
+    between = [op_name(node) for node in captured.graph.nodes if op_name(node) in split_at]
+    way = f"in pieces around {len(between)} calls of {', '.join(sorted(set(between)))}" if between else "whole"
+    return replace(captured, recorded=True, split_at=frozenset(between)), f"{way}; {copied}"
 
 
 def _bound(name: str, rewrite: Callable[..., tuple[Captured, str]], **options: Any) -> Pass:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from torch import fx
 
@@ -20,29 +19,24 @@ def bucket(captured: Captured) -> tuple[Captured, str]:
     arrive."""
     result = rewritten(captured)
     notes = [
-        _merged(result, "gathers", weight_gathers, _gather_together),
-        *(
-            _merged(result, name, partial(gradient_exchanges, stage=stage), _exchange_together)
-            for stage, name in enumerate(("exchanges", "exchanges between cells"))
-            if gradient_exchanges(result, stage) or stage == 0
-        ),
+        _merged(result.graph, weight_gathers(result), _gather_together) + " gathers",
+        _merged(result.graph, gradient_exchanges(result), _exchange_together) + " exchanges",
     ]
+    if between := gradient_exchanges(result, stage=1):
+        notes.append(_merged(result.graph, between, _exchange_together) + " exchanges between cells")
     result.graph.lint()
     result.module.recompile()
     return result, ", ".join(notes)
 
 
 def _merged(
-    captured: Captured,
-    name: str,
-    find: Callable[[Captured], list[Collective]],
-    together: Callable[[fx.Graph, Sequence[Collective]], None],
+    graph: fx.Graph, found: Sequence[Collective], together: Callable[[fx.Graph, Sequence[Collective]], None]
 ) -> str:
-    before = find(captured)
-    for run in by_layer(before):
+    runs = list(by_layer(found))
+    for run in runs:
         if len(run) > 1:
-            together(captured.graph, run)
-    return f"{len(before)} -> {len(find(captured))} {name}"
+            together(graph, run)
+    return f"{len(found)} -> {len(runs)}"
 
 
 def _gather_together(graph: fx.Graph, run: Sequence[Collective]) -> None:

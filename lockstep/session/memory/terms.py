@@ -21,7 +21,7 @@ GIB = 1 << 30
 LOGIT_ROWS = 1024  # at a time (`ops.logprobs.operator.CHUNK`)
 GRADIENT_CHUNK = 256 << 20  # of logits (`ops.logprobs.triton_backward.CHUNK_BYTES`)
 CONTEXT = int(0.9 * GIB)  # CUDA's context, the libraries' workspaces, loaded kernels
-COMMUNICATOR = int(1.0 * GIB)  # NCCL's buffers
+COMMUNICATOR = int(1.0 * GIB)  # buffers of NCCL's of one axis
 ALLOCATOR = 1 / 64  # of what is allocated: blocks rounded up, and holes between them
 STATE_ON_HOST, SAVED_COPY, READING = "masters and moments", "copy for checkpoints", "weights being read"
 COPIED = "copies while checking"
@@ -293,5 +293,5 @@ def copies_here(w: Workload) -> int:
 
 
 def context(w: Workload) -> int:
-    """CUDA's own, and NCCL's of several ranks; what other processes use is not of the plan's memory."""
-    return (CONTEXT + COMMUNICATOR * w.sharded) if w.on_gpu else 0
+    """CUDA's own, and NCCL's, a communicator an axis; what other processes use is not of the plan's memory."""
+    return (CONTEXT + COMMUNICATOR * w.communicators) if w.on_gpu else 0

@@ -9,6 +9,7 @@ from functools import cache, cached_property
 import torch
 
 from ...config import RunConfig
+from ...distributed import World
 from ...distributed.cells import Cells
 from ...distributed.mesh import Axis, Mesh
 from ...models import Decoder, ModelConfig, num_parameters
@@ -88,6 +89,12 @@ class Workload:
     def reads_own(self) -> bool:
         """Whether the weights that a rank generates with are those that it trains on, whole."""
         return self.config.parallel.tp == self.config.parallel.generator_tp == 1
+
+    @property
+    def communicators(self) -> int:
+        """Groups of processes that graphs have collectives in, and this process is of."""
+        together, lanes = self.config.parallel.generator_tp, self.cells.lanes
+        return len(World(size=self.ranks, tp=self.tp, generator_tp=together, lanes=lanes).axes)
 
     @property
     def cells(self) -> Cells:

@@ -19,13 +19,14 @@ from lockstep.graph.ir.captured import is_backward, module_of, op_name, origins
 from lockstep.graph.passes import recompute, reshard, saved_bytes
 from lockstep.graph.passes.collectives import (
     by_layer,
+    communicates,
     first_use,
     gradient_exchanges,
     layer_of,
     step_collectives,
     weight_gathers,
 )
-from lockstep.graph.torch_private.collectives import GATHER
+from lockstep.graph.torch_private.collectives import GATHER, GATHER_MANY, WAIT
 from lockstep.models import Decoder
 from lockstep.models.init import architecture, initialize
 from lockstep.trainer import Trainer, pack
@@ -82,8 +83,9 @@ def test_a_weight_has_a_gather_and_a_gradient_an_exchange() -> None:
     assert not any(is_backward(gather.collective) for gather in gathers)
 
 
-def test_a_layer_has_one_collective_each_way_in_the_order_of_the_layers() -> None:
-    captured = arranged()
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_layer_has_one_collective_each_way_in_the_order_of_the_layers(tp: int) -> None:
+    captured = arranged(tp=tp)
     gathers = [(gather.layer, is_backward(gather.collective)) for gather in weight_gathers(captured)]
     forward = [("", False), *((layer, False) for layer in LAYERS), ("", False)]
     assert gathers == forward + [(layer, True) for layer in reversed(LAYERS)]
@@ -116,6 +118,25 @@ def test_exchanges_begin_at_once_and_end_when_the_next_has_begun() -> None:
     begun = order[exchanges[0].collective]
     computing = [n for n in captured.graph.nodes if order[n] > begun and layer_of(n) == "layers.0" and is_backward(n)]
     assert len(computing) > 50  # the last gradients' exchange begins before the first layers' backward pass
+
+
+def travelling_together(captured: Captured) -> set[frozenset[str]]:
+    """The axes of every two collectives of which one begins before the other is waited for."""
+    order, began, found = order_of(captured.graph), list[tuple[int, str]](), set[frozenset[str]]()
+    for node in filter(communicates, captured.graph.nodes):
+        if op_name(node) != WAIT:
+            started = node.users if op_name(node) == GATHER_MANY else [node]
+            ends = max(order[waited] for one in started for waited in one.users)
+            found |= {frozenset({axis, node.args[-1]}) for end, axis in began if end > order[node]}
+            began.append((ends, node.args[-1]))
+    return found
+
+
+def test_collectives_of_several_axes_travel_at_once() -> None:
+    """So devices are told in which order to begin them (`machine.prepare_nccl`). As they were traced they do not."""
+    assert travelling_together(traced(tp=2)) == set()
+    assert travelling_together(arranged()) == {frozenset({"@fsdp"})}
+    assert travelling_together(arranged(tp=2)) == {frozenset({"@fsdp"}), frozenset({"@fsdp", "@tp"})}
 
 
 @pytest.mark.parametrize("without", [{}, {"bucket_collectives": False}, {"reshard_after_forward": False}])
