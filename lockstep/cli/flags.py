@@ -304,6 +304,8 @@ class Eval(_AnswerFlags):
     """sum-digits: the easy form that a tiny model trains on; --no-easy for the full one."""
     data: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
     """Rows to evaluate on (gsm8k and dataset)."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
     prompt_column: str = "prompt"
     """Column of --data that holds the prompt."""
     system_prompt: str | None = None
@@ -312,6 +314,8 @@ class Eval(_AnswerFlags):
     """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
     reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...")] = ()
     """Reward functions; a dataset task needs one."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight a reward function; empty for all ones."""
     environment: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """What answers the model, as task.environment of train."""
     tools: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...")] = ()
