@@ -177,11 +177,15 @@ def _require_same_config(
     earlier = _settings(EARLIER)
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name, earlier.get(name)), new.get(name)
-        if before != after and name not in LAYOUT and not (name == "steps" and after > before):
-            rule = "it may only be raised" if name == "steps" else "only --steps may change"
+        if name == "steps" and after < loaded.step:
+            raise InputError(
+                f"--resume {run_dir}: steps is {after}, and {loaded.path.name} has done {loaded.step}; give as many or "
+                f"more, or begin again in a new folder: --config {run_dir / 'config.yaml'} --steps {after}"
+            )
+        if before != after and name not in (*LAYOUT, "steps"):
             raise InputError(
                 f"--resume {run_dir}: {name} was {before!r} when {loaded.path.name} was saved and is {after!r} in "
-                f"config.yaml; {rule}"
+                "config.yaml; only --steps may change"
             )
 
 
