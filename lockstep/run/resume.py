@@ -23,7 +23,7 @@ from . import checkpoint
 from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines
 
 SUMMARIZED = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # every step's metrics have them
-CHECKPOINTS, FINAL_MODEL = "checkpoints", "model"
+CHECKPOINTS, FINAL_MODEL, MODELS = "checkpoints", "model", "models"
 # How processes lie, which any others go on for.
 LAYOUT = tuple(f"parallel.{name}" for name in ("fsdp", "tp", "zero_stage", "generator_tp", "symmetric_memory"))
 _NAMED = ("attention_mask", "loss.loss_type", "task.environment")  # path.py:name

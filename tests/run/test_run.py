@@ -91,7 +91,10 @@ def test_a_finished_run_goes_on_for_longer_and_a_stopped_one_ends_earlier(
     assert main(["train", "--steps", "2", *SMALL[2:], "--run-dir", str(run)]) == 0
     of_two = (run / "model" / "model.safetensors").read_bytes()
     assert main(["train", "--resume", str(run), "--steps", "4"]) == 0
-    assert main(["train", "--steps", "4", *SMALL[2:], "--run-dir", str(longer)]) == 0
+    exported = "--checkpoint.export-interval", "2"
+    assert main(["train", "--steps", "4", *SMALL[2:], *exported, "--run-dir", str(longer)]) == 0
+    models = [longer / name / "model.safetensors" for name in ("models/step_2", "models/step_4", "model")]
+    assert models[0].read_bytes() == of_two != models[1].read_bytes() == models[2].read_bytes()
     capsys.readouterr()
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         ours, theirs = records(run / name), records(longer / name)
