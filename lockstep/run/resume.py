@@ -174,14 +174,14 @@ def _require_records(run_dir: Path, steps: int) -> None:
 def _require_same_config(
     run_dir: Path, loaded: checkpoint.LoadedCheckpoint, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> None:
-    earlier = _settings(EARLIER)
+    earlier, steps = _settings(EARLIER), new["steps"]
+    if steps < loaded.step:
+        raise InputError(
+            f"--resume {run_dir}: steps is {steps}, and {loaded.path.name} has done {loaded.step}; give as many or "
+            f"more, or begin again in a new folder: --config {run_dir / 'config.yaml'} --steps {steps}"
+        )
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name, earlier.get(name)), new.get(name)
-        if name == "steps" and after < loaded.step:
-            raise InputError(
-                f"--resume {run_dir}: steps is {after}, and {loaded.path.name} has done {loaded.step}; give as many or "
-                f"more, or begin again in a new folder: --config {run_dir / 'config.yaml'} --steps {after}"
-            )
         if before != after and name not in (*LAYOUT, "steps"):
             raise InputError(
                 f"--resume {run_dir}: {name} was {before!r} when {loaded.path.name} was saved and is {after!r} in "

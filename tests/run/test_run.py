@@ -13,6 +13,7 @@ import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from statistics import pstdev
 from typing import Any
 
 import pytest
@@ -503,6 +504,11 @@ def test_gsm8k_trains_on_the_real_rows(model: Path, tmp_path: Path, capsys: pyte
     questions = [json.loads(line)["question"] for line in (DATA / "gsm8k_sample.jsonl").read_text().splitlines()]
     rollouts = records(run / "rollouts.jsonl")
     assert len(rollouts) == 6
+    last, samples = records(run / "metrics.jsonl")[-1], [s for r in rollouts[-2:] for s in r["samples"]]
+    assert last["epoch"] == 3 * 2 / (len(questions) - 2)  # less those held out
+    lengths, correct = [s["tokens"] for s in samples], [s["rewards"]["correct"] for s in samples]
+    assert last["response_length/max"] == max(lengths)
+    assert last["rewards/correct/std"] == pstdev(correct) and "validation/rewards/correct/std" not in last
     for record in rollouts:
         assert any(q in json.dumps(record["prompt"], ensure_ascii=False) for q in map(_as_json, questions))
     report = (run / "report.html").read_text()

@@ -37,6 +37,6 @@ def check_answer(problem: Problem) -> None:
     answer = problem.columns.get("answer")
     if not isinstance(answer, str) or _MARKER not in answer or final_number(answer) is None:
         raise InputError(
-            f"{problem.origin}: answer must be a text that ends with the final number after ####; rows of another form, "
-            "verl's among them, train by the recipe dataset, with --reward math"
+            f"{problem.origin}: answer must be a text that ends with the final number after ####; rows of another "
+            "form, verl's among them, train by the recipe dataset, with --reward math"
         )
