@@ -24,6 +24,7 @@ from ..config import (
     TaskConfig,
 )
 from ..errors import InputError, refuse
+from . import elsewhere
 
 _Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _MODEL, _DATA, _FUNCTION = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
@@ -79,10 +80,12 @@ def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
 
 
 def _meant(flag: str, known: list[str]) -> str:
-    """Which it may have been: one whose section was left out, or a name much like it."""
+    """Which it may have been: one whose section was left out, what others call it, or a name much like it."""
     last = re.split("[.]|--", flag)[-1]
-    same = [name for name in known if re.search(f"[.-]{re.escape(last)}$", name)]
-    close = same or difflib.get_close_matches(flag, known, cutoff=0.75)
+    same = [name for name in known if re.split("[.]|--", name)[-1] == last]
+    named = [name for name in [elsewhere.NAMES.get(last)] if name in known]
+    close = same or named or [name for name in known if name.endswith(f"-{last}")]
+    close = close or difflib.get_close_matches(flag, known, cutoff=0.75)
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 

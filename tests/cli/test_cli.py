@@ -397,6 +397,11 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("train --stepz 3", ["unknown flag --stepz (did you mean --steps?); lockstep train --help lists"]),
         ("train --sampling.topp 0.5", ["--sampling.topp", "--sampling.top-p"]),
         ("train --top_p=0.5", ["unknown flag --top-p (did you mean --sampling.top-p?)"]),
+        ("train --learning-rate 1", ["--learning-rate (did you mean --optimizer.learning-rate?)"]),
+        (
+            "train --output_dir o --save-steps 5 --report_to wandb",
+            ["--run-dir?", "--checkpoint.interval?", "--metrics.trackers?"],
+        ),
         ("report a --qq", ["unknown flag --qq; lockstep report --help lists them all"]),
         ("train --steps many", ["--steps", "many"]),
         ("train --steps", ["--steps"]),
