@@ -37,7 +37,7 @@ def train(
     Args:
         config: a recipe's configuration (`lockstep.recipes`), changed with `dataclasses.replace`.
         run_dir: folder for everything the run writes, new or empty; None makes one under `runs/`.
-        resume: go on with the run in `run_dir`, whose configuration must be equal but for `steps`, which may be more;
+        resume: go on with the run in `run_dir`, whose configuration must be equal but for `steps`, where it ends;
             it needs checkpoints, which only a `checkpoint.interval` above 0 saves.
         resume_with_other_numerics: go on even where arithmetic gives other words than when the run began; the
             certificate says so.
@@ -124,14 +124,9 @@ def resumed(run_dir: Path) -> RunConfig:
 
 
 def _refuse_changes(run_dir: Path, old: RunConfig, new: RunConfig) -> None:
-    """A resumed run is the same run: nothing changes but that it may go on for longer."""
+    """A resumed run is the same run: nothing changes but where it ends."""
     before, after = yaml_file.flat(old), yaml_file.flat(new)
     for name, value in after.items():
-        if name == "steps" and value < before[name]:
-            raise InputError(
-                f"--resume {run_dir}: steps is {before[name]} there and {value} here; it may only be raised. For fewer "
-                f"begin again, in a new folder: --config {run_dir / 'config.yaml'} --steps {value}"
-            )
         if name != "steps" and value != before[name]:
             raise InputError(
                 f"--resume {run_dir}: {name} is {before[name]!r} there and {value!r} here; only --steps may change"

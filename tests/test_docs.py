@@ -26,7 +26,7 @@ import pytest
 from processes import finished
 
 import lockstep
-from lockstep.cli import flags
+from lockstep.cli import elsewhere, flags
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, recipes, yaml_file
 from lockstep.models.init import init_folder
@@ -192,6 +192,18 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
             run_dir.mkdir(parents=True, exist_ok=True)
             yaml_file.save(RunConfig(), run_dir / "config.yaml")
     assert main(words) == 0
+
+
+def test_flags_that_pages_name_exist() -> None:
+    kinds = [kind for kind in vars(flags).values() if getattr(kind, "__module__", "") == flags.__name__]
+    commands = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+    known = {flag for kind in commands for flag in flags.flags_of(kind)} | {"--data", "--reward", "--help"}
+    of_benchmarks = {"--skip-done", "--updates"}
+    for page in PAGES[:1] + [page for page in DOCS.glob("*.md") if page.name != "LOG.md"]:
+        text = re.sub("```.*?```", "", page.read_text(), flags=re.DOTALL)
+        named = {flag for flag in re.findall("`(--[a-z][a-z.0-9-]+)", text) if not flag.endswith(".")}
+        assert named <= known | of_benchmarks, page.name
+    assert set(elsewhere.NAMES.values()) <= known
 
 
 def test_the_readme_shows_every_command() -> None:

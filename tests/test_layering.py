@@ -169,7 +169,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "server",
         "rollouts",
     ),
-    "cli": ("chat flags", "commands", "resolve", "main"),
+    "cli": ("elsewhere", "chat flags", "commands", "resolve", "main"),
 }
 
 MOST_FILES, MOST_AT_THE_TOP = 12, 8  # of a folder, without `__init__.py`

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .. import api
 from ..config import (
     LAYOUT_OF_GENERATION,
+    OF_EVALUATION,
     GeneratorConfig,
     RunConfig,
     TaskConfig,
@@ -239,19 +240,9 @@ def _eval(flags: Eval) -> Outcome:
     task = replace(
         base.task,
         easy=flags.easy and flags.task == "sum-digits",
-        data=flags.data,
         validation_data=flags.data,
-        prompt_column=flags.prompt_column,
-        system_prompt=flags.system_prompt,
-        chat_template_kwargs=flags.chat_template_kwargs,
-        reward=flags.reward,
-        environment=flags.environment,
-        tools=flags.tools,
-        allow_unsandboxed=flags.allow_unsandboxed,
-        environment_timeout=flags.environment_timeout,
-        max_turns=flags.max_turns,
-        max_response_length=flags.max_response_length,
         validation_prompts=prompts,
+        **{name: getattr(flags, name) for name in OF_EVALUATION},
     )
     length = flags.max_completion_length or base.sampling.max_completion_length
     sampling = replace(base.sampling, max_completion_length=length)

@@ -24,6 +24,7 @@ from ..config import (
     TaskConfig,
 )
 from ..errors import InputError, refuse
+from . import elsewhere
 
 _Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _MODEL, _DATA, _FUNCTION = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
@@ -79,10 +80,12 @@ def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
 
 
 def _meant(flag: str, known: list[str]) -> str:
-    """Which it may have been: one whose section was left out, or a name much like it."""
+    """Which it may have been: one whose section was left out, what others call it, or a name much like it."""
     last = re.split("[.]|--", flag)[-1]
-    same = [name for name in known if re.search(f"[.-]{re.escape(last)}$", name)]
-    close = same or difflib.get_close_matches(flag, known, cutoff=0.75)
+    same = [name for name in known if re.split("[.]|--", name)[-1] == last]
+    named = [name for name in [elsewhere.NAMES.get(last)] if name in known]
+    close = same or named or [name for name in known if name.endswith(f"-{last}")]
+    close = close or difflib.get_close_matches(flag, known, cutoff=0.75)
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
@@ -131,7 +134,7 @@ class Train(_Begin):
     """Train a model by reinforcement learning: a recipe, or a replayed configuration, with flags on top."""
 
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN_DIR")] = None
-    """Continue the run in this folder from its last checkpoint; only --steps may be raised."""
+    """Continue the run in this folder from its last checkpoint; only --steps, where it ends, may change."""
     resume_with_other_numerics: _Switch = False
     """Resume even where arithmetic gives other words than when the run began; the certificate says so."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/RECIPE-TIME)")] = (
@@ -304,6 +307,8 @@ class Eval(_AnswerFlags):
     """sum-digits: the easy form that a tiny model trains on; --no-easy for the full one."""
     data: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
     """Rows to evaluate on (gsm8k and dataset)."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
     prompt_column: str = "prompt"
     """Column of --data that holds the prompt."""
     system_prompt: str | None = None
@@ -312,6 +317,8 @@ class Eval(_AnswerFlags):
     """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
     reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...")] = ()
     """Reward functions; a dataset task needs one."""
+    reward_weights: tuple[float, ...] = ()
+    """One weight a reward function; empty for all ones."""
     environment: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """What answers the model, as task.environment of train."""
     tools: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...")] = ()

@@ -39,5 +39,5 @@ from .sections.optimizer import OptimizerConfig
 from .sections.parallel import LAYOUT_OF_GENERATION, LAYOUT_OF_PARITY, ParallelConfig, check_layout
 from .sections.sampling import SamplingConfig
 from .sections.section import MAX_SEED, check_range
-from .sections.task import TEMPLATE_ARGUMENTS, TaskConfig, template_variables
+from .sections.task import OF_EVALUATION, TEMPLATE_ARGUMENTS, TaskConfig, template_variables
 from .sections.trainer import TrainerConfig

@@ -44,6 +44,11 @@ class Task(ABC):
     name: str
     rewards: RewardSet
 
+    @property
+    def rows(self) -> int:
+        """The problems of an epoch; 0: they are drawn, without end."""
+        return 0
+
     @abstractmethod
     def train_problem(self, step: int, group: int) -> Problem:
         """The problem that group `group` of step `step` trains on."""

@@ -20,7 +20,7 @@ from .episodes import Asked, Episode, Failures, Limits, Play, Round, Sampler
 from .ranks.led import follow, leading
 from .ranks.rollouts import outline
 from .rewards.calls import Logged
-from .rewards.reward_set import RewardSet, Scoring
+from .rewards.reward_set import Completions, RewardSet, Scoring
 from .tokens import Tokens
 
 LOGGED = "logged/"  # of metrics that reward functions logged
@@ -160,7 +160,7 @@ class Collector:
         own = problems[group].columns.items()
         columns = {name: value for name, value in own if all(name in other.columns for other in others)}
         rows = [(columns, episode) for episode in _well(episodes, samples) if _for_functions(episode)]
-        self.rewards.begin(*_arguments(rows), about._replace(groups=[group]))
+        self.rewards.begin(_completions(rows), about._replace(groups=[group]))
 
     def _asked(self, group: int, problem: Problem, domain: int, step: int, where: str) -> Asked:
         where = f"{where} group {group}" + (f" ({problem.origin})" if problem.origin else "")
@@ -188,11 +188,10 @@ def _for_functions(episode: Episode) -> bool:
     return end is not None and (end.functions or end.reward in (None, {}))
 
 
-def _arguments(rows: Sequence[tuple[dict[str, Any], Episode]]) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-    """What functions are given of episodes, each with its data row's columns: prompts, completions, their tokens, and
-    columns."""
+def _completions(rows: Sequence[tuple[dict[str, Any], Episode]]) -> Completions:
+    """Of episodes, each with its data row's columns."""
     ended = [(columns, e, e.end, e.trajectory) for columns, e in rows if e.end is not None and e.trajectory is not None]
-    return (
+    return Completions(
         [episode.prompt for _, episode, _, _ in ended],
         [end.completion or trajectory.text for _, _, end, trajectory in ended],
         [trajectory.token_ids for *_, trajectory in ended],
@@ -209,7 +208,7 @@ def _score(
     rows = [(group, rollout) for group, rollout in all_rows if _for_functions(of[id(rollout)])]
     numbers, origins = [group.group for group, _ in rows], {a.group: a.problem.origin for a in asked}
     scores = rewards.score(
-        *_arguments([(group.columns, of[id(rollout)]) for group, rollout in rows]),
+        _completions([(group.columns, of[id(rollout)]) for group, rollout in rows]),
         about._replace(
             origins=[origins[number] for number in numbers],
             groups=numbers,

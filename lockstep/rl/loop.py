@@ -76,6 +76,7 @@ class Loop:
         """
         config, trainer, timings = self.config, self.run.trainer, self.run.timings
         version, began = trainer.weights_version, time.perf_counter()
+        lr = learning_rate(config.optimizer, step, config.steps)
         with timings.measured("step", on_device=True, step=step):  # to the end of what was launched in it
             with timings.measured("generate", on_device=True):
                 groups, without_reward, counts = self._collect(step)
@@ -101,7 +102,7 @@ class Loop:
                 with timings.measured("forward_backward", on_device=True):
                     for batch in checks:
                         trainer.check(batch)
-                results = self._updates(batches, learning_rate(config.optimizer, step, config.steps), sampled)
+                results = self._updates(batches, lr, sampled)
                 result = results[0] if results else trainer.finish_check(sampled)
             arrived()
             self._latest = (generated, result)
@@ -110,7 +111,9 @@ class Loop:
                 self._latest = (generated, later)
                 require_finite(f"step {step + 1}, update {i + 2} of {config.trainer.num_iterations}", later)
             self._count_idle(step, trained=bool(batches))
-        counts["updates"] = sum(r.applied for r in results)
+        counts |= {"updates": sum(r.applied for r in results), "lr": lr}
+        if self.run.task.rows:
+            counts["epoch"] = self.prompts_used / self.run.task.rows
         if config.loss.importance_sampling_mode is not None:
             counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
         self.spans = [span for span in timings.take() if span.began >= began]
@@ -287,5 +290,4 @@ class Loop:
             return {}
         groups, _, counts = self._collect_from(problems, self.run.validation_sampling, VALIDATION_DOMAIN, 0)
         metrics = {k: v for k, v in counts.items() if v} | reward_metrics(groups)
-        del metrics["reward/std"]  # one sample a prompt
-        return {f"validation/{name}": value for name, value in metrics.items()}
+        return {f"validation/{name}": value for name, value in metrics.items() if not name.endswith("/std")}

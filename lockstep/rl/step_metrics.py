@@ -43,6 +43,7 @@ def _of_the_step(
 ) -> dict[str, Any]:
     rollouts = [r for g in groups for r in g.rollouts]
     turns = [r.turns for r in rollouts]
+    lengths = [sum(len(turn.token_ids) for turn in of_one) for of_one in turns]
     several = {r.environment for r in rollouts} - {""}
     zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
     tokens = sum(len(s.token_ids) for r in rollouts for s in r.segments)
@@ -53,11 +54,11 @@ def _of_the_step(
         "frac_reward_zero_std": mean(map(float, zero_std)),
         "loss": result.loss,
         "grad_norm": result.grad_norm,
-        "lr": result.lr,
         "kl": result.kl,
         "entropy": result.entropy,
         "clip_ratio": result.clip_ratio,
-        "response_length/mean": mean(sum(len(turn.token_ids) for turn in of_one) for of_one in turns),
+        "response_length/mean": mean(lengths),
+        "response_length/max": max(lengths),
         "response_length/clip_ratio": mean(float(r.cut_off) for r in rollouts),
         "policy_age": version - min(v for of_one in turns for turn in of_one for v in turn.weight_versions or ()),
         "logprob_diff/max": result.logprob_diff_max,
@@ -95,7 +96,7 @@ def _of_all_ranks(run: TrainingSession, batches: list[PackedBatch], seconds: dic
 
 
 def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
-    """`reward/mean`, `reward/std` and `rewards/<fn>/mean` over where the function applies."""
+    """`reward/mean` and `reward/std`; `rewards/<fn>/mean` and `rewards/<fn>/std` over where the function applies."""
     rollouts = [r for g in groups for r in g.rollouts]
     metrics = {
         "reward/mean": mean(r.reward for r in rollouts),
@@ -104,7 +105,7 @@ def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
     for name in dict.fromkeys(name for r in rollouts for name in r.rewards):
         values = [v for r in rollouts if (v := r.rewards.get(name)) is not None]
         if values:
-            metrics[f"rewards/{name}/mean"] = mean(values)
+            metrics |= {f"rewards/{name}/mean": mean(values), f"rewards/{name}/std": pstdev(values)}
     return metrics
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config import RunConfig
+from ..config import OF_EVALUATION, RunConfig, TaskConfig, recipes
 
 _ENDS = 10  # steps whose mean reward is told where no problems are held out
 _SHORT = 60  # characters of a prompt that a command can hold
@@ -34,7 +35,7 @@ def learned(config: RunConfig, validations: Mapping[str, Mapping[str, float]], r
 
 
 def _unrewarded(config: RunConfig) -> bool:
-    return config.task.name == "dataset" and not config.task.reward
+    return config.task.name == "dataset" and not config.task.reward and not config.task.environment
 
 
 def _value(value: float | None, share: bool) -> str:
@@ -49,16 +50,22 @@ def from_here(folder: Path) -> Path:
 
 
 def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
-    """A command that tries the model that the run made: on `prompt`, one of its problems, if it is a short text."""
-    model = shlex.quote(str(run_dir / "model"))
-    if isinstance(prompt, str) and len(prompt) <= _SHORT and prompt.isprintable():
-        limit = config.sampling.max_completion_length
+    """A command that tries the model that the run made: on `prompt`, one of its problems, if it is a short text that is
+    completed once; else as the run's validation does, of rows on those of `task.validation_data`, or the first."""
+    model, task, limit = shlex.quote(str(run_dir / "model")), config.task, config.sampling.max_completion_length
+    if isinstance(prompt, str) and len(prompt) <= _SHORT and prompt.isprintable() and task.turns == 1:
         return f"lockstep generate --model {model} --prompt {shlex.quote(prompt)} --max-completion-length {limit}"
     if _unrewarded(config):
         return f"lockstep chat --model {model}"
-    data = ["--data", config.task.data] if config.task.data else []
-    own = ["--reward", *config.task.reward] if config.task.reward else []
-    return f"lockstep eval --model {model} {shlex.join(['--task', config.task.name, *data, *own])}"
+    words = ["--task", task.name, *["--no-easy"] * (task.name == "sum-digits" and not task.easy)]
+    evaluated = replace(task, data=task.validation_data or task.data)
+    for name in OF_EVALUATION:
+        if (value := getattr(evaluated, name)) != getattr(TaskConfig, name):
+            given = [] if value is True else map(str, value) if isinstance(value, tuple) else [str(value)]
+            words += [f"--{name.replace('_', '-')}", *given]
+    if limit != recipes.RECIPES[task.name]("").sampling.max_completion_length:
+        words += ["--max-completion-length", str(limit)]
+    return f"lockstep eval --model {model} {shlex.join(words)}"
 
 
 def identical(certificate: Mapping[str, Any]) -> str:

@@ -25,6 +25,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "reward/mean": "Reward",
         "reward/std": "Spread of the reward within a prompt",
         "rewards/<fn>/mean": "Reward function <fn>",
+        "rewards/<fn>/std": "Spread of <fn> over the responses",
+        "epoch": "Times that all rows were used",
         "logged/<fn>": "<fn>, as a reward function logged it",
     },
     "Policy and responses": {
@@ -40,6 +42,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "updates": "Updates of the weights",
         "policy_age": "Policy age, updates",
         "response_length/mean": "Response length, tokens",
+        "response_length/max": "Longest response, tokens",
         "response_length/clip_ratio": "Responses cut at the limit, share",
     },
     "Environment": {

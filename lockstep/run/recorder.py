@@ -42,7 +42,7 @@ from .metrics import (
     writing,
 )
 from .report import write_report
-from .resume import CHECKPOINTS, FINAL_MODEL
+from .resume import CHECKPOINTS, FINAL_MODEL, MODELS
 from .timeline import TIMELINE_FILE, Timeline
 from .trackers import Trackers
 
@@ -214,8 +214,10 @@ class Recorder:
 
     def checkpoint(self, loop: Loop, step: int) -> None:
         """Save when `checkpoint.interval` says so, and at the end, while the run goes on; tell of a checkpoint that
-        could not be written."""
+        could not be written. Export the model when `checkpoint.export_interval` says so."""
         c = self.config.checkpoint
+        if step and c.export_interval and step % c.export_interval == 0:
+            self.save_model(loop, f"{MODELS}/step_{step}")
         due = c.interval > 0 and (step % c.interval == 0 or step == self.config.steps)
         if due:
             with loop.run.timings.measured("checkpoint"), self.world.deadline("writing a checkpoint", timeouts=10):
@@ -278,8 +280,8 @@ class Recorder:
         if self.world.first:
             write_json(self.run_dir / PARITY_FILE, loop.certificate.to_dict())
 
-    def save_model(self, loop: Loop) -> None:
-        run, folder, together = loop.run, self.world.from_first(lambda: self.run_dir / FINAL_MODEL), self._all_see()
+    def save_model(self, loop: Loop, name: str = FINAL_MODEL) -> None:
+        run, folder, together = loop.run, self.world.from_first(lambda: self.run_dir / name), self._all_see()
         held = run.trainer.held() if together else run.trainer.held_by_first()
         if together or self.world.first:
             with run.timings.measured("save_model"), writing(folder), self.world.deadline("exporting the model", 10):

@@ -23,7 +23,7 @@ from . import checkpoint
 from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines
 
 SUMMARIZED = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # every step's metrics have them
-CHECKPOINTS, FINAL_MODEL = "checkpoints", "model"
+CHECKPOINTS, FINAL_MODEL, MODELS = "checkpoints", "model", "models"
 # How processes lie, which any others go on for.
 LAYOUT = tuple(f"parallel.{name}" for name in ("fsdp", "tp", "zero_stage", "generator_tp", "symmetric_memory"))
 _NAMED = ("attention_mask", "loss.loss_type", "task.environment")  # path.py:name
@@ -174,14 +174,18 @@ def _require_records(run_dir: Path, steps: int) -> None:
 def _require_same_config(
     run_dir: Path, loaded: checkpoint.LoadedCheckpoint, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> None:
-    earlier = _settings(EARLIER)
+    earlier, steps = _settings(EARLIER), new["steps"]
+    if steps < loaded.step:
+        raise InputError(
+            f"--resume {run_dir}: steps is {steps}, and {loaded.path.name} has done {loaded.step}; give as many or "
+            f"more, or begin again in a new folder: --config {run_dir / 'config.yaml'} --steps {steps}"
+        )
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name, earlier.get(name)), new.get(name)
-        if before != after and name not in LAYOUT and not (name == "steps" and after > before):
-            rule = "it may only be raised" if name == "steps" else "only --steps may change"
+        if before != after and name not in (*LAYOUT, "steps"):
             raise InputError(
                 f"--resume {run_dir}: {name} was {before!r} when {loaded.path.name} was saved and is {after!r} in "
-                f"config.yaml; {rule}"
+                "config.yaml; only --steps may change"
             )
 
 

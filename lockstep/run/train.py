@@ -75,6 +75,8 @@ def _train(
             recorder.checkpoint(loop, 0)
             recorder.checkpoints_written(loop)  # a run that has steps can always be gone on with
         recorder.open(start)
+        if start == config.steps and str(start) not in recorder.validations:  # it was to go on for longer
+            recorder.validate(loop, display, start)
         for step in range(start, config.steps):
             raise_received()
             try:

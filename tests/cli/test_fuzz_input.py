@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, TaskConfig, validate, yaml_file
 from lockstep.environments.data.rows import read_problems
-from lockstep.environments.rewards.reward_set import Reward, RewardSet
+from lockstep.environments.rewards.reward_set import Completions, Reward, RewardSet
 from lockstep.environments.tasks.gsm8k import check_answer
 from lockstep.errors import InputError
 from lockstep.models.folder import read_config
@@ -144,7 +144,7 @@ def test_model_configurations(model: Path, tmp_path: Path, data: st.DataObject) 
 def test_reward_results(result: Any, on_error: Any) -> None:
     rewards = RewardSet([Reward("r", lambda completions: result)], on_error)
     try:
-        scores = rewards.score(["p", "q"], ["a", "b"], [[1], [2]], [{}, {}])
+        scores = rewards.score(Completions(["p", "q"], ["a", "b"], [[1], [2]], [{}, {}]))
     except InputError as error:
         assert str(error).startswith("reward r returned ")
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from lockstep.environments.rewards.reward_set import Reward, RewardSet, Scores, Scoring
+from lockstep.environments.rewards.reward_set import Completions, Reward, RewardSet, Scores, Scoring
 
 PROMPTS = ["p", "p", "q"]
 TEXTS = ["a", "bb", "ccc"]
@@ -17,7 +17,7 @@ ORIGINS = ["rows line 1", "rows line 1", "rows line 7"]
 def score(*functions: Any, weights: tuple[float, ...] = (), where: str = "step 3", on_error: Any = "raise") -> Scores:
     weights = weights or (1.0,) * len(functions)
     rewards = [Reward(f.__name__, f, w) for f, w in zip(functions, weights, strict=True)]
-    return RewardSet(rewards, on_error).score(PROMPTS, TEXTS, IDS, ROWS, Scoring(where, ORIGINS))
+    return RewardSet(rewards, on_error).score(Completions(PROMPTS, TEXTS, IDS, ROWS), Scoring(where, ORIGINS))
 
 
 def length(completions, **kwargs):

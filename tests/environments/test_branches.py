@@ -83,7 +83,7 @@ def test_bits_do_not_depend_on_who_answers_first_and_a_record_repeats_them() -> 
     ]
 
 
-def test_a_branch_has_other_random_numbers_and_keeps_to_the_limits() -> None:
+def test_a_branch_has_other_random_numbers_and_keeps_to_the_limits(caplog: pytest.LogCaptureFixture) -> None:
     """Of the same prompt it samples something else; and what has no room ends the trajectory."""
 
     class Repeats(Talk):
@@ -103,6 +103,8 @@ def test_a_branch_has_other_random_numbers_and_keeps_to_the_limits() -> None:
             most = max(6, len(t.turns[0].token_ids))
             assert packed <= rows if limits.packed_tokens else len(t.token_ids) <= most
         assert all(t.finish_reason == "truncated" for t in group.rollouts)
+    (told,) = caplog.messages  # once, of the limit that nobody expects
+    assert f"trainer.max_tokens_per_micro_batch, {rows}, must hold them all" in told and "sample" in told
 
 
 # Thinking is shown of what follows the last message of a user, as Qwen3's template has it.

@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.environments.rewards.loading import load_rewards
 from lockstep.environments.rewards.mathematics import math_reward
+from lockstep.environments.rewards.reward_set import Completions
 from lockstep.errors import InputError
 
 
@@ -44,7 +45,7 @@ def test_the_answer_is_found_in_any_of_the_usual_columns() -> None:
         assert math_reward([[{"role": "assistant", "content": "$4$"}]], **{column: ["4"]}) == [1.0]
     assert math_reward(["4"], reward_model=[{"style": "rule", "ground_truth": "4"}], data_source=["d"]) == [1.0]
     rewards = load_rewards(["math"])
-    assert rewards.score(["p"], ["4"], [[1]], [{"solution": "4"}])[:2] == ([{"math": 1.0}], [1.0])
+    assert rewards.score(Completions(["p"], ["4"], [[1]], [{"solution": "4"}]))[:2] == ([{"math": 1.0}], [1.0])
 
 
 @pytest.mark.usefixtures("library")
@@ -60,7 +61,7 @@ def test_it_works_outside_the_main_thread() -> None:
 def test_without_an_answer_column_or_the_package_it_says_so(on_error, monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = load_rewards(["math"], on_error=on_error)
     with pytest.raises(InputError, match="reward math needs a column with the answer: solution, answer, ground_truth"):
-        rewards.score(["p"], ["4"], [[1]], [{"other": "4"}])
+        rewards.score(Completions(["p"], ["4"], [[1]], [{"other": "4"}]))
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(InputError, match="reward math needs the package math-verify: pip install 'lockstep-rl"):
-        rewards.score(["p"], ["4"], [[1]], [{"answer": "4"}])
+        rewards.score(Completions(["p"], ["4"], [[1]], [{"answer": "4"}]))

@@ -6,6 +6,7 @@ import pytest
 
 from lockstep.config import TaskConfig
 from lockstep.environments import make_task
+from lockstep.environments.rewards.reward_set import Completions
 from lockstep.errors import InputError
 
 
@@ -30,5 +31,5 @@ def test_rows_are_made_when_asked_for_and_scored_by_their_task() -> None:
     assert [again.train_problem(3, 1), *again.validation_problems()] == [problems[7], *task.validation_problems()]
     one = problems[0]
     texts = [one.columns["answer"], f"It is <answer>{one.columns['answer']}</answer>.", "7 <answer>no</answer>"]
-    scores = task.rewards.score([one.prompt] * 3, texts, [[1]] * 3, [one.columns] * 3)
+    scores = task.rewards.score(Completions([one.prompt] * 3, texts, [[1]] * 3, [one.columns] * 3))
     assert scores.totals[:2] == [1.0, 1.0] and scores.totals[2] < 0.5

@@ -12,7 +12,7 @@ import pytest
 from scoring import IDS, PROMPTS, ROWS, TEXTS, score
 
 from lockstep.environments.rewards.loading import load_reward, load_rewards
-from lockstep.environments.rewards.reward_set import Reward, RewardSet
+from lockstep.environments.rewards.reward_set import Completions, Reward, RewardSet
 from lockstep.environments.rewards.verl import verl_reward
 from lockstep.environments.tasks.gsm8k import gsm8k_reward
 from lockstep.errors import InputError
@@ -45,7 +45,7 @@ def test_trls_functions_work_unchanged() -> None:
     texts = ["4", "<think>so</think>4", "5"]
     rewards = RewardSet([Reward(f.__name__, f) for f in functions])
     rows = [{"solution": solution} for solution in ("4", "4", "?")]
-    values = rewards.score(messages, texts, IDS, rows).values
+    values = rewards.score(Completions(messages, texts, IDS, rows)).values
     assert [tuple(row.values())[:2] for row in values] == [(1.0, 0.0), (0.0, 1.0), (None, 0.0)]
     assert values[2]["cosine_scaled_reward"] == math.cos(3)
 
@@ -55,7 +55,7 @@ def test_trls_own_functions() -> None:
     rewards = RewardSet([Reward(f.__name__, f) for f in (trl.accuracy_reward, trl.think_format_reward)])
     texts = ["<think>x</think>\\boxed{4}", "\\boxed{5}"]
     messages = [[{"role": "user", "content": "2+2?"}]] * 2
-    values = rewards.score(messages, texts, IDS[:2], [{"solution": "$4$"}] * 2).values
+    values = rewards.score(Completions(messages, texts, IDS[:2], [{"solution": "$4$"}] * 2)).values
     assert [tuple(row.values()) for row in values] == [(1.0, 1.0), (0.0, 0.0)]
 
 
@@ -102,7 +102,7 @@ def source(tmp_path: Path) -> Path:
 def test_functions_of_one_file_share_its_module(source: Path) -> None:
     rewards = load_rewards([f"{source}:length", f"{source}:calls_so_far"], [1.0, 10.0])
     assert [reward.name for reward in rewards.rewards] == ["length", "calls_so_far"]
-    assert rewards.score(PROMPTS, TEXTS, IDS, ROWS)[1] == [11.0, 12.0, 13.0]
+    assert rewards.score(Completions(PROMPTS, TEXTS, IDS, ROWS))[1] == [11.0, 12.0, 13.0]
 
 
 def test_a_function_of_a_module() -> None:
@@ -168,7 +168,7 @@ def test_verls_signature_is_adapted(source: Path, function: str, expected: list[
     rewards = load_rewards([f"{source}:{function}"])
     messages = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     for prompts in (PROMPTS, messages):
-        values, totals, _ = rewards.score(prompts, TEXTS, IDS, VERL_ROWS)
+        values, totals, _ = rewards.score(Completions(prompts, TEXTS, IDS, VERL_ROWS))
         assert totals == expected and list(values[0]) == [function]
 
 
@@ -177,7 +177,7 @@ def test_verls_signature_requires_verls_columns(source: Path) -> None:
     with pytest.raises(
         InputError, match="reward compute_score requires the column 'reward_model'; the data has answer"
     ):
-        rewards.score(PROMPTS, TEXTS, IDS, ROWS)
+        rewards.score(Completions(PROMPTS, TEXTS, IDS, ROWS))
 
 
 def test_verls_function_fails_for_its_own_completion_only() -> None:
@@ -186,8 +186,8 @@ def test_verls_function_fails_for_its_own_completion_only() -> None:
 
     reward = Reward("compute_score", verl_reward(compute_score))
     with pytest.raises(InputError, match=r"raised ZeroDivisionError: .* line \d+ .for completion 0 of the 3"):
-        RewardSet([reward]).score(PROMPTS, TEXTS, IDS, VERL_ROWS)
-    scores = RewardSet([reward], "skip").score(PROMPTS, TEXTS, IDS, VERL_ROWS)
+        RewardSet([reward]).score(Completions(PROMPTS, TEXTS, IDS, VERL_ROWS))
+    scores = RewardSet([reward], "skip").score(Completions(PROMPTS, TEXTS, IDS, VERL_ROWS))
     assert scores.totals == [None, None, 0.5] and scores.errors == {"compute_score": 2}
 
 
@@ -203,7 +203,7 @@ def test_verls_async_calls_keep_to_their_limit() -> None:
         return 1.0
 
     reward = verl_reward(compute_score, concurrency=2)
-    RewardSet([Reward("r", reward)]).score(PROMPTS * 2, TEXTS * 2, IDS * 2, VERL_ROWS * 2)
+    RewardSet([Reward("r", reward)]).score(Completions(PROMPTS * 2, TEXTS * 2, IDS * 2, VERL_ROWS * 2))
     assert most == 2
 
 
@@ -211,4 +211,4 @@ def test_verls_async_calls_keep_to_their_limit() -> None:
 def test_a_row_without_verls_ground_truth_is_named(model: Any) -> None:
     reward = Reward("compute_score", verl_reward(lambda solution_str, ground_truth: 1.0))
     with pytest.raises(InputError, match="reward compute_score needs the column reward_model to hold an object"):
-        RewardSet([reward]).score(["p"], ["a"], [[1]], [{"reward_model": model}])
+        RewardSet([reward]).score(Completions(["p"], ["a"], [[1]], [{"reward_model": model}]))

@@ -15,7 +15,7 @@ import torch
 from processes import finished
 from scoring import IDS, PROMPTS, ROWS, TEXTS, length, only_last, score, slow_half
 
-from lockstep.environments.rewards.reward_set import Reward, RewardSet, Scoring
+from lockstep.environments.rewards.reward_set import Completions, Reward, RewardSet, Scoring
 from lockstep.environments.rewards.workers import RewardWorkers
 from lockstep.errors import InputError
 
@@ -68,7 +68,7 @@ def test_what_a_function_does_to_its_arguments_stays_with_it() -> None:
         seen.append((prompts, completions, completion_ids, answer))
         return [0.0] * len(prompts)
 
-    RewardSet([Reward("destroyer", destroyer), Reward("sees", sees)]).score(prompts, TEXTS, ids, rows)
+    RewardSet([Reward("destroyer", destroyer), Reward("sees", sees)]).score(Completions(prompts, TEXTS, ids, rows))
     assert (
         prompts == [[{"role": "user", "content": "p"}]] * 3 and ids == IDS and rows == [{"answer": {"parts": [1]}}] * 3
     )
@@ -132,12 +132,12 @@ def test_async_rewards_run_inside_a_running_loop() -> None:
 def test_the_functions_are_told_as_they_are_called() -> None:
     told: list[str] = []
     rewards = RewardSet([Reward(f.__name__, f) for f in (length, slow_half, only_last)])
-    rewards.score(PROMPTS, TEXTS, IDS, ROWS, Scoring(tell=told.append))
+    rewards.score(Completions(PROMPTS, TEXTS, IDS, ROWS), Scoring(tell=told.append))
     assert told == ["length", "slow_half", "only_last", "slow_half"]  # the last: what is waited for
 
 
 def test_nothing_to_score_calls_nothing() -> None:
-    assert RewardSet([Reward("raises", lambda **_: 1 / 0)]).score([], [], [], []) == ([], [], {})
+    assert RewardSet([Reward("raises", lambda **_: 1 / 0)]).score(Completions([], [], [], [])) == ([], [], {})
 
 
 # What a function returns.
@@ -258,7 +258,7 @@ def test_a_process_that_a_reward_forks_does_not_go_on_with_the_run() -> None:
     """Whether it returns, raises or leaves."""
     code = """
 import os, sys
-from lockstep.environments import Reward, RewardSet
+from lockstep.environments.rewards.reward_set import Completions, Reward, RewardSet
 def raises():
     raise ValueError
 for leave in (lambda: [1.0] * 3, raises, lambda: sys.exit(3)):
@@ -268,7 +268,7 @@ for leave in (lambda: [1.0] * 3, raises, lambda: sys.exit(3)):
             return leave()
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         return [0.5] * 3
-    scores = RewardSet([Reward("forks", forks)], "skip").score(["p"] * 3, ["a"] * 3, [[1]] * 3, [{}] * 3)
+    scores = RewardSet([Reward("forks", forks)], "skip").score(Completions(["p"] * 3, ["a"] * 3, [[1]] * 3, [{}] * 3))
     print(scores.totals, flush=True)
 """
     done = finished([sys.executable, "-c", code])
@@ -346,9 +346,9 @@ def test_trainer_state_and_what_functions_log() -> None:
 
     rewards = RewardSet([Reward("logs", logs)])
     rewards.check_columns(["answer"])
-    assert rewards.score(PROMPTS, TEXTS, IDS, [{}] * 3, Scoring(step=7)).totals == [7.0] * 3
+    assert rewards.score(Completions(PROMPTS, TEXTS, IDS, [{}] * 3), Scoring(step=7)).totals == [7.0] * 3
     assert rewards.logged.metrics == {"length": 3.0} and rewards.logged.extra == {"seen": ["A", "BB", "CCC"]}
-    rewards.score(PROMPTS[:1], TEXTS[:1], IDS[:1], [{}])
+    rewards.score(Completions(PROMPTS[:1], TEXTS[:1], IDS[:1], [{}]))
     assert rewards.logged.extra == {"seen": ["A"]}  # of the last batch alone
 
 
@@ -362,7 +362,7 @@ def test_logged_arrays_are_recorded_as_lists() -> None:
         return [0.0] * len(completions)
 
     rewards = RewardSet([Reward("logs", logs)])
-    rewards.score(PROMPTS, TEXTS, IDS, [{}] * 3)
+    rewards.score(Completions(PROMPTS, TEXTS, IDS, [{}] * 3))
     assert rewards.logged.extra == {"array": [[0.0, 0.0], [1.0, 1.0], {"deep": 0.5}], "list": [[1]] * 3}
 
 
@@ -372,7 +372,7 @@ def test_a_column_of_that_name_is_the_datas() -> None:
         return [float(len(value)) for value in trainer_state]
 
     rewards = RewardSet([Reward("takes", takes)])
-    assert rewards.score(PROMPTS, TEXTS, IDS, [{"trainer_state": "abc"}] * 3).totals == [3.0] * 3
+    assert rewards.score(Completions(PROMPTS, TEXTS, IDS, [{"trainer_state": "abc"}] * 3)).totals == [3.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from lockstep.environments.rewards.reward_set import Completions
 from lockstep.environments.tasks.word_arithmetic import WordArithmetic, share_of_steps
 
 TASK = WordArithmetic(42, 99, 200)
@@ -17,7 +18,7 @@ def test_worked_examples_are_right_and_earn_the_full_reward() -> None:
     problems = [TASK.train_problem(s, g) for s in range(20) for g in range(10)]
     texts = [p.worked_example or "" for p in problems]
     _, totals, _ = TASK.rewards.score(
-        [p.prompt for p in problems], texts, [[] for _ in texts], [p.columns for p in problems]
+        Completions([p.prompt for p in problems], texts, [[] for _ in texts], [p.columns for p in problems])
     )
     assert totals == [1.3] * 200
     for problem, text in zip(problems, texts, strict=True):

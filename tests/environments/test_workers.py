@@ -15,7 +15,7 @@ from processes import finished, wait_for
 
 from lockstep.environments.rewards.calls import Failed
 from lockstep.environments.rewards.loading import load_rewards
-from lockstep.environments.rewards.reward_set import Reward, RewardSet, Scoring
+from lockstep.environments.rewards.reward_set import Completions, Reward, RewardSet, Scoring
 from lockstep.environments.rewards.workers import RewardWorkers
 from lockstep.errors import InputError
 
@@ -73,7 +73,9 @@ TEXTS = ["a", "bb", "ccc", "dddd", "e", "ff"]
 def score(rewards: RewardSet, texts: list[str] = TEXTS, groups: tuple[int, ...] = (0, 0, 1, 1, 2, 2)):
     rows = [{"n": index} for index in range(len(texts))]
     origins = [f"rows line {group}" for group in groups]
-    return rewards.score(["p"] * len(texts), texts, [[1]] * len(texts), rows, Scoring("step 3", origins, groups))
+    return rewards.score(
+        Completions(["p"] * len(texts), texts, [[1]] * len(texts), rows), Scoring("step 3", origins, groups)
+    )
 
 
 def test_results_come_in_order_from_other_processes(source: Path, workers: RewardWorkers) -> None:

@@ -239,7 +239,7 @@ def test_nothing_to_learn_from_goes_on_then_stops(config: RunConfig) -> None:
     loop = Loop(config, run)
     before = weights(run)
     metrics, _ = loop.step(0)
-    assert metrics["frac_reward_zero_std"] == 1
+    assert metrics["frac_reward_zero_std"] == 1 and metrics["updates"] == 0 and metrics["lr"] > 0
     assert metrics["parity/tokens_checked"] > 0 and metrics["parity/tokens_different"] == 0
     assert all(map(torch.equal, before, weights(run)))
     with pytest.raises(LockstepError, match="step 2: for 2 steps every group's rewards were all equal"):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lockstep.config import RunConfig, TaskConfig
+from lockstep.cli.flags import Eval
+from lockstep.cli.resolve import parse
+from lockstep.config import OF_EVALUATION, RunConfig, SamplingConfig, TaskConfig
 from lockstep.config.recipes import RECIPES
 from lockstep.run import closing
 
@@ -44,13 +47,47 @@ def test_the_next_command_tries_the_model() -> None:
     assert closing.next_command(CONFIG, folder, "12 34=") == (
         "lockstep generate --model 'my runs/first/model' --prompt '12 34=' --max-completion-length 24"
     )
-    data = RunConfig(task=TaskConfig(name="dataset", data="rows.jsonl", reward=("a.py:f", "a.py:g")))
+    rows = TaskConfig(name="dataset", data="rows.jsonl", reward=("a.py:f", "a.py:g"))
+    data = RunConfig(task=rows, sampling=SamplingConfig(max_completion_length=256))
     for prompt in (None, [{"role": "user", "content": "hi"}], "two\nlines", "x" * 61):
         assert closing.next_command(data, Path("r"), prompt) == (
             "lockstep eval --model r/model --task dataset --data rows.jsonl --reward a.py:f a.py:g"
         )
-    unrewarded = RunConfig(task=TaskConfig(name="dataset", data="rows.jsonl"))
+    unrewarded = RunConfig(task=replace(rows, reward=()))
     assert closing.next_command(unrewarded, Path("r"), None) == "lockstep chat --model r/model"
+    full = replace(CONFIG, task=TaskConfig(), sampling=SamplingConfig())
+    assert closing.next_command(full, Path("r"), "x" * 61) == (
+        "lockstep eval --model r/model --task sum-digits --no-easy"
+    )
+
+
+def test_the_next_command_evaluates_what_the_run_was_validated_on() -> None:
+    task = TaskConfig(
+        name="dataset",
+        data="rows.jsonl",
+        validation_data="held out.jsonl",
+        prompt_column="context",
+        system_prompt="Be brief.",
+        chat_template_kwargs=("enable_thinking=false",),
+        reward=("a.py:f", "a.py:g"),
+        reward_weights=(1.0, 0.5),
+        tools=("python",),
+        allow_unsandboxed=True,
+        max_turns=3,
+    )
+    config = RunConfig(task=task, sampling=SamplingConfig(max_completion_length=24))
+    flags = parse(shlex.split(closing.next_command(config, Path("r"), "12 34="))[1:])
+    assert isinstance(flags, Eval) and (flags.data, flags.max_completion_length) == ("held out.jsonl", 24)
+    rest = [name for name in OF_EVALUATION if name != "data"]
+    assert [getattr(flags, name) for name in rest] == [getattr(task, name) for name in rest]
+
+
+def test_what_an_environment_rewards_is_learned() -> None:
+    own = replace(CONFIG, task=TaskConfig(name="dataset", data="rows.jsonl", environment="games.py:Game"))
+    assert closing.learned(own, {}, [0.5, 1.0]) == "reward 0.75 -> 0.75, the first and last 2 steps"
+    assert closing.next_command(own, Path("r"), "12 34=").partition("--data ")[2] == (
+        "rows.jsonl --environment games.py:Game --max-completion-length 24"
+    )
 
 
 def test_a_folder_is_called_as_it_is_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

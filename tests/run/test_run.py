@@ -13,6 +13,7 @@ import time
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from statistics import pstdev
 from typing import Any
 
 import pytest
@@ -84,11 +85,17 @@ def test_a_run_killed_three_times_ends_in_the_bits_of_one_that_was_not(tmp_path:
     assert last > 1 and done == list(range(8 - len(done), 8)) and events[-1]["name"] == "end"
 
 
-def test_a_finished_run_can_go_on_for_longer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_goes_on_for_longer_and_a_stopped_one_ends_earlier(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, longer = tmp_path / "run", tmp_path / "longer"
     assert main(["train", "--steps", "2", *SMALL[2:], "--run-dir", str(run)]) == 0
+    of_two = (run / "model" / "model.safetensors").read_bytes()
     assert main(["train", "--resume", str(run), "--steps", "4"]) == 0
-    assert main(["train", "--steps", "4", *SMALL[2:], "--run-dir", str(longer)]) == 0
+    exported = "--checkpoint.export-interval", "2"
+    assert main(["train", "--steps", "4", *SMALL[2:], *exported, "--run-dir", str(longer)]) == 0
+    models = [longer / name / "model.safetensors" for name in ("models/step_2", "models/step_4", "model")]
+    assert models[0].read_bytes() == of_two != models[1].read_bytes() == models[2].read_bytes()
     capsys.readouterr()
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         ours, theirs = records(run / name), records(longer / name)
@@ -101,6 +108,15 @@ def test_a_finished_run_can_go_on_for_longer(tmp_path: Path, capsys: pytest.Capt
     assert list(json.loads((run / "summary.json").read_text())["validation"]) == ["0", "2", "4"]
     assert main(["train", "--resume", str(run), "--steps", "4", "--sampling.top-k", "3"]) == 2
     assert "sampling.top_k is 0 there and 3 here" in capsys.readouterr().err
+    assert main(["train", "--resume", str(longer), "--steps", "3"]) == 2
+    assert "steps is 3, and step_4 has done 4; give as many or more" in capsys.readouterr().err
+
+    shutil.rmtree(longer / "checkpoints" / "step_4")  # as a run of four steps that was stopped after two or three
+    shutil.rmtree(longer / "model")
+    assert main(["train", "--resume", str(longer), "--steps", "2"]) == 0
+    assert (longer / "model" / "model.safetensors").read_bytes() == of_two
+    assert [line["step"] for line in records(longer / "metrics.jsonl")] == [0, 1]
+    assert list(json.loads((longer / "summary.json").read_text())["validation"]) == ["0", "2"]
 
 
 def test_a_damaged_checkpoint_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +195,7 @@ def test_what_changed_under_a_run_is_refused(tmp_path: Path, capsys: pytest.Capt
     config.write_text(kept.replace("temperature: 1.0", "temperature: 0.5"))
     assert "sampling.temperature was 1.0 when step_2 was saved and is 0.5 in config.yaml" in refused(run, capsys)
     config.write_text(kept.replace("steps: 2\n", "steps: 1\n", 1))
-    assert "steps was 2 when step_2 was saved and is 1" in refused(run, capsys)
+    assert "steps is 1, and step_2 has done 2" in refused(run, capsys)
     config.write_text(kept)
     data.write_text('{"prompt": "hello"}\n' * 3)
     assert f"task.data {data} was 80 bytes" in refused(run, capsys)
@@ -488,6 +504,11 @@ def test_gsm8k_trains_on_the_real_rows(model: Path, tmp_path: Path, capsys: pyte
     questions = [json.loads(line)["question"] for line in (DATA / "gsm8k_sample.jsonl").read_text().splitlines()]
     rollouts = records(run / "rollouts.jsonl")
     assert len(rollouts) == 6
+    last, samples = records(run / "metrics.jsonl")[-1], [s for r in rollouts[-2:] for s in r["samples"]]
+    assert last["epoch"] == 3 * 2 / (len(questions) - 2)  # less those held out
+    lengths, correct = [s["tokens"] for s in samples], [s["rewards"]["correct"] for s in samples]
+    assert last["response_length/max"] == max(lengths)
+    assert last["rewards/correct/std"] == pstdev(correct) and "validation/rewards/correct/std" not in last
     for record in rollouts:
         assert any(q in json.dumps(record["prompt"], ensure_ascii=False) for q in map(_as_json, questions))
     report = (run / "report.html").read_text()

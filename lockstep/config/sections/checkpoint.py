@@ -8,12 +8,14 @@ from .section import Section, at_least
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section):
-    """Checkpoints for resuming (the final model is always exported)."""
+    """Checkpoints for resuming, and models to use (the final one is always exported)."""
 
     interval: int = at_least(0, default=0)
     """Save every this many steps and at the end; 0 is off, and the run cannot be resumed."""
     keep_last: int = at_least(1, default=2)
     """Checkpoints kept."""
+    export_interval: int = at_least(0, default=0)
+    """Export the model every this many steps too, as models/step_N, a Hugging Face folder each; 0 is off. All stay."""
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if self.interval == 0:

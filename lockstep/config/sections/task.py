@@ -13,6 +13,11 @@ _DATA_FIELDS = (
     *("data", "validation_data", "split", "prompt_column", "system_prompt", "chat_template_kwargs"),
     *("shuffle", "filter_overlong_prompts"),
 )
+# What `lockstep eval` takes of a task, each by a flag of the same name.
+OF_EVALUATION = (
+    *("data", "split", "prompt_column", "system_prompt", "chat_template_kwargs", "reward", "reward_weights"),
+    *("environment", "tools", "allow_unsandboxed", "environment_timeout", "max_turns", "max_response_length"),
+)
 # What rendering a prompt sets itself.
 TEMPLATE_ARGUMENTS = (
     *("messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),

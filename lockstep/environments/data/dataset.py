@@ -36,6 +36,10 @@ class DatasetTask(Task):
         self._validation = validation
         self._prompts_per_step = prompts_per_step
 
+    @property
+    def rows(self) -> int:
+        return len(self._train)
+
     def train_problem(self, step: int, group: int) -> Problem:
         epoch, offset = divmod(step * self._prompts_per_step + group, len(self._train))
         if self._config.shuffle:

@@ -29,6 +29,7 @@ class Play:
         self._sampler: Sampler | None = None
         self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those with the generator
         self.sampled_tokens = 0  # by the generator, of all turns
+        self._warned = False  # that branches do not fit together
         self._episodes: list[Episode] = []
         self._prompts: dict[
             int, list[tuple[Episode, Any]]
@@ -239,7 +240,7 @@ class Play:
             (ids, text), anew = self._anew(episode, [*episode.messages, *given]), True
             episode.messages = [*past.messages, *given]
         trajectory.segments.append(Segment(ids, text=text, anew=anew))
-        if (room := self._room(trajectory)) < 1:
+        if (room := self._room(episode, trajectory)) < 1:
             trajectory.segments.pop()
             trajectory.finish_reason = "truncated"
             self._cut(episode)
@@ -251,7 +252,7 @@ class Play:
             trajectory.segments.pop()
             self._fail(episode, Failure(f"nothing can be sampled after what step returned: {error}"))
 
-    def _room(self, trajectory: Trajectory) -> int:
+    def _room(self, episode: Episode, trajectory: Trajectory) -> int:
         """Tokens that may still be sampled."""
         context, branches = len(trajectory.context), 1 + sum(segment.anew for segment in trajectory.segments)
         room, most = self._sampling.max_completion_length, self._limits.response_tokens
@@ -259,9 +260,18 @@ class Play:
             room = most - max(context - len(trajectory.prompt.token_ids), len(trajectory.token_ids))
         if self._limits.context is not None:
             room = min(room, self._limits.context - context)
-        if branches > 1 and self._limits.packed_tokens is not None:  # the last token of each takes no row
-            room = min(room, self._limits.packed_tokens + branches - sum(len(s.token_ids) for s in trajectory.segments))
-        return room
+        if branches == 1 or self._limits.packed_tokens is None:
+            return room
+        tokens = sum(len(segment.token_ids) for segment in trajectory.segments)
+        left = self._limits.packed_tokens + branches - tokens  # the last token of each takes no row
+        if left < 1 <= room and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s: its %d branches have %d tokens together, and the loss has sums over whole sequences, for which "
+                "trainer.max_tokens_per_micro_batch, %d, must hold them all: it ends as truncated, as others may",
+                *(self._where(episode), branches, tokens, self._limits.packed_tokens),
+            )
+        return min(room, left)
 
     def _following(self, episode: Episode, given: Any) -> tuple[list[int], str]:
         """The tokens of what was given, and its text. What was sampled is never encoded: of a chat's messages, those

@@ -37,6 +37,31 @@ class Reward:
     spec: str | None = None
 
 
+class Completions(NamedTuple):
+    """What functions score, an entry a completion: its prompt, what was sampled (a text, or messages), its tokens, and
+    the columns of its data row."""
+
+    prompts: Sequence[str | list[dict[str, Any]]]
+    completions: Sequence[str | list[dict[str, Any]]]
+    completion_ids: Sequence[list[int]]
+    rows: Sequence[dict[str, Any]]
+
+    def arguments(self) -> tuple[list[str], Arguments]:
+        """The columns that every row has, and all arguments by name; a completion is in the form of its prompt."""
+        completions = [
+            text if isinstance(prompt, str) or not isinstance(text, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(self.prompts, self.completions, strict=True)
+        ]
+        columns = [name for name in self.rows[0] if all(name in row for row in self.rows)]
+        found: Arguments = {name: [row[name] for row in self.rows] for name in columns}
+        found |= {
+            "prompts": list(self.prompts),
+            "completions": completions,
+            "completion_ids": list(self.completion_ids),
+        }
+        return columns, found
+
+
 class Scores(NamedTuple):
     """What scoring found, one entry a completion: each function's value by name, and the weighted sum over those that
     apply (None: none does). `errors` counts the values that each function failed to give."""
@@ -142,20 +167,13 @@ class RewardSet:
             except InputError as error:
                 raise InputError(f"{origin}: reward {reward.name} {error}") from error
 
-    def begin(
-        self,
-        prompts: Sequence[str | list[dict[str, Any]]],
-        completions_text: Sequence[str | list[dict[str, Any]]],
-        completion_ids: Sequence[list[int]],
-        columns_rows: Sequence[dict[str, Any]],
-        about: Scoring,
-    ) -> None:
+    def begin(self, made: Completions, about: Scoring) -> None:
         """Have workers call the functions on one prompt's completions, of a batch whose others are to come. `score`
         takes what came of it, where it would pass the same arguments."""
         assert self._workers is not None
-        if not prompts:
+        if not made.prompts:
             return
-        columns, arguments = _arguments(prompts, completions_text, completion_ids, columns_rows)
+        columns, arguments = made.arguments()
         offered = arguments | {"trainer_state": TrainerState(about.step)}
         for reward in self.rewards:
             try:
@@ -163,7 +181,7 @@ class RewardSet:
             except InputError:  # which `score` raises, if it is so of all rows
                 continue
             given = {name: offered.get(name) for name in names}
-            outcome = self._workers.begin((reward.spec or "", given, len(prompts)))
+            outcome = self._workers.begin((reward.spec or "", given, len(made.prompts)))
             self._begun[reward.name, about.groups[0]] = _Begun(names, outcome)
 
     def abandon(self) -> None:
@@ -172,35 +190,26 @@ class RewardSet:
             self._workers.abandon([begun.outcome for begun in self._begun.values()])
         self._begun.clear()
 
-    def score(
-        self,
-        prompts: Sequence[str | list[dict[str, Any]]],
-        completions_text: Sequence[str | list[dict[str, Any]]],
-        completion_ids: Sequence[list[int]],
-        columns_rows: Sequence[dict[str, Any]],
-        about: Scoring | None = None,
-    ) -> Scores:
-        """Score completions; every list has one entry a completion. A column goes to the functions when every row has
-        it.
+    def score(self, made: Completions, about: Scoring | None = None) -> Scores:
+        """Score completions. A column goes to the functions when every row has it.
 
         Raises `InputError` when a function returns no list or one of the wrong length and, unless `on_error` says
         otherwise, when it raises or returns something that is no finite number.
         """
-        if not prompts:
+        count, about = len(made.prompts), about or Scoring()
+        if not count:
             return Scores([], [], {})
+        self.logged = Logged(count)
         if not self.rewards:
-            self.logged = Logged(len(prompts))
-            return Scores([{} for _ in prompts], [0.0] * len(prompts), {})
-        about = about or Scoring()
-        columns, arguments = _arguments(prompts, completions_text, completion_ids, columns_rows)
-        self.logged = Logged(len(prompts))
+            return Scores([{} for _ in range(count)], [0.0] * count, {})
         offered = {
             "trainer_state": TrainerState(about.step),
             "log_metric": self.logged.log_metric,
             "log_extra": self.logged.log_extra,
             "environments": about.environments,
         }
-        batches = self._batches(arguments, len(prompts), about)
+        columns, arguments = made.arguments()
+        batches = self._batches(arguments, count, about)
         errors: Counter[str] = Counter()
         values: dict[str, list[float | None]] = {reward.name: [] for reward in self.rewards}
         calls = list(itertools.product(self.rewards, batches))
@@ -281,24 +290,6 @@ class RewardSet:
     def _total(self, row: dict[str, float | None]) -> float | None:
         terms = [r.weight * value for r in self.rewards if (value := row[r.name]) is not None]
         return sum(terms) if terms else None
-
-
-def _arguments(
-    prompts: Sequence[str | list[dict[str, Any]]],
-    completions_text: Sequence[str | list[dict[str, Any]]],
-    completion_ids: Sequence[list[int]],
-    columns_rows: Sequence[dict[str, Any]],
-) -> tuple[list[str], Arguments]:
-    """The columns that every row has, and all arguments by name."""
-    columns = [name for name in columns_rows[0] if all(name in row for row in columns_rows)]
-    arguments: Arguments = {name: [row[name] for row in columns_rows] for name in columns}
-    arguments["prompts"] = list(prompts)
-    arguments["completions"] = [  # in the prompt's form
-        text if isinstance(prompt, str) or not isinstance(text, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, completions_text, strict=True)
-    ]
-    arguments["completion_ids"] = list(completion_ids)
-    return columns, arguments
 
 
 def _rows(origins: Sequence[str]) -> str:

@@ -36,4 +36,7 @@ def check_answer(problem: Problem) -> None:
     """Raise `InputError` naming the row when its `answer` does not end in "#### number"."""
     answer = problem.columns.get("answer")
     if not isinstance(answer, str) or _MARKER not in answer or final_number(answer) is None:
-        raise InputError(f"{problem.origin}: answer must be a text that ends with the final number after ####")
+        raise InputError(
+            f"{problem.origin}: answer must be a text that ends with the final number after ####; rows of another "
+            "form, verl's among them, train by the recipe dataset, with --reward math"
+        )
