@@ -177,7 +177,7 @@ class Runner:
         if like is not None:
             return like.bound_to(inputs)
         body, dynamic = (self._decode_body, DECODE) if name == "decode" else (self._mixed_body, MIXED)
-        constants = {"model": self._model.config, "masks": self._model.masks, "paging": self._paging}
+        constants = {**self._model.baked(), "paging": self._paging}
         return self._runtime.program(name, body, inputs, {"kv", "buffer"}, dynamic, constants)
 
     def _decode_body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:

@@ -79,8 +79,6 @@ class TrainerPrograms:
         training = replace(scoring, grad=dict(zip(flat.names, flat.grads, strict=True)))
         self._differentiated = graph.Differentiated(self._train_forward, flat.accumulate)
         baked = self.constants()
-        if not all(graph.in_package(type(a)) for a in self.algorithms.values()):  # others are traced at every start
-            del baked["forward_backward"]
         self.by_name: dict[str, graph.Program] = {}
 
         def add(name: str, body: graph.GraphBody, inputs: graph.Inputs, writes: Collection[graph.Role]) -> None:
@@ -117,8 +115,7 @@ class TrainerPrograms:
 
     def constants(self) -> dict[str, graph.Constants]:
         """For each function what its graphs depend on: the very objects that its body reads."""
-        model = {"model": self.model.config, "masks": self.model.masks}
-        layout = self.flat.layout
+        model, layout = self.model.baked(), self.flat.layout
         sharding = {
             "ranks": layout.ranks,
             "shapes": dict(zip(self.flat.names, layout.shapes, strict=True)),
