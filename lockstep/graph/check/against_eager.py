@@ -17,6 +17,7 @@ from typing import Literal
 from torch import Tensor
 
 from ...cache import fingerprint as cache_fingerprint
+from ...ops import cpu_build
 from ..ir.captured import GraphError, Level, title_of
 from ..ir.text import digest
 from ..program import Program
@@ -111,7 +112,7 @@ def _first_fault(
         text = digests.setdefault(id(captured), digest(captured) if first else "")
         shapes = [(title, tuple(tensor.shape)) for _, title, tensor in replace(function.inputs, user=case.user).flat()]
         asked = title_of(function.name, case.statics), body_name(function.body)
-        this = cache_fingerprint.key(text, asked, level, case.name, shapes)
+        this = cache_fingerprint.key(text, asked, level, case.name, shapes, cpu_build())
         if verdicts and not any(runtime.peers.gather(not verdicts.passed(this))):
             known += 1
             continue
