@@ -90,7 +90,7 @@ class Runner:
     def use(self, weights: SharedWeights) -> None:
         """Run steps with these weights from here on. Graphs of those before are closed."""
         for program in [*self._decode.values(), *(program for program, _ in self._mixed.values())]:
-            program.close()
+            program.drop()
         self._decode.clear()
         self._mixed.clear()
         self.weights, self._model = weights, weights.model
