@@ -161,6 +161,9 @@ def test_every_stage_is_kept_and_written(tmp_path: Path) -> None:
     removed = (folder / "1-canonicalize.diff").read_text()
     assert "-cos: " in removed and not any(line.startswith("+silu_mul") for line in removed.splitlines())
     assert any(line.startswith("+silu_mul") for line in (folder / "2-recompute.diff").read_text().splitlines())
+    (tmp_path / "taken").touch()
+    with pytest.raises(GraphError, match=r"compile\.dump .*taken: cannot be written \(Not a directory\)"):
+        write_stages(captured, tmp_path / "taken")
 
 
 def test_what_is_overwritten_before_the_backward_pass_is_not_computed_again() -> None:
