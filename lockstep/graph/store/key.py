@@ -20,8 +20,8 @@ def key_of(request: Request, level: str, made_with: Mapping[str, Any], passes: S
     """The key of one graph, or None when it depends on code outside this package, which no hash covers. `made_with`:
     settings of the runtime and constants of the body, by name."""
     bodies = _bodies(request.body)
-    partial = any(isinstance(b, functools.partial) for b in bodies)
-    if partial or not all(map(covered, (*bodies, *(p.apply for p in passes), *classes(request.constants)))):
+    code: list[Callable[..., Any]] = [*bodies, *(p.apply for p in passes), *classes(request.constants)]
+    if any(isinstance(b, functools.partial) for b in bodies) or not all(map(covered, code)):
         return None
     specs = request.specs
     home = specs[0].device if specs else None
