@@ -77,10 +77,12 @@ class Decoder(nn.Module):
         self.rope_factor = scaling.table_factor if isinstance(scaling, YarnScaling) else 1.0
 
     def baked(self) -> dict[str, Any]:
-        """What traces have of the model besides its tensors, by name: numbers, and the classes whose code they are."""
-        factors = self.norm_offset, self.embed_factor, self.rope_factor
+        """What traces have of the model besides its tensors, by name: numbers, how words come from other ranks, and the
+        classes whose code they are."""
+        axis, factors = self.spread.axis, (self.norm_offset, self.embed_factor, self.rope_factor)
         blocks = list(dict.fromkeys(map(type, self.modules())))
-        return {"model": self.config, "masks": self.masks, "factors": factors, "blocks": blocks}
+        ways = {"factors": factors, "spread": (axis.name, axis.size, axis.pushes), "blocks": blocks}
+        return {"model": self.config, "masks": self.masks, **ways}
 
     def add_value_head(self) -> None:
         """Give the model a value head, of zeros."""
