@@ -90,7 +90,7 @@ class Runner:
     def use(self, weights: SharedWeights) -> None:
         """Run steps with these weights from here on. Graphs of those before are closed."""
         for program in [*self._decode.values(), *(program for program, _ in self._mixed.values())]:
-            program.close()
+            program.drop()
         self._decode.clear()
         self._mixed.clear()
         self.weights, self._model = weights, weights.model
@@ -177,7 +177,7 @@ class Runner:
         if like is not None:
             return like.bound_to(inputs)
         body, dynamic = (self._decode_body, DECODE) if name == "decode" else (self._mixed_body, MIXED)
-        constants = {"model": self._model.config, "masks": self._model.masks, "paging": self._paging}
+        constants = {**self._model.baked(), "paging": self._paging}
         return self._runtime.program(name, body, inputs, {"kv", "buffer"}, dynamic, constants)
 
     def _decode_body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:

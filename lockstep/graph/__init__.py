@@ -20,7 +20,6 @@ from .runtime import EAGER, Runtime
 from .store.artifact import dumps, loads, register_region
 from .store.baked_constants import Constants
 from .store.folder import Store
-from .store.key import in_package
 from .torch_private import trace as _trace
 
 _trace.spare_dynamo(_NAMESPACE)

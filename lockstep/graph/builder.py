@@ -59,7 +59,13 @@ class Made:
     loaded: int = 0
     retracing: bool = False
 
+    def retrace(self) -> bool:
+        """Want no more stored graphs; whether there were any."""
+        had, self.loaded, self.retracing = self.loaded > 0, 0, True
+        return had
+
     def forget_stages(self) -> None:
+        """Drop the graphs from before the passes: many small objects, which slow every garbage collection."""
         for graphs in (self.traces, self.ready):
             for key, captured in graphs.items():
                 graphs[key] = replace(captured, before=None)
@@ -181,6 +187,13 @@ class GraphBuilder:
         self.nodes[captured.title] = captured.log
         self.backend.check(captured)
         return captured
+
+    def rewrite(self, made: Made) -> None:
+        """Run the passes on every trace anew."""
+        made.ready.clear()
+        for key, captured in made.traces.items():
+            (_, as_captured), *_ = captured.stages()
+            made.traces[key] = self.rewritten(as_captured)
 
     def _at(self, level: Level, captured: Captured) -> Captured:
         if level not in RECORDINGS:

@@ -117,27 +117,8 @@ class Program:
         found = builder.graph(wanted, self.level, self.made)
         return builder.graph(fixed, self.level, self.made) if found.sizes.broken(wanted.sizes) else found
 
-    @property
-    def traces(self) -> list[Captured]:
-        """What was traced for this function and those of other tensors, after the passes that all levels share."""
-        return list(self.made.traces.values())
-
-    def rewrite(self) -> None:
-        """Close the graphs, and run the passes on every trace anew."""
-        self.close()
-        self.made.ready.clear()
-        for key, captured in self.made.traces.items():
-            (_, as_captured), *_ = captured.stages()
-            self.made.traces[key] = self.tools.builder.rewritten(as_captured)
-
-    def retrace(self) -> bool:
-        """Want no more stored graphs, for this function and those of other tensors; whether there were any."""
-        had, self.made.loaded, self.made.retracing = self.made.loaded > 0, 0, True
-        return had
-
     def forget_stages(self) -> None:
-        """Drop the graphs from before the passes: many small objects, which slow every garbage collection."""
-        self.made.forget_stages()
+        """As `Made.forget_stages`."""
         for graph in self.graphs.values():
             graph.captured = replace(graph.captured, before=None)
 
@@ -147,3 +128,9 @@ class Program:
             graph.close()
         self.graphs.clear()
         self._by_layout.clear()
+
+    def drop(self) -> None:
+        """Close the graphs for good: the runtime keeps nothing of it, nor of the tensors that it is bound to."""
+        self.close()
+        if self in self.tools.programs:
+            self.tools.programs.remove(self)

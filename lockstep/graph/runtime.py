@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from ..config import RECORDINGS, CompileConfig, recordings, resolve_compile
 from ..distributed import ONE, World
 from ..timings import Timings
-from .builder import GraphBuilder, load_hook
+from .builder import GraphBuilder, Made, load_hook
 from .capture.step import GraphBody
 from .ir.captured import Dynamic, Inputs, Level, Role
 from .launch.cudagraph import CudaRecorder, GraphRecorder
@@ -91,9 +91,12 @@ class Runtime:
     def share(self) -> bool:
         """Have the backend rewrite what every trace of both roles has, once both have made their graphs; whether there
         is any. If so all graphs are closed, and made with it when next needed."""
-        shared = self.builder.backend.share([trace for program in self.programs for trace in program.traces])
+        made = self._made()
+        shared = self.builder.backend.share([trace for graphs in made for trace in graphs.traces.values()])
         for program in self.programs if shared else ():
-            program.rewrite()
+            program.close()
+        for graphs in made if shared else ():
+            self.builder.rewrite(graphs)
         return shared
 
     def lower(self, name: str) -> Level:
@@ -107,7 +110,7 @@ class Runtime:
         """Let go of the stored graphs of every program of this name, and capture anew from here on; whether there were
         any."""
         programs = self._named(name)
-        had = any([program.retrace() for program in programs])
+        had = any([graphs.retrace() for graphs in self._made(programs)])
         had = self.peers.gather(had)[0]  # the first has the store
         for program in programs if had else ():
             program.made.ready.clear()
@@ -117,6 +120,10 @@ class Runtime:
     def _named(self, name: str) -> list[Program]:
         return [program for program in self.programs if program.name == name]
 
+    def _made(self, programs: Sequence[Program] | None = None) -> list[Made]:
+        """What was made for these, by default all, each once, as the same is for several."""
+        return list({id(p.made): p.made for p in (self.programs if programs is None else programs)}.values())
+
     def begin_warm_up(self, peers: World) -> None:
         """From here on graphs are made together with these."""
         self.peers = self.builder.peers = peers
@@ -125,6 +132,8 @@ class Runtime:
         """From here on a new graph counts as a recompile; what only a check needs is let go of."""
         self.warm_up.ended = True
         self.peers = self.builder.peers = ONE  # what is made late is made where it is needed
+        for graphs in self._made():
+            graphs.forget_stages()
         for program in self.programs:
             program.forget_stages()
         if self.device.type == "cuda":

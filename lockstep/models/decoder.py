@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,14 @@ class Decoder(nn.Module):
         factor = family.embedding_scale(config)
         self.embed_factor = torch.tensor(factor, dtype=dtype, device="cpu").item()  # rounded, as transformers does
         self.rope_factor = scaling.table_factor if isinstance(scaling, YarnScaling) else 1.0
+
+    def baked(self) -> dict[str, Any]:
+        """What traces have of the model besides its tensors, by name: numbers, how words come from other ranks, and the
+        classes whose code they are."""
+        axis, factors = self.spread.axis, (self.norm_offset, self.embed_factor, self.rope_factor)
+        blocks = list(dict.fromkeys(map(type, self.modules())))
+        ways = {"factors": factors, "spread": (axis.name, axis.size, axis.pushes), "blocks": blocks}
+        return {"model": self.config, "masks": self.masks, **ways}
 
     def add_value_head(self) -> None:
         """Give the model a value head, of zeros."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..cache.file_hashes import fingerprints, glance
 from ..cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, TensorFile, TensorReader, cut
-from ..distributed.mesh import ALONE, Mesh
 from ..errors import InputError, LockstepError
 from ..json_file import read_object
 from .blocks.weight_slices import WeightSlice
@@ -110,12 +109,11 @@ def read_config(folder: Path) -> ModelConfig:
     return config
 
 
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu", mesh: Mesh = ALONE) -> Decoder:
-    """The decoder of a Hugging Face folder, converted to `dtype` on `device`; on a mesh, its part. Raises as
-    `FolderWeights`."""
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+    """The decoder of a Hugging Face folder, converted to `dtype` on `device`. Raises as `FolderWeights`."""
     source = FolderWeights(folder)
-    require_memory(source.config, dtype, device, str(folder), mesh)
-    return load_part(source, dtype, device, mesh)
+    require_memory(source.config, dtype, device, str(folder))
+    return load_part(source, dtype, device)
 
 
 class FolderWeights:

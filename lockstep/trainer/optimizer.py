@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -18,18 +18,6 @@ from ..errors import refuse
 from ..machine import host_buffer
 from ..models import Decoder, by_pattern
 from .parameters import Buffer, FlatParameters
-
-
-class AdamWTensors(NamedTuple):
-    """What an update reads and writes: weights in the compute dtype; float32 gradients, masters and moments, all flat;
-    the updates applied to matrices and to vectors, float32 [2]. In float32 `weights` and `master` are one tensor."""
-
-    weights: Tensor
-    grad: Tensor
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    steps: Tensor
 
 
 @dataclass(frozen=True)
@@ -141,23 +129,42 @@ class AdamW:
 
     def inputs(self) -> graph.Inputs:
         """What `update` reads and writes, besides the rate `lr`, which is a buffer of its inputs too."""
-        t = self.tensors()._asdict()
-        weights, grad = t.pop("weights"), t.pop("grad")
-        if t["master"] is weights:
-            del t["master"]
-        return graph.Inputs(param={"weights": weights}, grad={"grad": grad}, buffer=self.flat.counted, optimizer=t)
+        weights, grad, own = {"weights": self.flat.data}, {"grad": self.flat.grad}, self.local_state()
+        if self.master is self.flat.data:
+            del own["master"]
+        return graph.Inputs(param=weights, grad=grad, buffer=self.flat.counted, optimizer=own)
 
     def update(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, Tensor]:
         """`step` as a function of its inputs, and all of it with `launched`, which comes behind it."""
-        weights = inputs.param["weights"]
-        t = AdamWTensors(**{"master": weights, **inputs.optimizer}, weights=weights, grad=inputs.grad["grad"])
-        return adamw_step(t, self, inputs.buffer, ok)
+        weights, grad, own = inputs.param["weights"], inputs.grad["grad"], inputs.optimizer
+        rounded, master = (weights, own["master"]) if "master" in own else (None, weights)
+        grad_norm, step = self._clipped(inputs, ok)
+        state = ops.AdamWState(rounded, grad, master, own["exp_avg"], own["exp_avg_sq"], own["steps"])
+        for group in self.groups:
+            steps = state.steps if group is self.groups[-1] else state.steps.clone()  # the last counts it
+            self._apply(group.of(state, steps), step, group)
+        return grad_norm, step.applied
+
+    def _clipped(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, ops.AdamWStep]:
+        """The gradient's norm, and the update that it allows, at the rate `lr`. The norm is the root of the exact sum
+        of the same blocks' squares on any number of ranks."""
+        b, grad, max_norm = inputs.buffer, inputs.grad["grad"], self.settings.max_grad_norm
+        self.flat.add_up_alike(grad)
+        squares = ops.square_sums(grad)
+        counted = torch.where(b["counted"], squares, 0.0) if self.flat.counted else squares
+        grad_norm = ops.root_of_sum(self.flat.summed_words(ops.exact_sum(counted)))
+        applied = ok & torch.isfinite(grad_norm)
+        grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
+        return grad_norm, ops.AdamWStep(b["lr"], grad_scale, applied)
+
+    def _apply(self, state: ops.AdamWState, step: ops.AdamWStep, group: ParameterGroup) -> None:
+        s = self.settings
+        if group.scale != 1:
+            step = step._replace(lr=step.lr * group.scale)
+        ops.adamw(state, step, ops.AdamWSettings(group.decayed, s.beta1, s.beta2, s.epsilon, group.weight_decay))
 
     def launched(self) -> None:
         """What of an update is no part of a graph: nothing."""
-
-    def tensors(self) -> AdamWTensors:
-        return AdamWTensors(self.flat.data, self.flat.grad, self.master, self.exp_avg, self.exp_avg_sq, self.steps)
 
     def reset(self) -> None:
         """Forget moments and step counts; the masters stay."""
@@ -197,38 +204,6 @@ class AdamW:
             own.copy_(parts[0][:])
 
 
-def adamw_step(t: AdamWTensors, by: AdamW, b: Mapping[str, Tensor], ok: Tensor) -> tuple[Tensor, Tensor]:
-    """`AdamW.step` as a function of its tensors; of `by` it reads the layout, the settings and the groups.
-
-    The norm is the root of the exact sum of the same blocks' squares on any number of ranks.
-    """
-    grad_norm, step = _clipped(t.grad, by, b, ok)
-    state = ops.AdamWState(None if t.master is t.weights else t.weights, *t[1:])
-    for group in by.groups:
-        last = group is by.groups[-1]
-        _adamw(group.of(state, t.steps if last else t.steps.clone()), step, by.settings, group)  # the last counts it
-    return grad_norm, step.applied
-
-
-def _clipped(grad: Tensor, by: AdamW, b: Mapping[str, Tensor], ok: Tensor) -> tuple[Tensor, ops.AdamWStep]:
-    """The gradient's norm, and the update that it allows, at the rate `lr` of the update's buffers."""
-    by.flat.add_up_alike(grad)
-    squares = ops.square_sums(grad)
-    counted = torch.where(b["counted"], squares, 0.0) if by.flat.counted else squares
-    grad_norm = ops.root_of_sum(by.flat.summed_words(ops.exact_sum(counted)))
-    applied = ok & torch.isfinite(grad_norm)
-    max_norm = by.settings.max_grad_norm
-    grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
-    return grad_norm, ops.AdamWStep(b["lr"], grad_scale, applied)
-
-
-def _adamw(state: ops.AdamWState, step: ops.AdamWStep, settings: UpdateSettings, group: ParameterGroup) -> None:
-    if group.scale != 1:
-        step = step._replace(lr=step.lr * group.scale)
-    betas = settings.beta1, settings.beta2
-    ops.adamw(state, step, ops.AdamWSettings(group.decayed, *betas, settings.epsilon, group.weight_decay))
-
-
 CHUNK = 1 << 24  # elements of the state that are on the device at one time, twice
 
 
@@ -258,7 +233,7 @@ class OffloadedAdamW(AdamW):
 
     def update(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, Tensor]:
         b = inputs.buffer
-        grad_norm, step = _clipped(inputs.grad["grad"], self, b, ok)
+        grad_norm, step = self._clipped(inputs, ok)
         b["decided"].copy_(torch.stack([step.lr, step.grad_scale, step.applied.float()]))
         return grad_norm, step.applied
 
@@ -274,7 +249,7 @@ class OffloadedAdamW(AdamW):
                     own.copy_(host, non_blocking=True)
             _wait(_event(self._coming))
             steps = self.steps if i == len(self._pieces) - 1 else self.steps.clone()
-            _adamw(self._state(piece, here, steps), step, self.settings, piece)
+            self._apply(self._state(piece, here, steps), step, piece)
             with _on(self._going, _event(None if self._going is None else torch.cuda.current_stream())):
                 for own, host in zip(here, there, strict=True):
                     host.copy_(own, non_blocking=True)

@@ -60,9 +60,7 @@ class Layout:
         return Layout.of(self.shapes)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a buffer: of a parameter's shape in one process, flat otherwise."""
-        if self.ranks > 1:
-            return self.flat_views(flat)
+        """The parts of a buffer of one rank, each of its parameter's shape."""
         return [flat[at : at + prod(s)].view(s) for s, at in zip(self.shapes, self.offsets, strict=False)]
 
     def flat_views(self, flat: Tensor) -> list[Tensor]:

@@ -79,8 +79,6 @@ class TrainerPrograms:
         training = replace(scoring, grad=dict(zip(flat.names, flat.grads, strict=True)))
         self._differentiated = graph.Differentiated(self._train_forward, flat.accumulate)
         baked = self.constants()
-        if not all(graph.in_package(type(a)) for a in self.algorithms.values()):  # others are traced at every start
-            del baked["forward_backward"]
         self.by_name: dict[str, graph.Program] = {}
 
         def add(name: str, body: graph.GraphBody, inputs: graph.Inputs, writes: Collection[graph.Role]) -> None:
@@ -105,8 +103,8 @@ class TrainerPrograms:
         for name in ("forward_backward", "check"):
             self.by_name[name].lasting = step.COMPARED
         self._sparing: dict[str, graph.GraphBody] = {
-            "check": self._sparing_check,
-            "values": self._sparing_values,
+            "check": self._sparingly(self._checked),
+            "values": self._sparingly(self._critic_values),
             "reference_logprobs": self._sparing_reference,
         }
 
@@ -117,8 +115,7 @@ class TrainerPrograms:
 
     def constants(self) -> dict[str, graph.Constants]:
         """For each function what its graphs depend on: the very objects that its body reads."""
-        model = {"model": self.model.config, "masks": self.model.masks}
-        layout = self.flat.layout
+        model, layout = self.model.baked(), self.flat.layout
         sharding = {
             "ranks": layout.ranks,
             "shapes": dict(zip(self.flat.names, layout.shapes, strict=True)),
@@ -188,15 +185,14 @@ class TrainerPrograms:
                 loss.backward(inputs=self.flat.parameters)
         return outputs
 
-    def _sparing_check(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
-        """`check` in the same way."""
-        with self.flat.summed(inputs, step.MAXIMA) as own, self._by_layer(False):
-            return step.check(self.model, own.buffer["statistics"], batch_of(inputs, **statics)).tensors()
+    def _sparingly(self, score: graph.GraphBody) -> graph.GraphBody:
+        """`score` in the same way."""
 
-    def _sparing_values(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
-        """`values` in the same way."""
-        with self._by_layer(False):
-            return self._critic_values(replace(inputs, module=self.model), **statics)
+        def scored(inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
+            with self.flat.summed(inputs, step.MAXIMA) as own, self._by_layer(False):
+                return score(replace(own, module=self.model), **statics)
+
+        return scored
 
     def _sparing_reference(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
         """`reference_logprobs` in the same way."""
@@ -226,10 +222,12 @@ class TrainerPrograms:
             yield
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
-        batch = batch_of(inputs, **statics)
-        checked = self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False)
-        with checked as own, graph.substituted(self.model, own):
-            return step.check(self.model, own.buffer["statistics"], batch).tensors()
+        with self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False) as own:
+            return self._checked(own, **statics)
+
+    def _checked(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
+        with graph.substituted(self.model, inputs):
+            return step.check(self.model, inputs.buffer["statistics"], batch_of(inputs, **statics)).tensors()
 
     def _values_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         with self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False) as own:
@@ -237,9 +235,8 @@ class TrainerPrograms:
 
     def _critic_values(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         with graph.substituted(self.model, inputs):
-            return {
-                "value_C": step.critic_values(self.model, step.predicting_rows(self.model, batch_of(inputs, **statics)))
-            }
+            rows_CD = step.predicting_rows(self.model, batch_of(inputs, **statics))
+            return {"value_C": step.critic_values(self.model, rows_CD)}
 
     def _reference_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         assert self.reference is not None

@@ -18,7 +18,7 @@ from lockstep import ops
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.errors import InputError
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Runtime
+from lockstep.graph import Runtime, Store
 from lockstep.models import Decoder, ModelConfig, by_pattern, load_model, save_model
 from lockstep.models.blocks.attention import Attend
 from lockstep.models.blocks.layer import Layer
@@ -78,6 +78,25 @@ def test_a_folder_of_it_comes_back(model: Decoder, tmp_path: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"toys": 4}))
     with pytest.raises(InputError, match=r"config\.json: toys is 4; it must be 3"):
         load_model(tmp_path, torch.float32)
+
+
+def test_its_layers_are_traced_at_every_start(model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hash covers their code; of a family whose layers are the package's, graphs are known by its numbers."""
+
+    def start() -> tuple[int, int]:
+        runtime = Runtime(CompileConfig("step"), torch.device("cpu"), store=Store(tmp_path))
+        again = Decoder(model.config, torch.float32)
+        again.load_state_dict(model.state_dict())
+        generate(Engine(SharedWeights(again), GeneratorConfig(), 4096, runtime=runtime), *requests(1, length=2))
+        return runtime.captures, runtime.loaded
+
+    assert [start(), start()] == [(2, 0)] * 2
+    of_ours = {scale: replace(TOY, layer=Layer, embedding_scale=lambda _, scale=scale: scale) for scale in (1.0, 2.0)}
+    found = []
+    for scale in (1.0, 1.0, 2.0):
+        monkeypatch.setitem(FAMILIES, "toy", of_ours[scale])
+        found.append(start())
+    assert found == [(2, 0), (0, 2), (2, 0)]
 
 
 def test_both_roles_compute_its_bits_in_graphs(model: Decoder) -> None:

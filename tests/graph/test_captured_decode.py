@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -189,3 +191,16 @@ def test_longer_requests_than_before_are_captured_anew(decoder, runtime_of: Call
         arguments = [[3] * size], [SamplingParams(max_completion_length=6)], [SampleIdentity(0, 0, 0, 0)]
         assert words(captured.generate(*arguments)) == words(eager.generate(*arguments))
     assert captured.scheduler.rows.width == 128 // 16
+
+
+def test_nothing_is_kept_of_programs_of_narrower_tables(decoder, runtime_of: Callable[..., Runtime]) -> None:
+    runtime = runtime_of(recorded=True)
+    small, sampling = engine(decoder(layers=1), runtime), SamplingParams(temperature=0.0, max_completion_length=3)
+    for length in (8, 100):
+        small.generate([[1] * length], [sampling], [SampleIdentity(3, 0, 0, 0)])
+        if length == 8:
+            table = weakref.ref(small.scheduler.rows.table)
+            first = list(map(weakref.ref, runtime.programs))
+    gc.collect()
+    assert table() is None and not any(program() for program in first)
+    assert sorted(program.name for program in runtime.programs) == ["decode", "mixed"]

@@ -44,7 +44,7 @@ def test_buffers_are_cut_and_normed_alike(shapes: list[tuple[int, ...]], ranks: 
     buffers = torch.stack([cut(layout, whole, rank) for rank in range(ranks)])
     assert all(size % ALIGNMENT == 0 for size in layout.sizes) and buffers.shape[1] == layout.size
     for i, shape in enumerate(shapes):  # what an all-gather of the parts gives
-        parts = torch.cat([layout.views(buffer)[i].flatten() for buffer in buffers])
+        parts = torch.cat([layout.flat_views(buffer)[i] for buffer in buffers])
         count = torch.Size(shape).numel()
         assert torch.equal(parts[:count].view(shape), one.views(whole)[i]) and not parts[count:].any()
     words = torch.stack([ops.exact_sum(ops.square_sums(buffer)) for buffer in buffers]).sum(0)

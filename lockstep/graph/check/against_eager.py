@@ -17,6 +17,7 @@ from typing import Literal
 from torch import Tensor
 
 from ...cache import fingerprint as cache_fingerprint
+from ...ops import cpu_build
 from ..ir.captured import GraphError, Level, title_of
 from ..ir.text import digest
 from ..program import Program
@@ -105,13 +106,14 @@ def _first_fault(
     """The first case that differs, as a message, and the number of those that were known to pass."""
     known = 0
     digests: dict[int, str] = {}
+    computing = cpu_build(), sorted(runtime.builder.backend.settings().items())
     for function, case in [(function, case) for function, cases in work for case in cases]:
         captured = function.graph(case.user, case.statics).captured
         first = id(captured) not in digests
         text = digests.setdefault(id(captured), digest(captured) if first else "")
         shapes = [(title, tuple(tensor.shape)) for _, title, tensor in replace(function.inputs, user=case.user).flat()]
         asked = title_of(function.name, case.statics), body_name(function.body)
-        this = cache_fingerprint.key(text, asked, level, case.name, shapes)
+        this = cache_fingerprint.key(text, asked, level, case.name, shapes, computing)
         if verdicts and not any(runtime.peers.gather(not verdicts.passed(this))):
             known += 1
             continue

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import fx
 
 from ..torch_private import trace as torch_trace
-from .captured import Captured, is_backward, module_of
+from .captured import Captured, GraphError, is_backward, module_of
 from .values import Value
 
 Namer = Callable[[fx.Node], str]
@@ -28,15 +28,19 @@ def diff(before: Captured, after: Captured) -> str:
 
 
 def write_stages(captured: Captured, folder: Path) -> None:
-    """Write the graph as captured, what each pass changed (as a diff) and the graph in the end, a file each."""
+    """Write the graph as captured, what each pass changed (as a diff) and the graph in the end, a file each.
+    `GraphError`: the folder cannot be written."""
     level = ("pieces" if captured.split_at else "full") if captured.recorded else "captured"
-    target = folder / f"{captured.name}-{level}-{digest(captured)}"
-    target.mkdir(parents=True, exist_ok=True)
-    stages = captured.stages()
-    (target / "0-capture.txt").write_text(dump(stages[0][1]) + "\n", "utf-8")
+    target, stages = folder / f"{captured.name}-{level}-{digest(captured)}", captured.stages()
+    texts = {"0-capture.txt": dump(stages[0][1]), "final.txt": dump(captured)}
     for i, ((_, before), (step, after)) in enumerate(pairwise(stages), 1):
-        (target / f"{i}-{step}.diff").write_text(diff(before, after) + "\n", "utf-8")
-    (target / "final.txt").write_text(dump(captured) + "\n", "utf-8")
+        texts[f"{i}-{step}.diff"] = diff(before, after)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (target / name).write_text(text + "\n", "utf-8")
+    except OSError as error:
+        raise GraphError(f"compile.dump {folder}: cannot be written ({error.strerror}); name another folder") from error
 
 
 def digest(captured: Captured) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-Constants = Mapping[str, Any]  # values: numbers, text, None, sequences and mappings of such, dataclasses
+Constants = Mapping[str, Any]  # values: numbers, text, None, sequences and mappings of such, dataclasses, classes
 
 
 def flattened(constants: Constants) -> dict[str, Any]:
@@ -16,6 +16,16 @@ def flattened(constants: Constants) -> dict[str, Any]:
     for name, value in constants.items():
         found.update(_flat(name, value))
     return found
+
+
+def classes(value: Any) -> Iterator[type]:
+    """Those whose code a graph with these constants may hold: classes that stand among them, and of dataclasses."""
+    if isinstance(value, type) or is_dataclass(value):
+        yield value if isinstance(value, type) else type(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
+    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
+        yield from classes(item)
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
@@ -30,6 +40,8 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value) if isinstance(value, float) else value  # infinities are no JSON
-    raise TypeError(f"constant {name} is {value!r}; it must be a number, text, None, or a dataclass of such")
+    raise TypeError(f"constant {name} is {value!r}; it must be a number, text, None, a class, or a dataclass of such")

@@ -10,17 +10,18 @@ from ...cache.fingerprint import origin
 from ..capture.request import Request
 from ..capture.step import Differentiated
 from ..passes import Pass
+from .baked_constants import classes
 from .folder import Key
 
-_PACKAGE = __package__.partition(".")[0]
+_COVERED = __package__.partition(".")[0], "torch"
 
 
 def key_of(request: Request, level: str, made_with: Mapping[str, Any], passes: Sequence[Pass]) -> Key | None:
     """The key of one graph, or None when it depends on code outside this package, which no hash covers. `made_with`:
     settings of the runtime and constants of the body, by name."""
     bodies = _bodies(request.body)
-    partial = any(isinstance(b, functools.partial) for b in bodies)
-    if partial or not all(map(in_package, (*bodies, *(p.apply for p in passes)))):
+    code: list[Callable[..., Any]] = [*bodies, *(p.apply for p in passes), *classes(request.constants)]
+    if any(isinstance(b, functools.partial) for b in bodies) or not all(map(covered, code)):
         return None
     specs = request.specs
     home = specs[0].device if specs else None
@@ -52,8 +53,8 @@ def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
     return function.func if isinstance(function, functools.partial) else function
 
 
-def in_package(function: Callable[..., Any]) -> bool:
-    """Whether `origin` covers a function: it stands in this package, by name."""
+def covered(function: Callable[..., Any]) -> bool:
+    """Whether `origin` covers a function or a class: it stands in this package or in torch, by name."""
     function = _unbound(function)
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "<locals>")
-    return module.partition(".")[0] == _PACKAGE and "<locals>" not in name
+    return module.partition(".")[0] in _COVERED and "<locals>" not in name

@@ -50,9 +50,10 @@ def exchanged(world: World, compile: CompileConfig, model: ModelConfig, x: Tenso
     logits = {"logits": torch.zeros(rows, model.vocab_size // ranks, device=device)}
     exchanges = _Exchanges(Spread(world.generator.tp, device))
     runtime = Runtime(compile, device, store=Store(), mesh=world.sizes, peers=world)
+    constants = {"pushes": world.pushes}
     try:
-        layer = runtime.program("exchange_layer", exchanges.layer, Inputs(buffer=columns), constants={})
-        head = runtime.program("exchange_head", exchanges.head, Inputs(buffer=logits), constants={})
+        layer = runtime.program("exchange_layer", exchanges.layer, Inputs(buffer=columns), constants=constants)
+        head = runtime.program("exchange_head", exchanges.head, Inputs(buffer=logits), constants=constants)
         with world.deadline("measuring the links", timeouts=2):
             return Exchanged(*(max(world.gather(_seconds(world, device, program))) for program in (layer, head)))
     finally:

@@ -62,7 +62,7 @@ class Reference:
 
     def constants(self) -> dict[str, Any]:
         """What its graphs depend on."""
-        return {"model": self.model.config, "masks": self.model.masks}
+        return self.model.baked()
 
 
 class GatheredReference(Reference):

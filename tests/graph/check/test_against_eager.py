@@ -260,6 +260,10 @@ def test_what_passed_is_not_run_again_until_something_changes(tmp_path: Path, mo
     folder.chmod(0o770)  # someone else could write there
     assert check() == 0
     folder.chmod(0o700)
+    monkeypatch.setattr("lockstep.graph.check.against_eager.cpu_build", lambda: "another compiler's")
+    assert [check(), check()] == [0, 1]
+    monkeypatch.setattr("lockstep.graph.passes.backend.Backend.settings", lambda _: {"threads": 3})
+    assert [check(), check()] == [0, 1]
     monkeypatch.setattr("lockstep.cache.fingerprint.origin", lambda _: {"sources": "edited"})
     assert check() == 0
 

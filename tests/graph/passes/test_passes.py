@@ -161,6 +161,9 @@ def test_every_stage_is_kept_and_written(tmp_path: Path) -> None:
     removed = (folder / "1-canonicalize.diff").read_text()
     assert "-cos: " in removed and not any(line.startswith("+silu_mul") for line in removed.splitlines())
     assert any(line.startswith("+silu_mul") for line in (folder / "2-recompute.diff").read_text().splitlines())
+    (tmp_path / "taken").touch()
+    with pytest.raises(GraphError, match=r"compile\.dump .*taken: cannot be written \(Not a directory\)"):
+        write_stages(captured, tmp_path / "taken")
 
 
 def test_what_is_overwritten_before_the_backward_pass_is_not_computed_again() -> None:
@@ -241,3 +244,18 @@ def test_a_digest_sees_targets_constants_shapes_and_order_but_not_names() -> Non
     for node in renamed.graph.nodes:
         node.name = f"{node.name}_renamed"
     assert digest(renamed) == base and "mul_renamed" in dump(renamed) and len(graph.nodes) == 0
+
+
+def test_a_trace_of_several_programs_is_rewritten_once(runtime_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, given, rewrites = runtime_of(), list[int](), list[str]()
+
+    def tripled(inputs: Inputs) -> dict[str, Tensor]:
+        return {"y": inputs.buffer["x"] * 3}
+
+    function = runtime.program("tripled", tripled, Inputs(buffer={"x": torch.ones(3)}))
+    other = function.bound_to(Inputs(buffer={"x": torch.zeros(3)}))
+    assert [program()["y"].sum() for program in (function, other)] == [9, 0]
+    monkeypatch.setattr(runtime.builder.backend, "share", lambda traces: given.append(len(traces)) or True)
+    monkeypatch.setattr(runtime.builder, "rewritten", lambda trace: rewrites.append(trace.name) or trace)
+    assert runtime.share() and given == [1] and rewrites == ["tripled"] and not function.graphs and not other.graphs
+    assert [program()["y"].sum() for program in (function, other)] == [9, 0] and runtime.captures == 1

@@ -15,6 +15,7 @@ from small import completed, train_group
 
 from lockstep import ops
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
+from lockstep.distributed.mesh import Axis, Mesh
 from lockstep.errors import LockstepError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Inputs, Program, Runtime, digest
@@ -279,3 +280,11 @@ def test_every_source_of_the_package_counts(name: str, tmp_path: Path, monkeypat
         hashes.append(origin.sources.__wrapped__())
     (tmp_path / name).rename(tmp_path / f"z{Path(name).suffix}")
     assert len({*hashes, origin.sources.__wrapped__()}) == 3
+
+
+def test_how_words_come_from_other_ranks_is_in_the_key() -> None:
+    def key(rank: int, pushes: bool) -> dict[str, Any]:
+        mesh = Mesh(tp=Axis("generator_tp", 2, rank, pushes))
+        return flattened(Decoder(DENSE, torch.float32, "meta", mesh).baked())
+
+    assert key(0, True) == key(1, True) != key(0, False) == key(1, False)
