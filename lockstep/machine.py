@@ -77,17 +77,12 @@ def wait_asleep() -> None:
 
 def bound_threads(device: torch.device) -> None:
     """Leave torch no more CPU threads than help, unless the environment says how many: a process with a GPU takes 8 at
-    most, and the processes of one host share its cores equally. `InputError`: `LOCAL_WORLD_SIZE` is no number."""
+    most, and the processes of one host share its cores equally. `InputError` as `processes_here`."""
     import torch
 
     if any(name in os.environ for name in _THREADS):
         return
-    processes = os.environ.get("LOCAL_WORLD_SIZE", str(launched().processes))
-    if not processes.isdecimal() or int(processes) < 1:
-        raise InputError(
-            f"LOCAL_WORLD_SIZE is {processes!r}; it must be how many processes this machine has, as torchrun says"
-        )
-    limit = max((os.cpu_count() or 1) // int(processes), 1)
+    limit = max((os.cpu_count() or 1) // processes_here(), 1)
     if device.type == "cuda":
         limit = min(limit, THREADS_BESIDE_A_GPU)
     torch.set_num_threads(min(torch.get_num_threads(), limit))
@@ -126,6 +121,16 @@ def launched() -> Launch:
         where = f"RANK is {rank} and LOCAL_RANK {local_rank}, of a WORLD_SIZE of {processes}"
         raise InputError(f"{where}: ranks count from 0; start several processes with torchrun")
     return Launch(rank, local_rank, processes)
+
+
+def processes_here() -> int:
+    """How many of them this machine has. `InputError`: `LOCAL_WORLD_SIZE` is no number."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", str(launched().processes))
+    if not count.isdecimal() or int(count) < 1:
+        raise InputError(
+            f"LOCAL_WORLD_SIZE is {count!r}; it must be how many processes this machine has, as torchrun says"
+        )
+    return int(count)
 
 
 @contextlib.contextmanager

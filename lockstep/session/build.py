@@ -138,7 +138,7 @@ class TrainingSession(Session):
             self.task = make_task(config.task, groups)
             self.environment = make_environment(config.task)
         require_degree(model_config(config), world.tp, "parallel.tp")
-        memory = min(world.gather(memory_at_hand(device)))
+        memory = min(world.gather(memory_at_hand(device, world)))
         asked = partial(workload, config, world.size, device.type == "cuda", model_config(config))
         _planned(asked(prompt_limit=prompt_limit(config, model_config(config)).tokens), memory, device)
         super().__init__(config, timings, world)

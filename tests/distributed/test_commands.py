@@ -121,7 +121,7 @@ def from_python(model: str, ranks: int = 2) -> list[Any]:
     what is said of prompts that differ, and of a second model. All generate together, as one has no room."""
     compile = CompileConfig("step", verify="off") if ranks > 1 else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "memory_at_hand", lambda device: 1000)
+        patch.setattr(choice, "memory_at_hand", lambda *_: 1000)
         llm = LLM(model, device="cpu", compile=compile, parallel=ParallelConfig(generator_tp=0))
     found: list[Any] = []
     for prompts, temperature in ((["one", "two"], 1.0), ("three", 0.0), (["one", "two"], 1.0)):

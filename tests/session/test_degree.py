@@ -112,7 +112,7 @@ def test_without_steps_the_fewest_that_have_room_generate_together(
     weights = num_parameters(model_config(config)) * 4
 
     def chosen(asked: RunConfig, memory: float, processes: int = 8) -> int:
-        monkeypatch.setattr(choice, "memory_at_hand", lambda device: int(memory))
+        monkeypatch.setattr(choice, "memory_at_hand", lambda *_: int(memory))
         made, world = choose_by_memory(asked, World(size=processes))
         assert made.parallel.generator_tp == world.generator_tp
         return world.generator_tp

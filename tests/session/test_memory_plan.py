@@ -49,6 +49,7 @@ from lockstep.session.memory import (
     adapted,
     holds_copy,
     in_larger_groups,
+    memory_at_hand,
     plan,
     refusal,
     remedies,
@@ -255,13 +256,17 @@ def test_a_graph_that_gathers_weights_takes_more_than_one_that_reads_them_whole(
     assert more == pytest.approx(2 * 2 * layer + 2 * 151936 * 4096, rel=1e-6)  # two layers and the head, in bfloat16
 
 
-def test_every_axis_has_a_communicator() -> None:
+def test_every_axis_has_a_communicator_that_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for settings in ({"cell": 64}, {"tp": 2}, {"tp": 2, "generator_tp": 4}, {"tp": 16}, {"cell": 4}):
         w = workload("qwen3-8b", 16)
         w = replace(w, config=replace(w.config, parallel=replace(w.config.parallel, batch_shards=0, **settings)))
         found.append(w.communicators)
         assert terms.context(w) == terms.CONTEXT + w.communicators * terms.COMMUNICATOR
+        free = H200 - terms.context(w) - GIB  # one that another process uses
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, H200))
+        world = World(size=16, tp=w.tp, generator_tp=w.config.parallel.generator_tp, lanes=w.cells.lanes)
+        assert memory_at_hand(torch.device("cuda"), world) == H200 - GIB
     assert found == [1, 2, 3, 1, 3] and terms.context(workload("qwen3-8b", 1)) == terms.CONTEXT
 
 
@@ -397,11 +402,11 @@ def test_a_run_computes_again_what_its_plan_says(monkeypatch: pytest.MonkeyPatch
     shown, taken = session.plan.to_dict()["terms_gib"], used(session.trainer, session.engine.cache, session.runtime)
     for name in ("weights", "moments", "gradients", "reference or teacher", "KV cache"):
         assert taken[name] == pytest.approx(shown[name], rel=0.02, abs=1e-3), name
-    monkeypatch.setattr("lockstep.session.build.memory_at_hand", lambda device: session.plan.total - 1000)
+    monkeypatch.setattr("lockstep.session.build.memory_at_hand", lambda *_: session.plan.total - 1000)
     tight = build(session.config)
     assert tight.plan.fits and tight.plan.again == 1 and tight.plan.cache_tokens == 256
     assert tight.config.compile.recompute == tight.runtime.config.recompute == ("layers.0",)
-    monkeypatch.setattr("lockstep.session.build.memory_at_hand", lambda device: 1 << 20)
+    monkeypatch.setattr("lockstep.session.build.memory_at_hand", lambda *_: 1 << 20)
     with pytest.raises(InputError, match="may take 0.0:(.|\n)*What would fit"):
         build(RUN)
 

@@ -61,7 +61,7 @@ def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeCho
     if world.size == 1 or config.parallel.generator_tp > 1:
         return config, world, None
     device = resolve_device(config.device)
-    memory = min(world.gather(memory_at_hand(device)))
+    memory = min(world.gather(memory_at_hand(device, world)))
     if config.parallel.generator_tp == 1:
         return *_that_fit(config, world, device, memory), None
     w = world.each(lambda: planned_workload(config, world.size, device))
@@ -110,7 +110,7 @@ def choose_by_memory(config: RunConfig, world: World) -> tuple[RunConfig, World]
     """
     if config.parallel.generator_tp:
         return config, world
-    found = world.share(lambda: (_loaded(config, world.size), memory_at_hand(resolve_device(config.device))))
+    found = world.share(lambda: (_loaded(config, world.size), memory_at_hand(resolve_device(config.device), world)))
     (needed, _), memory = found[0], min(of_rank for _, of_rank in found)
     ranks = next((ranks for ranks, size in needed.items() if size <= ROOM * memory), max(needed))
     if world.first and world.size > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,10 +9,11 @@ from contextlib import contextmanager
 import torch
 
 from ...config import RunConfig
-from ...distributed import World
+from ...distributed import ONE, World
 from ...errors import InputError, LockstepError
 from ...generator import KVCache
 from ...graph import Runtime
+from ...machine import processes_here
 from ...models import ModelConfig, resolve_folder
 from ...models.checks import memory_bytes
 from ...models.folder import read_config
@@ -21,7 +21,7 @@ from ...models.init import architecture
 from ...trainer import Trainer
 from .plan import MemoryPlan, plan
 from .remedies import refusal
-from .terms import CONTEXT, GIB, STATE_ON_HOST
+from .terms import COMMUNICATOR, CONTEXT, GIB, STATE_ON_HOST
 from .workload import Workload
 
 
@@ -44,13 +44,14 @@ def workload(config: RunConfig, ranks: int, on_gpu: bool, model: ModelConfig | N
     return Workload(own, config, ranks, dtype, frozen=frozen, on_gpu=on_gpu, **prompts)
 
 
-def memory_at_hand(device: torch.device) -> int:
-    """Bytes that this process may take: of a GPU all that others do not use, which is asked before anything is loaded;
-    of a host its part among the processes of one machine."""
+def memory_at_hand(device: torch.device, world: World = ONE) -> int:
+    """Bytes that this process may take: of a GPU all that others do not use, which is asked before anything is loaded
+    but what the processes of `world` talk through; of a host its part among the processes of one machine."""
     if device.type != "cuda":
-        return memory_bytes(device) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return memory_bytes(device) // processes_here()
     free, total = torch.cuda.mem_get_info(device)
-    return total - max(0, total - free - CONTEXT)
+    own = CONTEXT + COMMUNICATOR * len(world.axes)
+    return total - max(0, total - free - own)
 
 
 def require_room(w: Workload, memory: int) -> MemoryPlan:
