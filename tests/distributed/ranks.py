@@ -325,7 +325,7 @@ def graphs(world: World) -> Any:
         log = [line for title, lines in runtime.builder.nodes.items() if "forward_backward" in title for line in lines]
         found[name] = {"different": on_all(world, unlike), "digests": on_all(world, made), "log": log}
         found[name]["captures"] = on_all(world, runtime.captures)
-        traces = trainer.programs.by_name["forward_backward"].traces  # the first rank has them for all
+        traces = trainer.programs.by_name["forward_backward"].made.traces.values()  # the first rank has them for all
         found[name]["wire"] = [wire(captured, world) for captured in traces]
         checks = [g.captured.module.graph for f in runtime.programs if f.name == "check" for g in f.graphs.values()]
         found[name]["scoring"] = on_all(world, sorted({str(node.target) for nodes in checks for node in nodes.nodes}))
