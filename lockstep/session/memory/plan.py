@@ -26,7 +26,6 @@ STAYS: dict[str, Callable[[Workload], int]] = {
 }
 CACHE, KEPT, WORKING, TRANSIT = "KV cache", "activations", "head and backward", "in transit"
 GENERATION, CHECK, ALLOCATOR = "generation", "start-up check", "allocator"
-POOL = KEPT, WORKING, TRANSIT, GENERATION, CHECK  # what the pool of CUDA graphs grows to, and the machine's check
 
 
 @dataclass(frozen=True)
