@@ -62,7 +62,7 @@ def gather_columns(pieces: Sequence[Tensor], axis: Axis) -> Sequence[Tensor]:
     """For each of these tensors, [T, W] with the rank's own columns, all ranks' columns by rank, [T, ranks * W].
 
     Words are moved, and nothing is computed. The gradient of what was gathered is on each rank that of what the rank
-    made of it; those of all ranks add up to the gradient of the columns (`sum_of_columns`).
+    made of it; those of all ranks add up to the gradient of the columns (`sums_of_columns`).
     """
     if not axis.pushes:
         return _Columns.apply(axis, *pieces)
@@ -75,10 +75,12 @@ def own_columns(x: Tensor, index: Tensor, axis: Axis) -> Tensor:
     return x.unflatten(1, (axis.size, -1)).index_select(1, index).squeeze(1)
 
 
-def sum_of_columns(x: Tensor, axis: Axis) -> Tensor:
-    """The rank's own columns, [T, W], of the sum of all ranks' `x`, [T, ranks * W]: added in float32, rank by rank, and
-    rounded once."""
-    return _part_of_sum(torch.stack(x.chunk(axis.size, dim=1)), x.numel() // axis.size, axis).view(x.shape[0], -1)
+def sums_of_columns(pieces: Sequence[Tensor], axis: Axis) -> Sequence[Tensor]:
+    """For each of these tensors, [T, ranks * W], the rank's own columns, [T, W], of the sum of all ranks': added in
+    float32, rank by rank, and rounded once. In one collective."""
+    by_rank = torch.stack([_joined(own) for own in zip(*(x.chunk(axis.size, dim=1) for x in pieces), strict=True)])
+    total = _part_of_sum(by_rank, by_rank.numel() // axis.size, axis).view(by_rank.shape[1:])
+    return [own.contiguous() for own in total.split([x.shape[1] // axis.size for x in pieces], dim=1)]
 
 
 def rows_of_sum(x: Tensor, axis: Axis) -> Tensor:
@@ -153,7 +155,7 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(sum_of_columns(grad, ctx.axis) for grad in grads)
+        return None, *sums_of_columns(grads, ctx.axis)
 
 
 def _all(x: Tensor, axis: Axis) -> Tensor:

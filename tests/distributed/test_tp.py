@@ -10,11 +10,12 @@ import pytest
 import torch
 from processes import on_ranks
 from small import FAMILIES, make_model
+from torch import Tensor
 from tp_cases import on_a_rank, trained
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig, ParallelConfig, RunConfig, resolve_parallel
 from lockstep.config.sections.compile import resolve_compile
-from lockstep.distributed import Axis, Mesh
+from lockstep.distributed import Axis, Mesh, collectives
 from lockstep.distributed.pieces import joined, runs
 from lockstep.errors import InputError
 from lockstep.models import FolderWeights, ResidentWeights, load_part, save_model
@@ -109,6 +110,29 @@ def test_words_in_another_order_or_one_wrong_bit_of_one_rank_stop_the_update_on_
         assert not applied and (different > checked / 2 if case["mutant"] == "reversed" else different == 1)
         start = make_model(torch.float32, config=FAMILIES["qwen3"])
         assert all(torch.equal(p, found["weights"][name]) for name, p in start.named_parameters())
+
+
+def test_columns_that_are_gathered_together_have_their_gradients_in_one_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of two ranks that have the same, in bfloat16."""
+    sent = list[Tensor]()
+
+    def exchange(x: Tensor, size: int, axis: Axis) -> Tensor:
+        sent.append(x)
+        return x.reshape(axis.size, size)
+
+    monkeypatch.setattr(collectives, "_all", lambda x, axis: torch.cat([x] * axis.size))
+    monkeypatch.setattr(collectives, "exchange", exchange)
+    draw = torch.Generator().manual_seed(0)
+    pieces = [torch.randn(5, width, generator=draw).bfloat16().requires_grad_() for width in (6, 2, 3)]
+    gathered = collectives.gather_columns(pieces, Axis("tp", 2))
+    grads = [torch.randn(x.shape, generator=draw).bfloat16() for x in gathered]
+    found = torch.autograd.grad(gathered, pieces, grads)
+    for piece, whole, grad, own in zip(pieces, gathered, grads, found, strict=True):
+        assert torch.equal(whole, torch.cat([piece, piece], dim=1)) and own.is_contiguous()
+        assert torch.equal(own, sum(part.float() for part in grad.chunk(2, dim=1)).bfloat16())
+    assert len(sent) == 1
 
 
 def test_ranks_that_cannot_share_a_teacher_evenly_have_all_of_its_products() -> None:
