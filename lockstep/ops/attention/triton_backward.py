@@ -65,7 +65,8 @@ def _query_kernel(
     v_head_stride,
     scale,
     dq_stride,
-    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads a kv head
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -83,9 +84,7 @@ def _query_kernel(
     WINDOW: tl.constexpr = 0,
     FACTOR: tl.constexpr = 0.0,
 ):
-    kv_head, kv_heads, index = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
-    if ROPE_DIM > 0:  # of one kv head, as the compiler should know; a second axis has no room for so many heads' tiles
-        kv_head, kv_heads, index = 0, 1, tl.program_id(0)
+    kv_head, index = tl.program_id(0) % (HEADS // GROUP), tl.program_id(0) // (HEADS // GROUP)
     segment, tile, tiles = find_tile(index, cu_seqlens_ptr, prefix_len_ptr, tokens, segments, GROUP, BLOCK_M, BLOCK_S)
     if segment > segments:
         return
@@ -94,7 +93,7 @@ def _query_kernel(
     first_row = (tiles - 1 - tile) * BLOCK_M  # the rows that see most come first
     row_M = first_row + tl.arange(0, BLOCK_M)
     token_M, head_M = first + row_M // GROUP, kv_head * GROUP + row_M % GROUP
-    offset_M = token_M.to(tl.int64) * (kv_heads * GROUP * HEAD_DIM) + head_M * HEAD_DIM
+    offset_M = token_M.to(tl.int64) * (HEADS * HEAD_DIM) + head_M * HEAD_DIM
     offset_MH = offset_M[:, None] + h[None, :]
     dq_offset_MH = (token_M.to(tl.int64) * dq_stride + head_M * HEAD_DIM)[:, None] + h[None, :]
     dq_MH = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
@@ -189,7 +188,8 @@ def _key_kernel(
     scale,
     dk_stride,
     dv_stride,
-    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads a kv head; if ROPE_DIM > 0, heads that a program does
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -203,14 +203,11 @@ def _key_kernel(
     k_rope_stride=None,
     ROPE_DIM: tl.constexpr = 0,
     BLOCK_P: tl.constexpr = 0,
-    HEADS: tl.constexpr = 0,
     WINDOW: tl.constexpr = 0,
     FACTOR: tl.constexpr = 0.0,
 ):
-    kv_head, kv_heads = tl.program_id(0), tl.num_programs(0)
-    segment, tile, _ = find_tile(
-        tl.program_id(1), cu_seqlens_ptr, prefix_len_ptr, tokens, segments, 1, BLOCK_L, BLOCK_S
-    )
+    kv_head, index = tl.program_id(0) % (HEADS // GROUP), tl.program_id(0) // (HEADS // GROUP)
+    segment, tile, _ = find_tile(index, cu_seqlens_ptr, prefix_len_ptr, tokens, segments, 1, BLOCK_L, BLOCK_S)
     if segment > segments:
         return
     first = tl.load(cu_seqlens_ptr + segment) + tile * BLOCK_L
@@ -219,8 +216,8 @@ def _key_kernel(
     dk_LH = tl.zeros((BLOCK_L, BLOCK_H), tl.float32)
     dv_LX = tl.zeros((BLOCK_L, BLOCK_P if ROPE_DIM > 0 else BLOCK_H), tl.float32)
     if segment == segments:
-        store_keys(dk_ptr, dk_LH, row_L, row_L < tokens, tokens, dk_stride, HEAD_DIM, ROPE_DIM)
-        store_keys(dv_ptr, dv_LX, row_L, row_L < tokens, tokens, dv_stride, WIDTH, ROPE_DIM)
+        store_keys(dk_ptr, dk_LH, kv_head, row_L, row_L < tokens, tokens, dk_stride, HEAD_DIM, ROPE_DIM)
+        store_keys(dv_ptr, dv_LX, kv_head, row_L, row_L < tokens, tokens, dv_stride, WIDTH, ROPE_DIM)
         return
 
     end = tl.load(cu_seqlens_ptr + segment + 1)
@@ -229,11 +226,9 @@ def _key_kernel(
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, None, 0, 0, 0, k_rope_ptr, k_rope_stride)
     keys = load_key_parts(keys, row_L, visible_L, True, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
-    grad_stride = kv_heads * GROUP * HEAD_DIM
     grad_ptr += kv_head * GROUP * HEAD_DIM
     q_ptr += kv_head * GROUP * q_head_stride
     if ROPE_DIM > 0:
-        grad_stride = HEADS * HEAD_DIM
         q_rope_ptr += kv_head * GROUP * q_rope_head_stride
         lse_ptr += kv_head * GROUP
         delta_ptr += kv_head * GROUP
@@ -241,7 +236,7 @@ def _key_kernel(
         lse_ptr += kv_head * tokens * GROUP
         delta_ptr += kv_head * tokens * GROUP
     queries = Queries(q_ptr, q_stride, q_head_stride, q_rope_ptr, q_rope_stride, q_rope_head_stride)
-    rows = Rows(grad_ptr, grad_stride, lse_ptr, delta_ptr)
+    rows = Rows(grad_ptr, HEADS * HEAD_DIM, lse_ptr, delta_ptr)
 
     begin, rows_end = first * GROUP, end * GROUP
     if WINDOW > 0:
@@ -300,8 +295,8 @@ def _key_kernel(
         dk_LH = dk_LH * FACTOR
     if ROPE_DIM == 0:
         dk_LH = dk_LH * (scale * LN_2)
-    store_keys(dk_ptr, dk_LH, row_L, row_L < end, tokens, dk_stride, HEAD_DIM, ROPE_DIM)
-    store_keys(dv_ptr, dv_LX, row_L, row_L < end, tokens, dv_stride, WIDTH, ROPE_DIM)
+    store_keys(dk_ptr, dk_LH, kv_head, row_L, row_L < end, tokens, dk_stride, HEAD_DIM, ROPE_DIM)
+    store_keys(dv_ptr, dv_LX, kv_head, row_L, row_L < end, tokens, dv_stride, WIDTH, ROPE_DIM)
 
 
 def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionTile, AttentionTile]:
@@ -312,16 +307,10 @@ def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionTi
 
 
 def packed(x: AttentionGradient, by: Packed, scores: AttentionScores = PLAIN) -> tuple[Tensor, ...]:
-    grads = tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in x[1:4])
-    packed_into(grads, x, by, scores)
-    return grads
-
-
-def packed_with_sinks(x: AttentionGradient, by: Packed, scores: AttentionScores) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v and of sinks where there are some."""
     grads = tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in x[1:4])
     delta_KTG = packed_into(grads, x, by, scores)
-    assert scores.sinks_N is not None
-    return *grads, sinks_gradient(x, by, scores.sinks_N, delta_KTG)
+    return grads if scores.sinks_N is None else (*grads, sinks_gradient(x, by, scores.sinks_N, delta_KTG))
 
 
 def packed_into(grads: tuple[Tensor, ...], x: AttentionGradient, by: Packed, scores: AttentionScores = PLAIN) -> Tensor:
@@ -356,6 +345,7 @@ def launch(
 
     def options(tile: AttentionTile, more: dict[str, Any]) -> dict[str, Any]:
         return {
+            "HEADS": heads,
             "GROUP": heads // kv_heads,
             "HEAD_DIM": head_dim,
             "BLOCK_M": tile.query_rows,
@@ -371,10 +361,11 @@ def launch(
 
     of_queries, of_keys = map(options, tiles, others)
     rows = tokens * of_queries["GROUP"]
-    count = triton.cdiv(rows, tiles[0].query_rows) + segments + 1  # a segment's last tile may be short
-    grid = (count,) if "ROPE_DIM" in of_queries else (kv_heads, count)
+    tiles_of_queries = triton.cdiv(rows, tiles[0].query_rows) + segments + 1  # a segment's last tile may be short
+    tiles_of_keys = triton.cdiv(tokens, tiles[1].keys) + segments + 1
+    grid = (kv_heads * tiles_of_queries,)  # a second axis has no room for so many
     _query_kernel[grid](grad_TNH, *read, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, dq_TNH.stride(0), **of_queries)
-    grid = (heads // of_keys["GROUP"], triton.cdiv(tokens, tiles[1].keys) + segments + 1)
+    grid = (heads // of_keys["GROUP"] * tiles_of_keys,)
     strides = dk_TKH.stride(0), dv_TKH.stride(0)
     _key_kernel[grid](grad_TNH, *read, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, *strides, **of_keys)
     return delta_KTG

@@ -166,12 +166,12 @@ def find_tile(
 
 
 @triton.jit
-def store_keys(ptr, grad_LX, row_L, inside_L, tokens, stride, WIDTH: tl.constexpr, ROPE_DIM: tl.constexpr):
-    """A gradient of a kv head's rows; if ROPE_DIM > 0, what a group of heads found, which lies apart."""
+def store_keys(ptr, grad_LX, group, row_L, inside_L, tokens, stride, WIDTH: tl.constexpr, ROPE_DIM: tl.constexpr):
+    """A gradient of the rows of kv head `group`; if ROPE_DIM > 0, what that group of heads found, which lies apart."""
     x = tl.arange(0, grad_LX.shape[1])
     if ROPE_DIM > 0:
-        offset_L = (tl.program_id(0).to(tl.int64) * tokens + row_L) * WIDTH
+        offset_L = (group.to(tl.int64) * tokens + row_L) * WIDTH
     else:
-        offset_L = row_L.to(tl.int64) * stride + tl.program_id(0) * WIDTH
+        offset_L = row_L.to(tl.int64) * stride + group * WIDTH
     mask_LX = inside_L[:, None] & (x < WIDTH)[None, :]
     tl.store(ptr + (offset_L[:, None] + x[None, :]), grad_LX.to(ptr.dtype.element_ty), mask=mask_LX)
