@@ -35,7 +35,7 @@ from ..rows import unit_inner
 from . import triton_scores
 from .triton_gradient_tiles import LN_2, Rows, find_tile, over_keys, over_queries, store_keys
 from .triton_scores import first_tile, sinks_gradient
-from .triton_tiles import LONG, AttentionTile, Keys, Queries, block, load_key_parts, load_query_parts
+from .triton_tiles import LONG, AttentionForm, AttentionTile, Keys, Queries, block, load_key_parts, load_query_parts
 
 DQ_TILE, DKV_TILE = AttentionTile(64, 4, 2, keys=32), AttentionTile(64, 4, 2, keys=64)
 LONG_DQ_TILE, LONG_DKV_TILE = AttentionTile(128, 8, 3, keys=64), AttentionTile(64, 8, 2, keys=128)  # above `LONG` keys
@@ -120,7 +120,8 @@ def _query_kernel(
     inside_M = token_M < end
     mask_MH = inside_M[:, None] & (h < HEAD_DIM)[None, :]
     queries = Queries(q_ptr, q_stride, q_head_stride, q_rope_ptr, q_rope_stride, q_rope_head_stride)
-    q = load_query_parts(queries, token_M, head_M, inside_M, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR)
+    q = load_query_parts(queries, token_M, head_M, inside_M, FORM)
     grad_MH = tl.load(grad_ptr + offset_MH, mask=mask_MH, other=0.0)
     out_MH = tl.load(out_ptr + offset_MH, mask=mask_MH, other=0.0)
     statistic_M = (kv_head * tokens + first) * GROUP + row_M
@@ -135,27 +136,21 @@ def _query_kernel(
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, None, prefix, shared, own, k_rope_ptr, k_rope_stride)
     begin = 0
+    dq = (dq_MH, dq_MP)
     if WINDOW > 0:
         begin = first_tile(prefix + first_row // GROUP, WINDOW, BLOCK_L)
         seen_by_all = tl.maximum(seen_by_all, begin)
         if IS_LONG:
             entered = tl.cdiv(tl.maximum(seen - WINDOW, 0), BLOCK_L) * BLOCK_L  # from here on all rows see keys
             entered = tl.maximum(begin, tl.minimum(entered, seen_by_all))
-            dq_MH, dq_MP = over_keys(
-                dq_MH, dq_MP, q, grad_MH, lse_M, delta_M, position_M, begin, entered, keys, scale, True, HEAD_DIM,
-                BLOCK_L, ROPE_DIM, BLOCK_P, WINDOW, FACTOR,
-            )  # fmt: skip
+            dq = over_keys(dq, q, grad_MH, lse_M, delta_M, position_M, begin, entered, keys, scale, True, BLOCK_L, FORM)
             begin = entered
     if IS_LONG:
-        dq_MH, dq_MP = over_keys(
-            dq_MH, dq_MP, q, grad_MH, lse_M, delta_M, position_M, begin, seen_by_all, keys, scale, False, HEAD_DIM,
-            BLOCK_L, ROPE_DIM, BLOCK_P, WINDOW, FACTOR,
-        )  # fmt: skip
+        dq = over_keys(
+            dq, q, grad_MH, lse_M, delta_M, position_M, begin, seen_by_all, keys, scale, False, BLOCK_L, FORM
+        )
         begin = seen_by_all
-    dq_MH, dq_MP = over_keys(
-        dq_MH, dq_MP, q, grad_MH, lse_M, delta_M, position_M, begin, seen, keys, scale, True, HEAD_DIM, BLOCK_L,
-        ROPE_DIM, BLOCK_P, WINDOW, FACTOR,
-    )  # fmt: skip
+    dq_MH, dq_MP = over_keys(dq, q, grad_MH, lse_M, delta_M, position_M, begin, seen, keys, scale, True, BLOCK_L, FORM)
     if FACTOR > 0:
         dq_MH = dq_MH * FACTOR
     tl.store(dq_ptr + dq_offset_MH, (dq_MH * (scale * LN_2)).to(dq_ptr.dtype.element_ty), mask=mask_MH)
@@ -225,7 +220,8 @@ def _key_kernel(
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, None, 0, 0, 0, k_rope_ptr, k_rope_stride)
-    keys = load_key_parts(keys, row_L, visible_L, True, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR)
+    keys = load_key_parts(keys, row_L, visible_L, True, FORM)
     grad_ptr += kv_head * GROUP * HEAD_DIM
     q_ptr += kv_head * GROUP * q_head_stride
     if ROPE_DIM > 0:
@@ -236,8 +232,9 @@ def _key_kernel(
         lse_ptr += kv_head * tokens * GROUP
         delta_ptr += kv_head * tokens * GROUP
     queries = Queries(q_ptr, q_stride, q_head_stride, q_rope_ptr, q_rope_stride, q_rope_head_stride)
-    rows = Rows(grad_ptr, HEADS * HEAD_DIM, lse_ptr, delta_ptr)
+    rows = Rows(queries, grad_ptr, lse_ptr, delta_ptr)
 
+    grads = (dk_LH, dv_LX)
     begin, rows_end = first * GROUP, end * GROUP
     if WINDOW > 0:
         rows_end = tl.minimum(end, tl.minimum(first + BLOCK_L, end) - 1 + WINDOW) * GROUP
@@ -245,23 +242,21 @@ def _key_kernel(
     if IS_LONG:
         after = begin + tl.cdiv(BLOCK_L * GROUP, BLOCK_M) * BLOCK_M  # from here on rows see the whole tile
         stop = tl.minimum(after, rows_end)
-    dk_LH, dv_LX = over_queries(
-        dk_LH, dv_LX, keys, row_L, visible_L, begin, stop, rows_end, queries, rows, scale, "causal", GROUP, HEADS,
-        HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P, 0, WINDOW, FACTOR,
-    )  # fmt: skip
+    grads = over_queries(
+        grads, keys, row_L, visible_L, begin, stop, rows_end, rows, scale, "causal", HEADS, GROUP, BLOCK_M, FORM
+    )
     if IS_LONG:
         stop = rows_end
         if WINDOW > 0:  # rows that see the tile's first key see them all
             stop = tl.minimum(rows_end, tl.maximum(after, begin + WINDOW * GROUP // BLOCK_M * BLOCK_M))
-        dk_LH, dv_LX = over_queries(
-            dk_LH, dv_LX, keys, row_L, visible_L, after, stop, rows_end, queries, rows, scale, "none", GROUP, HEADS,
-            HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P, 0, WINDOW, FACTOR,
-        )  # fmt: skip
+        grads = over_queries(
+            grads, keys, row_L, visible_L, after, stop, rows_end, rows, scale, "none", HEADS, GROUP, BLOCK_M, FORM
+        )
         if WINDOW > 0:
             stop = tl.maximum(after, begin + WINDOW * GROUP // BLOCK_M * BLOCK_M)
-            dk_LH, dv_LX = over_queries(
-                dk_LH, dv_LX, keys, row_L, visible_L, stop, rows_end, rows_end, queries, rows, scale, "causal", GROUP,
-                HEADS, HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P, 0, WINDOW, FACTOR,
+            grads = over_queries(
+                grads, keys, row_L, visible_L, stop, rows_end, rows_end, rows, scale, "causal", HEADS, GROUP, BLOCK_M,
+                FORM,
             )  # fmt: skip
 
     s = tl.arange(0, BLOCK_S)
@@ -286,11 +281,12 @@ def _key_kernel(
             shift = shared + length - run // GROUP
             rows_end = tl.minimum(rows_end, (tl.minimum(last, shared + length) - 1 + WINDOW - shift) * GROUP)
         rows_end = tl.where((shared < last) & (shared + length > first), rows_end, run)
-        dk_LH, dv_LX = over_queries(
-            dk_LH, dv_LX, keys, row_L, visible_L, run, rows_end, rows_end, queries, rows, scale, "visible", GROUP,
-            HEADS, HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P, shift, WINDOW, FACTOR,
+        grads = over_queries(
+            grads, keys, row_L, visible_L, run, rows_end, rows_end, rows, scale, "visible", HEADS, GROUP, BLOCK_M, FORM,
+            shift,
         )  # fmt: skip
         child = run_end
+    dk_LH, dv_LX = grads
     if FACTOR > 0:
         dk_LH = dk_LH * FACTOR
     if ROPE_DIM == 0:
