@@ -144,8 +144,7 @@ class LayerProblem:
         """The tile of `choice` with other flags."""
         if choice.kernel != "pipelined":
             return []
-        flags = itertools.product((False, True), repeat=2)
-        return [choice._replace(early=early, prefetch=prefetch) for early, prefetch in flags]
+        return [choice._replace(early=early) for early in (False, True)]
 
 
 def range_of(bucket: int) -> range:

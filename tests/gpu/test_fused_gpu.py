@@ -15,14 +15,14 @@ DEVICE = "cuda"
 ROWS = (1, 2, 7, 16, 40, 64, 100, 256, 700)
 TMA_ROWS = (33, 40, 63, 64, 65, 100, 127, 128, 129, 256, 700)
 TILES = (
-    Choice("pipelined", 16, 16, 128, 4, 8, early=True, prefetch=True),
+    Choice("pipelined", 16, 16, 128, 4, 8, early=True),
     Choice("pipelined", 16, 32, 256, 4, 3),
     Choice("pipelined", 32, 32, 128, 4, 5),
     Choice("pipelined", 32, 64, 64, 4, 4),
     Choice("pipelined", 64, 16, 128, 4, 4),
     Choice("pipelined", 64, 32, 64, 4, 8, early=True),
     Choice("pipelined", 64, 64, 128, 4, 4),
-    Choice("pipelined", 128, 64, 64, 4, 5, prefetch=True),
+    Choice("pipelined", 128, 64, 64, 4, 5),
     Choice("pipelined", 128, 128, 64, 8, 4),
 )
 ASYNC_TILES = (

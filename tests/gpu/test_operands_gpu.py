@@ -16,7 +16,7 @@ DEVICE = "cuda"
 ROWS = (1, 2, 7, 16, 40, 64, 100, 129, 256, 700, 4096)
 TILES = (
     Choice("pipelined", 16, 32, 256, 4, 3),
-    Choice("pipelined", 64, 64, 128, 4, 4, early=True, prefetch=True),
+    Choice("pipelined", 64, 64, 128, 4, 4, early=True),
     Choice("pipelined", 128, 128, 64, 8, 4),
     Choice("async", 16, 16, 128, 4, 6, 4),
     Choice("async", 64, 64, 128, 4, 3, 3),

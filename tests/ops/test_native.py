@@ -111,7 +111,9 @@ def test_exp_is_exact_to_two_ulp_and_safe_at_its_ends() -> None:
     assert out[-5:-1].tolist() == [0.0, 0.0, 0.0, 200.0] and math.isnan(out[-1])
 
 
-@pytest.mark.parametrize(("rows", "columns", "dim"), [(1, 1, 1), (5, 100, 72), (33, 64, 300), (700, 130, 17)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "dim"), [(1, 1, 1), (5, 100, 72), (33, 64, 300), (700, 130, 17), (5, 100, 0)]
+)
 def test_products_agree_with_torch(rows: int, columns: int, dim: int) -> None:
     x, weight = torch.randn(rows, dim), torch.randn(columns, dim)
     exact = (x.double() @ weight.double().t()).float()
@@ -238,6 +240,19 @@ def test_other_dtypes_and_the_forced_reference_take_the_reference_path() -> None
     with using(None):
         assert ops.cpu_backend() == "reference"
         assert same(ops.silu_mul(x), ops.silu_mul.__wrapped__(x))
+
+
+def test_operands_of_another_dtype_are_refused() -> None:
+    x, half = torch.randn(3, 1, 16), torch.randn(3, 1, 16).bfloat16()
+    by = ops.Packed(torch.tensor([0, 3], dtype=torch.int32), *torch.zeros(2, 1, dtype=torch.int32), 3)
+    cache, slots = ops.KVPages(*torch.zeros(2, 1, 16, 1, 16)), torch.arange(3)
+    for call in (
+        lambda: ops.linear(x[:, 0], half[:, 0]),
+        lambda: ops.attention_packed(x, half, half, by),
+        lambda: ops.write_kv(x, half, cache, slots),
+    ):
+        with pytest.raises(TypeError, match=r"expected .*float32.*, got .*bfloat16"):
+            call()
 
 
 def test_inference_and_tracing_see_the_same_operator() -> None:

@@ -88,7 +88,7 @@ def attention_packed_backward(
 
 @operator(
     "lockstep::attention_sinks_packed_backward",
-    cuda="triton_backward:packed_with_sinks",
+    cuda="triton_backward:packed",
     fake=lambda x, by, scores: (*map(torch.empty_like, x[1:4]), torch.empty_like(scores.sinks_N)),
 )
 def attention_sinks_packed_backward(

@@ -23,7 +23,18 @@ from ..rows import unit_inner
 from . import triton_decode, triton_scores
 from .reference import KEY_SPLIT, KEY_TILE
 from .triton_scores import beside_sinks
-from .triton_tiles import LONG, AttentionTile, Keys, Queries, attend, block, empty_state, load_query_parts, merge_states
+from .triton_tiles import (
+    LONG,
+    AttentionForm,
+    AttentionTile,
+    Keys,
+    Queries,
+    attend,
+    block,
+    empty_state,
+    load_query_parts,
+    merge_states,
+)
 
 TILE = AttentionTile(64, 4, 3)
 LONG_TILE = AttentionTile(128, 8, 3)  # above `LONG` keys
@@ -66,35 +77,24 @@ def _attend_causal(
     scale,
     IS_LONG: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    FORM: tl.constexpr,
     lowest,  # these if WINDOW > 0: before this position no row sees a key
     highest,  # the first position that the last row sees
-    WINDOW: tl.constexpr,
-    FACTOR: tl.constexpr,
 ):
     """The state of the keys at positions `begin` to `end`, none of them in another split."""
     state = empty_state(q[0].shape[0], q[0].shape[1])
-    if WINDOW > 0:
+    if FORM.WINDOW > 0:
         begin = tl.maximum(begin, lowest // BLOCK_L * BLOCK_L)
         if IS_LONG:
             entered = tl.maximum(begin, tl.minimum(tl.cdiv(highest, BLOCK_L) * BLOCK_L, end))
-            state = attend(
-                state, q, last_M, begin, entered, keys, scale, True, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L, lowest,
-                WINDOW, FACTOR,
-            )  # fmt: skip
+            state = attend(state, q, last_M, begin, entered, keys, scale, True, PAGE_SIZE, BLOCK_L, FORM, lowest)
             begin = entered
     if IS_LONG:
         masked = tl.maximum(begin, tl.minimum(unmasked_end, end))
-        state = attend(
-            state, q, last_M, begin, masked, keys, scale, False, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L, lowest, WINDOW,
-            FACTOR,
-        )  # fmt: skip
+        state = attend(state, q, last_M, begin, masked, keys, scale, False, PAGE_SIZE, BLOCK_L, FORM, lowest)
         begin = masked
-    return attend(
-        state, q, last_M, begin, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L, lowest, WINDOW, FACTOR
-    )
+    return attend(state, q, last_M, begin, end, keys, scale, True, PAGE_SIZE, BLOCK_L, FORM, lowest)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -161,7 +161,8 @@ def _attention_kernel(
     token_M, head_M = row_M // GROUP, kv_head * GROUP + row_M % GROUP
     inside_M = token_M < length
     queries = Queries(q_ptr, q_stride, q_head_stride, q_rope_ptr, q_rope_stride, q_rope_head_stride)
-    q = load_query_parts(queries, first + token_M, head_M, inside_M, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR)
+    q = load_query_parts(queries, first + token_M, head_M, inside_M, FORM)
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, prefix, shared, own, k_rope_ptr, k_rope_stride)
@@ -177,15 +178,14 @@ def _attention_kernel(
         state = empty_state(BLOCK_M, BLOCK_H)
         for begin in range(lowest // SPLIT * SPLIT, end, SPLIT):
             of_split = _attend_causal(
-                q, last_M, begin, unmasked_end, tl.minimum(begin + SPLIT, end), keys, scale, IS_LONG,
-                PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L, lowest, highest, WINDOW, FACTOR,
+                q, last_M, begin, unmasked_end, tl.minimum(begin + SPLIT, end), keys, scale, IS_LONG, PAGE_SIZE,
+                BLOCK_L, FORM, lowest, highest,
             )  # fmt: skip
             state = merge_states(state, of_split)
     else:
         state = _attend_causal(
-            q, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, PAGE_SIZE, HEAD_DIM, ROPE_DIM, BLOCK_L, lowest,
-            highest, WINDOW, FACTOR,
-        )  # fmt: skip
+            q, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, PAGE_SIZE, BLOCK_L, FORM, lowest, highest
+        )
     if sinks_ptr is not None:
         state = beside_sinks(state, sinks_ptr, head_M, inside_M)
 

@@ -35,7 +35,7 @@ from ..rows import unit_inner
 from . import triton_scores
 from .triton_gradient_tiles import LN_2, Rows, find_tile, over_keys, over_queries, store_keys
 from .triton_scores import first_tile, sinks_gradient
-from .triton_tiles import LONG, AttentionTile, Keys, Queries, block, load_key_parts, load_query_parts
+from .triton_tiles import LONG, AttentionForm, AttentionTile, Keys, Queries, block, load_key_parts, load_query_parts
 
 DQ_TILE, DKV_TILE = AttentionTile(64, 4, 2, keys=32), AttentionTile(64, 4, 2, keys=64)
 LONG_DQ_TILE, LONG_DKV_TILE = AttentionTile(128, 8, 3, keys=64), AttentionTile(64, 8, 2, keys=128)  # above `LONG` keys
@@ -65,7 +65,8 @@ def _query_kernel(
     v_head_stride,
     scale,
     dq_stride,
-    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads a kv head
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -83,9 +84,7 @@ def _query_kernel(
     WINDOW: tl.constexpr = 0,
     FACTOR: tl.constexpr = 0.0,
 ):
-    kv_head, kv_heads, index = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
-    if ROPE_DIM > 0:  # of one kv head, as the compiler should know; a second axis has no room for so many heads' tiles
-        kv_head, kv_heads, index = 0, 1, tl.program_id(0)
+    kv_head, index = tl.program_id(0) % (HEADS // GROUP), tl.program_id(0) // (HEADS // GROUP)
     segment, tile, tiles = find_tile(index, cu_seqlens_ptr, prefix_len_ptr, tokens, segments, GROUP, BLOCK_M, BLOCK_S)
     if segment > segments:
         return
@@ -94,7 +93,7 @@ def _query_kernel(
     first_row = (tiles - 1 - tile) * BLOCK_M  # the rows that see most come first
     row_M = first_row + tl.arange(0, BLOCK_M)
     token_M, head_M = first + row_M // GROUP, kv_head * GROUP + row_M % GROUP
-    offset_M = token_M.to(tl.int64) * (kv_heads * GROUP * HEAD_DIM) + head_M * HEAD_DIM
+    offset_M = token_M.to(tl.int64) * (HEADS * HEAD_DIM) + head_M * HEAD_DIM
     offset_MH = offset_M[:, None] + h[None, :]
     dq_offset_MH = (token_M.to(tl.int64) * dq_stride + head_M * HEAD_DIM)[:, None] + h[None, :]
     dq_MH = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
@@ -121,7 +120,8 @@ def _query_kernel(
     inside_M = token_M < end
     mask_MH = inside_M[:, None] & (h < HEAD_DIM)[None, :]
     queries = Queries(q_ptr, q_stride, q_head_stride, q_rope_ptr, q_rope_stride, q_rope_head_stride)
-    q = load_query_parts(queries, token_M, head_M, inside_M, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR)
+    q = load_query_parts(queries, token_M, head_M, inside_M, FORM)
     grad_MH = tl.load(grad_ptr + offset_MH, mask=mask_MH, other=0.0)
     out_MH = tl.load(out_ptr + offset_MH, mask=mask_MH, other=0.0)
     statistic_M = (kv_head * tokens + first) * GROUP + row_M
@@ -136,27 +136,21 @@ def _query_kernel(
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, None, prefix, shared, own, k_rope_ptr, k_rope_stride)
     begin = 0
+    dq = (dq_MH, dq_MP)
     if WINDOW > 0:
         begin = first_tile(prefix + first_row // GROUP, WINDOW, BLOCK_L)
         seen_by_all = tl.maximum(seen_by_all, begin)
         if IS_LONG:
             entered = tl.cdiv(tl.maximum(seen - WINDOW, 0), BLOCK_L) * BLOCK_L  # from here on all rows see keys
             entered = tl.maximum(begin, tl.minimum(entered, seen_by_all))
-            dq_MH, dq_MP = over_keys(
-                dq_MH, dq_MP, q, grad_MH, lse_M, delta_M, position_M, begin, entered, keys, scale, True, HEAD_DIM,
-                BLOCK_L, ROPE_DIM, BLOCK_P, WINDOW, FACTOR,
-            )  # fmt: skip
+            dq = over_keys(dq, q, grad_MH, lse_M, delta_M, position_M, begin, entered, keys, scale, True, BLOCK_L, FORM)
             begin = entered
     if IS_LONG:
-        dq_MH, dq_MP = over_keys(
-            dq_MH, dq_MP, q, grad_MH, lse_M, delta_M, position_M, begin, seen_by_all, keys, scale, False, HEAD_DIM,
-            BLOCK_L, ROPE_DIM, BLOCK_P, WINDOW, FACTOR,
-        )  # fmt: skip
+        dq = over_keys(
+            dq, q, grad_MH, lse_M, delta_M, position_M, begin, seen_by_all, keys, scale, False, BLOCK_L, FORM
+        )
         begin = seen_by_all
-    dq_MH, dq_MP = over_keys(
-        dq_MH, dq_MP, q, grad_MH, lse_M, delta_M, position_M, begin, seen, keys, scale, True, HEAD_DIM, BLOCK_L,
-        ROPE_DIM, BLOCK_P, WINDOW, FACTOR,
-    )  # fmt: skip
+    dq_MH, dq_MP = over_keys(dq, q, grad_MH, lse_M, delta_M, position_M, begin, seen, keys, scale, True, BLOCK_L, FORM)
     if FACTOR > 0:
         dq_MH = dq_MH * FACTOR
     tl.store(dq_ptr + dq_offset_MH, (dq_MH * (scale * LN_2)).to(dq_ptr.dtype.element_ty), mask=mask_MH)
@@ -189,7 +183,8 @@ def _key_kernel(
     scale,
     dk_stride,
     dv_stride,
-    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads a kv head; if ROPE_DIM > 0, heads that a program does
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -203,14 +198,11 @@ def _key_kernel(
     k_rope_stride=None,
     ROPE_DIM: tl.constexpr = 0,
     BLOCK_P: tl.constexpr = 0,
-    HEADS: tl.constexpr = 0,
     WINDOW: tl.constexpr = 0,
     FACTOR: tl.constexpr = 0.0,
 ):
-    kv_head, kv_heads = tl.program_id(0), tl.num_programs(0)
-    segment, tile, _ = find_tile(
-        tl.program_id(1), cu_seqlens_ptr, prefix_len_ptr, tokens, segments, 1, BLOCK_L, BLOCK_S
-    )
+    kv_head, index = tl.program_id(0) % (HEADS // GROUP), tl.program_id(0) // (HEADS // GROUP)
+    segment, tile, _ = find_tile(index, cu_seqlens_ptr, prefix_len_ptr, tokens, segments, 1, BLOCK_L, BLOCK_S)
     if segment > segments:
         return
     first = tl.load(cu_seqlens_ptr + segment) + tile * BLOCK_L
@@ -219,8 +211,8 @@ def _key_kernel(
     dk_LH = tl.zeros((BLOCK_L, BLOCK_H), tl.float32)
     dv_LX = tl.zeros((BLOCK_L, BLOCK_P if ROPE_DIM > 0 else BLOCK_H), tl.float32)
     if segment == segments:
-        store_keys(dk_ptr, dk_LH, row_L, row_L < tokens, tokens, dk_stride, HEAD_DIM, ROPE_DIM)
-        store_keys(dv_ptr, dv_LX, row_L, row_L < tokens, tokens, dv_stride, WIDTH, ROPE_DIM)
+        store_keys(dk_ptr, dk_LH, kv_head, row_L, row_L < tokens, tokens, dk_stride, HEAD_DIM, ROPE_DIM)
+        store_keys(dv_ptr, dv_LX, kv_head, row_L, row_L < tokens, tokens, dv_stride, WIDTH, ROPE_DIM)
         return
 
     end = tl.load(cu_seqlens_ptr + segment + 1)
@@ -228,12 +220,11 @@ def _key_kernel(
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, None, 0, 0, 0, k_rope_ptr, k_rope_stride)
-    keys = load_key_parts(keys, row_L, visible_L, True, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
-    grad_stride = kv_heads * GROUP * HEAD_DIM
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR)
+    keys = load_key_parts(keys, row_L, visible_L, True, FORM)
     grad_ptr += kv_head * GROUP * HEAD_DIM
     q_ptr += kv_head * GROUP * q_head_stride
     if ROPE_DIM > 0:
-        grad_stride = HEADS * HEAD_DIM
         q_rope_ptr += kv_head * GROUP * q_rope_head_stride
         lse_ptr += kv_head * GROUP
         delta_ptr += kv_head * GROUP
@@ -241,8 +232,9 @@ def _key_kernel(
         lse_ptr += kv_head * tokens * GROUP
         delta_ptr += kv_head * tokens * GROUP
     queries = Queries(q_ptr, q_stride, q_head_stride, q_rope_ptr, q_rope_stride, q_rope_head_stride)
-    rows = Rows(grad_ptr, grad_stride, lse_ptr, delta_ptr)
+    rows = Rows(queries, grad_ptr, lse_ptr, delta_ptr)
 
+    grads = (dk_LH, dv_LX)
     begin, rows_end = first * GROUP, end * GROUP
     if WINDOW > 0:
         rows_end = tl.minimum(end, tl.minimum(first + BLOCK_L, end) - 1 + WINDOW) * GROUP
@@ -250,23 +242,21 @@ def _key_kernel(
     if IS_LONG:
         after = begin + tl.cdiv(BLOCK_L * GROUP, BLOCK_M) * BLOCK_M  # from here on rows see the whole tile
         stop = tl.minimum(after, rows_end)
-    dk_LH, dv_LX = over_queries(
-        dk_LH, dv_LX, keys, row_L, visible_L, begin, stop, rows_end, queries, rows, scale, "causal", GROUP, HEADS,
-        HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P, 0, WINDOW, FACTOR,
-    )  # fmt: skip
+    grads = over_queries(
+        grads, keys, row_L, visible_L, begin, stop, rows_end, rows, scale, "causal", HEADS, GROUP, BLOCK_M, FORM
+    )
     if IS_LONG:
         stop = rows_end
         if WINDOW > 0:  # rows that see the tile's first key see them all
             stop = tl.minimum(rows_end, tl.maximum(after, begin + WINDOW * GROUP // BLOCK_M * BLOCK_M))
-        dk_LH, dv_LX = over_queries(
-            dk_LH, dv_LX, keys, row_L, visible_L, after, stop, rows_end, queries, rows, scale, "none", GROUP, HEADS,
-            HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P, 0, WINDOW, FACTOR,
-        )  # fmt: skip
+        grads = over_queries(
+            grads, keys, row_L, visible_L, after, stop, rows_end, rows, scale, "none", HEADS, GROUP, BLOCK_M, FORM
+        )
         if WINDOW > 0:
             stop = tl.maximum(after, begin + WINDOW * GROUP // BLOCK_M * BLOCK_M)
-            dk_LH, dv_LX = over_queries(
-                dk_LH, dv_LX, keys, row_L, visible_L, stop, rows_end, rows_end, queries, rows, scale, "causal", GROUP,
-                HEADS, HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P, 0, WINDOW, FACTOR,
+            grads = over_queries(
+                grads, keys, row_L, visible_L, stop, rows_end, rows_end, rows, scale, "causal", HEADS, GROUP, BLOCK_M,
+                FORM,
             )  # fmt: skip
 
     s = tl.arange(0, BLOCK_S)
@@ -291,17 +281,18 @@ def _key_kernel(
             shift = shared + length - run // GROUP
             rows_end = tl.minimum(rows_end, (tl.minimum(last, shared + length) - 1 + WINDOW - shift) * GROUP)
         rows_end = tl.where((shared < last) & (shared + length > first), rows_end, run)
-        dk_LH, dv_LX = over_queries(
-            dk_LH, dv_LX, keys, row_L, visible_L, run, rows_end, rows_end, queries, rows, scale, "visible", GROUP,
-            HEADS, HEAD_DIM, BLOCK_M, ROPE_DIM, BLOCK_P, shift, WINDOW, FACTOR,
+        grads = over_queries(
+            grads, keys, row_L, visible_L, run, rows_end, rows_end, rows, scale, "visible", HEADS, GROUP, BLOCK_M, FORM,
+            shift,
         )  # fmt: skip
         child = run_end
+    dk_LH, dv_LX = grads
     if FACTOR > 0:
         dk_LH = dk_LH * FACTOR
     if ROPE_DIM == 0:
         dk_LH = dk_LH * (scale * LN_2)
-    store_keys(dk_ptr, dk_LH, row_L, row_L < end, tokens, dk_stride, HEAD_DIM, ROPE_DIM)
-    store_keys(dv_ptr, dv_LX, row_L, row_L < end, tokens, dv_stride, WIDTH, ROPE_DIM)
+    store_keys(dk_ptr, dk_LH, kv_head, row_L, row_L < end, tokens, dk_stride, HEAD_DIM, ROPE_DIM)
+    store_keys(dv_ptr, dv_LX, kv_head, row_L, row_L < end, tokens, dv_stride, WIDTH, ROPE_DIM)
 
 
 def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionTile, AttentionTile]:
@@ -312,16 +303,10 @@ def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionTi
 
 
 def packed(x: AttentionGradient, by: Packed, scores: AttentionScores = PLAIN) -> tuple[Tensor, ...]:
-    grads = tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in x[1:4])
-    packed_into(grads, x, by, scores)
-    return grads
-
-
-def packed_with_sinks(x: AttentionGradient, by: Packed, scores: AttentionScores) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v and of sinks where there are some."""
     grads = tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in x[1:4])
     delta_KTG = packed_into(grads, x, by, scores)
-    assert scores.sinks_N is not None
-    return *grads, sinks_gradient(x, by, scores.sinks_N, delta_KTG)
+    return grads if scores.sinks_N is None else (*grads, sinks_gradient(x, by, scores.sinks_N, delta_KTG))
 
 
 def packed_into(grads: tuple[Tensor, ...], x: AttentionGradient, by: Packed, scores: AttentionScores = PLAIN) -> Tensor:
@@ -356,6 +341,7 @@ def launch(
 
     def options(tile: AttentionTile, more: dict[str, Any]) -> dict[str, Any]:
         return {
+            "HEADS": heads,
             "GROUP": heads // kv_heads,
             "HEAD_DIM": head_dim,
             "BLOCK_M": tile.query_rows,
@@ -371,10 +357,11 @@ def launch(
 
     of_queries, of_keys = map(options, tiles, others)
     rows = tokens * of_queries["GROUP"]
-    count = triton.cdiv(rows, tiles[0].query_rows) + segments + 1  # a segment's last tile may be short
-    grid = (count,) if "ROPE_DIM" in of_queries else (kv_heads, count)
+    tiles_of_queries = triton.cdiv(rows, tiles[0].query_rows) + segments + 1  # a segment's last tile may be short
+    tiles_of_keys = triton.cdiv(tokens, tiles[1].keys) + segments + 1
+    grid = (kv_heads * tiles_of_queries,)  # a second axis has no room for so many
     _query_kernel[grid](grad_TNH, *read, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, dq_TNH.stride(0), **of_queries)
-    grid = (heads // of_keys["GROUP"], triton.cdiv(tokens, tiles[1].keys) + segments + 1)
+    grid = (heads // of_keys["GROUP"] * tiles_of_keys,)
     strides = dk_TKH.stride(0), dv_TKH.stride(0)
     _key_kernel[grid](grad_TNH, *read, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, *strides, **of_keys)
     return delta_KTG

@@ -31,7 +31,17 @@ from ..rows import aligned_rows, unit_inner
 from . import triton_prefetch, triton_scores
 from .reference import KEY_SPLIT, KEY_TILE
 from .triton_scores import beside_sinks, first_tile
-from .triton_tiles import Keys, attend, block, empty_state, load_queries, load_state, merge_states, store_state
+from .triton_tiles import (
+    AttentionForm,
+    Keys,
+    attend,
+    block,
+    empty_state,
+    load_queries,
+    load_state,
+    merge_states,
+    store_state,
+)
 
 STAGES = 3
 MAX_GROUP_ROWS = 64  # query rows of a tile: a larger group takes several
@@ -125,10 +135,8 @@ def _group_kernel(
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr + first.to(tl.int64) * table_stride, 0, 0, 0)
     state = empty_state(BLOCK_M, BLOCK_H)
-    state = attend(
-        state, (q_MH, q_MH), last_M, begin, end, keys, scale, WINDOW > 0, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L, lowest,
-        WINDOW, FACTOR,
-    )  # fmt: skip
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, 0, 0, WINDOW, FACTOR)
+    state = attend(state, (q_MH, q_MH), last_M, begin, end, keys, scale, WINDOW > 0, PAGE_SIZE, BLOCK_L, FORM, lowest)
     heads = tl.num_programs(0) * GROUP
     state_M = (split * sequences + sequence_M).to(tl.int64) * heads + head_M
     states = tl.num_programs(2).to(tl.int64) * sequences * heads
@@ -244,10 +252,8 @@ def _decode_kernel(
         state = load_state(acc_ptr, statistics_ptr, state_M, found_M, states, HEAD_DIM, BLOCK_H)
     last_M = tl.zeros((BLOCK_M,), tl.int32) + ((context if WINDOW > 0 else end) - 1)
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, 0, 0, 0)
-    state = attend(
-        state, (q_MH, q_MH), last_M, start, end, keys, scale, True, PAGE_SIZE, HEAD_DIM, 0, BLOCK_L, lowest, WINDOW,
-        FACTOR,
-    )  # fmt: skip
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, 0, 0, WINDOW, FACTOR)
+    state = attend(state, (q_MH, q_MH), last_M, start, end, keys, scale, True, PAGE_SIZE, BLOCK_L, FORM, lowest)
     if sinks_ptr is not None:
         state = beside_sinks(state, sinks_ptr, head_M, mask_M)
     if SPLITS:

@@ -11,17 +11,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .triton_scores import tanh
-from .triton_tiles import key_rows, load_key_parts, load_queries, load_query_parts, scores
+from .triton_tiles import Queries, key_rows, load_key_parts, load_queries, load_query_parts, scores
 
 LN_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
 def over_keys(
-    dq_MH,
-    dq_MP,  # if ROPE_DIM > 0
-    q,  # [M, H], and [M, P] if ROPE_DIM > 0
+    dq,  # [M, H], and [M, P] if ROPE_DIM > 0; so is q
+    q,
     grad_MH,
     lse_M,
     delta_M,
@@ -31,102 +29,90 @@ def over_keys(
     keys,
     scale,
     MASKED: tl.constexpr,  # some row does not see some of the keys
-    HEAD_DIM: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    WINDOW: tl.constexpr = 0,
-    FACTOR: tl.constexpr = 0.0,
+    FORM: tl.constexpr,
 ):
     """dQ with the keys at positions `begin` to `end` added."""
-    BLOCK_H: tl.constexpr = grad_MH.shape[1]
+    dq_MH, dq_MP = dq
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
         row_L = key_rows(position_L, end, keys.table_ptr, keys.prefix, keys.shared, keys.own, 0)
-        k_LH, v_LH, k_LP = load_key_parts(keys, row_L, position_L < end, MASKED, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
-        score_ML = scores(q[0], q[1], k_LH, k_LP, ROPE_DIM)
-        if FACTOR > 0:
-            score_ML = tanh(score_ML * FACTOR)
+        k_LH, v_LH, k_LP = load_key_parts(keys, row_L, position_L < end, MASKED, FORM)
+        score_ML = scores(q, (k_LH, k_LP), FORM)
         p_ML = tl.exp2(score_ML * scale - lse_M[:, None])
         if MASKED:
             p_ML = tl.where(position_L[None, :] <= position_M[:, None], p_ML, 0.0)
-            if WINDOW > 0:
-                p_ML = tl.where(position_L[None, :] > position_M[:, None] - WINDOW, p_ML, 0.0)
+            if FORM.WINDOW > 0:
+                p_ML = tl.where(position_L[None, :] > position_M[:, None] - FORM.WINDOW, p_ML, 0.0)
         dp_ML = tl.dot(grad_MH, tl.trans(v_LH), input_precision="ieee")
         ds_ML = p_ML * (dp_ML - delta_M[:, None])
-        if FACTOR > 0:
+        if FORM.FACTOR > 0:
             ds_ML = ds_ML * (1.0 - score_ML * score_ML)
         ds_ML = ds_ML.to(k_LH.dtype)
         dq_MH = tl.dot(ds_ML, k_LH, dq_MH, input_precision="ieee")
-        if ROPE_DIM > 0:
+        if FORM.ROPE_DIM > 0:
             dq_MP = tl.dot(ds_ML, k_LP, dq_MP, input_precision="ieee")
     return dq_MH, dq_MP
 
 
 class Rows(NamedTuple):
-    """In a kernel: what the forward and the first kernel left of a kv head's query rows."""
+    """In a kernel: a kv head's query rows, and what the forward and the first kernel left of them."""
 
+    queries: Queries
     grad_ptr: Any
-    grad_stride: Any
     lse_ptr: Any
     delta_ptr: Any
 
 
 @triton.jit
 def over_queries(
-    dk_LH,
-    other_LX,  # dV; if ROPE_DIM > 0, dK of the rotated part
+    grads,  # dK, and dV, or, if ROPE_DIM > 0, dK of the rotated part
     keys,  # [L, H], values [L, H], and the rotated part [L, P] if ROPE_DIM > 0
     row_L,
     visible_L,
     begin,
     stop,
     end,
-    queries,
     rows,
     scale,
     MASK: tl.constexpr,  # "causal": a query sees keys up to its row; "visible": those of visible_L; "none": all
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEADS: tl.constexpr,  # if ROPE_DIM > 0
-    HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    FORM: tl.constexpr,
     shift=0,  # of a row's token, to what keys' rows are counted from, if WINDOW > 0
-    WINDOW: tl.constexpr = 0,
-    FACTOR: tl.constexpr = 0.0,
 ):
     """The gradients with the query rows (token * G + head) of the tiles that start in `begin` to `stop` added, those
     below `end`; products are transposed, keys first."""
+    dk_LH, other_LX = grads
     k_LH, v_LH, k_LP = keys
-    BLOCK_H: tl.constexpr = k_LH.shape[1]
     for start in range(begin, stop, BLOCK_M):
         row_M = start + tl.arange(0, BLOCK_M)
         token_M, head_M = row_M // GROUP, row_M % GROUP
         inside_M, statistic_M = row_M < end, row_M
-        if ROPE_DIM > 0:
+        if FORM.ROPE_DIM > 0:
             statistic_M = token_M.to(tl.int64) * HEADS + head_M
-        q_MH, q_MP = load_query_parts(queries, token_M, head_M, inside_M, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
-        grad_MH = load_queries(rows.grad_ptr, token_M, head_M, rows.grad_stride, HEAD_DIM, inside_M, HEAD_DIM, BLOCK_H)
+        q_MH, q_MP = load_query_parts(rows.queries, token_M, head_M, inside_M, FORM)
+        grad_MH = load_queries(
+            rows.grad_ptr, token_M, head_M, HEADS * FORM.HEAD_DIM, FORM.HEAD_DIM, inside_M, FORM.HEAD_DIM, FORM.BLOCK_H
+        )
         lse_M = tl.load(rows.lse_ptr + statistic_M, mask=inside_M, other=float("inf"))  # no row: P is 0
         delta_M = tl.load(rows.delta_ptr + statistic_M, mask=inside_M, other=0.0)
-        score_LM = scores(k_LH, k_LP, q_MH, q_MP, ROPE_DIM)
-        if FACTOR > 0:
-            score_LM = tanh(score_LM * FACTOR)
+        score_LM = scores((k_LH, k_LP), (q_MH, q_MP), FORM)
         p_LM = tl.exp2(score_LM * scale - lse_M[None, :])
         if MASK == "causal":
             p_LM = tl.where(row_L[:, None] <= token_M[None, :], p_LM, 0.0)
         if MASK == "visible":
             p_LM = tl.where(visible_L[:, None], p_LM, 0.0)
-        if WINDOW > 0 and MASK != "none":
-            p_LM = tl.where(token_M[None, :] + shift - row_L[:, None] < WINDOW, p_LM, 0.0)
-        if ROPE_DIM == 0:
+        if FORM.WINDOW > 0 and MASK != "none":
+            p_LM = tl.where(token_M[None, :] + shift - row_L[:, None] < FORM.WINDOW, p_LM, 0.0)
+        if FORM.ROPE_DIM == 0:
             other_LX = tl.dot(p_LM.to(grad_MH.dtype), grad_MH, other_LX, input_precision="ieee")
         dp_LM = tl.dot(v_LH, tl.trans(grad_MH), input_precision="ieee")
         ds_LM = p_LM * (dp_LM - delta_M[None, :])
-        if FACTOR > 0:
+        if FORM.FACTOR > 0:
             ds_LM = ds_LM * (1.0 - score_LM * score_LM)
-        if ROPE_DIM > 0:
+        if FORM.ROPE_DIM > 0:
             ds_LM = ds_LM * (scale * LN_2)  # beside dV, which has no such factor
             dk_LH = tl.dot(p_LM.to(grad_MH.dtype), grad_MH, dk_LH, input_precision="ieee")
             other_LX = tl.dot(ds_LM.to(q_MH.dtype), q_MP, other_LX, input_precision="ieee")
@@ -166,12 +152,12 @@ def find_tile(
 
 
 @triton.jit
-def store_keys(ptr, grad_LX, row_L, inside_L, tokens, stride, WIDTH: tl.constexpr, ROPE_DIM: tl.constexpr):
-    """A gradient of a kv head's rows; if ROPE_DIM > 0, what a group of heads found, which lies apart."""
+def store_keys(ptr, grad_LX, group, row_L, inside_L, tokens, stride, WIDTH: tl.constexpr, ROPE_DIM: tl.constexpr):
+    """A gradient of the rows of kv head `group`; if ROPE_DIM > 0, what that group of heads found, which lies apart."""
     x = tl.arange(0, grad_LX.shape[1])
     if ROPE_DIM > 0:
-        offset_L = (tl.program_id(0).to(tl.int64) * tokens + row_L) * WIDTH
+        offset_L = (group.to(tl.int64) * tokens + row_L) * WIDTH
     else:
-        offset_L = row_L.to(tl.int64) * stride + tl.program_id(0) * WIDTH
+        offset_L = row_L.to(tl.int64) * stride + group * WIDTH
     mask_LX = inside_L[:, None] & (x < WIDTH)[None, :]
     tl.store(ptr + (offset_L[:, None] + x[None, :]), grad_LX.to(ptr.dtype.element_ty), mask=mask_LX)

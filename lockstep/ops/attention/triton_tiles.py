@@ -43,6 +43,17 @@ class AttentionTile(NamedTuple):
     keys: int = KEY_TILE
 
 
+class AttentionForm(NamedTuple):
+    """In a kernel: the constants of a layer's attention, of `triton_scores` the last two; blocks hold the dims."""
+
+    HEAD_DIM: Any
+    BLOCK_H: Any
+    ROPE_DIM: Any = 0
+    BLOCK_P: Any = 0
+    WINDOW: Any = 0
+    FACTOR: Any = 0.0
+
+
 class Queries(NamedTuple):
     """In a kernel: query rows of tokens and heads, and their rotated part if ROPE_DIM > 0."""
 
@@ -128,49 +139,35 @@ def load_queries(ptr, token_M, head_M, stride, head_stride, inside_M, HEAD_DIM: 
 
 
 @triton.jit
-def load_query_parts(
-    x,
-    token_M,
-    head_M,
-    inside_M,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+def load_query_parts(x, token_M, head_M, inside_M, FORM: tl.constexpr):
     """`load_queries` of both parts of `Queries`; where there is one, it stands for the other."""
-    q_MH = load_queries(x.ptr, token_M, head_M, x.stride, x.head_stride, inside_M, HEAD_DIM, BLOCK_H)
-    q_MP = q_MH
-    if ROPE_DIM > 0:
-        q_MP = load_queries(x.rope_ptr, token_M, head_M, x.rope_stride, x.rope_head_stride, inside_M, ROPE_DIM, BLOCK_P)
-    return q_MH, q_MP
-
-
-@triton.jit
-def load_key_parts(
-    x,
-    row_L,
-    inside_L,
-    MASKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    """`load_rows` of keys, of values and of the keys' rotated part, from `Keys`; keys stand for what there is not."""
-    k_LH = load_rows(x.k_ptr, row_L, x.k_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H)
-    if ROPE_DIM > 0:
-        return k_LH, k_LH, load_rows(x.rope_ptr, row_L, x.rope_stride, inside_L, MASKED, ROPE_DIM, BLOCK_P)
+    q_MH = load_queries(x.ptr, token_M, head_M, x.stride, x.head_stride, inside_M, FORM.HEAD_DIM, FORM.BLOCK_H)
+    if FORM.ROPE_DIM > 0:
+        return q_MH, load_queries(
+            x.rope_ptr, token_M, head_M, x.rope_stride, x.rope_head_stride, inside_M, FORM.ROPE_DIM, FORM.BLOCK_P
+        )
     else:
-        return k_LH, load_rows(x.v_ptr, row_L, x.v_stride, inside_L, MASKED, HEAD_DIM, BLOCK_H), k_LH
+        return q_MH, q_MH
 
 
 @triton.jit
-def scores(q_MH, q_MP, k_LH, k_LP, ROPE_DIM: tl.constexpr):
-    """Products of query rows and keys, float32 [M, L]."""
-    score_ML = tl.dot(q_MH, tl.trans(k_LH), input_precision="ieee")
-    if ROPE_DIM > 0:
-        score_ML = tl.dot(q_MP, tl.trans(k_LP), score_ML, input_precision="ieee")
+def load_key_parts(x, row_L, inside_L, MASKED: tl.constexpr, FORM: tl.constexpr):
+    """`load_rows` of keys, of values and of the keys' rotated part, from `Keys`; keys stand for what there is not."""
+    k_LH = load_rows(x.k_ptr, row_L, x.k_stride, inside_L, MASKED, FORM.HEAD_DIM, FORM.BLOCK_H)
+    if FORM.ROPE_DIM > 0:
+        return k_LH, k_LH, load_rows(x.rope_ptr, row_L, x.rope_stride, inside_L, MASKED, FORM.ROPE_DIM, FORM.BLOCK_P)
+    else:
+        return k_LH, load_rows(x.v_ptr, row_L, x.v_stride, inside_L, MASKED, FORM.HEAD_DIM, FORM.BLOCK_H), k_LH
+
+
+@triton.jit
+def scores(a, b, FORM: tl.constexpr):
+    """Products of query rows and keys, both parts of each, float32 [M, L]; or of keys and query rows."""
+    score_ML = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
+    if FORM.ROPE_DIM > 0:
+        score_ML = tl.dot(a[1], tl.trans(b[1]), score_ML, input_precision="ieee")
+    if FORM.FACTOR > 0:
+        score_ML = tanh(score_ML * FORM.FACTOR)
     return score_ML
 
 
@@ -185,33 +182,24 @@ def attend(
     scale,
     MASKED: tl.constexpr,  # some row does not see some of the keys
     PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    FORM: tl.constexpr,
     lowest=0,  # what no row sees a key before, if WINDOW > 0
-    WINDOW: tl.constexpr = 0,
-    FACTOR: tl.constexpr = 0.0,
 ):
     """The state with the keys at positions `begin` to `end` added: a tile of the online softmax (Milakov and Gimelshein
     2018) after the other."""
     shift_M, sum_M, acc_MH = state
-    q_MH, q_MP = q
-    BLOCK_M: tl.constexpr = q_MH.shape[0]
-    BLOCK_H: tl.constexpr = q_MH.shape[1]
-    BLOCK_P: tl.constexpr = q_MP.shape[1] if ROPE_DIM > 0 else 0
     row_L = key_rows(begin + tl.arange(0, BLOCK_L), end, keys.table_ptr, keys.prefix, keys.shared, keys.own, PAGE_SIZE)
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
         inside_L = position_L < end
-        if WINDOW > 0:
+        if FORM.WINDOW > 0:
             inside_L = inside_L & (position_L >= lowest)
-        k_LH, v_LH, k_LP = load_key_parts(keys, row_L, inside_L, MASKED, HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P)
+        k_LH, v_LH, k_LP = load_key_parts(keys, row_L, inside_L, MASKED, FORM)
         visible_ML = position_L[None, :] <= last_M[:, None]
-        if WINDOW > 0:
-            visible_ML = visible_ML & (position_L[None, :] > last_M[:, None] - WINDOW)
-        score_ML = scores(q_MH, q_MP, k_LH, k_LP, ROPE_DIM)
-        if FACTOR > 0:
-            score_ML = tanh(score_ML * FACTOR)
+        if FORM.WINDOW > 0:
+            visible_ML = visible_ML & (position_L[None, :] > last_M[:, None] - FORM.WINDOW)
+        score_ML = scores(q, (k_LH, k_LP), FORM)
         if MASKED:
             score_ML = tl.where(visible_ML, score_ML, float("-inf"))
         new_M = tl.maximum(shift_M, tl.max(score_ML, axis=1) * scale)
@@ -220,7 +208,7 @@ def attend(
             finite_M = tl.where(new_M == float("-inf"), 0.0, new_M)  # no visible key yet: every exp2 below is 0
         p_ML = tl.exp2(tl.fma(score_ML, scale, -finite_M[:, None]))
         alpha_M = tl.exp2(shift_M - finite_M)
-        sum_M = tl.fma(sum_M, alpha_M, row_sum(p_ML, BLOCK_M))
+        sum_M = tl.fma(sum_M, alpha_M, row_sum(p_ML, p_ML.shape[0]))
         acc_MH = tl.dot(p_ML.to(v_LH.dtype), v_LH, acc_MH * alpha_M[:, None], input_precision="ieee")
         shift_M = new_M
         row_L = key_rows(  # a tile ahead

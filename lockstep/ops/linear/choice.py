@@ -32,7 +32,6 @@ class Choice(NamedTuple):
         block_m: rows of a tile; `block_n` its columns and `block_k`, a multiple of 16, its depth.
         num_stages: of the pipeline; of the weights' alone where the rows have `x_stages` of their own.
         early: whether it lets the next kernel start early.
-        prefetch: whether it brings its weights into the L2 cache while it waits for the kernel before.
     """
 
     kernel: str
@@ -43,7 +42,6 @@ class Choice(NamedTuple):
     num_stages: int = 0
     x_stages: int = 0
     early: bool = False
-    prefetch: bool = False
 
 
 Table = dict[str, dict[tuple[int, int], list[tuple[int, Choice]]]]
@@ -51,9 +49,7 @@ Candidates = Callable[[Kind, Sequence[int], int, int], list[Choice]]
 
 LIBRARY = Choice("library")  # cuBLASLt, and row operators around it
 CHAIN = Choice("pipelined", 128, 128, 64, 8, 4)  # what every other choice, and the library, is held to
-overrides: dict[
-    tuple[int, int], Choice
-] = {}  # of (columns, depth), where `machine_check.check.check` found another choice to differ
+overrides: dict[tuple[int, int], Choice] = {}  # by (columns, depth), where the machine check found others to differ
 used: set[tuple[Any, ...]] = set()  # what was asked for so far: kind, rows, columns, depth and, with a bias, True
 offers: dict[str, Candidates] = {}  # of kernels from outside the package (`linear.kernels.register`)
 

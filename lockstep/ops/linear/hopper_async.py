@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .. import pdl
-from ..activation.triton import GELU_CUBIC, GELU_LINEAR, SWIGLU_ALPHA, SWIGLU_LIMIT
+from ..activation.triton import gated
 from ..records import PLAIN_EPILOGUE, Epilogue
 from ..rows import aligned_rows
 from .choice import Choice, Kind, tiles_of_weight
@@ -74,19 +74,9 @@ def _multiplied(a, b, acc):
 
 
 @gluon.jit
-def gated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
-    """`activation.triton.gated` of two accumulators, rounded where the separate operators round."""
-    gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-    x = gate
-    if ACTIVATION == "gelu_tanh":
-        x = gate * (gate * gate * GELU_CUBIC + GELU_LINEAR)
-    elif ACTIVATION == "swiglu_clamped":
-        gate = gl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
-        up = gl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, gl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up)) + 1.0
-        x = gate * SWIGLU_ALPHA
-    else:
-        gl.static_assert(ACTIVATION == "silu")
-    return (gl.div_rn(gate, gl.exp(-x) + 1.0) * up).to(dtype)
+def rounded_gated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
+    """`gated` of two accumulators, rounded where the separate operators round."""
+    return gated(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), ACTIVATION).to(dtype)
 
 
 @gluon.jit
@@ -196,7 +186,7 @@ def _async_kernel(
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
     if GATED:
         gate, up = gl.split(gl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
-        value = gl.convert_layout(gated(gate, up, ACTIVATION, dtype), rowwise)
+        value = gl.convert_layout(rounded_gated(gate, up, ACTIVATION, dtype), rowwise)
     else:
         if bias_ptr is not None:
             acc = biased(acc, bias_ptr, first_n, columns)

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .. import pdl
 from ..records import PLAIN_EPILOGUE, Epilogue
 from .choice import Choice, Kind, tiles_of_weight
-from .hopper_async import STAGES_KIB, _barrier, asks_ahead, biased, gated, operands
+from .hopper_async import STAGES_KIB, _barrier, asks_ahead, biased, operands, rounded_gated
 from .hopper_async import supports as supports
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by Triton's version
@@ -122,7 +122,7 @@ def _tma_kernel(
             _copy(x, [0, first_m, after * BLOCK_K], ready.index(free), x_tiles.index(free))
     if GATED:
         acc, up = hopper.warpgroup_mma_wait(0, deps=(acc, up))
-        value = gl.convert_layout(gated(acc, up, ACTIVATION, dtype), rowwise)
+        value = gl.convert_layout(rounded_gated(acc, up, ACTIVATION, dtype), rowwise)
     else:
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
         if bias_ptr is not None:

@@ -36,22 +36,6 @@ SMALL, LARGE = Choice("per_head", 16, 128, 64, 4, 4), Choice("per_head", 128, 12
 MANY_ROWS = 64  # of a product a head, whose tiles these are
 PIPELINE_KIB = (110, 200)  # a program's stages: two programs a multiprocessor, or one
 SHARED_BYTES = 220 * 2**10
-SEGMENTS = tl.constexpr(4)  # of a weight row, prefetched by a thread each
-
-
-@triton.jit
-def _prefetch(row_ptr, depth):
-    """Bring bfloat16 rows into the L2 cache: a hint, which waits for nothing."""
-    segment = depth // SEGMENTS
-    ptr = (row_ptr[:, None] + tl.arange(0, SEGMENTS)[None, :] * segment).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [ptr, segment * 2],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -63,7 +47,7 @@ def swizzled(program, blocks_m, blocks_n, GROUP: tl.constexpr):
     return first_m + within % group, within // group
 
 
-@triton.jit(do_not_specialize=["rows", "early", "prefetch"])
+@triton.jit(do_not_specialize=["rows", "early"])
 def _linear_kernel(
     x_ptr,  # [rows, depth]
     w_ptr,  # [columns, depth], or [2 * columns, depth] when GATED
@@ -77,7 +61,6 @@ def _linear_kernel(
     w_stride,
     residual_stride,
     early,  # release the dependents at the start, not after the loop
-    prefetch,  # the weights, while waiting for the kernel before
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of the gate
     ADD: tl.constexpr,
@@ -94,18 +77,13 @@ def _linear_kernel(
     inside = (m < rows)[:, None]
     inside_out = inside & (n < columns)[None, :]
     x = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
-    w_row = w_ptr + (n % columns).to(tl.int64) * w_stride  # columns past the end wrap
-    w = w_row[None, :] + k[:, None]
+    w = (w_ptr + (n % columns).to(tl.int64) * w_stride)[None, :] + k[:, None]  # columns past the end wrap
     up_offset = tl.cast(columns, tl.int64) * w_stride
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     acc_up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if PDL:
         if early:
             pdl.gdc_launch_dependents()
-        if prefetch:
-            _prefetch(w_row, depth)
-            if GATED:
-                _prefetch(w_row + up_offset, depth)
         pdl.gdc_wait()
     if ADD:
         residual = residual_ptr + m.to(tl.int64)[:, None] * residual_stride + n[None, :]
@@ -139,7 +117,7 @@ def supports(choice: Choice, weight_NK: Tensor) -> bool:
 
 
 def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
-    """See `kernels.ProductKernel`. None prefetches; plain products are tried with and without the early release."""
+    """See `kernels.ProductKernel`. Plain products are tried with and without the early release."""
     found: dict[Choice, None] = {}
     weights, most = tiles_of_weight(kind), rows[-1]
     heights = [m for m in (64, 32, 16) if m < 2 * most or m == 16] if most <= 64 else [64, 128]
@@ -186,7 +164,6 @@ def run(
         w_NK.stride(0),
         residual.stride(0),
         choice.early,
-        choice.prefetch and depth % 32 == 0 and w_NK.stride(0) == depth,  # whole 16-byte words in each segment
         GATED=is_gated,
         ACTIVATION=epilogue.activation,
         ADD=residual_MN is not None,

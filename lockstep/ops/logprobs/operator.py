@@ -25,6 +25,11 @@ from .reference import divisor, pack_support, unpack_support
 CHUNK = 1024  # rows of logits at a time
 
 
+def _chunks(rows: int) -> list[slice]:
+    """Of `CHUNK` rows; an empty one where there are none."""
+    return [slice(i, i + CHUNK) for i in range(0, max(rows, 1), CHUNK)]
+
+
 def _rows(logits_CV: Tensor) -> ModuleType:
     """The implementation of the row functions for this device."""
     if not logits_CV.is_cuda:
@@ -52,8 +57,7 @@ def token_logprobs_backward(
     """
     grad_hidden = torch.empty_like(hidden_CD)
     grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
-    for i in range(0, hidden_CD.shape[0], CHUNK):
-        c = slice(i, i + CHUNK)
+    for c in _chunks(hidden_CD.shape[0]):
         logits_CV = linear_fp32(hidden_CD[c], weight_VD)
         grads = (None if grad_C is None else grad_C[c] for grad_C in (grad_logprob_C, grad_model_C))
         grad_CV = grad_logits(logits_CV, cut(by, c), *grads).to(hidden_CD.dtype)
@@ -105,8 +109,7 @@ def _token_logprobs(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     results = []
-    for i in range(0, hidden_CD.shape[0], CHUNK):
-        c = slice(i, i + CHUNK)
+    for c in _chunks(hidden_CD.shape[0]):
         logits_CV = linear_fp32(hidden_CD[c], weight_VD)
         rows, filters, support = _rows(logits_CV), cut(by, c), None if support_CB is None else support_CB[c]
         stats = rows.statistics(logits_CV, filters, support, truncated, True)
@@ -149,8 +152,7 @@ def support_mask(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, th
     """The sampled support as bits, uint8 [C, ceil(V / 8)]: for updates after the first, when logits have moved."""
     masks = []
     with torch.no_grad():
-        for i in range(0, hidden_CD.shape[0], CHUNK):
-            c = slice(i, i + CHUNK)
+        for c in _chunks(hidden_CD.shape[0]):
             z_CV = linear_fp32(hidden_CD[c], weight_VD) / divisor(temperature_C[c]).unsqueeze(1)
             masks.append(pack_support(z_CV >= threshold_C[c].unsqueeze(1)))
     return torch.cat(masks)

@@ -78,9 +78,9 @@ def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: Sa
 
 def pack_support(kept_CV: Tensor) -> Tensor:
     """Booleans as bits, uint8 [C, ceil(V / 8)], least significant first."""
-    padded = torch.nn.functional.pad(kept_CV, (0, -kept_CV.shape[1] % 8)).view(kept_CV.shape[0], -1, 8)
+    padded_CB8 = torch.nn.functional.pad(kept_CV, (0, -kept_CV.shape[1] % 8)).unflatten(1, (-1, 8))
     weights = 2 ** torch.arange(8, device=kept_CV.device, dtype=torch.uint8)
-    return (padded * weights).sum(dim=2, dtype=torch.uint8)
+    return (padded_CB8 * weights).sum(dim=2, dtype=torch.uint8)
 
 
 def unpack_support(support_CB: Tensor, vocabulary: int) -> Tensor:

@@ -83,7 +83,7 @@ def packed_backward(
         by,
         x.scale,
         (QUERY_TILE, KEY_TILE),
-        ({"dq_rope_ptr": dq_rope_TNP, **parts}, {"GROUP": group, "HEADS": heads, **parts}),
+        ({"dq_rope_ptr": dq_rope_TNP, **parts}, {"GROUP": group, **parts}),
     )
     dlatent_TR, dk_rope_TP = (part.sum(0).to(latent.dtype) for part in (dlatent_CTR, dk_rope_CTP))
     return dq_TNR, dq_rope_TNP, dlatent_TR, dk_rope_TP

@@ -60,8 +60,10 @@ def linear(a_RD: Tensor, b: Tensor, bias: Tensor | None = None, transposed: bool
     b, (rows, dim), (columns, inner) = b.contiguous(), a_RD.shape, b.shape if transposed else b.shape[::-1]
     assert dim == inner
     out = a_RD.new_empty(rows, columns)
-    addresses = out.data_ptr(), a_RD.data_ptr(), b.data_ptr()
-    job = library.ProductArguments(*addresses, *a_RD.stride(), b.shape[1], transposed, rows, columns, dim)
+    at_out, at_b = _addresses(out, b)
+    job = library.ProductArguments(
+        at_out, a_RD.data_ptr(), at_b, *a_RD.stride(), b.shape[1], transposed, rows, columns, dim
+    )
     if not _run("product", job, rows * columns * dim):
         raise MemoryError(f"product of {rows} x {dim} and {dim} x {columns}")
     return out if bias is None else out.add_(bias)
@@ -228,13 +230,15 @@ def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: Atte
 
 def paged(q_TNH: Tensor, cache: KVPages, by: Paged, _: PrefixGroups = ALONE, scores: AttentionScores = PLAIN) -> Tensor:
     table, cu_seqlens, context_len_S = (x.contiguous() for x in by[:3])
-    (q,), (k, v) = _head_rows(q_TNH), (x.contiguous() for x in cache)
+    q, k, v = _head_rows(q_TNH, *(x.contiguous() for x in cache))
     return _attention(q, k, v, (cu_seqlens, context_len_S, None, table), by.max_context_len, scores)
 
 
 def _head_rows(*tensors: Tensor) -> list[Tensor]:
-    """[T, K, H] each, with the heads of a row side by side; rows may lie apart."""
-    return [x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in tensors]
+    """Float32 [..., K, H] each, with the heads of a row side by side; rows may lie apart."""
+    if any(x.dtype is not FLOAT for x in tensors):
+        raise TypeError(f"expected tensors of {FLOAT}, got {', '.join(str(x.dtype) for x in tensors)}")
+    return [x if x.stride()[-2:] == (x.shape[-1], 1) else x.contiguous() for x in tensors]
 
 
 def _attention(

@@ -32,7 +32,7 @@ void product(Product *p) {
             if (piece++ != mine) continue;
             int64_t count = smaller(p->columns - n, TILE), size = smaller(p->rows - first, CHUNK);
             float *target = p->out + first * p->columns + n;
-            for (int64_t d = 0; d < p->dim; d += DEPTH) {
+            for (int64_t d = 0; d == 0 || d < p->dim; d += DEPTH) { /* a product of no depth is zeros */
                 int64_t depth = smaller(p->dim - d, DEPTH);
                 Rows x = {p->a + first * p->a_row + d * p->a_step, p->a_row, p->a_step};
                 pack(tile, p, n, count, d, depth);

@@ -6,6 +6,7 @@ leaves unwritten is NaN there, and so are the padding rows of every input.
 """
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.ops.attention import triton as attention_triton
     from lockstep.ops.attention import triton_backward as kernels
     from lockstep.ops.fused import triton_backward as fused_triton_backward
+    from lockstep.ops.mla import triton as mla_triton
     from lockstep.ops.rope import triton as rope_triton
 
 Segment = tuple[int, int, int]  # own length, prefix start, prefix length
@@ -119,8 +121,7 @@ class Interpreted:
         packed = ops.Packed(*layout_tensors(segments), max_len(segments))
         grad, q, k, v = inputs(name, heads, kv_heads, head_dim)
         x = AttentionGradient(grad, q, k, v, *attention_triton.packed(q, k, v, packed, scores))
-        backward = kernels.packed if scores.sinks_N is None else kernels.packed_with_sinks
-        check(backward(x, packed, scores), grad, q, k, v, segments=segments, scores=scores)
+        check(kernels.packed(x, packed, scores), grad, q, k, v, segments=segments, scores=scores)
 
     @pytest.mark.parametrize("name", LAYOUTS)
     def test_layouts(self, name):
@@ -162,6 +163,25 @@ class Interpreted:
         window = 20 if long else 2  # which begins with the last key of a tile, for the first row of a block
         self.run("groups, one of them split", 1, 1, 16, AttentionScores(window=window))
         self.run("parts of a prompt", 2, 1, 16, AttentionScores(SINKS[:2], 41, 0.4, 5.0))
+
+    def test_many_tokens_are_launched(self, monkeypatch):
+        """Of a grid only the first axis has more than 65,535 programs."""
+        grids, tokens = [], 1 << 22
+
+        class Kernel:
+            def __getitem__(self, grid):
+                grids.append(grid)
+                return lambda *_, **__: None
+
+        for name in ("_query_kernel", "_key_kernel"):
+            monkeypatch.setattr(kernels, name, Kernel())
+        empty = partial(torch.empty, device="meta", dtype=torch.bfloat16)
+        by = ops.Packed(*(torch.empty(n, dtype=torch.int32, device="meta") for n in (65, 64, 64)), 4096)
+        q, k, lse = empty(tokens, 16, 256), empty(tokens, 2, 256), empty(2, tokens, 8)
+        kernels.packed(AttentionGradient(q, q, k, k, q, lse), by)
+        x = ops.Latent(empty(tokens, 128, 512), empty(tokens, 128, 64), empty(tokens, 512), empty(tokens, 64), 1.0)
+        mla_triton.packed_backward(x.q_TNR, x, by, x.q_TNR, empty(tokens, 128))
+        assert len(grids) == 4 and all(size < 1 << 16 for _, *others in grids for size in others)
 
     @pytest.mark.parametrize(("query_rows", "keys", "long"), [(64, 64, 0), (16, 64, 512), (64, 16, 0), (128, 32, 0)])
     def test_tiles(self, query_rows, keys, long, monkeypatch):

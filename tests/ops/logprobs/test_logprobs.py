@@ -53,6 +53,17 @@ def test_gradients_of_either_and_both(use, chunk, monkeypatch):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_rows_have_empty_results_and_no_gradient(dtype):
+    hidden, weight, targets, filters = inputs()
+    hidden, weight = hidden[:0].to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+    filters = ops.Filters(*(x[:0] for x in filters))
+    out = ops.token_logprobs(hidden, weight, targets[:0], filters, None, True)
+    assert all(x.shape == (0,) for x in out)
+    assert not torch.autograd.grad(out.logprob_C.sum(), weight)[0].any()
+    assert ops.support_mask(hidden, weight, filters.temperature_C, out.threshold_C).shape == (0, -(-VOCABULARY // 8))
+
+
 def test_the_entropy_has_no_gradient():
     hidden, weight, *rest = inputs()
     out = ops.token_logprobs(hidden.requires_grad_(), weight, *rest, None, True)
