@@ -152,8 +152,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "run": (
         "checkpoint.files",
         "checkpoint.saver",
-        "checkpoint closing crash display lock metrics trackers",
-        "faults resume timeline",
+        "checkpoint closing crash display lock metrics",
+        "faults resume timeline trackers",
         "report",
         "recorder",
         "evaluate replay train",

@@ -29,7 +29,8 @@ def learned(config: RunConfig, validations: Mapping[str, Mapping[str, float]], r
     (first, before), (last, after) = measured[0], measured[-1]
     name = next((name for name in before if name.startswith("validation/rewards/")), "validation/reward/mean")
     title = name.removeprefix("validation/").removeprefix("rewards/").removesuffix("/mean")
-    shown = [_value(metrics.get(name), share=not config.task.reward) for metrics in (before, after)]
+    share = title == "correct" and not config.task.reward
+    shown = [_value(metrics.get(name), share) for metrics in (before, after)]
     change = shown[0] if first == last else " -> ".join(shown)
     return f"held-out {title} {change}, after {last} steps of reinforcement learning"
 

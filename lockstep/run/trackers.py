@@ -1,4 +1,4 @@
-"""Trackers: a run's metrics in TensorBoard or Weights & Biases as well. Nothing leaves the machine unless asked for.
+"""Trackers: a run's metrics in TensorBoard, Weights & Biases or trackio as well. Nothing phones home unless asked to.
 
 A tracker that fails during a run is dropped with a warning; the run goes on, and `metrics.jsonl` has everything.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 from ..config import MetricsConfig
 from ..errors import InputError, LockstepError
+from .metrics import METRICS_FILE
 
 
 class Trackers:
@@ -21,11 +22,11 @@ class Trackers:
 
     def __init__(self, config: MetricsConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
         """Open them for the run in `run_dir`, whose configuration is `settings` (flat, dotted names). Raises
-        `InputError` when a package is missing or Weights & Biases cannot start."""
+        `InputError` when a package is missing or cannot start."""
         require_packages(config.trackers)
-        self._open: dict[str, TensorBoard | WandB] = {}
+        self._open: dict[str, Any] = {}
         for name in config.trackers:
-            self._open[name] = TensorBoard(run_dir) if name == "tensorboard" else WandB(config, run_dir, settings)
+            self._open[name] = _KINDS[name](config.project, run_dir, settings)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Send step `step`'s numbers to each; what is no number stays out."""
@@ -59,7 +60,7 @@ def require_packages(names: tuple[str, ...]) -> None:
 class TensorBoard:
     """Event files in the run folder's `tensorboard/`. The first step logged purges what a killed run left after it."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, project: str, run_dir: Path, settings: Mapping[str, Any]) -> None:
         self._folder = run_dir / "tensorboard"
         self._writer: Any = None
 
@@ -79,7 +80,7 @@ class TensorBoard:
 class WandB:
     """A Weights & Biases run named after the run folder, where its id is kept so that resuming continues it."""
 
-    def __init__(self, config: MetricsConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, project: str, run_dir: Path, settings: Mapping[str, Any]) -> None:
         """Raises `InputError` when it cannot start, for example without a login."""
         import wandb
 
@@ -87,7 +88,7 @@ class WandB:
         try:
             run_id = id_file.read_text().strip() if id_file.exists() else uuid.uuid4().hex[:8]
             self._run = wandb.init(
-                project=config.project,
+                project=project,
                 name=run_dir.resolve().name,
                 id=run_id,
                 resume="allow",
@@ -110,3 +111,28 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class Trackio:
+    """A trackio run named after the run folder, where trackio keeps its own (`TRACKIO_DIR`). Resuming goes on with the
+    latest of that name."""
+
+    def __init__(self, project: str, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        """Raises `InputError` when it cannot start."""
+        import trackio
+
+        resume = "allow" if (run_dir / METRICS_FILE).exists() else "never"
+        quiet = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        try:
+            self._run = trackio.init(project, run_dir.resolve().name, config=dict(settings), resume=resume, **quiet)
+        except Exception as error:
+            raise InputError(f"metrics.trackers: trackio cannot start: {error}") from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_KINDS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}

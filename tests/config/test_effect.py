@@ -144,7 +144,7 @@ def test_a_whole_file_of_ones_own_recipe_is_replayed(tmp_path: Path) -> None:
 def test_hints_for_an_unknown_flag_name_each_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--learning-rate", "3", "--stepz", "4"]) == 2
     said = capsys.readouterr().err
-    assert said.count("--optimizer.learning-rate") == said.count("--trainer.warmup-learning-rate") == 1
+    assert said.count("--optimizer.learning-rate") == 1 and "warmup" not in said  # which is another's name
     assert said.count("--steps") == 1 and "precompile" not in said
 
 

@@ -85,6 +85,8 @@ def test_the_next_command_evaluates_what_the_run_was_validated_on() -> None:
 def test_what_an_environment_rewards_is_learned() -> None:
     own = replace(CONFIG, task=TaskConfig(name="dataset", data="rows.jsonl", environment="games.py:Game"))
     assert closing.learned(own, {}, [0.5, 1.0]) == "reward 0.75 -> 0.75, the first and last 2 steps"
+    validations = {step: {"validation/rewards/found/mean": value} for step, value in (("0", -0.5), ("9", 2.0))}
+    assert closing.learned(own, validations, []).startswith("held-out found -0.5 -> 2, after 9 steps")
     assert closing.next_command(own, Path("r"), "12 34=").partition("--data ")[2] == (
         "rows.jsonl --environment games.py:Game --max-completion-length 24"
     )

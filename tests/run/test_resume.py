@@ -1,4 +1,4 @@
-"""What a checkpoint records of the data that a run reads. `test_run.py` resumes whole runs."""
+"""What a checkpoint records of the data that a run reads. `test_resumed_runs.py` resumes whole runs."""
 
 from __future__ import annotations
 

@@ -6,7 +6,10 @@ import json
 import math
 import sys
 import warnings
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from lockstep.config import MetricsConfig
 from lockstep.errors import InputError
 from lockstep.run.trackers import Trackers, require_packages
 
+RESUMES = "never", "allow"
 METRICS = {"reward/mean": 0.5, "kl": None, "note": "text", "flag": True, "parity/tokens_checked": 100}
 TINY = [
     *("--trainer.warmup-steps", "0", "--trainer.prompts-per-step", "2", "--sampling.num-generations", "2"),
@@ -88,7 +92,29 @@ def test_wandb_offline_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert histories and all(b"reward/mean" in history.read_bytes() for history in histories)
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_trackio_goes_on_where_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a module of trackio 0.43's signatures, as the package itself takes a server along."""
+    calls: list[Any] = []
+
+    def init(project: str, name: str | None = None, *, config: Any, resume: str, **quiet: bool) -> SimpleNamespace:
+        calls.append((project, name, config, resume, sorted(quiet)))
+        return SimpleNamespace(log=lambda metrics, step=None: calls.append((step, metrics)), finish=lambda: None)
+
+    module = ModuleType("trackio")
+    module.__spec__ = ModuleSpec("trackio", None, origin="here")
+    monkeypatch.setattr(module, "init", init, raising=False)
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    for step in range(2):
+        trackers = Trackers(MetricsConfig(trackers=("trackio",), project="sums"), tmp_path, {"seed": 3})
+        trackers.log(step, METRICS)
+        trackers.close()
+        (tmp_path / "metrics.jsonl").touch()
+    began = [("sums", tmp_path.name, {"seed": 3}, how, ["auto_log_cpu", "auto_log_gpu", "embed"]) for how in RESUMES]
+    numbers = {"reward/mean": 0.5, "parity/tokens_checked": 100.0}
+    assert calls == [began[0], (0, numbers), began[1], (1, numbers)]
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
 def test_a_missing_package_is_bad_input(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

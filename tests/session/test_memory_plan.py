@@ -425,6 +425,12 @@ def test_running_out_is_answered_with_the_plan(
     assert "it was planned as\n" in said and "--trainer.max-tokens-per-micro-batch" in said
     with pytest.raises(InputError, match=r"memory ran out on rank 1 \("), running_out_named(str, World(1, 2)):
         raise RuntimeError("CUDA error: out of memory")
+    for error in (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), MemoryError()):
+        with (
+            pytest.raises(InputError, match="memory ran out: (Default|MemoryError)"),
+            running_out_named(str, World(0, 1)),
+        ):
+            raise error
     with pytest.raises(RuntimeError, match="something else"), running_out_named(str, World(0, 1)):
         raise RuntimeError("something else")
 

@@ -16,14 +16,14 @@ class MetricsConfig(Section):
     """Show the live display (plain lines where standard error is no terminal)."""
     rollouts: bool = True
     """Write rollouts.jsonl."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Trackers that get every step's metrics too; each is an extra to install. None by default: nothing phones home."""
     project: str = "lockstep"
-    """Weights & Biases project (wandb)."""
+    """Project of the run (wandb, trackio)."""
 
     def check(self) -> None:
         refuse(len(set(self.trackers)) < len(self.trackers), "metrics.trackers names one twice; give each once")
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
-        if "wandb" not in self.trackers:
-            yield "project", "without wandb among metrics.trackers; add it or remove the project"
+        if not {"wandb", "trackio"} & {*self.trackers}:
+            yield "project", "without wandb or trackio among metrics.trackers; add one or remove the project"

@@ -113,15 +113,18 @@ def running_out_named(table: Callable[[], str], world: World) -> Iterator[None]:
         yield
     except LockstepError:
         raise
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(w in str(error) for w in _RAN_OUT):
             raise
         raise InputError(_ran_out(error, table(), world)) from error
 
 
-def _ran_out(error: RuntimeError, table: str, world: World) -> str:
+_RAN_OUT = "out of memory", "can't allocate memory"  # of a device, and of the host
+
+
+def _ran_out(error: Exception, table: str, world: World) -> str:
     where = f" on rank {world.rank} ({socket.gethostname()})" if world.size > 1 else ""
-    said = str(error).splitlines()[0].split(". ")
+    said = (str(error) or type(error).__name__).splitlines()[0].split(". ")
     planned = f"; it was planned as\n{table}\n" if table else ". "
     return (
         f"memory ran out{where}: {'. '.join(said[:2])}{planned}Lower --trainer.max-tokens-per-micro-batch or "
