@@ -21,6 +21,8 @@ def drawn(config: ModelConfig, device: torch.device) -> Decoder:
             parameter.normal_(0, 0.03, generator=draw) if parameter.dim() > 1 else parameter.fill_(1.0)
         for buffer in model.buffers():  # router biases
             buffer.normal_(0, 0.05, generator=draw)
+        if model.embed_factor != 1:  # a head tied to a large embedding says what it read again, whatever an update does
+            model.norm.fill_(0.1 - model.norm_offset)
     return model
 
 
