@@ -268,11 +268,14 @@ class Engine:
         vocabulary, context = self.model_config.vocab_size, self.model_config.max_position_embeddings
         ends = (min(prompt_ids), max(prompt_ids)) if prompt_ids else ()
         outside = next((t for t in ends if not 0 <= t < vocabulary), None)
+        stops = sampling.stop_token_ids
+        never = next((t for t in stops if not isinstance(t, int) or not 0 <= t < vocabulary), None)
         new, cache = sampling.max_completion_length, self.cache
         length = len(prompt_ids) + new
         found = (
             (not prompt_ids, "the prompt has no tokens"),
             (outside is not None, f"token id {outside} is outside the model's vocabulary of {vocabulary}"),
+            (never is not None, f"stop_token_ids has {never!r}, which is no token id below {vocabulary}"),
             (min(sampling.n, new) < 1, "n and max_completion_length must be at least 1"),
             (bool(sampling.stop) and self.detokenize is None, "stop strings need a tokenizer"),
             (

@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..generator import Engine
 from ..session.text.policy import Policy
 from ..session.text.tool_formats import tool_format
-from ..types import GENERATE_DOMAIN, SampleIdentity
+from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams
 from .batcher import Batcher, Job, News
 from .bodies import SamplingFields
 from .errors import ApiError, closing, refused
@@ -102,12 +102,19 @@ class Service:
                 "context_length_exceeded",
             )
         self.require_place(sampling.n, "n")
+        self.check(prompt_ids, sampling, field, group)
+        assert body.seed is not None, "given one by `seeded`"
+        return Job(prompt_ids, sampling, SampleIdentity(body.seed, GENERATE_DOMAIN, 0, group))
+
+    def check(self, prompt_ids: list[int], sampling: SamplingParams, field: str, group: int = 0) -> None:
+        """Raise `ApiError` for what the engine could never run; `field` is the prompt's."""
+        vocabulary = self.policy.model.config.vocab_size
+        if any(not 0 <= token < vocabulary for token in sampling.stop_token_ids):
+            raise refused("stop_token_ids", f"stop_token_ids must be token ids of the model, each below {vocabulary}")
         try:
             self._check(prompt_ids, sampling, group)
         except InputError as error:
             raise refused(field, str(error)) from error
-        assert body.seed is not None, "given one by `seeded`"
-        return Job(prompt_ids, sampling, SampleIdentity(body.seed, GENERATE_DOMAIN, 0, group))
 
     def require_place(self, samples: int, field: str) -> None:
         """Raise `ApiError` for more samples than there could ever be room for."""

@@ -141,6 +141,10 @@ def test_one_sample_of_several_is_asked_for_by_its_number(model: Path, llm: LLM)
         (5, SHORT, "the prompts are of type int"),
         ("x", SamplingParams(top_p=0.0), "sampling.top_p is 0"),
         ("x", SamplingParams(n=0), "sampling.num_generations is 0"),
+        ("x", SamplingParams(n=1.5), "num_generations is 1.5, a float; it must be a whole number"),  # type: ignore[arg-type]
+        ("x", SamplingParams(temperature=1e-45), "sampling.temperature is 1e-45; it must be at least 1e-06, or 0"),
+        ("x", SamplingParams(stop="ab"), "sampling.stop is 'ab'; it must be a list of texts"),  # type: ignore[arg-type]
+        ("x", SamplingParams(stop_token_ids=(2**63,)), "stop_token_ids has 9223372036854775808, which is no token id"),
         ("x", SamplingParams(max_completion_length=10**6), "exceeds the model's context"),
     ],
 )
