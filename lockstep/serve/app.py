@@ -135,7 +135,7 @@ class _Guard:
         self._app, self._requests = app, service.metrics.requests
         self._paths = [(path, re.compile(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(path)))) for path in paths]
         key = service.settings.api_key
-        self._bearer = None if key is None else f"Bearer {key}".encode()
+        self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -153,7 +153,8 @@ class _Guard:
 
     def _knows_key(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return self._bearer is None or secrets.compare_digest(given, self._bearer)
+        scheme, _, key = given.partition(b" ")  # RFC 9110, 11.1: in letters of any case
+        return self._key is None or (scheme.lower() == b"bearer" and secrets.compare_digest(key, self._key))
 
 
 _WRONG_KEY = _told(ApiError(401, "the API key is missing or wrong", code="invalid_api_key"))

@@ -122,6 +122,9 @@ class Batcher:
             self._jobs[self.engine.add_request(job.prompt_ids, job.sampling, job.identity)] = job
         except InputError as error:
             self._news.append((job, error))
+        except Exception as error:
+            self._news.append((job, error))
+            self._fail(error)
 
     def _remove(self, job: Job) -> None:
         for request_id, other in list(self._jobs.items()):

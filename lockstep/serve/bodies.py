@@ -104,6 +104,8 @@ class _Body(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
 
 class ChatBody(_Body):
@@ -116,6 +118,7 @@ class ChatBody(_Body):
     tools: list[dict[str, Any]] = []
     tool_choice: Any = "auto"
     chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str = ""
 
 
 class CompletionBody(_Body):
@@ -181,6 +184,8 @@ def parse(given: dict[str, Any], kind: type[_Kind]) -> _Kind:
         param = _path(first["loc"])
         raise refused(param, f"{param}: {first['msg']}") from error
     _check_extra(body, "")
+    if isinstance(body, _Body) and "stream_options" in body.model_fields_set and not body.stream:
+        raise refused("stream_options", "stream_options has no effect on an answer that is not streamed; leave it out")
     return body
 
 

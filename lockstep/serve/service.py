@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from ..errors import InputError
+from ..errors import InputError, PromptTooLong
 from ..generator import Engine
 from ..session.text.policy import Policy
 from ..session.text.tool_formats import tool_format
@@ -73,12 +73,14 @@ class Service:
         """No more is encoded."""
         self._encoder.shutdown(wait=False)
 
-    async def encoded(self, encode: Callable[..., _T], *arguments: Any) -> _T:
-        """The result of an encoding in a thread of its own. `InputError` becomes `ApiError` of the field `messages`."""
+    async def encoded(self, field: str, encode: Callable[..., _T], *arguments: Any) -> _T:
+        """The result of an encoding in a thread of its own. `InputError` becomes `ApiError` of this field."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._encoder, partial(encode, *arguments))
+        except PromptTooLong as error:
+            raise refused(field, str(error), "context_length_exceeded") from error
         except InputError as error:
-            raise refused("messages", str(error)) from error
+            raise refused(field, str(error)) from error
 
     def remembered(self, request: Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """A conversation with the token ids of its sampled turns, where these are known; clients send them."""
