@@ -101,17 +101,17 @@ class Engine:
         """As `generate`, telling of each sample as it grows: the prompt's index, the sample, its tokens so far, and
         its completion once it is finished. Closing the iterator aborts what is left."""
         assert not self.requests, "it runs its own requests to the end; others are queued"
-        ids: list[int] = []
+        ids: dict[int, int] = {}  # each request's, and the place of its prompt
         total, finished = sum(params.n for params in sampling), 0
         try:
-            for request in zip(prompt_ids, sampling, identities, strict=True):
-                ids.append(self.add_request(*request))
+            for place, request in enumerate(zip(prompt_ids, sampling, identities, strict=True)):
+                ids[self.add_request(*request)] = place
             while self.requests:
                 grown = self.advance()
                 finished += sum(sample.completion is not None for sample in grown)
                 self.timings.tell(f"{finished} of {total}")
                 for one in grown:
-                    yield ids.index(one.request_id), one.identity.sample, one.token_ids, one.completion
+                    yield ids[one.request_id], one.identity.sample, one.token_ids, one.completion
         finally:
             for i in ids:
                 self.abort(i)
@@ -168,7 +168,7 @@ class Engine:
         tokens, of the launch before on a GPU: all that each has so far, which is added to as it goes on, and its
         `completion` once it is finished. After an exception the requests that were running must be aborted."""
         grown = self._launch()
-        for request_id in dict.fromkeys(sample.request_id for sample in grown):
+        for request_id in {sample.request_id for sample in grown if sample.completion is not None}:
             if all(sample.completion is not None for sample in self.requests[request_id]):
                 del self.requests[request_id]
         return grown

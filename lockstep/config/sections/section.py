@@ -21,7 +21,7 @@ def at_least(low: float, *, default: _T) -> _T:
 
 
 def check_range(path: str, value: object, low: float, high: float, whole: bool = False) -> None:
-    """Raise `InputError` when `value` is no finite number from `low` to `high`, or, of `whole` ones, not one of them."""
+    """Raise `InputError` when `value` is no finite number from `low` to `high`, or no whole one."""
     if not isinstance(value, int if whole else (int, float)):
         kind = "a whole number" if whole else "a number"
         raise InputError(f"{path} is {value!r}, a {type(value).__name__}; it must be {kind}")
