@@ -121,9 +121,10 @@ class LLM(Session):
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None
     ) -> list[list[Trajectory]]:
-        """For each prompt its `sampling.n` completions; one prompt may stand alone. Equal seeds give equal tokens,
-        whatever else is in the batch. A prompt is text, chat messages, or token ids. Raises `InputError` for sampling parameters out of range and for a prompt that is
-        empty or does not fit the model's context, and `NonFiniteError` when the model's outputs are no numbers."""
+        """For each prompt its `sampling.n` completions; one prompt may stand alone: text, chat messages, or token ids.
+        Equal seeds give equal tokens, whatever else is in the batch. Raises `InputError` for sampling parameters out of
+        range and for a prompt that is empty or does not fit the model's context, and `NonFiniteError` when the model's
+        outputs are no numbers."""
         with self.together():
             requests, engine = self._asked(prompts, sampling or SamplingParams())
             own = requests.share(self.world)

@@ -436,9 +436,7 @@ def test_a_server_that_is_stopped_ends_what_takes_too_long(model: Path, stream: 
 
 
 @pytest.mark.parametrize("call", ["advance", "add_request"])
-def test_an_engine_that_fails_is_told_and_tried_again(
-    model: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_an_engine_that_fails_is_told_and_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     with running(model) as served:
         works = getattr(served.engine, call)
 
