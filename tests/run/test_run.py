@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import resource
@@ -29,6 +30,7 @@ from lockstep.errors import InputError
 from lockstep.models import folder as models_folder
 from lockstep.models.init import init_folder
 from lockstep.ops.native import library
+from lockstep.rl.loop import Loop
 from lockstep.run import checkpoint, resume
 from lockstep.run.timeline import read_timeline
 from lockstep.session.golden import GRADIENT_NORM
@@ -397,8 +399,11 @@ def test_a_reward_may_change_the_working_directory(tmp_path: Path, monkeypatch: 
         "import os\ndef root(completions, **_):\n    os.chdir('/')\n    return [0.0] * len(completions)\n"
     )
     monkeypatch.chdir(tmp_path)
+    frozen, step = [gc.get_freeze_count()], Loop.step
+    monkeypatch.setattr(Loop, "step", lambda *given: frozen.append(gc.get_freeze_count()) or step(*given))
     assert main(["train", *SUM, "--reward", "moves.py:root", "--run-dir", "run", "--checkpoint.interval", "1"]) == 0
     assert (tmp_path / "run" / "report.html").is_file() and (tmp_path / "run" / "model").is_dir()
+    assert min(frozen[1:]) > frozen[0] and not gc.get_freeze_count(), "garbage is looked for in what steps make"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
