@@ -43,7 +43,8 @@ class Section:
         for item in fields(self):  # type: ignore[arg-type] # every section is a dataclass
             value = getattr(self, item.name)
             if "range" in item.metadata and not (value is item.default is None):
-                check_range(self.path(item.name), value, *item.metadata["range"], whole=type(item.default) is int)
+                low, high = item.metadata["range"]
+                check_range(self.path(item.name), value, low, high, whole=type(item.default) is int)
         for name, why in self.without_effect():
             refuse(getattr(self, name) != getattr(type(self)(), name), f"{self.path(name)} has no effect {why}")
         self.check()
