@@ -239,7 +239,6 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat", {"messages": HELLO, "temprature": 0.5}, "temprature", "is no field of this route"),
     ("chat", {"messages": HELLO, "y" * 5000: 0.5}, "y" * 2000, "yyy"),
     ("chat", {"messages": HELLO, "stream_options": {"every": 1}}, "stream_options.every", "is no field"),
-    ("chat", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "has no tools"),
     ("chat", {"messages": HELLO, "tools": [{"name": "f"}]}, "tools[0]", "must be"),
     ("chat", {"messages": HELLO, "tool_choice": "required"}, "tool_choice", "must be"),
     ("chat", {"messages": HELLO, "chat_template_kwargs": 3}, "chat_template_kwargs", "valid dictionary"),
@@ -289,6 +288,16 @@ def test_a_field_that_changes_nothing_is_taken_at_that_value(served: Running) ->
     more = {"n": None, "response_format": {"type": "text"}, "parallel_tool_calls": True, "stream_options": None}
     body = {"messages": HELLO, "max_tokens": 2, "tools": [], **neutral, **more}
     assert served.http.post(PATHS["chat"], json=body).status_code == 200
+
+
+def test_tools_go_to_a_template_that_has_some(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
+    kept = {**SENT, "messages": HELLO, "tools": tools, "extra_body": {"return_token_ids": True}}
+    answer: Any = served.client.chat.completions.create(**kept)
+    assert json.dumps(tools[0]) in served.llm.policy.decode(answer.prompt_token_ids)
+    monkeypatch.setattr(served.server.service, "tool_format", None)
+    with pytest.raises(openai.BadRequestError, match="has no tools"):
+        served.client.chat.completions.create(**kept)
 
 
 def test_other_requests_that_get_no_answer(served: Running) -> None:

@@ -276,8 +276,10 @@ def test_a_malformed_call_is_answered_where_templates_want_calls(name: str) -> N
     )
 
 
-def test_a_tokenizer_without_a_template_has_no_format() -> None:
+def test_the_random_models_template_teaches_tools_and_others_may_not() -> None:
     tokenizer: Any = byte_tokenizer()
+    assert tool_format(tokenizer) == HERMES
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     assert tool_format(tokenizer) is None
     tokenizer.chat_template = None
     assert tool_format(tokenizer) is None
