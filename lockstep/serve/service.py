@@ -10,7 +10,6 @@ import contextlib
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -129,14 +128,17 @@ class Service:
             body.seed = self._seeds.randrange(EXACT)
         return body.seed
 
-    def open(self, request: Request, jobs: list[Job]) -> Ticket:
-        """Have the jobs of a request run. Raises `ApiError` when the server is full, or ends."""
+    def open(self, request: Request, jobs: list[Job], stream: bool = False) -> Ticket:
+        """Have the jobs of a request run, with `stream` told of as they grow. `ApiError`: the server is full, or
+        ends."""
         if self.stopping:
             raise closing()
         samples = sum(job.sampling.n for job in jobs)
         if self.open_samples + samples > self.most_samples:
             message = f"{self.open_samples} samples run or wait, of {self.most_samples} that may; try again later"
             raise ApiError(429, message, code="server_full")
+        for job in jobs:
+            job.streamed = stream
         self.metrics.prompt_tokens.inc(sum(len(job.prompt_ids) for job in jobs))
         return Ticket(self, request, jobs)
 
@@ -165,8 +167,3 @@ class Service:
         for job, item in news:
             if (ticket := self._tickets.get(job)) is not None:
                 ticket.news.put_nowait((job, item))
-
-
-def streamed(jobs: list[Job]) -> list[Job]:
-    """The same, to be told of as they grow."""
-    return [replace(job, streamed=True) for job in jobs]

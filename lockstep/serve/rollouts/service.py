@@ -89,14 +89,14 @@ class RolloutService(Service):
             raise ApiError(410, "this rollout is over, or never was", code="rollout_over")
         return found
 
-    def open(self, request: Request, jobs: list[Job]) -> Ticket:
+    def open(self, request: Request, jobs: list[Job], stream: bool = False) -> Ticket:
         begun, most = bool(self.rollout(request).turns), self._most_prompt_tokens
         if len(jobs) > 1:
             raise refused("prompt", f"there are {len(jobs)} prompts; a turn of a rollout has one")
         if not begun and most is not None and (count := len(jobs[0].prompt_ids)) > most:
             message = f"the first prompt has {count} tokens; the run allows {most}"
             raise ApiError(400, message, code="context_length_exceeded")
-        return super().open(request, jobs)
+        return super().open(request, jobs, stream)
 
     def enter(self, ticket: Ticket) -> None:
         self.open_samples += 1

@@ -18,7 +18,7 @@ from ..bodies import ChatBody, read_body
 from ..chat_prompt import ChatPrompt, checked_messages, encode_chat
 from ..errors import refused
 from ..events import EventStream, answered
-from ..service import Service, streamed
+from ..service import Service
 from ..text import GrowingText, Stops, chat_logprobs, visible
 from ..ticket import Ticket
 from .common import drawn_by, head, usage
@@ -69,10 +69,10 @@ async def chat(service: Service, request: Request) -> Response:
     service.seeded(body)
     job = service.job(prompt.token_ids, body, _max_tokens(service, body, prompt), "messages")
     asked = _Chat(service, body, job, form)
+    ticket = service.open(request, [job], body.stream)
     if body.stream:
-        ticket = service.open(request, streamed([job]))
         return EventStream(ticket, _chunks(asked, ticket))
-    async with service.open(request, [job]) as ticket:
+    async with ticket:
         (samples,) = await ticket.completions()
     return answered(_answer(asked, samples))
 

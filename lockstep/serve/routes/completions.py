@@ -14,7 +14,7 @@ from ..batcher import Job, Update
 from ..bodies import CompletionBody, read_body
 from ..errors import refused
 from ..events import EventStream, answered
-from ..service import Service, streamed
+from ..service import Service
 from ..text import GrowingText, Stops, completion_logprobs, visible
 from ..ticket import Ticket
 from .common import drawn_by, head, usage
@@ -35,10 +35,10 @@ async def completions(service: Service, request: Request) -> Response:
     length = body.max_tokens or USUAL_LENGTH
     jobs = [service.job(ids, body, length, "prompt", group) for group, ids in enumerate(prompts)]
     begin = head("text_completion", "cmpl", body, service.settings.name)
+    ticket = service.open(request, jobs, body.stream)
     if body.stream:
-        ticket = service.open(request, streamed(jobs))
         return EventStream(ticket, _chunks(service, body, begin, ticket))
-    async with service.open(request, jobs) as ticket:
+    async with ticket:
         groups = await ticket.completions()
     choices = [
         _choice(service, body, place, jobs[place // body.n], completion)
