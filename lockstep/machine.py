@@ -1,11 +1,12 @@
 """What a run runs on: versions and hardware, and what `torchrun`, CUDA and NCCL are told through the environment.
 
-How threads wait is chosen there too, before torch is imported, and how many there are.
+How threads wait is chosen there too, before torch is imported, how many there are, and how long one holds up another.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -61,6 +62,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 THREADS_BESIDE_A_GPU = 8
 
 
+SWITCH = 0.0005  # seconds that a thread keeps the interpreter which another asks for
 SPINS = "2000"  # about a tenth of a millisecond: the time from one operator to the next
 
 
@@ -86,6 +88,29 @@ def bound_threads(device: torch.device) -> None:
     if device.type == "cuda":
         limit = min(limit, THREADS_BESIDE_A_GPU)
     torch.set_num_threads(min(torch.get_num_threads(), limit))
+
+
+@contextlib.contextmanager
+def short_turns() -> Iterator[None]:
+    """Within it a thread that asks for the interpreter has it after half a millisecond, where another would keep it for
+    five: what launches work on a device asks several times a launch, beside threads of a server or of tools."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+@contextlib.contextmanager
+def settled() -> Iterator[None]:
+    """Within it Python's collector leaves alone what there was before: a look at all of it, as it takes now and then,
+    holds every thread up for a tenth of a second."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class Launch(NamedTuple):

@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "graph": {"cache", "distributed", "ops"},
     "generator": {"graph", "models", "ops"},
     "trainer": {"algorithms", "distributed", "graph", "machine", "models", "ops"},
-    "environments": {"distributed"},
+    "environments": {"distributed", "machine"},
     "session": {
         "algorithms",
         "cache",
@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "rl": {"algorithms", "environments", "session", "trainer"},
     "serve": {"environments", "generator", "machine", "models", "session"},
-    "run": {"cache", "distributed", "machine", "models", "ops", "rl", "serve", "session"},
+    "run": {"cache", "distributed", "machine", "models", "rl", "serve", "session"},
     "api": {"distributed", "machine", "run", "session"},
     "cli": {"api", "environments", "machine", "models", "run", "serve", "session"},
     "__main__": {"cli", "session"},

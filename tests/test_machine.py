@@ -93,3 +93,10 @@ def test_memory_of_the_host_stays_pinned_as_long_as_a_tensor_lies_in_it(monkeypa
     del first, second
     gc.collect()
     assert not pinned
+
+
+def test_threads_take_short_turns_within_a_block() -> None:
+    before = sys.getswitchinterval()
+    with machine.short_turns():
+        assert sys.getswitchinterval() == pytest.approx(0.0005)
+    assert sys.getswitchinterval() == before

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import InputError
-from ..session.generate import LLM, Prompt
+from ..session.generate import LLM
 from ..types import SamplingParams
 
 HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer.\n"
@@ -45,7 +45,7 @@ class Conversation:
     def ask(self, line: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
         """The answer to `line`, as it appears; what was said until `stopped` stays in the conversation. Raises
         `InputError` when the conversation fills the model's context; `line` is then not part of it."""
-        prompt: Prompt = self._text + line
+        prompt: str | list[dict[str, Any]] = self._text + line
         if self._templated:
             prompt = [*self._messages, {"role": "user", "content": line}]
         room = self._llm.context - len(self._llm.policy.encode(prompt))

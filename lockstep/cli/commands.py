@@ -153,9 +153,8 @@ def _chat(flags: Chat) -> Outcome:
 
 def _serve(flags: Serve) -> Outcome:
     name = flags.model if flags.served_model_name is None else flags.served_model_name
-    same = {item.name for item in fields(Settings)} - {"name", "api_key"}
-    api_key = server_key() if flags.api_key is None else flags.api_key
-    settings = Settings(name, api_key=api_key, **{name: getattr(flags, name) for name in same})
+    own = {"served_model_name": name, "api_key": server_key() if flags.api_key is None else flags.api_key}
+    settings = Settings(**{item.name: getattr(flags, item.name) for item in fields(Settings)} | own)
     settings.validate()
     check_generation(flags.compile)
     variables = template_variables(flags.chat_template_kwargs, "--chat-template-kwargs")

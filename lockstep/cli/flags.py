@@ -24,6 +24,7 @@ from ..config import (
     TaskConfig,
 )
 from ..errors import InputError, refuse
+from ..serve.settings import Settings
 from . import elsewhere
 
 _Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
@@ -269,29 +270,11 @@ class Chat(_ModelFlags):
 
 @_own_first
 @dataclass(frozen=True, kw_only=True)
-class Serve(_ModelFlags):
+class Serve(_ModelFlags, Settings):
     """Answer over HTTP as OpenAI's interface does: chat, completions, and token ids in and out."""
 
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every one of this machine's."""
-    port: int = 8000
-    """Port to listen on; 0 takes a free one."""
-    api_key: str | None = None
-    """Key that clients must send; LOCKSTEP_API_KEY in the environment sets it unseen by other users."""
     served_model_name: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: as --model)")] = None
     """What clients call the model."""
-    max_model_len: int = 0
-    """Tokens that a prompt and its completion may have together; 0 is the model's context, 8192 at most."""
-    max_num_seqs: int = 256
-    """Samples that run at once."""
-    kv_cache_tokens: int = 0
-    """Tokens that the KV cache holds; 0 plans it from the two above and the memory at hand."""
-    max_waiting: int = 1024
-    """Samples that may wait beside those that run; one more is refused with status 429."""
-    max_body_mib: int = 16
-    """Size of a request's body in MiB, above which it is refused with status 413."""
-    shutdown_seconds: float = 30.0
-    """Time that requests have to finish after SIGTERM or Ctrl-C."""
     chat_template_kwargs: tuple[str, ...] = ()
     """Variables of the chat template as NAME=VALUE, the value in JSON; a request may give its own."""
 

@@ -37,7 +37,7 @@ from .sections.loss import LossConfig
 from .sections.metrics import MetricsConfig
 from .sections.optimizer import OptimizerConfig
 from .sections.parallel import LAYOUT_OF_GENERATION, LAYOUT_OF_PARITY, ParallelConfig, check_layout
-from .sections.sampling import SamplingConfig
+from .sections.sampling import LEAST_TEMPERATURE, SamplingConfig
 from .sections.section import MAX_SEED, check_range
 from .sections.task import OF_EVALUATION, TEMPLATE_ARGUMENTS, TaskConfig, template_variables
 from .sections.trainer import TrainerConfig

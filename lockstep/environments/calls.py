@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Hashable, Iterator
+from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,8 +15,6 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..errors import LockstepError
-
-_TURN = 0.0005  # seconds that a thread keeps the interpreter which another asks for
 
 
 @dataclass(frozen=True)
@@ -205,15 +201,3 @@ def event_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop
-
-
-@contextlib.contextmanager
-def short_turns() -> Iterator[None]:
-    """Within it a thread that asks for the interpreter has it after half a millisecond, where another would keep it for
-    five: what launches work on a device asks several times a launch, beside threads of a server or of tools."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, _TURN))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

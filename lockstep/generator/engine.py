@@ -101,17 +101,17 @@ class Engine:
         """As `generate`, telling of each sample as it grows: the prompt's index, the sample, its tokens so far, and
         its completion once it is finished. Closing the iterator aborts what is left."""
         assert not self.requests, "it runs its own requests to the end; others are queued"
-        ids: list[int] = []
+        ids: dict[int, int] = {}  # each request's, and the place of its prompt
         total, finished = sum(params.n for params in sampling), 0
         try:
-            for request in zip(prompt_ids, sampling, identities, strict=True):
-                ids.append(self.add_request(*request))
+            for place, request in enumerate(zip(prompt_ids, sampling, identities, strict=True)):
+                ids[self.add_request(*request)] = place
             while self.requests:
                 grown = self.advance()
                 finished += sum(sample.completion is not None for sample in grown)
                 self.timings.tell(f"{finished} of {total}")
                 for one in grown:
-                    yield ids.index(one.request_id), one.identity.sample, one.token_ids, one.completion
+                    yield ids[one.request_id], one.identity.sample, one.token_ids, one.completion
         finally:
             for i in ids:
                 self.abort(i)
@@ -168,7 +168,7 @@ class Engine:
         tokens, of the launch before on a GPU: all that each has so far, which is added to as it goes on, and its
         `completion` once it is finished. After an exception the requests that were running must be aborted."""
         grown = self._launch()
-        for request_id in dict.fromkeys(sample.request_id for sample in grown):
+        for request_id in {sample.request_id for sample in grown if sample.completion is not None}:
             if all(sample.completion is not None for sample in self.requests[request_id]):
                 del self.requests[request_id]
         return grown
@@ -268,11 +268,14 @@ class Engine:
         vocabulary, context = self.model_config.vocab_size, self.model_config.max_position_embeddings
         ends = (min(prompt_ids), max(prompt_ids)) if prompt_ids else ()
         outside = next((t for t in ends if not 0 <= t < vocabulary), None)
+        stops = sampling.stop_token_ids
+        never = next((t for t in stops if not isinstance(t, int) or not 0 <= t < vocabulary), None)
         new, cache = sampling.max_completion_length, self.cache
         length = len(prompt_ids) + new
         found = (
             (not prompt_ids, "the prompt has no tokens"),
             (outside is not None, f"token id {outside} is outside the model's vocabulary of {vocabulary}"),
+            (never is not None, f"stop_token_ids has {never!r}, which is no token id below {vocabulary}"),
             (min(sampling.n, new) < 1, "n and max_completion_length must be at least 1"),
             (bool(sampling.stop) and self.detokenize is None, "stop strings need a tokenizer"),
             (

@@ -100,7 +100,8 @@ class Sequence:
 
         longest = max(map(len, self.sampling.stop))
         tail = new + 4 * longest + 8  # a character is four tokens at most; a text's first may differ
-        if not has_one(self.token_ids[-tail:]) or not has_one(self.token_ids):
+        ended = self.finish_reason is not None  # tokens without a text may have hidden one until now
+        if not (ended or has_one(self.token_ids[-tail:])) or not has_one(self.token_ids):
             return
         low, high = 1, len(self.token_ids)
         while low < high:  # the shortest prefix of tokens that contains one

@@ -21,9 +21,15 @@ if TYPE_CHECKING:
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
+# Tools and their calls in the form of Hermes and Qwen.
 CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\\nTools:\\n' }}{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}"
+    '{{ \'Call one: <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call><|im_end|>\\n\' }}{% endif %}'
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>' + call['function'] | tojson + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
@@ -37,7 +43,7 @@ _OBJECT_FILES = {"tokenizer.json": "model", "tokenizer_config.json": None, "spec
 def byte_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerBase:
     """A tokenizer with one token a byte: the token's id is the byte's value, and 256 to 258 are special. There are no
     merges and no normalization, so every text round-trips. `<|endoftext|>` pads, `<|im_end|>` ends a sequence, and the
-    chat template is plain ChatML. Raises `InputError` when the tokens do not fit into `vocab_size`, the model's."""
+    chat template is ChatML with tools. Raises `InputError` when they do not fit into `vocab_size`, the model's."""
     tokenizer = kept("byte-level", _whole_byte_tokenizer)
     check_vocabulary(tokenizer, vocab_size, "the byte-level tokenizer")
     return tokenizer

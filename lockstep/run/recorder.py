@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .. import __version__, ops
+from .. import __version__
 from ..config import RunConfig, yaml_file
 from ..distributed import ONE, World
 from ..errors import InputError, LockstepError, NonFiniteError, ParityError
@@ -267,8 +267,8 @@ class Recorder:
         if self._numerics is None:
             with loop.run.timings.measured("golden_words"):
                 model = loop.run.policy.model
-                found = golden.words(model.embed.device, model.embed.dtype, model.config)
-            self._numerics = loop.run.trainer.numerics() | {"c_library": ops.cpu_build(), "words": found}
+                found = golden.arithmetic(model.embed.device, model.embed.dtype, model.config)
+            self._numerics = loop.run.trainer.numerics() | found
         return self._numerics
 
     def _changed_numerics(self, loop: Loop, then: dict[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..distributed import ONE, World
+from ..machine import settled
 from ..rl.loop import Loop
 from ..serve.rollouts import serving
 from ..session.build import build, resolve
@@ -77,21 +78,22 @@ def _train(
         recorder.open(start)
         if start == config.steps and str(start) not in recorder.validations:  # it was to go on for longer
             recorder.validate(loop, display, start)
-        for step in range(start, config.steps):
-            raise_received()
-            try:
-                metrics, groups = loop.step(step)
-            finally:
-                recorder.certify(loop)
-            every = config.task.validation_interval
-            if step + 1 == config.steps or (every > 0 and (step + 1) % every == 0):
-                metrics |= recorder.validate(loop, display, step + 1)
-            with loop.run.timings.measured("log"):
-                recorder.step(step, metrics, groups + loop.replaced)
-                display.update(step, metrics)
-            recorder.checkpoint(loop, step + 1)
-            if recorded(step + 1):
-                recorder.trace(loop.spans, metrics)
+        with settled():
+            for step in range(start, config.steps):
+                raise_received()
+                try:
+                    metrics, groups = loop.step(step)
+                finally:
+                    recorder.certify(loop)
+                every = config.task.validation_interval
+                if step + 1 == config.steps or (every > 0 and (step + 1) % every == 0):
+                    metrics |= recorder.validate(loop, display, step + 1)
+                with loop.run.timings.measured("log"):
+                    recorder.step(step, metrics, groups + loop.replaced)
+                    display.update(step, metrics)
+                recorder.checkpoint(loop, step + 1)
+                if recorded(step + 1):
+                    recorder.trace(loop.spans, metrics)
         recorder.save_model(loop)
         recorder.checkpoints_written(loop)
     if loop.run.runtime.compiles:

@@ -45,18 +45,17 @@ def make_app(service: Service, under: str = "", more: Mapping[str, Route] = {}) 
 
     app = FastAPI(title="lockstep", version=__version__, lifespan=lifespan, openapi_url=None)
     posted = {under + path: answer for path, answer in ROUTES.items()} | dict(more)
-    for path, answer in posted.items():  # plain routes, which read their bodies themselves
-        app.add_route(path, _endpoint(service, answer), methods=["POST"])
-    app.add_api_route(f"{under}/v1/models", _models(service), methods=["GET"])
-    app.add_api_route(f"{under}/v1/models/{{name:path}}", _model(service), methods=["GET"])
-    app.add_api_route("/metrics", _metrics(service), methods=["GET"], response_model=None)
-    app.add_api_route(HEALTH, _health(service), methods=["GET"])
+    models = f"{under}/v1/models"
+    asked = {models: _models, f"{models}/{{name:path}}": _model, "/metrics": _metrics, HEALTH: _health}
+    for method, routes in (("POST", posted), ("GET", asked)):  # plain routes, which read their bodies themselves
+        for path, answer in routes.items():
+            app.add_route(path, _endpoint(service, answer), methods=[method])
     app.add_exception_handler(ApiError, _error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientLeft, _left)
     app.add_exception_handler(ClientDisconnect, _left)
     app.add_exception_handler(Exception, _fault)
-    app.add_middleware(_Guard, service=service, paths=[*posted, f"{under}/v1/models", "/metrics", HEALTH])
+    app.add_middleware(_Guard, service=service, paths=[*posted, *asked])
     return app
 
 
@@ -72,36 +71,24 @@ def _card(service: Service) -> dict[str, Any]:
     return {**card, "max_model_len": service.context}
 
 
-def _models(service: Service) -> Callable[[], Awaitable[dict[str, Any]]]:
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_card(service)]}
-
-    return models
+async def _models(service: Service, _: Request) -> Response:
+    return answered({"object": "list", "data": [_card(service)]})
 
 
-def _model(service: Service) -> Callable[[str], Awaitable[dict[str, Any]]]:
-    async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
-        return _card(service)
-
-    return model
+async def _model(service: Service, request: Request) -> Response:
+    service.check_model(request.path_params["name"])
+    return answered(_card(service))
 
 
-def _metrics(service: Service) -> Callable[[], Awaitable[Response]]:
-    async def metrics() -> Response:
-        page, kind = service.metrics.page()
-        return Response(page, media_type=kind)
-
-    return metrics
+async def _metrics(service: Service, _: Request) -> Response:
+    page, kind = service.metrics.page()
+    return Response(page, media_type=kind)
 
 
-def _health(service: Service) -> Callable[[], Awaitable[dict[str, str]]]:
-    async def health() -> dict[str, str]:
-        if service.stopping:
-            raise closing()
-        return {"status": "ok"}
-
-    return health
+async def _health(service: Service, _: Request) -> Response:
+    if service.stopping:
+        raise closing()
+    return answered({"status": "ok"})
 
 
 def _told(error: ApiError) -> Response:
@@ -133,9 +120,9 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, service: Service, paths: list[str]) -> None:
         self._app, self._requests = app, service.metrics.requests
-        self._paths = [(path, re.compile(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(path)))) for path in paths]
+        self._paths = [(path, re.compile(re.sub(r"\\{[\w:]+\\}", ".+", re.escape(path)))) for path in paths]
         key = service.settings.api_key
-        self._bearer = None if key is None else f"Bearer {key}".encode()
+        self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -153,7 +140,8 @@ class _Guard:
 
     def _knows_key(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return self._bearer is None or secrets.compare_digest(given, self._bearer)
+        scheme, _, key = given.partition(b" ")  # RFC 9110, 11.1: in letters of any case
+        return self._key is None or (scheme.lower() == b"bearer" and secrets.compare_digest(key, self._key))
 
 
 _WRONG_KEY = _told(ApiError(401, "the API key is missing or wrong", code="invalid_api_key"))

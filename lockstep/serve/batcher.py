@@ -43,6 +43,7 @@ class Job:
     streamed: bool = False
     told: list[int] = field(init=False)  # tokens, of each sample
     left: int = field(init=False)  # samples that are not finished
+    request_id: int = field(default=-1, init=False)  # the engine's
 
     def __post_init__(self) -> None:
         self.left = self.sampling.n
@@ -102,10 +103,7 @@ class Batcher:
     def end(self, error: Exception) -> None:
         """End every job with `error`."""
         self._take_in(0)
-        for request_id, job in list(self._jobs.items()):
-            self.engine.abort(request_id)
-            self._news.append((job, error))
-        self._jobs.clear()
+        self._drop_all(error)
         self._hand_out()
 
     def _take_in(self, wait: float | None) -> None:
@@ -119,15 +117,17 @@ class Batcher:
 
     def _add(self, job: Job) -> None:
         try:
-            self._jobs[self.engine.add_request(job.prompt_ids, job.sampling, job.identity)] = job
+            job.request_id = self.engine.add_request(job.prompt_ids, job.sampling, job.identity)
+            self._jobs[job.request_id] = job
         except InputError as error:
             self._news.append((job, error))
+        except Exception as error:
+            self._news.append((job, error))
+            self._fail(error)
 
     def _remove(self, job: Job) -> None:
-        for request_id, other in list(self._jobs.items()):
-            if other is job:
-                del self._jobs[request_id]
-                self.engine.abort(request_id)
+        if self._jobs.pop(job.request_id, None) is not None:
+            self.engine.abort(job.request_id)
 
     def _launch(self) -> None:
         for grown in self.engine.advance():
@@ -148,6 +148,9 @@ class Batcher:
         """What ran when the engine raised is lost, and so is what waited: it may be what made it raise."""
         _log.error("the engine failed", exc_info=error)
         self._failures += 1
+        self._drop_all(error)
+
+    def _drop_all(self, error: Exception) -> None:
         for request_id, job in self._jobs.items():
             self.engine.abort(request_id)
             self._news.append((job, error))

@@ -10,9 +10,9 @@ from typing import Annotated, Any, TypeVar
 
 import orjson
 from fastapi import Request
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..config import MAX_SEED
+from ..config import LEAST_TEMPERATURE, MAX_SEED
 from ..types import SamplingParams
 from .errors import ApiError, refused
 
@@ -46,6 +46,12 @@ BODY_SECONDS = 60.0  # that a body may take to come
 READ_TO_ITS_END = 4  # times the limit: a client that still sends reads no answer
 
 
+def _greedy_or_warm(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise ValueError(f"it must be at least {LEAST_TEMPERATURE}, or 0 for greedy")
+    return value
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -59,7 +65,7 @@ class SamplingFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
-    temperature: Annotated[float, Field(ge=0, le=1e4)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=1e4), AfterValidator(_greedy_or_warm)] = 1.0
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
     top_k: Annotated[int, BeforeValidator(_off), Field(ge=0, lt=1 << 31)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -98,6 +104,8 @@ class _Body(SamplingFields):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
 
 class ChatBody(_Body):
@@ -110,6 +118,7 @@ class ChatBody(_Body):
     tools: list[dict[str, Any]] = []
     tool_choice: Any = "auto"
     chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str = ""
 
 
 class CompletionBody(_Body):
@@ -175,6 +184,8 @@ def parse(given: dict[str, Any], kind: type[_Kind]) -> _Kind:
         param = _path(first["loc"])
         raise refused(param, f"{param}: {first['msg']}") from error
     _check_extra(body, "")
+    if isinstance(body, _Body) and "stream_options" in body.model_fields_set and not body.stream:
+        raise refused("stream_options", "stream_options has no effect on an answer that is not streamed; leave it out")
     return body
 
 

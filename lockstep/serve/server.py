@@ -6,7 +6,6 @@ The first SIGTERM or Ctrl-C stops taking connections and lets requests finish, f
 from __future__ import annotations
 
 import contextlib
-import gc
 import signal
 import socket
 import sys
@@ -17,8 +16,8 @@ from types import FrameType
 
 import uvicorn
 
-from ..environments.calls import short_turns
 from ..errors import InputError, LockstepError, Terminated
+from ..machine import settled, short_turns
 from ..session.generate import LLM
 from ..types import SamplingParams
 from .app import make_app
@@ -69,7 +68,7 @@ class Server:
         """Answer until `stop`; the calling thread is the engine's. Raises `LockstepError` when the engine fails."""
         thread = threading.Thread(target=self._serve, name="http", daemon=True)
         batcher = self.service.batcher
-        with short_turns(), _settled():
+        with short_turns(), settled():
             thread.start()
             try:
                 while not self._ended.is_set():
@@ -97,17 +96,6 @@ class Server:
         self._deadline = time.monotonic() + self.service.settings.shutdown_seconds
         self.service.stopping = self._http.should_exit = True
         self.service.batcher.wake()
-
-
-@contextlib.contextmanager
-def _settled() -> Iterator[None]:
-    """Within it Python's collector leaves alone what there was before: a look at all of it, as it takes now and then,
-    holds every thread up for a tenth of a second."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def listen(host: str, port: int) -> socket.socket:

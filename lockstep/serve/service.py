@@ -10,17 +10,16 @@ import contextlib
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 from fastapi import Request
 
-from ..errors import InputError
+from ..errors import InputError, PromptTooLong
 from ..generator import Engine
 from ..session.text.policy import Policy
 from ..session.text.tool_formats import tool_format
-from ..types import GENERATE_DOMAIN, SampleIdentity
+from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams
 from .batcher import Batcher, Job, News
 from .bodies import SamplingFields
 from .errors import ApiError, closing, refused
@@ -73,12 +72,14 @@ class Service:
         """No more is encoded."""
         self._encoder.shutdown(wait=False)
 
-    async def encoded(self, encode: Callable[..., _T], *arguments: Any) -> _T:
-        """The result of an encoding in a thread of its own. `InputError` becomes `ApiError` of the field `messages`."""
+    async def encoded(self, field: str, encode: Callable[..., _T], *arguments: Any) -> _T:
+        """The result of an encoding in a thread of its own. `InputError` becomes `ApiError` of this field."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._encoder, partial(encode, *arguments))
+        except PromptTooLong as error:
+            raise refused(field, str(error), "context_length_exceeded") from error
         except InputError as error:
-            raise refused("messages", str(error)) from error
+            raise refused(field, str(error)) from error
 
     def remembered(self, request: Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """A conversation with the token ids of its sampled turns, where these are known; clients send them."""
@@ -102,12 +103,19 @@ class Service:
                 "context_length_exceeded",
             )
         self.require_place(sampling.n, "n")
+        self.check(prompt_ids, sampling, field, group)
+        assert body.seed is not None, "given one by `seeded`"
+        return Job(prompt_ids, sampling, SampleIdentity(body.seed, GENERATE_DOMAIN, 0, group))
+
+    def check(self, prompt_ids: list[int], sampling: SamplingParams, field: str, group: int = 0) -> None:
+        """Raise `ApiError` for what the engine could never run; `field` is the prompt's."""
+        vocabulary = self.policy.model.config.vocab_size
+        if any(not 0 <= token < vocabulary for token in sampling.stop_token_ids):
+            raise refused("stop_token_ids", f"stop_token_ids must be token ids of the model, each below {vocabulary}")
         try:
             self._check(prompt_ids, sampling, group)
         except InputError as error:
             raise refused(field, str(error)) from error
-        assert body.seed is not None, "given one by `seeded`"
-        return Job(prompt_ids, sampling, SampleIdentity(body.seed, GENERATE_DOMAIN, 0, group))
 
     def require_place(self, samples: int, field: str) -> None:
         """Raise `ApiError` for more samples than there could ever be room for."""
@@ -120,14 +128,17 @@ class Service:
             body.seed = self._seeds.randrange(EXACT)
         return body.seed
 
-    def open(self, request: Request, jobs: list[Job]) -> Ticket:
-        """Have the jobs of a request run. Raises `ApiError` when the server is full, or ends."""
+    def open(self, request: Request, jobs: list[Job], stream: bool = False) -> Ticket:
+        """Have the jobs of a request run, with `stream` told of as they grow. `ApiError`: the server is full, or
+        ends."""
         if self.stopping:
             raise closing()
         samples = sum(job.sampling.n for job in jobs)
         if self.open_samples + samples > self.most_samples:
             message = f"{self.open_samples} samples run or wait, of {self.most_samples} that may; try again later"
             raise ApiError(429, message, code="server_full")
+        for job in jobs:
+            job.streamed = stream
         self.metrics.prompt_tokens.inc(sum(len(job.prompt_ids) for job in jobs))
         return Ticket(self, request, jobs)
 
@@ -156,8 +167,3 @@ class Service:
         for job, item in news:
             if (ticket := self._tickets.get(job)) is not None:
                 ticket.news.put_nowait((job, item))
-
-
-def streamed(jobs: list[Job]) -> list[Job]:
-    """The same, to be told of as they grow."""
-    return [replace(job, streamed=True) for job in jobs]

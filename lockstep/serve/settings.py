@@ -11,32 +11,30 @@ USUAL_CONTEXT = 8192  # tokens a request, where the model allows more and nobody
 STEPS_PER_SYNC = 4  # tokens that a stream shows together, and that pass before a new request or a cancellation is seen
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Where a server listens, whom it answers, and what it takes on.
+    """Where a server listens, whom it answers, and what it takes on."""
 
-    Attributes:
-        api_key: what clients must send as a bearer token; None: nothing.
-        name: of the model, for clients.
-        max_model_len: tokens that a prompt and its completion may have together; 0: as many as the model's context, and
-            no more than `USUAL_CONTEXT`.
-        max_num_seqs: samples that run at once.
-        kv_cache_tokens: that the cache holds; 0 plans it for so many samples of so many tokens and the memory at hand.
-        max_waiting: samples that may wait for a place among the running ones; one more is refused with status 429.
-        max_body_mib: size of a request's body, above which it is refused with status 413.
-        shutdown_seconds: that requests have to finish once the server is told to end.
-    """
-
-    name: str
     host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every one of this machine's."""
     port: int = 8000
+    """Port to listen on; 0 takes a free one."""
     api_key: str | None = None
+    """Key that clients must send; LOCKSTEP_API_KEY in the environment sets it unseen by other users."""
+    served_model_name: str | None = None
+    """What clients call the model."""
     max_model_len: int = 0
+    """Tokens that a prompt and its completion may have together; 0 is the model's context, 8192 at most."""
     max_num_seqs: int = 256
+    """Samples that run at once."""
     kv_cache_tokens: int = 0
+    """Tokens that the KV cache holds; 0 plans it from the two above and the memory at hand."""
     max_waiting: int = 1024
+    """Samples that may wait beside those that run; one more is refused with status 429."""
     max_body_mib: int = 16
+    """Size of a request's body in MiB, above which it is refused with status 413."""
     shutdown_seconds: float = 30.0
+    """Time that requests have to finish after SIGTERM or Ctrl-C."""
 
     def validate(self) -> None:
         """Raise `InputError` naming the first flag that is not usable."""
@@ -48,7 +46,12 @@ class Settings:
         check_range("--max-body-mib", self.max_body_mib, 1, 1 << 10)
         check_range("--shutdown-seconds", self.shutdown_seconds, 0, 86400)
         refuse(self.api_key == "", "the API key is empty; give a text, or leave it out")
-        refuse(not self.name, "--served-model-name is empty; give a text, or leave it out")
+        refuse(not self.served_model_name, "--served-model-name is empty; give a text, or leave it out")
+
+    @property
+    def name(self) -> str:
+        """Of the model, for clients."""
+        return self.served_model_name or ""
 
     @property
     def generator(self) -> GeneratorConfig:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..models.tokenizer import TextStream
@@ -11,17 +12,30 @@ from ..types import Trajectory
 from .batcher import Update
 
 
-def visible(text: str, stop: Iterable[str], form: ToolFormat | None) -> tuple[str, list[ToolCall]]:
-    """A finished text without the calls of tools in it, before the first stop string; and the calls."""
+@dataclass(frozen=True)
+class Stops:
+    """Strings that a text ends before, or `shown`, with."""
+
+    strings: tuple[str, ...]
+    shown: bool = False
+
+    def cut(self, text: str) -> str:
+        """A finished text up to its end."""
+        places = ((text.find(one), len(one) * self.shown) for one in self.strings)
+        return text[: min((place + size for place, size in places if place >= 0), default=len(text))]
+
+
+def visible(text: str, stop: Stops, form: ToolFormat | None) -> tuple[str, list[ToolCall]]:
+    """A finished text without the calls of tools in it, up to its end; and the calls."""
     said, calls = form.parse(text) if form is not None else (text, [])
-    return said[: min((place for s in stop if (place := said.find(s)) >= 0), default=len(said))], calls
+    return stop.cut(said), calls
 
 
 class GrowingText:
     """The visible text of one sample, a piece at a time. What may turn out to be a stop string or the beginning of a
     call is held back; pieces add up to what `visible` gives for the whole."""
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: tuple[str, ...], form: ToolFormat | None) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], stop: Stops, form: ToolFormat | None) -> None:
         self._text, self._decode, self._stream = "", decode, TextStream(decode)
         self._stop, self._form = stop, form
         self._token_ids: list[int] = []
@@ -36,7 +50,7 @@ class GrowingText:
         self._text += self._stream.feed(self._token_ids)
         text = self._text if self._form is None else self._form.certain(self._text)
         new = text[self._shown :]  # no stop string begins before it
-        piece = new[: min((before(new, s) for s in self._stop), default=len(new))]
+        piece = new[: min((before(new, s) for s in self._stop.strings), default=len(new))]
         self._shown += len(piece)
         return piece, []
 

@@ -83,7 +83,7 @@ class Ticket:
             if isinstance(item, Exception):
                 del self.unfinished[job]
                 raise _told(item)
-            if self._first:
+            if self._first and job.streamed:
                 self._first = False
                 self._service.metrics.first_token.observe(time.monotonic() - self._began)
             if item.completion is not None:

@@ -33,7 +33,7 @@ from .degree import choose_by_memory
 from .processes import GENERATING, Requests, of_all, together
 from .warm_up import make_ready, prepare_machine, warn_if_slow
 
-Prompt = str | list[dict[str, Any]]  # text as it is, or chat messages through the model's template
+Prompt = str | list[dict[str, Any]] | list[int]  # text as it is, chat messages through the model's template, token ids
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,10 @@ class LLM(Session):
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None
     ) -> list[list[Trajectory]]:
-        """For each prompt its `sampling.n` completions; one prompt may stand alone. Equal seeds give equal tokens,
-        whatever else is in the batch. Raises `InputError` for sampling parameters out of range and for a prompt that is
-        empty or does not fit the model's context, and `NonFiniteError` when the model's outputs are no numbers."""
+        """For each prompt its `sampling.n` completions; one prompt may stand alone: text, chat messages, or token ids.
+        Equal seeds give equal tokens, whatever else is in the batch. Raises `InputError` for sampling parameters out of
+        range and for a prompt that is empty or does not fit the model's context, and `NonFiniteError` when the model's
+        outputs are no numbers."""
         with self.together():
             requests, engine = self._asked(prompts, sampling or SamplingParams())
             own = requests.share(self.world)
@@ -259,11 +260,13 @@ class LLM(Session):
         return Requests(ids, [sampling] * len(ids), identities)
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
-        messages = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
-        if not isinstance(prompt, str) and not (messages and prompt):
-            raise InputError(f"prompt {index + 1} is {prompt!r:.40}; it must be text, or a list of chat messages")
+        parts: list[Any] = prompt if isinstance(prompt, list) else []
+        if parts and all(type(part) is int for part in parts):
+            return parts
+        if not isinstance(prompt, str) and not (parts and all(isinstance(part, dict) for part in parts)):
+            raise InputError(f"prompt {index + 1} is {prompt!r:.40}; it must be text, chat messages, or token ids")
         try:
-            return self.policy.encode(prompt)
+            return self.policy.encode(prompt if isinstance(prompt, str) else parts)
         except InputError as error:
             raise InputError(f"prompt {index + 1}: {error}") from error
 
@@ -290,8 +293,8 @@ def require_numbers(prompt: int, completion: Trajectory) -> None:
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    """One prompt, text or messages, as a list of one; several as they are."""
-    alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], dict))
+    """One prompt, text or messages or token ids, as a list of one; several as they are."""
+    alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (dict, int)))
     return [prompts] if alone else list(prompts)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,11 @@ GRADIENT_NORM = "gradient norm"  # runs that lack this word had one of float32 a
 _DECODER = replace(architecture("tiny"), num_layers=2)
 _ODD = replace(_DECODER, vocab_size=509, hidden_size=131, intermediate_size=395)  # rows that fill no whole vectors
 _ROWS, _DEPTH, _TOKENS = 17, 512, 75  # a shared prompt and the rest of two sequences, longer than a tile of keys
+
+
+def arithmetic(device: torch.device, dtype: torch.dtype, config: ModelConfig) -> dict[str, Any]:
+    """What tells the arithmetic of a process: the build of its C library, and its words."""
+    return {"c_library": ops.cpu_build(), "words": words(device, dtype, config)}
 
 
 def words(device: torch.device, dtype: torch.dtype, config: ModelConfig = _DECODER) -> dict[str, str]:

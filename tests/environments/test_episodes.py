@@ -19,7 +19,6 @@ from small import CONFIG, FAMILIES, compare, make_model
 from lockstep.config import GeneratorConfig
 from lockstep.environments import Collector, End, Environment, Failures, Limits, Next, Problem, RewardSet, Tokens, Turn
 from lockstep.environments import collect as collecting
-from lockstep.environments.calls import short_turns
 from lockstep.environments.collect import Collected
 from lockstep.environments.environment import by_name
 from lockstep.environments.episodes import FAILURES
@@ -72,13 +71,6 @@ class SlowCoroutine(Talk):
     async def step(self, turn: Turn) -> Any:
         await asyncio.sleep(random.random() * 0.02)
         return super().step(turn)
-
-
-def test_threads_take_short_turns_within_a_block() -> None:
-    before = sys.getswitchinterval()
-    with short_turns():
-        assert sys.getswitchinterval() == pytest.approx(0.0005)
-    assert sys.getswitchinterval() == before
 
 
 @pytest.fixture(scope="module")

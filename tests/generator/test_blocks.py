@@ -218,6 +218,22 @@ def test_a_stop_string_across_blocks_and_characters_of_several_tokens_is_found()
         assert all(c.token_ids == whole.token_ids[: 2 * (at + 3)] for c in found)
 
 
+def test_a_stop_string_is_found_however_many_tokens_without_a_text_are_in_it() -> None:
+    def few(token_ids: list[int]) -> str:
+        return "".join(chr(97 + token // 32) for token in token_ids if token % 32 == 0)
+
+    params = SamplingParams(max_completion_length=500, ignore_eos=True)
+    one = Engine(SharedWeights(make_model(torch.float32)), GeneratorConfig(), 4096, few)
+    (whole,) = one.generate([[3] * 5], [params], [SampleIdentity(0, 0, 0, 0)])[0]
+    shown = [i for i, token in enumerate(whole.token_ids) if token % 32 == 0]
+    text = whole.text
+    pairs = {text[k - 1 : k + 1]: (shown[k] - shown[k - 1], shown[k]) for k in range(len(text) - 1, 0, -1)}
+    stop, (gap, last) = max(pairs.items(), key=lambda pair: pair[1])
+    assert gap > 8 + 4 * 2 + 8, "more tokens than are read again at each look"
+    (found,) = one.generate([[3] * 5], [replace(params, stop=(stop,))], [SampleIdentity(0, 0, 0, 0)])[0]
+    assert found.finish_reason == "stop" and found.token_ids == whole.token_ids[: last + 1]
+
+
 def test_nothing_is_launched_for_sequences_that_are_known_to_end(model: Decoder) -> None:
     blocks = engine(model, ahead=1, steps_per_sync=8)
     params = SamplingParams(n=3, max_completion_length=20, ignore_eos=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import signal
@@ -14,6 +15,7 @@ from processes import DEADLINE, running_lockstep, wait_for
 from runs import COMMAND, DATA, SMALL, SUM, records
 
 from lockstep.cli.main import main
+from lockstep.rl.loop import Loop
 
 
 def test_a_cache_that_cannot_be_written_is_said_in_a_line(
@@ -29,8 +31,11 @@ def test_a_reward_may_change_the_working_directory(tmp_path: Path, monkeypatch: 
         "import os\ndef root(completions, **_):\n    os.chdir('/')\n    return [0.0] * len(completions)\n"
     )
     monkeypatch.chdir(tmp_path)
+    frozen, step = [gc.get_freeze_count()], Loop.step
+    monkeypatch.setattr(Loop, "step", lambda *given: frozen.append(gc.get_freeze_count()) or step(*given))
     assert main(["train", *SUM, "--reward", "moves.py:root", "--run-dir", "run", "--checkpoint.interval", "1"]) == 0
     assert (tmp_path / "run" / "report.html").is_file() and (tmp_path / "run" / "model").is_dir()
+    assert min(frozen[1:]) > frozen[0] and not gc.get_freeze_count(), "garbage is looked for in what steps make"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

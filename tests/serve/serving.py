@@ -39,7 +39,7 @@ class Running:
 @contextmanager
 def running(folder: Path, **settings: Any) -> Iterator[Running]:
     """A server of the model in `folder`; it is stopped in the end, and must have ended in order."""
-    given = Settings(**{"name": "tiny", "port": 0, "max_model_len": 512, "max_num_seqs": 16, **settings})
+    given = Settings(**{"served_model_name": "tiny", "port": 0, "max_model_len": 512, "max_num_seqs": 16, **settings})
     failures: list[BaseException] = []
     with LLM(folder, device="cpu", config=given.generator) as llm:
         server = Server(llm, given)

@@ -64,7 +64,7 @@ def test_a_port_that_is_taken(model: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_an_engine_that_fails_again_and_again_ends_the_server(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings("tiny", port=0, max_model_len=128, max_num_seqs=2)
+    settings = Settings(served_model_name="tiny", port=0, max_model_len=128, max_num_seqs=2)
     with LLM(model, device="cpu", config=settings.generator) as llm:
         server = server_module.Server(llm, settings)
         statuses: list[int] = []
@@ -87,7 +87,7 @@ def test_an_engine_that_fails_again_and_again_ends_the_server(model: Path, monke
 
 
 def test_a_server_whose_http_ends_does_not_wait_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings("tiny", port=0, max_model_len=128, max_num_seqs=2)
+    settings = Settings(served_model_name="tiny", port=0, max_model_len=128, max_num_seqs=2)
     with LLM(model, device="cpu", config=settings.generator) as llm:
         server = server_module.Server(llm, settings)
         monkeypatch.setattr(server._http, "run", lambda **_: None)
@@ -110,5 +110,5 @@ def test_the_first_signal_stops_and_the_second_ends(number: signal.Signals) -> N
 
 
 def test_only_strangers_without_a_key_are_warned_of() -> None:
-    assert Settings("m").remark == Settings("m", host="localhost").remark == ""
-    assert Settings("m", host="0.0.0.0", api_key="k").remark == "" != Settings("m", host="0.0.0.0").remark
+    assert Settings().remark == Settings(host="localhost").remark == ""
+    assert Settings(host="0.0.0.0", api_key="k").remark == "" != Settings(host="0.0.0.0").remark

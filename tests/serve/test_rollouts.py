@@ -163,6 +163,7 @@ def refuses(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any
     refused(400, None, "sampling_params.temperature", sampling_params={"temperature": 0.5})
     refused(400, None, "sampling_params.stop", sampling_params={"stop": ["x"]})
     refused(400, None, "seed", sampling_params={"seed": 4})
+    refused(400, None, "stop_token_ids", sampling_params={"stop_token_ids": [2**63]})
     refused(400, None, "token_ids", token_ids=[])
     refused(400, "context_length_exceeded", "token_ids", token_ids=[5] * 3000)
     refused(400, "context_length_exceeded", None, token_ids=[5] * 250)  # no room for what would come after it

@@ -135,6 +135,30 @@ def test_stop_strings_are_left_out_in_pieces_as_in_whole(served: Running, llm: L
     assert choice.finish_reason == "stop" and choice.text == text[: text.index(stop)]
     pieces = [c.text for chunk in served.client.completions.create(**kept, stream=True) for c in chunk.choices]
     assert "".join(pieces) == choice.text and len(pieces) > 2
+    kept["extra_body"] = {"include_stop_str_in_output": True}
+    assert served.client.completions.create(**kept).choices[0].text == choice.text + stop
+    pieces = [c.text for chunk in served.client.completions.create(**kept, stream=True) for c in chunk.choices]
+    assert "".join(pieces) == choice.text + stop
+
+
+def test_special_tokens_are_text_where_they_are_asked_for(served: Running) -> None:
+    """But for the one that ends an answer."""
+    kept: dict[str, Any] = {**SENT, "max_tokens": 250, "n": 4, "messages": HELLO}
+    more = {"return_token_ids": True, "skip_special_tokens": False}
+    decode, create = served.llm.policy.tokenizer.decode, served.client.chat.completions.create
+    texts = {}
+    for choice in create(**kept, extra_body=more).choices:
+        ended = choice.finish_reason == "stop"
+        texts[choice.index] = choice.message.content
+        assert choice.message.content == decode(choice.token_ids[: len(choice.token_ids) - ended])
+    assert "<|im_start|>" in "".join(texts.values())
+    pieces = dict.fromkeys(texts, "")
+    for chunk in create(**kept, extra_body=more, stream=True):
+        pieces[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert pieces == texts
+    sent: dict[str, Any] = {**SENT, "max_tokens": 100, "n": 2, "prompt": "one"}
+    for choice in served.client.completions.create(**sent, extra_body=more | {"ignore_eos": True}).choices:
+        assert choice.text == decode(choice.token_ids)
 
 
 def test_an_answer_without_a_seed_tells_the_one_that_draws_it_again(served: Running) -> None:
@@ -202,14 +226,19 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat", {"messages": HELLO, "max_tokens": 600}, "messages", "together they may be 512"),
     ("chat", {"messages": HELLO, "stop": [""]}, "stop[0]", "at least 1 character"),
     ("chat", {"messages": HELLO, "stop": [3]}, "stop[0]", "valid string"),
+    ("chat", {"messages": HELLO, "temperature": 1e-45}, "temperature", "or 0 for greedy"),
+    ("chat", {"messages": HELLO, "stop_token_ids": [2**63]}, "stop_token_ids", "each below 512"),
+    ("generate", {"token_ids": [1], "sampling_params": {"stop_token_ids": [-1]}}, "stop_token_ids", "each below 512"),
     ("chat", {"messages": HELLO, "presence_penalty": 0.5}, "presence_penalty", "is not supported"),
     ("chat", {"messages": HELLO, "logit_bias": {"5": 1}}, "logit_bias", "is not supported"),
     ("chat", {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "is not supported"),
     ("chat", {"messages": HELLO, "top_logprobs": 2, "logprobs": True}, "top_logprobs", "must be 0"),
+    ("chat", {"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options", "has no effect"),
+    ("chat", {"messages": HELLO, "reasoning_effort": "low"}, "reasoning_effort", "does not read it"),
+    ("completions", {"prompt": "x" * 60_000}, "prompt", "more than the model's context"),
     ("chat", {"messages": HELLO, "temprature": 0.5}, "temprature", "is no field of this route"),
     ("chat", {"messages": HELLO, "y" * 5000: 0.5}, "y" * 2000, "yyy"),
     ("chat", {"messages": HELLO, "stream_options": {"every": 1}}, "stream_options.every", "is no field"),
-    ("chat", {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "has no tools"),
     ("chat", {"messages": HELLO, "tools": [{"name": "f"}]}, "tools[0]", "must be"),
     ("chat", {"messages": HELLO, "tool_choice": "required"}, "tool_choice", "must be"),
     ("chat", {"messages": HELLO, "chat_template_kwargs": 3}, "chat_template_kwargs", "valid dictionary"),
@@ -261,6 +290,16 @@ def test_a_field_that_changes_nothing_is_taken_at_that_value(served: Running) ->
     assert served.http.post(PATHS["chat"], json=body).status_code == 200
 
 
+def test_tools_go_to_a_template_that_has_some(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
+    kept = {**SENT, "messages": HELLO, "tools": tools, "extra_body": {"return_token_ids": True}}
+    answer: Any = served.client.chat.completions.create(**kept)
+    assert json.dumps(tools[0]) in served.llm.policy.decode(answer.prompt_token_ids)
+    monkeypatch.setattr(served.server.service, "tool_format", None)
+    with pytest.raises(openai.BadRequestError, match="has no tools"):
+        served.client.chat.completions.create(**kept)
+
+
 def test_other_requests_that_get_no_answer(served: Running) -> None:
     with pytest.raises(openai.NotFoundError, match="'gpt' is not served here") as found:
         served.client.chat.completions.create(model="gpt", messages=HELLO)
@@ -282,12 +321,21 @@ def test_a_key_is_asked_for(served: Running) -> None:
             assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
         assert httpx.post(f"{served.url}/inference/v1/generate", headers=headers, json={}).status_code == 401
     assert httpx.get(f"{served.url}/health").status_code == 200
+    assert httpx.get(f"{served.url}/v1/models", headers={"authorization": f"bearer {KEY}"}).status_code == 200
+
+
+def first_tokens(served: Running) -> str:
+    """How many answers began to be streamed."""
+    lines = served.http.get("/metrics").text.splitlines()
+    return next(line for line in lines if line.startswith("lockstep_first_token_seconds_count"))
 
 
 def test_models_and_metrics(served: Running) -> None:
     (card,) = served.client.models.list().data
     assert card.id == "tiny" and card.max_model_len == 512 and served.client.models.retrieve("tiny") == card
+    begun = first_tokens(served)
     served.client.completions.create(**SENT, prompt="one")
+    assert first_tokens(served) == begun, "of answers that are streamed alone"
     page = served.http.get("/metrics").text
     pages = served.engine.cache.num_pages
     assert f"lockstep_kv_pages_free {pages}.0" in page and f"lockstep_kv_pages {pages}.0" in page
@@ -396,15 +444,16 @@ def test_a_server_that_is_stopped_ends_what_takes_too_long(model: Path, stream: 
         assert not served.thread.is_alive() and served.idle
 
 
-def test_an_engine_that_fails_is_told_and_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["advance", "add_request"])
+def test_an_engine_that_fails_is_told_and_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     with running(model) as served:
-        advance = served.engine.advance
+        works = getattr(served.engine, call)
 
-        def failing() -> Any:
-            monkeypatch.setattr(served.engine, "advance", advance)
+        def failing(*_: Any) -> Any:
+            monkeypatch.setattr(served.engine, call, works)
             raise RuntimeError("of the device")
 
-        monkeypatch.setattr(served.engine, "advance", failing)
+        monkeypatch.setattr(served.engine, call, failing)
         response = served.http.post("/v1/completions", json={"prompt": "x"})
         assert response.status_code == 500 and "the engine failed: RuntimeError" in response.text
         assert served.idle and served.http.post("/v1/completions", json={"prompt": "x"}).status_code == 200

@@ -48,6 +48,11 @@ def test_text_comes_before_the_end(model: Path) -> None:
     assert all(piece.completion is None for piece in pieces[:-1])
 
 
+def test_token_ids_go_to_the_model_as_they_are(llm: LLM) -> None:
+    ids = llm.policy.encode("one")
+    assert llm.generate(ids, SHORT) == llm.generate("one", SHORT) == llm.generate([ids], SHORT)
+
+
 def test_closing_a_stream_leaves_the_engine_free(llm: LLM) -> None:
     stream = llm.stream("abc", SHORT)
     next(stream)
@@ -135,12 +140,17 @@ def test_one_sample_of_several_is_asked_for_by_its_number(model: Path, llm: LLM)
         ("", SHORT, "prompt 1: the prompt has no tokens"),
         (["x", ""], SHORT, "prompt 2: the prompt has no tokens"),
         (["x", "y\udcff"], SHORT, "prompt 2: the prompt is not valid Unicode"),
-        (["x", 5], SHORT, "prompt 2 is 5; it must be text, or a list of chat messages"),
-        ([5], SHORT, "prompt 1 is 5; it must be text"),
+        (["x", 5], SHORT, "prompt 2 is 5; it must be text, chat messages, or token ids"),
+        ([5, "x"], SHORT, r"prompt 1 is \[5, 'x'\]; it must be text"),
+        ([[5], [512]], SHORT, "prompt 2: token id 512 is outside the model's vocabulary of 512"),
         ([[]], SHORT, r"prompt 1 is \[\]; it must be text"),
         (5, SHORT, "the prompts are of type int"),
         ("x", SamplingParams(top_p=0.0), "sampling.top_p is 0"),
         ("x", SamplingParams(n=0), "sampling.num_generations is 0"),
+        ("x", SamplingParams(n=1.5), "num_generations is 1.5, a float; it must be a whole number"),  # type: ignore[arg-type]
+        ("x", SamplingParams(temperature=1e-45), "sampling.temperature is 1e-45; it must be at least 1e-06, or 0"),
+        ("x", SamplingParams(stop="ab"), "sampling.stop is 'ab'; it must be a list of texts"),  # type: ignore[arg-type]
+        ("x", SamplingParams(stop_token_ids=(2**63,)), "stop_token_ids has 9223372036854775808, which is no token id"),
         ("x", SamplingParams(max_completion_length=10**6), "exceeds the model's context"),
     ],
 )

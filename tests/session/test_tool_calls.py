@@ -15,7 +15,7 @@ from lockstep.environments.tokens import answering
 from lockstep.errors import RewritesPast
 from lockstep.models.tokenizer import byte_tokenizer, encode_following, render_chat
 from lockstep.serve.batcher import Update
-from lockstep.serve.text import GrowingText, visible
+from lockstep.serve.text import GrowingText, Stops, visible
 from lockstep.session.text.tool_calls import ToolCall, ToolFormat
 from lockstep.session.text.tool_formats import CODER, GLM, HARMONY, HERMES, LLAMA, MISTRAL, tool_format
 from lockstep.types import Segment, Trajectory
@@ -161,14 +161,14 @@ def test_pieces_add_up_to_the_whole(form: ToolFormat, texts: list[str], tools: t
     def decode(token_ids: list[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 
-    growing, shown = GrowingText(decode, ("STOP",), form), ""
+    growing, shown = GrowingText(decode, Stops(("STOP",)), form), ""
     for start in range(0, len(ids), size):
         piece, calls = growing.feed(Update(0, ids[start : start + size], [], [], None))
         shown += piece
         assert not calls
     whole = Trajectory([Segment([0]), Segment(ids, sampled=True, text=text)])
     piece, calls = growing.feed(Update(0, [], [], [], whole))
-    assert (shown + piece, calls) == visible(text, ("STOP",), form)
+    assert (shown + piece, calls) == visible(text, Stops(("STOP",)), form)
     for call in calls:
         assert isinstance(json.loads(call.arguments), dict)
 
@@ -276,8 +276,10 @@ def test_a_malformed_call_is_answered_where_templates_want_calls(name: str) -> N
     )
 
 
-def test_a_tokenizer_without_a_template_has_no_format() -> None:
+def test_the_random_models_template_teaches_tools_and_others_may_not() -> None:
     tokenizer: Any = byte_tokenizer()
+    assert tool_format(tokenizer) == HERMES
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     assert tool_format(tokenizer) is None
     tokenizer.chat_template = None
     assert tool_format(tokenizer) is None

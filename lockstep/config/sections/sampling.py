@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from ...errors import refuse
 from .section import Section, at_least, between
 
+LEAST_TEMPERATURE = 1e-6  # but for 0: logits over less are no longer finite
+
 
 @dataclass(frozen=True)
 class SamplingConfig(Section):
@@ -28,6 +30,14 @@ class SamplingConfig(Section):
     """Always generate max_completion_length tokens (benchmarks)."""
 
     def check(self) -> None:
+        refuse(
+            0 < self.temperature < LEAST_TEMPERATURE,
+            f"sampling.temperature is {self.temperature}; it must be at least {LEAST_TEMPERATURE}, or 0 for greedy",
+        )
+        refuse(
+            isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop),
+            f"sampling.stop is {self.stop!r}; it must be a list of texts",
+        )
         refuse(
             "" in self.stop, "sampling.stop holds an empty string, which would end every completion at once; remove it"
         )

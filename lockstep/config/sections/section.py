@@ -20,10 +20,11 @@ def at_least(low: float, *, default: _T) -> _T:
     return between(low, math.inf, default=default)
 
 
-def check_range(path: str, value: object, low: float, high: float) -> None:
-    """Raise `InputError` when `value` is no finite number from `low` to `high`."""
-    if not isinstance(value, (int, float)):
-        raise InputError(f"{path} is {value!r}, a {type(value).__name__}; it must be a number")
+def check_range(path: str, value: object, low: float, high: float, whole: bool = False) -> None:
+    """Raise `InputError` when `value` is no finite number from `low` to `high`, or no whole one."""
+    if not isinstance(value, int if whole else (int, float)):
+        kind = "a whole number" if whole else "a number"
+        raise InputError(f"{path} is {value!r}, a {type(value).__name__}; it must be {kind}")
     if not math.isfinite(value) or not low <= value <= high:
         finite = "" if math.isfinite(value) else " and finite"
         bounds = f"at least {low}{finite}" if math.isinf(high) else f"between {low} and {high}"
@@ -42,7 +43,8 @@ class Section:
         for item in fields(self):  # type: ignore[arg-type] # every section is a dataclass
             value = getattr(self, item.name)
             if "range" in item.metadata and not (value is item.default is None):
-                check_range(self.path(item.name), value, *item.metadata["range"])
+                low, high = item.metadata["range"]
+                check_range(self.path(item.name), value, low, high, whole=type(item.default) is int)
         for name, why in self.without_effect():
             refuse(getattr(self, name) != getattr(type(self)(), name), f"{self.path(name)} has no effect {why}")
         self.check()

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import InputError, RewritesPast
+from ...machine import short_turns
 from ...types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ...user_functions import one_line
-from ..calls import Answer, Calls, Failure, short_turns
+from ..calls import Answer, Calls, Failure
 from ..environment import Branch, End, Next, Turn, by_name
 from ..tokens import answering, said_by
 from .answers import count, is_chat, is_tokens, unlike, wrong_end, wrong_reward, wrong_step

@@ -31,7 +31,8 @@ class RolloutServer:
     def __init__(self, run: Playing, environment: type[Remote]) -> None:
         host, port = environment.desk.address
         key = server_key() or None
-        self._settings = Settings(run.config.model or run.config.arch, host, port + run.world.rank * (port > 0), key)
+        name, port = run.config.model or run.config.arch, port + run.world.rank * (port > 0)
+        self._settings = Settings(served_model_name=name, host=host, port=port, api_key=key)
         self._settings.validate()
         self._environment, self._service = environment, RolloutService(run, environment, self._settings)
         self._begun: Future[None] = Future()

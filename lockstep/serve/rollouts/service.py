@@ -17,7 +17,6 @@ from starlette.responses import Response
 
 from ...environments.environment import Turn
 from ...environments.remote import BUSY, LIMIT, OVER, Remote, TurnRefused
-from ...errors import InputError
 from ...session.build import TrainingSession
 from ...session.evaluation import Played
 from ...types import SampleIdentity, Segment, Trajectory
@@ -65,13 +64,10 @@ class RolloutService(Service):
         if len(prompt_ids) >= self.context:
             message = f"the prompt has {len(prompt_ids)} tokens; the run has room for {self.context} with what follows"
             raise refused(field, message, "context_length_exceeded")
-        try:
-            self._check(prompt_ids, replace(self.sampling, max_completion_length=1), group)
-        except InputError as error:
-            raise refused(field, str(error)) from error
         most = min(max_tokens, self.sampling.max_completion_length)
         further = tuple(token for token in body.stop_token_ids if token not in self._stops)
         sampling = replace(self.sampling, max_completion_length=most, stop_token_ids=further)
+        self.check(prompt_ids, replace(sampling, max_completion_length=1), field, group)
         return Job(prompt_ids, sampling, SampleIdentity(self._seed, 0, 0, 0))
 
     def remembered(self, request: Request, messages: list[Message]) -> list[Message]:
@@ -93,14 +89,14 @@ class RolloutService(Service):
             raise ApiError(410, "this rollout is over, or never was", code="rollout_over")
         return found
 
-    def open(self, request: Request, jobs: list[Job]) -> Ticket:
+    def open(self, request: Request, jobs: list[Job], stream: bool = False) -> Ticket:
         begun, most = bool(self.rollout(request).turns), self._most_prompt_tokens
         if len(jobs) > 1:
             raise refused("prompt", f"there are {len(jobs)} prompts; a turn of a rollout has one")
         if not begun and most is not None and (count := len(jobs[0].prompt_ids)) > most:
             message = f"the first prompt has {count} tokens; the run allows {most}"
             raise ApiError(400, message, code="context_length_exceeded")
-        return super().open(request, jobs)
+        return super().open(request, jobs, stream)
 
     def enter(self, ticket: Ticket) -> None:
         self.open_samples += 1

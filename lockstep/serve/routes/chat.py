@@ -18,8 +18,8 @@ from ..bodies import ChatBody, read_body
 from ..chat_prompt import ChatPrompt, checked_messages, encode_chat
 from ..errors import refused
 from ..events import EventStream, answered
-from ..service import Service, streamed
-from ..text import GrowingText, chat_logprobs, visible
+from ..service import Service
+from ..text import GrowingText, Stops, chat_logprobs, visible
 from ..ticket import Ticket
 from .common import drawn_by, head, usage
 
@@ -36,8 +36,13 @@ class _Chat:
     form: ToolFormat | None
 
     def decode(self, token_ids: list[int]) -> str:
-        """What was sampled, as `form` reads it."""
-        return self.service.policy.as_read(token_ids, self.form)
+        """What was sampled, as `form` reads it, or as the client asks for it."""
+        policy = self.service.policy
+        return policy.as_read(token_ids, self.form) if self.body.skip_special_tokens else policy.with_special(token_ids)
+
+    @property
+    def stops(self) -> Stops:
+        return Stops(self.job.sampling.stop, self.body.include_stop_str_in_output)
 
     @property
     def head(self) -> dict[str, Any]:
@@ -53,31 +58,35 @@ async def chat(service: Service, request: Request) -> Response:
         raise refused("top_logprobs", "top_logprobs must be 0: there are log-probabilities of sampled tokens alone")
     messages = service.remembered(request, checked_messages(body.messages))
     form = _tool_format(service, body)
-    variables = {**service.policy.template_variables, **_variables(body.chat_template_kwargs)}
+    variables = {**service.policy.template_variables, **_variables(service, body)}
     if form is not None and form.tools:
         variables["tools"] = body.tools
-    prompt = await service.encoded(encode_chat, service.policy, messages, variables, form or service.tool_format)
+    read = form or service.tool_format
+    prompt = await service.encoded("messages", encode_chat, service.policy, messages, variables, read)
     _count(service, prompt)
     if form is not None:
         form = replace(form, thinks=prompt.thinks)
     service.seeded(body)
     job = service.job(prompt.token_ids, body, _max_tokens(service, body, prompt), "messages")
     asked = _Chat(service, body, job, form)
+    ticket = service.open(request, [job], body.stream)
     if body.stream:
-        ticket = service.open(request, streamed([job]))
         return EventStream(ticket, _chunks(asked, ticket))
-    async with service.open(request, [job]) as ticket:
+    async with ticket:
         (samples,) = await ticket.completions()
     return answered(_answer(asked, samples))
 
 
-def _variables(given: dict[str, Any]) -> dict[str, Any]:
+def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
+    given, effort = body.chat_template_kwargs, body.reasoning_effort
     for name in given:
         if name in (*TEMPLATE_ARGUMENTS, "tools"):
             raise refused(
                 f"chat_template_kwargs.{name}", f"chat_template_kwargs sets {name}, which is no variable of it"
             )
-    return given
+    if effort and "reasoning_effort" not in str(service.policy.tokenizer.chat_template):
+        raise refused("reasoning_effort", "reasoning_effort has no effect: the model's chat template does not read it")
+    return {**given, "reasoning_effort": effort} if effort else given
 
 
 def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
@@ -115,7 +124,7 @@ def _answer(asked: _Chat, samples: list[Trajectory]) -> dict[str, Any]:
 
 def _choice(asked: _Chat, index: int, completion: Trajectory) -> dict[str, Any]:
     said = asked.decode(completion.token_ids)
-    text, calls = visible(said, asked.job.sampling.stop, asked.form)
+    text, calls = visible(said, asked.stops, asked.form)
     message: dict[str, Any] = {"role": "assistant", "content": text.strip() or None if calls else text}
     message |= _beside(asked, said, calls)
     choice = {"index": index, "message": message, "finish_reason": "tool_calls" if calls else completion.finish_reason}
@@ -145,10 +154,10 @@ def _logprobs(asked: _Chat, sampled: Trajectory | Update) -> dict[str, Any] | No
 
 
 async def _chunks(asked: _Chat, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:
-    begin, body, sampling = asked.head, asked.body, asked.job.sampling
-    texts = [GrowingText(asked.decode, sampling.stop, asked.form) for _ in range(sampling.n)]
+    begin, body, n = asked.head, asked.body, asked.job.sampling.n
+    texts = [GrowingText(asked.decode, asked.stops, asked.form) for _ in range(n)]
     sampled = 0
-    for index in range(sampling.n):
+    for index in range(n):
         first = {**begin, "choices": [_delta(index, {"role": "assistant", "content": ""})]}
         yield first | ({"prompt_token_ids": asked.job.prompt_ids} if body.return_token_ids else {})
     async for _, update in ticket.updates():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import Request
@@ -14,8 +14,8 @@ from ..batcher import Job, Update
 from ..bodies import CompletionBody, read_body
 from ..errors import refused
 from ..events import EventStream, answered
-from ..service import Service, streamed
-from ..text import GrowingText, completion_logprobs, visible
+from ..service import Service
+from ..text import GrowingText, Stops, completion_logprobs, visible
 from ..ticket import Ticket
 from .common import drawn_by, head, usage
 
@@ -30,15 +30,15 @@ async def completions(service: Service, request: Request) -> Response:
         raise refused("logprobs", "logprobs must be 0 or null: there are log-probabilities of sampled tokens alone")
     texts = _prompts(body.prompt)
     service.require_place(len(texts) * body.n, "prompt")  # before all are encoded
-    prompts = await service.encoded(_encode, service.policy, texts)
+    prompts = await service.encoded("prompt", _encode, service.policy, texts)
     service.seeded(body)
     length = body.max_tokens or USUAL_LENGTH
     jobs = [service.job(ids, body, length, "prompt", group) for group, ids in enumerate(prompts)]
     begin = head("text_completion", "cmpl", body, service.settings.name)
+    ticket = service.open(request, jobs, body.stream)
     if body.stream:
-        ticket = service.open(request, streamed(jobs))
         return EventStream(ticket, _chunks(service, body, begin, ticket))
-    async with service.open(request, jobs) as ticket:
+    async with ticket:
         groups = await ticket.completions()
     choices = [
         _choice(service, body, place, jobs[place // body.n], completion)
@@ -67,12 +67,20 @@ def _encode(policy: Policy, prompts: list[str | list[int]]) -> list[list[int]]:
 
 
 def _choice(service: Service, body: CompletionBody, place: int, job: Job, completion: Trajectory) -> dict[str, Any]:
-    text, _ = visible(completion.text, job.sampling.stop, None)
+    text, _ = visible(_decode(service, body)(completion.token_ids), _stops(body), None)
     choice: dict[str, Any] = {"index": place, "text": text, "finish_reason": completion.finish_reason}
     choice["logprobs"] = _logprobs(service, body, completion, 0)
     if body.return_token_ids:
         choice |= {"prompt_token_ids": job.prompt_ids, "token_ids": completion.token_ids}
     return choice | drawn_by(completion)
+
+
+def _decode(service: Service, body: CompletionBody) -> Callable[[list[int]], str]:
+    return service.policy.decode if body.skip_special_tokens else service.policy.with_special
+
+
+def _stops(body: CompletionBody) -> Stops:
+    return Stops(tuple(body.stop), body.include_stop_str_in_output)
 
 
 def _logprobs(
@@ -84,8 +92,8 @@ def _logprobs(
 async def _chunks(
     service: Service, body: CompletionBody, begin: dict[str, Any], ticket: Ticket
 ) -> AsyncIterator[dict[str, Any]]:
-    stop, decode = tuple(body.stop), service.policy.decode
-    texts = [GrowingText(decode, stop, None) for _ in range(body.n * len(ticket.jobs))]
+    decode, stops = _decode(service, body), _stops(body)
+    texts = [GrowingText(decode, stops, None) for _ in range(body.n * len(ticket.jobs))]
     shown = [0] * len(texts)
     sampled = 0
     async for prompt, update in ticket.updates():

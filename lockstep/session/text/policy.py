@@ -72,9 +72,11 @@ class Policy:
         return Said(message, malformed, form.in_chat(text, message, malformed))
 
     def as_read(self, token_ids: list[int], form: ToolFormat | None) -> str:
-        """Text of a completion as `form` reads it: with special tokens, but for its end, where they are its marks."""
-        if form is None or not form.special:
-            return self.decode(token_ids)
+        """Text of a completion as `form` reads it: with special tokens where they are its marks."""
+        return self.decode(token_ids) if form is None or not form.special else self.with_special(token_ids)
+
+    def with_special(self, token_ids: list[int]) -> str:
+        """Text of a completion with special tokens, but for its end."""
         ended = token_ids[-1:] != [] and token_ids[-1] in self.model.config.eos_token_ids
         return self.tokenizer.decode(token_ids[: len(token_ids) - ended], skip_special_tokens=False)
 
