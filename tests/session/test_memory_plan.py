@@ -278,6 +278,10 @@ def test_what_does_not_fit_is_refused_and_every_remedy_fits() -> None:
     assert "16 GPUs" in message and "weights" in message and "of 141.00 GiB" in message
     more = resolve_parallel(replace(w.config, parallel=replace(w.config.parallel, batch_shards=16)), 16)
     assert plan(replace(w, config=more, ranks=16), H200).fits
+    of_two = workload("qwen3-32b", 2)
+    of_two = replace(of_two, config=replace(of_two.config, parallel=ParallelConfig(tp=2, batch_shards=1)))
+    for memory in (40 * GIB, 56 * GIB):  # more pairs of GPUs, each with a shard
+        assert (said := list(remedies(of_two, memory))) and all(fits_with(of_two, one, memory) for one in said)
     crowded = workload("qwen3-8b", 8, CompileConfig(activation_memory_gib=100.0), max_tokens_per_micro_batch=40960)
     offered = list(remedies(crowded, H200))
     assert offered[0] == "--trainer.max-tokens-per-micro-batch 20480" and "--compile.recompute full" in offered

@@ -101,7 +101,7 @@ def _ranks(w: Workload, memory: int) -> int | None:
     ranks = w.ranks
     while (ranks := ranks * 2) <= min(_MOST_RANKS, w.config.trainer.prompts_per_step):
         if w.config.trainer.prompts_per_step % ranks == 0:
-            parallel = replace(w.config.parallel, batch_shards=max(ranks, w.config.parallel.batch_shards))
+            parallel = replace(w.config.parallel, batch_shards=max(ranks // w.tp, w.config.parallel.batch_shards))
             if _fits(replace(w, ranks=ranks, config=replace(w.config, parallel=parallel)), memory):
                 return ranks
     return None
