@@ -130,7 +130,7 @@ def test_a_trace_keeps_as_much(family: str) -> None:
     runtime = Runtime(CompileConfig("step"), torch.device("cpu"))
     trainer = Trainer(initialize(Decoder(model, torch.bfloat16), 0), OptimizerConfig(), LossConfig(), runtime=runtime)
     trainer.forward_backward(blank_batch(shape, SamplingParams(), True, model.moe is not None))
-    (traced,) = trainer.programs.by_name["forward_backward"].traces
+    (traced,) = trainer.programs.by_name["forward_backward"].made.traces.values()
     statistics = 4 * model.num_heads * shape.tokens  # of attention's rows, which a CPU makes anew
     for again in range(model.num_layers + 1):
         found = adapted(w, replace(plan(w, H200), again=again)).compile.recompute
