@@ -340,6 +340,12 @@ def test_models_and_metrics(served: Running) -> None:
     pages = served.engine.cache.num_pages
     assert f"lockstep_kv_pages_free {pages}.0" in page and f"lockstep_kv_pages {pages}.0" in page
     assert 'lockstep_requests_total{route="/v1/completions",status="200"}' in page
+    scheduler, long = served.engine.scheduler, {**SENT, "prompt": "x" * 40}
+    served.client.completions.create(**long)
+    before = scheduler.cached_tokens
+    served.client.completions.create(**long)
+    assert scheduler.cached_tokens == before + 32, "two pages of 16"
+    assert f"lockstep_cached_tokens {before + 32}.0" in served.http.get("/metrics").text
     assert "lockstep_running_samples 0.0" in page and "lockstep_request_seconds_bucket" in page
 
 
