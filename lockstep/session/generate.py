@@ -310,6 +310,6 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
 
 def check_sampling(sampling: SamplingParams, seed: int = 0) -> None:
     """Raise `InputError` naming the first of the parameters that is out of range."""
-    check_range("seed", seed, 0, MAX_SEED)
+    check_range("seed", seed, 0, MAX_SEED, whole=True)
     same = {name: value for name, value in vars(sampling).items() if name not in ("n", "stop_token_ids")}
     SamplingConfig(num_generations=sampling.n, **same).validate()
