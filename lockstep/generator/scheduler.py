@@ -44,13 +44,14 @@ class Scheduler:
     Attributes:
         clock: decode steps planned so far, mixed ones included.
         max_tokens: prompt tokens that a step may run.
+        cached_tokens: those of prompts that were found in the cache.
     """
 
     def __init__(self, config: GeneratorConfig, cache: KVCache, rows: RunningBatch) -> None:
         self.config, self.cache, self.rows = config, cache, rows
         self.waiting: deque[Prefill] = deque()
         self.running: list[Sequence] = []
-        self.preemptions = self.clock = 0
+        self.preemptions = self.cached_tokens = self.clock = 0
         self.max_tokens = config.max_num_batched_tokens
         self._active: Prefill | None = None  # started, and holding pages and a row
         self._ending: list[Prefill] = []  # so do these, which end in the step that is being planned
@@ -124,6 +125,7 @@ class Scheduler:
         self.waiting.popleft()
         prefill.pages = hits + pages
         prefill.num_cached = len(hits) * self.cache.page_size
+        self.cached_tokens += prefill.num_cached
         prefill.cache_version = version
         prefill.row = self.rows.take()
         self.rows.set_pages(prefill.row, 0, prefill.pages)

@@ -40,6 +40,8 @@ class ServerMetrics:
         self._gauge("lockstep_running_samples", "Samples that are decoded now", lambda: len(scheduler.running))
         self._gauge("lockstep_waiting_prompts", "Prompts that wait for slots or pages", lambda: len(scheduler.waiting))
         self._gauge("lockstep_preemptions", "Samples that gave up their pages", lambda: scheduler.preemptions)
+        about = "Tokens of prompts, and of preempted samples, that were in the cache"
+        self._gauge("lockstep_cached_tokens", about, lambda: scheduler.cached_tokens)
         self._gauge("lockstep_kv_pages", "Pages of the KV cache", lambda: cache.num_pages)
         self._gauge("lockstep_kv_pages_free", "Pages that no running sample holds", lambda: cache.num_free)
 

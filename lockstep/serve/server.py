@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from ..errors import InputError, LockstepError, Terminated
 from ..machine import settled, short_turns
@@ -49,20 +50,8 @@ class Server:
             raise
         self.service = Service(llm.policy, engine, settings, context, llm.config.seed)
         self._deadline, self._ended = float("inf"), threading.Event()
-        config = uvicorn.Config(
-            make_app(self.service),
-            log_config=None,
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=int(settings.shutdown_seconds + LEAVING) + 1,
-        )
-        self._http = uvicorn.Server(config)
-
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._http = http_server(make_app(self.service), int(settings.shutdown_seconds + LEAVING) + 1)
+        self.url = url_of(self._socket)
 
     def run(self) -> None:
         """Answer until `stop`; the calling thread is the engine's. Raises `LockstepError` when the engine fails."""
@@ -105,6 +94,20 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise InputError(f"cannot listen on {host}, port {port} ({error}); give another --host or --port") from error
+
+
+def url_of(socket: socket.socket) -> str:
+    """Where it listens."""
+    host, port = socket.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def http_server(app: FastAPI, leaving: int) -> uvicorn.Server:
+    """What answers with an application, and has so many seconds to send its answers once it is told to end."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=leaving
+    )
+    return uvicorn.Server(config)
 
 
 def serve(load: Callable[[], LLM], settings: Settings) -> None:

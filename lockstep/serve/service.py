@@ -73,7 +73,9 @@ class Service:
         self._encoder.shutdown(wait=False)
 
     async def encoded(self, field: str, encode: Callable[..., _T], *arguments: Any) -> _T:
-        """The result of an encoding in a thread of its own. `InputError` becomes `ApiError` of this field."""
+        """The result of an encoding in a thread of its own. `InputError` becomes `ApiError` of this field; nothing is
+        encoded that could not run now."""
+        self._require_room(1)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._encoder, partial(encode, *arguments))
         except PromptTooLong as error:
@@ -131,16 +133,18 @@ class Service:
     def open(self, request: Request, jobs: list[Job], stream: bool = False) -> Ticket:
         """Have the jobs of a request run, with `stream` told of as they grow. `ApiError`: the server is full, or
         ends."""
-        if self.stopping:
-            raise closing()
-        samples = sum(job.sampling.n for job in jobs)
-        if self.open_samples + samples > self.most_samples:
-            message = f"{self.open_samples} samples run or wait, of {self.most_samples} that may; try again later"
-            raise ApiError(429, message, code="server_full")
+        self._require_room(sum(job.sampling.n for job in jobs))
         for job in jobs:
             job.streamed = stream
         self.metrics.prompt_tokens.inc(sum(len(job.prompt_ids) for job in jobs))
         return Ticket(self, request, jobs)
+
+    def _require_room(self, samples: int) -> None:
+        if self.stopping:
+            raise closing()
+        if self.open_samples + samples > self.most_samples:
+            message = f"{self.open_samples} samples run or wait, of {self.most_samples} that may; try again later"
+            raise ApiError(429, message, code="server_full")
 
     def enter(self, ticket: Ticket) -> None:
         """Give its jobs to the batcher."""

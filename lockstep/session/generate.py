@@ -24,7 +24,7 @@ from ..config import (
     check_range,
     validate,
 )
-from ..errors import InputError, LockstepError, NonFiniteError
+from ..errors import InputError, LockstepError, NonFiniteError, refuse
 from ..generator import Engine
 from ..models.tokenizer import TextStream
 from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams, Trajectory
@@ -119,12 +119,12 @@ class LLM(Session):
         return self.policy.model.config.max_position_embeddings
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[list[Trajectory]]:
         """For each prompt its `sampling.n` completions; one prompt may stand alone: text, chat messages, or token ids.
-        Equal seeds give equal tokens, whatever else is in the batch. Raises `InputError` for sampling parameters out of
-        range and for a prompt that is empty or does not fit the model's context, and `NonFiniteError` when the model's
-        outputs are no numbers."""
+        Sampling is that of all prompts, or a list of each one's. Equal seeds give equal tokens, whatever else is in the
+        batch. Raises `InputError` for sampling parameters out of range and for a prompt that is empty or does not fit
+        the model's context, and `NonFiniteError` when the model's outputs are no numbers."""
         with self.together():
             requests, engine = self._asked(prompts, sampling or SamplingParams())
             own = requests.share(self.world)
@@ -140,7 +140,10 @@ class LLM(Session):
                 return of_all(self.world, completed)
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, step: int = 0
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        step: int = 0,
     ) -> Generator[Piece, None, None]:
         """As `generate`, a piece at a time as text appears; all prompts run at once, so their pieces interleave. What
         other groups of processes complete comes in one piece a sample, at the end.
@@ -249,15 +252,22 @@ class LLM(Session):
         )
         self._warm.add(kind)
 
-    def _requests(self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams, step: int = 0) -> Requests:
-        check_sampling(sampling, self.config.seed)
+    def _requests(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams], step: int = 0
+    ) -> Requests:
         if not isinstance(prompts, (str, Sequence)):
             raise InputError(f"the prompts are of type {type(prompts).__name__}; give text, chat messages, or a list")
         if not as_list(prompts):
             raise InputError("there is no prompt; give at least one")
         ids = [self._encode(i, prompt) for i, prompt in enumerate(as_list(prompts))]
         identities = [SampleIdentity(self.config.seed, GENERATE_DOMAIN, step, group) for group in range(len(ids))]
-        return Requests(ids, [sampling] * len(ids), identities)
+        each = [sampling] * len(ids) if isinstance(sampling, SamplingParams) else list(sampling)
+        refuse(
+            len(each) != len(ids), f"there are {len(ids)} prompts and {len(each)} sampling parameters; give one each"
+        )
+        for params in each:
+            check_sampling(params, self.config.seed)
+        return Requests(ids, each, identities)
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
         parts: list[Any] = prompt if isinstance(prompt, list) else []
@@ -300,6 +310,6 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
 
 def check_sampling(sampling: SamplingParams, seed: int = 0) -> None:
     """Raise `InputError` naming the first of the parameters that is out of range."""
-    check_range("seed", seed, 0, MAX_SEED)
+    check_range("seed", seed, 0, MAX_SEED, whole=True)
     same = {name: value for name, value in vars(sampling).items() if name not in ("n", "stop_token_ids")}
     SamplingConfig(num_generations=sampling.n, **same).validate()

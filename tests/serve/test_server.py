@@ -223,6 +223,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat", {"messages": HELLO, "seed": -1}, "seed", "greater than"),
     ("chat", {"messages": HELLO, "max_tokens": True}, "max_tokens", "valid integer"),
     ("chat", {"messages": HELLO, "max_tokens": 0}, "max_tokens", "greater than"),
+    ("chat", {"messages": HELLO, "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "give one of them"),
     ("chat", {"messages": HELLO, "max_tokens": 600}, "messages", "together they may be 512"),
     ("chat", {"messages": HELLO, "stop": [""]}, "stop[0]", "at least 1 character"),
     ("chat", {"messages": HELLO, "stop": [3]}, "stop[0]", "valid string"),
@@ -340,6 +341,12 @@ def test_models_and_metrics(served: Running) -> None:
     pages = served.engine.cache.num_pages
     assert f"lockstep_kv_pages_free {pages}.0" in page and f"lockstep_kv_pages {pages}.0" in page
     assert 'lockstep_requests_total{route="/v1/completions",status="200"}' in page
+    scheduler, long = served.engine.scheduler, {**SENT, "prompt": "x" * 40}
+    served.client.completions.create(**long)
+    before = scheduler.cached_tokens
+    served.client.completions.create(**long)
+    assert scheduler.cached_tokens == before + 32, "two pages of 16"
+    assert f"lockstep_cached_tokens {before + 32}.0" in served.http.get("/metrics").text
     assert "lockstep_running_samples 0.0" in page and "lockstep_request_seconds_bucket" in page
 
 
@@ -380,7 +387,8 @@ FIELDS = st.sampled_from(
             "chat_template_kwargs",
         ),
         *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "max_completion_tokens"),
-        *("logprobs", "stream", "stream_options", "return_token_ids"),
+        *("logprobs", "stream", "stream_options", "return_token_ids", "include_stop_str_in_output"),
+        *("skip_special_tokens", "reasoning_effort"),
     ]
 )
 MESSAGE = st.fixed_dictionaries(
@@ -403,12 +411,16 @@ def test_any_body_is_answered_or_refused(
     assert response.status_code == 200 or response.json()["error"]["message"]
 
 
-def test_what_is_more_than_may_wait_is_refused(model: Path) -> None:
+def test_what_is_more_than_may_wait_is_refused_before_it_is_encoded(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running(model, max_num_seqs=2, max_waiting=2) as small, ThreadPoolExecutor(4) as pool:
         body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "n": 2}
         others = [pool.submit(small.http.post, "/v1/completions", json=body) for _ in range(2)]
         wait_until(lambda: small.server.service.open_samples == 4, 10)
-        response = small.http.post("/v1/completions", json={"prompt": "x"})
+        with monkeypatch.context() as encoding:
+            encoding.setattr(small.server.service.policy, "encode", None)
+            response = small.http.post("/v1/completions", json={"prompt": "x"})
         assert response.status_code == 429 and response.json()["error"]["code"] == "server_full"
         assert response.headers["retry-after"] == "1"
         assert [other.result().status_code for other in others] == [200, 200]

@@ -53,6 +53,14 @@ def test_token_ids_go_to_the_model_as_they_are(llm: LLM) -> None:
     assert llm.generate(ids, SHORT) == llm.generate("one", SHORT) == llm.generate([ids], SHORT)
 
 
+def test_each_prompt_may_have_its_own_sampling(llm: LLM) -> None:
+    greedy = SamplingParams(temperature=0.0, max_completion_length=5)
+    found = llm.generate(["one", "two"], [SHORT, greedy])
+    assert [found[0], found[1]] == [llm.generate(["one", "two"], SHORT)[0], llm.generate(["one", "two"], greedy)[1]]
+    with pytest.raises(InputError, match="there are 2 prompts and 1 sampling parameters"):
+        llm.generate(["one", "two"], [SHORT])
+
+
 def test_closing_a_stream_leaves_the_engine_free(llm: LLM) -> None:
     stream = llm.stream("abc", SHORT)
     next(stream)

@@ -140,7 +140,14 @@ def switched_windows(raw: Raw, layers: tuple[int, ...]) -> dict[str, Any]:
     if not raw.values.get("use_sliding_window") or not layers:
         return {}
     raw.refuse(not raw.values.get("sliding_window"), "sliding_window is None; it must be an integer")
-    return {"sliding_window": raw.integer("sliding_window"), "sliding_layers": layers}
+    return window_of(raw, layers)
+
+
+def window_of(raw: Raw, layers: Iterable[int]) -> dict[str, Any]:
+    """The window of these layers, where there is one."""
+    if not (chosen := tuple(layers)) or not raw.values.get("sliding_window"):
+        return {}
+    return {"sliding_window": raw.integer("sliding_window"), "sliding_layers": chosen}
 
 
 def write_windows_by_layer(config: ModelConfig) -> dict[str, Any]:
@@ -167,10 +174,7 @@ def all_but_every(period: int, layers: int) -> tuple[int, ...]:
 def alternating(raw: Raw, period: int) -> dict[str, Any]:
     """Windows by `layer_types` or, without it, in all layers but every `period`th."""
     layers, kinds = raw.integer("num_hidden_layers"), raw.values.get("layer_types")
-    chosen = all_but_every(period, layers) if kinds is None else sliding_layers(raw, kinds)
-    if not chosen or not raw.values.get("sliding_window"):
-        return {}
-    return {"sliding_window": raw.integer("sliding_window"), "sliding_layers": chosen}
+    return window_of(raw, all_but_every(period, layers) if kinds is None else sliding_layers(raw, kinds))
 
 
 def write_alternating(config: ModelConfig) -> dict[str, Any]:
@@ -212,12 +216,7 @@ def odd_words(tiny: ModelConfig) -> Callable[[ModelConfig, ModelConfig], dict[st
 
 def one_window(raw: Raw) -> dict[str, Any]:
     """The window of all layers, where there is one."""
-    if not raw.values.get("sliding_window"):
-        return {}
-    return {
-        "sliding_window": raw.integer("sliding_window"),
-        "sliding_layers": tuple(range(raw.integer("num_hidden_layers"))),
-    }
+    return window_of(raw, range(raw.integer("num_hidden_layers")))
 
 
 def write_one_window(config: ModelConfig) -> dict[str, Any]:

@@ -8,13 +8,11 @@ import sys
 from concurrent.futures import Future
 from typing import Self
 
-import uvicorn
-
 from ...environments.calls import event_loop
 from ...environments.remote import Remote
 from ...machine import server_key
 from ..app import make_app
-from ..server import KEEP_ALIVE, LEAVING, listen
+from ..server import LEAVING, http_server, listen, url_of
 from ..settings import Settings
 from .service import UNDER, Playing, RolloutService, end, take
 
@@ -40,11 +38,7 @@ class RolloutServer:
 
     def __enter__(self) -> Self:
         self._socket, desk = listen(self._settings.host, self._settings.port), self._environment.desk
-        host, port = self._socket.getsockname()[:2]
-        desk.url, desk.model = (
-            f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
-            self._settings.name,
-        )
+        desk.url, desk.model = url_of(self._socket), self._settings.name
         self._served = asyncio.run_coroutine_threadsafe(self._serve(), event_loop())
         self._served.add_done_callback(self._ended)
         try:
@@ -68,14 +62,7 @@ class RolloutServer:
 
     async def _serve(self) -> None:
         app = make_app(self._service, UNDER, {"/rollouts": take, f"{UNDER}/end": end})
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=int(LEAVING),
-        )
-        http = uvicorn.Server(config)
+        http = http_server(app, int(LEAVING))
         answering = asyncio.create_task(http.serve(sockets=[self._socket]))
         try:
             async with self._environment.playing():

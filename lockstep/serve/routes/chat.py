@@ -111,6 +111,8 @@ def _count(service: Service, prompt: ChatPrompt) -> None:
 
 def _max_tokens(service: Service, body: ChatBody, prompt: ChatPrompt) -> int:
     """What the request asks for, or what the context leaves."""
+    if body.max_tokens and body.max_completion_tokens not in (None, body.max_tokens):
+        raise refused("max_tokens", "max_tokens is another number than max_completion_tokens; give one of them")
     return body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt.token_ids))
 
 

@@ -100,18 +100,13 @@ class Policy:
 
     def longest_prompt(self, task: Task, environment: type[Environment], groups: int) -> int:
         """Tokens of the longest prompt among the first step's and the validation problems, with its tools."""
+        problems = [task.train_problem(0, g) for g in range(min(groups, PROBED_GROUPS))] + task.validation_problems()
         shown = [self.tokens_with(tools).prompt for tools in environment.toolsets()]
-        return max(longest_prompt(encode, task, groups) for encode in shown)
+        return max(_length(encode, problem) for encode in shown for problem in problems)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
-
-
-def longest_prompt(encode: Callable[[Any], list[int]], task: Task, groups: int) -> int:
-    """Tokens of the longest prompt among the first step's and the validation problems."""
-    problems = [task.train_problem(0, g) for g in range(min(groups, PROBED_GROUPS))] + task.validation_problems()
-    return max(_length(encode, problem) for problem in problems)
 
 
 def _length(encode: Callable[[Any], list[int]], problem: Problem) -> int:
