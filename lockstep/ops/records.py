@@ -57,14 +57,14 @@ class Packed(NamedTuple):
 
 
 class KVPages(NamedTuple):
-    """A paged cache of keys and values, [pages, page_size, K, H] each."""
+    """A paged cache of keys and values, [pages, page_size, K, H] each, of the queries' dtype."""
 
     k_cache: Tensor
     v_cache: Tensor
 
 
 class Contexts(NamedTuple):
-    """What one new token a sequence sees of a paged cache; as in `Paged`."""
+    """What one new token a sequence sees of a paged cache; the fields are those of `Paged`."""
 
     block_table: Tensor
     context_len_S: Tensor

@@ -1,5 +1,5 @@
-"""What kernels share: strides, the alignment and the warps on which a row's bits depend, and the fold of backward
-kernels' weight gradients.
+"""What kernels share: constants, strides, the alignment and the warps on which a row's bits depend, and the fold of
+backward kernels' weight gradients.
 
 A program does one row (one token), so the order of a row's sum is a function of its width. Programs of the backward
 leave weight gradients in rows of their own; the number of rows alone fixes the order in which those are added. Nothing
@@ -10,12 +10,15 @@ Shape suffixes: D model dim, P programs.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 FOLD_ROWS, FOLD_BLOCK, FOLD_WARPS = 512, 8, 8
+LOG2_E, LN_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 ALIGNMENT = 16  # Triton compiles a kernel anew for pointers and strides that are multiples of this
 
 

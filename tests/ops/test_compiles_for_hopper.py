@@ -45,7 +45,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, dict
             | {"_exact_sum_kernel", "_root_of_sum_kernel", "_fold_rows_kernel"},
         ),
         ("generate", {"_linear_kernel", "_decode_kernel", "_group_kernel", "_draw_kernel", "_push_kernel"}),
-        ("latent", {"_attention_kernel", "_walking_kernel"}),
+        ("latent", {"_attention_kernel", "_persistent_kernel"}),
     ],
 )
 def test_kernels_compile_and_fit(found: dict[str, tuple[int, dict]], command: str, names: set[str]) -> None:

@@ -31,7 +31,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
     fake=lambda grad_TF, gate_up_TE, *_: torch.empty_like(gate_up_TE),
 )
 def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
-    """Gradient of `silu_mul` for its input, [T, 2F]."""
+    """Gradient of `silu_mul` for its input, [T, 2F], from that of its result, [T, F]."""
     (gate, up), grad = _factors(gate_up_TE, activation), grad_TF.float()
     sigmoid = torch.sigmoid(_exponent(gate, activation))
     active = gate * sigmoid
@@ -55,7 +55,8 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SIL
     backward=lambda ctx, grad_TF: silu_mul_backward(grad_TF, *saved(ctx)),
 )
 def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
-    """`silu(gate) * up` of a fused [T, 2F] projection (gate first), [T, F]; or with another of `ACTIVATIONS`.
+    """`silu(gate) * up` of a fused [T, 2F] projection (gate first), [T, F] in its dtype; or with another of
+    `ACTIVATIONS`, of which an unknown one is a ValueError.
 
     `x / (1 + exp(-x))`: torch's own silu differs between its vector body and scalar tail.
     """

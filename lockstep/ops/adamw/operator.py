@@ -1,7 +1,8 @@
 """The optimizer's update over flat buffers, predicated on the device, and the gradient norm that it clips by.
 
 The norm is the root of an exact sum. Each block's squares are added in float32, which depends on the block alone; the
-blocks' sums, whole multiples of 2^-149, are added as integers. These additions have no order, so neither has the norm:
+blocks' sums, whole multiples of 2^-149, are added as integers, in a fixed-point accumulator as wide as float32's range
+(Kulisch 2008, "Computer arithmetic and validity"). These additions have no order, so neither has the norm:
 whoever holds which blocks, and whatever adds them, finds the same word.
 """
 
@@ -24,7 +25,8 @@ NOT_FINITE = 15  # the word that counts infinities, and NaN 2^32-fold
 
 @operator("lockstep::square_sums", cuda="triton:square_sums", fake=lambda x: x.new_empty(-(-x.numel() // BLOCK)))
 def square_sums(x: Tensor) -> Tensor:
-    """The sum of the squares of each `BLOCK` elements of a flat float32 tensor, the last ones being fewer perhaps.
+    """The sum of the squares of each `BLOCK` elements of a flat float32 tensor, float32 [ceil(size / BLOCK)]; the last
+    ones are fewer perhaps.
 
     The bits of a block's sum depend on its elements alone, so a tensor may be cut between blocks. Few elements are
     added at once: over 10^8 of them, torch's norm is off by a percent on a CPU.

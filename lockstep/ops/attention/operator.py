@@ -38,7 +38,8 @@ def attention_packed(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN
 ) -> Tensor:
     """Attention over packed segments, each after an optional shared prefix; [T, N, H] in q's dtype, zero in padding.
-    All are of one dtype; N is a multiple of K."""
+    All are of one dtype; N is a multiple of K. Segments and prefixes outside the rows are an IndexError in float32 on a
+    CPU, and so are pages outside a cache; elsewhere nothing looks at them."""
     return _packed(q_TNH, k_TKH, v_TKH, by, scores)[0]
 
 
@@ -108,13 +109,13 @@ def attention_paged(
     q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE, scores: AttentionScores = PLAIN
 ) -> Tensor:
     """Attention of new tokens over a paged cache that already holds their keys and values; [T, N, H]. With groups every
-    sequence has one new token. With a window, pages that lie before it are not read."""
+    sequence has one new token, and T is S. With a window, pages that lie before it are not read."""
     return reference.paged(q_TNH, cache, by, scores)
 
 
 @operator("lockstep::write_kv", mutates=("k_cache", "v_cache"), native=native.write_kv, cuda=SAME)
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> None:
-    """Store keys and values at `slots_T` (int64; page * page_size + offset) of a cache."""
+    """Store keys and values [T, K, H], of the cache's dtype, at `slots_T` (int64; page * page_size + offset) of it."""
     for pages, x_TKH in zip(cache, (k_TKH, v_TKH), strict=True):
         pages.flatten(0, 1).index_copy_(0, slots_T, x_TKH)
 

@@ -31,9 +31,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..records import PLAIN, AttentionGradient, AttentionScores, Packed
-from ..rows import unit_inner
+from ..rows import LN_2, unit_inner
 from . import triton_scores
-from .triton_gradient_tiles import LN_2, Rows, find_tile, over_keys, over_queries, store_keys
+from .triton_gradient_tiles import Rows, find_tile, over_keys, over_queries, store_keys
 from .triton_scores import first_tile, sinks_gradient
 from .triton_tiles import LONG, AttentionForm, AttentionTile, Keys, Queries, block, load_key_parts, load_query_parts
 

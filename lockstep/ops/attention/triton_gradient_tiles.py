@@ -5,15 +5,13 @@ Shape suffixes: H head dim, P rotated dim, M query rows of a program, L keys of 
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from ..rows import LN_2
 from .triton_tiles import Queries, key_rows, load_key_parts, load_queries, load_query_parts, scores
-
-LN_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit

@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..records import AttentionGradient, AttentionScores, Packed
-
-LOG2_E = tl.constexpr(math.log2(math.e))
+from ..rows import LOG2_E
 
 
 def arguments(scores: AttentionScores, head_dim: int) -> tuple[float, dict[str, Any]]:

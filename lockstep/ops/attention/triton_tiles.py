@@ -112,7 +112,7 @@ def empty_state(BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr):
 @triton.jit
 def row_sum(p_ML, BLOCK_M: tl.constexpr):
     """Sums over a tile's 64 keys: for each t the keys 8 j + 2 t + b in order of (j, b), then t = (0 + 2) + (1 + 3). It
-    is the order of the matrix instruction's own layout, where it costs no more than `tl.sum`."""
+    is the order of the MMA's layout of accumulators, where it costs no more than `tl.sum`."""
     p_M6 = tl.reshape(p_ML, (BLOCK_M, 2, 2, 2, 4, 2))  # M, the bits of j, t, b
     j0246, j1357 = tl.split(tl.permute(p_M6, (0, 4, 5, 1, 2, 3)))  # first what warps may lie along
     j04, j26 = tl.split(j0246)

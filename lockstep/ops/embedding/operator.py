@@ -27,7 +27,8 @@ def _gather_backward(ctx, grad_TD: Tensor):
     backward=_gather_backward,
 )
 def gather_rows(table_RD: Tensor, rows_T: Tensor) -> Tensor:
-    """Rows of a table (embedding lookup, logit positions), [T, D]. The backward adds duplicates in a fixed order."""
+    """Rows (int64 or int32) of a table [R, D], such as embeddings or logit positions, [T, D]. The backward adds
+    duplicates in a fixed order."""
     return table_RD.index_select(0, rows_T)
 
 

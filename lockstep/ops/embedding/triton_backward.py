@@ -1,8 +1,9 @@
 """Backward of `embedding.operator.gather_rows`: gradients of one table row add up in float32 in an order that the rows
 alone decide.
 
-Gradients are sorted by their rows. A program adds up runs of equal rows among a few of them; what goes on beyond is
-left in pieces, which a second kernel adds up. A row's sum is rounded once and then added to what is there.
+It is a segmented sum: gradients are sorted by their rows, and a program adds up runs of equal rows among a few of them;
+what goes on beyond is left in pieces, which a second kernel adds up. A row's sum is rounded once and then added to what
+is there.
 
 Shape suffixes: T rows, D model dim, R table rows, P programs.
 """

@@ -43,7 +43,8 @@ def _backward(ctx, grad_TN: Tensor):
     backward=_backward,
 )
 def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, [T, N] in x's dtype; a row's bits do not depend on how many rows there are."""
+    """`x @ weight.T + bias`, [T, N] in the dtype of both, of weights [N, K]; a row's bits do not depend on how many
+    rows there are."""
     if bias_N is not None:
         return (linear_fp32.on_cpu[x_TK.dtype](x_TK, weight_NK) + bias_N.float()).to(x_TK.dtype)
     (rows, depth), columns = x_TK.shape, weight_NK.shape[0]
@@ -61,7 +62,8 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ten
     fake=lambda x_TK, weight_NK: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0], dtype=torch.float32),
 )
 def linear_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """The same product with the float32 accumulator as its result (logits, router scores). No autograd."""
+    """The same product without a bias and with the accumulator as its result, float32 [T, N] (logits, router scores).
+    No autograd."""
     return linear.on_cpu[torch.float32](x_TK.float(), weight_NK.float())
 
 
@@ -72,7 +74,7 @@ def linear_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     fake=lambda a_RD, b_DC: a_RD.new_empty(a_RD.shape[0], b_DC.shape[1]),
 )
 def matmul(a_RD: Tensor, b_DC: Tensor) -> Tensor:
-    """`a @ b` for backward passes: under no contract, but the same every time."""
+    """`a @ b`, [R, C] of one dtype, for backward passes: under no contract, but the same every time."""
     return a_RD @ b_DC
 
 

@@ -47,6 +47,12 @@ def swizzled(program, blocks_m, blocks_n, GROUP: tl.constexpr):
     return first_m + within % group, within // group
 
 
+@triton.jit
+def biased(acc, bias_ptr, n, columns):
+    """An accumulator and the bias of its columns."""
+    return acc + tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+
+
 @triton.jit(do_not_specialize=["rows", "early"])
 def _linear_kernel(
     x_ptr,  # [rows, depth]
@@ -103,7 +109,7 @@ def _linear_kernel(
         pdl.gdc_launch_dependents()  # without effect if they were released early
     dtype = out_ptr.dtype.element_ty
     if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
+        acc = biased(acc, bias_ptr, n, columns)
     if GATED:
         acc = gated(acc.to(dtype).to(tl.float32), acc_up.to(dtype).to(tl.float32), ACTIVATION)
     if ADD:

@@ -137,7 +137,7 @@ def token_logprobs(
     support_CB: Tensor | None = None,
     truncated: bool = False,
 ) -> TokenLogprobs:
-    """Score tokens (int64 ids) by the hidden states that predict them and the LM head, of one dtype.
+    """Score tokens (int64 ids) by the hidden states that predict them, [C, D], and the LM head, [V, D], of one dtype.
 
     Args:
         support_CB: uint8 bits of the support to use in place of the filters (`support_mask`).
@@ -187,7 +187,7 @@ def sample(
 def sample_logits(
     logits_CV: Tensor, keys: SampleKeys, by: Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`sample` from the head's products, float32 [C, V]."""
+    """`sample` from the head's products (logits), float32 [C, V]."""
     return _drawn(logits_CV, keys, by, truncated, greedy)
 
 

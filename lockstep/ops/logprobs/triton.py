@@ -15,13 +15,12 @@ from torch import Tensor
 
 from .. import pdl
 from ..records import Filters, RowStatistics, SampleKeys
-from ..rows import aligned_rows
+from ..rows import LN_2, aligned_rows
 from .triton_topk_topp import Mass, blocks_of, search, tempered, tempered_row
 
 NUM_WARPS = 8  # of a program that sums a block; with the block's size, the order of the sum
 SCORES_BLOCK = 32
 MAX_UNIFORM = tl.constexpr(1 - 2.0**-24)
-LN_2 = tl.constexpr(0.6931471805599453)
 BITS_OF_ONE, BITS_OF_2_23 = tl.constexpr(0x3F800000), tl.constexpr(0x4B000000)  # of the float32
 MARGIN = tl.constexpr(2.0**-15)
 DRAW_BLOCK, DRAW_WARPS, DRAW_REGISTERS = 2048, 4, 80  # the largest of a row is the same in any order

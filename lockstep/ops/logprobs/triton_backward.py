@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..linear.triton import GROUP_M, swizzled
 from ..records import ScoredRows
+from ..rows import LOG2_E
 from .triton_topk_topp import tempered, untempered
 
 CHUNK_BYTES = 256 << 20  # of the logits' gradients at a time
@@ -23,7 +24,6 @@ COLUMN_BLOCK = 2048  # the chunks are ranges of the vocabulary, multiples of thi
 
 BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
 NUM_WARPS, NUM_STAGES = 8, 3
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

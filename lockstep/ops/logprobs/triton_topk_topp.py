@@ -19,13 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
+from ..rows import LOG2_E
 from .reference import MASS_SCALE as _MASS_SCALE
 
 MAX_BLOCK = 8192
 TALLY_RUNS, TALLY_RUN, TALLY_WARPS = 512, 4, 4  # logits a program: runs of a few, so that counting them is cheap
 CAPACITY, CAPACITY_WARPS = 8192, 16  # logits of a row that its list holds, in one program's registers
 MASS_SCALE = tl.constexpr(_MASS_SCALE)
-LOG2_E = tl.constexpr(1.4426950408889634)
 NEIGHBOURS = tl.constexpr(4)  # floats on either side of a product among which its quotient's preimage lies
 SAMPLES, SAMPLE_WARPS = 8192, 16
 REGISTERS = 64  # a thread: two programs of 16 warps fit a multiprocessor

@@ -25,7 +25,7 @@ from ..records import KVPages, Latent, Packed, Paged
 
 def mla_packed(x: Latent, by: Packed) -> Tensor:
     """Latent attention over packed segments, each after an optional shared prefix; [T, N, R] in q's dtype, zero in
-    padding."""
+    padding. All parts are of one dtype."""
     return _packed(x, by)[0]
 
 

@@ -20,7 +20,8 @@ from ..operator import operator, saved
 def grouped_linear_backward(
     grad_RN: Tensor, x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients for the input and the weights (zero for a group without rows); the same every time."""
+    """Gradients for the input, [R, K], and the weights, [G, N, K] (zero for a group without rows); the same every
+    time."""
     grad_x_RK, grad_w_GNK = torch.empty_like(x_RK), torch.zeros_like(weight_GNK)
     for g, (start, end) in enumerate(_spans(offsets)):
         if end > start:
@@ -55,7 +56,8 @@ def _backward(ctx, grad_RN: Tensor):
     backward=_backward,
 )
 def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor, bias_GN: Tensor | None = None) -> Tensor:
-    """`x[r] @ weight[g].T + bias[g]` for each row r of group g, [R, N] in x's dtype; the bits of `linear` a row.
+    """`x[r] @ weight[g].T + bias[g]` for each row r of group g, [R, N] in x's dtype, of weights [G, N, K] and biases
+    [G, N]; the bits of `linear` a row.
     `offsets`: int32 [G + 1], ascending from 0 to R; group g has the rows `offsets[g]:offsets[g + 1]`, or none."""
     out_RN = x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1])
     for g, (start, end) in enumerate(_spans(offsets)):

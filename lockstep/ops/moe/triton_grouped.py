@@ -1,10 +1,11 @@
 """Matrix products of rows that lie sorted by group, each group with weights of its own, at any sizes of the groups.
 
-A program finds a tile's group from the offsets on the device. Where groups have many rows, a program a multiprocessor
-walks the tiles and copies blocks by tensor descriptors; the loops over tiles and over K are one pipeline, so the next
-tile is being read while the last is stored. Where they have few, reading weights is all there is to it: the grid is the
-most tiles that so many rows in so many groups can need, and a program beyond the last returns. The forward is contract
-C1: `acc = tl.dot(a, b, acc)` over ascending K, K never split, so neither tiles nor kernels change a bit.
+A program finds a tile's group from the offsets on the device. Where groups have many rows, the kernel is persistent: a
+program a multiprocessor goes from tile to tile and copies blocks by tensor descriptors (TMA); the loops over tiles and
+over K are one pipeline, so the next tile is being read while the last is stored. Where they have few, reading weights
+is all there is to it: the grid is the most tiles that so many rows in so many groups can need, and a program beyond the
+last returns. The forward is contract C1: `acc = tl.dot(a, b, acc)` over ascending K, K never split, so neither tiles
+nor kernels change a bit.
 
 Shape suffixes: R rows, G groups, K contracted dim, N columns of the result.
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..linear.choice import Choice
-from ..linear.triton import GROUP_M, swizzled
+from ..linear.triton import GROUP_M, biased, swizzled
 
 _SMALL = Choice("grouped", 16, 128, 128, 4, 4)
 _MEDIUM = Choice("grouped", 64, 256, 64, 4, 4)
@@ -43,24 +44,25 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit
-def _locate(tile, offsets_ptr, groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
-    """Group, first row and end row of a row tile; the group is `groups` when there is no such tile."""
+def _row_tiles(offsets_ptr, groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
+    """Of each group the first row, the end row, its row tiles, and the tiles up to its last."""
     g = tl.arange(0, GROUPS)
     start_G = tl.load(offsets_ptr + g, mask=g < groups, other=0)
     end_G = tl.load(offsets_ptr + g + 1, mask=g < groups, other=0)
     tiles_G = tl.where(g < groups, (end_G - start_G + BLOCK_M - 1) // BLOCK_M, 0)
-    last_G = tl.cumsum(tiles_G, axis=0)
+    return start_G, end_G, tiles_G, tl.cumsum(tiles_G, axis=0)
+
+
+@triton.jit
+def _locate(tile, offsets_ptr, groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
+    """Group, first row and end row of a row tile; the group is `groups` when there is no such tile."""
+    start_G, end_G, tiles_G, last_G = _row_tiles(offsets_ptr, groups, BLOCK_M, GROUPS)
+    g = tl.arange(0, GROUPS)
     group = tl.sum(((last_G <= tile) & (g < groups)).to(tl.int32), axis=0)
     is_it = g == group
     before = tl.sum(tl.where(is_it, last_G - tiles_G, 0), axis=0)
     first = tl.sum(tl.where(is_it, start_G, 0), axis=0) + (tile - before) * BLOCK_M
     return group, first, tl.sum(tl.where(is_it, end_G, 0), axis=0)
-
-
-@triton.jit
-def _biased(acc, bias_ptr, n, columns):
-    """An accumulator and the bias of its columns."""
-    return acc + tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit(do_not_specialize=["tiles_m"])
@@ -104,13 +106,13 @@ def _matmul_kernel(
         x += BLOCK_K
         w += BLOCK_K * w_k_stride
     if bias_ptr is not None:
-        acc = _biased(acc, bias_ptr + group * columns, n, columns)
+        acc = biased(acc, bias_ptr + group * columns, n, columns)
     out = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < end)[:, None] & (n < columns)[None, :])
 
 
 @triton.jit
-def _walking_kernel(
+def _persistent_kernel(
     x_desc,
     w_desc,
     out_ptr,
@@ -127,11 +129,7 @@ def _walking_kernel(
     SWIZZLE_M: tl.constexpr,
 ):
     """A block may reach into the next group: such rows are masked when they are stored, and so are such columns."""
-    g = tl.arange(0, GROUPS)
-    start_G = tl.load(offsets_ptr + g, mask=g < groups, other=0)
-    end_G = tl.load(offsets_ptr + g + 1, mask=g < groups, other=0)
-    tiles_G = tl.where(g < groups, (end_G - start_G + BLOCK_M - 1) // BLOCK_M, 0)
-    last_G = tl.cumsum(tiles_G, axis=0)
+    _, _, tiles_G, last_G = _row_tiles(offsets_ptr, groups, BLOCK_M, GROUPS)
     tiles_m, tiles_n = tl.sum(tiles_G, axis=0), tl.cdiv(columns, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tile_m, tile_n = swizzled(tile, tiles_m, tiles_n, SWIZZLE_M)
@@ -151,7 +149,7 @@ def _walking_kernel(
         m = first + tl.arange(0, BLOCK_M)
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         if bias_ptr is not None:
-            acc = _biased(acc, bias_ptr + group * columns, n, columns)
+            acc = biased(acc, bias_ptr + group * columns, n, columns)
         out = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < end)[:, None] & (n < columns)[None, :])
 
@@ -175,7 +173,7 @@ def grouped_matmul(x_RK: Tensor, w_GKN: Tensor, offsets: Tensor, bias_GN: Tensor
     if described:
         grid = (min(tiles * tiles_n, _multiprocessors(x_RK.device)),)
         arguments = (*described, out_RN, bias_GN, offsets, columns, depth, groups)
-        _walking_kernel[grid](*arguments, K_INNERMOST=w_GKN.stride(1) == 1, **constants)
+        _persistent_kernel[grid](*arguments, K_INNERMOST=w_GKN.stride(1) == 1, **constants)
     else:
         arguments = (x_RK, w_GKN, out_RN, bias_GN, offsets, tiles, columns, depth, groups, *w_GKN.stride())
         _matmul_kernel[(tiles * tiles_n,)](*arguments, EVEN_K=depth % c.block_k == 0, **constants)

@@ -34,7 +34,8 @@ def _backward(ctx, grad_TD: Tensor):
     backward=_backward,
 )
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last dim (Zhang and Sennrich 2019).
+    """`x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last dim (Zhang and Sennrich 2019),
+    in x's dtype; the weight is [D].
 
     With an offset of 1 weights are what norms have beside 1 (Gemma, arXiv 2403.08295); the sum is float32.
     """
@@ -50,8 +51,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 
     ),
 )
 def norm_add(x_TD: Tensor, weight_D: Tensor, residual_TD: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
-    """`residual + rms_norm(x, weight, eps, weight_offset)`, of layers with a norm behind: both the norm and the sum are
-    rounded. With gradients enabled the separate operators run."""
+    """`residual + rms_norm(x, weight, eps, weight_offset)`, [T, D], of layers with a norm behind: both the norm and the
+    sum are rounded. With gradients enabled the separate operators run."""
     return rms_norm.on_cpu[x_TD.dtype](x_TD, weight_D, eps, weight_offset).add_(residual_TD)
 
 

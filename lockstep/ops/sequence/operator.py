@@ -25,7 +25,7 @@ def _backward(ctx, grad_C: Tensor):
     backward=_backward,
 )
 def sequence_sum(values_C: Tensor, cu_completions: Tensor) -> Tensor:
-    """For each token the sum over its sequence, [C]; 0 for a token of none.
+    """For each token the sum over its sequence of float32 values, [C]; 0 for a token of none.
 
     Sequence s has the rows from `cu_completions[s]` to `cu_completions[s + 1]` (int32 [S + 1]). The order of additions
     depends on the sequence's length alone, so the bits do not depend on where it stands, nor beside what.
