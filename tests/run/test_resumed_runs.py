@@ -17,7 +17,7 @@ import torch
 from c_library import using
 from model_edits import written
 from processes import DEADLINE, finished, running_lockstep
-from runs import COMMAND, DATA, QUICK, SMALL, SUM, records
+from runs import COMMAND, DATA, QUICK, SMALL, SUM, records, saved, tensors_of
 from safetensors.torch import load_file
 
 from lockstep.api import resumed
@@ -307,7 +307,7 @@ def saved_before(run: Path) -> None:
     for name in ("words", "c_library"):
         del state["numerics"][name]
     del state["inputs"]["model"], state["inputs"]["config"]["sampling.min_p"]
-    checkpoint.save(run / "checkpoints", loaded.step, {"trainer": dict(loaded.tensors("trainer"))}, state, 2)
+    saved(run / "checkpoints", loaded.step, {"trainer": tensors_of(loaded, "trainer")}, state, 2)
 
 
 def test_what_an_earlier_version_did_not_record_is_said(small_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
