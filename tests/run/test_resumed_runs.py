@@ -94,7 +94,9 @@ def test_a_finished_run_goes_on_for_longer_and_a_stopped_one_ends_earlier(
 
     shutil.rmtree(longer / "checkpoints" / "step_4")  # as a run of four steps that was stopped after two or three
     shutil.rmtree(longer / "model")
-    assert main(["train", "--resume", str(longer), "--steps", "2"]) == 0
+    other = "--checkpoint.keep-last", "1", "--metrics.no-progress"  # which no step depends on
+    assert main(["train", "--resume", str(longer), "--steps", "2", *other]) == 0
+    assert resumed(longer).checkpoint.keep_last == 1
     assert (longer / "model" / "model.safetensors").read_bytes() == of_two
     assert [line["step"] for line in records(longer / "metrics.jsonl")] == [0, 1]
     assert list(json.loads((longer / "summary.json").read_text())["validation"]) == ["0", "2"]
