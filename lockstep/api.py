@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import machine
 from .config import EARLIER, RunConfig, validate, yaml_file
-from .errors import InputError
+from .errors import InputError, refuse
 from .run import lock as run_lock
 from .run.closing import interrupted
 
@@ -37,8 +37,9 @@ def train(
     Args:
         config: a recipe's configuration (`lockstep.recipes`), changed with `dataclasses.replace`.
         run_dir: folder for everything the run writes, new or empty; None makes one under `runs/`.
-        resume: go on with the run in `run_dir`, whose configuration must be equal but for `steps`, where it ends;
-            it needs checkpoints, which only a `checkpoint.interval` above 0 saves.
+        resume: go on with the run in `run_dir`, whose configuration must be equal but for `steps`, where it ends, and
+            what no step depends on (`checkpoint`, `metrics`); it needs checkpoints, which only a `checkpoint.interval`
+            above 0 saves.
         resume_with_other_numerics: go on even where arithmetic gives other words than when the run began; the
             certificate says so.
         rewards: reward functions, defined at the top level of a module or script, in place of `config.task.reward`.
@@ -95,14 +96,19 @@ def train(
 
 
 def _require_unchanged(run_dir: Path, config: RunConfig, world: World) -> None:
-    from .run.resume import LAYOUT
+    from .run.resume import FREE, LAYOUT, ONLY
     from .session.build import resolve
 
     old = resumed(run_dir)
     of_batches = {k: v for k, v in vars(old.parallel).items() if f"parallel.{k}" not in LAYOUT}
     layout = replace(config.parallel, **of_batches)  # any, of the same batches
     before, now = resolve(replace(old, parallel=layout), world.size), resolve(config, world.size)
-    _refuse_changes(run_dir, before, now)
+    was = yaml_file.flat(before)
+    for name, value in yaml_file.flat(now).items():
+        refuse(
+            name not in FREE and value != was[name],
+            f"--resume {run_dir}: {name} is {was[name]!r} there and {value!r} here; {ONLY}",
+        )
 
 
 def _spec(kind: str, function: Callable[..., Any]) -> str:
@@ -121,16 +127,6 @@ def resumed(run_dir: Path) -> RunConfig:
     if not os.path.lexists(path):
         raise InputError(f"--resume {run_dir}: not a run folder (it has no config.yaml)")
     return yaml_file.load(path, begin=EARLIER)
-
-
-def _refuse_changes(run_dir: Path, old: RunConfig, new: RunConfig) -> None:
-    """A resumed run is the same run: nothing changes but where it ends."""
-    before, after = yaml_file.flat(old), yaml_file.flat(new)
-    for name, value in after.items():
-        if name != "steps" and value != before[name]:
-            raise InputError(
-                f"--resume {run_dir}: {name} is {before[name]!r} there and {value!r} here; only --steps may change"
-            )
 
 
 def _claim(given: Path | None, recipe: str, lock: contextlib.ExitStack) -> Path:

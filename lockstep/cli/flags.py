@@ -135,7 +135,8 @@ class Train(_Begin):
     """Train a model by reinforcement learning: a recipe, or a replayed configuration, with flags on top."""
 
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN_DIR")] = None
-    """Continue the run in this folder from its last checkpoint; only --steps, where it ends, may change."""
+    """Continue the run in this folder from its last checkpoint; only --steps, where it ends, --checkpoint
+    and --metrics may change."""
     resume_with_other_numerics: _Switch = False
     """Resume even where arithmetic gives other words than when the run began; the certificate says so."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/RECIPE-TIME)")] = (

@@ -6,6 +6,7 @@ What needs torch is imported when it is first used: processes that only score go
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from ..config import TaskConfig
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .tokens import Said, Tokens, plain
     from .worked import worked_trajectories
 
+_log = logging.getLogger("lockstep.environments")
 _WITH_TORCH = {
     "Branch": "environment",
     "Collector": "collect",
@@ -102,6 +104,9 @@ def _read(config: TaskConfig, rewards: RewardSet) -> tuple[Problems, Problems | 
     else:
         rows = read_problems(config.validation_data, config, check, "task.validation_data")
         validation = rows[: config.validation_prompts]
+        if len(rows) > len(validation) and config.validation_data != config.data:  # an evaluation names both alike
+            told = "%s has %d rows; the first %d are validated on, as task.validation_prompts says"
+            _log.warning(told, rows.label, len(rows), len(validation))
     if config.chat_template_kwargs and not chats:
         raise InputError(
             "task.chat_template_kwargs has no effect on text prompts, which go without a template; remove it, or make "

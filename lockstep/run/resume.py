@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.file_hashes import fingerprints
-from ..config import EARLIER, RunConfig, yaml_file
+from ..config import EARLIER, CheckpointConfig, MetricsConfig, RunConfig, yaml_file
 from ..errors import InputError
 from ..json_file import to_json
 from ..models import TEMPLATES, describe_folder
@@ -26,6 +26,10 @@ SUMMARIZED = "time/generate", "time/forward_backward", "time/sync", "reward/mean
 CHECKPOINTS, FINAL_MODEL, MODELS = "checkpoints", "model", "models"
 # How processes lie, which any others go on for.
 LAYOUT = tuple(f"parallel.{name}" for name in ("fsdp", "tp", "zero_stage", "generator_tp", "symmetric_memory"))
+# What no bit of a step depends on.
+FREE = {*LAYOUT, "steps", "parallel.timeout", *(f"checkpoint.{name}" for name in vars(CheckpointConfig()))}
+FREE |= {f"metrics.{name}" for name in vars(MetricsConfig())}
+ONLY = "only --steps, --checkpoint, --metrics and how processes lie may change"
 _NAMED = ("attention_mask", "loss.loss_type", "task.environment")  # path.py:name
 _DATA_FIELDS = ("task.data", "task.validation_data", *_NAMED)
 _MODELS = {"model": "model", "teacher": "loss.teacher"}  # what records a folder's files, and the field that names it
@@ -182,10 +186,10 @@ def _require_same_config(
         )
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name, earlier.get(name)), new.get(name)
-        if before != after and name not in (*LAYOUT, "steps"):
+        if before != after and name not in FREE:
             raise InputError(
                 f"--resume {run_dir}: {name} was {before!r} when {loaded.path.name} was saved and is {after!r} in "
-                "config.yaml; only --steps may change"
+                f"config.yaml; {ONLY}"
             )
 
 

@@ -76,13 +76,15 @@ def test_the_last_rows_are_held_out() -> None:
     assert validation[0].origin == f"{SAMPLE} line 31"
 
 
-def test_validation_data_leaves_all_rows_to_training(tmp_path: Path) -> None:
+def test_validation_data_leaves_all_rows_to_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "validation.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in ROWS[:15]))
     config = dataclasses.replace(CONFIG, validation_data=str(path))
     assert set(questions(config, range(8), 5)) == {row["question"] for row in ROWS}
     validation = make_task(config, 5).validation_problems()
     assert [problem.origin for problem in validation] == [f"{path} line {n}" for n in range(1, 11)]
+    said = f"task.validation_data {path} has 15 rows; the first 10 are validated on, as task.validation_prompts says"
+    assert set(caplog.messages) == {said}
 
 
 def test_no_validation_prompts_turn_it_off() -> None:

@@ -1,10 +1,17 @@
-"""What tests of whole runs share: small runs, and their records."""
+"""What tests of whole runs share: small runs, their records and their checkpoints."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lockstep.distributed import ONE
+from lockstep.run import checkpoint
 
 DATA = Path(__file__).parents[1] / "data"
 SMALL = [
@@ -28,3 +35,16 @@ QUICK = [
     *("--sampling.max-completion-length", "4", "--task.validation-prompts", "0"),
 ]
 SUM = ["sum-digits", *QUICK, "--trainer.warmup-steps", "0"]
+
+
+def saved(folder: Path, step: int, tensors: Any, state: dict[str, Any], keep_last: int = 2) -> Path:
+    """Save a checkpoint of one process, and wait until it is there."""
+    saver = checkpoint.Saver(folder, keep_last, ONE, shared=True)
+    saver.save(step, tensors, state)
+    saver.wait()
+    return folder / f"step_{step}"
+
+
+def tensors_of(loaded: checkpoint.LoadedCheckpoint, name: str) -> dict[str, Tensor]:
+    files = [file for file in loaded.files if file.rpartition("-")[0] == name]
+    return {key: tensor for file in files for key, tensor in load_file(loaded.path / file).items()}

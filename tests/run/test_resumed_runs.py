@@ -17,7 +17,7 @@ import torch
 from c_library import using
 from model_edits import written
 from processes import DEADLINE, finished, running_lockstep
-from runs import COMMAND, DATA, QUICK, SMALL, SUM, records
+from runs import COMMAND, DATA, QUICK, SMALL, SUM, records, saved, tensors_of
 from safetensors.torch import load_file
 
 from lockstep.api import resumed
@@ -94,7 +94,9 @@ def test_a_finished_run_goes_on_for_longer_and_a_stopped_one_ends_earlier(
 
     shutil.rmtree(longer / "checkpoints" / "step_4")  # as a run of four steps that was stopped after two or three
     shutil.rmtree(longer / "model")
-    assert main(["train", "--resume", str(longer), "--steps", "2"]) == 0
+    other = "--checkpoint.keep-last", "1", "--metrics.no-progress"  # which no step depends on
+    assert main(["train", "--resume", str(longer), "--steps", "2", *other]) == 0
+    assert resumed(longer).checkpoint.keep_last == 1
     assert (longer / "model" / "model.safetensors").read_bytes() == of_two
     assert [line["step"] for line in records(longer / "metrics.jsonl")] == [0, 1]
     assert list(json.loads((longer / "summary.json").read_text())["validation"]) == ["0", "2"]
@@ -307,7 +309,7 @@ def saved_before(run: Path) -> None:
     for name in ("words", "c_library"):
         del state["numerics"][name]
     del state["inputs"]["model"], state["inputs"]["config"]["sampling.min_p"]
-    checkpoint.save(run / "checkpoints", loaded.step, {"trainer": dict(loaded.tensors("trainer"))}, state, 2)
+    saved(run / "checkpoints", loaded.step, {"trainer": tensors_of(loaded, "trainer")}, state, 2)
 
 
 def test_what_an_earlier_version_did_not_record_is_said(small_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

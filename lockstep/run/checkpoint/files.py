@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...cache.file_hashes import fingerprints
@@ -49,21 +48,13 @@ class LoadedCheckpoint:
     state: dict[str, Any]
     files: tuple[str, ...]
 
-    def tensors(self, name: str, device: str | torch.device = "cpu") -> Iterator[tuple[str, Tensor]]:
-        """Yield the (key, tensor) pairs that were saved under `name`, one tensor in memory at a time. Raises
-        `LockstepError` when there is no such name."""
-        shards = [file for file in self.files if _name_of(file) == _stem(name)]
-        if not shards:
-            known = sorted({stem for file in self.files if (stem := _name_of(file))})
-            raise LockstepError(f"{self.path} holds no tensors named {name!r}; it holds {known}")
-        return self._read(shards, str(device))
-
     def slices(self, name: str) -> dict[str, TensorInFile]:
+        """The tensors that were saved under `name`, by key."""
         from safetensors import safe_open
 
         found: dict[str, TensorInFile] = {}
         for file in self.files:
-            if _name_of(file) == _stem(name):
+            if _name_of(file) == name:
                 opened = safe_open(self.path / file, framework="pt", device="cpu").__enter__()
                 found |= {key: TensorInFile(opened, key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
         return found
@@ -79,14 +70,6 @@ class LoadedCheckpoint:
         found: dict[str, Tensor | list[TensorInFile]] = {key: [part[key] for part in parts] for key in parts[0]}
         return {key: tensor[:] for key, tensor in alike.items() if key not in found} | found
 
-    def _read(self, shards: list[str], device: str) -> Iterator[tuple[str, Tensor]]:
-        from safetensors import safe_open
-
-        for file in shards:
-            with safe_open(self.path / file, framework="pt", device=device) as opened:
-                for key in opened.keys():  # noqa: SIM118 (not a dict)
-                    yield key, opened.get_tensor(key)
-
 
 def part_of(name: str, rank: int) -> str:
     return f"{name}.{rank}"
@@ -101,29 +84,6 @@ class TensorInFile:
 
     def __getitem__(self, part: slice) -> Tensor:
         return self._rows[part]
-
-
-def save(
-    folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: dict[str, Any], keep_last: int
-) -> Path:
-    """Write checkpoint `folder/step_N` of one process and return its path; then delete what it makes superfluous:
-    checkpoints beyond the `keep_last` newest, those of later steps (a run that resumed before them writes them anew),
-    and leftovers of killed processes.
-
-    `tensors` maps a file name (with or without `.safetensors`) to the tensors it holds, on any device. `state` must
-    survive JSON unchanged: string keys, no tuples, no NaN. Raises `LockstepError` when the disk refuses; earlier
-    checkpoints are then as they were.
-    """
-    target, words = folder / f"step_{step}", as_json(state)
-    with telling(target):
-        temporary = begun(folder, step)
-        try:
-            write_part(temporary, 0, tensors)
-            finish(target, temporary, words, [read_json(temporary / _LIST.format(0))], keep_last)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-    return target
 
 
 @contextmanager
@@ -145,7 +105,7 @@ def begun(folder: Path, step: int) -> Path:
 
 def write_part(temporary: Path, rank: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Write the tensors of a rank, to the disk, and then the list of the files, with their sizes and digests."""
-    files = {name: part for group, given in tensors.items() for name, part in _shards(_stem(group), given)}
+    files = {name: part for group, given in tensors.items() for name, part in _shards(group, given)}
     with ThreadPoolExecutor(_WRITERS) as pool:
         written = list(pool.map(lambda item: _write_file(temporary / item[0], item[1]), files.items()))
     partial = temporary / f".{_LIST.format(rank)}"
@@ -192,10 +152,6 @@ def latest(folder: Path, most: int | None = None) -> LoadedCheckpoint | None:
 
 class _Damaged(Exception):
     """A checkpoint that is not as it was written, and why."""
-
-
-def _stem(name: str) -> str:
-    return name.removesuffix(_SUFFIX)
 
 
 def _name_of(file: str) -> str | None:

@@ -46,8 +46,12 @@ class Saver:
         self._writing: _Writing | None = None
 
     def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
-        """Copy what this rank has of a checkpoint, and begin to write it; waits for the one before. Tensors and state
-        are as of `files.save`; a rank's names are its own, and the state is the first's."""
+        """Copy what this rank has of a checkpoint, and begin to write it; waits for the one before.
+
+        Args:
+            tensors: by the name of their file and then by key, on any device; a rank's names are its own.
+            state: the first rank's; it must survive JSON unchanged: string keys, no tuples, no NaN.
+        """
         self.wait()
         target = self._folder / f"step_{step}"
 
