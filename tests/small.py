@@ -13,7 +13,7 @@ from lockstep.models import Decoder, ModelConfig
 from lockstep.models.blocks.rope import RopeScaling, YarnScaling
 from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import initialize
-from lockstep.trainer import StepResult, Trainer, pack
+from lockstep.trainer import AdamW, StepResult, Trainer, pack
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 
 CONFIG = ModelConfig(
@@ -166,3 +166,12 @@ def assert_no_schedule_changes_a_bit(
     for share_prefix, max_tokens in ((True, 4096), (False, 4096), (True, 200)):
         result = compare(model, groups, share_prefix, max_tokens)
         assert result.tokens_different == 0 < result.tokens_checked
+
+
+def stepped(optimizer: AdamW, lr: float, ok: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """An update, called: the gradient's norm, and whether it was applied."""
+    inputs, device = optimizer.inputs(), optimizer.flat.data.device
+    given = replace(inputs, buffer={**inputs.buffer, "lr": torch.tensor(lr, device=device)})
+    found = optimizer.update(given, torch.tensor(ok, device=device))
+    optimizer.launched()
+    return found

@@ -512,6 +512,20 @@ def test_a_planted_heavy_import_is_caught() -> None:
     assert top_level_imports("import rich.live\ndef f():\n    import tyro") & HEAVY == {"rich"}
 
 
+def loops_over_texts(source: str) -> list[int]:
+    """Lines of loops over a set of texts: their order is another in each process, and ranks must call alike."""
+    tree = ast.parse(source)
+    over = [n.iter for n in ast.walk(tree) if isinstance(n, ast.For | ast.comprehension)]
+    parts = [(loop, p) for loop in over for p in ([loop.left, loop.right] if isinstance(loop, ast.BinOp) else [loop])]
+    sets = [(loop, p.elts) for loop, p in parts if isinstance(p, ast.Set)]
+    return [loop.lineno for loop, of in sets if any(isinstance(getattr(e, "value", None), str) for e in of)]
+
+
+def test_no_loop_goes_over_a_set_of_texts() -> None:
+    assert loops_over_texts('for name in {"a", "b"} & known.keys():\n    pass\nx = [n for n in {"a"}]') == [1, 3]
+    assert {m: found for m, p in modules() if (found := loops_over_texts(p.read_text(encoding="utf-8")))} == {}
+
+
 def test_a_familys_name_stands_in_its_file_alone() -> None:
     families = PACKAGE / "models" / "families"
     names = {path.stem for path in families.glob("*.py")} - {"__init__", "family"}

@@ -97,6 +97,7 @@ class Runner:
         self._own = graph.module_inputs(weights.model)
         page_size, null_page = self.cache.page_size, self.cache.null_page
         self._paging = Paging(page_size, null_page, self.rows.width * page_size)
+        self._constants = {**weights.model.baked(), "paging": self._paging}
 
     def widen(self, tokens: int) -> None:
         """Make room for sequences of so many tokens. All results must have been read."""
@@ -177,8 +178,7 @@ class Runner:
         if like is not None:
             return like.bound_to(inputs)
         body, dynamic = (self._decode_body, DECODE) if name == "decode" else (self._mixed_body, MIXED)
-        constants = {**self._model.baked(), "paging": self._paging}
-        return self._runtime.program(name, body, inputs, {"kv", "buffer"}, dynamic, constants)
+        return self._runtime.program(name, body, inputs, {"kv", "buffer"}, dynamic, self._constants)
 
     def _decode_body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
         context = self._sizes.decode_context(inputs.buffer["token"].shape[0])

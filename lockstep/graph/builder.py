@@ -116,9 +116,9 @@ class GraphBuilder:
         key = request.key
         if (key, level) not in made.ready:
             stored = None
-            if self.store is not None and request.constants is not None:
+            if request.constants is not None:  # without a store, too, those that no key can have are refused
                 settings = self.settings(request.constants, request.sizes)
-                stored = key_of(request, level, settings, self.passes)
+                stored = key_of(request, level, settings, self.passes) if self.store is not None else None
             made.ready[key, level] = self._once(request, level, stored, made)
         return made.ready[key, level]
 

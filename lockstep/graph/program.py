@@ -59,7 +59,7 @@ class Program:
 
     def __post_init__(self) -> None:
         assert not self.inputs.user, "user inputs come with each call"
-        if self.level != "eager":
+        if self.tools.warm_up.level(self.name) != "eager":
             self.tools.programs.append(self)
 
     @property

@@ -56,7 +56,7 @@ def trust_cases(
         remake = partial(gather.body, gather.inputs)
         work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs), remake=remake)]))
     work.append((functions["check"], [programs.scoring_case("check", *b, statistics) for b in batches]))
-    for name in {"reference_logprobs", "values"} & functions.keys():
+    for name in [name for name in ("reference_logprobs", "values") if name in functions]:  # in one order on all ranks
         work.append((functions[name], [programs.scoring_case(name, *b, lambda: None) for b in batches]))
     return work
 

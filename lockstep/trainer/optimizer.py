@@ -94,7 +94,7 @@ def one_group(flat: FlatParameters, config: OptimizerConfig) -> ParameterGroup:
 class AdamW:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with global-norm clipping; torch's, but able to do nothing.
 
-    Weight decay applies to matrices alone. Nothing here waits for the device: `step` and `lr` are tensors.
+    Weight decay applies to matrices alone. Nothing here waits for the device: steps and `lr` are tensors.
 
     Args:
         groups: what is updated with settings of its own (`parameter_groups`); by default nothing is.
@@ -111,22 +111,6 @@ class AdamW:
         self.master = weights if weights.dtype == torch.float32 else weights.float()
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
 
-    def step(self, lr: Tensor, ok: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the accumulated gradients if `ok` and their norm is finite; clear them in any case.
-
-        When not applied, no bit of weights, moments or step count changes, whatever the gradients hold.
-
-        Args:
-            lr: float32, 0-dim. ok: bool, 0-dim.
-
-        Returns:
-            Global gradient norm before clipping (float32) and whether the update was applied (bool), 0-dim.
-        """
-        inputs = self.inputs()
-        found = self.update(replace(inputs, buffer={**inputs.buffer, "lr": lr}), ok)
-        self.launched()
-        return found
-
     def inputs(self) -> graph.Inputs:
         """What `update` reads and writes, besides the rate `lr`, which is a buffer of its inputs too."""
         weights, grad, own = {"weights": self.flat.data}, {"grad": self.flat.grad}, self.local_state()
@@ -135,7 +119,17 @@ class AdamW:
         return graph.Inputs(param=weights, grad=grad, buffer=self.flat.counted, optimizer=own)
 
     def update(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, Tensor]:
-        """`step` as a function of its inputs, and all of it with `launched`, which comes behind it."""
+        """Apply the accumulated gradients if `ok` and their norm is finite; clear them in any case. It is all of an
+        update with `launched`, which comes behind it.
+
+        When not applied, no bit of weights, moments or step count changes, whatever the gradients hold.
+
+        Args:
+            inputs: those of `inputs`, and `lr`: float32, 0-dim. ok: bool, 0-dim.
+
+        Returns:
+            Global gradient norm before clipping (float32) and whether the update was applied (bool), 0-dim.
+        """
         weights, grad, own = inputs.param["weights"], inputs.grad["grad"], inputs.optimizer
         rounded, master = (weights, own["master"]) if "master" in own else (None, weights)
         grad_norm, step = self._clipped(inputs, ok)

@@ -147,7 +147,7 @@ def _cut(trajectory: Trajectory, most: _Most) -> list[Trajectory]:
     parts: list[list[list[Segment]]] = []
     used = 0
     for branch in trajectory.branches:
-        rows = sum(len(segment.token_ids) for segment in branch) - 1  # the last token predicts nothing
+        rows = _rows(branch)
         full = bool(parts) and most.segments is not None and 1 + len(parts[-1]) >= most.segments
         if not parts or full or used + rows > most.tokens:
             parts.append([])
@@ -189,6 +189,11 @@ def _parts(
         yield replace(group, rollouts=part), used
 
 
+def _rows(branch: list[Segment]) -> int:
+    """What a branch takes with its prompt: a response's last token predicts nothing."""
+    return max(len(branch[0].token_ids), sum(len(segment.token_ids) for segment in branch) - 1)
+
+
 def _tokens_needed(trajectory: Trajectory, max_tokens: int) -> int:
     name, branches = trajectory.name or "a trajectory", trajectory.branches
     if branches[0][0].sampled:
@@ -197,7 +202,7 @@ def _tokens_needed(trajectory: Trajectory, max_tokens: int) -> int:
     if not prompts or not any(s.sampled and s.token_ids for s in trajectory.segments):
         empty = "completion" if prompts else "prompt"
         raise InputError(f"{name}: its {empty} is empty; training needs at least one token of each")
-    if (needed := sum(len(s.token_ids) for b in branches for s in b) - len(branches)) > max_tokens:
+    if (needed := sum(map(_rows, branches))) > max_tokens:
         sizes = [(len(b[0].token_ids), sum(len(s.token_ids) for s in b[1:])) for b in branches]
         tokens = " and ".join(f"a prompt of {prompt} and a completion of {response}" for prompt, response in sizes)
         raise InputError(

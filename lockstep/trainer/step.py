@@ -65,9 +65,10 @@ def take(values: Tensor, results: Tensor, grad_norm: Tensor, applied: Tensor, ex
         results: float64, one an update, the latest first (`result.Results`).
         grad_norm, applied: 0-dim. experts: of each layer that has some; 0 without.
     """
-    parts = [values[: len(names(values))], grad_norm.view(1), applied.view(1)]
+    count = len(names(values))
+    parts = [values[:count], grad_norm.view(1), applied.view(1)]
     if experts:
-        parts.append(routing.spread(named(values)["loads"].view(-1, experts)))
+        parts.append(routing.spread(values[count:].view(-1, experts)))
     number, older = results[0, -1:] + 1, results[:-1].view(-1)
     results.view(-1).copy_(torch.cat((*parts, number, older)))  # float64 together
     values.zero_()

@@ -182,7 +182,8 @@ class Trainer:
         self._results.make_room()
         self._values.fill_(math.nan)  # a loss that is not finite: nothing is written
         try:
-            self._launch_update()  # clears the gradients
+            self.programs.by_name["optim_step"]()  # clears the gradients
+            self.optimizer.launched()
         finally:
             self._results.reset()
             self._values.zero_()
@@ -237,14 +238,11 @@ class Trainer:
             if self._cells_begun:
                 self.programs.by_name["end_cells"]()
             self._cells_begun = self._cell_ended = False
-            self._launch_update()
+            self.programs.by_name["optim_step"]()
+            self.optimizer.launched()
         pending = self._launched(lr, sampled)
         self._gather_weights()
         return pending
-
-    def _launch_update(self) -> None:
-        self.programs.by_name["optim_step"]()
-        self.optimizer.launched()
 
     def _to_compare(self) -> int:
         own = sum(s.length for batch, _ in self._scored for s in batch.sequences)
@@ -346,7 +344,7 @@ class Trainer:
             tokens_different=int(s["different"]),
             logprob_diff_max=s["diff_max"],
             mismatches=self._mismatches(scored) if s["different"] else [],
-            routing=self._routing(s),
+            routing=self._routing(s) if self._moe is not None else None,
         )
 
     def _mismatches(self, scored: Checked) -> list[Mismatch]:
@@ -354,9 +352,8 @@ class Trainer:
         found = self.world.gather(mismatches(scored))
         return list(dict.fromkeys(mismatch for one in found for mismatch in one))[:MAX_MISMATCHES]
 
-    def _routing(self, s: dict[str, float]) -> RoutingResult | None:
-        if self._moe is None:
-            return None
+    def _routing(self, s: dict[str, float]) -> RoutingResult:
+        assert self._moe is not None
         choices = self.model.config.moe_layers * self._moe.num_experts_per_token
         return RoutingResult(
             choices_checked=int(s["identical"] + s["different"]) * choices,

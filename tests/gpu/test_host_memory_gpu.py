@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small import stepped
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.distributed import ONE
@@ -29,7 +30,7 @@ def trainer(offload: bool) -> Trainer:
 def update(one: Trainer, seed: int, ok: bool = True) -> None:
     for grad in one.flat.grads:
         grad.normal_(generator=torch.Generator("cuda").manual_seed(seed))
-    one.optimizer.step(torch.tensor(1e-3, device="cuda"), torch.tensor(ok, device="cuda"))
+    stepped(one.optimizer, 1e-3, ok)
 
 
 def bits(of: Trainer) -> list[torch.Tensor]:

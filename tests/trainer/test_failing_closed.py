@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from small import stepped
 from updates import FILTERED, LR, NoHostReads, bits, make_trainer, one_batch, same
 
 from lockstep.trainer import Mismatch, pack
@@ -90,7 +91,7 @@ def test_nothing_reads_from_the_device_before_the_end_of_the_step(make_model, ma
         trainer.reference_logprobs(batch)
         trainer.forward_backward(batch, keep_support=True)
         trainer.check(batch)
-        _, applied = trainer.optimizer.step(torch.tensor(LR), torch.tensor(True))
+        _, applied = stepped(trainer.optimizer, LR)
         with pytest.raises(AssertionError, match="scalar"):
             bool(applied)
     assert applied

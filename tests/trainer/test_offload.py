@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small import stepped
 from test_parameter_groups import GROUPED
-from updates import bits, one_batch, same
+from updates import LR, bits, one_batch, same
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig, RunConfig
 from lockstep.errors import InputError
@@ -16,8 +17,6 @@ from lockstep.graph import Runtime
 from lockstep.models import Decoder
 from lockstep.session.build import resolve
 from lockstep.trainer import Trainer, optimizer
-
-LR = 1e-2
 
 
 @pytest.mark.parametrize("config", [OptimizerConfig(weight_decay=0.1), GROUPED], ids=["one group", "groups"])
@@ -36,7 +35,7 @@ def test_updates_have_the_bits_of_a_state_on_the_device(
             trainer.flat.grad.copy_(10.0 ** (step - 3) * torch.randn(trainer.flat.grad.shape, generator=draw))
             if step == 3:
                 trainer.flat.grad[-5] = torch.inf
-        found = [t.optimizer.step(torch.tensor(LR), torch.tensor(step != 2)) for t in (plain, apart)]
+        found = [stepped(t.optimizer, LR, step != 2) for t in (plain, apart)]
         assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1] == (step not in (2, 3))
         assert same(bits(plain), bits(apart)) and not apart.flat.grad.any()
         if step == 4:

@@ -3,12 +3,13 @@ from fractions import Fraction
 
 import pytest
 import torch
+from small import stepped
 
 from lockstep import ops
 from lockstep.config import OptimizerConfig
 from lockstep.trainer import AdamW, FlatParameters, learning_rate
 
-OK, LR = torch.tensor(True), 3e-3
+LR = 3e-3
 
 
 def make(model, **config):
@@ -57,7 +58,7 @@ def test_equals_torch(make_model, max_grad_norm):
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad.clone()
         expected = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf)
-        norm, applied = ours.step(torch.tensor(LR), OK)
+        norm, applied = stepped(ours, LR)
         theirs.step()
         assert applied and torch.allclose(norm, expected, rtol=1e-6) and not flat.grad.any()
         for a, b in zip(model.parameters(), plain.parameters(), strict=True):
@@ -69,19 +70,19 @@ def test_the_scale_of_a_clipped_gradient_is_torchs(make_model):
     """The bound over the norm plus 1e-6, which is a tenth of this norm."""
     flat, ours = make(make_model(), max_grad_norm=1e-6)
     flat.grad[0] = 1e-5
-    ours.step(torch.tensor(LR), OK)
+    stepped(ours, LR)
     assert ours.exp_avg[0].item() == pytest.approx(0.1 * 1e-6 / 1.1, rel=1e-6)
 
 
 def test_fresh_moments_are_corrected_for_their_bias(make_model):
     (flat, ours), (other_flat, other) = make(make_model()), make(make_model())
     flat.accumulate(flat.grads, random_grads(flat, 0))
-    ours.step(torch.tensor(LR), OK)
+    stepped(ours, LR)
     ours.reset()
     other_flat.data.copy_(flat.data)
     for f, optimizer in ((flat, ours), (other_flat, other)):
         f.accumulate(f.grads, random_grads(flat, 1))
-        optimizer.step(torch.tensor(LR), OK)
+        stepped(optimizer, LR)
     assert torch.equal(flat.data, other_flat.data) and ours.steps.tolist() == [1, 1]
 
 
@@ -99,7 +100,7 @@ def test_bfloat16_weights_are_the_rounded_masters(make_model):
     start = flat.data.clone()
     for step in range(20):
         flat.accumulate(flat.grads, random_grads(flat, step))
-        optimizer.step(torch.tensor(1e-6), OK)
+        stepped(optimizer, 1e-6)
     assert torch.equal(flat.data, optimizer.master.bfloat16())
     drift = (optimizer.master - start.float()).abs()
     assert drift.max() > 5e-6  # small updates add up in the masters where a bfloat16 weight would not move
@@ -110,18 +111,18 @@ def test_bfloat16_weights_are_the_rounded_masters(make_model):
 def test_a_refused_update_changes_no_bit(make_model, dtype, ok, poison):
     flat, optimizer = make(make_model(dtype), weight_decay=0.1)
     flat.accumulate(flat.grads, random_grads(flat, 0))
-    optimizer.step(torch.tensor(LR), OK)
+    stepped(optimizer, LR)
     optimizer.exp_avg[0] = -0.0
     before = bits(optimizer)
     flat.accumulate(flat.grads, random_grads(flat, 1))
     flat.grad[5] = poison
-    _, applied = optimizer.step(torch.tensor(LR), torch.tensor(ok))
+    _, applied = stepped(optimizer, LR, ok)
     assert not applied and not flat.grad.any()
     for name, value in bits(optimizer).items():
         view = torch.int32 if value.dtype == torch.float32 else torch.int16
         assert torch.equal(value.view(view), before[name].view(view)), name
     flat.accumulate(flat.grads, random_grads(flat, 2))
-    assert optimizer.step(torch.tensor(LR), OK)[1] and not torch.equal(optimizer.master, before["master"])
+    assert stepped(optimizer, LR)[1] and not torch.equal(optimizer.master, before["master"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,12 +130,12 @@ def test_state_resumes_bit_for_bit(make_model, dtype):
     flat, optimizer = make(make_model(dtype), weight_decay=0.1)
     other_flat, other = make(make_model(dtype, seed=1), weight_decay=0.1)
     flat.accumulate(flat.grads, random_grads(flat, 0))
-    optimizer.step(torch.tensor(LR), OK)
+    stepped(optimizer, LR)
     other.load_state({k: v.clone() for k, v in optimizer.state().items()})
     assert torch.equal(other_flat.data, flat.data)
     for f, o in ((flat, optimizer), (other_flat, other)):
         f.accumulate(f.grads, random_grads(flat, 1))
-        o.step(torch.tensor(LR), OK)
+        stepped(o, LR)
     assert all(torch.equal(a, b) for a, b in zip(bits(optimizer).values(), bits(other).values(), strict=True))
 
 
@@ -148,14 +149,14 @@ def test_state_of_another_model_is_refused(make_model):
 def test_the_norm_keeps_its_digits_over_many_elements(make_model):
     flat, optimizer = make(make_model())
     flat.grad.fill_(1 / 3)
-    assert optimizer.step(torch.tensor(0.0), OK)[0] == pytest.approx(math.sqrt(flat.grad.numel()) / 3, rel=3e-7)
+    assert stepped(optimizer, 0.0)[0] == pytest.approx(math.sqrt(flat.grad.numel()) / 3, rel=3e-7)
 
 
 def test_the_norm_is_the_root_of_the_exact_sum_of_the_blocks(make_model):
     flat, optimizer = make(make_model(), max_grad_norm=0.0)
     flat.accumulate(flat.grads, random_grads(flat, 0, scale=1e-3))
     exact = sum(map(Fraction, ops.square_sums(flat.grad).tolist()))
-    assert optimizer.step(torch.tensor(0.0), OK)[0] == torch.tensor(math.sqrt(exact), dtype=torch.float32)
+    assert stepped(optimizer, 0.0)[0] == torch.tensor(math.sqrt(exact), dtype=torch.float32)
 
 
 @pytest.mark.parametrize("scale, clips", [(1e-3, False), (10.0, True)])
@@ -164,7 +165,7 @@ def test_where_nothing_is_clipped_the_norms_last_bits_are_in_no_weight(make_mode
     norms = []
     for optimizer in (ours, other):
         optimizer.flat.accumulate(optimizer.flat.grads, random_grads(flat, 0, scale))
-        norms.append(optimizer.step(torch.tensor(LR), OK)[0])
+        norms.append(stepped(optimizer, LR)[0])
         monkeypatch.setattr(ops, "root_of_sum", lambda words: torch.nextafter(norms[0] * 0.999999, norms[0]))
     assert norms[0] != norms[1] and clips == (norms[0] > 1)
     before, after = bits(ours), bits(other)
@@ -174,10 +175,10 @@ def test_where_nothing_is_clipped_the_norms_last_bits_are_in_no_weight(make_mode
 def test_sums_that_float32_cannot_hold_have_a_norm(make_model):
     flat, optimizer = make(make_model())
     flat.grad[[0, 4096]] = 1.5e19
-    norm, applied = optimizer.step(torch.tensor(LR), OK)
+    norm, applied = stepped(optimizer, LR)
     assert applied and norm.item() == pytest.approx(math.sqrt(2) * 1.5e19, rel=1e-6)
     flat.grad[0] = 1e20  # its own block's sum
-    assert not optimizer.step(torch.tensor(LR), OK)[1]
+    assert not stepped(optimizer, LR)[1]
 
 
 def test_learning_rate():

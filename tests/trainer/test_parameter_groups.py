@@ -12,6 +12,7 @@ import pytest
 import small
 import torch
 from fake_recorder import FakeRecorder
+from small import stepped
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.errors import InputError
@@ -57,7 +58,7 @@ def test_equals_torch(make_model: Callable[..., Decoder], tie: bool, max_grad_no
             grad.copy_(10.0 ** (step - 3) * torch.randn(grad.shape, generator=draw))
             parameter.grad = grad.clone()
         expected = torch.nn.utils.clip_grad_norm_(trained, max_grad_norm or math.inf)
-        norm, applied = ours.step(torch.tensor(LR), torch.tensor(True))
+        norm, applied = stepped(ours, LR)
         theirs.step()
         assert applied and torch.allclose(norm, expected, rtol=1e-6) and not flat.grad.any()
         for name, parameter in model.named_parameters():
@@ -68,10 +69,10 @@ def test_equals_torch(make_model: Callable[..., Decoder], tie: bool, max_grad_no
 def test_a_refused_update_changes_no_bit(make_model: Callable[..., Decoder]) -> None:
     trainer = Trainer(make_model(torch.bfloat16), GROUPED, LossConfig())
     trainer.flat.grad.fill_(1.0)
-    trainer.optimizer.step(torch.tensor(LR), torch.tensor(True))
+    stepped(trainer.optimizer, LR)
     before = [t.clone() for t in (trainer.flat.data, *trainer.optimizer.state().values())]
     trainer.flat.grad.fill_(1.0)
-    assert not trainer.optimizer.step(torch.tensor(LR), torch.tensor(False))[1]
+    assert not stepped(trainer.optimizer, LR, False)[1]
     assert all(map(torch.equal, before, (trainer.flat.data, *trainer.optimizer.state().values())))
     assert trainer.optimizer.steps.tolist() == [1, 1] and not trainer.flat.grad.any()
 

@@ -317,3 +317,22 @@ def test_what_is_no_trajectory_is_refused():
             one_batch([RolloutGroup([Trajectory(segments)], WARM)])
     with pytest.raises(InputError, match="its completion is empty"):
         one_batch([RolloutGroup([Trajectory([prompt, prompt])], WARM)])
+
+
+@pytest.mark.parametrize("share_prefix", [True, False])
+def test_no_batch_is_larger_than_allowed_whatever_follows_what(share_prefix: bool) -> None:
+    """Branches that nothing was sampled in, and turns without a token, among them."""
+    for seed in range(150):
+        draw = random.Random(seed)
+
+        def segment(kind: str, draw: random.Random = draw) -> Segment:
+            tokens = [draw.randrange(9) for _ in range(draw.randint(kind != "sampled", 5))]
+            zeros = [0.0] * len(tokens) if kind == "sampled" else None
+            return Segment(tokens, kind == "sampled", zeros, zeros, anew=kind == "anew")
+
+        kinds = [draw.choices(("sampled", "given", "anew"), (3, 1, 1), k=draw.randint(1, 4)) for _ in range(6)]
+        made = [Trajectory([Segment([1, 2]), *map(segment, of), Segment([3], True)]) for of in kinds]
+        groups, most = [RolloutGroup(made[i::2], SamplingParams()) for i in (0, 1)], draw.randint(30, 45)
+        batches = pack(groups, max_tokens=most, check_parity=False, share_prefix=share_prefix)
+        assert all(int(batch.cu_seqlens[-1]) <= len(batch.tokens_T) <= most for batch in batches)
+        assert sum(int(b.valid_C.sum()) for b in batches) == sum(t.length for group in groups for t in group.rollouts)

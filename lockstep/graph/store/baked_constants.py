@@ -34,12 +34,12 @@ def _flat(name: str, value: Any) -> dict[str, Any]:
         return {k: v for part, item in parts.items() for k, v in _flat(name + part, item).items()}
     if isinstance(value, Mapping):
         return {k: v for part, item in value.items() for k, v in _flat(f"{name}.{part}", item).items()}
-    if isinstance(value, (list, tuple)):
-        return {name: [_plain(name, item) for item in value]}
     return {name: _plain(name, value)}
 
 
 def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(name, item) for item in value]
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     if value is None or isinstance(value, (bool, int, float, str)):

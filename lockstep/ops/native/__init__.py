@@ -59,11 +59,11 @@ def linear(a_RD: Tensor, b: Tensor, bias: Tensor | None = None, transposed: bool
     """`a @ b.T + bias`, or `a @ b`; a may be transposed. See `linear.operator.linear`."""
     b, (rows, dim), (columns, inner) = b.contiguous(), a_RD.shape, b.shape if transposed else b.shape[::-1]
     assert dim == inner
+    if not a_RD.dtype is b.dtype is FLOAT:
+        raise TypeError(f"expected tensors of {FLOAT}, got {a_RD.dtype} and {b.dtype}")
     out = a_RD.new_empty(rows, columns)
-    at_out, at_b = _addresses(out, b)
-    job = library.ProductArguments(
-        at_out, a_RD.data_ptr(), at_b, *a_RD.stride(), b.shape[1], transposed, rows, columns, dim
-    )
+    addresses = out.data_ptr(), a_RD.data_ptr(), b.data_ptr()
+    job = library.ProductArguments(*addresses, *a_RD.stride(), b.shape[1], transposed, rows, columns, dim)
     if not _run("product", job, rows * columns * dim):
         raise MemoryError(f"product of {rows} x {dim} and {dim} x {columns}")
     return out if bias is None else out.add_(bias)

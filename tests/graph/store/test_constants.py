@@ -255,8 +255,17 @@ def test_constants_are_flat_and_only_what_json_holds() -> None:
     found = flattened({"model": replace(SOFTMAX, eos_token_ids=(1, 2)), "page_size": 16, "high": float("inf")})
     assert found["model.moe.scale"] == "1.0" and found["model.eos_token_ids"] == [1, 2] and found["high"] == "inf"
     assert found["model.rope_scaling"] == "RopeScaling" and found["model.mla"] is None and found["page_size"] == 16
+    assert flattened({"spans": ((0, 8), (16, 24)), "of": [int, ROUTED.__class__]}) == {
+        "spans": [[0, 8], [16, 24]],
+        "of": ["builtins.int", "lockstep.models.config.MoEConfig"],
+    }
     with pytest.raises(TypeError, match="constant loss.f is <built-in function abs>; it must be a number"):
         flattened({"loss": {"f": abs}})
+    program = Runtime(CompileConfig("step"), torch.device("cpu")).program(
+        "f", lambda t: {"y": t.user["x"] * 2}, Inputs(), constants={"f": abs}
+    )
+    with pytest.raises(TypeError, match=r"constant constants\.f is <built-in function abs>"):
+        program({"x": torch.ones(2)})
 
 
 def test_a_graph_is_of_inputs_with_or_without_gradients() -> None:
