@@ -144,6 +144,12 @@ def test_a_row_that_fills_a_share_up_has_no_gradient(monkeypatch: pytest.MonkeyP
     assert own.grad is not None and own.grad.tolist() == [4, 5, 0]
 
 
+def test_a_sum_over_ranks_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_ranks = torch.tensor([[256.0], [1.0], [1.0], [1.0]], dtype=torch.bfloat16)  # whose neighbours are 2 apart
+    monkeypatch.setattr(collectives, "exchange", lambda x, size, axis: of_ranks)
+    assert collectives.rows_of_sum(of_ranks[:, 0], Axis("tp", 4, 0)).tolist() == [260]
+
+
 def test_ranks_that_cannot_share_a_teacher_evenly_have_all_of_its_products() -> None:
     mesh = Mesh(fsdp=Axis("fsdp", 3, 1), tp=Axis("tp", 2, 1))
     configs = [replace(FAMILIES["qwen3"], num_kv_heads=count) for count in (2, 1)]
