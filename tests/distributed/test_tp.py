@@ -15,7 +15,7 @@ from tp_cases import on_a_rank, trained
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig, ParallelConfig, RunConfig, resolve_parallel
 from lockstep.config.sections.compile import resolve_compile
-from lockstep.distributed import Axis, Mesh, collectives
+from lockstep.distributed import Axis, Mesh, collectives, spread
 from lockstep.distributed.pieces import joined, runs
 from lockstep.errors import InputError
 from lockstep.models import FolderWeights, ResidentWeights, load_part, save_model
@@ -133,6 +133,21 @@ def test_columns_that_are_gathered_together_have_their_gradients_in_one_exchange
         assert torch.equal(whole, torch.cat([piece, piece], dim=1)) and own.is_contiguous()
         assert torch.equal(own, sum(part.float() for part in grad.chunk(2, dim=1)).bfloat16())
     assert len(sent) == 1
+
+
+def test_a_row_that_fills_a_share_up_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five rows on two ranks: the second has two of them, and the last once more."""
+    monkeypatch.setattr(spread, "gather", lambda x, axis: torch.stack([x, x]))
+    own = torch.zeros(3, requires_grad=True)
+    (numbers,) = spread.Spread(Axis("tp", 2, 1)).numbers(5, own)
+    numbers.backward(torch.arange(1.0, 6.0))
+    assert own.grad is not None and own.grad.tolist() == [4, 5, 0]
+
+
+def test_a_sum_over_ranks_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_ranks = torch.tensor([[256.0], [1.0], [1.0], [1.0]], dtype=torch.bfloat16)  # whose neighbours are 2 apart
+    monkeypatch.setattr(collectives, "exchange", lambda x, size, axis: of_ranks)
+    assert collectives.rows_of_sum(of_ranks[:, 0], Axis("tp", 4, 0)).tolist() == [260]
 
 
 def test_ranks_that_cannot_share_a_teacher_evenly_have_all_of_its_products() -> None:

@@ -118,6 +118,24 @@ def test_after_a_failure_memory_that_waits_for_the_device_is_not_given_back(
     assert forgotten == ["@generator_tp"] and ("@generator_tp" in memory._BY_GROUP) == failed
 
 
+def test_ranks_that_share_products_train_on_the_same_shards() -> None:
+    assert [list(World(size=4, tp=2).trains(shard)) for shard in range(3)] == [[0, 1], [2, 3], [0, 1]]
+
+
+def test_the_first_of_those_that_generate_together_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    tellers: list[int] = []
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda box, rank, group: tellers.append(rank))
+    for rank in range(4):
+        World(rank, 4, generator_tp=2, together=SimpleNamespace()).told("what")  # type: ignore[arg-type]
+    assert tellers == [0, 0, 2, 2]
+
+
+def test_what_another_rank_alone_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "share", lambda self, make: [make(), {"a": 1, "b": 2}])
+    with pytest.raises(InputError, match=r"the files: b is 2 on rank 1 and 'missing' on rank 0"):
+        World(0, 2).same("the files", lambda: {"a": 1})
+
+
 def test_torchs_errors_about_peers_are_told_apart() -> None:
     world = World(0, 2, timeout=30.0)
     lost = r"rank 0 of 2: another process .* within 30 s \(parallel.timeout\): .*gloo"

@@ -112,6 +112,12 @@ def test_where_the_system_has_namespaces_they_cut_off() -> None:
 
 
 @needs_namespaces
+def test_whether_processes_are_limited_is_found_with_16_of_them() -> None:
+    ran = run_python(module._ATTEMPTS, replace(LIMITS, processes=17))
+    assert ran == Ran("any number of processes\n", "exit")
+
+
+@needs_namespaces
 def test_what_is_cut_off_is_not_there(listening: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "of the run")
     here = str(Path(__file__).parent)

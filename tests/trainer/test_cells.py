@@ -14,19 +14,20 @@ from lockstep.types import SamplingParams
 
 
 @pytest.mark.parametrize(
-    ("cells", "several", "of_a_round", "ends"),
+    ("cells", "several", "of_a_round", "lanes", "ends"),
     [
-        (Cells(8, 8, 1), False, 0, []),
-        (Cells(8, 4, 1), True, 0, [3, 7]),
-        (Cells(8, 4, 2), True, 0, [1, 3]),
-        (Cells(8, 4, 4), True, 4, []),
-        (Cells(16, 4, 8), True, 4, []),
-        (Cells(10, 4, 2), True, 0, [1, 3, 4]),  # the last cell is smaller
-        (Cells(12, 8, 12), True, 8, []),
+        (Cells(8, 8, 1), False, 0, 1, []),
+        (Cells(8, 4, 1), True, 0, 1, [3, 7]),
+        (Cells(8, 4, 2), True, 0, 1, [1, 3]),
+        (Cells(8, 4, 4), True, 4, 1, []),
+        (Cells(16, 4, 8), True, 4, 4, []),
+        (Cells(10, 4, 2), True, 0, 1, [1, 3, 4]),  # the last cell is smaller
+        (Cells(12, 8, 12), True, 8, 1, []),
     ],
 )
-def test_where_cells_end(cells: Cells, several: bool, of_a_round: int, ends: list[int]) -> None:
-    assert (cells.several, cells.of_a_round, cells.span_rounds) == (several, of_a_round, bool(ends))
+def test_where_cells_end(cells: Cells, several: bool, of_a_round: int, lanes: int, ends: list[int]) -> None:
+    found = cells.several, cells.of_a_round, cells.lanes, cells.span_rounds
+    assert found == (several, of_a_round, lanes, bool(ends))
     assert [number for number in range(cells.shards // cells.ranks) if cells.end_with(number)] == ends
 
 

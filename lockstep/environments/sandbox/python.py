@@ -95,7 +95,7 @@ def run_python(code: str, limits: SandboxLimits | None = None, allow_unsandboxed
 
 # What a program tries that must not succeed, a word for each that does.
 _ATTEMPTS = """
-import os, socket
+import os, socket, time
 found = [] if os.getppid() == 0 else ["other processes"]
 found += ["files"] * any(map(os.path.exists, ("/etc/passwd", "/proc/self", "/home")))
 try:
@@ -108,8 +108,9 @@ try:
 except OSError as error:
     found += [] if error.errno == 101 else ["the network"]
 try:
-    children = [os.fork() for _ in range(16)]
-    found.append("any number of processes") if 0 not in children else os._exit(0)
+    for _ in range(16):
+        os.fork() or (time.sleep(9), os._exit(0))
+    found.append("any number of processes")
 except OSError:
     pass
 print(*found, sep=", ")

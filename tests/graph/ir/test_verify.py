@@ -142,6 +142,7 @@ ADDED = {
     "add to its own": lambda x: x * 2 + gathered(x)[0],
     "add to all": lambda x: (gathered(x) + x * 2)[0],
     "add the other way": lambda x: gathered(x)[0] + gathered(x).flip(0)[0],
+    "add columns in another order": lambda x: columns(x) + torch.cat(gathered(x[:, ::2]).unbind()[::-1], dim=1),
     "sum of what was exchanged": lambda x: exchanged(x).sum(0).repeat(2).view(4, 4),
     "add what was exchanged": lambda x: (x * 2) + exchanged(x).view(4, 4),
     "float": lambda x: gathered(x.int()).float().sum(0),
