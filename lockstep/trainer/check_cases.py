@@ -149,7 +149,7 @@ def _fill_sums(programs: TrainerPrograms) -> None:
 
 def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
     """Updates that are clipped, not clipped, and refused for each reason, of weights that are made up: what is copied
-    to be put back is copied once."""
+    to be put back is copied once, and weights that are made from masters not at all."""
 
     def load(kind: int) -> None:
         grad, state = programs.flat.grad, programs.state
@@ -172,7 +172,11 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
 
     kinds = ("first", "tiny", "not finite", "mismatch", "not covered")
     made: tuple[graph.Role, ...] = ("param", "grad", "optimizer")
-    return [graph.Case(name, load=partial(load, kind), made=made) for kind, name in enumerate(kinds)]
+    masters = "master" in programs.by_name["optim_step"].inputs.optimizer  # apart from the weights
+    derived: tuple[graph.Role, ...] = ("param",) if masters else ()
+    remake = programs.optimizer.round_masters if masters else None
+    behind = graph.Case("", made=made, derived=derived, remake=remake)
+    return [replace(behind, name=name, load=partial(load, kind)) for kind, name in enumerate(kinds)]
 
 
 def _fill_cells(inputs: graph.Inputs) -> None:

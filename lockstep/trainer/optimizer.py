@@ -183,9 +183,10 @@ class AdamW:
                 size = [2] if name == "steps" else [self.flat.whole_layout.size]
                 found = error if isinstance(error, ValueError) else f"expected shape {size}, found nothing"
                 raise ValueError(f"optimizer state {name!r}: {found}") from error
-        self._round_masters()
+        self.round_masters()
 
-    def _round_masters(self) -> None:
+    def round_masters(self) -> None:
+        """Make the weights from the masters, as every update does."""
         self.flat.data.copy_(self.master)
 
     def _take_over(self, own: Tensor, given: Tensor | Sequence[Buffer], tp: int) -> None:
@@ -268,7 +269,7 @@ class OffloadedAdamW(AdamW):
         self.settle()
         return super().local_state()
 
-    def _round_masters(self) -> None:
+    def round_masters(self) -> None:
         for piece in self._pieces:
             self.flat.data[piece.begin : piece.end].copy_(
                 self.master[piece.begin : piece.end].to(self.flat.data.device)

@@ -69,7 +69,7 @@ def test_every_function_passes_and_nothing_is_left_behind(mode: str, options: di
 
 
 def test_what_is_copied_to_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, at first the weights, and as many bytes of the masters; later the moments, too. Gradients never."""
+    """Once, at first half of each word of the masters; later the moments, too. Gradients never, nor weights."""
 
     class Counted(comparison.Snapshot):
         def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -88,7 +88,7 @@ def test_what_is_copied_to_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
             work = [w for w in trainer.trust_cases(shapes, TOP_P, check_parity=True) if w[0].name == name]
             check_against_eager(runtime, work, "strict")
             found.append(sum(copied) / trainer.flat.layout.size)
-    assert found == pytest.approx([0, 4, 0, 12], abs=0.2)
+    assert found == pytest.approx([0, 2, 0, 10], abs=0.2)
 
 
 @pytest.mark.parametrize("fault", ["first", "middle", "last", "swapped"])
