@@ -96,7 +96,8 @@ class Runner:
         self.weights, self._model = weights, weights.model
         self._own = graph.module_inputs(weights.model)
         page_size, null_page = self.cache.page_size, self.cache.null_page
-        self._paging = Paging(page_size, null_page, self.rows.width * page_size)
+        self._context = self.rows.width * page_size  # that decode steps may read
+        self._paging = Paging(page_size, null_page, self._context)
         self._constants = {**weights.model.baked(), "paging": self._paging}
 
     def widen(self, tokens: int) -> None:
@@ -110,6 +111,7 @@ class Runner:
         size = self._sizes.rows_for(len(running))
         rows.compact(size)
         rows.flush()
+        self._context = self._sizes.decode_context(size)
         truncated, greedy = rows.truncated > 0, rows.greedy > 0
         grouped = self._sizes.grouped(size, truncated, greedy)
         self._decode_program(size)(times=steps, truncated=truncated, greedy=greedy, grouped=grouped)
@@ -181,9 +183,8 @@ class Runner:
         return self._runtime.program(name, body, inputs, {"kv", "buffer"}, dynamic, self._constants)
 
     def _decode_body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
-        context = self._sizes.decode_context(inputs.buffer["token"].shape[0])
         with graph.substituted(self._model, inputs):
-            decode_step(self._model, inputs, replace(self._paging, max_context=context), **statics)
+            decode_step(self._model, inputs, replace(self._paging, max_context=self._context), **statics)
         return {}
 
     def _mixed_body(self, inputs: graph.Inputs, truncated: bool = True, greedy: bool = True) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from .errors import ApiError, refused
 # Fields that no answer depends on, and those that are taken at the one value that changes nothing.
 _NO_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"}
 _NO_EFFECT |= {"priority", "request_id", "routed_experts_prompt_start", "skip_special_tokens", "detokenize"}
+_NO_EFFECT |= {"spaces_between_special_tokens"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -37,7 +38,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (0,),
     "bad_words": ([],),
     "functions": ([],),
-    "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
 }
 
@@ -106,6 +106,7 @@ class _Body(SamplingFields):
     return_token_ids: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    return_tokens_as_token_ids: bool = False
 
 
 class ChatBody(_Body):

@@ -21,7 +21,7 @@ from ..session.text.policy import Policy
 from ..session.text.tool_formats import tool_format
 from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams
 from .batcher import Batcher, Job, News
-from .bodies import SamplingFields
+from .bodies import ChatBody, CompletionBody, SamplingFields
 from .errors import ApiError, closing, refused
 from .metrics import ServerMetrics
 from .settings import Settings
@@ -63,6 +63,10 @@ class Service:
 
     def _token_text(self, token_id: int) -> str:
         return self.policy.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def names(self, body: ChatBody | CompletionBody) -> Callable[[int], str]:
+        """What log-probabilities call a token: by its text, or by its id as the request asks."""
+        return "token_id:{}".format if body.return_tokens_as_token_ids else self.token_text
 
     def attach(self) -> None:
         """News are handed over to the running event loop from now on."""

@@ -98,7 +98,12 @@ def test_completions_of_texts_and_of_tokens(served: Running, llm: LLM) -> None:
     answer = served.client.completions.create(**SENT, prompt=prompts, n=2, logprobs=0)
     assert [choice.text for choice in answer.choices] == [one.text for one in flat]
     assert [choice.logprobs.token_logprobs for choice in answer.choices] == [one.model_logprobs for one in flat]
-    by_tokens = served.client.completions.create(**SENT, prompt=[llm.policy.encode(p) for p in prompts], n=2)
+    as_ids = {"return_tokens_as_token_ids": True, "spaces_between_special_tokens": False}
+    by_tokens = served.client.completions.create(
+        **SENT, prompt=[llm.policy.encode(p) for p in prompts], n=2, logprobs=0, extra_body=as_ids
+    )
+    names = [[f"token_id:{token}" for token in one.token_ids] for one in flat]
+    assert [choice.logprobs.tokens for choice in by_tokens.choices] == names
     assert [choice.text for choice in by_tokens.choices] == [one.text for one in flat]
     texts = [""] * 4
     for chunk in served.client.completions.create(**SENT, prompt=prompts, n=2, stream=True):

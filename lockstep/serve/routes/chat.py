@@ -152,7 +152,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 def _logprobs(asked: _Chat, sampled: Trajectory | Update) -> dict[str, Any] | None:
     if not asked.body.logprobs:
         return None
-    return {"content": chat_logprobs(asked.service.token_text, sampled), "refusal": None}
+    return {"content": chat_logprobs(asked.service.names(asked.body), sampled), "refusal": None}
 
 
 async def _chunks(asked: _Chat, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:

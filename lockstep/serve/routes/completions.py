@@ -86,7 +86,7 @@ def _stops(body: CompletionBody) -> Stops:
 def _logprobs(
     service: Service, body: CompletionBody, sampled: Trajectory | Update, offset: int
 ) -> dict[str, Any] | None:
-    return None if body.logprobs is None else completion_logprobs(service.token_text, sampled, offset)
+    return None if body.logprobs is None else completion_logprobs(service.names(body), sampled, offset)
 
 
 async def _chunks(
