@@ -38,7 +38,7 @@ def aligned_rows(x: Tensor) -> Tensor:
     return x if in_place else x.clone(memory_format=torch.contiguous_format)
 
 
-def _warps(elements: int, per_thread: int) -> int:
+def warps(elements: int, per_thread: int) -> int:
     return min(max(triton.next_power_of_2(elements) // (32 * per_thread), 1), 16)
 
 
@@ -53,7 +53,7 @@ def _fold_kernel(partial_ptr, out_ptr, programs, width, stride, ROWS: tl.constex
     tl.store(out_ptr + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=column < width)
 
 
-def _fold(partial_PD: Tensor, dtype: torch.dtype) -> Tensor:
+def fold(partial_PD: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over programs, [D] in `dtype`."""
     programs, width = partial_PD.shape
     out_D = torch.empty(width, dtype=dtype, device=partial_PD.device)

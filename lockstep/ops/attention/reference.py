@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -38,14 +37,13 @@ SCORE_BUDGET, BACKWARD_BUDGET = 1 << 23, 1 << 27  # score elements in flight
 LENGTHS = 32  # segments whose lengths round up to the same multiples run together in the backward
 
 
-@dataclass
-class _Block:
-    """Queries `row .. row + count` of one sequence; the first has absolute position `position`."""
+class _Block(NamedTuple):
+    """Queries `row .. row + length` of one sequence; the first has absolute position `position`."""
 
     sequence: int
     row: int
     position: int
-    count: int
+    length: int
 
 
 class _Keys(NamedTuple):
@@ -146,8 +144,7 @@ def _attend(q_TNH: Tensor, keys: _Keys, queries: list[tuple[int, int, int]]) -> 
 
 def _attend_blocks(out_TNH: Tensor, q_TNH: Tensor, keys: _Keys, blocks: list[_Block], width: int, tiles: range) -> None:
     """Blocks that need these key tiles, each `width` query tokens wide (short ones repeat their last token)."""
-    table = torch.tensor([(b.sequence, b.row, b.position, b.count) for b in blocks])
-    sequence_B, row_B, position_B, count_B = table.unbind(1)
+    sequence_B, row_B, position_B, count_B = torch.tensor(blocks).unbind(1)
     offset_W = torch.arange(width)
     query_BW = torch.minimum(offset_W, count_B.unsqueeze(1) - 1)  # within the block
     keys_L = torch.arange(tiles.start * KEY_TILE, tiles.stop * KEY_TILE)

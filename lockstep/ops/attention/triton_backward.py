@@ -323,7 +323,7 @@ def launch(
     by: Packed,
     scale: float,
     tiles: tuple[AttentionTile, AttentionTile],
-    others: tuple[dict[str, Any], dict[str, Any]] = ({}, {}),
+    others: tuple[dict[str, Any], dict[str, Any]],
 ) -> Tensor:
     """Both kernels, with a tile each and, of latents and of scores, with more arguments each: among a latent's the
     second's heads a group. Returns `delta`, float32 [K, T, G], which is not set in padding."""

@@ -44,14 +44,15 @@ class AttentionTile(NamedTuple):
 
 
 class AttentionForm(NamedTuple):
-    """In a kernel: the constants of a layer's attention, of `triton_scores` the last two; blocks hold the dims."""
+    """In a kernel: what is constant of a layer's attention. Blocks hold the dims; ROPE_DIM and, of `triton_scores`,
+    WINDOW and FACTOR are 0 where a layer has none."""
 
     HEAD_DIM: Any
     BLOCK_H: Any
-    ROPE_DIM: Any = 0
-    BLOCK_P: Any = 0
-    WINDOW: Any = 0
-    FACTOR: Any = 0.0
+    ROPE_DIM: Any
+    BLOCK_P: Any
+    WINDOW: Any
+    FACTOR: Any
 
 
 class Queries(NamedTuple):
@@ -184,7 +185,7 @@ def attend(
     PAGE_SIZE: tl.constexpr,
     BLOCK_L: tl.constexpr,
     FORM: tl.constexpr,
-    lowest=0,  # what no row sees a key before, if WINDOW > 0
+    lowest,  # what no row sees a key before, if WINDOW > 0
 ):
     """The state with the keys at positions `begin` to `end` added: a tile of the online softmax (Milakov and Gimelshein
     2018) after the other."""

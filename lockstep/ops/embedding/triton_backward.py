@@ -75,14 +75,7 @@ def _gather_pieces_kernel(
 
 @triton.jit
 def _gather_whole_kernel(
-    sorted_ptr,
-    piece_ptr,
-    out_ptr,
-    tokens,
-    width,
-    ROWS: tl.constexpr,
-    PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    sorted_ptr, piece_ptr, out_ptr, tokens, width, ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The program whose second piece begins a run adds the pieces that go on with it; the others have nothing to do."""
     program = tl.program_id(0).to(tl.int64)

@@ -35,7 +35,7 @@ from ..rows import aligned_rows
 from .choice import Choice, Kind, tiles_of_weight
 
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # by Triton's version
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 ALIGNMENT = 16  # bytes: of what one instruction copies
 WGMMA_ROWS = 64  # of a block, from which on it is multiplied so
@@ -91,10 +91,10 @@ def _begun(a, b, acc):
     """The same by the tensor core on its own, while the program goes on. The one begun before has ended, in all warps:
     its tiles may be overwritten."""
     hopper.fence_async_shared()
-    _barrier()
+    barrier()
     acc = hopper.warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)
     acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
-    _barrier()
+    barrier()
     return acc
 
 

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .. import pdl
 from ..records import PLAIN_EPILOGUE, Epilogue
 from .choice import Choice, Kind, tiles_of_weight
-from .hopper_async import STAGES_KIB, _barrier, asks_ahead, biased, operands, rounded_gated
+from .hopper_async import STAGES_KIB, asks_ahead, barrier, biased, operands, rounded_gated
 from .hopper_async import supports as supports
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by Triton's version
@@ -113,7 +113,7 @@ def _tma_kernel(
             acc, up = hopper.warpgroup_mma_wait(2, deps=(acc, up))
         else:
             acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
-        _barrier()  # the step before has been multiplied, in all warps: its tiles may be overwritten
+        barrier()  # the step before has been multiplied, in all warps: its tiles may be overwritten
         after = step + lead
         if after < steps:
             free = after % STAGES

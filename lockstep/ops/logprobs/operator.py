@@ -158,15 +158,12 @@ def support_mask(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, th
     return torch.cat(masks)
 
 
-@operator(
-    "lockstep::sample",
-    cuda=SAME,
-    fake=lambda hidden_CD, weight_VD, keys, by, *_: (
-        torch.empty_like(keys.position_C),
-        torch.empty_like(by.temperature_C),
-        torch.empty_like(by.temperature_C),
-    ),
-)
+def _drawn_fake(*args):
+    keys, by, _, _ = args[-4:]
+    return torch.empty_like(keys.position_C), *(torch.empty_like(by.temperature_C) for _ in range(2))
+
+
+@operator("lockstep::sample", cuda=SAME, fake=_drawn_fake)
 def sample(
     hidden_CD: Tensor, weight_VD: Tensor, keys: SampleKeys, by: Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,15 +172,7 @@ def sample(
     return _drawn(linear_fp32(hidden_CD, weight_VD), keys, by, truncated, greedy)
 
 
-@operator(
-    "lockstep::sample_logits",
-    cuda=SAME,
-    fake=lambda logits_CV, keys, by, *_: (
-        torch.empty_like(keys.position_C),
-        torch.empty_like(by.temperature_C),
-        torch.empty_like(by.temperature_C),
-    ),
-)
+@operator("lockstep::sample_logits", cuda=SAME, fake=_drawn_fake)
 def sample_logits(
     logits_CV: Tensor, keys: SampleKeys, by: Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

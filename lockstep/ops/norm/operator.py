@@ -22,7 +22,7 @@ def _backward(ctx, grad_TD: Tensor):
         weight_1D = weight_1D + offset if offset else weight_1D
         grad_w = native.norm_backward(x_TD, weight_1D, grad_TD.unsqueeze(1), eps, out_TD)
         return out_TD, grad_w.squeeze(1).sum(0)
-    grad_x, grad_w = _norm_backward(x_TD.float(), _factors(weight_D, offset), grad_TD.float(), eps)
+    grad_x, grad_w = normalized_backward(x_TD.float(), _factors(weight_D, offset), grad_TD.float(), eps)
     return grad_x.to(x_TD.dtype), grad_w.sum(0).to(weight_D.dtype)
 
 
@@ -39,7 +39,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 
 
     With an offset of 1 weights are what norms have beside 1 (Gemma, arXiv 2403.08295); the sum is float32.
     """
-    return _normed(x_TD, _factors(weight_D, weight_offset), eps).to(x_TD.dtype)
+    return normalized(x_TD, _factors(weight_D, weight_offset), eps).to(x_TD.dtype)
 
 
 @operator(
@@ -74,13 +74,13 @@ def _factors(weight: Tensor, offset: float) -> Tensor:
     return weight.float() + offset if offset else weight.float()
 
 
-def _normed(x: Tensor, factors: Tensor, eps: float) -> Tensor:
+def normalized(x: Tensor, factors: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dim; float32 result."""
     x = x.float()
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * factors
 
 
-def _norm_backward(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def normalized_backward(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Gradients of RMSNorm for the input and, per row and still unreduced, for the weight (float32)."""
     rstd = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
     normed = x * rstd

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
-from ..rows import _fold, _warps, aligned_rows, unit_inner
+from ..rows import aligned_rows, fold, unit_inner, warps
 
 NORM_ROWS = 8  # whose weight gradients one program adds up
 NORM_TILE, NORM_THREAD = 2048, 16  # elements that it does at a time, and a thread of them
@@ -74,7 +74,7 @@ def norm_add(
         OFFSET=weight_offset,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
-        **pdl.options(x_TD, num_warps=_warps(width, 8)),
+        **pdl.options(x_TD, num_warps=warps(width, 8)),
     )
     return out_TD
 
@@ -160,7 +160,7 @@ def rms_norm_backward_add(
         BLOCK=block,
         ROWS=NORM_ROWS,
         TILE=tile,
-        num_warps=_warps(tile * block, NORM_THREAD),
+        num_warps=warps(tile * block, NORM_THREAD),
         enable_fp_fusion=True,
     )
-    return grad_x_TD, _fold(partial_PD, weight_D.dtype)
+    return grad_x_TD, fold(partial_PD, weight_D.dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..norm.operator import _norm_backward, _normed
+from ..norm.operator import normalized, normalized_backward
 from ..operator import in_c, operator, saved
 from ..records import Rotation
 
@@ -36,7 +36,7 @@ def _gradients(
     of_weights: tuple[Tensor | None, Tensor | None] = (None, None)
     if by.q_weight_H is not None and by.k_weight_H is not None:
         qk = qkv_TE[:, : heads * head_dim].view(tokens, heads, head_dim).float()
-        grad_qk, grad_weight = _norm_backward(qk, _head_weights(by, offset), grad_qk, by.eps)
+        grad_qk, grad_weight = normalized_backward(qk, _head_weights(by, offset), grad_qk, by.eps)
         of_weights = _of_weights(grad_weight, by)
     grad_qkv = torch.zeros_like(qkv_TE)
     grad_qkv[:, : heads * head_dim] = grad_qk.reshape(tokens, heads * head_dim).to(qkv_TE.dtype)
@@ -92,7 +92,7 @@ def qk_norm_rope(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Te
     heads = by.num_heads + by.num_kv_heads
     qk = qkv_TE[:, : heads * head_dim].view(tokens, heads, head_dim)
     plain = by.q_weight_H is None or by.k_weight_H is None
-    qk = qk.float() if plain else _normed(qk, _head_weights(by, weight_offset), by.eps)
+    qk = qk.float() if plain else normalized(qk, _head_weights(by, weight_offset), by.eps)
     cos, sin = by.cos_sin_TH.unsqueeze(1).chunk(2, dim=-1)
     first, second = qk.chunk(2, dim=-1)
     out = torch.empty(tokens, heads, head_dim, dtype=torch.float32)

@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 
 from .. import pdl
 from ..records import KVPages, Rotation
-from ..rows import _fold, _warps, aligned_rows, unit_inner
+from ..rows import aligned_rows, fold, unit_inner, warps
 
 RUN = tl.constexpr(8)  # neighbours that `sum_columns` adds one after the other
 MAX_LEVELS = tl.constexpr(8)  # of halves of a row of at most `RUN << MAX_LEVELS` columns
@@ -205,7 +205,7 @@ def qk_norm_rope(
         HALF=half,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
-        **pdl.options(qkv_TE, num_warps=_warps(2 * block_heads * block_half, 32)),
+        **pdl.options(qkv_TE, num_warps=warps(2 * block_heads * block_half, 32)),
     )
     return out
 
@@ -233,7 +233,7 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
         out_TH,
         HALF=half,
         BLOCK_HALF=triton.next_power_of_2(half),
-        **pdl.options(inv_freq, num_warps=_warps(triton.next_power_of_2(half), 1)),
+        **pdl.options(inv_freq, num_warps=warps(triton.next_power_of_2(half), 1)),
     )
     return out_TH
 
@@ -378,4 +378,4 @@ def qk_norm_rope_backward(
     )
     if not norm:
         return grad_qkv_TE, qkv_TE.new_empty(0), qkv_TE.new_empty(0)
-    return grad_qkv_TE, _fold(partial[:, 0], q_weight_H.dtype), _fold(partial[:, 1], k_weight_H.dtype)
+    return grad_qkv_TE, fold(partial[:, 0], q_weight_H.dtype), fold(partial[:, 1], k_weight_H.dtype)
