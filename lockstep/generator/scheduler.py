@@ -25,6 +25,7 @@ from .running_batch import RunningBatch
 MAX_PROMPTS = 64  # that a step runs tokens of
 ADMISSION_SHARE = 16  # a mixed step takes as long as several: prompts wait for one slot, or one that runs, in so many
 ADMISSION_STEPS = 8  # that late comers wait for company, after a mixed step
+SLOT_STEPS = 64  # that prompts wait for their share of the slots while some are free, after one
 AHEAD = 128  # tokens that pages are given out for at a time, while there are plenty
 
 
@@ -107,8 +108,9 @@ class Scheduler:
             samples += len(prefill.samples)
             if samples > max(slots, share):
                 break
-        full = slots < min(samples, self.config.max_num_seqs // ADMISSION_SHARE)
-        return not full and (samples >= share or self.clock - self._mixed_at >= ADMISSION_STEPS)
+        waited = self.clock - self._mixed_at
+        full = slots < min(samples, self.config.max_num_seqs // ADMISSION_SHARE) and waited < SLOT_STEPS
+        return not full and (samples >= share or waited >= ADMISSION_STEPS)
 
     def _start(self, version: int) -> Prefill | None:
         """Give the first waiting prefill its pages, prefix hits included, and a row; None when they do not fit now. A

@@ -18,7 +18,6 @@ from fastapi import Request
 from ..errors import InputError, PromptTooLong
 from ..generator import Engine
 from ..session.text.policy import Policy
-from ..session.text.tool_formats import tool_format
 from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams
 from .batcher import Batcher, Job, News
 from .bodies import ChatBody, CompletionBody, SamplingFields
@@ -53,7 +52,7 @@ class Service:
         self.metrics = ServerMetrics(engine)
         self.most_samples = engine.config.max_num_seqs + settings.max_waiting
         self.open_samples, self.stopping = 0, False
-        self.tool_format = tool_format(policy.tokenizer)
+        self.tool_format = policy.tool_format
         self.token_text = lru_cache(TOKEN_TEXTS)(self._token_text)
         self._check = engine.check
         self._seeds = random.Random(seed)

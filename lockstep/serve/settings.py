@@ -67,9 +67,15 @@ class Settings:
         return "" if alone or self.api_key else " (without a key: whoever reaches this address is answered)"
 
     def context(self, of_model: int) -> int:
-        """`max_model_len` with a model of this context. Raises `InputError` when it has less than is asked for."""
+        """`max_model_len` with a model of this context. Raises `InputError` when it or the cache has less than that."""
         refuse(
             self.max_model_len > of_model,
             f"--max-model-len is {self.max_model_len}; the model's context has {of_model} tokens",
         )
-        return self.max_model_len or min(of_model, USUAL_CONTEXT)
+        found = self.max_model_len or min(of_model, USUAL_CONTEXT)
+        refuse(
+            0 < self.kv_cache_tokens < found,
+            f"--kv-cache-tokens is {self.kv_cache_tokens}, and a request may have {found} tokens; raise it, or lower "
+            "--max-model-len",
+        )
+        return found

@@ -13,7 +13,7 @@ from small import finished, make_model, words
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.generator import running_batch as rows_module
-from lockstep.generator.scheduler import ADMISSION_STEPS
+from lockstep.generator.scheduler import ADMISSION_STEPS, SLOT_STEPS
 from lockstep.models import Decoder
 from lockstep.types import SampleIdentity, SamplingParams, Trajectory
 
@@ -281,6 +281,19 @@ def test_prompts_wait_for_a_share_of_the_slots_when_all_are_taken(model: Decoder
     assert waiting[:9] == [9] * 9  # all slots are taken
     admitted = [before - after for before, after in zip(waiting, waiting[1:], strict=False) if before != after]
     assert admitted == [2, 2, 2, 2, 1]  # a sixteenth of 32 at a time, then what is left
+
+
+def test_a_free_slot_is_not_waited_beside_for_long(model: Decoder) -> None:
+    """Where those that run go on for long, so that no second slot comes free."""
+    blocks = engine(model, max_num_seqs=32, steps_per_sync=1)
+    for group in range(34):
+        params = SamplingParams(max_completion_length=10 if group == 0 else 200, ignore_eos=True)
+        blocks.add_request([group] * 8, params, SampleIdentity(0, 0, 0, group))
+    steps = 0
+    while len(blocks.scheduler.waiting) > 1:
+        blocks.advance()
+        steps += 1
+    assert 10 < steps <= SLOT_STEPS + 2
 
 
 def test_late_comers_are_read_together(model: Decoder) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from serving import Running, running
 from lockstep.errors import PromptTooLong
 from lockstep.models.tokenizer import byte_tokenizer
 from lockstep.serve.chat_prompt import ChatPrompt, checked_messages, encode_chat
+from lockstep.serve.service import Service
+from lockstep.serve.settings import Settings
 from lockstep.session.generate import LLM
 from lockstep.types import SamplingParams
 
@@ -146,6 +149,15 @@ def test_what_no_prompt_can_hold_is_not_encoded(served: Running) -> None:
     policy.tokenizer.chat_template = "{{ messages[0].content }}<|im_end|>{{ messages[0].role + '!' }}"
     first = {"role": "assistant", "content": "hm", "token_ids": [104, 109, 258]}
     assert encode_chat(policy, checked_messages([first]), {}, None).encoded_again == 1
+
+
+def test_the_servers_own_variables_decide_how_tools_are_called(served: Running) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% if calling %}" + str(tokenizer.chat_template) + "{% endif %}"
+    for variables in ({}, {"calling": True}):
+        policy = replace(served.llm.policy, tokenizer=tokenizer, template_variables=variables)
+        found = Service(policy, served.engine, Settings(), 512, seed=0).tool_format
+        assert (found is not None) == bool(variables)
 
 
 def test_one_turn_is_encoded_as_generate_encodes_it(served: Running) -> None:
