@@ -408,6 +408,7 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("train --steps", ["--steps"]),
         ("train --steps 1 --steps 2", ["--steps is given twice"]),
         ("train --sampling.top-p=1 --sampling.top_p=1", ["--sampling.top-p is given twice"]),
+        ("train dataset --data a b --steps 1", ["--data takes one file", "a and b; put files into one folder"]),
         ("train --data a --task.data b", ["--task.data is given twice (as --data before)"]),
         ("train --task.reward y --reward x", ["--reward is given twice (as --task.reward before)"]),
         ("train --task.shuffle --task.no-shuffle", ["--task.no-shuffle is given twice (as --task.shuffle before)"]),
