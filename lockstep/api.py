@@ -16,7 +16,7 @@ from . import machine
 from .config import EARLIER, RunConfig, validate, yaml_file
 from .errors import InputError, refuse
 from .run import lock as run_lock
-from .run.closing import interrupted
+from .run.closing import from_here, interrupted
 
 if TYPE_CHECKING:
     from .distributed import World
@@ -112,14 +112,15 @@ def _require_unchanged(run_dir: Path, config: RunConfig, world: World) -> None:
 
 
 def _spec(kind: str, function: Callable[..., Any]) -> str:
-    """How config.yaml names `function`: its module and name."""
+    """How config.yaml names `function`: its module and name, or the script's file, where another process finds it."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if getattr(sys.modules.get(module), name, None) is not function:
         raise InputError(
             f"{kind} {name or function!r} cannot be named in config.yaml; define it with `def` or `class` at the top "
             "level of a module or script"
         )
-    return f"{module}:{name}"
+    script = getattr(sys.modules[module], "__file__", None) if module == "__main__" else None
+    return f"{from_here(Path(script).resolve()) if script else module}:{name}"
 
 
 def resumed(run_dir: Path) -> RunConfig:

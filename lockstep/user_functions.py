@@ -65,9 +65,13 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file as a module of its own, once a path, so that two of its functions share its state."""
+    """Import a file as a module of its own, once a path, so that two of its functions share its state. The script that
+    is running is there already."""
     if not path.is_file():
         raise FileNotFoundError(f"file {path} does not exist")
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is not None and path.resolve() == Path(script).resolve():
+        return sys.modules["__main__"]
     name = f"_user_{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

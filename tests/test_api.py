@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,26 @@ def test_resuming(tmp_path: Path) -> None:
         lockstep.train(replace(SMALL, seed=1, steps=3), tmp_path / "run", resume=True)
     with pytest.raises(InputError, match="run_dir is missing"):
         lockstep.train(SMALL, resume=True)
+
+
+SCRIPT = """
+import pathlib, lockstep, test_api
+pathlib.Path("imported").open("a").write(__name__ + " ")
+def brief(completion_ids, **_):
+    return [1.0 / len(ids) for ids in completion_ids]
+if __name__ == "__main__":
+    lockstep.train(test_api.SMALL, "run", rewards=[brief])
+"""
+
+
+def test_functions_of_a_script_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another process, and without running the script a second time in its own."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(SCRIPT)
+    runpy.run_path("mine.py", run_name="__main__")
+    assert "- mine.py:brief" in Path("run/config.yaml").read_text() and Path("imported").read_text() == "__main__ "
+    assert main(["train", "--resume", "run", "--steps", "3"]) == 0
+    assert len(rewards_of(tmp_path / "run")) == 3 and Path("imported").read_text().startswith("__main__ _user_mine")
 
 
 def test_what_config_yaml_cannot_name(tmp_path: Path) -> None:

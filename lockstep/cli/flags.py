@@ -22,6 +22,7 @@ from ..config import (
     ParallelConfig,
     RunConfig,
     TaskConfig,
+    recipes,
 )
 from ..errors import InputError, refuse
 from ..serve.settings import Settings
@@ -58,7 +59,7 @@ def flags_of(kind: type, prefix: str = "--", unread: bool = False) -> list[str]:
 
 def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
     """Raise `InputError` for those of `arguments` that are flags and none of this command's, or that it does not read,
-    and for a switch that is given an answer."""
+    for a switch that is given an answer, and for data in several places."""
     known = [*flags_of(kind), *(_SHORT if issubclass(kind, _Begin) else ()), "--help"]
     given = [argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
     for switch, value in itertools.pairwise(arguments):
@@ -66,6 +67,12 @@ def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
         refuse(
             value.lower() in _ANSWERS and switch.replace("_", "-") in known and off.replace("_", "-") in known,
             f"{switch} takes no value, and is given {value!r}; {off} is its opposite",
+        )
+    for flag, *values in zip(arguments, arguments[1:], arguments[2:], strict=False):
+        several = flag.startswith("--") and not any(v.startswith("--") or v in recipes.RECIPES for v in values)
+        refuse(
+            several and spelled_out(flag) == "--task.data",
+            f"{flag} takes one file, folder or hub id, and is given {' and '.join(values)}; put files into one folder",
         )
     of_training = flags_of(kind, unread=True)
     refuse(

@@ -136,12 +136,13 @@ def _with_notes(message: str, error: BaseException) -> str:
 
 def _fail(message: str, code: int, reported: bool | None = False) -> int:
     """The exit code of a failure, told unless another process reports it; where that is not known (None), unless it
-    does so soon."""
+    does so soon, and a launcher ends this one."""
     if reported is not False:
         _let_the_first_tell(code, _FIRST_TELLS if reported else _FIRST_WOULD)
     if not reported:
+        rank = f"rank {launched().rank}: " if reported is None else ""
         below = "\n(what torchrun says of it follows, with a traceback of its own)" if by_torchrun() else ""
-        print(f"lockstep: {message}{below}", file=sys.stderr)
+        print(f"lockstep: {rank}{message}{below}", file=sys.stderr)
     return code
 
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..config import TaskConfig
-from ..errors import InputError
+from ..errors import InputError, refuse
 from .base import Problem, PromptLimit, Task
 from .data.dataset import DatasetTask, hold_out
 from .data.rows import Problems, RowFormat, read_problems
@@ -85,9 +86,12 @@ def _rewards(config: TaskConfig) -> RewardSet:
 def _read(config: TaskConfig, rewards: RewardSet) -> tuple[Problems, Problems | None]:
     """Training and validation rows."""
     assert config.data is not None  # config.validate
-    sources = [source for source in (config.data, config.validation_data) if source is not None]
-    if config.split != TaskConfig.split and not any(map(has_splits, sources)):
-        raise InputError(f"task.split has no effect on {sources[0]}, which has no splits; remove it")
+    held_out = config.validation_data or (config.data if config.validation_split else None)
+    for name, sources in {"split": (config.data, held_out), "validation_split": (held_out,)}.items():
+        refuse(
+            getattr(config, name) != getattr(TaskConfig, name) and not any(map(has_splits, filter(None, sources))),
+            f"task.{name} has no effect on {sources[0]}, which has no splits; remove it",
+        )
     chats = 0
 
     def check(problem: Problem) -> None:
@@ -99,12 +103,13 @@ def _read(config: TaskConfig, rewards: RewardSet) -> tuple[Problems, Problems | 
 
     problems = read_problems(config.data, config, check)
     validation: Problems | None
-    if config.validation_prompts == 0 or config.validation_data is None:
+    if config.validation_prompts == 0 or held_out is None:
         problems, validation = hold_out(problems, config.validation_prompts)
     else:
-        rows = read_problems(config.validation_data, config, check, "task.validation_data")
+        of = replace(config, split=config.validation_split or config.split)
+        rows = read_problems(held_out, of, check, "task.validation_data")
         validation = rows[: config.validation_prompts]
-        if len(rows) > len(validation) and config.validation_data != config.data:  # an evaluation names both alike
+        if len(rows) > len(validation) and (held_out, of.split) != (config.data, config.split):  # as in an evaluation
             told = "%s has %d rows; the first %d are validated on, as task.validation_prompts says"
             _log.warning(told, rows.label, len(rows), len(validation))
     if config.chat_template_kwargs and not chats:

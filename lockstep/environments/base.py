@@ -43,11 +43,7 @@ class Task(ABC):
 
     name: str
     rewards: RewardSet
-
-    @property
-    def rows(self) -> int:
-        """The problems of an epoch; 0: they are drawn, without end."""
-        return 0
+    rows = 0  # of an epoch; 0: problems are drawn, without end
 
     @abstractmethod
     def train_problem(self, step: int, group: int) -> Problem:

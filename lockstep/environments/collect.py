@@ -46,6 +46,15 @@ class Collected(NamedTuple):
         return Collected(list(map(outline, self.groups)), list(map(outline, self.without_reward)), self.counts)
 
 
+def added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What parts counted, added up; the mean of what reward functions logged."""
+    total: Counter[str] = Counter()
+    for counts in parts:
+        total.update(counts)
+    of = {name: sum(name in counts for counts in parts) for name in total}
+    return {name: value / of[name] if name.startswith(LOGGED) else value for name, value in total.items()}
+
+
 @dataclass(frozen=True)
 class Collector:
     """Plays problems in their environment and scores what was sampled, on all ranks of `world` together.
@@ -84,14 +93,10 @@ class Collector:
                 group.sampled_by = rank
         groups = sorted((group for of_rank in found for group in of_rank.groups), key=attrgetter("group"))
         without = sorted((group for of_rank in found for group in of_rank.without_reward), key=attrgetter("group"))
-        counts: Counter[str] = Counter()
-        for of_rank in found:
-            counts.update(of_rank.counts)
-        for name in [name for name in counts if name.startswith(LOGGED)]:
-            counts[name] /= sum(name in of_rank.counts for of_rank in found)  # type: ignore[assignment]  # means
+        counts = added([of_rank.counts for of_rank in found])
         if problems and not groups and required:
             raise InputError(self._nothing_scored(where, counts))
-        return Collected(groups, without, dict(counts))
+        return Collected(groups, without, counts)
 
     def _of(self, problems: Problems, sampling: SamplingParams, domain: int, step: int, where: str) -> Collected:
         """`collect` of this rank's problems; of those that generate together the first has what came of them."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..environments.collect import LOGGED, Collected
+from ..environments.collect import Collected, added
 from ..types import RolloutGroup
 
 # Collects the groups of some prompts, given as pairs: the group's number, and the how-manieth of the step's prompts.
@@ -40,15 +39,6 @@ def collect_with_signal(
             break
         replaced += [replace(group, replaced=True) for group in idle]
     kept += idle
-    counts = _together(rounds) | {"dynamic_sampling/prompts": used, "dynamic_sampling/rounds": len(rounds)}
+    counts = added(rounds) | {"dynamic_sampling/prompts": used, "dynamic_sampling/rounds": len(rounds)}
     kept.sort(key=lambda group: group.group % prompts)
     return Collected(kept, sorted(replaced, key=lambda group: group.group), counts), used
-
-
-def _together(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """What rounds counted, added up; the mean of what reward functions logged."""
-    total: Counter[str] = Counter()
-    for counts in rounds:
-        total.update(counts)
-    of = {name: sum(name in counts for counts in rounds) for name in total}
-    return {name: value / of[name] if name.startswith(LOGGED) else value for name, value in total.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import chain
 from statistics import mean
@@ -96,7 +96,7 @@ class Loop:
             critic: dict[str, Any] = {}
             if self.algorithm.of_tokens:
                 with self.world.deadline(f"the critic in step {step + 1}"), timings.measured("critic", on_device=True):
-                    counted = [r for g in groups for r in g.rollouts if self._counts(r)]
+                    counted = self._counted(r for g in groups for r in g.rollouts)
                     critic = estimate(trainer, config.loss, batches, counted, kl)
             with self.world.deadline(f"training in step {step + 1}"):
                 with timings.measured("forward_backward", on_device=True):
@@ -139,14 +139,15 @@ class Loop:
         most = self.config.loss.max_num_gen_batches * prompts
         keep = self.algorithm.keep  # whether there is something to learn from these rewards
         found, used = collect_with_signal(
-            prompts, most, sample, lambda group: keep([r.reward for r in group.rollouts if self._counts(r)])
+            prompts, most, sample, lambda group: keep([r.reward for r in self._counted(group.rollouts)])
         )
         self.prompts_used += used
         return found
 
-    def _counts(self, rollout: Trajectory) -> bool:
+    def _counted(self, rollouts: Iterable[Trajectory]) -> list[Trajectory]:
+        """Those that the loss does not leave out."""
         masks = self.config.loss.mask_truncated_completions
-        return not (masks and rollout.cut_off)
+        return [rollout for rollout in rollouts if not (masks and rollout.cut_off)]
 
     def _advantages(self, groups: list[RolloutGroup], kl: dict[str, list[float]]) -> None:
         """The algorithm's advantages of the rewards, its penalties included, less `beta` times the sum of the KL
@@ -195,7 +196,7 @@ class Loop:
         that loss of theirs has no gradient, and masked completions count among the sequences. The load-balancing loss
         has a weight of 1 over what is trained on."""
         rollouts = [r for g in groups for r in g.rollouts]
-        kept = [r for r in rollouts if self._counts(r)]
+        kept = self._counted(rollouts)
         lengths = [r.length for r in kept]
         weights = self.algorithm.weights(lengths, len(rollouts), self._most_sampled)
         return {id(r): w for r, w in zip(kept, weights, strict=True)}

@@ -59,7 +59,7 @@ def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
     if _unrewarded(config):
         return f"lockstep chat --model {model}"
     words = ["--task", task.name, *["--no-easy"] * (task.name == "sum-digits" and not task.easy)]
-    evaluated = replace(task, data=task.validation_data or task.data)
+    evaluated = replace(task, data=task.validation_data or task.data, split=task.validation_split or task.split)
     for name in OF_EVALUATION:
         if (value := getattr(evaluated, name)) != getattr(TaskConfig, name):
             given = [] if value is True else map(str, value) if isinstance(value, tuple) else [str(value)]

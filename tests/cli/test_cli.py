@@ -22,6 +22,7 @@ from processes import finished, unread_pipe
 
 import lockstep
 import lockstep.run.replay  # before something stands for what it imports
+from lockstep.cli import main as cli_main
 from lockstep.cli.main import main
 from lockstep.config import LOSS_TYPES, READ_BY, CompileConfig, LossConfig, ParallelConfig, RunConfig, yaml_file
 from lockstep.config.recipes import RECIPES
@@ -407,6 +408,7 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("train --steps", ["--steps"]),
         ("train --steps 1 --steps 2", ["--steps is given twice"]),
         ("train --sampling.top-p=1 --sampling.top_p=1", ["--sampling.top-p is given twice"]),
+        ("train dataset --data a b --steps 1", ["--data takes one file", "a and b; put files into one folder"]),
         ("train --data a --task.data b", ["--task.data is given twice (as --data before)"]),
         ("train --task.reward y --reward x", ["--reward is given twice (as --task.reward before)"]),
         ("train --task.shuffle --task.no-shuffle", ["--task.no-shuffle is given twice (as --task.shuffle before)"]),
@@ -500,6 +502,16 @@ def test_exit_codes(run: Recorder, capsys: pytest.CaptureFixture[str], error: Ba
     assert printed.out == ""
     assert ("row 3 is bad" if code != 130 else "interrupted") in printed.err
     assert not list(Path("runs").iterdir())  # a folder that nothing was written to does not stay
+
+
+def test_a_process_that_no_launcher_ends_says_which_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli_main, "_let_the_first_tell", lambda *_: None)
+    assert cli_main._main(["train", "--stepz", "1"]) == 2
+    assert capsys.readouterr().err.startswith("lockstep: rank 1: error: unknown flag --stepz")
 
 
 def test_a_bug_is_not_hidden(run: Recorder) -> None:

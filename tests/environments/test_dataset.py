@@ -9,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from lockstep.config import RunConfig, TaskConfig, validate
@@ -85,6 +86,15 @@ def test_validation_data_leaves_all_rows_to_training(tmp_path: Path, caplog: pyt
     assert [problem.origin for problem in validation] == [f"{path} line {n}" for n in range(1, 11)]
     said = f"task.validation_data {path} has 15 rows; the first 10 are validated on, as task.validation_prompts says"
     assert set(caplog.messages) == {said}
+
+
+def test_a_split_is_validated_on(tmp_path: Path) -> None:
+    tables = {"train": datasets.Dataset.from_list(ROWS[:20]), "test": datasets.Dataset.from_list(ROWS[30:33])}
+    datasets.DatasetDict(tables).save_to_disk(tmp_path / "splits")
+    config = dataclasses.replace(CONFIG, data=str(tmp_path / "splits"), validation_split="test")
+    held_out = [problem.columns["question"] for problem in make_task(config, 5).validation_problems()]
+    assert held_out == [row["question"] for row in ROWS[30:33]]
+    assert set(questions(config, range(4), 5)) == {row["question"] for row in ROWS[:20]}
 
 
 def test_no_validation_prompts_turn_it_off() -> None:
@@ -221,6 +231,11 @@ def test_the_chat_template_gets_its_variables_and_the_system_prompt(tmp_path: Pa
 @pytest.mark.parametrize(
     ("row", "fields", "message"),
     [
+        (
+            {"prompt": "p"},
+            {"validation_split": "test"},
+            "task.validation_split has no effect on .*rows.jsonl, which has",
+        ),
         ({"prompt": "p"}, {"split": "test"}, "task.split has no effect on .*rows.jsonl, which has no splits"),
         ({"prompt": "p"}, {"chat_template_kwargs": ("a=1",)}, "task.chat_template_kwargs has no effect on text prom"),
         ({"prompt": "p"}, {"validation_data": "none.jsonl"}, "task.validation_data none.jsonl cannot be read"),

@@ -10,7 +10,7 @@ from .section import MAX_SEED, Section, at_least, between
 
 DATA_TASKS = ("gsm8k", "dataset")  # the tasks that read rows, and the fields that act on rows
 _DATA_FIELDS = (
-    *("data", "validation_data", "split", "prompt_column", "system_prompt", "chat_template_kwargs"),
+    *("data", "split", "validation_data", "validation_split", "prompt_column", "system_prompt", "chat_template_kwargs"),
     *("shuffle", "filter_overlong_prompts"),
 )
 # What `lockstep eval` takes of a task, each by a flag of the same name.
@@ -84,6 +84,8 @@ class TaskConfig(Section):
     """Seed of the validation problems (sum-digits, word-arithmetic)."""
     validation_data: str | None = None
     """Validation rows; without it a dataset's last `validation_prompts` rows are held out."""
+    validation_split: str | None = None
+    """Split of the validation rows, of `validation_data` or without it of `data`; `split` where it is left out."""
     validation_prompts: int = between(0, 1 << 20, default=20)
     """Prompts a validation generates greedily; 0 turns validation off."""
     validation_interval: int = at_least(0, default=0)
@@ -127,7 +129,7 @@ class TaskConfig(Section):
         if self.name != "sum-digits":
             yield "easy", f"on {self.name}; remove it"
         if self.validation_prompts == 0:
-            for name in ("validation_data", "validation_interval", "validation_seed"):
+            for name in ("validation_data", "validation_split", "validation_interval", "validation_seed"):
                 yield name, "with task.validation_prompts 0, which turns validation off; remove it"
 
 

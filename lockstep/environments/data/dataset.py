@@ -32,13 +32,9 @@ class DatasetTask(Task):
         self.name = config.name
         self.rewards = rewards
         self._config = config
-        self._train = train
+        self._train, self.rows = train, len(train)
         self._validation = validation
         self._prompts_per_step = prompts_per_step
-
-    @property
-    def rows(self) -> int:
-        return len(self._train)
 
     def train_problem(self, step: int, group: int) -> Problem:
         epoch, offset = divmod(step * self._prompts_per_step + group, len(self._train))
@@ -53,6 +49,7 @@ class DatasetTask(Task):
         """Over-long prompts are refused, or left out under `task.filter_overlong_prompts`."""
         leave_out = self._config.filter_overlong_prompts
         self._train = self._train.limited(encode, limit, leave_out)
+        self.rows = len(self._train)
         if self._validation:
             self._validation = self._validation.limited(encode, limit, leave_out, "validation")
 

@@ -42,11 +42,12 @@ def wrong_step(given: Any) -> str:
 
 def unlike(given: list[Any], alike: bool) -> Failure | None:
     """What is wrong with the prompts of a group's samples; None if all is well."""
-    for one in given:
+    same = all(other == given[0] for other in given)
+    for one in given[:1] if same else given:
         if not is_given(one):
             kind = f"{type(one).__name__} {one_line(one, repr)}"
             return Failure(f"start returned {kind}; it must be text, messages with role and content, or token ids")
-    if alike and any(other != given[0] for other in given):
+    if alike and not same:
         return Failure("start returned other prompts for samples of one group; it may depend on row and seed alone")
     return None
 

@@ -136,4 +136,4 @@ class Round(NamedTuple):
     limits: Limits
     failures: Failures
     timings: Timings
-    ended: Callable[[list[Episode]], None] = lambda episodes: None
+    ended: Callable[[list[Episode]], None] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -312,14 +312,16 @@ class Play:
         episode.trajectory.environment = episode.environment.variant
         episode.end = end
         self._failures.in_a_row = 0
-        self._over(episode)
+        if self._ended is not None:
+            self._over(episode, self._ended)
 
     def _fail(self, episode: Episode, failure: Failure) -> None:
         episode.failure = failure
         self._failures.add(self._where(episode), failure)
-        self._over(episode)
+        if self._ended is not None:
+            self._over(episode, self._ended)
 
-    def _over(self, episode: Episode) -> None:
+    def _over(self, episode: Episode, ended: Callable[[list[Episode]], None]) -> None:
         episodes = self._of_prompt[episode.group]
         if all(other.end is not None or other.failure is not None for other in episodes):
-            self._ended(episodes)
+            ended(episodes)
