@@ -72,7 +72,7 @@ class Sequence:
         routes: list[int] | None = None,
     ) -> None:
         """Take sampled tokens up to a stop token or the length limit; what was drawn beyond is dropped."""
-        remaining = self.remaining
+        remaining = self.sampling.max_completion_length - len(self.token_ids)
         count = min(len(tokens), remaining)
         if not self.stop_ids.isdisjoint(tokens[:count]):
             count = 1 + next(i for i, token in enumerate(tokens) if token in self.stop_ids)

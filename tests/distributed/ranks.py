@@ -386,7 +386,8 @@ def a_flipped_bit_on_one_rank(world: World) -> Any:
     result = trainer.optim_step(1e-2)
     named = [(m.request, m.position, m.kind) for m in result.mismatches]
     kept = torch.equal(trainer.flat.data, before) and not trainer.flat.grad.any()
-    return on_all(world, [result.applied, result.tokens_different, named, kept])
+    bit = 0 < result.logprob_diff_max < 1e-5
+    return on_all(world, [result.applied, result.tokens_different, bit, named, kept])
 
 
 @check

@@ -95,7 +95,7 @@ def test_a_graph_that_is_wrong_on_one_rank_is_refused_on_all(found: dict[str, An
 
 def test_a_flipped_bit_on_one_rank_stops_the_update_on_all(found: dict[str, Any]) -> None:
     first, second = found["a_flipped_bit_on_one_rank"]
-    assert first == second == [False, 1, [["group 1 sample 0", 2, "sampled"]], True]
+    assert first == second == [False, 1, True, [["group 1 sample 0", 2, "sampled"]], True]
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_stops_the_update_on_all(found: dict[str, Any]) -> None:

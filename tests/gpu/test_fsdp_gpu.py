@@ -52,7 +52,7 @@ def test_graphs_with_collectives_compute_what_eager_does(found: dict[str, Any], 
 
 
 def test_a_fault_on_one_gpu_stops_the_update_on_both(found: dict[str, Any]) -> None:
-    assert found["a_flipped_bit_on_one_rank"] == [[False, 1, [["group 1 sample 0", 2, "sampled"]], True]] * 2
+    assert found["a_flipped_bit_on_one_rank"] == [[False, 1, True, [["group 1 sample 0", 2, "sampled"]], True]] * 2
     assert found["a_loss_that_is_not_finite_on_one_rank"] == [[False, False, True]] * 2
 
 

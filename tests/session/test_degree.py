@@ -89,6 +89,24 @@ def test_what_does_not_fit_is_passed_over() -> None:
     assert best([replace(one, load=replace(one.load, fits=False)) for one in found]) == 1
 
 
+@pytest.mark.parametrize(("share", "chosen"), [(0.96, 1), (0.94, 2)])
+def test_more_generate_together_where_they_take_clearly_less_time(share: float, chosen: int) -> None:
+    one, two, *_ = times(8, 1, FAST)
+    assert best([one, replace(two, weights=share * one.step, cache=0.0, exchanges=0.0)]) == chosen
+
+
+@pytest.mark.parametrize(("least", "together"), [(2 * H200, 1), (H200, 2)])
+def test_the_process_with_the_least_memory_has_room(least: int, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig(arch="qwen3-32b", trainer=TrainerConfig(prompts_per_step=8), parallel=ParallelConfig(fsdp=8))
+    config = replace(config, compile=resolve_compile(CompileConfig(), True))
+    monkeypatch.setattr(World, "gather", lambda self, value: [value] * 7 + [least])
+    monkeypatch.setattr(choice, "resolve_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(choice, "memory_at_hand", lambda *_: 2 * H200)
+    monkeypatch.setattr(choice, "in_groups", lambda world, ranks: replace(world, generator_tp=ranks))
+    made, world, measured = choice.choose(resolve_parallel(config, 8), World(size=8))
+    assert (made.parallel.generator_tp, world.generator_tp, measured) == (together, together, None)
+
+
 def test_degrees_are_those_of_the_model_and_the_processes() -> None:
     assert list(degrees(architecture("qwen3-8b"), 12)) == [1, 2, 4]
     assert list(degrees(architecture("tiny"), 8)) == [1, 2]
