@@ -273,15 +273,13 @@ def growth(f: Figures) -> Lines:
 
 
 READERS: dict[str, Callable[[Figures], Lines]] = {
-    "seed_workload": seed_workload, "gpu_tests": gpu_tests, "capture": capture, "learning": learning,
-    "compile_ways": compile_ways,
-    "families": families, "generate": generate, "kernels": kernels, "endurance": endurance,
-    "parity_cost": parity_cost, "train_step": train_step, "ops": ops, "moe": moe, "decode_layer": decode_layer,
-    "growth": growth, "startup": startup, "flex": flex, "fsdp": fsdp,
-    "settings": settings,
-    "algorithms": algorithms, "algorithms_learning": algorithms_learning,
-    "algorithms_bits": algorithms_bits,
-}  # fmt: skip
+    read.__name__: read
+    for read in (
+        *(seed_workload, gpu_tests, capture, learning, compile_ways, families, generate, kernels, endurance),
+        *(parity_cost, train_step, ops, moe, decode_layer, growth, startup, flex, fsdp, settings),
+        *(algorithms, algorithms_learning, algorithms_bits),
+    )
+}
 
 
 def key_figures(figures: Figures | None) -> list[str]:

@@ -140,11 +140,12 @@ class Stored(NamedTuple):
 
 class TensorReader:
     """A file that anyone has written, whose tensors are read in ranges as long as it is open; `tensors` are those in
-    it, by name. `SafetensorError`: it is not a whole file of tensors."""
+    it, by name. `SafetensorError`: it is not a whole file of tensors; `OSError`: it cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         from safetensors import safe_open
 
+        path.open("rb").close()  # of any that it cannot open safetensors says that there is none
         with safe_open(path, framework="pt") as opened:  # which finds what is wrong with a file, and reads no tensor
             entries = {name: Entry.of(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
         self._path, self._descriptor = path, os.open(path, os.O_RDONLY)

@@ -170,7 +170,7 @@ class Runner:
         tensors = self.rows.tensors(sizes.rows) | {f"prompt.{name}": tensor for name, tensor in batch.items()}
         like = next((program for program, _ in self._mixed.values()), None)
         made = self._program("mixed", like, tensors | {"tables": self.rows.table}), flat
-        if not self._runtime.eager:  # there sizes differ from step to step
+        if self._sizes.few:
             self._mixed[sizes] = made
         return made
 

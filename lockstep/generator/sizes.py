@@ -58,7 +58,9 @@ def bucket(sizes: list[int], needed: int) -> int:
 
 class ExactSizes:
     """Sizes of steps that are called as they are, of at most `max_tokens` prompt tokens: what there is, and nothing
-    else."""
+    else. `few`: they come again, and what is made for one is kept."""
+
+    few = False
 
     def __init__(self, rows: RunningBatch, cache: KVCache, max_tokens: int) -> None:
         self._rows, self._cache, self.max_tokens = rows, cache, max_tokens
@@ -97,6 +99,8 @@ class BucketSizes(ExactSizes):
         groups: for rows and sampling, whether the graph that a warm-up made reads prefixes by group.
         max_tokens: of the largest mixed graph that a warm-up made; 0 before.
     """
+
+    few = True
 
     def __init__(self, rows: RunningBatch, cache: KVCache, max_tokens: int, least: int) -> None:
         super().__init__(rows, cache, 0)

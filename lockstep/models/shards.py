@@ -54,6 +54,8 @@ def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterat
             raise InputError(f"{file}: {_what_is_there(file)} ({named})")
         try:
             reader = TensorReader(file)
+        except OSError as error:
+            raise InputError(f"{file}: cannot be read ({error.strerror})") from error
         except SafetensorError as error:
             raise InputError(f"{file}: not a whole safetensors file ({error})") from error
         opened.callback(reader.close)

@@ -95,7 +95,7 @@ def _drafts(groups: list[RolloutGroup], how: Packing) -> list[_Draft]:
         needed = [_tokens_needed(trajectory, how.max_tokens) for trajectory in group.rollouts]
         for part, tokens in _parts(group, needed, _Most(limit, most), per_sample, how.share_prefix):
             full = bool(drafts) and most is not None and drafts[-1].needed.segments + _segments(part.rollouts) > most
-            if not drafts or per_sample or full or drafts[-1].used + tokens > limit:
+            if not drafts or per_sample or full or drafts[-1].needed.tokens + tokens > limit:
                 drafts.append(_Draft())
             drafts[-1].add(part, how.share_prefix)
     return drafts
@@ -209,21 +209,21 @@ def _tokens_needed(trajectory: Trajectory, max_tokens: int) -> int:
             f"{name}: {tokens} tokens do not fit in trainer.max_tokens_per_micro_batch {max_tokens}; it must be at "
             f"least {needed}"
         )
-    for segment in trajectory.segments:
-        _check_lengths(name, segment)
+    _check_lengths(name, trajectory)
     return needed
 
 
-def _check_lengths(name: str, segment: Segment) -> None:
-    length = len(segment.token_ids)
-    if segment.route_digests is not None and len(segment.route_digests) != length:
-        tokens = "completion" if segment.sampled else "prompt"
-        raise ValueError(f"{name}: {len(segment.route_digests)} route digests for {length} {tokens} tokens")
-    for values in (segment.logprobs, segment.model_logprobs):
-        if values is not None and not segment.sampled:
-            raise ValueError(f"{name}: log-probs of given tokens, which nobody sampled")
-        if values is not None and len(values) != length:
-            raise ValueError(f"{name}: {len(values)} log-probs for {length} completion tokens")
+def _check_lengths(name: str, trajectory: Trajectory) -> None:
+    for segment in trajectory.segments:
+        length, routes = len(segment.token_ids), segment.route_digests
+        if routes is not None and len(routes) != length:
+            tokens = "completion" if segment.sampled else "prompt"
+            raise ValueError(f"{name}: {len(routes)} route digests for {length} {tokens} tokens")
+        for values in (segment.logprobs, segment.model_logprobs):
+            if values is not None and not segment.sampled:
+                raise ValueError(f"{name}: log-probs of given tokens, which nobody sampled")
+            if values is not None and len(values) != length:
+                raise ValueError(f"{name}: {len(values)} log-probs for {length} completion tokens")
 
 
 class _Draft:
@@ -348,7 +348,7 @@ class _Draft:
             top_p_C=top_p_C,
             min_p_C=min_p_C,
             check_parity=check_parity,
-            truncated=any(params.truncated for params in self.sampling),
+            truncated=any(part.sampling.truncated for part in self.parts),
             sequence_C=sequence_C,
             sequences=self.sequences,
             old_route_C=None if routes is None else _column(routes, C, torch.int32),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,23 +116,14 @@ class TrainerPrograms:
 
     def constants(self) -> dict[str, graph.Constants]:
         """For each function what its graphs depend on: the very objects that its body reads."""
-        model, layout = self.model.baked(), self.flat.layout
-        sharding = {
-            "ranks": layout.ranks,
-            "shapes": dict(zip(self.flat.names, layout.shapes, strict=True)),
-            "parameters": type(self.flat).__name__,
-        }
+        layout, shapes = self.flat.layout, dict(zip(self.flat.names, self.flat.layout.shapes, strict=True))
+        sharding = {"sharding": {"ranks": layout.ranks, "shapes": shapes, "parameters": type(self.flat).__name__}}
+        scoring = {**self.model.baked(), **sharding}
+        losses = {"loss": self.algorithm, "supervised": self.supervised, "reference": self.reference is not None}
         return {
-            "forward_backward": {
-                **model,
-                "loss": self.algorithm,
-                "supervised": self.supervised,
-                "reference": self.reference is not None,
-                "sharding": sharding,
-                "cell": self.flat.cell,
-            },
-            "check": {**model, "sharding": sharding},
-            "values": {**model, "sharding": sharding},
+            "forward_backward": {**scoring, **losses, "cell": self.flat.cell},
+            **dict.fromkeys(("check", "values"), scoring),
+            **dict.fromkeys(("gather_weights", "end_cell", "end_cells"), sharding),
             "optim_step": {
                 "optimizer": self.optimizer.settings,
                 "groups": {str(i): group for i, group in enumerate(self.optimizer.groups)},
@@ -141,9 +133,6 @@ class TrainerPrograms:
                 "ranks": layout.ranks,
                 "alike": self.flat.alike,
             },
-            "gather_weights": {"sharding": sharding},
-            "end_cell": {"sharding": sharding},
-            "end_cells": {"sharding": sharding},
             **({} if self.reference is None else {"reference_logprobs": self.reference.constants()}),
         }
 
@@ -208,17 +197,14 @@ class TrainerPrograms:
     def _added_up(self, totals: Mapping[str, Tensor]) -> Iterator[None]:
         """Within it the gradient of a parameter goes to its total as soon as it is whole."""
 
-        def taking(name: str) -> Callable[[Tensor], None]:
-            def take(parameter: Tensor) -> None:
-                assert parameter.grad is not None
-                self.flat.accumulate([totals[name]], [parameter.grad], [name])
-                parameter.grad = None
-
-            return take
+        def take(name: str, parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self.flat.accumulate([totals[name]], [parameter.grad], [name])
+            parameter.grad = None
 
         with ExitStack() as stack:
             for name, parameter in zip(self.flat.names, self.flat.parameters, strict=True):
-                stack.callback(parameter.register_post_accumulate_grad_hook(taking(name)).remove)
+                stack.callback(parameter.register_post_accumulate_grad_hook(partial(take, name)).remove)
             yield
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:

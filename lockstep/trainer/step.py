@@ -65,7 +65,7 @@ def take(values: Tensor, results: Tensor, grad_norm: Tensor, applied: Tensor, ex
         results: float64, one an update, the latest first (`result.Results`).
         grad_norm, applied: 0-dim. experts: of each layer that has some; 0 without.
     """
-    count = len(names(values))
+    count = len(STATISTICS) + len(routing.STATISTICS) * (experts > 0)
     parts = [values[:count], grad_norm.view(1), applied.view(1)]
     if experts:
         parts.append(routing.spread(values[count:].view(-1, experts)))

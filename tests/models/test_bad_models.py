@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +115,20 @@ def test_a_model_folder(model: Path, tmp_path: Path, damage: Callable[[Path], No
     with pytest.raises(InputError) as info:
         load_policy(RunConfig(model=str(folder), device="cpu", dtype="float32"))
     assert message in str(info.value) and str(folder) in str(info.value)
+
+
+def test_weights_that_may_not_be_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read everything, so the refusal is made up."""
+    opened = Path.open
+
+    def refused(path: Path, *args: Any, **named: Any) -> Any:
+        if path.suffix == ".safetensors":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *args, **named)
+
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(InputError, match=r"model\.safetensors: cannot be read \(Permission denied\)"):
+        load_policy(RunConfig(model=str(model)))
 
 
 def test_a_tokenizer_larger_than_the_vocabulary(model: Path, tmp_path: Path) -> None:
