@@ -22,6 +22,10 @@ from lockstep.errors import InputError, LockstepError
 from lockstep.run.evaluate import evaluate
 from lockstep.run.replay import replay
 from lockstep.run.train import train
+from lockstep.serve.batcher import Job
+from lockstep.serve.bodies import CompletionBody
+from lockstep.serve.routes.completions import stops_of
+from lockstep.types import SampleIdentity, SamplingParams
 
 CUT: list[str] = []  # rollouts that were asked for too much
 VERSIONS: list[int] = []  # of weights, that answers told of
@@ -221,6 +225,11 @@ def test_a_rollout_that_nobody_plays_is_overdue(tmp_path: Path) -> None:
     asked = config(tmp_path, f"http://127.0.0.1:{free_port()}", environment_timeout=0.2)
     with pytest.raises(InputError, match="step 1: the environment failed for 4 trajectories"):
         train(asked, tmp_path / "run", resume=False)
+
+
+def test_texts_end_before_the_stop_strings_of_the_run() -> None:
+    job = Job([1], SamplingParams(stop=("of the run",)), SampleIdentity(0, 0, 0, 0))
+    assert stops_of(job, CompletionBody(prompt="x")).cut("ends of the run") == "ends "
 
 
 def test_an_address_is_checked(tmp_path: Path) -> None:

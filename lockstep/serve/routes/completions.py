@@ -67,7 +67,7 @@ def _encode(policy: Policy, prompts: list[str | list[int]]) -> list[list[int]]:
 
 
 def _choice(service: Service, body: CompletionBody, place: int, job: Job, completion: Trajectory) -> dict[str, Any]:
-    text, _ = visible(_decode(service, body)(completion.token_ids), _stops(body), None)
+    text, _ = visible(_decode(service, body)(completion.token_ids), stops_of(job, body), None)
     choice: dict[str, Any] = {"index": place, "text": text, "finish_reason": completion.finish_reason}
     choice["logprobs"] = _logprobs(service, body, completion, 0)
     if body.return_token_ids:
@@ -79,8 +79,9 @@ def _decode(service: Service, body: CompletionBody) -> Callable[[list[int]], str
     return service.policy.decode if body.skip_special_tokens else service.policy.with_special
 
 
-def _stops(body: CompletionBody) -> Stops:
-    return Stops(tuple(body.stop), body.include_stop_str_in_output)
+def stops_of(job: Job, body: CompletionBody) -> Stops:
+    """What ends its texts: a run's own server samples with the run's stop strings."""
+    return Stops(job.sampling.stop, body.include_stop_str_in_output)
 
 
 def _logprobs(
@@ -92,7 +93,7 @@ def _logprobs(
 async def _chunks(
     service: Service, body: CompletionBody, begin: dict[str, Any], ticket: Ticket
 ) -> AsyncIterator[dict[str, Any]]:
-    decode, stops = _decode(service, body), _stops(body)
+    decode, stops = _decode(service, body), stops_of(ticket.jobs[0], body)
     texts = [GrowingText(decode, stops, None) for _ in range(body.n * len(ticket.jobs))]
     shown = [0] * len(texts)
     sampled = 0
