@@ -51,7 +51,7 @@ class Algorithm:
         return group_advantages(rewards, config.scale_rewards)
 
     def keep(self, rewards: Sequence[float]) -> bool:
-        """Whether a group of samples with these rewards has something to learn from."""
+        """Whether a group of samples with these rewards, at least one, has something to learn from."""
         return any(reward != rewards[0] for reward in rewards)
 
     def estimate(

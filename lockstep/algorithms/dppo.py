@@ -24,9 +24,9 @@ class DPPO(GRPO):
     (binary_kl), `q` the probability when sampled. The ratio is cut and has no gradient (`sg`); the mean over all
     tokens.
 
-    Names and defaults are those of TRL's experimental `DPPOConfig`, but that `epsilon_high` follows `epsilon` where it
-    is not given, and that there are no divergences over the most likely tokens (`topk_tv`, `topk_kl`), whose
-    log-probs nothing keeps."""
+    Names and defaults are those of `DPPOConfig` in TRL 1.8, which newer ones lack, but that `epsilon_high` follows
+    `epsilon` where it is not given, and that there are no divergences over the most likely tokens (`topk_tv`,
+    `topk_kl`), whose log-probs nothing keeps."""
 
     epsilon: float = SHIPPED["dppo"].epsilon
     divergence_type: str = "binary_tv"

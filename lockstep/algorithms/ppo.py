@@ -25,8 +25,9 @@ class PPO(GRPO):
     `v_old` and the advantages are made of the weights before the step's first update, by generalized advantage
     estimation (arXiv 1506.02438): `A_t = d_t + gamma lam A_t+1`, `d_t = r_t + gamma v_t+1 - v_t`, the reward at the
     last token, nothing after it, and with `use_kl_in_reward` less `beta` times each token's KL estimate at that token.
-    `R = A + v_old`; then advantages are whitened over the step's tokens. Names and defaults are those of TRL's
-    `PPOConfig`, where `epsilon` is its `cliprange` and `beta` its `kl_coef`, which is 0 here unless it is given."""
+    `R = A + v_old`; then advantages are whitened over the step's tokens. Names and defaults are those of
+    `PPOConfig` in TRL 1.12, the last that has it: `epsilon` is its `cliprange`, `beta` its `kl_coef`, which is 0 here
+    unless it is given, as `kl_estimator` is k3."""
 
     vf_coef: float = 0.1
     cliprange_value: float = 0.2

@@ -136,11 +136,12 @@ class Loop:
             sampling, whole = self.run.sampling, len(problems) == prompts
             return self._collect_from(problems, sampling, TRAIN_DOMAIN, step, required=whole)
 
+        def has_signal(group: RolloutGroup) -> bool:
+            rewards = [r.reward for r in self._counted(group.rollouts)]
+            return bool(rewards) and self.algorithm.keep(rewards)
+
         most = self.config.loss.max_num_gen_batches * prompts
-        keep = self.algorithm.keep  # whether there is something to learn from these rewards
-        found, used = collect_with_signal(
-            prompts, most, sample, lambda group: keep([r.reward for r in self._counted(group.rollouts)])
-        )
+        found, used = collect_with_signal(prompts, most, sample, has_signal)
         self.prompts_used += used
         return found
 

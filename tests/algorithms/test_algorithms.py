@@ -18,6 +18,7 @@ from torch import Tensor
 
 import lockstep
 from lockstep.algorithms import ALGORITHMS, SUPERVISED, Algorithm, TokenValues, algorithm_of, supervised
+from lockstep.algorithms.grpo import GRPO
 from lockstep.algorithms.ppo import generalized_advantages
 from lockstep.config import LOSS_TYPES, READ_BY, LossConfig
 from lockstep.errors import InputError
@@ -293,12 +294,32 @@ def trl_loss(c: Case, config: LossConfig, name: str, advantage: Tensor) -> Tenso
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo"])
 def test_the_loss_is_trls(transformers_logits: Tensor, name: str, seed: int, beta: float) -> None:
     """TRL weighs the KL estimate by the ratio that the loss has, of whole sequences too; so there it is not weighed."""
-    if name == "rloo" and (seed or beta):
-        pytest.skip("TRL's loss sums over masked sequences' tokens, and has its KL in the reward")
+    if name == "rloo" and beta:
+        pytest.skip("TRL's RLOO has its KL in the reward")
     weighed = name != "gspo"
     c, config = Case(transformers_logits, seed), config_of(name, beta=beta, use_bias_correction_kl=weighed)
     advantage = plain_advantages(name, c.rewards)
-    assert_same(c, c.ours(algorithm_of(config), config), trl_loss(c, config, name, advantage))
+    theirs = trl_loss(c, config, name, advantage)
+    if name == "rloo":  # in whose value a masked sequence is one with a ratio of 1
+        theirs = theirs + advantage[c.masked].sum().float() / len(LENGTHS)
+    assert_same(c, c.ours(algorithm_of(config), config), theirs)
+
+
+def test_names_and_defaults_are_trls() -> None:
+    """But for those that the documentation names."""
+    trl = pytest.importorskip("trl")
+    ours = {f.name: f.default for f in fields(LossConfig)} | {"epsilon": GRPO().epsilon}
+    modes = {"importance_sampling_mode"}  # theirs is of the mismatch of two engines, and on by default
+    for kind, named in ((trl.GRPOConfig, {"loss_type", "scale_rewards"} | modes), (trl.RLOOConfig, {"beta"})):
+        theirs = {f.name.removeprefix("vllm_"): f.default for f in fields(kind) if f.default is not None}
+        shared = ours.keys() & theirs.keys()
+        assert {name for name in shared if ours[name] != theirs[name]} == named
+        assert len(shared) >= 4
+    names = {"importance_sampling_level", "importance_sampling_clip_max", "use_bias_correction_kl", "epsilon_high"}
+    names |= {"sapo_temperature_pos", "sapo_temperature_neg", "mask_truncated_completions", "router_aux_loss_coef"}
+    assert names <= {f.name.removeprefix("vllm_") for f in fields(trl.GRPOConfig)}
+    page = " ".join((Path(lockstep.__file__).parents[1] / "docs/algorithms.md").read_text().split())
+    assert "`loss_type` is `dapo`, its `scale_rewards` `group`" in page and "`beta` of RLOO 0.05" in page
 
 
 def test_normalized_advantages_are_trls() -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep import ops
+from lockstep.algorithms.dapo import DAPO
 from lockstep.config import (
     CheckpointConfig,
     CompileConfig,
@@ -231,6 +232,15 @@ def test_a_step_without_signals_ends_at_the_bound(config: RunConfig) -> None:
     found, groups = (loop := Loop(made, build(made))).step(0)
     assert (found["dynamic_sampling/prompts"], found["dynamic_sampling/rounds"], loop.prompts_used) == (6, 2, 6)
     assert [g.group for g in groups] == [3, 4, 5] and found["updates"] == 0 == found["parity/tokens_not_covered"]
+
+
+def test_a_group_that_is_masked_whole_has_no_signal(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An algorithm is not asked about it: `keep` has at least one reward."""
+    monkeypatch.setattr(DAPO, "keep", lambda _, rewards: max(rewards) > min(rewards))
+    made = rewarded_by(config, "letters", max_num_gen_batches=2, mask_truncated_completions=True)
+    found, groups = Loop(made, build(made)).step(0)
+    assert all(r.cut_off for g in groups for r in g.rollouts) and found["updates"] == 0
+    assert found["dynamic_sampling/prompts"] == 6 and found["parity/tokens_not_covered"] == 0
 
 
 def test_a_model_becomes_like_its_teacher(config: RunConfig, teacher: str) -> None:
