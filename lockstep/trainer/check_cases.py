@@ -172,11 +172,9 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
 
     kinds = ("first", "tiny", "not finite", "mismatch", "not covered")
     made: tuple[graph.Role, ...] = ("param", "grad", "optimizer")
-    masters = "master" in programs.by_name["optim_step"].inputs.optimizer  # apart from the weights
-    derived: tuple[graph.Role, ...] = ("param",) if masters else ()
-    remake = programs.optimizer.round_masters if masters else None
-    behind = graph.Case("", made=made, derived=derived, remake=remake)
-    return [replace(behind, name=name, load=partial(load, kind)) for kind, name in enumerate(kinds)]
+    rounded = "master" in programs.by_name["optim_step"].inputs.optimizer  # weights apart from their masters
+    derived: dict[graph.Role, Callable[[], object]] = {"param": programs.optimizer.round_masters} if rounded else {}
+    return [graph.Case(name, load=partial(load, kind), made=made, derived=derived) for kind, name in enumerate(kinds)]
 
 
 def _fill_cells(inputs: graph.Inputs) -> None:

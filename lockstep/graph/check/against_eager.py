@@ -151,8 +151,8 @@ class _State:
         finally:
             if self._held is not None:
                 self._held.restore()
-                for remake in {case.remake for _, cases in work for case in cases if case.made and case.remake}:
-                    remake()
+                for derive in {derive for _, cases in work for case in cases for derive in case.derived.values()}:
+                    derive()
             self._held = None
 
     def changed(self) -> str | None:

@@ -33,8 +33,8 @@ class Case:
             that the graph writes, and every `buffer`, is copied and put back whole.
         scratch: views that the run writes and whose values mean nothing: put back, but not compared.
         made: the roles whose tensors `load` makes, whole: what they held is put back once, behind all cases (`held`).
-        derived: those of them that `remake` makes anew from the others, so that they are not copied.
-        remake: without `made`, makes all that the run writes anew from what it does not write: nothing is copied.
+        derived: those of them that are made from the others behind all cases, and by what; they are not copied.
+        remake: makes all that the run writes anew from what it does not write, so that nothing is copied.
         eager: called in place of the function's body, whose bits it has, in less memory.
     """
 
@@ -45,7 +45,7 @@ class Case:
     touches: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     scratch: Sequence[Tensor] = ()
     made: Collection[Role] = ()
-    derived: Collection[Role] = ()
+    derived: Mapping[Role, Callable[[], object]] = field(default_factory=dict)
     remake: Callable[[], object] | None = None
     eager: GraphBody | None = None
 
@@ -74,7 +74,7 @@ class Comparison:
         self._state = _touched(self._captured, self._inputs, case)
         made = {f"{role} {name}" for role, name, _ in self._inputs.flat() if role in case.made}
         written = [view for name, views in self._state.items() if name not in made for view in views] + [*case.scratch]
-        self._put_back = (not case.made and case.remake) or Snapshot(written).restore
+        self._put_back = case.remake or Snapshot(written).restore
 
     def fault(self, interpret: bool) -> Fault | None:
         """Where the ways part, or None when all is as it must be. `interpret`: run the graph as it was captured, too,
