@@ -10,18 +10,20 @@ import argparse
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from cases.capture import make_runtime, train_batch
 from cases.generate import Case, make_engine, random_prompts
-from common import Report, random_model
+from common import Report, random_weights, seconds
 from ops_common import BYTES_PER_S, FLOPS_PER_S
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.generator import Engine
 from lockstep.models import Decoder, ModelConfig, num_parameters
+from lockstep.models.init import architecture
 from lockstep.trainer import Trainer
 from lockstep.types import PackedBatch, SampleIdentity
 
@@ -29,7 +31,9 @@ DECODE = {
     "decode 40": Case(5, 8, 145, 100, 0.8, 0.95),
     "decode 40, T=1": Case(5, 8, 145, 100),
     "decode 256": Case(32, 8, 256, 512),
+    "decode 8": Case(1, 8, 145, 100),
 }
+TRAIN = "train step"
 SMALL = {"decode 8": Case(2, 4, 20, 24, 0.8, 0.95)}
 DECODE_STEPS, TRAIN_STEPS = 48, 5
 GROUPS = {  # by what they do: patterns of kernels' names
@@ -51,6 +55,7 @@ GROUPS = {  # by what they do: patterns of kernels' names
 }
 OTHER = "everything else"
 Kernel = tuple[str, float, float]  # name, microseconds a step, launches a step
+Found = tuple[list[Kernel], dict[str, float], float]  # kernels, floors by group, microseconds of a step
 
 
 def kernels(run: Callable[[], int], device: str) -> list[Kernel]:
@@ -70,21 +75,25 @@ def kernels(run: Callable[[], int], device: str) -> list[Kernel]:
     return [(name, spent[name] / steps, launches[name] / steps) for name in order]
 
 
-def decode(model: Decoder, case: Case) -> tuple[list[Kernel], dict[str, float]]:
-    """Of decode steps in the middle of a round, the second after the warm-up; and the floors there."""
+def decode(model: Decoder, case: Case) -> Found:
+    """Of decode steps in the middle of a round, the third after the warm-up, and the floors there; the step is timed a
+    round before, without a profiler."""
     engine = make_engine(model, case.sequences, case.prompt + case.new, case.sampling)
-    steps = min(DECODE_STEPS, case.new // 2)
-    for call in range(2):
+    steps, device, step_us = min(DECODE_STEPS, case.new // 2), model.embed.device.type, 0.0
+    for call in range(3):
         for group, prompt in enumerate(random_prompts(case.prompts, lambda: case.prompt)):
             engine.add_request(prompt, case.sampling, SampleIdentity(0, 0, call, group))
         while engine.scheduler.waiting or len(engine.scheduler.running) < case.sequences:
             engine.advance()
         advance(engine, (case.new - steps) // 2)
         if call == 1:
+            made: list[int] = []
+            step_us = 1e6 * seconds(lambda made=made: made.append(advance(engine, steps)), device) / made[0]
+        elif call == 2:
             generated = case.new - engine.scheduler.running[0].remaining + steps / 2
-            found = kernels(lambda: advance(engine, steps), model.embed.device.type)
+            found = kernels(lambda: advance(engine, steps), device)
             advance(engine, case.new)
-            return found, decode_floors(model.config, case, generated)
+            return found, decode_floors(model.config, case, generated), step_us
         advance(engine, case.new)
     raise AssertionError
 
@@ -120,7 +129,7 @@ def decode_floors(c: ModelConfig, case: Case, generated: float) -> dict[str, flo
     return {name: 1e6 * size / BYTES_PER_S for name, size in bytes_.items()}
 
 
-def train(model: Decoder) -> tuple[list[Kernel], dict[str, float]]:
+def train(model: Decoder) -> Found:
     """Of the seed workload's step: forward, backward, clip and AdamW."""
     device = model.embed.device
     trainer = Trainer(
@@ -135,7 +144,8 @@ def train(model: Decoder) -> tuple[list[Kernel], dict[str, float]]:
         return count
 
     steps(2)
-    return kernels(lambda: steps(TRAIN_STEPS), device.type), train_floors(model.config, batch)
+    step_us = 1e6 * seconds(lambda: steps(TRAIN_STEPS), device.type) / TRAIN_STEPS
+    return kernels(lambda: steps(TRAIN_STEPS), device.type), train_floors(model.config, batch), step_us
 
 
 def train_floors(c: ModelConfig, batch: PackedBatch) -> dict[str, float]:
@@ -181,26 +191,42 @@ def grouped(found: list[Kernel], floors: dict[str, float]) -> list[dict[str, Any
     return [{"what": name, **groups[name], "floor_us": floors.get(name)} for name in order]
 
 
+def of_layers(arch: str, layers: int | None) -> ModelConfig:
+    """The architecture or its first layers; no token ends a completion."""
+    found = architecture(arch)
+    count = min(layers or found.num_layers, found.num_layers)
+    sliding = tuple(layer for layer in found.sliding_layers if layer < count)
+    return replace(found, num_layers=count, sliding_layers=sliding, eos_token_ids=())
+
+
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
+    parser.add_argument("--layers", type=int, help="the first ones alone (default: all)")
+    parser.add_argument("--only", nargs="*", help="parts by name (default: all)")
     parser.add_argument("--top", type=int, default=10, help="kernels shown of each (default: 10)")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     on_cpu = args.device == "cpu"
     arch = args.arch or ("tiny" if on_cpu else "qwen3-0.6b")
-    model = random_model(arch, args.device)
-    parts = {n: (lambda case=case: decode(model, case)) for n, case in (SMALL if on_cpu else DECODE).items()}
-    parts["train step"] = lambda: train(model)
-    report.figures["arch"] = arch
+    model = random_weights(of_layers(arch, args.layers), args.device)
+    parts: dict[str, Callable[[], Found]] = {
+        n: (lambda case=case: decode(model, case)) for n, case in (SMALL if on_cpu else DECODE).items()
+    }
+    parts[TRAIN] = lambda: train(model)
+    report.figures |= {"arch": arch, "layers": model.config.num_layers}
     rows = [["part", "kernel", "us a step", "launches", "floor us"]]
     for part, run in parts.items():
-        found, floors = run()
+        if args.only and part not in args.only:
+            continue
+        found, floors, step_us = run()
         groups = grouped(found, floors)
         report.figures[part] = {
+            "step_us": step_us,
             "groups": groups,
             "kernels": [{"kernel": n, "us": us, "launches": count, "what": group_of(n)} for n, us, count in found[:40]],
         }
+        rows.append([part, "THE STEP", f"{step_us:.0f}", "", ""])
         rows.append([part, "ALL", f"{sum(us for _, us, _ in found):.0f}", f"{sum(n for *_, n in found):.0f}", ""])
         for g in groups:
             floor = "" if g["floor_us"] is None else f"{g['floor_us']:.0f}"
