@@ -344,9 +344,8 @@ def main() -> int:
     table_path = linear_choice.path_of(linear_choice.this_gpu()[0])
     parser.add_argument("--out", type=Path, default=table_path, help="default: this GPU's table in the package")
     parser.add_argument("--layers", action="store_true", help="leave the plain products as they are")
-    parser.add_argument(
-        "--alone", action="store_true", help="a layer's products one by one, plain ones but for the head's not"
-    )
+    parser.add_argument("--alone", action="store_true", help="products one by one, without plain ones")
+    parser.add_argument("--shared-by", type=int, nargs="*", default=[1], help="GPUs that share columns (default: 1)")
     bounds = list(PROBES)
     parser.add_argument(
         "--bounds", type=int, nargs="*", choices=bounds, default=bounds, help="of the rows; default: all"
@@ -357,10 +356,12 @@ def main() -> int:
         parser.error("torch sees no GPU: give an --out, the table in the package is not measured on a CPU")
     configs = [architecture(name) for name in args.arch]
     layers = {
-        (LAYER[n], *w.shape) for a in args.arch for n, w in zip(LAYER, Stack(a, 1, 1, "meta").layers[0], strict=True)
+        (LAYER[n], w.shape[0] // gpus, w.shape[1])
+        for a, gpus in itertools.product(args.arch, args.shared_by)
+        for n, w in zip(LAYER, Stack(a, 1, 1, "meta").layers[0], strict=True)
     }
     plain: list[tuple[Kind, int, int]] = sorted({("linear", *shape[1:]) for shape in layers})
-    plain += sorted({("linear_fp32", c.vocab_size, c.hidden_size) for c in configs})
+    plain += sorted({("linear_fp32", c.vocab_size // n, c.hidden_size) for c in configs for n in args.shared_by})
     plain = [] if args.layers else plain
     known = linear_choice.table()
     alone = [
