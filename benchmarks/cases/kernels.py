@@ -32,6 +32,7 @@ DECODE = {
     "decode 40, T=1": Case(5, 8, 145, 100),
     "decode 256": Case(32, 8, 256, 512),
     "decode 8": Case(1, 8, 145, 100),
+    "decode 8, long prompt": Case(1, 8, 4400, 100, 0.8, 0.95),
 }
 TRAIN = "train step"
 SMALL = {"decode 8": Case(2, 4, 20, 24, 0.8, 0.95)}
