@@ -18,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ..errors import InputError, LockstepError, Terminated
-from ..machine import settled, short_turns
+from ..machine import many_connections, settled, short_turns
 from ..session.generate import LLM
 from ..types import SamplingParams
 from .app import make_app
@@ -89,6 +89,7 @@ class Server:
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket there. Raises `InputError`."""
+    many_connections()
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         found = socket.create_server((host, port), family=family, backlog=2048)
