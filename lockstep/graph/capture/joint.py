@@ -97,7 +97,7 @@ class _Layout:
         """The flat graph of `fn`, of its gradients and of their accumulation."""
         halves = torch_joint.partition(fn, fakes, self.leaves)
         graph = fx.Graph()
-        arguments = [_made(graph.placeholder(f"arg{i}_1"), fake) for i, fake in enumerate(fakes)]
+        arguments = [torch_trace.set_fake_value(graph.placeholder(f"arg{i}_1"), x) for i, x in enumerate(fakes)]
         results, known = _copied(graph, halves.forward, arguments)
         loss, *outputs = results[: halves.results]
         for i, value in zip(self.written, outputs[len(outputs) - len(self.written) :], strict=True):
@@ -112,9 +112,7 @@ class _Layout:
         for node in set(graph.nodes) - before:
             torch_trace.set_tag(node, BACKWARD_TAG, BACKWARD)
         operands = [*(arguments[i] for i in self.totals), *gradients]
-        _copied(
-            graph, torch_trace.flat_graph(self._accumulated, [torch_trace.fake_value(n) for n in operands]), operands
-        )
+        _copied(graph, torch_trace.flat_graph(self._accumulated, list(map(torch_trace.fake_value, operands))), operands)
         graph.output(outputs[: len(outputs) - len(self.written)])
         return fx.GraphModule(halves.forward, graph)
 
@@ -123,13 +121,8 @@ class _Layout:
         return []
 
 
-def _made(node: fx.Node, value: object) -> fx.Node:
-    torch_trace.set_fake_value(node, value)
-    return node
-
-
 def _call(graph: fx.Graph, op: Callable[..., Tensor], *args: fx.Node) -> fx.Node:
-    return _made(graph.call_function(op, args), op(*map(torch_trace.fake_value, args)))
+    return torch_trace.set_fake_value(graph.call_function(op, args), op(*map(torch_trace.fake_value, args)))
 
 
 def _copied(
