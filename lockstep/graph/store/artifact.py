@@ -20,7 +20,7 @@ from torch import fx
 from ..ir.captured import STORED, Captured, GraphError, InputSpec
 from ..ir.sizes import Sizes
 from ..ir.text import digest
-from ..ir.values import Number, TensorValue, Value
+from ..ir.values import TensorValue, Value
 from ..torch_private import trace as torch_trace
 from .framed_file import Damaged, pack, unpack
 
@@ -179,7 +179,7 @@ class _Writer:
             return [str(value.dtype), list(value.shape), self._device(value.device)]
         if isinstance(value, tuple):
             return {"tuple": [self._value(item) for item in value]}
-        return value.text if isinstance(value, Number) else None
+        return value
 
     def _input(self, spec: InputSpec) -> list[Any]:
         stride = None if spec.stride is None else list(spec.stride)
@@ -294,7 +294,7 @@ class _Reader:
             return TensorValue(_DTYPES[dtype], tuple(shape), self._device(device))
         if isinstance(value, dict):
             return tuple(self._value(item) for item in value["tuple"])
-        return Number(value) if isinstance(value, str) else None
+        return value if isinstance(value, str) else None
 
     def _input(self, role: Any, name: str, shape: list, stride: list | None, dtype: str, device: str) -> InputSpec:
         laid_out = None if stride is None else tuple(stride)
