@@ -3,12 +3,11 @@
 from .. import ops as _ops  # noqa: F401  the operators that stored graphs name
 from .builder import require_plugins
 from .capture.step import Differentiated, GraphBody, backward, capture, in_module, module_inputs, substituted
-from .check.against_eager import Verdict, Work, check_against_eager
+from .check.against_eager import PassedChecks, Verdict, Work, check_against_eager
 from .check.comparison import Case
-from .check.passed_checks import PassedChecks
 from .ir.captured import Captured, Dynamic, GraphError, Inputs, Role, Static
 from .ir.text import diff, digest, dump
-from .ir.verify import NOT_GRAPH_SAFE, verify
+from .ir.verify import verify
 from .launch.cudagraph import CudaRecorder
 from .launch.dry_run import NAMESPACE as _NAMESPACE
 from .launch.launcher import GraphLauncher

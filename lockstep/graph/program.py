@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -13,7 +14,7 @@ from .builder import GraphBuilder, Made
 from .capture.request import Request
 from .capture.step import GraphBody
 from .ir.captured import Captured, Dynamic, Inputs, Level, Role, Static
-from .launch.cudagraph import GraphRecorder
+from .launch.cudagraph import CudaRecorder
 from .launch.launcher import GraphLauncher
 from .store.baked_constants import Constants
 from .warm_up import WarmUp, rehearse
@@ -23,12 +24,14 @@ _shape = attrgetter("shape")
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What programs are made and launched with."""
+    """What programs are made and launched with. `launches`, `replays`: of graphs that are closed, by program."""
 
     builder: GraphBuilder
     warm_up: WarmUp
-    recorder: GraphRecorder | None
-    programs: list[Program]
+    recorder: CudaRecorder | None
+    programs: list[Program] = field(default_factory=list)
+    launches: Counter[str] = field(default_factory=Counter)
+    replays: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(eq=False, repr=False)
@@ -125,6 +128,8 @@ class Program:
     def close(self) -> None:
         """Close the graphs; a later call records anew."""
         for graph in self.graphs.values():
+            self.tools.launches[self.name] += graph.launches
+            self.tools.replays[self.name] += graph.replays
             graph.close()
         self.graphs.clear()
         self._by_layout.clear()

@@ -9,18 +9,12 @@ from .check.against_eager import Verdict
 from .runtime import Runtime
 
 
-def refusals(runtime: Runtime) -> list[str]:
-    """Why stored graphs were refused, each reason once."""
-    lookups = runtime.store.lookups if runtime.store else []
-    return list(dict.fromkeys(reason for lookup in lookups for reason in lookup.reasons))
-
-
 def compile_report(runtime: Runtime, verdicts: Sequence[Verdict] = ()) -> dict[str, Any]:
     """Totals, each function's level, graphs and launches, what the check of it found, and each trace's passes; empty
     where nothing is compiled."""
     if not runtime.compiles:
         return {}
-    launches, replays = runtime.launches, runtime.replays
+    launches, replays, lookups = runtime.launches, runtime.replays, runtime.store.lookups if runtime.store else ()
     functions: dict[str, dict[str, Any]] = {}
     for function in runtime.programs:
         name = function.name
@@ -33,7 +27,7 @@ def compile_report(runtime: Runtime, verdicts: Sequence[Verdict] = ()) -> dict[s
     return {
         "traces": runtime.captures,
         "loaded": runtime.loaded,
-        "refused": refusals(runtime),
+        "refused": list(dict.fromkeys(reason for lookup in lookups for reason in lookup.reasons)),
         "graphs": sum(len(function.graphs) for function in runtime.programs),
         "recompiles": runtime.recompiles,
         "pool_gib": runtime.recorder.reserved_bytes() / 2**30 if runtime.recorder else 0.0,

@@ -15,7 +15,7 @@ from ..timings import Timings
 from .builder import GraphBuilder, Made, load_hook
 from .capture.step import GraphBody
 from .ir.captured import Dynamic, Inputs, Level, Role
-from .launch.cudagraph import CudaRecorder, GraphRecorder
+from .launch.cudagraph import CudaRecorder
 from .program import Program, Toolchain
 from .store.baked_constants import Constants
 from .store.folder import Store
@@ -38,7 +38,7 @@ class Runtime:
 
     config: CompileConfig
     device: torch.device
-    recorder: GraphRecorder | None = None
+    recorder: CudaRecorder | None = None
     timings: Timings = field(default_factory=Timings)
     store: Store | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
@@ -58,7 +58,8 @@ class Runtime:
         self.warm_up = WarmUp([*known[::-1], "captured", "eager"], first, later, self.timings, records)
         make_layers = load_hook(way.hook) if self.eager else None
         self.layers = make_layers and make_layers(self.builder.backend.compile_module, self._layer_made)
-        self.programs: list[Program] = []
+        self._tools = Toolchain(self.builder, self.warm_up, self.recorder)
+        self.programs = self._tools.programs
         self.peers.closes(self)
 
     def program(
@@ -71,8 +72,7 @@ class Runtime:
         constants: Constants | None = None,
     ) -> Program:
         """`body` as a program bound to the static tensors of `inputs`; see `capture.step.capture` and `Program`."""
-        tools = Toolchain(self.builder, self.warm_up, self.recorder, self.programs)
-        return Program(tools, name, body, inputs, writes, dynamic or {}, constants)
+        return Program(self._tools, name, body, inputs, writes, dynamic or {}, constants)
 
     @property
     def compiles(self) -> bool:
@@ -155,6 +155,7 @@ class Runtime:
 
     @property
     def launches(self) -> Counter[str]:
+        """By function, of graphs that were closed since, too."""
         return self._count("launches")
 
     @property
@@ -164,12 +165,12 @@ class Runtime:
 
     def metrics(self) -> dict[str, int]:
         """`recompiles`, `graph_replays` and the replays of each function, since the start."""
-        replays = self._count("replays")
+        replays = self.replays
         by_function = {f"graph_replays/{name}": count for name, count in sorted(replays.items()) if count}
         return {"recompiles": self.warm_up.late, "graph_replays": replays.total(), **by_function}
 
     def _count(self, what: str) -> Counter[str]:
-        total: Counter[str] = Counter()
+        total: Counter[str] = getattr(self._tools, what).copy()
         for program in self.programs:
             for graph in program.graphs.values():
                 total[program.name] += getattr(graph, what)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
@@ -218,8 +217,10 @@ class OffloadedAdamW(AdamW):
         self.decided = torch.zeros(3, device=weights.device)
         self._pieces = list(_pieces(self.groups, CHUNK))
         most = max(piece.end - piece.begin for piece in self._pieces)
-        self._chunks = [_Chunk(len(flat), most, weights.device) for _ in range(2)]
-        self._coming, self._going = (torch.cuda.Stream() if on_gpu else None for _ in range(2))
+        self._device = torch.get_device_module(weights.device)
+        self._chunks = [torch.empty(len(flat), most, device=weights.device) for _ in range(2)]
+        self._gone = [self._device.Event() for _ in self._chunks]  # when each is free again
+        self._coming, self._going = self._device.Stream(), self._device.Stream()
         for piece in self._pieces if masters else ():
             self.master[piece.begin : piece.end].copy_(weights[piece.begin : piece.end])
 
@@ -235,20 +236,23 @@ class OffloadedAdamW(AdamW):
     def launched(self) -> None:
         """Do what `update` has decided. The host waits for nothing; copies back to it may go on (`settle`)."""
         lr, grad_scale, applied = self.decided.unbind()
-        step = ops.AdamWStep(lr, grad_scale, applied != 0)
+        step, computing = ops.AdamWStep(lr, grad_scale, applied != 0), self._device.current_stream()
+        self._coming.wait_stream(self._going)
         for i, piece in enumerate(self._pieces):
-            chunk, count = self._chunks[i % 2], piece.end - piece.begin
-            here, there = chunk.rows[:, :count], [x[piece.begin : piece.end] for x in self._host]
-            with _on(self._coming, chunk.gone if i else _event(self._going)):
+            here, gone = self._chunks[i % 2][:, : piece.end - piece.begin], self._gone[i % 2]
+            there = [x[piece.begin : piece.end] for x in self._host]
+            gone.wait(self._coming)
+            with self._device.stream(self._coming):
                 for own, host in zip(here, there, strict=True):
                     own.copy_(host, non_blocking=True)
-            _wait(_event(self._coming))
+            computing.wait_stream(self._coming)
             steps = self.steps if i == len(self._pieces) - 1 else self.steps.clone()
             self._apply(self._state(piece, here, steps), step, piece)
-            with _on(self._going, _event(None if self._going is None else torch.cuda.current_stream())):
+            self._going.wait_stream(computing)
+            with self._device.stream(self._going):
                 for own, host in zip(here, there, strict=True):
                     host.copy_(own, non_blocking=True)
-            chunk.gone = _event(self._going)
+            gone.record(self._going)
 
     def _state(self, piece: ParameterGroup, here: Tensor, steps: Tensor) -> ops.AdamWState:
         weights, grad = (x[piece.begin : piece.end] for x in (self.flat.data, self.flat.grad))
@@ -258,8 +262,7 @@ class OffloadedAdamW(AdamW):
 
     def settle(self) -> None:
         """Wait until the state is the host's to read and write."""
-        if self._going is not None:
-            torch.cuda.synchronize()
+        self._device.synchronize()
 
     def reset(self) -> None:
         self.settle()
@@ -271,17 +274,8 @@ class OffloadedAdamW(AdamW):
 
     def round_masters(self) -> None:
         for piece in self._pieces:
-            self.flat.data[piece.begin : piece.end].copy_(
-                self.master[piece.begin : piece.end].to(self.flat.data.device)
-            )
-
-
-class _Chunk:
-    """Room on the device for a chunk of the state, float32 [rows, elements], and when it is free again."""
-
-    def __init__(self, rows: int, size: int, device: torch.device) -> None:
-        self.rows = torch.empty(rows, size, device=device)
-        self.gone: torch.cuda.Event | None = None
+            begin, end = piece.begin, piece.end
+            self.flat.data[begin:end].copy_(self.master[begin:end].to(self.flat.data.device))
 
 
 def _pieces(groups: Sequence[ParameterGroup], most: int) -> Iterator[ParameterGroup]:
@@ -291,24 +285,6 @@ def _pieces(groups: Sequence[ParameterGroup], most: int) -> Iterator[ParameterGr
             end = min(begin + most, group.end)
             decayed = min(max(group.begin + group.decayed - begin, 0), end - begin)
             yield replace(group, begin=begin, end=end, decayed=decayed)
-
-
-@contextmanager
-def _on(stream: torch.cuda.Stream | None, after: torch.cuda.Event | None) -> Iterator[None]:
-    """What is launched within is launched on this stream, behind an event."""
-    if stream is not None and after is not None:
-        stream.wait_event(after)
-    with nullcontext() if stream is None else torch.cuda.stream(stream):
-        yield
-
-
-def _event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    return None if stream is None else stream.record_event()
-
-
-def _wait(event: torch.cuda.Event | None) -> None:
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
 
 
 def optimizer_of(flat: FlatParameters, config: OptimizerConfig, groups: Sequence[ParameterGroup]) -> AdamW:

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from fake_recorder import FakeRecorder
-from torch import Tensor
+from torch import Tensor, fx
 
 from lockstep.algorithms import ALGORITHMS
 from lockstep.algorithms.sft import SFT
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import (
     EAGER,
-    NOT_GRAPH_SAFE,
     GraphError,
     Inputs,
     Runtime,
@@ -25,6 +24,7 @@ from lockstep.graph import (
     module_inputs,
     substituted,
 )
+from lockstep.graph.ir.captured import op_name
 from lockstep.graph.launch.memory import Outputs
 from lockstep.models import Decoder
 from lockstep.trainer import BatchShape, Trainer, pack
@@ -251,12 +251,15 @@ def test_weights_that_moved_are_noticed(decoder, rollout, runtime_of) -> None:
 
 
 def test_an_operator_that_is_not_graph_safe_is_refused_by_name(decoder, rollout, monkeypatch) -> None:
-    monkeypatch.setitem(NOT_GRAPH_SAFE, "lockstep.attention_packed_backward", "it reads lengths on the host")
+    def waits(_: object, node: fx.Node) -> str | None:
+        return "it reads lengths on the host" if op_name(node) == "lockstep.attention_packed_backward" else None
+
+    monkeypatch.setattr("lockstep.graph.ir.verify._waits", waits)
     runtime = Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
     model = decoder(layers=1)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
-    with pytest.raises(GraphError, match=r"(?s)forward_backward\(.*attention_packed_backward.* yet: it reads lengths"):
+    with pytest.raises(GraphError, match=r"(?s)forward_backward\(.*attention_packed_backward.*: it reads lengths"):
         trainer.forward_backward(batch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from lockstep.distributed import World
 from lockstep.errors import InputError
 from lockstep.models import num_parameters
 from lockstep.models.init import architecture
-from lockstep.session.build import plan_of, resolve
+from lockstep.session.build import plan_of, planned_workload, resolve
 from lockstep.session.degree import choice, choose_by_memory
 from lockstep.session.degree.choice import best, degrees
 from lockstep.session.degree.decode_time import DecodeTime, Exchanged, Load
@@ -95,16 +96,35 @@ def test_more_generate_together_where_they_take_clearly_less_time(share: float, 
     assert best([one, replace(two, weights=share * one.step, cache=0.0, exchanges=0.0)]) == chosen
 
 
+def of_eight(arch: str) -> RunConfig:
+    config = RunConfig(arch=arch, trainer=TrainerConfig(prompts_per_step=8), parallel=ParallelConfig(fsdp=8))
+    return resolve_parallel(replace(config, compile=resolve_compile(CompileConfig(), True)), 8)
+
+
+def chosen_where(least: int, config: RunConfig, patch: pytest.MonkeyPatch) -> int:
+    """How many of eight generate together where one of them has less memory."""
+    patch.setattr(World, "gather", lambda self, value: [value] * 7 + [least if type(value) is int else value])
+    patch.setattr(choice, "resolve_device", lambda _: torch.device("cuda"))
+    patch.setattr(choice, "memory_at_hand", lambda *_: 2 * H200)
+    patch.setattr(choice, "in_groups", lambda world, ranks: replace(world, generator_tp=ranks))
+    made, world, measured = choice.choose(config, World(size=8))
+    assert made.parallel.generator_tp == world.generator_tp and measured is None
+    return world.generator_tp
+
+
 @pytest.mark.parametrize(("least", "together"), [(2 * H200, 1), (H200, 2)])
 def test_the_process_with_the_least_memory_has_room(least: int, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = RunConfig(arch="qwen3-32b", trainer=TrainerConfig(prompts_per_step=8), parallel=ParallelConfig(fsdp=8))
-    config = replace(config, compile=resolve_compile(CompileConfig(), True))
-    monkeypatch.setattr(World, "gather", lambda self, value: [value] * 7 + [least])
-    monkeypatch.setattr(choice, "resolve_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(choice, "memory_at_hand", lambda *_: 2 * H200)
-    monkeypatch.setattr(choice, "in_groups", lambda world, ranks: replace(world, generator_tp=ranks))
-    made, world, measured = choice.choose(resolve_parallel(config, 8), World(size=8))
-    assert (made.parallel.generator_tp, world.generator_tp, measured) == (together, together, None)
+    assert chosen_where(least, of_eight("qwen3-32b"), monkeypatch) == together
+
+
+def test_as_many_generate_together_as_are_planned_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the run's prompts: shorter ones need a smaller cache, and would fit one by one."""
+    config = of_eight("qwen3-32b")
+    w = planned_workload(config, 8, torch.device("cuda"))
+    sizes = range(90 << 30, 2 * H200, 1 << 24)
+    memory = sizes[bisect_left(sizes, True, key=lambda size: plan(w, size).fits) - 1]  # the most that is too little
+    assert w.longest_prompt > 1 and plan(replace(w, longest_prompt=1), memory).fits
+    assert plan_of(config, 8, memory / (1 << 30)).together == chosen_where(memory, config, monkeypatch) == 2
 
 
 def test_degrees_are_those_of_the_model_and_the_processes() -> None:

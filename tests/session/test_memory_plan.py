@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -284,6 +285,8 @@ def test_what_does_not_fit_is_refused_and_every_remedy_fits() -> None:
     of_two = replace(of_two, config=replace(of_two.config, parallel=ParallelConfig(tp=2, batch_shards=1)))
     for memory in (40 * GIB, 56 * GIB):  # more pairs of GPUs, each with a shard
         assert (said := list(remedies(of_two, memory))) and all(fits_with(of_two, one, memory) for one in said)
+    w = replace(w, config=resolve_parallel(replace(w.config, parallel=ParallelConfig(fsdp=8)), 8))
+    assert all(fits_with(w, one, H200) for one in remedies(w, H200)) and "--parallel.fsdp 16" in refusal(w, found)
     crowded = workload("qwen3-8b", 8, CompileConfig(activation_memory_gib=100.0), max_tokens_per_micro_batch=40960)
     offered = list(remedies(crowded, H200))
     assert offered[0] == "--trainer.max-tokens-per-micro-batch 20480" and "--compile.recompute full" in offered
@@ -360,6 +363,12 @@ def test_a_state_on_the_host_is_planned_there_and_proposed() -> None:
     with pytest.raises(InputError, match=r"optimizer.offload needs 1024.0 GiB of the host's memory a process, and th"):
         require_host_room(replace(found, host={terms.STATE_ON_HOST: 1 << 40}))
     assert not holds_copy(found, torch.device("cuda")) and holds_copy(replace(found, host={}), torch.device("cuda"))
+
+
+def test_a_process_may_take_no_more_than_its_limit_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = memory_at_hand(torch.device("cpu"))
+    monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_AS: (GIB, resource.RLIM_INFINITY)}.__getitem__)
+    assert memory_at_hand(torch.device("cpu")) == GIB < whole
 
 
 def test_nothing_that_the_user_chose_is_changed() -> None:

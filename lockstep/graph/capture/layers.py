@@ -35,16 +35,8 @@ class LayerCompiler:
         """`layer(*args)`. `GraphError`: it cannot be compiled whole, or would be one variant too many."""
         try:
             return self._call(layer, *args)
-        except torch_layers.TooMany as error:
-            raise GraphError(
-                f"compile.capture layer: more than {MAX_VARIANTS} variants of a layer are needed; use compile.capture "
-                f"none ({error})"
-            ) from error
-        except torch_layers.NotWhole as error:
-            name = type(layer).__name__
-            raise GraphError(
-                f"compile.capture layer: {name} cannot be compiled whole: {error}; use compile.capture none"
-            ) from error
+        except torch_layers.NotCompiled as error:
+            raise GraphError(f"compile.capture layer: {error}") from error
 
     def __deepcopy__(self, _: Any) -> LayerCompiler:
         return self  # a copied model's layers are the same function

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from torch import Tensor
 
 from ...cache import fingerprint as cache_fingerprint
+from ...cache import user_folder
 from ...ops import cpu_build
 from ..ir.captured import GraphError, Level, title_of
 from ..ir.text import digest
@@ -25,10 +27,10 @@ from ..runtime import Runtime
 from ..store.key import body_name
 from .comparison import Case, Comparison, held
 from .fingerprints import fingerprint, first_difference
-from .passed_checks import PassedChecks
 from .snapshot import Snapshot
 
 Mode = Literal["strict", "warn"]
+MOST = 4096  # passed checks that are kept
 _log = logging.getLogger("lockstep.graph")
 
 
@@ -48,6 +50,20 @@ class Verdict:
     known: int
     seconds: float
     faults: tuple[str, ...] = ()
+
+
+class PassedChecks:
+    """What has passed before, on this machine, with this code, by what it depends on: a small file each."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = (folder or user_folder.cache_folder()) / "verdicts"
+
+    def passed(self, key: str) -> bool:
+        found = user_folder.read(self._folder / f"{key}.json")
+        return isinstance(found, dict) and found.get("key") == key
+
+    def add(self, key: str, about: Mapping[str, Any]) -> None:
+        user_folder.write(self._folder / f"{key}.json", {"key": key, **about}, keep=MOST)
 
 
 Work = Sequence[tuple[Program, Sequence[Case]]]

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ir.captured import Captured, is_exact, module_of, mutates, op_name, written
-from ..launch.cudagraph import GraphRecorder
+from ..ir.captured import Captured, described, is_exact, mutates, op_name, written
+from ..launch.cudagraph import CudaRecorder
 from ..passes.canonicalize import SAME_TENSOR
 from ..torch_private import trace as torch_trace
 from .fingerprints import fingerprint, first_difference
 from .tolerance import bound, relative_error
 
-Around = Callable[[Callable[[], Any]], Any]  # calls its argument on the trial's state and inputs, then puts them back
+# Calls its argument, gradients off, on the trial's state and inputs, then puts them back.
+Around = Callable[[Callable[[], Any]], Any]
 _NO_NEW_VALUES = {*SAME_TENSOR, "aten.lift_fresh", "aten.lift_fresh_copy", "aten._unsafe_view"}
 
 
@@ -78,7 +79,7 @@ def faulty_step(
 
 def faulty_replay(
     captured: Captured,
-    recorder: GraphRecorder,
+    recorder: CudaRecorder,
     arguments: Sequence[Tensor],
     load: Callable[[], None],
     around: Around,
@@ -144,8 +145,7 @@ def _worst_region(captured: Captured, arguments: Sequence[Tensor]) -> str | None
     if all(map(is_exact, captured.graph.nodes)):
         return None
     regions = _Regions(captured.module)
-    with torch.inference_mode(False), torch.no_grad():
-        regions.run(*arguments)
+    regions.run(*arguments)
     name = max(regions.errors, key=lambda name: (math.isnan(regions.errors[name]), regions.errors[name]))
     if regions.errors[name] <= bound(captured):
         return None
@@ -154,8 +154,7 @@ def _worst_region(captured: Captured, arguments: Sequence[Tensor]) -> str | None
 
 def _node_prints(captured: Captured, arguments: Sequence[Tensor]) -> dict[str, Tensor]:
     prints = _Prints(captured.module)
-    with torch.inference_mode(False), torch.no_grad():
-        prints.run(*arguments)
+    prints.run(*arguments)
     return prints.seen
 
 
@@ -171,8 +170,7 @@ def _eager_prints(eager: Callable[[], Any]) -> list[tuple[str, Tensor]]:
         if tensors and _computes(op):
             calls.append((torch_trace.operator_name(op), _together(tensors)))
 
-    with torch.inference_mode(False), torch.no_grad():
-        torch_trace.watched(eager, seen)
+    torch_trace.watched(eager, seen)
     return calls
 
 
@@ -201,9 +199,7 @@ def _computes(op: Any) -> bool:
 
 
 def _describe(captured: Captured, name: str) -> str:
-    node = next(n for n in captured.graph.nodes if n.name == name)
-    module = f" of {module_of(node)}" if module_of(node) else ""
-    return f"node {name} ({op_name(node)}){module}"
+    return described(next(n for n in captured.graph.nodes if n.name == name))
 
 
 def _together(tensors: Sequence[Tensor]) -> Tensor:

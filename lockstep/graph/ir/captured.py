@@ -102,15 +102,11 @@ class InputSpec:
         shape, stride = tuple(tensor.shape), tensor.stride()
         if (shape, stride, tensor.dtype, tensor.device) == (self.shape, self.stride, self.dtype, self.device):
             return None  # as at almost every launch
-        expected: tuple[int | str, ...]
-        if self.stride is None and len(shape) == len(self.shape):
+        expected: tuple[int | str, ...] = self.shape
+        if self.stride is None and len(shape) == len(expected):
             if not tensor.is_contiguous():
                 return f"{self} has open sizes and must be contiguous; its stride is {stride}"
-            expected = tuple(
-                have if isinstance(want, str) else want for have, want in zip(shape, self.shape, strict=True)
-            )
-        else:
-            expected = self.shape
+            expected = tuple(h if isinstance(want, str) else want for h, want in zip(shape, expected, strict=True))
         for aspect, have, want in (
             ("shape", shape, expected),
             ("dtype", tensor.dtype, self.dtype),
@@ -232,6 +228,12 @@ def is_backward(node: fx.Node) -> bool:
 def module_of(node: fx.Node) -> str:
     """The path of the innermost module whose forward made the node; empty outside all."""
     return torch_trace.tags(node).get(MODULE_TAG, "")
+
+
+def described(node: fx.Node) -> str:
+    """A node in a message: its name, operator and module."""
+    module = f" of {module_of(node)}" if module_of(node) else ""
+    return f"node {node.name} ({op_name(node)}){module}"
 
 
 def written(node: fx.Node) -> list[fx.Node]:

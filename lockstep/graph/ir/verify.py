@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, fx
 
 from ..torch_private import trace as torch_trace
-from .captured import Captured, GraphError, is_backward, module_of, op_name, origins, written
+from .captured import Captured, GraphError, described, is_backward, op_name, origins, written
 from .rank_words import RankWords, communicates
 from .values import TensorValue, tensors_in
 
@@ -37,33 +37,18 @@ DECIDES = {
 }
 COMPARED = "logprob_C", "model_logprob_C", "route_C"  # outputs that are held to the generator's, bit by bit
 
-# Our operators (`namespace.name`) whose GPU path waits for the device, and why: CUDA graphs with them are refused.
-NOT_GRAPH_SAFE: dict[str, str] = {}
 
-
-def verify(captured: Captured, not_graph_safe: Mapping[str, str] = NOT_GRAPH_SAFE) -> Captured:
-    """Return `captured` if it is sound.
-
-    Args:
-        not_graph_safe: operators (`namespace.name`) that cannot be part of a CUDA graph, with the reason.
-
-    Raises:
-        GraphError: naming each node at fault and what would be right.
-    """
+def verify(captured: Captured) -> Captured:
+    """Return `captured` if it is sound. `GraphError`: naming each node at fault and what would be right."""
     problems = list(_signature(captured))
     if not problems:  # the other checks rely on it
         problems = [*_constants(captured), *_numerics(captured), *_sums_of_ranks(captured), *_writes(captured)]
-        problems += _recordable(captured, not_graph_safe) if captured.recorded else []
+        problems += _recordable(captured) if captured.recorded else []
     if problems:
         shown = "\n  ".join(problems[:MAX_PROBLEMS])
         more = f"\n  and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
         raise GraphError(f"{captured.title}: the captured graph is refused\n  {shown}{more}")
     return captured
-
-
-def _where(node: fx.Node) -> str:
-    module = f" of {module_of(node)}" if module_of(node) else ""
-    return f"node {node.name} ({op_name(node)}){module}"
 
 
 def _signature(captured: Captured) -> Iterator[str]:
@@ -81,7 +66,7 @@ def _signature(captured: Captured) -> Iterator[str]:
             yield f"node {node.name}: {spec} is {found}, its signature says otherwise"
     for node in captured.graph.nodes:
         if node.op in ("call_module", "call_method"):
-            yield f"{_where(node)} is not an operator; a flat graph has only operators"
+            yield f"{described(node)} is not an operator; a flat graph has only operators"
     yield from _outputs(captured)
 
 
@@ -113,7 +98,7 @@ def _numerics(captured: Captured) -> Iterator[str]:
         name = op_name(node)
         due = "ops.attention_packed or ops.attention_paged" if name.startswith(_ATTENTION) else OURS.get(name)
         if due and not is_backward(node):
-            yield f"{_where(node)}: the forward pass must use {due}, whose bits are fixed"
+            yield f"{described(node)}: the forward pass must use {due}, whose bits are fixed"
 
 
 def _sums_of_ranks(captured: Captured) -> Iterator[str]:
@@ -137,7 +122,7 @@ def _sums_of_ranks(captured: Captured) -> Iterator[str]:
         cached = [specs[o] for o in touched if o in specs and specs[o].role == "kv"]
         why = DECIDES.get(op_name(node)) or (f"{cached[0]} is written" if cached else "")
         if why and not is_backward(node):
-            yield _added(found, f"{why} from it in {_where(node)}")
+            yield _added(found, f"{why} from it in {described(node)}")
     returned = zip(captured.outputs, captured.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
     for name, value in returned:
         if name in COMPARED and (found := sum_in(value)):
@@ -145,7 +130,8 @@ def _sums_of_ranks(captured: Captured) -> Iterator[str]:
 
 
 def _added(found: fx.Node, what: str) -> str:
-    return f"{_where(found)} adds floats of several ranks, and {what}; gather finished words, and lay them side by side"
+    adds = f"{described(found)} adds floats of several ranks"
+    return f"{adds}, and {what}; gather finished words, and lay them side by side"
 
 
 def _writes(captured: Captured) -> Iterator[str]:
@@ -157,9 +143,9 @@ def _writes(captured: Captured) -> Iterator[str]:
             for origin in lies_in[argument]:
                 if origin in specs and specs[origin].role not in captured.writes:
                     allowed = ", ".join(sorted(captured.writes)) or "none"
-                    yield f"{_where(node)} writes {specs[origin]} in place; roles it may write: {allowed}"
+                    yield f"{described(node)} writes {specs[origin]} in place; roles it may write: {allowed}"
                 elif origin.op == "get_attr":
-                    yield f"{_where(node)} writes the constant {origin.target} in place"
+                    yield f"{described(node)} writes the constant {origin.target} in place"
 
 
 def overlapping(captured: Captured, tensors: Sequence[Tensor]) -> str | None:
@@ -182,18 +168,16 @@ def overlapping(captured: Captured, tensors: Sequence[Tensor]) -> str | None:
     return None
 
 
-def _recordable(captured: Captured, not_graph_safe: Mapping[str, str]) -> Iterator[str]:
+def _recordable(captured: Captured) -> Iterator[str]:
     """What a CUDA graph cannot hold: waiting for the device, random state, a second device."""
     home = captured.inputs[0].device if captured.inputs else None
     for node in captured.graph.nodes:
         if away := {str(t.device) for t in tensors_in(captured.value(node)) if t.device != home}:
-            yield f"{_where(node)} lies on {', '.join(away)}, the first input on {home}"
+            yield f"{described(node)} lies on {', '.join(away)}, the first input on {home}"
         if op_name(node) in captured.split_at:
             continue  # runs between recorded pieces
-        if reason := not_graph_safe.get(op_name(node)):
-            yield f"{_where(node)} cannot be part of a CUDA graph yet: {reason}"
-        elif reason := _waits(captured, node):
-            yield f"{_where(node)} cannot be part of a CUDA graph: {reason}"
+        if reason := _waits(captured, node):
+            yield f"{described(node)} cannot be part of a CUDA graph: {reason}"
 
 
 def _waits(captured: Captured, node: fx.Node) -> str | None:

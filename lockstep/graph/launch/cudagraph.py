@@ -31,8 +31,15 @@ class Recording(Protocol):
         """Give its memory back; it cannot be replayed any more."""
 
 
-class GraphRecorder(Protocol):
+class CudaRecorder:
     """Makes recordings that share one pool. Record the largest first: its temporaries' memory serves the others."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise GraphError(f"CUDA graphs need a GPU; the tensors are on {device}")
+        self._device = device
+        self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
+        self._stream = torch.cuda.Stream(device)
 
     def record(
         self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = (), lasting: Sequence[int] = ()
@@ -45,31 +52,6 @@ class GraphRecorder(Protocol):
                 recording, so only a recorder that checks its caller looks at them.
             lasting: numbers of outputs that the recording copies out of the pool, where no other overwrites them.
         """
-
-    def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """Run once with the pool's memory, without recording; what it returns lies in the pool."""
-
-    def borrow(self, tensor: Tensor) -> Tensor:
-        """The same memory, without keeping the pool from giving it to others."""
-
-    def reserved_bytes(self) -> int:
-        """Memory that the pool holds."""
-
-    def close(self) -> None:
-        """Let go of the pool: after all recordings are closed, and before a process group is."""
-
-
-class CudaRecorder:
-    def __init__(self, device: torch.device) -> None:
-        if device.type != "cuda":
-            raise GraphError(f"CUDA graphs need a GPU; the tensors are on {device}")
-        self._device = device
-        self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
-        self._stream = torch.cuda.Stream(device)
-
-    def record(
-        self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = (), lasting: Sequence[int] = ()
-    ) -> _CudaRecording:
         torch.cuda.empty_cache()  # memory that others left is of no use to the pool, which takes its own from here on
         results = [r.clone() for r in self.run(run, arguments)]  # outside the pool
         graph = torch.cuda.CUDAGraph()
@@ -85,6 +67,7 @@ class CudaRecorder:
         return _CudaRecording(graph, outputs)
 
     def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """Run once with the pool's memory, without recording; what it returns lies in the pool."""
         with self._side_stream(), torch.cuda.use_mem_pool(self._open_pool()):
             return run(arguments)
 
@@ -103,6 +86,7 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def borrow(self, tensor: Tensor) -> Tensor:
+        """The same memory, without keeping the pool from giving it to others."""
         size = tensor.untyped_storage().nbytes()
         if size == 0:
             return tensor
@@ -110,11 +94,11 @@ class CudaRecorder:
         return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def reserved_bytes(self) -> int:
-        if self._pool is None:
-            return 0
-        return sum(segment["total_size"] for segment in self._pool.snapshot())
+        """Memory that the pool holds."""
+        return sum(segment["total_size"] for segment in self._pool.snapshot()) if self._pool is not None else 0
 
     def close(self) -> None:
+        """Let go of the pool: after all recordings are closed, and before a process group is."""
         if self._pool is not None:
             torch.cuda.synchronize(self._device)
             torch_trace.clear_matmul_workspaces()
@@ -125,12 +109,8 @@ class _Memory:
     """Bytes of the device that belong to someone else, as `torch.as_tensor` takes them."""
 
     def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "version": 3,
-            "data": (address, False),
-            "shape": (size,),
-            "typestr": "|u1",
-        }
+        about = {"version": 3, "data": (address, False), "shape": (size,), "typestr": "|u1"}
+        self.__cuda_array_interface__: dict[str, Any] = about
 
 
 class _CudaRecording:

@@ -14,7 +14,7 @@ from ...types import SideBySide
 from ..ir.captured import Captured, GraphError, Inputs
 from ..ir.values import tensors_in
 from ..ir.verify import overlapping
-from .cudagraph import GraphRecorder, Recording
+from .cudagraph import CudaRecorder, Recording
 from .dry_run import dry_run
 from .memory import Addresses, Outputs, OwnInputs
 
@@ -33,7 +33,7 @@ class GraphLauncher:
     """
 
     def __init__(
-        self, captured: Captured, inputs: Inputs, recorder: GraphRecorder | None = None, lasting: Collection[str] = ()
+        self, captured: Captured, inputs: Inputs, recorder: CudaRecorder | None = None, lasting: Collection[str] = ()
     ) -> None:
         self.captured = captured
         self.launches = self.replays = 0
@@ -134,7 +134,7 @@ class GraphLauncher:
         if self._own.fill([user[name] for name in self._user]):
             self._layout = layout
 
-    def _record(self, recorder: GraphRecorder) -> Recording:
+    def _record(self, recorder: CudaRecorder) -> Recording:
         with torch.inference_mode(False), torch.no_grad():
             if self.captured.split_at:
                 from .piecewise import Piecewise  # only where it was chosen

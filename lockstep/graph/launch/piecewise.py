@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from ..ir.captured import Captured, mutates, op_name, viewed
 from ..ir.values import Number
 from ..torch_private import trace as torch_trace
-from .cudagraph import GraphRecorder, Recording
+from .cudagraph import CudaRecorder, Recording
 
 ATTENTION = frozenset(
     f"lockstep.{kind}_{layout}"
@@ -115,7 +115,7 @@ class Piecewise:
     """The recorded pieces of one graph and the calls between them; replayed as one recording."""
 
     def __init__(
-        self, captured: Captured, recorder: GraphRecorder, arguments: Sequence[Tensor], lasting: Sequence[int] = ()
+        self, captured: Captured, recorder: CudaRecorder, arguments: Sequence[Tensor], lasting: Sequence[int] = ()
     ) -> None:
         """Run the parts in order, recording the pieces. `arguments` are the graph's inputs, where they will stay."""
         *parts, last = split(captured)
@@ -139,7 +139,7 @@ class Piecewise:
             self._steps.append(lambda: torch_trace.copy_all(copies, in_pool))
 
     def _record(
-        self, part: Part, recorder: GraphRecorder, reads: Sequence[Tensor], keep: Sequence[Tensor]
+        self, part: Part, recorder: CudaRecorder, reads: Sequence[Tensor], keep: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         if part.recorded:
             recording = recorder.record(part.run, reads, keep)
@@ -158,10 +158,6 @@ class Piecewise:
 
         self._steps.append(call)
         return results
-
-    @property
-    def pieces(self) -> int:
-        return len(self._recordings)
 
     def replay(self) -> None:
         """Run the parts again; does not wait for the device."""

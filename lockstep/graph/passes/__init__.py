@@ -27,7 +27,8 @@ class Pass:
         preserves_numerics: no bit of any output or write changes. If some may, `captured.is_exact` is false of the
             calls that the pass puts in, and the check against eager bounds what depends on them.
         options: what it was made with, by name: two passes of one name and options do the same to a graph.
-        apply: leaves its argument as it is; returns the new graph and, in a few words, what it did.
+        apply: leaves its argument as it is; returns the new graph, whose code is then compiled, and, in a few words,
+            what it did.
     """
 
     name: str
@@ -82,6 +83,9 @@ def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Capt
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Captured)):
             raise GraphError(f"{p.name} returned a {type(found).__name__}; a pass returns the new graph and a note")
         captured, note = found
+        if captured is not before:
+            captured.graph.lint()
+            captured.module.recompile()
         if p.preserves_numerics and (new := inexact_results(captured) - inexact_results(before)):
             raise GraphError(f"{captured.title}: {p.name} says that it changes no bits, and may change {min(new)}")
         line = f"{p.name}: {len(before.graph.nodes)} -> {len(captured.graph.nodes)} nodes; {note}"

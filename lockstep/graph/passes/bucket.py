@@ -24,8 +24,6 @@ def bucket(captured: Captured) -> tuple[Captured, str]:
     ]
     if between := gradient_exchanges(result, stage=1):
         notes.append(_merged(result.graph, between, _exchange_together) + " exchanges between cells")
-    result.graph.lint()
-    result.module.recompile()
     return result, ", ".join(notes)
 
 

@@ -21,5 +21,4 @@ def canonicalize(captured: Captured) -> tuple[Captured, str]:
         if node.op in ("call_function", "get_attr") and not node.users and not mutates(node):
             result.graph.erase_node(node)
             dead += 1
-    result.module.recompile()
     return result, f"{dead} dead, {aliases} aliases removed"

@@ -28,16 +28,14 @@ def fuse(captured: Captured) -> tuple[Captured, str]:
     - The addition of a gradient to its total, right behind the gradient, which is then in the cache, and is freed.
     """
     result = rewritten(captured)
-    graph = result.graph
-    counts = (
-        (sum(map(_join_rotation, list(graph.nodes))), "rotations joined with attention"),
-        (sum(map(_join_residual, list(graph.nodes))), "residual gradients with norms"),
-        (sum(map(_join_table, list(graph.nodes))), "embeddings with LM heads"),
-        (sum(map(_accumulate_early, list(graph.nodes))), "gradients added up as they come"),
-    )
-    graph.lint()
-    result.module.recompile()
-    return result, ", ".join(f"{count} {what}" for count, what in counts)
+    joins = {
+        "rotations joined with attention": _join_rotation,
+        "residual gradients with norms": _join_residual,
+        "embeddings with LM heads": _join_table,
+        "gradients added up as they come": _accumulate_early,
+    }
+    counts = {what: sum(map(join, list(result.graph.nodes))) for what, join in joins.items()}
+    return result, ", ".join(f"{count} {what}" for what, count in counts.items())
 
 
 def _join_rotation(rotation: fx.Node) -> bool:

@@ -109,14 +109,20 @@ def _check_patterns(captured: Captured, choices: Sequence[str]) -> None:
 
 
 def stretches(captured: Captured, choices: Sequence[str]) -> Iterator[Stretch]:
-    """What of a graph may be compiled, in order; `choices` as in `Inductor`."""
+    """What of a graph may be compiled, in order; `choices` as in `Inductor`. Nothing forward whose inputs are written
+    later: what the backward pass alone reads is computed again there."""
     lies_in = origins(captured.graph)
-    overwritten = {o for node in captured.graph.nodes for argument in written(node) for o in lies_in[argument]}
+    last = {o: node for node in captured.graph.nodes for argument in written(node) for o in lies_in[argument]}
+
+    def lasts(node: fx.Node) -> bool:
+        read = () if is_backward(node) else (o for n in node.all_input_nodes for o in lies_in[n])
+        return node not in last and all(last.get(origin, node) <= node for origin in read)
+
     run: list[fx.Node] = []
     for node in captured.graph.nodes:
         if node.op == "placeholder" or (node.op == "call_function" and makes_no_memory(captured, node)):
             continue
-        fits = _fits(captured, node) and node not in overwritten and _wanted(node, choices)
+        fits = _fits(captured, node) and lasts(node) and _wanted(node, choices)
         if run and not (fits and is_backward(node) == is_backward(run[0])):
             yield from _stretch(captured, run)
             run = []

@@ -60,7 +60,6 @@ def recompute(captured: Captured, patterns: Sequence[str]) -> tuple[Captured, st
                 f"compile.recompute: {captured.title}: recompute pattern {pattern!r} matches nothing. "
                 f"{_choices(captured)}"
             )
-    result.module.recompile()
     saved = f"{saved_bytes(captured) / 2**20:.1f} -> {saved_bytes(result) / 2**20:.1f} MiB kept for the backward pass"
     return result, f"{len(again)} calls made again, {saved}"
 
@@ -77,7 +76,6 @@ def fit(captured: Captured, budget: int) -> tuple[Captured, str]:
         result = rewritten(captured)
         names = {node.name for node, module in inside.items() if module in modules[:count]}
         make_again(result.graph, {node for node in result.graph.nodes if node.name in names})
-        result.module.recompile()
         return result
 
     count = bisect_left(range(len(modules)), -budget, key=lambda count: -saved_bytes(with_modules(count)))

@@ -34,8 +34,6 @@ def reorder(captured: Captured) -> tuple[Captured, str]:
     meanwhile = _begin_first(step_collectives(result))
     gathers = _prefetch(list(by_layer(weight_gathers(result))))
     exchanges = sum(_exchange_early(list(by_layer(gradient_exchanges(result, i)))) for i in range(len(STAGES)))
-    result.graph.lint()
-    result.module.recompile()
     note = f"{gathers} gathers begin a layer early, {exchanges} exchanges end a layer late"
     return result, note + (f", {meanwhile} calls are made while activations travel" if meanwhile else "")
 

@@ -23,7 +23,6 @@ def reshard(captured: Captured) -> tuple[Captured, str]:
     uses = [_Uses.of(gather) for gather in weight_gathers(result) if not is_backward(gather.collective)]
     chosen = {node for own in uses if own.spread_over(uses) for node in (*own.gather.start, *own.gather.finish)}
     again = make_again(result.graph, chosen)
-    result.module.recompile()
     count = sum(own.gather.collective in again for own in uses)
     return result, f"{count} of {len(uses)} gathered again"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -21,13 +21,6 @@ _OPTIONS = {"emulate_precision_casts": True, "deterministic": True}
 
 class Uncompilable(Exception):
     """An open size was taken for a number, or strides are no function of the sizes."""
-
-
-class Compiled(NamedTuple):
-    """A compiled function, and what must hold of its open sizes, by name, each with where it was asked."""
-
-    artifact: Any
-    conditions: tuple[Condition, ...]
 
 
 class Signature:
@@ -66,8 +59,9 @@ class Signature:
             raise Uncompilable(f"stride {size} of an input is no function of the sizes")
         return found
 
-    def compile(self, module: fx.GraphModule) -> Compiled:
-        """`module`, a function of such inputs, by Inductor; its sizes stay open. `Uncompilable`: see the class."""
+    def compile(self, module: fx.GraphModule) -> tuple[Any, list[Condition]]:
+        """`module`, a function of such inputs, by Inductor, and what must hold of its sizes, which stay open.
+        `Uncompilable`: see the class."""
         from torch._inductor.standalone_compile import standalone_compile
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -89,7 +83,7 @@ class Signature:
         except KeyError as unknown:
             raise Uncompilable(f"a condition on sizes has {unknown}") from unknown
         composed: list[Expression] = [[">=", name, 2] for name, e in self.sizes.items() if not e.is_Symbol]
-        return Compiled(artifact, (*conditions, *((c, "Inductor") for c in composed)))
+        return artifact, conditions + [(condition, "Inductor") for condition in composed]
 
     def _fakes(self, env: Any, mode: FakeTensorMode) -> tuple[dict[str, Any], list[Any]]:
         """Symbols for the names, and stand-ins for the values in them."""
@@ -175,7 +169,7 @@ def _options() -> dict[str, Any]:
 
 
 def load(data: bytes) -> Any:
-    """The artifact that `serialize` of `Compiled.artifact` gave; it executes code."""
+    """The artifact that `serialize` of one gave; it executes code."""
     from torch._inductor.standalone_compile import AOTCompiledArtifact
 
     return AOTCompiledArtifact.deserialize(data)

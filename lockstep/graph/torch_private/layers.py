@@ -13,12 +13,8 @@ from torch import fx, nn
 from ...ops.operator import sizes_apart
 
 
-class TooMany(Exception):
-    """More variants are needed than may be compiled."""
-
-
-class NotWhole(Exception):
-    """A module's call cannot be captured as one graph."""
+class NotCompiled(Exception):
+    """A module's call cannot be captured as one graph, or needs one more variant than may be compiled."""
 
 
 def compiled_call(
@@ -31,8 +27,7 @@ def compiled_call(
         limit: of variants. compiled: called before each is.
 
     Raises:
-        TooMany: a call needs one more than `limit`.
-        NotWhole: see there.
+        NotCompiled: at a call.
     """
     from torch._dynamo.backends.debugging import aot_eager
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
@@ -53,10 +48,12 @@ def compiled_call(
         with _open_sizes(limit):
             try:
                 return run(module, *args)
-            except FailOnRecompileLimitHit as error:
-                raise TooMany(str(error).splitlines()[0]) from error
-            except (Unsupported, UserError) as error:
-                raise NotWhole(str(error).splitlines()[0]) from error
+            except (FailOnRecompileLimitHit, Unsupported, UserError) as error:
+                said, instead = str(error).splitlines()[0], "use compile.capture none"
+                reason = f"{type(module).__name__} cannot be compiled whole: {said}; {instead}"
+                if isinstance(error, FailOnRecompileLimitHit):
+                    reason = f"more than {limit} variants of a layer are needed; {instead} ({said})"
+                raise NotCompiled(reason) from error
 
     return guarded
 

@@ -72,15 +72,15 @@ def choose(kind: Kind, rows: int, columns: int, depth: int, biased: bool = False
 
 
 def by_rule(kind: Kind, rows: int, columns: int, depth: int) -> Choice:
-    """For shapes that are in no table: of 38 shapes of nine models, at 8 to 128 rows on an H200, 1 % above the fastest
-    tile on average and 18 % at most (`benchmarks/tune_linear.py --alone`).
+    """For shapes that are in no table: of 48 shapes of nine models, at 8 to 128 rows on an H200, 1 % above the fastest
+    tile on average and 29 % at most (`benchmarks/tune_linear.py --alone`).
 
     Rows that do not all begin at whole 16 bytes are never the library's: its kernels for them add up in another order,
     and take 2 to 5 times as long as the chain (an H200, 4,099 and 151,669 columns).
     """
     if rows > MAX_ROWS:
         return LIBRARY if columns % 8 == depth % 8 == 0 else CHAIN
-    if depth % min(DEPTHS) or columns % min(DEPTHS) or depth == min(DEPTHS):
+    if depth % min(DEPTHS) or columns % 8 or depth == min(DEPTHS):
         return portable(kind, rows, columns, depth)
     if kind == "linear_fp32":
         return _head(rows, depth)
@@ -96,13 +96,13 @@ def _head(rows: int, depth: int) -> Choice:
 
 def _gated(rows: int, columns: int, depth: int) -> Choice:
     """With so many columns of the result."""
-    if rows <= 16:
-        return _tile("pipelined", 16, _width(columns, 64, 64), 128, depth, weights=2)
-    if columns >= 8192:
+    if rows <= 16 or (rows <= 32 and columns < 3072):
+        width = _width(columns, 64, 64, 32)
+        return _tile("pipelined", 16, width, 256 if width == 32 else 128, depth, weights=2)
+    if rows > 64 or columns >= 8192 or rows <= 32:
         return LIBRARY
-    if rows <= 32:
-        return _tile("pipelined", 32, _width(columns, 64, 64), 64, depth, weights=2)
-    return _tile("tma", 64, _width(columns, 32, 64), 128, depth, weights=2)
+    width = _width(columns, 32, 64)
+    return _tile("tma", 64, width, 256 if width == 16 else 128, depth, weights=2)
 
 
 def _plain(rows: int, columns: int, depth: int) -> Choice:

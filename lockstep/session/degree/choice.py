@@ -16,8 +16,8 @@ from ...errors import InputError
 from ...generator.cache_capacity import bytes_per_token
 from ...models import ModelConfig, num_parameters
 from ...models.checks import require_degree
-from ..build import planned_workload, prompt_limit, resolve_device, resolve_dtype
-from ..memory import Workload, in_larger_groups, memory_at_hand, model_config, plan, workload
+from ..build import planned_workload, resolve_device, resolve_dtype
+from ..memory import Workload, in_larger_groups, memory_at_hand, model_config, plan
 from . import links
 from .decode_time import DecodeTime, Exchanged, Load
 
@@ -62,11 +62,11 @@ def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeCho
         return config, world, None
     device = resolve_device(config.device)
     memory = min(world.gather(memory_at_hand(device, world)))
-    if config.parallel.generator_tp == 1:
-        return *_that_fit(config, world, device, memory), None
     w = world.each(lambda: planned_workload(config, world.size, device))
+    if config.parallel.generator_tp == 1:
+        return *_that_fit(w, world, memory), None
     shared = range(1, 2 if config.parallel.zero_stage == 2 else 65)  # which has the weights whole
-    of_each = [_with(w, ranks) for ranks in degrees(w.model, world.size) if ranks in shared]
+    of_each = [w.having("parallel", generator_tp=ranks) for ranks in degrees(w.model, world.size) if ranks in shared]
     loads = [Load.of(each, plan(each, memory)) for each in of_each]
     world.same("the processes of this run", lambda: {"the loads of groups of processes": loads})
     speed = links.bandwidth(world, device)
@@ -81,15 +81,12 @@ def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeCho
     return chosen, in_groups(world, choice.ranks), choice
 
 
-def _that_fit(config: RunConfig, world: World, device: torch.device, memory: int) -> tuple[RunConfig, World]:
-    """What is planned before anything is read says whether one process has room for all of the weights."""
-    model = model_config(config)
-    limit = prompt_limit(config, model).tokens
-    w = workload(config, world.size, device.type == "cuda", model, prompt_limit=limit)
+def _that_fit(w: Workload, world: World, memory: int) -> tuple[RunConfig, World]:
+    """The plan says whether one process has room for all of the weights."""
     found = plan(w, memory)
     larger = w if found.fits else in_larger_groups(w, memory)
     if larger is w:
-        return config, world
+        return w.config, world
     together = larger.config.parallel.generator_tp
     if world.first:
         print(
@@ -153,10 +150,6 @@ def best(found: Sequence[DecodeTime]) -> int:
         if one.of_all < GAIN * chosen.of_all:
             chosen = one
     return chosen.load.ranks
-
-
-def _with(w: Workload, ranks: int) -> Workload:
-    return replace(w, config=replace(w.config, parallel=replace(w.config.parallel, generator_tp=ranks)))
 
 
 def _exchanged(w: Workload, load: Load, world: World, device: torch.device) -> tuple[Exchanged, World]:

@@ -40,8 +40,10 @@ def remedies(w: Workload, memory: int) -> Iterator[str]:
     if (larger := in_larger_groups(w, memory)) is not w:
         ranks = larger.config.parallel.generator_tp
         yield f"--parallel.generator-tp {ranks}, so many GPUs having a part of the weights each"
-    for begin, also in ((w, ""), (least, f", with {' and '.join(together)}")):
+    for begin, settings in ((w, []), (least, together)):
         if more := _ranks(begin, memory):
+            settings = [*settings, f"--parallel.fsdp {more // w.tp}"] if w.config.parallel.fsdp else settings
+            also = f", with {' and '.join(settings)}" if settings else ""
             yield f"{more} GPUs (torchrun), over which masters, moments and gradients are sharded{also}"
             break
 
@@ -50,23 +52,20 @@ def _changes(w: Workload, memory: int) -> Iterator[tuple[str, Workload]]:
     """What can be set otherwise, and the workload with it."""
     c = w.config
     if c.generator.kv_cache_tokens:
-        planned = replace(c, generator=replace(c.generator, kv_cache_tokens=0))
-        yield "--generator.kv-cache-tokens 0, which plans the cache", replace(w, config=planned)
+        yield "--generator.kv-cache-tokens 0, which plans the cache", w.having("generator", kv_cache_tokens=0)
     fewer = w
     tokens: int = c.trainer.max_tokens_per_micro_batch
     while (tokens := tokens // 2) >= max(256, w.prompt_room):
-        fewer = replace(w, config=replace(c, trainer=replace(c.trainer, max_tokens_per_micro_batch=tokens)))
+        fewer = w.having("trainer", max_tokens_per_micro_batch=tokens)
         if _fits(fewer, memory):
             break
     if fewer is not w:
         yield f"--trainer.max-tokens-per-micro-batch {fewer.config.trainer.max_tokens_per_micro_batch}", fewer
     if not c.compile.recompute and c.compile.capture == "step" and not chooses(c.compile):
-        full = replace(c, compile=replace(c.compile, recompute=("full",), activation_memory_gib=0.0))
-        yield "--compile.recompute full", replace(w, config=full)
+        yield "--compile.recompute full", w.having("compile", recompute=("full",), activation_memory_gib=0.0)
     if w.on_gpu and not c.optimizer.offload:
-        offloaded = replace(c, optimizer=replace(c.optimizer, offload=True))
         on_host = f"with {12 * w.layout.size / GIB:.1f} GiB of the host's memory a GPU"
-        yield f"--optimizer.offload, {on_host}", replace(w, config=offloaded)
+        yield f"--optimizer.offload, {on_host}", w.having("optimizer", offload=True)
 
 
 def _together(w: Workload, memory: int) -> tuple[list[str], Workload]:
@@ -81,9 +80,8 @@ def _together(w: Workload, memory: int) -> tuple[list[str], Workload]:
 def in_larger_groups(w: Workload, memory: int) -> Workload:
     """The workload with the fewest processes generating together, more than there were, with which it fits; itself,
     where there are none."""
-    c = w.config
-    for together in range(c.parallel.generator_tp + 1, min(w.ranks, _MOST_TOGETHER) + 1):
-        larger = replace(w, config=replace(c, parallel=replace(c.parallel, generator_tp=together)))
+    for together in range(w.config.parallel.generator_tp + 1, min(w.ranks, _MOST_TOGETHER) + 1):
+        larger = w.having("parallel", generator_tp=together)
         if _shared(w, together) and plan(larger, memory).fits:
             return larger
     return w
@@ -101,8 +99,8 @@ def _ranks(w: Workload, memory: int) -> int | None:
     ranks = w.ranks
     while (ranks := ranks * 2) <= min(_MOST_RANKS, w.config.trainer.prompts_per_step):
         if w.config.trainer.prompts_per_step % ranks == 0:
-            parallel = replace(w.config.parallel, batch_shards=max(ranks // w.tp, w.config.parallel.batch_shards))
-            if _fits(replace(w, ranks=ranks, config=replace(w.config, parallel=parallel)), memory):
+            shards = max(ranks // w.tp, w.config.parallel.batch_shards)
+            if _fits(replace(w.having("parallel", batch_shards=shards), ranks=ranks), memory):
                 return ranks
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,9 +47,12 @@ def workload(config: RunConfig, ranks: int, on_gpu: bool, model: ModelConfig | N
 
 def memory_at_hand(device: torch.device, world: World = ONE) -> int:
     """Bytes that this process may take: of a GPU all that others do not use, which is asked before anything is loaded
-    but what the processes of `world` talk through; of a host its part among the processes of one machine."""
+    but what the processes of `world` talk through; of a host its part among the processes of one machine, or less where
+    its addresses are limited."""
     if device.type != "cuda":
-        return memory_bytes(device) // processes_here()
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`: of one process
+        share = memory_bytes(device) // processes_here()
+        return share if limit == resource.RLIM_INFINITY else min(share, limit)
     free, total = torch.cuda.mem_get_info(device)
     own = CONTEXT + COMMUNICATOR * len(world.axes)
     return total - max(0, total - free - own)

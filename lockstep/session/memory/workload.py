@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 
@@ -37,6 +38,11 @@ class Workload:
     prompt_limit: int = 1 << 30
     frozen: Sequence[ModelConfig] = ()
     on_gpu: bool = True
+
+    def having(self, section: str, **settings: Any) -> Workload:
+        """The same with other settings in a section of the configuration."""
+        changed = replace(getattr(self.config, section), **settings)
+        return replace(self, config=replace(self.config, **{section: changed}))
 
     @cached_property
     def shape(self) -> BatchShape:

@@ -56,6 +56,19 @@ def test_captures_after_warm_up_are_counted(runtime_of: Callable[..., Runtime]) 
     assert (runtime.captures, runtime.recompiles) == (2, 1)
 
 
+def test_launches_of_graphs_that_are_closed_still_count(runtime_of: Callable[..., Runtime]) -> None:
+    runtime = runtime_of(recorded=True)
+    first, second = Counter(runtime), Counter(runtime)
+    for counter in (first, first, second):
+        counter(1, 2, 3, times=3)
+    first.function.drop()
+    second.function.close()
+    second(1, 2, 3)
+    assert (runtime.launches["count"], runtime.replays["count"]) == (10, 7)
+    runtime.close()
+    assert runtime.metrics() == {"recompiles": 0, "graph_replays": 7, "graph_replays/count": 7}
+
+
 def bound(runtime: Runtime) -> tuple[GraphLauncher, Counter]:
     counter = Counter(runtime)
     counter(0, 0, 0)

@@ -19,11 +19,13 @@ from lockstep.graph import (
     Inputs,
     Pass,
     PassedChecks,
+    backward,
     capture,
     check_against_eager,
     digest,
     dump,
     dumps,
+    in_module,
     loads,
     run_passes,
 )
@@ -99,6 +101,26 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     call.__name__ = name
     return call
+
+
+def test_what_reads_an_input_that_is_overwritten_is_not_computed_again_behind_that() -> None:
+    def body(t: Inputs) -> dict[str, Tensor]:
+        x = t.buffer["x"]
+        with in_module("layer"):
+            a = x * 2
+            b = a.exp()
+        x.add_(1)
+        with backward():  # which alone reads `a`
+            c = a.cos() * b
+        return {"c": c * 1}
+
+    inputs = Inputs(buffer={"x": torch.randn(3, 4)})
+    captured = capture("f", body, inputs, writes={"buffer"})
+    forward = [stretch for stretch in stretches(captured, ("all",)) if not stretch.backward]
+    module = outlined(captured, {s: _named(s.module.forward, "stretch") for s in forward})
+    expected = {name: x.clone() for name, x in body(replace(inputs, buffer={"x": inputs.buffer["x"].clone()})).items()}
+    with torch.no_grad():
+        assert torch.equal(module.forward(*(t for _, _, t in inputs.flat()))[0], expected["c"])
 
 
 def test_conditions_are_told_in_the_names_of_the_graph() -> None:
