@@ -69,8 +69,8 @@ def chat_logprobs(token_text: Callable[[int], str], sampled: Trajectory | Update
 
 
 def completion_logprobs(token_text: Callable[[int], str], sampled: Trajectory | Update, offset: int) -> dict[str, Any]:
-    """As `/v1/completions` has them, for tokens whose text begins at character `offset`. The likeliest of each place are
-    the sampled one alone, as in vLLM, whose clients go through them."""
+    """As `/v1/completions` has them, for tokens whose text begins at character `offset`. Of each place the likeliest is
+    the sampled one, as in vLLM, whose clients go through them."""
     entries = chat_logprobs(token_text, sampled)
     offsets = []
     for entry in entries:
