@@ -79,10 +79,9 @@ class Service:
         self._require_room(1)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._encoder, partial(encode, *arguments))
-        except PromptTooLong as error:
-            raise refused(field, str(error), "context_length_exceeded") from error
         except InputError as error:
-            raise refused(field, str(error)) from error
+            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+            raise refused(field, str(error), code) from error
 
     def remembered(self, request: Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """A conversation with the token ids of its sampled turns, where these are known; clients send them."""

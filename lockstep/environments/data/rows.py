@@ -77,11 +77,8 @@ class Problems(Sequence[Problem]):
     """Problems read from their rows when asked for: some rows of a source, in order."""
 
     def __init__(self, source: Source, form: RowFormat, columns: tuple[str, ...], rows: Sequence[int], label: str):
-        self.label = label  # "task.data rows.jsonl"
-        self.columns = columns
-        self._source = source
-        self._form = form
-        self._rows = rows
+        self.label, self.columns = label, columns  # "task.data rows.jsonl"
+        self._source, self._form, self._rows = source, form, rows
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -80,9 +80,7 @@ class JsonLines:
 
     def __init__(self, path: Path, label: str) -> None:
         """`label` names the file in messages, with the setting it is of."""
-        self._path = path
-        self._offsets = array("Q")
-        self._lines = array("Q")
+        self._path, self._offsets, self._lines = path, array("Q"), array("Q")
         try:
             self._file = path.open("rb")
             self._scan()
@@ -210,15 +208,12 @@ class Source(Protocol):
     def origin(self, index: int) -> str: ...
 
 
-class _RepeatedKey(ValueError):
-    """An object has a key twice, of which plain JSON would take the last in silence."""
-
-
 def _without_repeats(pairs: list[tuple[str, Any]]) -> Row:
+    """An object. Raises `KeyError` for a key that it has twice, of which plain JSON would take the last in silence."""
     row = dict(pairs)
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
+        raise KeyError(next(key for key in keys if keys.count(key) > 1))
     return row
 
 
@@ -227,7 +222,7 @@ def _parse(line: bytes, origin: str) -> Row:
         row = json.loads(line, object_pairs_hook=_without_repeats)
     except UnicodeDecodeError as error:
         raise InputError(f"{origin} is not UTF-8: {error.reason}") from error
-    except _RepeatedKey as error:
+    except KeyError as error:
         raise InputError(f"{origin} has the key {error.args[0]!r} twice; a key may stand in an object once") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} is not JSON: {error}; each line must be one JSON object") from error

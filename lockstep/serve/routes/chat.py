@@ -63,7 +63,8 @@ async def chat(service: Service, request: Request) -> Response:
         variables["tools"] = body.tools
     read = form or service.tool_format
     prompt = await service.encoded("messages", encode_chat, service.policy, messages, variables, read)
-    _count(service, prompt)
+    service.metrics.turns.labels("kept").inc(prompt.kept)
+    service.metrics.turns.labels("encoded_again").inc(prompt.encoded_again)
     if form is not None:
         form = replace(form, thinks=prompt.thinks)
     service.seeded(body)
@@ -106,11 +107,6 @@ def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
     if service.tool_format is None and tools:
         raise refused("tools", "the model's chat template has no tools, or calls them in a form that is not known here")
     return service.tool_format and service.tool_format.reading(tools)
-
-
-def _count(service: Service, prompt: ChatPrompt) -> None:
-    service.metrics.turns.labels("kept").inc(prompt.kept)
-    service.metrics.turns.labels("encoded_again").inc(prompt.encoded_again)
 
 
 def _max_tokens(service: Service, body: ChatBody, prompt: ChatPrompt) -> int:
