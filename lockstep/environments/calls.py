@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from queue import Empty, SimpleQueue
@@ -142,10 +143,9 @@ class Calls:
         if wait and self._timeout:
             first = min(began for _, began in self._open.values())
             patience = max(0.0, first + self._timeout - time.monotonic())
-        try:
+        with suppress(Empty):
             return self._answers.get(wait, patience)
-        except Empty:
-            return None
+        return None
 
     def _overdue(self) -> list[Answer]:
         if not self._timeout:

@@ -11,6 +11,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,13 +67,10 @@ def has_splits(data: str) -> bool:
 
 def _is_array(path: Path) -> bool:
     """Whether this is a .json file that holds one array, over several lines as a rule."""
-    if path.suffix != ".json" or not path.is_file():
-        return False
-    try:
-        with path.open("rb") as file:
+    if path.suffix == ".json" and path.is_file():
+        with suppress(OSError), path.open("rb") as file:  # which reading it will say
             return file.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
-    except OSError:  # which reading it will say
-        return False
+    return False
 
 
 class JsonLines:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -62,7 +63,7 @@ async def chat(service: Service, request: Request) -> Response:
     if form is not None and form.tools:
         variables["tools"] = body.tools
     read = form or service.tool_format
-    prompt = await service.encoded("messages", encode_chat, service.policy, messages, variables, read)
+    prompt = await service.encoded("messages", partial(encode_chat, service.policy, messages, variables, read))
     service.metrics.turns.labels("kept").inc(prompt.kept)
     service.metrics.turns.labels("encoded_again").inc(prompt.encoded_again)
     if form is not None:
