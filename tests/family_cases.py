@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
-from small import generate, requests, train_groups, words
+from small import generate, load_model, requests, train_groups, words
 
 from lockstep import ops
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime
-from lockstep.models import Decoder, PackedAttention, load_model, save_model
+from lockstep.models import Decoder, PackedAttention, save_model
 from lockstep.session.attention import whole_tiles
 from lockstep.trainer import Trainer, pack
 from lockstep.types import SampleIdentity, SamplingParams

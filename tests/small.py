@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.generator import Engine
-from lockstep.models import Decoder, ModelConfig
+from lockstep.models import Decoder, FolderWeights, ModelConfig, load_part
 from lockstep.models.blocks.rope import RopeScaling, YarnScaling
 from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import initialize
@@ -175,3 +176,8 @@ def stepped(optimizer: AdamW, lr: float, ok: bool = True) -> tuple[torch.Tensor,
     found = optimizer.update(given, torch.tensor(ok, device=device))
     optimizer.launched()
     return found
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+    """The decoder of a Hugging Face folder, converted to `dtype` on `device`."""
+    return load_part(FolderWeights(folder), dtype, device)

@@ -85,21 +85,17 @@ def kept(source: Path | str, load: Callable[[], Any]) -> Any:
         if _is_plain(whole):
             names = ("eos_token_id", "pad_token_id", "chat_template", "name_or_path")
             content = json.dumps([_saved(whole), {name: getattr(whole, name) for name in names}])
-            user_folder.write(path, {"content": content, "hash": _hash(content)}, keep=_MOST)
+            user_folder.write(path, {"content": content, "hash": fingerprint.digest(content)}, keep=_MOST)
     return whole
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]] | None:
     """What was kept, whole."""
     raw = user_folder.read(path)
-    if not isinstance(raw, dict) or not isinstance(raw.get("content"), str) or raw.get("hash") != _hash(raw["content"]):
+    if not isinstance(raw, dict) or raw.get("hash") != fingerprint.digest(raw.get("content")):
         return None
     files, about = json.loads(raw["content"])
     return files, about
-
-
-def _hash(content: str) -> str:
-    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _is_plain(whole: Any) -> bool:

@@ -136,8 +136,7 @@ class Runtime:
             graphs.forget_stages()
         for program in self.programs:
             program.forget_stages()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what the check took
+        torch.cuda.empty_cache()  # what the check took
 
     @property
     def captures(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -58,12 +58,10 @@ class WarmUp:
         with self._timings.measured("compile"), compiling_only(compiles) as kernels, self._launching(rehearse):
             yield kernels
 
-    @contextmanager
-    def making(self) -> Iterator[None]:
+    def making(self) -> AbstractContextManager[None]:
         """Within, programs make their graphs, and launch only those whose first launch leaves something behind. What
         others return is zero."""
-        with self._launching(self._launch if self.records else self._make):
-            yield
+        return self._launching(self._launch if self.records else self._make)
 
     @contextmanager
     def _launching(self, launch: Launch) -> Iterator[None]:
@@ -74,9 +72,8 @@ class WarmUp:
             self.launch = before
 
     def _launch(self, graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
-        if graph.launches or not self.records:
-            return graph(user, times)
-        with self._timings.measured("record"):
+        first = self.records and not graph.launches
+        with self._timings.measured("record") if first else nullcontext():
             return graph(user, times)
 
     def _make(self, graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:

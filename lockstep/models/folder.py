@@ -20,12 +20,12 @@ from ..cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, TensorFile, 
 from ..errors import InputError, LockstepError, refuse
 from ..json_file import read_object
 from .blocks.weight_slices import WeightSlice
-from .checks import check_end_of_sequence, check_fields, require_memory
+from .checks import check_end_of_sequence, check_fields
 from .config import ModelConfig
 from .decoder import Decoder
 from .families import require_family, text_part
 from .hf_config import end_of_sequence, from_hf, to_hf, without_nulls
-from .parts import Held, Ranges, load_part, ranges_of, within, without_memory
+from .parts import Held, Ranges, ranges_of, within, without_memory
 from .shards import Found, file_names, fill_rows, find_tensors, weights_path
 from .weight_map import HEAD, fused_experts, weight_map
 
@@ -107,13 +107,6 @@ def read_config(folder: Path) -> ModelConfig:
         check_end_of_sequence(more, config.vocab_size, str(generation))
         config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
     return config
-
-
-def load_model(folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
-    """The decoder of a Hugging Face folder, converted to `dtype` on `device`. Raises as `FolderWeights`."""
-    source = FolderWeights(folder)
-    require_memory(source.config, dtype, device, str(folder))
-    return load_part(source, dtype, device)
 
 
 class FolderWeights:

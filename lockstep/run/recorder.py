@@ -351,7 +351,8 @@ class Recorder:
         if self._saver is not None:
             self._saver.leave(error)
         try:
-            self._finish(error)
+            with self._open_files:
+                self._finish(error)
         except (LockstepError, OSError) as unwritten:
             if error is None:
                 raise
@@ -383,7 +384,6 @@ class Recorder:
         write_json(self.run_dir / SUMMARY_FILE, self.summary)
         with writing(self.run_dir / "report.html"):
             write_report(self.run_dir)
-        self._open_files.close()
 
     def _total_seconds(self) -> float:
         """Of the whole run so far: this process, and those whose steps it goes on from."""

@@ -77,7 +77,19 @@ class TensorBoard:
             self._writer.close()
 
 
-class WandB:
+class _Run:
+    """A run of a package that has them as Weights & Biases has."""
+
+    _run: Any
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandB(_Run):
     """A Weights & Biases run named after the run folder, where its id is kept so that resuming continues it."""
 
     def __init__(self, project: str, run_dir: Path, settings: Mapping[str, Any]) -> None:
@@ -106,14 +118,8 @@ class WandB:
         except OSError as error:
             raise LockstepError(f"could not write {id_file}: {error}") from error
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
-
-
-class Trackio:
+class Trackio(_Run):
     """A trackio run named after the run folder, where trackio keeps its own (`TRACKIO_DIR`). Resuming goes on with the
     latest of that name."""
 
@@ -127,12 +133,6 @@ class Trackio:
             self._run = trackio.init(project, run_dir.resolve().name, config=dict(settings), resume=resume, **quiet)
         except Exception as error:
             raise InputError(f"metrics.trackers: trackio cannot start: {error}") from error
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 _KINDS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}

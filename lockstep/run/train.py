@@ -36,7 +36,7 @@ def train(
         InputError: `resume`, and the run cannot go on as it was; nothing in its folder was changed.
         LockstepError: the run failed; what it wrote until then stays, with a report.
     """
-    config = world.share(lambda: _checked(config, world))[world.rank]
+    config = world.each(lambda: _checked(config, world))
     config, world, choice = choose(config, world)
     world.same("the processes of this run", lambda: resuming.data(config))
     run_dir = run_dir.absolute()  # rewards may change the working directory

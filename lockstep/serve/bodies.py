@@ -23,25 +23,18 @@ _NO_EFFECT |= {"skip_special_tokens", "spaces_between_special_tokens", "detokeni
 
 _DISTRIBUTION = "tokens are drawn from the model's own distribution, after temperature, top_k, top_p and min_p"
 _FREE = "sampling is not constrained"
+_GUIDES = "json", "regex", "choice", "grammar"
 _SAMPLED = "there are log-probabilities of sampled tokens alone"
 _TEXT = "the model reads and writes text"
 _TEMPLATE = "messages go through the model's own chat template, up to its generation prompt"
 # Fields that are not supported: the values that change nothing, which are taken, and why there are no others.
 _UNSUPPORTED: dict[str, tuple[list[Any], str]] = {
-    "presence_penalty": ([0], _DISTRIBUTION),
-    "frequency_penalty": ([0], _DISTRIBUTION),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), ([0], _DISTRIBUTION)),
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), ([[]], _DISTRIBUTION)),
     "repetition_penalty": ([1], _DISTRIBUTION),
-    "min_tokens": ([0], _DISTRIBUTION),
     "logit_bias": ([{}], _DISTRIBUTION),
-    "bad_words": ([[]], _DISTRIBUTION),
-    "allowed_token_ids": ([], _DISTRIBUTION),
-    "logits_processors": ([[]], _DISTRIBUTION),
+    **dict.fromkeys(("structured_outputs", *(f"guided_{of}" for of in _GUIDES)), ([], _FREE)),
     "response_format": ([{"type": "text"}], _FREE),
-    "structured_outputs": ([], _FREE),
-    "guided_json": ([], _FREE),
-    "guided_regex": ([], _FREE),
-    "guided_choice": ([], _FREE),
-    "guided_grammar": ([], _FREE),
     "parallel_tool_calls": ([True], f"{_FREE}: an answer has as many calls as the model makes"),
     "best_of": ([1], "all n samples are answered"),
     "use_beam_search": ([False], "answers are sampled"),
@@ -78,27 +71,25 @@ def _greedy_or_warm(value: float) -> float:
     return value
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+_as_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+_off = BeforeValidator(lambda value: 0 if value == -1 else value)
 
 
-def _off(value: Any) -> Any:
-    return 0 if value == -1 else value
-
-
-class SamplingFields(BaseModel):
-    """What all routes sample by. A field that is null is as one that is left out."""
-
+class _Fields(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class SamplingFields(_Fields):
+    """What all routes sample by. A field that is null is as one that is left out."""
 
     temperature: Annotated[float, Field(ge=0, le=1e4), AfterValidator(_greedy_or_warm)] = 1.0
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
-    top_k: Annotated[int, BeforeValidator(_off), Field(ge=0, lt=1 << 31)] = 0
+    top_k: Annotated[int, _off, Field(ge=0, lt=1 << 31)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     n: Annotated[int, Field(ge=1, le=1 << 16)] = 1
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     seed: Annotated[int | None, Field(ge=0, le=MAX_SEED)] = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list), Field(max_length=64)] = []
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], _as_list, Field(max_length=64)] = []
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] = []
     ignore_eos: bool = False
 
@@ -117,10 +108,8 @@ class SamplingFields(BaseModel):
         )
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(_Fields):
     """Of a streamed answer."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool = False
 
@@ -164,10 +153,8 @@ class TokenSampling(SamplingFields):
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
 
 
-class TokensBody(BaseModel):
+class TokensBody(_Fields):
     """Of `/inference/v1/generate`."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     token_ids: list[int]
     sampling_params: TokenSampling = TokenSampling()

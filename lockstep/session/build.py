@@ -151,7 +151,7 @@ class TrainingSession(Session):
             self.task.check_lengths(encode, self.prompt_limit)
             longest = max(world.share(lambda: self.policy.longest_prompt(self.task, self.environment, groups)))
         w = asked(longest_prompt=longest, prompt_limit=self.prompt_limit.tokens)
-        self.plan = world.share(lambda: _planned(w, memory, device))[world.rank]
+        self.plan = world.each(lambda: _planned(w, memory, device))
         if (config := adapted(w, self.plan)) is not self.config:
             self.config = config
             self.renew()

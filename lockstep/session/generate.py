@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -219,38 +220,24 @@ class LLM(Session):
         if self._engine is not None and self._engine.scheduler.busy:
             raise InputError("a stream of this model is still open; read it to its end or close it first")
         if self._engine is None or sequences > self._room[0] or tokens > self._room[1]:
-            self._engine = self._planned(sequences, tokens)
+            room = max(_power_of_two(sequences), self._room[0]), max(_power_of_two(tokens), self._room[1])
+            self._free()  # the last one's cache is freed before the next one is planned
+            capacity = self.cache_tokens(room[0], min(room[1], self.context))  # the engine refuses what exceeds that
+            self._engine, self._room = self.new_engine(capacity), room
         return self._engine
 
     def _ready(self, engine: Engine, kinds: Sequence[SamplingParams]) -> Engine:
-        for params in kinds:
-            self._warm_up(engine, params)
-        return engine
-
-    def _planned(self, sequences: int, tokens: int) -> Engine:
-        """A new engine in place of the last one, with no less room."""
-        sequences = max(_power_of_two(sequences), self._room[0])
-        tokens = max(_power_of_two(tokens), self._room[1])
-        self._free()  # the last one's cache is freed before the next one is planned
-        # What exceeds the context is refused by the engine.
-        capacity = self.cache_tokens(sequences, min(tokens, self.context))
-        self._room = (sequences, tokens)
-        return self.new_engine(capacity)
-
-    def _warm_up(self, engine: Engine, sampling: SamplingParams) -> None:
-        """Make the engine's graphs for this kind of sampling; a mix of kinds, and so many tokens at once as no request
-        has yet brought, are captured when they come."""
-        kind = sampling.truncated, sampling.temperature == 0
-        if not self.runtime.compiles or kind in self._warm:
-            return
+        """Make the engine's graphs for these kinds of sampling; a mix of kinds, and so many tokens at once as no
+        request has yet brought, are captured when they come."""
         sequences, tokens = self._room
-        make_ready(
-            self,
-            lambda: engine.warm_up(sequences, min(tokens, self.context), sampling),
-            engine.trust_cases,
-            self.kernel_list(self.config.generator, self.config.compile, self._room, sampling.n, kind),
-        )
-        self._warm.add(kind)
+        for params in kinds if self.runtime.compiles else ():
+            kind = params.truncated, params.temperature == 0
+            if kind not in self._warm:
+                make_graphs = partial(engine.warm_up, sequences, min(tokens, self.context), params)
+                about = self.config.generator, self.config.compile, self._room, params.n, kind
+                make_ready(self, make_graphs, engine.trust_cases, self.kernel_list(*about))
+                self._warm.add(kind)
+        return engine
 
     def _requests(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams], step: int = 0

@@ -61,9 +61,9 @@ def _results(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tu
     yield "AdamW", _update(device, dtype)
     squares = ops.square_sums(_fixed(5 * ops.SQUARES_BLOCK, seed=101).to(device))
     yield GRADIENT_NORM, (ops.root_of_sum(ops.exact_sum(squares)),)
-    scores = _scores(device, dtype)
-    yield "log", scores[1:]  # the entropies and the log-probabilities under filters, of sums and their logarithms
-    yield "decoder", scores[:1]
+    found = _scored(_filled(_DECODER, dtype, device), device)
+    yield "log", (found.logprob_C, found.entropy_C)  # under filters, of sums and their logarithms
+    yield "decoder", (found.model_logprob_C,)
 
 
 def _cpu_results(dtype: torch.dtype, config: ModelConfig) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
@@ -122,12 +122,6 @@ def _update(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     state, step = ops.AdamWState(weights, grad, master, first, second, steps), ops.AdamWStep(rate, scale, applied)
     ops.adamw(state, step, settings)
     return squares, weights, master, first, second
-
-
-def _scores(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Log-probabilities of a decoder with fixed weights, the model's own; then under filters, and entropies."""
-    found = _scored(_filled(_DECODER, dtype, device), device)
-    return found.model_logprob_C, found.logprob_C, found.entropy_C
 
 
 def _gradients(model: Decoder) -> tuple[Tensor, ...]:

@@ -50,18 +50,18 @@ def _precompiled(config: RunConfig, world: World) -> dict[str, Any]:
     began = time.perf_counter()
     config, world, _ = choose(config, world)
     run = TrainingSession(config, world)
-    runtime = run.runtime
-    assert runtime.store is not None
+    runtime, store = run.runtime, run.runtime.store
+    assert store is not None
     try:
         with world.deadline("making and checking graphs", timeouts=10):
             warm_up(run)
-        graphs = world.from_first(lambda: _kept(runtime.store))
+        graphs = world.from_first(lambda: _kept(store))
         checks = {name: sum(getattr(verdict, name) for verdict in run.verdicts) for name in ("cases", "known")}
     finally:
         runtime.close()
     outcomes = [graph["outcome"] for graph in graphs]
     return {
-        "folder": str(runtime.store.folder),
+        "folder": str(store.folder),
         "device": str(run.policy.model.embed.device),
         "processes": world.size,
         "made": outcomes.count("made"),
@@ -71,7 +71,7 @@ def _precompiled(config: RunConfig, world: World) -> dict[str, Any]:
         "graphs": graphs,
         "checks": checks,
         "bytes": sum(graph["bytes"] for graph in graphs),
-        "folder_bytes": runtime.store.size(),
+        "folder_bytes": store.size(),
         "seconds": dict(run.timings.seconds),
         "total_s": time.perf_counter() - began,
     }
@@ -81,10 +81,9 @@ _REASONS = 8  # that are shown of one graph
 _OUTCOMES = {"loaded": "reused", "refused": "refused", "absent": "made"}
 
 
-def _kept(store: Store | None) -> list[dict[str, Any]]:
+def _kept(store: Store) -> list[dict[str, Any]]:
     """Each graph that was looked for, what became of it, and the bytes that are kept of it; `refused` ones were made
     anew. Raises `LockstepError` where nothing could be kept of any."""
-    assert store is not None
     graphs = [
         asdict(found) | {"outcome": _OUTCOMES[found.outcome], "bytes": store.size(found.file)}
         for found in store.lookups

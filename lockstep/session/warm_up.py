@@ -50,7 +50,8 @@ def warm_up(run: TrainingSession) -> None:
         _check_machine(run)
         return
     prepare_machine(run)
-    kernels = run.kernel_list(*_steps(run))
+    reference = run.trainer.reference
+    kernels = run.kernel_list(run.shapes, *of_steps(run.config), reference and reference.model.config)
     cases = partial(run.trainer.trust_cases, run.shapes, run.sampling, **_batches(run.config))
     run.verdicts = make_ready(
         run,
@@ -166,12 +167,6 @@ def _compiled(session: Session, *launches: Callable[[], None]) -> list[Any]:
     if not compiles:
         warm_up.preload(kernels)
     return kernels
-
-
-def _steps(run: TrainingSession) -> tuple[object, ...]:
-    """What the kernels of such a start depend on besides the model and the processes."""
-    reference = run.trainer.reference
-    return run.shapes, *of_steps(run.config), reference and reference.model.config
 
 
 def _rehearse_check(run: TrainingSession) -> None:

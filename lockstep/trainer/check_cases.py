@@ -55,9 +55,9 @@ def trust_cases(
         gather = functions["gather_weights"]
         remake = partial(gather.body, gather.inputs)
         work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs), remake=remake)]))
-    work.append((functions["check"], [programs.scoring_case("check", *b, statistics) for b in batches]))
+    work.append((functions["check"], [programs.case("check", *b, statistics) for b in batches]))
     for name in [name for name in ("reference_logprobs", "values") if name in functions]:  # in one order on all ranks
-        work.append((functions[name], [programs.scoring_case(name, *b, lambda: None) for b in batches]))
+        work.append((functions[name], [programs.case(name, *b, lambda: None) for b in batches]))
     return work
 
 
@@ -65,14 +65,15 @@ def _train_cases(
     programs: TrainerPrograms, name: str, batch: PackedBatch, load: Callable[[], object], num_iterations: int
 ) -> Iterator[graph.Case]:
     with_support = num_iterations > 1 and batch.truncated
-    yield programs.train_case(name, batch, load, with_support)
+    case = partial(programs.case, "forward_backward", load=load, loss_type=programs.loss_type)
+    yield case(name, batch, with_support=with_support)
     if num_iterations > 1:
         later = replace(batch, check_parity=False)
         if with_support:
             words = -(-programs.model.config.vocab_size // 8)
             rows = len(batch.targets_C)
             later.support_C = torch.full((rows, words), 255, dtype=torch.uint8, device=batch.targets_C.device)
-        yield programs.train_case(f"{name}, later update", later, load, False)
+        yield case(f"{name}, later update", later, with_support=False)
 
 
 def _nearly_untruncated(sampling: SamplingParams, vocabulary: int) -> SamplingParams:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import fsum, isnan, nan
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from ..types import PackedBatch
 from .step import differs
 
 MAX_MISMATCHES = 8
+_COMPARED = "route_C", "logprob_C", "model_logprob_C"  # of `step.Scored`
 Checked = list[tuple[PackedBatch, dict[str, Tensor]]]  # batches, each with its `step.Scored` by name
 
 
@@ -60,30 +61,19 @@ def sums_of_deltas(checked: Checked) -> list[tuple[float, ...]]:
 
 def mismatches(checked: Checked) -> list[Mismatch]:
     """Name the first differing tokens, in packed order. Reads from the device, but only after a difference."""
-    found: list[Mismatch] = []
-    for batch, scored in checked:
-        starts = [0, *accumulate(s.length for s in batch.sequences)]
-        compared = [
-            ("sampled", scored["logprob_C"], batch.old_logprob_C),
-            ("model", scored["model_logprob_C"], batch.old_model_logprob_C),
-        ]
-        if "route_C" in scored and batch.old_route_C is not None:
-            compared.insert(0, ("experts", scored["route_C"], batch.old_route_C))
-        for kind, trainer_C, generator_C in compared:
-            different_C = differs(trainer_C, generator_C) | (trainer_C - generator_C != 0)  # NaN to NaN, too
-            rows = (different_C & batch.valid_C).nonzero().flatten().tolist()
-            for row in rows[:MAX_MISMATCHES]:
-                index = int(batch.sequence_C[row])
-                sequence = batch.sequences[index]
-                found.append(
-                    Mismatch(
-                        request=sequence.name,
-                        position=row - starts[index] + (sequence.part_from or 0),
-                        kind=kind,
-                        generator=generator_C[row].item(),
-                        trainer=trainer_C[row].item(),
-                    )
-                )
-        if len(found) >= MAX_MISMATCHES:
-            break
-    return found[:MAX_MISMATCHES]
+    found = (mismatch for batch, scored in checked for mismatch in _of_batch(batch, scored))
+    return list(islice(found, MAX_MISMATCHES))
+
+
+def _of_batch(batch: PackedBatch, scored: dict[str, Tensor]) -> Iterator[Mismatch]:
+    starts = [0, *accumulate(s.length for s in batch.sequences)]
+    generated = batch.old_route_C, batch.old_logprob_C, batch.old_model_logprob_C
+    for kind, name, generator_C in zip(("experts", "sampled", "model"), _COMPARED, generated, strict=True):
+        if generator_C is None or (trainer_C := scored.get(name)) is None:
+            continue
+        different_C = differs(trainer_C, generator_C) | (trainer_C - generator_C != 0)  # NaN to NaN, too
+        for row in (different_C & batch.valid_C).nonzero().flatten().tolist():
+            index = int(batch.sequence_C[row])
+            sequence = batch.sequences[index]
+            position = row - starts[index] + (sequence.part_from or 0)
+            yield Mismatch(sequence.name, position, kind, generator_C[row].item(), trainer_C[row].item())

@@ -183,12 +183,11 @@ class FlatParameters(FlatWeights):
     ) -> AbstractContextManager[graph.Inputs]:
         """`inputs` with the weights to compute a micro-batch with, and statistics to add its own to; `maxima` are those
         of them that are no sums. `differentiated`: gradients by the weights are taken."""
-        return nullcontext(inputs)
+        return self.summed(inputs, maxima)
 
-    @contextmanager
-    def summed(self, inputs: graph.Inputs, maxima: Sequence[int]) -> Iterator[graph.Inputs]:
+    def summed(self, inputs: graph.Inputs, maxima: Sequence[int]) -> AbstractContextManager[graph.Inputs]:
         """`inputs` with statistics to add a micro-batch's own to; in the end, those of all ranks are added."""
-        yield inputs
+        return nullcontext(inputs)
 
     def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
         """Add each gradient to its total, such as `grads`, in the total's precision, in order; by default of all."""
@@ -329,11 +328,6 @@ class ShardedParameters(FlatParameters):
         own = self.reads_own or name not in self.names
         part = model.get_parameter(name).detach() if own else self.gathered(name, self.gathering.param[name])
         return whole(model.placements[name], part, self.mesh.tp)
-
-    def micro_batch(
-        self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
-    ) -> AbstractContextManager[graph.Inputs]:
-        return self.summed(inputs, maxima)
 
     @contextmanager
     def summed(self, inputs: graph.Inputs, maxima: Sequence[int]) -> Iterator[graph.Inputs]:

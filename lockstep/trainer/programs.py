@@ -104,6 +104,7 @@ class TrainerPrograms:
         for name in ("forward_backward", "check"):
             self.by_name[name].lasting = step.COMPARED
         self._sparing: dict[str, graph.GraphBody] = {
+            "forward_backward": self._sparing_train,
             "check": self._sparingly(self._checked),
             "values": self._sparingly(self._critic_values),
             "reference_logprobs": self._sparing_reference,
@@ -136,16 +137,12 @@ class TrainerPrograms:
             **({} if self.reference is None else {"reference_logprobs": self.reference.constants()}),
         }
 
-    def case(self, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static) -> graph.Case:
-        return graph.Case(name, batch.tensors(), {**statics_of(batch), **statics}, load)
-
-    def train_case(self, name: str, batch: PackedBatch, load: Callable[[], object], with_support: bool) -> graph.Case:
-        made = self.case(name, batch, load, loss_type=self.loss_type, with_support=with_support)
-        return replace(made, eager=self._sparing_train)
-
-    def scoring_case(self, program: str, name: str, batch: PackedBatch, load: Callable[[], object]) -> graph.Case:
-        """A launch of a program without gradients on `batch`, to be checked."""
-        return replace(self.case(name, batch, load), eager=self._sparing[program])
+    def case(
+        self, program: str, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static
+    ) -> graph.Case:
+        """A launch of a program on `batch`, to be checked."""
+        known = {**statics_of(batch), **statics}
+        return graph.Case(name, batch.tensors(), known, load, eager=self._sparing[program])
 
     def launch(self, name: str, batch: PackedBatch, **statics: Any) -> dict[str, Tensor]:
         return self.by_name[name](batch.tensors(), **statics_of(batch), **statics)
@@ -159,9 +156,9 @@ class TrainerPrograms:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         values, batch = inputs.buffer["statistics"], batch_of(inputs, **statics)
         algorithm = self.algorithms[loss_type]
-        objective = step.Objective(algorithm, self.reference is not None and algorithm.kl_in_loss)
+        with_kl = self.reference is not None and algorithm.kl_in_loss
         with graph.substituted(self.model, inputs):
-            loss, scored = step.forward(self.model, values, batch, objective, with_support)
+            loss, scored = step.forward(self.model, values, batch, algorithm, with_kl, with_support)
         return loss, scored.tensors()
 
     def _sparing_train(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:

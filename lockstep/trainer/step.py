@@ -114,20 +114,15 @@ def score(
     return rows_CD, scores, routing.routed(routes, batch) if routes else None
 
 
-class Objective(NamedTuple):
-    algorithm: Algorithm
-    with_kl: bool
-
-
 def forward(
-    model: Decoder, values: Tensor, batch: PackedBatch, objective: Objective, with_support: bool
+    model: Decoder, values: Tensor, batch: PackedBatch, algorithm: Algorithm, with_kl: bool, with_support: bool
 ) -> tuple[Tensor, Scored]:
     """`sum(weight * loss)`, to be differentiated by the model's parameters; the batch's statistics go to `values`.
-    `with_support`: return what the sampled support is made from."""
+    `with_kl`: the loss has its KL term. `with_support`: return what the sampled support is made from."""
     statistics = named(values)
     rows_CD, scores, routed = score(model, batch)
     value_C = None if model.value_head is None else critic_values(model, rows_CD)
-    loss = _loss(model, statistics, batch, (scores, routed, value_C), objective)
+    loss = _loss(model, statistics, batch, (scores, routed, value_C), algorithm, with_kl)
     with torch.no_grad():
         scored = _record(statistics, batch, scores, routed)
     if not with_support:
@@ -144,15 +139,16 @@ def _loss(
     statistics: dict[str, Tensor],
     batch: PackedBatch,
     found: tuple[ops.TokenLogprobs, routing.Routed | None, Tensor | None],
-    objective: Objective,
+    algorithm: Algorithm,
+    with_kl: bool,
 ) -> Tensor:
     """The weighted sum to differentiate, of log-probs, routing and values; its statistics are added up on the way."""
-    algorithm, (scores, routed, value_C) = objective.algorithm, found
+    scores, routed, value_C = found
     given = batch.old_logprob_C, batch.advantage_C, batch.cu_completions, batch.ref_logprob_C
     of_critic = value_C, batch.old_value_C, batch.return_C
     values = TokenValues(scores.logprob_C, scores.model_logprob_C, *given, *of_critic)
     loss_C, clipped_C = algorithm.corrected_loss(values)
-    if objective.with_kl:
+    if with_kl:
         kl_C = algorithm.kl(values, batch.ref_logprob_C)
         statistics["kl"].add_(_total(kl_C, batch.valid_C))
         loss_C = loss_C + algorithm.beta * kl_C

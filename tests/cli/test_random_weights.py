@@ -11,12 +11,13 @@ import pytest
 import torch
 from model_edits import edited, tensors, written
 from safetensors.torch import load_file, save_file
+from small import load_model
 from test_cli import Recorder, resolved, run  # noqa: F401 (run is a fixture)
 
 from lockstep.cli.main import main
 from lockstep.config.random_weights import MARK, random_width
 from lockstep.config.recipes import RECIPES
-from lockstep.models import load_model, save_model
+from lockstep.models import save_model
 from lockstep.models.init import init_folder
 
 TINY = ("tiny", "tiny-llama", "tiny-qwen3-moe", "tiny-deepseek-v3")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from small import CONFIG, compare, generate, requests, train_groups
+from small import CONFIG, compare, generate, load_model, requests, train_groups
 from torch import Tensor
 
 from lockstep import ops
@@ -19,7 +19,7 @@ from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.errors import InputError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Runtime, Store
-from lockstep.models import Decoder, ModelConfig, by_pattern, load_model, save_model
+from lockstep.models import Decoder, ModelConfig, by_pattern, save_model
 from lockstep.models.blocks.attention import Attend
 from lockstep.models.blocks.layer import Layer
 from lockstep.models.blocks.moe import Routing

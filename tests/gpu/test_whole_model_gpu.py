@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from small import load_model
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.models import Decoder, PackedAttention, load_model
+from lockstep.models import Decoder, PackedAttention
 
 transformers = pytest.importorskip("transformers")
 

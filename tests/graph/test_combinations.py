@@ -14,7 +14,7 @@ from two_roles import TwoRoles, needs_inductor, quick_inductor, results, runtime
 from lockstep import config as choices
 from lockstep.config import CompileConfig, RunConfig, cudagraph_modes, resolve_compile, validate
 from lockstep.errors import InputError
-from lockstep.graph.capture.layers import LayerCompiler
+from lockstep.graph.capture.layers import layer_compiler
 from lockstep.graph.check.tolerance import relative_error
 from lockstep.graph.passes.compiled_subgraph import Regions
 from lockstep.graph.torch_private.inductor import compile_module
@@ -60,7 +60,7 @@ def test_what_cannot_work_is_refused_with_its_reason(capture: str, backend: str,
 def test_what_is_allowed_computes_what_eager_does(capture: str, backend: str, mode: str, eager, regions) -> None:
     assert resolve_compile(CompileConfig(capture, mode, backend=backend), on_gpu=False)  # type: ignore[arg-type]
     if capture in ("none", "layer"):
-        compiled = LayerCompiler(compile_module if backend == "inductor" else None) if capture == "layer" else None
+        compiled = layer_compiler(compile_module if backend == "inductor" else None) if capture == "layer" else None
         found = results(TwoRoles(call=compiled), eager=True)
     else:
         runtime = runtime_of(capture, backend, mode, regions)

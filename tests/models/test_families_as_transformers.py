@@ -25,9 +25,10 @@ from family_cases import (
 )
 from model_edits import edited
 from safetensors.torch import load_file, save_file
+from small import load_model
 
 from lockstep.errors import InputError
-from lockstep.models import Decoder, ModelConfig, load_model, save_model
+from lockstep.models import Decoder, ModelConfig, save_model
 from lockstep.models.blocks.rope import scaling_to_hf
 from lockstep.models.families import FAMILIES
 from lockstep.models.families.family import FULL, SLIDING

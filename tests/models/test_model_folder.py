@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
+from small import load_model
 
 from lockstep import ops
 from lockstep.cache import tensor_file
@@ -21,7 +22,6 @@ from lockstep.models import (
     Decoder,
     PackedAttention,
     describe_folder,
-    load_model,
     num_parameters,
     resolve_folder,
     save_model,

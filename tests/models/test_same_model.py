@@ -13,10 +13,11 @@ import pytest
 import torch
 from model_edits import NORM, edited, tensors
 from safetensors.torch import load_file, save_file
+from small import load_model
 
 from lockstep import ops
 from lockstep.errors import InputError
-from lockstep.models import Decoder, PackedAttention, load_model, save_model
+from lockstep.models import Decoder, PackedAttention, save_model
 from lockstep.models.folder import read_config
 from lockstep.models.init import ARCHITECTURES, initialize
 

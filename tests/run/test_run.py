@@ -114,6 +114,17 @@ def test_a_full_disk_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not list((tmp_path / "run").rglob(".tmp-*")) and not list((tmp_path / "run").glob("model/*"))
 
 
+def test_what_is_open_is_closed_though_the_summary_cannot_be_written(tmp_path: Path, capsys) -> None:
+    run, reward = tmp_path / "run", tmp_path / "blocks.py"
+    reward.write_text(
+        f"import os\ndef it(completions, **_):\n    os.makedirs('{run}/summary.json/in the way', exist_ok=True)\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    assert main(["train", *SUM, "--reward", f"{reward}:it", "--run-dir", str(run)]) == 1
+    assert f"could not write {run / 'summary.json'}" in capsys.readouterr().err
+    assert json.loads((run / "timeline.json").read_text())[-1]["name"] == "end"
+
+
 def test_gsm8k_trains_on_the_real_rows(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     arguments = ["gsm8k", "--data", str(DATA / "gsm8k_sample.jsonl"), "--model", str(model), "--steps", "3"]

@@ -95,7 +95,7 @@ def warm_up(run: TrainingSession) -> dict[str, int]:
 
 
 def precompile(run: TrainingSession) -> None:
-    path = kernel_lists.kernel_list(*session_warm_up._steps(run))
+    path = kernel_lists.kernel_list(run.shapes, *kernel_lists.of_steps(run.config))
     session_warm_up._precompile(
         run, path, partial(session_warm_up._make_graphs, run), partial(session_warm_up._rehearse_check, run)
     )

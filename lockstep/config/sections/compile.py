@@ -35,7 +35,7 @@ CAPTURES = {
     "none": Plugin(graphs=False),
     "step": Plugin("lockstep.graph.capture.step:capture"),
     "joint": Plugin("lockstep.graph.capture.joint:capture_joint", ranks=False, by_sizes=True),
-    "layer": Plugin("lockstep.graph.capture.layers:LayerCompiler", graphs=False, ranks=False),
+    "layer": Plugin("lockstep.graph.capture.layers:layer_compiler", graphs=False, ranks=False),
 }
 BACKENDS = {
     "none": Plugin(),

@@ -7,7 +7,7 @@ the bits of a trace of the whole (`capture`); what the forward pass writes is wr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, fx
@@ -44,7 +44,7 @@ def capture_joint(
         return capture(name, body, inputs, statics=statics, writes=writes, dynamic=dynamic)
     statics = dict(statics or {})
     check_closure(name, body.forward)
-    layout = _Layout.of(body, inputs, writes)
+    layout = _Layout(body, inputs, writes)
     outputs: list[str] = []
 
     def forward(*tensors: Tensor) -> list[Tensor]:
@@ -71,65 +71,46 @@ def _described(captured: Captured) -> str:
     return f"capture: joint; {len(calls) - behind} calls forward, {behind} backward, {saved}"
 
 
-@dataclass(frozen=True)
 class _Layout:
     """Where things stand among the inputs, by number: leaves (with their names), the totals of their gradients, and
     what else the forward pass may write."""
 
-    body: Differentiated
-    names: tuple[str, ...]
-    leaves: tuple[int, ...]
-    totals: tuple[int, ...]
-    written: tuple[int, ...]
-
-    @staticmethod
-    def of(body: Differentiated, inputs: Inputs, writes: Collection[Role]) -> _Layout:
+    def __init__(self, body: Differentiated, inputs: Inputs, writes: Collection[Role]) -> None:
         number = {(role, name): i for i, (role, name, _) in enumerate(inputs.flat())}
-        return _Layout(
-            body,
-            tuple(inputs.grad),
-            tuple(number["param", name] for name in inputs.grad),
-            tuple(number["grad", name] for name in inputs.grad),
-            tuple(i for (role, _), i in number.items() if role in writes and role != "grad"),
-        )
+        self.body, self.names = body, list(inputs.grad)
+        self.leaves, self.totals = ([number[role, name] for name in inputs.grad] for role in ("param", "grad"))
+        self.written = [i for (role, _), i in number.items() if role in writes and role != "grad"]
 
     def graph(self, fn: torch_trace.Flat, fakes: Sequence[Tensor]) -> fx.GraphModule:
         """The flat graph of `fn`, of its gradients and of their accumulation."""
-        halves = torch_joint.partition(fn, fakes, self.leaves)
+        forward, backward, count = torch_joint.partition(fn, fakes, self.leaves)
         graph = fx.Graph()
-        arguments = [_made(graph.placeholder(f"arg{i}_1"), fake) for i, fake in enumerate(fakes)]
-        results, known = _copied(graph, halves.forward, arguments)
-        loss, *outputs = results[: halves.results]
+        arguments = [torch_trace.set_fake_value(graph.placeholder(f"arg{i}_1"), x) for i, x in enumerate(fakes)]
+        results, known = _copied(graph, forward, arguments)
+        loss, *outputs = results[:count]
         for i, value in zip(self.written, outputs[len(outputs) - len(self.written) :], strict=True):
             if op_name(value) != "aten.clone" or value.args[0] is not arguments[i]:
                 _call(graph, torch.ops.aten.copy_.default, arguments[i], value)
         before = set(graph.nodes)
         seed = _call(graph, torch.ops.aten.ones_like.default, loss)
-        inputs = [known.get(node.name, seed) for node in halves.backward.graph.find_nodes(op="placeholder")]
-        gradients = _copied(graph, halves.backward, inputs)[0][: len(self.leaves)]
+        inputs = [known.get(node.name, seed) for node in backward.graph.find_nodes(op="placeholder")]
+        gradients = _copied(graph, backward, inputs)[0][: len(self.leaves)]
         if unused := [name for name, gradient in zip(self.names, gradients, strict=True) if gradient is None]:
             raise torch_trace.Untraceable(f"no gradient reaches param {', '.join(map(repr, unused))}")
         for node in set(graph.nodes) - before:
             torch_trace.set_tag(node, BACKWARD_TAG, BACKWARD)
         operands = [*(arguments[i] for i in self.totals), *gradients]
-        _copied(
-            graph, torch_trace.flat_graph(self._accumulated, [torch_trace.fake_value(n) for n in operands]), operands
-        )
+        _copied(graph, torch_trace.flat_graph(self._accumulated, list(map(torch_trace.fake_value, operands))), operands)
         graph.output(outputs[: len(outputs) - len(self.written)])
-        return fx.GraphModule(halves.forward, graph)
+        return fx.GraphModule(forward, graph)
 
     def _accumulated(self, *tensors: Tensor) -> list[Tensor]:
         self.body.accumulate(tensors[: len(self.totals)], tensors[len(self.totals) :])
         return []
 
 
-def _made(node: fx.Node, value: object) -> fx.Node:
-    torch_trace.set_fake_value(node, value)
-    return node
-
-
 def _call(graph: fx.Graph, op: Callable[..., Tensor], *args: fx.Node) -> fx.Node:
-    return _made(graph.call_function(op, args), op(*map(torch_trace.fake_value, args)))
+    return torch_trace.set_fake_value(graph.call_function(op, args), op(*map(torch_trace.fake_value, args)))
 
 
 def _copied(

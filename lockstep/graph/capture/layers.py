@@ -17,26 +17,23 @@ from ..torch_private import layers as torch_layers
 MAX_VARIANTS = 24
 
 
-class LayerCompiler:
-    """Calls layers through `torch.compile(fullgraph=True)`.
+def layer_compiler(
+    compile_module: Callable[..., Any] | None = None, compiled: Callable[[], None] = lambda: None
+) -> Callable[..., Tensor]:
+    """What calls a layer through `torch.compile(fullgraph=True)`: `call(layer, *args)`. `GraphError`, when called: it
+    cannot be compiled whole, or would be one variant too many.
 
     Args:
         compile_module: compiles a layer, forward and backward, but for our own operators; None: its operators are run
             as captured (as AOTAutograd's, where there are gradients), and so have eager's bits.
         compiled: called before each variant is compiled.
     """
+    call = torch_layers.compiled_call(compile_module, MAX_VARIANTS, compiled)
 
-    def __init__(
-        self, compile_module: Callable[..., Any] | None = None, compiled: Callable[[], None] = lambda: None
-    ) -> None:
-        self._call = torch_layers.compiled_call(compile_module, MAX_VARIANTS, compiled)
-
-    def __call__(self, layer: nn.Module, *args: Any) -> Tensor:
-        """`layer(*args)`. `GraphError`: it cannot be compiled whole, or would be one variant too many."""
+    def called(layer: nn.Module, *args: Any) -> Tensor:
         try:
-            return self._call(layer, *args)
+            return call(layer, *args)
         except torch_layers.NotCompiled as error:
             raise GraphError(f"compile.capture layer: {error}") from error
 
-    def __deepcopy__(self, _: Any) -> LayerCompiler:
-        return self  # a copied model's layers are the same function
+    return called

@@ -109,53 +109,49 @@ def faulty_replay(
     return Fault("replay", _describe(captured, node) if node else None, what)
 
 
-class _Prints(fx.Interpreter):
-    """Runs a graph node by node; `seen` has the hash of what each call returned and wrote."""
+class _Watched(fx.Interpreter):
+    """Runs a graph node by node, and calls `seen` with itself, the node and its result after each."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    def __init__(self, module: fx.GraphModule, seen: Callable[[fx.Interpreter, fx.Node, Any], None]) -> None:
         super().__init__(module)
-        self.seen: dict[str, Tensor] = {}
+        self._seen = seen
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        computes = n.op == "call_function" and n.target is not operator.getitem
-        if computes and (tensors := list(_tensors([result, [self.env[a] for a in written(n)]]))):
-            self.seen[n.name] = _together(tensors)
-        return result
-
-
-class _Regions(fx.Interpreter):
-    """Runs a graph, and each compiled region's operators beside it; `errors` has how far the results are apart."""
-
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
-        self.errors: dict[str, float] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if not is_exact(n):
-            args, _ = self.fetch_args_kwargs_from_env(n)
-            own = n.target.module.forward(*args)  # type: ignore[union-attr]
-            self.errors[n.name] = max(map(relative_error, result, own), default=0.0)
+        self._seen(self, n, result)
         return result
 
 
 def _worst_region(captured: Captured, arguments: Sequence[Tensor]) -> str | None:
     """The compiled region that is furthest from its operators; None when all are within the bound."""
+    errors: dict[str, float] = {}
+
+    def seen(at: fx.Interpreter, node: fx.Node, result: Any) -> None:
+        if not is_exact(node):
+            args, _ = at.fetch_args_kwargs_from_env(node)
+            own = node.target.module.forward(*args)  # type: ignore[union-attr]
+            errors[node.name] = max(map(relative_error, result, own), default=0.0)
+
     if all(map(is_exact, captured.graph.nodes)):
         return None
-    regions = _Regions(captured.module)
-    regions.run(*arguments)
-    name = max(regions.errors, key=lambda name: (math.isnan(regions.errors[name]), regions.errors[name]))
-    if regions.errors[name] <= bound(captured):
+    _Watched(captured.module, seen).run(*arguments)
+    name = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+    if errors[name] <= bound(captured):
         return None
-    return f"{_describe(captured, name)}, which is {regions.errors[name]:.2g} from its operators"
+    return f"{_describe(captured, name)}, which is {errors[name]:.2g} from its operators"
 
 
 def _node_prints(captured: Captured, arguments: Sequence[Tensor]) -> dict[str, Tensor]:
-    prints = _Prints(captured.module)
-    prints.run(*arguments)
-    return prints.seen
+    """By node: a hash of what its call returned and wrote."""
+    prints: dict[str, Tensor] = {}
+
+    def seen(at: fx.Interpreter, node: fx.Node, result: Any) -> None:
+        computes = node.op == "call_function" and node.target is not operator.getitem
+        if computes and (tensors := list(_tensors([result, [at.env[a] for a in written(node)]]))):
+            prints[node.name] = _together(tensors)
+
+    _Watched(captured.module, seen).run(*arguments)
+    return prints
 
 
 def _eager_prints(eager: Callable[[], Any]) -> list[tuple[str, Tensor]]:

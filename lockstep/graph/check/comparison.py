@@ -197,7 +197,7 @@ def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _touched(captured: Captured, inputs: Inputs, case: Case) -> dict[str, list[Tensor]]:
     """The state that a run may change, by input: whole tensors, or the views that the case declares."""
-    names = {f"{captured.inputs[i].role} {captured.inputs[i].name}" for i in captured.written_inputs}
+    names = {captured.inputs[i].title for i in captured.written_inputs}
     unknown = case.touches.keys() - {f"{role} {name}" for role, name, _ in inputs.flat()}
     assert not unknown, f"case {case.name!r} touches {unknown}, which are no inputs of {captured.title}"
     state: dict[str, list[Tensor]] = {}

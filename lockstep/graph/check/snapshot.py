@@ -32,7 +32,9 @@ class Snapshot:
                 self._zero.append(part)
                 continue
             self.nbytes += part.numel() * part.element_size()
-            self._kept.append((part, _on_host(part) if self.nbytes > MOST else part.clone()))
+            copy = torch.empty(part.shape, dtype=part.dtype, device="cpu" if self.nbytes > MOST else part.device)
+            copied(copy, part)
+            self._kept.append((part, copy))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -40,12 +42,6 @@ class Snapshot:
             part.zero_()
         for part, copy in self._kept:
             copied(part, copy)
-
-
-def _on_host(part: Tensor) -> Tensor:
-    copy = torch.empty(part.shape, dtype=part.dtype)
-    copied(copy, part)
-    return copy
 
 
 def copied(target: Tensor, source: Tensor) -> None:

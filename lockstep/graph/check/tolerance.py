@@ -21,8 +21,8 @@ def bound(captured: Captured) -> float:
 def too_far(found: Sequence[Tensor], eager: Sequence[Tensor], start: Sequence[Tensor], limit: float) -> bool:
     """Whether any of the tensors is further from eager's than `limit` times what eager changed; `start` is what they
     held before, if they are not new. Whole numbers, such as tokens, have no such distance and are never too far."""
-    pairs = enumerate(zip(found, eager, strict=True))
-    return any(_too_far(a, b, start[i] if start else None, limit) for i, (a, b) in pairs)
+    before: Sequence[Tensor | None] = start or [None] * len(found)
+    return any(_too_far(*tensors, limit) for tensors in zip(found, eager, before, strict=True))
 
 
 def _too_far(found: Tensor, eager: Tensor, start: Tensor | None, limit: float) -> bool:

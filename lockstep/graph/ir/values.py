@@ -23,27 +23,18 @@ class TensorValue:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
 
 
-@dataclass(frozen=True)
-class Number:
-    """A number that a graph computes from sizes; `text` says which, or at least its type."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-Value: TypeAlias = TensorValue | Number | tuple["Value", ...] | None
+# A tensor; text for a number that a graph computes from sizes: which one, or at least its type; several; or nothing.
+Value: TypeAlias = TensorValue | str | tuple["Value", ...] | None
 
 
 def value_of(found: Any, sizes: Sizes) -> Value:
     if isinstance(found, Tensor):
         return TensorValue(found.dtype, sizes.shape(found), found.device)
     if isinstance(found, torch.SymInt):
-        return Number(f"int {sizes.name(found)}")
+        return f"int {sizes.name(found)}"
     if isinstance(found, (list, tuple)):
         return tuple(value_of(item, sizes) for item in found)
-    return None if found is None else Number(type(found).__name__)
+    return None if found is None else type(found).__name__
 
 
 def tensors_in(value: Value) -> list[TensorValue]:

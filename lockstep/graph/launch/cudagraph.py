@@ -6,8 +6,8 @@ lies in the pool, where the next replay of *any* graph of the pool may overwrite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -67,30 +67,28 @@ class CudaRecorder:
         return _CudaRecording(graph, outputs)
 
     def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """Run once with the pool's memory, without recording; what it returns lies in the pool."""
-        with self._side_stream(), torch.cuda.use_mem_pool(self._open_pool()):
-            return run(arguments)
+        """Run once with the pool's memory, without recording, in order with what comes before and after; what it
+        returns lies in the pool."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._open_pool()):
+            results = run(arguments)
+        current.wait_stream(self._stream)
+        return results
 
     def _open_pool(self) -> torch.cuda.MemPool:
         if self._pool is None:
             raise GraphError("the pool of CUDA graphs is closed")
         return self._pool
 
-    @contextmanager
-    def _side_stream(self) -> Iterator[None]:
-        """What is launched within runs on the stream of the recordings, in order with what comes before and after."""
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
-
     def borrow(self, tensor: Tensor) -> Tensor:
         """The same memory, without keeping the pool from giving it to others."""
         size = tensor.untyped_storage().nbytes()
         if size == 0:
             return tensor
-        memory = torch.as_tensor(_Memory(tensor.untyped_storage().data_ptr(), size), device=tensor.device)
+        data = tensor.untyped_storage().data_ptr(), False
+        about = {"version": 3, "data": data, "shape": (size,), "typestr": "|u1"}
+        memory = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=about), device=tensor.device)
         return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def reserved_bytes(self) -> int:
@@ -103,14 +101,6 @@ class CudaRecorder:
             torch.cuda.synchronize(self._device)
             torch_trace.clear_matmul_workspaces()
             self._pool = None
-
-
-class _Memory:
-    """Bytes of the device that belong to someone else, as `torch.as_tensor` takes them."""
-
-    def __init__(self, address: int, size: int) -> None:
-        about = {"version": 3, "data": (address, False), "shape": (size,), "typestr": "|u1"}
-        self.__cuda_array_interface__: dict[str, Any] = about
 
 
 class _CudaRecording:

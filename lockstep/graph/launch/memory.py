@@ -78,9 +78,6 @@ class Addresses:
         self._asked = [owners[i] for i in self._numbers]
         self._known = list(map(Tensor.data_ptr, self._asked))
 
-    def __len__(self) -> int:
-        return len(self._asked)
-
     def moved(self) -> int | None:
         """The number of the first tensor that is elsewhere, or whose owner is; None as it must be."""
         now = list(map(Tensor.data_ptr, self._asked))

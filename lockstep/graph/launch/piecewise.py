@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx
 
 from ..ir.captured import Captured, mutates, op_name, viewed
-from ..ir.values import Number
 from ..torch_private import trace as torch_trace
 from .cudagraph import CudaRecorder, Recording
 
@@ -75,7 +74,7 @@ def _derived(captured: Captured, node: fx.Node) -> bool:
     if _element(node):
         return _derived(captured, node.args[0])  # type: ignore[arg-type]
     value = captured.value(node)
-    return value is not None if isinstance(value, Number) else bool(viewed(node))
+    return isinstance(value, str) or bool(viewed(node))
 
 
 def _results(captured: Captured, node: fx.Node) -> Iterator[fx.Node]:

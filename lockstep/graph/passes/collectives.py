@@ -85,8 +85,12 @@ def weight_gathers(captured: Captured) -> list[Collective]:
 
 def first_use(gather: Collective) -> fx.Node:
     """The first call that computes with what was gathered, or the gather itself when none does."""
-    users = [user for node in gather.finish for user in node.users if user not in gather.finish]
-    return min(users, default=gather.start[0])
+    return min(users(gather), default=gather.start[0])
+
+
+def users(gather: Collective) -> list[fx.Node]:
+    """The calls that compute with what was gathered."""
+    return [user for node in gather.finish for user in node.users if user not in gather.finish]
 
 
 def gradient_exchanges(captured: Captured, stage: int = 0) -> list[Collective]:

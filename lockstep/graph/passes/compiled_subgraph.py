@@ -14,8 +14,6 @@ from ..ir.sizes import Condition
 from ..store.artifact import register_region
 from ..torch_private import inductor as torch_inductor
 
-KIND = "inductor"
-
 
 class CompiledSubgraph:
     """A compiled function of tensors and sizes to a list of tensors, each with memory of its own: a node's target.
@@ -26,7 +24,7 @@ class CompiledSubgraph:
         conditions: what must hold of its sizes (`torch_private.inductor.Signature.sizes`).
     """
 
-    kind = KIND
+    kind = "inductor"
     exact = False
     __module__ = __name__
 
@@ -53,7 +51,7 @@ class CompiledSubgraph:
         return cls(body, module, torch_inductor.load(artifact), conditions)
 
 
-register_region(KIND, CompiledSubgraph.deserialize)
+register_region(CompiledSubgraph.kind, CompiledSubgraph.deserialize)
 
 
 def digest_of(body: Sequence[str]) -> str:
@@ -73,9 +71,6 @@ class Regions:
         self._made: dict[str, CompiledSubgraph] = {}
         self.shared: frozenset[str] = frozenset()
         self.refused: dict[str, str] = {}
-
-    def __len__(self) -> int:
-        return len(self._made)
 
     def region(
         self, body: Sequence[str], module: fx.GraphModule, signature: torch_inductor.Signature

@@ -12,7 +12,6 @@ from torch import fx
 from ..ir.captured import BACKWARD, BACKWARD_TAG, Captured, is_backward, mutates, viewed
 from ..ir.sizes import Condition, in_names
 from ..ir.text import call_text
-from ..ir.values import Number
 from ..torch_private import trace as torch_trace
 from ..torch_private.inductor import Signature
 
@@ -103,7 +102,7 @@ def makes_no_memory(captured: Captured, node: fx.Node) -> bool:
     """Whether a call only looks at memory, picks a result, or computes with sizes."""
     if mutates(node):
         return False
-    return bool(viewed(node)) or isinstance(captured.value(node), Number)
+    return bool(viewed(node)) or isinstance(captured.value(node), str)
 
 
 def outlined(captured: Captured, regions: Mapping[Stretch, Callable[..., Any]]) -> fx.GraphModule:

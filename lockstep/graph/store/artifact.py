@@ -1,7 +1,7 @@
 """A captured graph as bytes, and back: what a process captured once, others run without tracing.
 
 The graph is JSON, a line a node: operators by name, arguments, tags, and what each node computes. Loading that executes
-nothing; it looks names up in torch's registry and in a short list of Python's operators. A compiled `Region` is kept
+nothing; it looks names up in torch's registry and in a short list of Python's operators. A compiled region is kept
 beside it as bytes of its own, and loading one does execute code. A loaded graph's `ir.text.digest` is checked. The
 device that a graph lies on is not part of it: `loads` takes one.
 """
@@ -12,7 +12,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,7 +20,7 @@ from torch import fx
 from ..ir.captured import STORED, Captured, GraphError, InputSpec
 from ..ir.sizes import Sizes
 from ..ir.text import digest
-from ..ir.values import Number, TensorValue, Value
+from ..ir.values import TensorValue, Value
 from ..torch_private import trace as torch_trace
 from .framed_file import Damaged, pack, unpack
 
@@ -52,31 +52,16 @@ class Unstorable(GraphError):
     """The graph holds something that has no stored form."""
 
 
-@runtime_checkable
-class Region(Protocol):
-    """A compiled stretch of a graph, as the target of a `call_function` node.
+_REGIONS: dict[str, Callable[[bytes], Callable[..., Any]]] = {}
 
-    Attributes:
-        kind: the name under which `register_region` knows how to load it.
-        __name__: what `torch.fx` names its nodes after.
+
+def register_region(kind: str, deserialize: Callable[[bytes], Callable[..., Any]]) -> None:
+    """Let `dumps` keep regions of a kind, and `loads` make them of their bytes, which may execute code.
+
+    A region is a compiled stretch of a graph, the target of `call_function` nodes. It has its `kind`, a `__name__`, by
+    which `torch.fx` names its nodes, and `serialize() -> bytes`, of equal regions the same, which `deserialize` is
+    called on once, however many nodes call the region.
     """
-
-    kind: str
-    __name__: str
-
-    def __call__(self, *args: Any) -> Any:
-        """Run it."""
-
-    def serialize(self) -> bytes:
-        """All of it, for `deserialize` of its kind. The same region gives the same bytes."""
-
-
-_REGIONS: dict[str, Callable[[bytes], Region]] = {}
-
-
-def register_region(kind: str, deserialize: Callable[[bytes], Region]) -> None:
-    """Let `loads` make regions of a kind from their bytes, which may execute code. It is called once a region, however
-    many nodes call that."""
     _REGIONS[kind] = deserialize
 
 
@@ -88,7 +73,7 @@ def dumps(captured: Captured) -> bytes:
 
 def loads(data: bytes, device: torch.device | None = None) -> Captured:
     """The graph that `dumps` was given, to be run, recorded, verified and compared as if it had just been captured. If
-    it has compiled regions, only bytes that this user's own process wrote may be loaded: see `Region`.
+    it has compiled regions, only bytes that this user's own process wrote may be loaded: see `register_region`.
 
     Args:
         device: where its tensors lie; None: where they lay when it was stored.
@@ -157,11 +142,11 @@ class _Writer:
                 return str(target)
             if target in _NAMES:
                 return _NAMES[target]
-            if isinstance(target, Region) and target.kind in _REGIONS:
+            if getattr(target, "kind", None) in _REGIONS:
                 return self._region(target)
         raise Unstorable(f"{node.op} of {target} has no stored form")
 
-    def _region(self, region: Region) -> str:
+    def _region(self, region: Any) -> str:
         if id(region) not in self._regions:
             name = f"region.{region.kind}.{len(self._regions)}"
             self._regions[id(region)] = name, region.serialize()
@@ -194,7 +179,7 @@ class _Writer:
             return [str(value.dtype), list(value.shape), self._device(value.device)]
         if isinstance(value, tuple):
             return {"tuple": [self._value(item) for item in value]}
-        return value.text if isinstance(value, Number) else None
+        return value
 
     def _input(self, spec: InputSpec) -> list[Any]:
         stride = None if spec.stride is None else list(spec.stride)
@@ -283,7 +268,7 @@ class _Reader:
             self._targets[name] = self._region(name) if name.startswith("region.") else torch_trace.operator_named(name)
         return self._targets[name]
 
-    def _region(self, name: str) -> Region:
+    def _region(self, name: str) -> Callable[..., Any]:
         kind = name.split(".")[1]
         if kind not in _REGIONS:
             raise Damaged(f"a stored graph has a region of kind {kind!r}, which this process cannot load")
@@ -309,7 +294,7 @@ class _Reader:
             return TensorValue(_DTYPES[dtype], tuple(shape), self._device(device))
         if isinstance(value, dict):
             return tuple(self._value(item) for item in value["tuple"])
-        return Number(value) if isinstance(value, str) else None
+        return value if isinstance(value, str) else None
 
     def _input(self, role: Any, name: str, shape: list, stride: list | None, dtype: str, device: str) -> InputSpec:
         laid_out = None if stride is None else tuple(stride)

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from .trace import Untraceable
-
-
-class Partition(NamedTuple):
-    """The halves of a joint graph: `forward` from inputs to so many `results`, and after these what the backward pass
-    reads; `backward` from that, by the nodes' names in `forward`, and the gradient of the first result to the leaves'
-    gradients."""
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    results: int
 
 
 class _Function(nn.Module):
@@ -39,13 +29,20 @@ class _Function(nn.Module):
         return found
 
 
-def partition(fn: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor], leaves: Sequence[int]) -> Partition:
+def partition(
+    fn: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor], leaves: Sequence[int]
+) -> tuple[fx.GraphModule, fx.GraphModule, int]:
     """`fn(*fakes)` and its gradients, cut by the min-cut partitioner, which computes again what is cheap to; within
     `trace`.
 
     Args:
         fn: writes none of its arguments; its first result is to be differentiated, the others have no gradient.
         leaves: numbers of the arguments to differentiate by.
+
+    Returns:
+        the forward pass, from inputs to results and, after these, to what the backward pass reads; that one, from what
+        it reads, by the nodes' names in the first, and the gradient of the first result to the leaves' gradients; and
+        the number of results.
 
     Raises:
         Untraceable: no half, or more than one, was made of either kind.
@@ -78,7 +75,7 @@ def partition(fn: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor], leav
         )
     if [len(found) for found in halves.values()] != [1, 1]:
         raise Untraceable("forward and backward pass are not one graph each")
-    return Partition(_in_order(halves["forward"][0], module.order), halves["backward"][0], module.results)
+    return _in_order(halves["forward"][0], module.order), halves["backward"][0], module.results
 
 
 def _in_order(module: fx.GraphModule, order: Sequence[int]) -> fx.GraphModule:

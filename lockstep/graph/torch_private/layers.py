@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ def compiled_call(
     """`call(module, *args)`, compiled by torch for each kind of module and arguments, sizes and numbers left open.
 
     Args:
-        compile_module: compiles what was captured, with example inputs; None: see `LayerCompiler`.
+        compile_module: compiles what was captured, with example inputs; None: see `layer_compiler`.
         limit: of variants. compiled: called before each is.
 
     Raises:
@@ -31,6 +30,8 @@ def compiled_call(
     """
     from torch._dynamo.backends.debugging import aot_eager
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
+
+    dynamo: Any = torch._dynamo.config
 
     def backend(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         compiled()
@@ -45,7 +46,7 @@ def compiled_call(
     run = torch.compile(own, fullgraph=True, dynamic=True, backend=backend)
 
     def guarded(module: nn.Module, *args: Any) -> Any:
-        with _open_sizes(limit):
+        with dynamo.patch(specialize_float=True, recompile_limit=limit), sizes_apart():  # a constant stays one
             try:
                 return run(module, *args)
             except (FailOnRecompileLimitHit, Unsupported, UserError) as error:
@@ -56,11 +57,3 @@ def compiled_call(
                 raise NotCompiled(reason) from error
 
     return guarded
-
-
-@contextmanager
-def _open_sizes(limit: int) -> Iterator[None]:
-    """A constant such as an epsilon stays one."""
-    dynamo: Any = torch._dynamo.config
-    with dynamo.patch(specialize_float=True, recompile_limit=limit), sizes_apart():
-        yield

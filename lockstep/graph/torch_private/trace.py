@@ -197,8 +197,9 @@ def fake_value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-def set_fake_value(node: fx.Node, value: Any) -> None:
+def set_fake_value(node: fx.Node, value: Any) -> fx.Node:
     node.meta["val"] = value
+    return node
 
 
 def is_operator(target: object) -> bool:

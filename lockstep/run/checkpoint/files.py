@@ -54,7 +54,7 @@ class LoadedCheckpoint:
 
         found: dict[str, TensorInFile] = {}
         for file in self.files:
-            if _name_of(file) == name:
+            if file.endswith(_SUFFIX) and file.rsplit("-", 1)[0] == name:
                 opened = safe_open(self.path / file, framework="pt", device="cpu").__enter__()
                 found |= {key: TensorInFile(opened, key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
         return found
@@ -152,11 +152,6 @@ def latest(folder: Path, most: int | None = None) -> LoadedCheckpoint | None:
 
 class _Damaged(Exception):
     """A checkpoint that is not as it was written, and why."""
-
-
-def _name_of(file: str) -> str | None:
-    """The name that a shard belongs to, or None for a file that is no shard."""
-    return file.rsplit("-", 1)[0] if file.endswith(_SUFFIX) else None
 
 
 def _shards(stem: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:

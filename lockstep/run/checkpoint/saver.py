@@ -146,8 +146,7 @@ class _Writing(threading.Thread):
     def wait_for_own(self) -> None:
         """Until this rank has written its files; raises what went wrong."""
         self._own.wait()
-        if self._error is not None:
-            raise self._error
+        self.ended()
 
     def wait(self) -> None:
         """Until it is ended; raises what went wrong."""
@@ -174,7 +173,8 @@ class _HostCopies:
     def of(self, tensors: Tensors) -> Tensors:
         """Copies, until the next call. What was launched so far is waited for, and so are the copies."""
         every = [tensor for group in tensors.values() for tensor in group.values()]
-        sizes, on_gpu = [_room(tensor) for tensor in every], any(tensor.is_cuda for tensor in every)
+        sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in every]
+        on_gpu = any(tensor.is_cuda for tensor in every)
         if self._buffer.numel() < sum(sizes):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # given back before there is another
             self._buffer = host_buffer(sum(sizes), on_gpu)
@@ -194,10 +194,6 @@ class _HostCopies:
         if on_gpu:
             torch.cuda.synchronize()
         return copies
-
-
-def _room(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNED) * _ALIGNED
 
 
 def _host_parts(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

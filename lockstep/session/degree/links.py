@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,17 +22,12 @@ _TRIES, _LAUNCHES = 3, 10
 
 def bandwidth(world: World, device: torch.device) -> float:
     """Bytes a second that are read and written in the memory of the slowest rank."""
-    rate = 2 * _COPIED[device.type] / _copying(world, device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # a run's plan is of what is free
-    return min(world.gather(rate))
-
-
-def _copying(world: World, device: torch.device) -> float:
-    """Seconds of a copy."""
     source = torch.ones(_COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return _shortest(world, device, lambda: target.copy_(source))
+    rate = 2 * source.nbytes / _shortest(world, device, partial(target.copy_, source))
+    del source, target
+    torch.cuda.empty_cache()  # a run's plan is of what is free
+    return min(world.gather(rate))
 
 
 def exchanged(world: World, compile: CompileConfig, model: ModelConfig, x: Tensor, device: torch.device) -> Exchanged:
@@ -84,17 +80,12 @@ def _seconds(world: World, device: torch.device, program: Program) -> float:
 
 def _shortest(world: World, device: torch.device, launch: Callable[[], object]) -> float:
     """Seconds of a launch to its end on the device, the shortest of several, which all ranks begin at once."""
-    found = []
+    found, wait = [], torch.get_device_module(device).synchronize
     for _ in range(_TRIES):
         world.gather(None)
-        _wait(device)
+        wait()
         began = time.perf_counter()
         launch()
-        _wait(device)
+        wait()
         found.append(time.perf_counter() - began)
     return min(found)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -55,7 +55,7 @@ def _changes(w: Workload, memory: int) -> Iterator[tuple[str, Workload]]:
         yield "--generator.kv-cache-tokens 0, which plans the cache", w.having("generator", kv_cache_tokens=0)
     fewer = w
     tokens: int = c.trainer.max_tokens_per_micro_batch
-    while (tokens := tokens // 2) >= max(256, w.prompt_room):
+    while (tokens := tokens // 2) >= max(256, w.longest_prompt + c.max_response_length):
         fewer = w.having("trainer", max_tokens_per_micro_batch=tokens)
         if _fits(fewer, memory):
             break

@@ -35,7 +35,7 @@ HASHES = 256 << 20  # `graph.check.fingerprints` at work
 def weights(w: Workload) -> int:
     """`N b`, as the generator reads them: whole, or of ranks that generate together each its part; of several ranks
     their `shard` is beside them."""
-    return w.read_parameters * w.b
+    return num_parameters(w.model, w.generating) * w.b
 
 
 def shard(w: Workload) -> int:
@@ -117,7 +117,7 @@ def layer_kept(w: Workload, layer: int, again: bool = False) -> int:
         latent = c.num_heads * c.mla.v_dim * w.b if c.mla is not None and w.tp == 1 else 0
         return c.hidden_size * w.b + latent + (_routed_outside(w) if experts else 0)
     of_heads = "q_norm", "k_norm"  # which attention counts
-    norms = sum(name.endswith("norm") and name not in of_heads for name in w.vectors(layer))
+    norms = sum(name.endswith("norm") and name not in of_heads for name in w.vectors[layer])
     attention = _attention_kept(w, layer) if c.mla is None else _latent_kept(w)
     feed_forward = _experts_kept(w) if experts else _gated(w, c.intermediate_size)
     return (2 + norms) * c.hidden_size * w.b + attention + feed_forward
@@ -133,7 +133,7 @@ def _attention_kept(w: Workload, layer: int) -> int:
     `(A + K) H b` before norms that span the heads; and where ranks share products the output of all, `A H b`."""
     c = w.model
     heads, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    spanning = w.vectors(layer).get("q_norm", 0) > c.head_dim
+    spanning = w.vectors[layer].get("q_norm", 0) > c.head_dim
     own = ((heads + 2 * keys) + (heads + keys) + heads) * w.b + 4 * c.num_heads
     return own // w.tp + (heads + keys) * spanning * w.b + heads * w.b * (w.tp > 1)
 

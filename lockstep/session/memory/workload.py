@@ -76,11 +76,6 @@ class Workload:
         return planned_tokens(self.config, self.longest_prompt, self.prompt_limit)
 
     @property
-    def prompt_room(self) -> int:
-        """Tokens that a micro-batch must hold: of the longest prompt that was looked at with its completion."""
-        return self.longest_prompt + self.config.max_response_length
-
-    @property
     def sharded(self) -> bool:
         """Whether the state is cut among several processes."""
         return self.ranks > 1
@@ -124,23 +119,19 @@ class Workload:
     def decoder(self) -> Decoder:
         return _decoder(self.model, self.dtype)
 
-    def vectors(self, layer: int) -> Mapping[str, int]:
-        """Elements of the parameters that a layer has beside its modules', by name."""
-        return _vectors(self.model)[layer]
+    @cached_property
+    def vectors(self) -> Sequence[Mapping[str, int]]:
+        """By layer: elements of the parameters that it has beside its modules', by name."""
+        return [{name: p.numel() for name, p in layer.named_parameters(recurse=False)} for layer in self.decoder.layers]
 
-    @property
+    @cached_property
     def largest(self) -> int:
         """Elements of the largest parameter."""
-        return _largest(self.model)
+        return max(parameter.numel() for parameter in self.decoder.parameters())
 
     @cached_property
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.decoder.parameters())
-
-    @property
-    def read_parameters(self) -> int:
-        """Of those, the ones that this rank generates with."""
-        return num_parameters(self.model, self.generating)
 
     @property
     def training(self) -> Mesh:
@@ -176,14 +167,3 @@ class Workload:
 @cache
 def _decoder(config: ModelConfig, dtype: torch.dtype) -> Decoder:
     return Decoder(config, dtype, "meta")
-
-
-@cache
-def _vectors(config: ModelConfig) -> Sequence[Mapping[str, int]]:
-    layers = _decoder(config, torch.bfloat16).layers
-    return [{name: p.numel() for name, p in layer.named_parameters(recurse=False)} for layer in layers]
-
-
-@cache
-def _largest(config: ModelConfig) -> int:
-    return max(parameter.numel() for parameter in _decoder(config, torch.bfloat16).parameters())

@@ -59,10 +59,7 @@ class Policy:
 
     @property
     def tokens(self) -> Tokens:
-        form = self.tool_format if may_be_special(self.tokenizer) else None
-        said = self._said if form is not None and form.special else plain
-        decode = self.tokenizer.decode
-        return Tokens(self.encode, self.encode_following, decode, said, self.tokens_with, self.tokenizer)
+        return self.tokens_with(())
 
     def _said(self, turn: Segment, tools: Sequence[Tool] = ()) -> Said:
         assert self.tool_format is not None
@@ -87,16 +84,15 @@ class Policy:
 
     def tokens_with(self, tools: Sequence[Tool]) -> Tokens:
         """`tokens` where the model may call these. Raises `InputError` when its template teaches no calls."""
-        if not tools:
-            return self.tokens
-        if self.tool_format is None:
+        form = self.tool_format if tools or may_be_special(self.tokenizer) else None
+        if tools and form is None:
             raise InputError(
                 f"the model's chat template teaches no form of tool calls that is known ({', '.join(FORMATS)}), so it "
                 "cannot call tools; use another model, or an environment that reads calls itself"
             )
         encode, following = partial(self.encode, tools=tools), partial(self.encode_following, tools=tools)
-        decode, said = self.tokenizer.decode, partial(self._said, tools=tools)
-        return Tokens(encode, following, decode, said, self.tokens_with, self.tokenizer)
+        said = partial(self._said, tools=tools) if tools or (form is not None and form.special) else plain
+        return Tokens(encode, following, self.tokenizer.decode, said, self.tokens_with, self.tokenizer)
 
     def longest_prompt(self, task: Task, environment: type[Environment], groups: int) -> int:
         """Tokens of the longest prompt among the first step's and the validation problems, with its tools."""

@@ -36,45 +36,30 @@ def _hermes(text: str, _: Sequence[Tool]) -> Parsed:
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_NAME = re.compile(r"\s*([^<>\s]+)(.*)", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
 def _coder(text: str, tools: Sequence[Tool]) -> Parsed:
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>` (Qwen3-Coder, Qwen3.5).
-    A value is text where the tool's schema says so, and JSON elsewhere, if it is some."""
-
-    def read(inner: str) -> ToolCall | None:
-        found = _FUNCTION.fullmatch(inner)
-        if found is None or _PARAMETER.sub("", found[2]).strip():
-            return None
-        return _typed(found[1], _PARAMETER.findall(found[2]), tools)
-
-    return _between(text, read)
-
-
-_NAME = re.compile(r"\s*([^<>\s]+)\s*")
-_ARGUMENT = re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
+    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>` (Qwen3-Coder, Qwen3.5)."""
+    return _between(text, lambda inner: _typed(_FUNCTION.fullmatch(inner), _PARAMETER, tools))
 
 
 def _glm(text: str, tools: Sequence[Tool]) -> Parsed:
-    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>` (GLM-4.5), values as above."""
-
-    def read(inner: str) -> ToolCall | None:
-        name = _NAME.match(inner)
-        if name is None or _ARGUMENT.sub("", inner[name.end() :]):
-            return None
-        return _typed(name[1], _ARGUMENT.findall(inner), tools)
-
-    return _between(text, read)
+    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>` (GLM-4.5)."""
+    return _between(text, lambda inner: _typed(_NAME.fullmatch(inner), _ARGUMENT, tools))
 
 
-def _typed(name: str, values: Sequence[tuple[str, str]], tools: Sequence[Tool]) -> ToolCall:
-    """A call whose values are text: JSON, if it is some and the tool's schema does not say that it is text."""
-    types = _types(name, tools)
-    arguments: dict[str, Any] = {}
-    for key, value in values:
+def _typed(call: re.Match[str] | None, argument: re.Pattern[str], tools: Sequence[Tool]) -> ToolCall | None:
+    """A call by its name and its arguments, if these are nothing else. Their values are text where the tool's schema
+    says so, and JSON elsewhere, if it is some."""
+    if call is None or argument.sub("", call[2]).strip():
+        return None
+    types, arguments = _types(call[1], tools), dict[str, Any]()
+    for key, value in argument.findall(call[2]):
         read_value = None if types.get(key) == "string" else loads(value)
         arguments[key] = value if read_value is None and value.strip() != "null" else read_value
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(call[1], json.dumps(arguments, ensure_ascii=False))
 
 
 def _types(name: str, tools: Sequence[Tool]) -> dict[str, Any]:

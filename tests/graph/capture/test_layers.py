@@ -27,7 +27,7 @@ from lockstep.config import (
 from lockstep.errors import InputError
 from lockstep.graph import EAGER, GraphError, Runtime, compile_report
 from lockstep.graph.capture import layers
-from lockstep.graph.capture.layers import LayerCompiler
+from lockstep.graph.capture.layers import layer_compiler
 from lockstep.graph.torch_private.inductor import compile_module
 from lockstep.models.blocks.attention import PagedAttention
 from lockstep.models.config import MoEConfig
@@ -124,7 +124,7 @@ def test_what_cannot_be_captured_whole_is_an_error_that_names_it() -> None:
     with pytest.raises(
         GraphError, match="compile.capture layer: Reads cannot be compiled whole: .*; use compile.capture none"
     ):
-        LayerCompiler()(Reads(), torch.ones(3))
+        layer_compiler()(Reads(), torch.ones(3))
 
 
 @needs_inductor
@@ -143,7 +143,7 @@ def test_with_inductor_layers_write_their_own_caches(family: str) -> None:
         with torch.no_grad(), quick_inductor():
             return model(tokens, torch.arange(20), attend), k_cache
 
-    eager, found = prefill(type(model.layers[0]).__call__), prefill(LayerCompiler(compile_module))
+    eager, found = prefill(type(model.layers[0]).__call__), prefill(layer_compiler(compile_module))
     assert all(eager[1].any(-1).flatten(1).any(1)), "every layer's cache is written"
     for x, y in zip(eager, found, strict=True):
         torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)

@@ -17,7 +17,7 @@ def test_views_are_asked_through_the_tensor_that_they_are_views_of() -> None:
     parameter = nn.Parameter(torch.zeros(4))
     parameter.data = flat[8:]
     addresses = Addresses([other, flat[:4], flat[4:8].view(2, 2), parameter])
-    assert len(addresses) == 3 and addresses.moved() is None
+    assert len(addresses._asked) == 3 and addresses.moved() is None
     parameter.data = parameter.data.clone()
     assert addresses.moved() == 3
     flat.data = flat.clone()
@@ -32,7 +32,7 @@ def test_a_view_that_was_given_other_memory_before_is_asked_itself() -> None:
     view.data = torch.zeros(4)
     addresses = Addresses([view, flat[4:]])
     view.data = torch.zeros(4)
-    assert len(addresses) == 2 and addresses.moved() == 0
+    assert len(addresses._asked) == 2 and addresses.moved() == 0
 
 
 def test_a_train_step_asks_for_parameters_and_once_for_all_gradients(decoder, rollout, runtime_of) -> None:
@@ -43,7 +43,7 @@ def test_a_train_step_asks_for_parameters_and_once_for_all_gradients(decoder, ro
     trainer.forward_backward(batch)
     (graph,) = trainer.programs.by_name["forward_backward"].graphs.values()
     others = len([spec for spec in graph.captured.inputs if spec.role in ("param", "buffer")])
-    assert len(graph._addresses) == others + 1
+    assert len(graph._addresses._asked) == others + 1
     trainer.flat.grad.data = trainer.flat.grad.clone()
     with pytest.raises(GraphError, match=r"static input grad '.*' has moved in memory"):
         trainer.forward_backward(batch)

@@ -54,7 +54,7 @@ def traced(rank: int = 0, tie: bool = True, tp: int = 1) -> Captured:
     sequences = [completed([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
     (batch,) = pack([train_group([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
     programs = trainer.programs
-    case = programs.case("", batch, lambda: None, loss_type="grpo", with_support=False)
+    case = programs.case("forward_backward", "", batch, lambda: None, loss_type="grpo", with_support=False)
     return programs.by_name["forward_backward"].graph(case.user, case.statics).captured
 
 

@@ -85,7 +85,7 @@ def traced(
     batch.ref_logprob_C = torch.zeros_like(batch.old_logprob_C)
     if trainer.algorithm.indexes_sequences:
         batch.index_sequences()
-    case = trainer.programs.case("", batch, lambda: None)
+    case = trainer.programs.case("check", "", batch, lambda: None)
     statics = {"forward_backward": {"loss_type": loss.loss_type, "with_support": False} | dict(case.statics)}
     statics |= {"check": dict(case.statics), "reference_logprobs": dict(case.statics), "optim_step": {}}
     functions = trainer.programs.by_name

@@ -182,7 +182,12 @@ def test_a_stored_graph_with_other_bits_is_found_and_captured_anew(decoder, roll
     with caplog.at_level(logging.WARNING, "lockstep.graph"):
         function = trainer.programs.by_name["forward_backward"]
         case = trainer.programs.case(
-            "one", batch, lambda: trainer.flat.grad.zero_(), loss_type="grpo", with_support=False
+            "forward_backward",
+            "one",
+            batch,
+            lambda: trainer.flat.grad.zero_(),
+            loss_type="grpo",
+            with_support=False,
         )
         assert isinstance(case, TrustCase)
         (verdict,) = check_against_eager(warm, [(function, [case])], "strict")
