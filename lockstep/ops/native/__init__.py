@@ -40,31 +40,26 @@ ELEMENT, EXPONENTIAL = 32, 96  # multiplications of a product that take as long 
 TILE = 64  # keys that attention takes at a time (product.h)
 
 
-def _addresses(*tensors: Tensor | torch.dtype | None) -> list[int | None]:
-    """Of the data of contiguous tensors, each of the dtype that stands before it, float32 at first; None for None. The
-    caller keeps them alive."""
-    dtype = FLOAT
-    found: list[int | None] = []
+def _addresses(*tensors: Tensor | None, dtype: torch.dtype = FLOAT) -> list[int]:
+    """Of the data of contiguous tensors; 0 for None. The caller keeps them alive."""
+    found = []
     for x in tensors:
-        if isinstance(x, torch.dtype):
-            dtype = x
-            continue
         if x is not None and (x.dtype is not dtype or not x.is_contiguous()):
             raise TypeError(f"expected a contiguous {dtype} tensor, got {x.dtype} with strides {x.stride()}")
-        found.append(None if x is None else x.data_ptr())
+        found.append(0 if x is None else x.data_ptr())
     return found
 
 
 def linear(a_RD: Tensor, b: Tensor, bias: Tensor | None = None, transposed: bool = True) -> Tensor:
     """`a @ b.T + bias`, or `a @ b`; a may be transposed. See `linear.operator.linear`."""
-    b, (rows, dim), (columns, inner) = b.contiguous(), a_RD.shape, b.shape if transposed else b.shape[::-1]
-    assert dim == inner
+    b, (rows, dim), (columns, stride) = b.contiguous(), a_RD.shape, b.shape
     if not a_RD.dtype is b.dtype is FLOAT:
         raise TypeError(f"expected tensors of {FLOAT}, got {a_RD.dtype} and {b.dtype}")
+    columns, inner = (columns, stride) if transposed else (stride, columns)
+    assert dim == inner
     out = a_RD.new_empty(rows, columns)
-    addresses = out.data_ptr(), a_RD.data_ptr(), b.data_ptr()
-    job = library.ProductArguments(*addresses, *a_RD.stride(), b.shape[1], transposed, rows, columns, dim)
-    if not _run("product", job, rows * columns * dim):
+    at = out.data_ptr(), a_RD.data_ptr(), b.data_ptr()
+    if not _run("product", rows * columns * dim, *at, *a_RD.stride(), stride, transposed, rows, columns, dim):
         raise MemoryError(f"product of {rows} x {dim} and {dim} x {columns}")
     return out if bias is None else out.add_(bias)
 
@@ -72,34 +67,24 @@ def linear(a_RD: Tensor, b: Tensor, bias: Tensor | None = None, transposed: bool
 matmul = partial(linear, transposed=False)
 
 
-def _run(name: str, job: ctypes.Structure, work: int) -> bool:
+def _run(name: str, work: int, *arguments: float) -> bool:
     """Do a job on as many threads as its work (multiplications) is worth; whether it succeeded."""
-    function, address = getattr(library.current, name), ctypes.addressof(job)
-    worth = work // THREAD_WORK
-    threads = min(torch.get_num_threads(), worth) if worth > 1 else 1
+    make, pack = library.JOBS[name]
+    job, function = make(pack(*arguments)), getattr(library.current, name)
+    threads = 1 if work < 2 * THREAD_WORK else min(torch.get_num_threads(), work // THREAD_WORK)
     if threads == 1 or library.team is None:
-        function(address)
+        function(ctypes.addressof(job))
     else:
-        library.team(ctypes.cast(function, ctypes.c_void_p), address, threads, 0)
+        library.team(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(job), threads, 0)
     return not job.error
 
 
 def _rows(
-    name: str,
-    rows: int,
-    work: int,
-    on: Sequence[Tensor | None],
-    *sizes: int,
-    at: Sequence[int | None] = (),
-    eps: float = 0.0,
+    name: str, rows: int, work: int, on: Sequence[Tensor | None], *sizes: int, at: Sequence[int] = (), eps: float = 0.0
 ) -> bool:
     """Do a job row by row, `work` multiplications each, on contiguous float32 tensors, and on the data at these
     addresses."""
-    for x in on:
-        if x is not None and (x.dtype is not FLOAT or not x.is_contiguous()):
-            _addresses(*on)  # raises
-    own = [None if x is None else x.data_ptr() for x in on]
-    return _run(name, library.RowJob(eps, rows, 0, 0, *sizes, *(0,) * (5 - len(sizes)), *own, *at), rows * work)
+    return _run(name, rows * work, eps, rows, *sizes, *_addresses(*on), *at)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
@@ -119,7 +104,8 @@ def qk_norm_rope(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Te
     qkv_TE = qkv_TE.contiguous()
     (tokens, width), head_dim, heads = qkv_TE.shape, by.cos_sin_TH.shape[1], by.num_heads + by.num_kv_heads
     assert by.cos_sin_TH.shape[0] == tokens and heads * head_dim <= width
-    assert all(w is None or w.shape == (head_dim,) for w in (by.q_weight_H, by.k_weight_H))
+    for weight_H in by[:2]:
+        assert weight_H is None or weight_H.shape == (head_dim,)
     out = qkv_TE.new_empty(tokens, heads, head_dim)
     on, sizes = (out, qkv_TE, *by[:3]), (width, by.num_heads, by.num_kv_heads, head_dim)
     _rows("qk_norm_rope", tokens, ELEMENT * heads * head_dim, on, *sizes, eps=by.eps)
@@ -154,9 +140,9 @@ def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float,
 
 
 def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
-    (segments, length), addresses = rows_BI.shape, _addresses(LONG, rows_BI)
+    (segments, length), addresses = rows_BI.shape, _addresses(rows_BI, dtype=LONG)
     found = []
-    for x_TNH in _head_rows(*tensors):
+    for x_TNH in map(_head_rows, tensors):
         tokens, heads, head_dim = x_TNH.shape
         found.append(x_TNH.new_empty(segments, heads, length, head_dim))
         at, sizes = (x_TNH.data_ptr(), *addresses), (x_TNH.stride(0), heads, length, head_dim, tokens)
@@ -166,7 +152,7 @@ def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def accumulate_heads(rows_BI: Tensor, *sums: tuple[Tensor, Tensor]) -> None:
-    (segments, length), at = rows_BI.shape, _addresses(LONG, rows_BI)
+    (segments, length), at = rows_BI.shape, _addresses(rows_BI, dtype=LONG)
     for on in sums:
         tokens, heads, head_dim = on[0].shape
         assert on[1].shape == (segments, heads, length, head_dim)
@@ -177,8 +163,8 @@ def accumulate_heads(rows_BI: Tensor, *sums: tuple[Tensor, Tensor]) -> None:
 
 def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
     positions_T, tokens, half = positions_T.contiguous(), positions_T.shape[0], inv_freq.shape[0]
-    out = inv_freq.new_empty(tokens, 2 * half)
-    library.current.rope_table(*_addresses(out, LONG, positions_T, FLOAT, inv_freq), tokens, half)
+    out, (positions,) = inv_freq.new_empty(tokens, 2 * half), _addresses(positions_T, dtype=LONG)
+    library.current.rope_table(out.data_ptr(), positions, *_addresses(inv_freq), tokens, half)
     return out
 
 
@@ -201,7 +187,7 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SIL
 
 
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> None:
-    (k_TKH, v_TKH), slots_T = _head_rows(k_TKH, v_TKH), slots_T.contiguous()
+    k_TKH, v_TKH, slots_T = _head_rows(k_TKH), _head_rows(v_TKH), slots_T.contiguous()
     tokens, kv_heads, head_dim = k_TKH.shape
     pages, page_size, *heads = cache.k_cache.shape
     assert v_TKH.shape == k_TKH.shape and slots_T.shape == (tokens,)
@@ -210,7 +196,8 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> N
     error = library.current.write_kv(
         k_TKH.data_ptr(),
         v_TKH.data_ptr(),
-        *_addresses(*cache, LONG, slots_T),
+        *_addresses(*cache),
+        *_addresses(slots_T, dtype=LONG),
         tokens,
         pages * page_size,
         k_TKH.stride(0) * size,
@@ -224,21 +211,20 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> N
 def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN) -> Tensor:
     context_len_S = by.prefix_len_S + by.cu_seqlens.diff()
     at = by.cu_seqlens.contiguous(), context_len_S, by.prefix_start_S.contiguous(), None
-    q, k, v = _head_rows(q_TNH, k_TKH, v_TKH)
-    return _attention(q, k, v, at, by.max_len, scores)
+    return _attention(q_TNH, _head_rows(k_TKH), _head_rows(v_TKH), at, by.max_len, scores)
 
 
 def paged(q_TNH: Tensor, cache: KVPages, by: Paged, _: PrefixGroups = ALONE, scores: AttentionScores = PLAIN) -> Tensor:
-    table, cu_seqlens, context_len_S = (x.contiguous() for x in by[:3])
-    q, k, v = _head_rows(q_TNH, *(x.contiguous() for x in cache))
-    return _attention(q, k, v, (cu_seqlens, context_len_S, None, table), by.max_context_len, scores)
+    cu_seqlens, context_len_S, table = by.cu_seqlens.contiguous(), by.context_len_S.contiguous(), by.block_table
+    k, v = _head_rows(cache.k_cache.contiguous()), _head_rows(cache.v_cache.contiguous())
+    return _attention(q_TNH, k, v, (cu_seqlens, context_len_S, None, table.contiguous()), by.max_context_len, scores)
 
 
-def _head_rows(*tensors: Tensor) -> list[Tensor]:
-    """Float32 [..., K, H] each, with the heads of a row side by side; rows may lie apart."""
-    if any(x.dtype is not FLOAT for x in tensors):
-        raise TypeError(f"expected tensors of {FLOAT}, got {', '.join(str(x.dtype) for x in tensors)}")
-    return [x if x.stride()[-2:] == (x.shape[-1], 1) else x.contiguous() for x in tensors]
+def _head_rows(x: Tensor) -> Tensor:
+    """Float32 [..., K, H], with the heads of a row side by side; rows may lie apart."""
+    if x.dtype is not FLOAT:
+        raise TypeError(f"expected a tensor of {FLOAT}, got {x.dtype}")
+    return x if x.stride()[-2:] == (x.shape[-1], 1) else x.contiguous()
 
 
 def _attention(
@@ -250,16 +236,16 @@ def _attention(
     scores: AttentionScores,
 ) -> Tensor:
     """With int32 cu_seqlens, context lengths, and the starts of packed sequences' prefixes or a block table."""
-    *_, block_table = at
-    (tokens, heads, head_dim), sequences = q_TNH.shape, at[1].shape[0]
+    cu_seqlens, context_len_S, prefix_start_S, block_table = at
+    q_TNH, (tokens, heads, head_dim), sequences = _head_rows(q_TNH), q_TNH.shape, context_len_S.shape[0]
     *rows, kv_heads, _ = k.shape
     assert v.shape == k.shape == (*rows, kv_heads, head_dim) and heads % kv_heads == 0
-    assert at[0].shape == (sequences + 1,)
-    assert all(x is None or x.shape[0] == sequences for x in at[2:4])
+    assert cu_seqlens.shape == (sequences + 1,)
+    assert prefix_start_S is None or prefix_start_S.shape[0] == sequences
+    assert block_table is None or block_table.shape[0] == sequences
     assert scores.sinks_N is None or scores.sinks_N.shape == (heads,)
     out = q_TNH.new_empty(tokens, heads, head_dim)
-    *layout, sinks = _addresses(torch.int32, *at, FLOAT, scores.sinks_N)
-    job = library.AttentionArguments(
+    given = (
         out.data_ptr(),
         q_TNH.data_ptr(),
         k.data_ptr(),
@@ -273,15 +259,16 @@ def _attention(
         heads,
         kv_heads,
         head_dim,
-        *layout,
+        *_addresses(*at, dtype=torch.int32),
         *((0, 0) if block_table is None else (k.shape[1], block_table.shape[1])),
-        sinks,
+        *_addresses(scores.sinks_N),
         scores.window,
         scores.scale or 1 / math.sqrt(head_dim),
         scores.softcap,
     )
     keys = -(-min(max_len, scores.window or max_len) // TILE) * TILE
-    if not _run("attention", job, 4 * tokens * heads * head_dim * keys):  # the softmax takes as long as the products
+    work = 4 * tokens * heads * head_dim * keys  # the softmax takes as long as the products
+    if not _run("attention", work, *given):
         raise IndexError("attention: a sequence, page or prefix lies outside its table")
     return out
 
@@ -300,7 +287,7 @@ def statistics(
     assert temperature_C.shape == threshold_C.shape == (rows,)
     assert support_CB is None or support_CB.shape == (rows, (vocabulary + 7) // 8)
     written = lse_C, sampled_lse_C, entropy_C if with_entropy else None
-    at = _addresses(*written, logits_CV, temperature_C, threshold_C, torch.uint8, support_CB)
+    at = *_addresses(*written, logits_CV, temperature_C, threshold_C), *_addresses(support_CB, dtype=torch.uint8)
     library.current.statistics(*at, rows, vocabulary, (vocabulary + 7) // 8)
     return RowStatistics(lse_C, sampled_lse_C, threshold_C, entropy_C)
 
@@ -309,8 +296,8 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: R
     rows, vocabulary = logits_CV.shape
     assert targets_C.shape == temperature_C.shape == stats.lse_C.shape == stats.sampled_lse_C.shape == (rows,)
     sampled_C, model_C = torch.empty_like(stats.lse_C), torch.empty_like(stats.lse_C)
-    at = _addresses(sampled_C, model_C, logits_CV, LONG, targets_C, FLOAT, temperature_C, *stats[:2])
-    if library.current.scores(*at, rows, vocabulary):
+    at = *_addresses(sampled_C, model_C, logits_CV), *_addresses(targets_C, dtype=LONG)
+    if library.current.scores(*at, *_addresses(temperature_C, *stats[:2]), rows, vocabulary):
         raise IndexError(f"a target is outside the vocabulary of {vocabulary}")
     return sampled_C, model_C
 
@@ -320,6 +307,6 @@ def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: Sa
     assert keys.key_C4.shape == (rows, 4)
     assert temperature_C.shape == threshold_C.shape == keys.position_C.shape == (rows,)
     token_C = torch.empty_like(keys.position_C)
-    at = _addresses(LONG, token_C, FLOAT, logits_CV, temperature_C, threshold_C, LONG, *keys)
-    library.current.draw(*at, rows, vocabulary)
+    at = _addresses(logits_CV, temperature_C, threshold_C), _addresses(*keys, dtype=LONG)
+    library.current.draw(token_C.data_ptr(), *at[0], *at[1], rows, vocabulary)
     return token_C
