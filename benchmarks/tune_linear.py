@@ -3,7 +3,7 @@
 Everything runs in CUDA graphs over the weights of enough layers that none is left in the L2 cache. The products of a
 decoder layer are tuned one after the other inside the whole layer (but for its attention), where kernels overlap. Plain
 products are tuned alone; beside ours stands the faster of cuBLAS and cuBLASLt as torch calls them, free to split K,
-which the contract forbids.
+which the contract forbids. With `--alone` so are a layer's, with one pipeline a tile: many models in a few minutes.
 
 An entry of the table serves a range of rows, and is measured at each number of them that graphs are made for. The
 library's choice of kernels can be far off at single numbers (for 1,024 x 3,072 at exactly 48, 64 and 96), so it is
@@ -23,6 +23,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -75,9 +76,11 @@ def product(kind: Kind, choice: Choice, x: Tensor, weight: Tensor, norm: Tensor,
     return KERNELS[choice.kernel].run(kind, choice, x, weight, residual if kind == "linear_add" else None)
 
 
-def tiles(kind: Kind, bucket: int, columns: int, depth: int, kernels: Sequence[str]) -> list[Choice]:
-    """Candidates of these kernels."""
-    return [c for name in kernels for c in KERNELS[name].candidates(kind, PROBES[bucket], columns, depth)]
+def tiles(kind: Kind, bucket: int, columns: int, depth: int, kernels: Sequence[str], few: bool = False) -> list[Choice]:
+    """Candidates of these kernels; `few`: of each tile the one with the most stages, which releases early."""
+    found = [c for name in kernels for c in KERNELS[name].candidates(kind, PROBES[bucket], columns, depth)]
+    deepest = {c[:4]: c for c in sorted(found, key=lambda c: (c.num_stages, c.early))}
+    return list(deepest.values()) if few else found
 
 
 class LayerProblem:
@@ -173,8 +176,8 @@ class PlainProblem:
 
     pool: Tensor | None = None  # random words, shared by all
 
-    def __init__(self, kind: Kind, columns: int, depth: int, kernels: Sequence[str]) -> None:
-        self.kind, self.columns, self.depth, self.kernels = kind, columns, depth, kernels
+    def __init__(self, kind: Kind, columns: int, depth: int, kernels: Sequence[str], few: bool = False) -> None:
+        self.kind, self.columns, self.depth, self.kernels, self.few = kind, columns, depth, kernels, few
         size = columns * depth
         layers = max(2, min(24, COLD_BYTES // (2 * size)))
         if PlainProblem.pool is None or PlainProblem.pool.numel() < layers * size:
@@ -183,7 +186,8 @@ class PlainProblem:
 
     def us(self, m: int, choice: Choice) -> float:
         x = torch.randn(m, self.depth, device=DEVICE).to(DTYPE)
-        return self._us(lambda w: product(self.kind, choice, x, w, x, x))
+        residual = _residual(self.kind, x, self.weights[0])
+        return self._us(lambda w: product(self.kind, choice, x, w, x[0], residual))
 
     def library_us(self, m: int) -> float:
         """The faster of cuBLAS and cuBLASLt, both free to split K."""
@@ -203,21 +207,20 @@ class PlainProblem:
     def _us(self, call) -> float:
         return graph_us(lambda: [call(w) for w in self.weights], 3, 5) / len(self.weights)
 
-    def tune(self, bucket: int) -> tuple[Choice, float]:
-        """The fastest of the present choice, the tiles and the library; microseconds, the mean over the rows."""
+    def tune(self, bucket: int) -> dict[Choice, float]:
+        """Microseconds, the mean over the rows, of the present choice, the tiles and the library; fastest first."""
         of, probes = (self.kind, bucket, self.columns, self.depth), PROBES[bucket]
         now = linear_choice.choose(self.kind, probes[-1], self.columns, self.depth)
-        choices = tiles(*of, self.kernels)
+        choices = tiles(*of, self.kernels, self.few)
         if now != LIBRARY:
             choices.append(now)
         if not choices or is_even(self.kind, self.weights, bucket):
             choices.append(LIBRARY)
         choices = list(dict.fromkeys(choices))
         times = {choice: sum(self.us(m, choice) for m in probes) / len(probes) for choice in choices}
-        for choice in sorted(choices, key=times.__getitem__)[:AGAIN]:
+        for choice in sorted(choices, key=times.__getitem__)[: AGAIN // 2 if self.few else AGAIN]:
             times[choice] = statistics.median(sum(self.us(m, choice) for m in probes) / len(probes) for _ in range(3))
-        best = min(choices, key=times.__getitem__)
-        return best, times[best]
+        return dict(sorted(times.items(), key=lambda item: item[1]))
 
 
 def compile_one(job: tuple[Kind, int, int, int, Choice]) -> None:
@@ -232,11 +235,13 @@ def compile_one(job: tuple[Kind, int, int, int, Choice]) -> None:
         torch.cuda.synchronize()
 
 
-def compile_all(shapes: list[tuple[Kind, int, int]], bounds: list[int], kernels: Sequence[str]) -> int:
+def compile_all(
+    shapes: list[tuple[Kind, int, int]], bounds: list[int], kernels: Sequence[str], few: bool = False
+) -> int:
     """Compile what will be timed, on all processors."""
     jobs: dict[object, tuple[Kind, int, int, int, Choice]] = {}
     for (kind, *shape), bucket in itertools.product(shapes, bounds):
-        for choice, m in itertools.product(tiles(kind, bucket, *shape, kernels), PROBES[bucket]):
+        for choice, m in itertools.product(tiles(kind, bucket, *shape, kernels, few), PROBES[bucket]):
             key: list[object] = [kind.removeprefix("norm_"), choice]
             if choice.kernel != "pipelined":
                 key += shape
@@ -263,6 +268,7 @@ class Table:
             for kind, shapes in linear_choice.table().items()
         }
         self.lines = [["what", "shape", "rows", "us", "library us", "floor us", "choice"]]
+        self.measured: list[dict[str, Any]] = []
 
     def add(self, kind: Kind, shape: tuple[int, ...], bucket: int, choice: Choice) -> None:
         self.entries[kind].setdefault("x".join(map(str, shape)), {})[bucket] = choice
@@ -302,13 +308,32 @@ def tune_plain(
     """Our times over the library's."""
     problem, ratios, floor = PlainProblem(kind, columns, depth, kernels), [], 2 * columns * depth / BANDWIDTH
     for bucket in bounds:
-        choice, us = problem.tune(bucket)
+        choice, us = next(iter(problem.tune(bucket).items()))
         library = sum(problem.library_us(max(m, 2)) for m in PROBES[bucket]) / len(PROBES[bucket])
         ratios.append(us / library)
         table.add(kind, (columns, depth), bucket, choice)
         table.line(kind, f"{columns}x{depth}", bucket, us, library, floor, entry(choice))
     if kind == "linear" and DEVICE == "cuda":
         ratios += [problem.us(m, LIBRARY) / problem.library_us(m) for m in LARGE]
+    return ratios
+
+
+def tune_alone(
+    kind: Kind, columns: int, depth: int, bounds: list[int], kernels: Sequence[str], table: Table
+) -> list[float]:
+    """Times of the rule's choice over those of the fastest."""
+    problem, ratios, floor = PlainProblem(kind, columns, depth, kernels, few=True), [], 2 * columns * depth / BANDWIDTH
+    for bucket in bounds:
+        rows = PROBES[bucket][-1]
+        rule = linear_choice.by_rule(kind, rows, columns, depth)
+        times = problem.tune(bucket)
+        ruled = times.get(rule) or sum(problem.us(m, rule) for m in PROBES[bucket]) / len(PROBES[bucket])
+        choice, us = next(iter(times.items()))
+        ratios.append(ruled / us)
+        table.add(kind, (columns, depth), bucket, choice)
+        table.line(kind, f"{columns}x{depth}", bucket, us, f"rule {ruled:.2f}", floor, entry(choice))
+        tried = [[entry(c), t] for c, t in {**times, rule: ruled}.items()]
+        table.measured.append({"kind": kind, "columns": columns, "depth": depth, "rows": bucket, "tried_us": tried})
     return ratios
 
 
@@ -319,6 +344,8 @@ def main() -> int:
     table_path = linear_choice.path_of(linear_choice.this_gpu()[0])
     parser.add_argument("--out", type=Path, default=table_path, help="default: this GPU's table in the package")
     parser.add_argument("--layers", action="store_true", help="leave the plain products as they are")
+    parser.add_argument("--alone", action="store_true", help="products one by one, without plain ones")
+    parser.add_argument("--shared-by", type=int, nargs="*", default=[1], help="GPUs that share columns (default: 1)")
     bounds = list(PROBES)
     parser.add_argument(
         "--bounds", type=int, nargs="*", choices=bounds, default=bounds, help="of the rows; default: all"
@@ -329,28 +356,39 @@ def main() -> int:
         parser.error("torch sees no GPU: give an --out, the table in the package is not measured on a CPU")
     configs = [architecture(name) for name in args.arch]
     layers = {
-        (LAYER[n], *w.shape) for a in args.arch for n, w in zip(LAYER, Stack(a, 1, 1, "meta").layers[0], strict=True)
+        (LAYER[n], w.shape[0] // gpus, w.shape[1])
+        for a, gpus in itertools.product(args.arch, args.shared_by)
+        for n, w in zip(LAYER, Stack(a, 1, 1, "meta").layers[0], strict=True)
     }
     plain: list[tuple[Kind, int, int]] = sorted({("linear", *shape[1:]) for shape in layers})
-    plain += sorted({("linear_fp32", c.vocab_size, c.hidden_size) for c in configs})
+    plain += sorted({("linear_fp32", c.vocab_size // n, c.hidden_size) for c in configs for n in args.shared_by})
     plain = [] if args.layers else plain
-    compiled = compile_all([*sorted(layers), *plain], args.bounds, args.kernels)
+    known = linear_choice.table()
+    alone = [
+        (kind, *shape)
+        for kind, *shape in sorted(layers) + plain
+        if kind != "linear" and tuple(shape) not in known[kind]
+    ]
+    compiled = compile_all(alone if args.alone else [*sorted(layers), *plain], args.bounds, args.kernels, args.alone)
     print(f"{compiled} kernels compiled", file=sys.stderr, flush=True)
     contract()
     table, ratios = Table(), []
     with torch.inference_mode():
-        for arch in args.arch:
+        for problem in alone if args.alone else ():
+            ratios += tune_alone(*problem, args.bounds, args.kernels, table)
+            table.write(args.out)
+        for arch in () if args.alone else args.arch:
             tune_layers(arch, args.bounds, args.kernels, table)
             table.write(args.out)
-        for problem in plain:
+        for problem in () if args.alone else plain:
             found = tune_plain(*problem, args.bounds, args.kernels, table)
             ratios += found if problem[0] == "linear" else []
     table.write(args.out)
     figures = {"geometric_mean": math.prod(ratios) ** (1 / len(ratios)), "worst": max(ratios)} if ratios else {}
-    finish("tune_linear", {**figures, "rows": table.lines}, table.lines, args.json)
+    finish("tune_linear", {**figures, "rows": table.lines, "measured": table.measured}, table.lines, args.json)
     if figures:
-        mean, worst = figures.values()
-        print(f"linear over the library: geometric mean {mean:.3f}, worst {worst:.3f}")
+        of = "the rule over the fastest" if args.alone else "linear over the library"
+        print(f"{of}: geometric mean {figures['geometric_mean']:.3f}, worst {figures['worst']:.3f}")
     return 0
 
 

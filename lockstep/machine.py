@@ -19,6 +19,7 @@ from .errors import InputError
 if TYPE_CHECKING:
     import torch
 
+FILES = 1 << 16  # that a process of a server has open at most
 LONG = 10.0  # seconds after which what is being done is said
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets")
 
@@ -111,6 +112,17 @@ def settled() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def many_connections() -> None:
+    """Let the process have as many files open as it may, each connection being one: most systems begin at 1024."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+    if 0 <= soft < most:  # not `RLIM_INFINITY`
+        with contextlib.suppress(ValueError, OSError):  # a system may have a limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class Launch(NamedTuple):

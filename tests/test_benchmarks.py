@@ -162,6 +162,15 @@ def test_figures_stand_beside_their_targets(driver: ModuleType) -> None:
     assert driver.key_figures(None) == []
 
 
+def test_every_result_is_a_parts_or_says_its_command(driver: ModuleType) -> None:
+    parts = {part.name.removeprefix("cpu-").replace("-", "_") for part in driver.PARTS}
+    for path in (FOLDER / "results").glob("*.json"):
+        figures = json.loads(path.read_text())
+        if "benchmark" in figures:  # `tests/matrix.py` says how its files are made
+            assert path.stem.rpartition("-")[0] in parts or figures["command"], path.name
+            assert not [line for line in driver.key_figures(figures) if line.startswith("incomplete")], path.name
+
+
 def test_every_part_names_a_script_and_an_unknown_part_is_refused(driver: ModuleType) -> None:
     assert len({part.name for part in driver.PARTS}) == len(driver.PARTS)
     for part in driver.PARTS:

@@ -100,3 +100,11 @@ def test_threads_take_short_turns_within_a_block() -> None:
     with machine.short_turns():
         assert sys.getswitchinterval() == pytest.approx(0.0005)
     assert sys.getswitchinterval() == before
+
+
+def test_a_server_may_have_more_connections_than_a_process_begins_with() -> None:
+    program = "import resource; from lockstep.machine import many_connections as more; kind = resource.RLIMIT_NOFILE\n"
+    program += "hard = resource.getrlimit(kind)[1]; resource.setrlimit(kind, (256, hard)); more()\n"
+    program += "print(resource.getrlimit(kind) == (min(hard if hard > 0 else 1 << 16, 1 << 16), hard))"
+    done = finished([sys.executable, "-c", program])
+    assert done.stdout == "True\n", done.stderr

@@ -32,8 +32,13 @@ DECODE = {
     "decode 40, T=1": Case(5, 8, 145, 100),
     "decode 256": Case(32, 8, 256, 512),
     "decode 8": Case(1, 8, 145, 100),
+    "decode 8, long prompt": Case(1, 8, 4400, 100, 0.8, 0.95),
 }
-TRAIN = "train step"
+TRAIN = {
+    "train step": (5, 145, 100),
+    "train step, 17,408 tokens": (4, 256, 512),
+}  # prompts of 8 samples, lengths of both
+SMALL_TRAIN = {"train step": (1, 20, 8)}
 SMALL = {"decode 8": Case(2, 4, 20, 24, 0.8, 0.95)}
 DECODE_STEPS, TRAIN_STEPS = 48, 5
 GROUPS = {  # by what they do: patterns of kernels' names
@@ -129,13 +134,13 @@ def decode_floors(c: ModelConfig, case: Case, generated: float) -> dict[str, flo
     return {name: 1e6 * size / BYTES_PER_S for name, size in bytes_.items()}
 
 
-def train(model: Decoder) -> Found:
-    """Of the seed workload's step: forward, backward, clip and AdamW."""
+def train(model: Decoder, prompts: int, prompt: int, new: int) -> Found:
+    """Of a step: forward, backward, clip and AdamW."""
     device = model.embed.device
     trainer = Trainer(
         model, OptimizerConfig(), LossConfig(), enforce_parity=False, runtime=make_runtime("CUDA graph", device)
     )
-    batch = train_batch(model, *((5, 145, 100) if device.type == "cuda" else (1, 20, 8))).to(device)
+    batch = train_batch(model, prompts, prompt, new).to(device)
 
     def steps(count: int) -> int:
         for _ in range(count):
@@ -213,7 +218,8 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     parts: dict[str, Callable[[], Found]] = {
         n: (lambda case=case: decode(model, case)) for n, case in (SMALL if on_cpu else DECODE).items()
     }
-    parts[TRAIN] = lambda: train(model)
+    for name, sizes in (SMALL_TRAIN if on_cpu else TRAIN).items():
+        parts[name] = lambda sizes=sizes: train(model, *sizes)
     report.figures |= {"arch": arch, "layers": model.config.num_layers}
     rows = [["part", "kernel", "us a step", "launches", "floor us"]]
     for part, run in parts.items():

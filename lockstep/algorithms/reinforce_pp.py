@@ -18,7 +18,8 @@ class ReinforcePP(GRPO):
     """`grpo`'s loss, the mean over all tokens; advantages are the rewards less the mean of the whole step's, over their
     deviation, so one sample a prompt is enough. The paper's KL term is `use_kl_in_reward` with `kl_estimator` k1: then
     each token has its own, `A_t = R - beta sum_{i >= t} KL_i` less the mean of all the step's tokens', over their
-    deviation."""
+    deviation. Without it all tokens of a sample have one advantage, which counts once in mean and deviation however
+    long the sample is; in verl it counts once a token."""
 
     @cached_property
     def of_tokens(self) -> bool:

@@ -33,26 +33,20 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("lockstep.environments")
 _WITH_TORCH = {
-    "Branch": "environment",
-    "Collector": "collect",
-    "End": "environment",
-    "Environment": "environment",
-    "Next": "environment",
-    "Turn": "environment",
-    "Failures": "episodes",
-    "Limits": "episodes",
-    "Said": "tokens",
-    "Tokens": "tokens",
-    "plain": "tokens",
-    "make_environment": "loading",
-    "worked_trajectories": "worked",
+    "collect": {"Collector"},
+    "environment": {"Branch", "End", "Environment", "Next", "Turn"},
+    "episodes": {"Failures", "Limits"},
+    "loading": {"make_environment"},
+    "tokens": {"Said", "Tokens", "plain"},
+    "worked": {"worked_trajectories"},
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WITH_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name)
+    for module, names in _WITH_TORCH.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _GSM8K_REWARD = Reward("correct", gsm8k_reward, spec="gsm8k")

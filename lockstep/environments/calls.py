@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -34,20 +34,7 @@ class Answer:
     seconds: float
 
 
-@dataclass(eq=False)
-class _Here:
-    """A call that some thread waits for, to be made in the thread that takes answers."""
-
-    function: Callable[[], Any]
-    outcome: Future[Any] = field(default_factory=Future)
-
-    def run(self) -> None:
-        try:
-            self.outcome.set_result(self.function())
-        except BaseException as error:
-            self.outcome.set_exception(error)
-
-
+_HERE = 0  # stands for the number of what is to be called in the thread that takes answers
 _own = threading.local()  # of a call's thread: its `Calls`, and its number there
 
 
@@ -57,9 +44,16 @@ def in_the_main_thread(function: Callable[[], Any]) -> Any:
     calls, _ = getattr(_own, "call", (None, 0))
     if calls is None:  # this is that thread
         return function()
-    here = _Here(function)
-    calls.bring(0, here)
-    return here.outcome.result()
+    outcome: Future[Any] = Future()
+
+    def here() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    calls.bring(_HERE, here)
+    return outcome.result()
 
 
 def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -122,8 +116,8 @@ class Calls:
         while self._open:
             while (taken := self._next(wait and not found)) is not None:
                 number, value, came = taken
-                if isinstance(value, _Here):
-                    value.run()
+                if number == _HERE:
+                    value()
                 elif number in self._open:  # else it came too late
                     found.append(self._close(number, value, came))
             found += self._overdue()

@@ -35,13 +35,11 @@ def make_environment(config: TaskConfig) -> type[Environment]:
     what = f"task.environment {config.environment!r}"
     kind = _named(config.environment, config, what)
     if isinstance(kind, type) and issubclass(kind, Environment):
-        if tools:
-            raise InputError(f"task.tools has no effect beside {what}, which answers turns itself; remove it")
+        refuse(bool(tools), f"task.tools has no effect beside {what}, which answers turns itself; remove it")
         refuse(kind.step is Environment.step, f"{what} has no method step, which says what follows a turn")
         return kind
     if is_rollout_func(kind):
-        if tools:
-            raise InputError(f"task.tools has no effect beside {what}, which plays its own rollouts; remove it")
+        refuse(bool(tools), f"task.tools has no effect beside {what}, which plays its own rollouts; remove it")
         return rollout_environment(kind)
     if isinstance(kind, Mapping) or (callable(kind) and (not isinstance(kind, type) or hasattr(kind, "reset"))):
         return trl_environment(kind, tools, what)

@@ -23,7 +23,7 @@ from .request import Prefill, Sequence
 from .runner import Block, Runner
 from .running_batch import RunningBatch
 from .scheduler import Chunk, Scheduler
-from .sizes import row_buckets
+from .sizes import rows_of
 from .weights import SharedWeights
 
 AGREED = 64  # launches
@@ -63,10 +63,9 @@ class Engine:
         self.model_config = model.config
         self.detokenize = detokenize
         device = model.embed.device
-        pages = cache_tokens // config.page_size
+        count, pages = rows_of(config, model.spread.least_rows), cache_tokens // config.page_size
         own, cleared = model.config.shared_by(model.spread.axis.size), model.masks is not None
         self.cache = KVCache(own, pages, config.page_size, model.embed.dtype, device, cleared)
-        count = max(row_buckets(config.max_num_seqs)[0], model.spread.least_rows)
         width = self.cache.pages_for(MIN_CONTEXT)
         routed = model.config.moe_layers > 0
         rows = RunningBatch(count, width, config.steps_per_sync, self.cache.null_page, device, routed)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from .. import graph
+from ..config import GeneratorConfig
+from ..errors import refuse
+from ..ops import MAX_SEQUENCES
 from ..types import SamplingParams
 from .kv_cache import KVCache
 from .prefill_batch import MixedSizes
@@ -54,6 +57,19 @@ def token_buckets(largest: int) -> list[int]:
 
 def bucket(sizes: list[int], needed: int) -> int:
     return min(size for size in sizes if size >= needed)
+
+
+def rows_of(config: GeneratorConfig, least: int) -> int:
+    """Of the engine, and no fewer than `least`; `InputError` where a step of all of them and of prompts would have more
+    sequences than attention takes."""
+    rows = max(row_buckets(config.max_num_seqs)[0], least)
+    segments = MixedSizes.holding(rows, config.max_num_batched_tokens).segments
+    refuse(
+        rows + segments > MAX_SEQUENCES,
+        f"max_num_seqs {config.max_num_seqs} and max_num_batched_tokens {config.max_num_batched_tokens} make steps of "
+        f"up to {rows} sequences and {segments} pieces of prompts; attention takes at most {MAX_SEQUENCES} together",
+    )
+    return rows
 
 
 class ExactSizes:

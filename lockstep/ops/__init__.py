@@ -16,6 +16,7 @@ from .attention.flex import flex_packed, flex_paged, flex_tiles_packed, flex_til
 from .attention.masks import MaskFunction, register_mask, visibility
 from .attention.operator import (
     KEY_TILE,
+    MAX_SEQUENCES,
     attention_decode,
     attention_packed,
     attention_paged,

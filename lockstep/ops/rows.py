@@ -49,7 +49,8 @@ def _fold_kernel(partial_ptr, out_ptr, programs, width, stride, ROWS: tl.constex
     for start in range(0, programs, ROWS):
         program = start + tl.arange(0, ROWS)
         mask = (program < programs)[:, None] & (column < width)[None, :]
-        total += tl.load(partial_ptr + program[:, None] * stride + column[None, :], mask=mask, other=0.0)
+        row_ptr = partial_ptr + program.to(tl.int64) * stride  # further apart than an int32 counts
+        total += tl.load(row_ptr[:, None] + column[None, :], mask=mask, other=0.0)
     tl.store(out_ptr + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=column < width)
 
 

@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -49,21 +50,11 @@ def make_app(service: Service, under: str = "", more: Mapping[str, Route] = {}) 
     asked = {models: _models, f"{models}/{{name:path}}": _model, "/metrics": _metrics, HEALTH: _health}
     for method, routes in (("POST", posted), ("GET", asked)):  # plain routes, which read their bodies themselves
         for path, answer in routes.items():
-            app.add_route(path, _endpoint(service, answer), methods=[method])
-    app.add_exception_handler(ApiError, _error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientLeft, _left)
-    app.add_exception_handler(ClientDisconnect, _left)
-    app.add_exception_handler(Exception, _fault)
+            app.add_route(path, partial(answer, service), methods=[method])
+    for kind in (ApiError, HTTPException, ClientLeft, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _error)
     app.add_middleware(_Guard, service=service, paths=[*posted, *asked])
     return app
-
-
-def _endpoint(service: Service, answer: Route) -> Callable[[Request], Awaitable[Response]]:
-    async def endpoint(request: Request) -> Response:
-        return await answer(service, request)
-
-    return endpoint
 
 
 def _card(service: Service) -> dict[str, Any]:
@@ -96,23 +87,13 @@ def _told(error: ApiError) -> Response:
     return answered(error.body, error.status, retry)
 
 
-async def _error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _told(error)
-
-
-async def _left(_: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it; a number of its own for the metrics
-
-
-async def _fault(_: Request, error: Exception) -> Response:
-    return _told(ApiError(500, "the server has a fault; its log says which"))
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """An unknown path, or another method than a route has."""
-    assert isinstance(error, HTTPException)
-    return _told(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+async def _error(request: Request, error: Exception) -> Response:
+    if isinstance(error, (ClientLeft, ClientDisconnect)):
+        return Response(status_code=499)  # nobody reads it; a number of its own for the metrics
+    if isinstance(error, HTTPException):  # an unknown path, or another method than a route has
+        error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    fault = ApiError(500, "the server has a fault; its log says which")
+    return _told(error if isinstance(error, ApiError) else fault)
 
 
 class _Guard:

@@ -6,7 +6,7 @@ A field that would change the answer and that nothing here reads is refused by n
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 from fastapi import Request
@@ -16,29 +16,48 @@ from ..config import LEAST_TEMPERATURE, MAX_SEED
 from ..types import SamplingParams
 from .errors import ApiError, refused
 
-# Fields that no answer depends on, and those that are taken at the one value that changes nothing.
-_NO_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_salt"}
-_NO_EFFECT |= {"priority", "request_id", "routed_experts_prompt_start", "skip_special_tokens", "detokenize"}
-_NO_EFFECT |= {"spaces_between_special_tokens"}
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "prompt_logprobs": (0,),
-    "bad_words": ([],),
-    "functions": ([],),
-    "include_stop_str_in_output": (False,),
+# Fields that no answer depends on.
+_NO_EFFECT = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"}
+_NO_EFFECT |= {"prompt_cache_retention", "prediction", "cache_salt", "priority", "routed_experts_prompt_start"}
+_NO_EFFECT |= {"skip_special_tokens", "spaces_between_special_tokens", "detokenize"}
+
+_DISTRIBUTION = "tokens are drawn from the model's own distribution, after temperature, top_k, top_p and min_p"
+_FREE = "sampling is not constrained"
+_GUIDES = "json", "regex", "choice", "grammar"
+_SAMPLED = "there are log-probabilities of sampled tokens alone"
+_TEXT = "the model reads and writes text"
+_TEMPLATE = "messages go through the model's own chat template, up to its generation prompt"
+# Fields that are not supported: the values that change nothing, which are taken, and why there are no others.
+_UNSUPPORTED: dict[str, tuple[list[Any], str]] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), ([0], _DISTRIBUTION)),
+    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), ([[]], _DISTRIBUTION)),
+    "repetition_penalty": ([1], _DISTRIBUTION),
+    "logit_bias": ([{}], _DISTRIBUTION),
+    **dict.fromkeys(("structured_outputs", *(f"guided_{of}" for of in _GUIDES)), ([], _FREE)),
+    "response_format": ([{"type": "text"}], _FREE),
+    "parallel_tool_calls": ([True], f"{_FREE}: an answer has as many calls as the model makes"),
+    "best_of": ([1], "all n samples are answered"),
+    "use_beam_search": ([False], "answers are sampled"),
+    "length_penalty": ([1], "answers are sampled: no beams are ranked"),
+    "echo": ([False], "an answer is what follows the prompt"),
+    "suffix": ([""], "an answer is what follows the prompt"),
+    "prompt_logprobs": ([], _SAMPLED),
+    "truncate_prompt_tokens": ([], "a prompt is read whole"),
+    "modalities": ([["text"]], _TEXT),
+    "audio": ([], _TEXT),
+    "functions": ([[]], "their place is tools"),
+    "function_call": (["none", "auto"], "its place is tool_choice"),
+    "add_generation_prompt": ([True], _TEMPLATE),
+    "continue_final_message": ([False], _TEMPLATE),
+    "chat_template": ([], _TEMPLATE),
+    "documents": ([[]], f"{_TEMPLATE}; its variables are chat_template_kwargs"),
+    "include_reasoning": ([True], "thoughts are no part of content, or are where the model has them"),
+    "verbosity": (["medium"], "nothing tells the model of it"),
+    "web_search_options": ([], "nothing is searched"),
+    "moderation": ([], "nothing is moderated"),
+    "store": ([False], "no answer is kept"),
+    "include_obfuscation": ([False], "chunks have nothing in them but the answer"),
+    "continuous_usage_stats": ([False], "usage comes with the last chunk"),
 }
 
 
@@ -52,27 +71,25 @@ def _greedy_or_warm(value: float) -> float:
     return value
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+_as_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+_off = BeforeValidator(lambda value: 0 if value == -1 else value)
 
 
-def _off(value: Any) -> Any:
-    return 0 if value == -1 else value
-
-
-class SamplingFields(BaseModel):
-    """What all routes sample by. A field that is null is as one that is left out."""
-
+class _Fields(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class SamplingFields(_Fields):
+    """What all routes sample by. A field that is null is as one that is left out."""
 
     temperature: Annotated[float, Field(ge=0, le=1e4), AfterValidator(_greedy_or_warm)] = 1.0
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
-    top_k: Annotated[int, BeforeValidator(_off), Field(ge=0, lt=1 << 31)] = 0
+    top_k: Annotated[int, _off, Field(ge=0, lt=1 << 31)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     n: Annotated[int, Field(ge=1, le=1 << 16)] = 1
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     seed: Annotated[int | None, Field(ge=0, le=MAX_SEED)] = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list), Field(max_length=64)] = []
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], _as_list, Field(max_length=64)] = []
     stop_token_ids: Annotated[list[int], Field(max_length=1024)] = []
     ignore_eos: bool = False
 
@@ -91,10 +108,8 @@ class SamplingFields(BaseModel):
         )
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(_Fields):
     """Of a streamed answer."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     include_usage: bool = False
 
@@ -107,6 +122,7 @@ class _Body(SamplingFields):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_tokens_as_token_ids: bool = False
+    request_id: str = ""
 
 
 class ChatBody(_Body):
@@ -120,6 +136,7 @@ class ChatBody(_Body):
     tool_choice: Any = "auto"
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str = ""
+    add_special_tokens: Literal[False] = False
 
 
 class CompletionBody(_Body):
@@ -127,6 +144,7 @@ class CompletionBody(_Body):
 
     prompt: Any
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
+    add_special_tokens: Literal[True] = True
 
 
 class TokenSampling(SamplingFields):
@@ -135,16 +153,15 @@ class TokenSampling(SamplingFields):
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
 
 
-class TokensBody(BaseModel):
+class TokensBody(_Fields):
     """Of `/inference/v1/generate`."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
     token_ids: list[int]
     sampling_params: TokenSampling = TokenSampling()
     model: str = ""
     stream: bool = False
     return_token_ids: bool = False
+    request_id: str = ""
 
 
 _Kind = TypeVar("_Kind", bound=BaseModel)
@@ -203,11 +220,11 @@ def _path(place: tuple[int | str, ...]) -> str:
 
 def _check_extra(body: BaseModel, prefix: str) -> None:
     for name, value in (body.model_extra or {}).items():
-        if name in _NO_EFFECT or any(value == neutral for neutral in _NEUTRAL.get(name, ())):
+        neutral, reason = _UNSUPPORTED.get(name, ([], ""))
+        if name in _NO_EFFECT or value in neutral:
             continue
-        if name in _NEUTRAL:
-            raise refused(f"{prefix}{name}", f"{prefix}{name} is not supported; leave it out")
-        raise refused(f"{prefix}{name}", f"{prefix}{name} is no field of this route")
+        what = f"is not supported, as {reason}; leave it out" if reason else "is no field of this route"
+        raise refused(f"{prefix}{name}", f"{prefix}{name} {what}")
     for name in type(body).model_fields:
         inner = getattr(body, name)
         if isinstance(inner, BaseModel):

@@ -53,15 +53,13 @@ class Service:
         self.most_samples = engine.config.max_num_seqs + settings.max_waiting
         self.open_samples, self.stopping = 0, False
         self.tool_format = policy.tool_format
-        self.token_text = lru_cache(TOKEN_TEXTS)(self._token_text)
+        decode = policy.tokenizer.decode
+        self.token_text = lru_cache(TOKEN_TEXTS)(lambda token_id: decode([token_id], skip_special_tokens=False))
         self._check = engine.check
         self._seeds = random.Random(seed)
         self._tickets: dict[Job, Ticket] = {}
         self._encoder = ThreadPoolExecutor(1, "encode")  # a tokenizer encodes for one at a time
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    def _token_text(self, token_id: int) -> str:
-        return self.policy.tokenizer.decode([token_id], skip_special_tokens=False)
 
     def names(self, body: ChatBody | CompletionBody) -> Callable[[int], str]:
         """What log-probabilities call a token: by its text, or by its id as the request asks."""
@@ -140,7 +138,7 @@ class Service:
         for job in jobs:
             job.streamed = stream
         self.metrics.prompt_tokens.inc(sum(len(job.prompt_ids) for job in jobs))
-        return Ticket(self, request, jobs)
+        return Ticket(request, jobs, self.metrics, self.enter, self.leave)
 
     def _require_room(self, samples: int) -> None:
         if self.stopping:

@@ -69,7 +69,8 @@ def chat_logprobs(token_text: Callable[[int], str], sampled: Trajectory | Update
 
 
 def completion_logprobs(token_text: Callable[[int], str], sampled: Trajectory | Update, offset: int) -> dict[str, Any]:
-    """As `/v1/completions` has them, for tokens whose text begins at character `offset`."""
+    """As `/v1/completions` has them, for tokens whose text begins at character `offset`. Of each place the likeliest is
+    the sampled one, as in vLLM, whose clients go through them."""
     entries = chat_logprobs(token_text, sampled)
     offsets = []
     for entry in entries:
@@ -79,6 +80,6 @@ def completion_logprobs(token_text: Callable[[int], str], sampled: Trajectory | 
         "tokens": [entry["token"] for entry in entries],
         "token_logprobs": [entry["logprob"] for entry in entries],
         "sampled_logprobs": [entry["sampled_logprob"] for entry in entries],
-        "top_logprobs": None,
+        "top_logprobs": [{entry["token"]: entry["logprob"]} for entry in entries],
         "text_offset": offsets,
     }

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import Protocol, Self
+from collections.abc import AsyncIterator, Callable
+from typing import Self
 
 from fastapi import Request
 
@@ -24,48 +24,45 @@ class ClientLeft(Exception):
     """Nobody is there to read the answer."""
 
 
-class TicketHolder(Protocol):
-    """What a ticket asks of the `Service` that opened it."""
-
-    metrics: ServerMetrics
-
-    def enter(self, ticket: Ticket) -> None:
-        """Give its jobs to the batcher."""
-
-    def leave(self, ticket: Ticket) -> None:
-        """Forget its jobs; those that still run are cancelled."""
-
-
 class Ticket:
     """The jobs of one request, for as long as someone waits for them: `async with` it and read its updates.
 
     Leaving the block cancels what is unfinished. When the client leaves, reading raises `ClientLeft`.
 
+    Args:
+        enter, leave: called with it as the block begins and ends.
+
     Attributes:
         unfinished: samples that are not finished, by job.
     """
 
-    def __init__(self, service: TicketHolder, request: Request, jobs: list[Job]) -> None:
-        self.jobs = jobs
+    def __init__(
+        self,
+        request: Request,
+        jobs: list[Job],
+        metrics: ServerMetrics,
+        enter: Callable[[Ticket], None],
+        leave: Callable[[Ticket], None],
+    ) -> None:
+        self.request, self.jobs = request, jobs
         self.samples = sum(job.sampling.n for job in jobs)
         self.unfinished = {job: job.sampling.n for job in jobs}
         self.news: asyncio.Queue[tuple[Job, Update | Exception] | None] = asyncio.Queue()
-        self._service, self.request = service, request
+        self._metrics, self._enter, self._leave = metrics, enter, leave
 
     async def __aenter__(self) -> Self:
         self._began, self._first = time.monotonic(), True
         self._watch = asyncio.create_task(self._watch_client())
-        self._service.enter(self)
+        self._enter(self)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._watch.cancel()
-        self._service.leave(self)
-        metrics = self._service.metrics
+        self._leave(self)
         if kind is None:
-            metrics.seconds.observe(time.monotonic() - self._began)
+            self._metrics.seconds.observe(time.monotonic() - self._began)
         elif issubclass(kind, (ClientLeft, asyncio.CancelledError)):
-            metrics.left.inc()
+            self._metrics.left.inc()
 
     async def _watch_client(self) -> None:
         while (await self.request.receive())["type"] != "http.disconnect":
@@ -85,7 +82,7 @@ class Ticket:
                 raise _told(item)
             if self._first and job.streamed:
                 self._first = False
-                self._service.metrics.first_token.observe(time.monotonic() - self._began)
+                self._metrics.first_token.observe(time.monotonic() - self._began)
             if item.completion is not None:
                 self._finish(job, index[job], item.completion)
             yield index[job], item
@@ -94,7 +91,7 @@ class Ticket:
         self.unfinished[job] -= 1
         if not self.unfinished[job]:
             del self.unfinished[job]
-        self._service.metrics.sampled_tokens.inc(len(completion.token_ids))
+        self._metrics.sampled_tokens.inc(len(completion.token_ids))
         try:
             require_numbers(index, completion)
         except LockstepError as error:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..ops import MAX_SEQUENCES
 from ..types import PackedBatch, RolloutGroup, SamplingParams, Segment, Trajectory
 from .shapes import BatchShape, fit
 
@@ -88,13 +89,14 @@ def _drafts(groups: list[RolloutGroup], how: Packing) -> list[_Draft]:
     drafts: list[_Draft] = []
     limit, per_sample = how.shapes[0].tokens if how.shapes else how.max_tokens, how.mode == "per_sample"
     branched = any(segment.anew for group in groups for t in group.rollouts for segment in t.segments)
-    most = how.shapes[0].segments if how.shapes and branched else None  # without branches none has more
+    # Without branches only what is more than any micro-batch may have has more than the shapes.
+    most = how.shapes[0].segments if how.shapes and branched else MAX_SEQUENCES
     if branched and not how.whole_sequences:
         groups = [part for group in groups for part in _split(group, _Most(limit, most))]
     for group in groups:
         needed = [_tokens_needed(trajectory, how.max_tokens) for trajectory in group.rollouts]
         for part, tokens in _parts(group, needed, _Most(limit, most), per_sample, how.share_prefix):
-            full = bool(drafts) and most is not None and drafts[-1].needed.segments + _segments(part.rollouts) > most
+            full = bool(drafts) and drafts[-1].needed.segments + _segments(part.rollouts) > most
             if not drafts or per_sample or full or drafts[-1].needed.tokens + tokens > limit:
                 drafts.append(_Draft())
             drafts[-1].add(part, how.share_prefix)
@@ -123,10 +125,10 @@ def packed_slots(batches: list[PackedBatch]) -> tuple[int, int]:
 
 
 class _Most(NamedTuple):
-    """What a micro-batch may have: tokens, and segments (None: any number)."""
+    """What a micro-batch may have."""
 
     tokens: int
-    segments: int | None
+    segments: int
 
 
 def _segments(rollouts: Sequence[Trajectory]) -> int:
@@ -148,7 +150,7 @@ def _cut(trajectory: Trajectory, most: _Most) -> list[Trajectory]:
     used = 0
     for branch in trajectory.branches:
         rows = _rows(branch)
-        full = bool(parts) and most.segments is not None and 1 + len(parts[-1]) >= most.segments
+        full = bool(parts) and 1 + len(parts[-1]) >= most.segments
         if not parts or full or used + rows > most.tokens:
             parts.append([])
             used = 0
@@ -172,15 +174,15 @@ def _parts(
     takes; `needed` are those of each trajectory with its prompt."""
     part: list[Trajectory] = []
     first: list[int] = []
-    used = 0
+    used, segments = 0, 1  # the prompt's
     for trajectory, alone in zip(group.rollouts, needed, strict=True):
         prompt = trajectory.prompt.token_ids
         together = bool(part) and not per_sample and first == prompt
         tokens = alone - len(prompt) if together and share_prefix else alone
-        room = most.segments is None or _segments([*part, trajectory]) <= most.segments
-        if part and not (together and room and used + tokens <= most.tokens):
+        segments += len(trajectory.branches)
+        if part and not (together and segments <= most.segments and used + tokens <= most.tokens):
             yield replace(group, rollouts=part), used
-            part, used, tokens = [], 0, alone
+            part, used, tokens, segments = [], 0, alone, 1 + len(trajectory.branches)
         if not part:
             first = prompt
         part.append(trajectory)

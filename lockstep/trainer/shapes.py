@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..config import RunConfig
+from ..ops import MAX_SEQUENCES
 
 MULTIPLE = 16  # of tokens, where nothing else bounds them: keeps rows aligned for the matrix products
 NUM_SHAPES = 7
@@ -42,7 +43,9 @@ def fit(needed: BatchShape, shapes: Sequence[BatchShape], max_tokens: int) -> Ba
         if all(have >= want for have, want in zip(shape, needed, strict=True)):
             return shape
     tokens, completion_tokens, segments, max_len = map(bucket, needed)
-    return BatchShape(min(tokens, max_tokens), completion_tokens, segments, min(max_len, max_tokens))
+    return BatchShape(
+        min(tokens, max_tokens), completion_tokens, min(segments, MAX_SEQUENCES), min(max_len, max_tokens)
+    )
 
 
 def batch_shapes(
@@ -58,7 +61,7 @@ def batch_shapes(
         max_len: bound on a prompt with its completion.
         max_tokens: packed tokens that a micro-batch may have.
     """
-    sequences = groups * samples
+    sequences, segments = groups * samples, min(groups + groups * samples, MAX_SEQUENCES)
     tokens = min(groups * prompt + sequences * (completion - 1), max_tokens)
     # A completion's last token takes no row of the pack.
     completion_tokens = min(sequences * completion, tokens + sequences)
@@ -66,7 +69,7 @@ def batch_shapes(
     for i in range(NUM_SHAPES):
         scale = 2 ** (-i / SHAPES_PER_OCTAVE)
         own = _rounded(scale * completion_tokens)
-        shape = BatchShape(min(_rounded(scale * tokens), max_tokens), own, groups + sequences, max_len)
+        shape = BatchShape(min(_rounded(scale * tokens), max_tokens), own, segments, max_len)
         if shape not in shapes:
             shapes.append(shape)
     return shapes

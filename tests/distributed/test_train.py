@@ -139,9 +139,12 @@ def test_a_run_goes_on_with_as_many_threads_as_it_had(config: RunConfig, two: Pa
 
 
 def test_what_all_processes_refuse_is_told_once(config: RunConfig, tmp_path: Path) -> None:
+    """However long the first takes to leave: the other one waits for its end, and not for a time."""
+    wait = f"main._FIRST_TELLS = main._FIRST_WOULD = {PATIENCE}"
+    (tmp_path / "patient.py").write_text(f"import lockstep.cli.main as main\n{wait}\nmain.entry()\n")
     yaml_file.save(replace(config, trainer=replace(config.trainer, prompts_per_step=7)), tmp_path / "config.yaml")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *TRAIN]
-    run = finished([*command, str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "patient.py")]
+    run = finished([*command, *TRAIN[2:], str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")])
     other, first = re.findall(r"rank +: (\d).*\n +exitcode +: (-?\d+)", run.stderr)  # the root cause stands last
     assert run.returncode == 1 and first == ("0", "2") and other in (("1", "2"), ("1", "143"), ("1", "-15"))  # ended
     assert run.stderr.count("lockstep: error: trainer.prompts_per_step is 7, which 2 shards") == 1

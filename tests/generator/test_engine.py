@@ -216,6 +216,14 @@ def test_a_request_that_cannot_run_is_refused(model, prompt, fields, message, en
     assert len(run(engine)[0].token_ids) > 0
 
 
+def test_steps_of_more_sequences_than_attention_takes_are_refused(model, engine_of: EngineOf) -> None:
+    """Of 65,535 programs one is the padding's, and 8,192 tokens of prompts are at most 192 pieces."""
+    engine_of(model, max_num_seqs=65_336)
+    for fields, rows in (({"max_num_seqs": 65_337}, 65_344), ({"max_num_batched_tokens": 1 << 22}, 256)):
+        with pytest.raises(InputError, match=f"steps of up to {rows} sequences .* at most 65534 together"):
+            engine_of(model, **fields)
+
+
 def test_the_cache_is_planned_and_refused_before_it_is_too_small() -> None:
     cpu, config = torch.device("cpu"), GeneratorConfig(page_size=16, max_num_seqs=4)
     assert plan_cache_tokens(config, CONFIG, torch.float32, cpu, sequences=100, tokens_per_sequence=40) == 4 * 64

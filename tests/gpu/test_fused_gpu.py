@@ -3,6 +3,8 @@
 Shapes are Qwen3-0.6B's and 1.7B's. Inputs have wide exponents, so that a missing rounding or another order shows.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -124,6 +126,35 @@ def test_every_tile_of_the_copy_engine_is_one_chain(census, n, k):
     tiles = [tile for tile in TMA_TILES if k // tile.block_k > 1]
     cases = [(m, tile) for m in TMA_ROWS for tile in tiles if m > tile.block_m // 2]
     are_one_chain(census, "linear by TMA", cases, x, weight, residual)
+
+
+@pytest.mark.parametrize(
+    ("n", "k"), [(1536, 8960), (3584, 18944), (4608, 3584), (5120, 2880), (512, 12288), (768, 4096), (16384, 2048)]
+)
+def test_what_the_rule_chooses_is_one_chain(census, n, k):
+    from lockstep.ops.linear import choice as linear_choice
+    from lockstep.ops.linear import triton as linear_triton
+    from lockstep.ops.linear.kernels import KERNELS
+    from lockstep.ops.precompile import compiling_only
+
+    rows = 1, 8, 9, 16, 17, 31, 32, 33, 40, 64, 65, 128
+    x, weight, residual = wide(max(rows), k), wide(n, k) * 0.02, wide(max(rows), n)
+    cases = list(itertools.product(rows, ("linear", "linear_add", "norm_linear", "norm_gate_up", "linear_fp32")))
+
+    def made(m: int, kind: str) -> Tensor:
+        tile = linear_choice.by_rule(kind, m, n, k)
+        return KERNELS[tile.kernel].run(kind, tile, x[:m], weight, residual[:m] if kind == "linear_add" else None)
+
+    with compiling_only():
+        for case in cases:
+            made(*case)
+    for m, kind in cases:
+        chain = linear_triton.chain(x[:m], weight, "linear_fp32" if kind == "linear_fp32" else "linear")
+        if kind == "linear_add":
+            chain = residual[:m] + chain
+        elif kind == "norm_gate_up":
+            chain = ops.silu_mul(chain)
+        assert census(f"{kind}, by the rule", made(m, kind), chain) == 0
 
 
 @pytest.mark.parametrize(("n", "k"), [(1024, 2048), (1024, 3072), (2560, 4096)])

@@ -137,6 +137,15 @@ def test_statistics_agree_with_the_reference(vocabulary: int, support: str) -> N
     torch.testing.assert_close(ours.entropy_C, exact, rtol=1e-5, atol=1e-6)
 
 
+def test_a_logit_without_probability_adds_no_entropy() -> None:
+    logits, parameters = 5 * torch.randn(12, 97), sampling(12)
+    logits[:, ::3] = -torch.inf
+    exact = torch.distributions.Categorical(logits=logits.double()).entropy().float()
+    for rows in (native, logprobs_reference):
+        found = rows.statistics(logits, parameters, None, True, True)
+        torch.testing.assert_close(found.entropy_C, exact, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("vocabulary", [1, 5, 64, 65, 1000])
 def test_noise_is_philox_word_for_word(vocabulary: int) -> None:
     """With equal logits the smallest word wins, the first one among those that round to the same float32."""

@@ -246,3 +246,25 @@ def test_calls_between_special_tokens(tmp_path: Path, name: str, thought: str | 
             assert "".join(pieces) == "It is so."
         alone = ask(served, tools=[])
         assert not alone.choices[0].message.tool_calls and '{"' in alone.choices[0].message.content
+
+
+def test_trls_client_of_vllms_server(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes through the likeliest tokens of each place, which are the sampled one alone."""
+    theirs = pytest.importorskip("trl.generation.vllm_client")
+    monkeypatch.setattr(theirs, "is_vllm_available", lambda: True)  # which its weight updates alone need
+    client, sampling = theirs.VLLMClient(served.url), {"n": 2, "max_tokens": 12}
+    drawn = sampling | {"generation_kwargs": {"seed": 7}}
+    ids, form = [served.llm.policy.encode(text) for text in ("one", "two")], {"return_token_ids": True}
+    seeded: Any = {"model": "tiny", "seed": 7, "extra_body": form, **sampling}
+    texts = served.client.completions.create(**seeded, prompt=ids, logprobs=0).choices
+    with_tools: Any = {"messages": ASK, "tools": TOOLS, "tool_choice": "none", "logprobs": True}
+    said: Any = served.client.chat.completions.create(**seeded, **with_tools)
+    own = [choice.logprobs.token_logprobs for choice in texts]
+    told = [[entry.logprob for entry in choice.logprobs.content] for choice in said.choices]
+    for answer, prompts, choices, logprobs in (
+        (client.generate(ids, **drawn), ids, texts, own),
+        (client.chat([ASK], tools=TOOLS, **drawn), [said.prompt_token_ids], said.choices, told),
+    ):
+        assert answer["prompt_ids"] == prompts and answer["completion_ids"] == [choice.token_ids for choice in choices]
+        assert answer["logprob_token_ids"] == [[[token] for token in choice.token_ids] for choice in choices]
+        assert answer["logprobs"] == [[[value] for value in values] for values in logprobs]

@@ -221,6 +221,20 @@ def test_a_player_that_fails_is_left_out_and_told_of(tmp_path: Path) -> None:
     assert len(samples(tmp_path / "run")) == 4
 
 
+def test_a_rollout_that_was_offered_to_who_left_is_offered_again(tmp_path: Path) -> None:
+    taken: list[str] = []
+
+    def leaves(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any]:
+        taken.append(told["id"])
+        if len(taken) == 4:  # the last of the first step
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{url}/rollouts", json={"wait": 60}, timeout=httpx.Timeout(60, read=0.2))
+        return chats(url, told, http)
+
+    assert trained(tmp_path, "run", leaves, steps=2, environment_timeout=5.0) == [200] * 8
+    assert len(set(taken)) == 8 == len(samples(tmp_path / "run"))
+
+
 def test_a_rollout_that_nobody_plays_is_overdue(tmp_path: Path) -> None:
     asked = config(tmp_path, f"http://127.0.0.1:{free_port()}", environment_timeout=0.2)
     with pytest.raises(InputError, match="step 1: the environment failed for 4 trajectories"):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.resources.chat.completions import Completions as Chats
+from openai.resources.completions import Completions
 from serving import KEY, Running, running
 
 from lockstep.serve import bodies
@@ -267,6 +270,11 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("completions", {"prompt": "x", "logprobs": 3}, "logprobs", "must be 0 or null"),
     ("completions", {"prompt": "x", "echo": True}, "echo", "is not supported"),
     ("completions", {"prompt": "x", "best_of": 2}, "best_of", "is not supported"),
+    ("completions", {"prompt": "x", "prompt_logprobs": 0}, "prompt_logprobs", "of sampled tokens alone"),
+    ("completions", {"prompt": "x", "add_special_tokens": False}, "add_special_tokens", "should be True"),
+    ("chat", {"messages": HELLO, "store": True}, "store", "no answer is kept"),
+    ("chat", {"messages": HELLO, "parallel_tool_calls": False}, "parallel_tool_calls", "as many calls as the model"),
+    ("chat", {"messages": HELLO, "chat_template_kwargs": {"thinkin": 1}}, "chat_template_kwargs.thinkin", "no effect"),
     ("generate", {"token_ids": []}, "token_ids", "no tokens"),
     ("generate", {"token_ids": ["a"]}, "token_ids[0]", "valid integer"),
     ("generate", {"token_ids": [1], "sampling_params": {"top_p": 2}}, "sampling_params.top_p", "less than"),
@@ -292,8 +300,41 @@ def test_bad_requests_name_the_field(
 def test_a_field_that_changes_nothing_is_taken_at_that_value(served: Running) -> None:
     neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": None, "user": "me", "stop": None}
     more = {"n": None, "response_format": {"type": "text"}, "parallel_tool_calls": True, "stream_options": None}
+    more |= {"function_call": "auto", "verbosity": "medium", "store": False, "add_special_tokens": False}
     body = {"messages": HELLO, "max_tokens": 2, "tools": [], **neutral, **more}
-    assert served.http.post(PATHS["chat"], json=body).status_code == 200
+    answer = served.http.post(PATHS["chat"], json={**body, "request_id": "mine"})
+    assert answer.status_code == 200 and answer.json()["id"] == "chatcmpl-mine"
+
+
+def test_an_answer_does_not_wait_for_an_ack(served: Running) -> None:
+    """Its last packet goes out at once: else it comes 40 ms later over a connection that is kept."""
+    seconds = []
+    for _ in range(9):
+        began = time.perf_counter()
+        served.http.get("/health")
+        seconds.append(time.perf_counter() - began)
+    assert sorted(seconds)[4] < 0.03
+
+
+WITHOUT_EFFECT = {"metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+WITHOUT_EFFECT |= {"safety_identifier", "service_tier", "user"}
+OF_THE_CALL = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+OF_VLLM = {"repetition_penalty", "min_tokens", "bad_words", "allowed_token_ids", "logits_processors", "guided_json"}
+OF_VLLM |= {"structured_outputs", "use_beam_search", "length_penalty", "prompt_logprobs", "truncate_prompt_tokens"}
+OF_VLLM |= {"continue_final_message", "chat_template", "documents", "include_reasoning", "add_special_tokens", "top_k"}
+
+
+@pytest.mark.parametrize(("route", "create"), [("chat", Chats.create), ("completions", Completions.create)])
+def test_each_parameter_is_read_or_refused_by_its_name(served: Running, route: str, create: Any) -> None:
+    """Those of OpenAI's client and of vLLM's server, at a value that is right nowhere."""
+    begin = {"messages": HELLO} if route == "chat" else {"prompt": "x"}
+    for name in sorted(({*signature(create).parameters} | OF_VLLM) - OF_THE_CALL):
+        response = served.http.post(PATHS[route], json={**begin, "max_tokens": 1, name: {"other": 1}})
+        if name in WITHOUT_EFFECT:
+            assert response.status_code == 200, name
+        else:
+            error = response.json()["error"]
+            assert response.status_code == 400 and error["param"].partition(".")[0] == name in error["message"], error
 
 
 def test_tools_go_to_a_template_that_has_some(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:

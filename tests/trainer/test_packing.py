@@ -6,7 +6,9 @@ from small import completed, train_group
 
 from lockstep.algorithms import ALGORITHMS
 from lockstep.errors import InputError
+from lockstep.ops import MAX_SEQUENCES
 from lockstep.trainer import Packing, bucket, pack, pack_shards, packed_slots
+from lockstep.trainer.shapes import BatchShape, batch_shapes, fit
 from lockstep.types import ALIGNMENT, SamplingParams
 
 
@@ -121,6 +123,15 @@ def test_groups_fill_micro_batches_in_order_and_a_large_one_is_split():
     assert packed_slots([]) == (0, 0)
     for just_fits in ([group(20, 23, 23)], [group(10, 23), group(10, 23)]):
         assert [int(b.cu_seqlens[-1]) for b in pack(just_fits, max_tokens=64, check_parity=False)] == [64]
+
+
+def test_a_micro_batch_has_no_more_segments_than_attention_takes():
+    group = train_group([1], [sequence([2])] * MAX_SEQUENCES, SamplingParams())
+    shapes = batch_shapes(1, MAX_SEQUENCES, 1, 1, max_len=2, max_tokens=64)
+    batches = pack_shards([[group]], [0], Packing(64, shapes=shapes), check_parity=False)
+    assert [len(batch.sequences) for batch in batches] == [MAX_SEQUENCES - 1, 1]
+    assert {len(batch.prefix_len_S) for batch in batches} == {MAX_SEQUENCES}
+    assert fit(BatchShape(16, 16, MAX_SEQUENCES, 16), [], 64).segments == MAX_SEQUENCES
 
 
 def test_a_sequence_that_does_not_fit_names_itself_and_what_would_do():

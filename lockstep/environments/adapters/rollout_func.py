@@ -148,13 +148,18 @@ class RolloutPlay:
         prompts = [a.problem.prompt for a in asked for _ in samples]
         found = self._called(prompts, _trainer(generation, self.tokens, sampling, identity))
         columns = {name: values for name, values in found.items() if name not in (*_NEEDED, "env_mask")}
+        for name, values in columns.items():
+            if isinstance(values, list) and len(values) != len(keys):
+                raise InputError(
+                    f"rollout_func returned {len(values)} values of {name} for {len(keys)} prompts; give one each"
+                )
         episodes = []
         for i, key in enumerate(keys):
             a = asked[i // sampling.n]
             where = f"{a.where} sample {key.sample}"
             trajectory = self._trajectory(found, i, generation.drawn, where)
             trajectory.identity, trajectory.name = key, f"group {key.group} sample {key.sample}"
-            own = {n: v[i] if isinstance(v, list) else v for n, v in columns.items() if _has(v, i, len(keys), n)}
+            own = {name: v[i] if isinstance(v, list) else v for name, v in columns.items()}
             episode = Episode(self._environment(), key.group, key.sample, self.tokens, trajectory, a.problem.prompt)
             episode.end = End(columns=own)
             episodes.append(episode)
@@ -180,9 +185,7 @@ class RolloutPlay:
                 )
         if self._sampler is None:
             self._sampler = self._sampler_of(prompts, [sampling] * len(prompts))
-        requests = [
-            self._sampler.add_request(*one) for one in zip(prompts, [sampling] * len(prompts), keys, strict=True)
-        ]
+        requests = [self._sampler.add_request(ids, sampling, key) for ids, key in zip(prompts, keys, strict=True)]
         found: dict[int, Trajectory] = {}
         while len(found) < len(requests):
             for grown in self._sampler.advance():
@@ -293,13 +296,6 @@ def _next_drawn(drawn: list[_Drawn], before: list[int], rest: list[int]) -> _Dra
         ),
         None,
     )
-
-
-def _has(values: Any, i: int, count: int, name: str) -> bool:
-    """Whether further field `name` says something of completion `i`."""
-    if isinstance(values, list) and len(values) != count:
-        raise InputError(f"rollout_func returned {len(values)} values of {name} for {count} prompts; give one each")
-    return True
 
 
 def _trainer(generation: Generation, tokens: Tokens, sampling: SamplingParams, identity: SampleIdentity) -> Any:

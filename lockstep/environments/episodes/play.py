@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -18,6 +18,7 @@ from ..tokens import answering, said_by
 from .answers import count, is_chat, is_tokens, unlike, wrong_end, wrong_reward, wrong_step
 from .episode import Asked, Episode, Round, Sampler
 
+Started = list[tuple[Episode, Any]]  # with what their environments began with
 _log = logging.getLogger("lockstep")
 
 
@@ -32,9 +33,7 @@ class Play:
         self.sampled_tokens = 0  # by the generator, of all turns
         self._warned = False  # that branches do not fit together
         self._episodes: list[Episode] = []
-        self._prompts: dict[
-            int, list[tuple[Episode, Any]]
-        ] = {}  # of each group, as its samples' environments gave them
+        self._prompts: dict[int, Started] = {}  # of each group
 
     def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
         """The episodes of each, `sampling.n` from `identity.sample` on; their random numbers are keyed by `identity`
@@ -90,20 +89,18 @@ class Play:
 
     def _wait(self) -> list[Answer]:
         """The next answers, when there is nothing to sample without them."""
-        if self._environment.instant:
-            return self._calls.answers(wait=True)
-        with self._timings.measured("environment"):
+        with nullcontext() if self._environment.instant else self._timings.measured("environment"):
             return self._calls.answers(wait=True)
 
     def _answers(self, answers: list[Answer]) -> None:
-        ready: list[list[tuple[Episode, Any]]] = []
+        ready: list[Started] = []
         for answer in answers:
             episode: Episode = answer.key  # type: ignore[assignment]
-            if episode.trajectory is not None:
-                episode.trajectory.segments[-1].wait_s += answer.seconds
             if episode.trajectory is None:
                 ready += self._started(episode, answer.value)
-            elif isinstance(answer.value, Failure):
+                continue
+            episode.trajectory.segments[-1].wait_s += answer.seconds
+            if isinstance(answer.value, Failure):
                 self._fail(episode, answer.value)
             elif episode.cut:
                 self._end(episode, answer.value)
@@ -112,7 +109,7 @@ class Play:
         if ready:
             self._begin(ready)
 
-    def _started(self, episode: Episode, value: Any) -> list[list[tuple[Episode, Any]]]:
+    def _started(self, episode: Episode, value: Any) -> list[Started]:
         """Note what an environment began with; what can be begun: the group, once all its samples have started."""
         if not self._environment.begin_together:
             return [[(episode, value)]]
@@ -120,7 +117,7 @@ class Play:
         prompts.append((episode, value))
         return [self._prompts.pop(episode.group)] if len(prompts) == self._sampling.n else []
 
-    def _begin(self, ready: list[list[tuple[Episode, Any]]]) -> None:
+    def _begin(self, ready: list[Started]) -> None:
         wanted: list[tuple[list[Episode], Any]] = []  # what they begin with, of episodes that begin alike
         for started in ready:
             episodes, given = [one for one, _ in started], [value for _, value in started]
@@ -312,16 +309,14 @@ class Play:
         episode.trajectory.environment = episode.environment.variant
         episode.end = end
         self._failures.in_a_row = 0
-        if self._ended is not None:
-            self._over(episode, self._ended)
+        self._over(episode)
 
     def _fail(self, episode: Episode, failure: Failure) -> None:
         episode.failure = failure
         self._failures.add(self._where(episode), failure)
-        if self._ended is not None:
-            self._over(episode, self._ended)
+        self._over(episode)
 
-    def _over(self, episode: Episode, ended: Callable[[list[Episode]], None]) -> None:
+    def _over(self, episode: Episode) -> None:
         episodes = self._of_prompt[episode.group]
-        if all(other.end is not None or other.failure is not None for other in episodes):
-            ended(episodes)
+        if self._ended is not None and all(other.end is not None or other.failure is not None for other in episodes):
+            self._ended(episodes)

@@ -3,43 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
+
+
+def _flushes_denormals() -> bool:
+    return bool(torch.tensor([2.0**-130], dtype=torch.float32, device="cpu").mul(1).eq(0).all())
+
+
+def _determinism() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+# How each is read and written.
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (partial(torch.is_autocast_enabled, "cpu"), partial(torch.set_autocast_enabled, "cpu")),
+    (partial(torch.is_autocast_enabled, "cuda"), partial(torch.set_autocast_enabled, "cuda")),
+    (_determinism, lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1])),  # imports compilers
+    (lambda: torch.backends.mkldnn.enabled, lambda enabled: setattr(torch.backends.mkldnn, "enabled", enabled)),
+    (_flushes_denormals, torch.set_flush_denormal),
+]
 
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
     """What was set inside is as before afterwards: the default dtype and device, gradients, autocast, the number of
     threads, deterministic algorithms, float32 precision, oneDNN, and whether denormal numbers are flushed."""
-    dtype, device, grad = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-    autocast = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
-    only, warns = torch.are_deterministic_algorithms_enabled(), _warns_only()
-    onednn, flushes = torch.backends.mkldnn.enabled, _flushes_denormals()
+    before = [read() for read, _ in _SETTINGS]
     try:
         yield
     finally:
-        if torch.get_default_device() != device:
-            torch.set_default_device(None if device.type == "cpu" else device)
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(grad)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        if torch.get_float32_matmul_precision() != precision:
-            torch.set_float32_matmul_precision(precision)
-        for kind, enabled in autocast.items():
-            torch.set_autocast_enabled(kind, enabled)
-        if (torch.are_deterministic_algorithms_enabled(), _warns_only()) != (only, warns):  # it imports compilers
-            torch.use_deterministic_algorithms(only, warn_only=warns)
-        if torch.backends.mkldnn.enabled != onednn:
-            torch.backends.mkldnn.enabled = onednn
-        if _flushes_denormals() != flushes:
-            torch.set_flush_denormal(flushes)
-
-
-_warns_only = torch.is_deterministic_algorithms_warn_only_enabled
-
-
-def _flushes_denormals() -> bool:
-    return bool(torch.tensor([2.0**-130], dtype=torch.float32, device="cpu").mul(1).eq(0).all())
+        for (read, write), value in zip(_SETTINGS, before, strict=True):
+            if read() != value:
+                write(value)

@@ -31,7 +31,7 @@ from ..records import (
 from ..rope.operator import qk_norm_rope
 from . import reference
 
-KEY_TILE, KEY_SPLIT = reference.KEY_TILE, reference.KEY_SPLIT
+KEY_TILE, KEY_SPLIT, MAX_SEQUENCES = reference.KEY_TILE, reference.KEY_SPLIT, reference.MAX_SEQUENCES
 
 
 def attention_packed(

@@ -31,6 +31,7 @@ from .masks import MaskFunction, visibility
 
 KEY_TILE = 64
 KEY_SPLIT = 4096  # a multiple of KEY_TILE
+MAX_SEQUENCES = 65_534  # of one call: programs of a GPU along the axis that they lie on, less one for the padding
 QUERY_BLOCK = 32
 ROW_BLOCK = 16  # measured: batched products of 16, 32, 48 ... rows agree bit for bit; of 4 they do not at a depth of 96
 SCORE_BUDGET, BACKWARD_BUDGET = 1 << 23, 1 << 27  # score elements in flight

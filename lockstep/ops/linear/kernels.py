@@ -58,11 +58,11 @@ def register(name: str, kernel: ProductKernel) -> None:
 
 
 def choose(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> Choice:
-    """By the table; by its rule where the kernel of the table cannot run."""
+    """By the table or its rule; where their kernel cannot run, by the rule for every GPU."""
     choice = linear_choice.choose(kind, rows, *weight_NK.shape, biased=biased)
     if choice.kernel in KERNELS and KERNELS[choice.kernel].supports(choice, weight_NK):
         return choice
-    return linear_choice.by_rule(kind, rows, *weight_NK.shape)
+    return linear_choice.portable(kind, rows, *weight_NK.shape)
 
 
 def product(

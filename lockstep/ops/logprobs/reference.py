@@ -32,7 +32,8 @@ def statistics(
     entropy_C = torch.zeros_like(lse_C)
     if with_entropy:
         p_CV = torch.exp(logits_CV - lse_C.unsqueeze(1))
-        entropy_C = lse_C - (p_CV * logits_CV).sum(dim=1)
+        finite_CV = logits_CV.masked_fill(logits_CV == -torch.inf, 0.0)  # where p is 0
+        entropy_C = lse_C - (p_CV * finite_CV).sum(dim=1)
     return RowStatistics(lse_C, sampled_lse_C, threshold_C, entropy_C)
 
 

@@ -27,7 +27,7 @@ from ..errors import ApiError, closing, refused
 from ..events import answered
 from ..service import Service
 from ..settings import Settings
-from ..ticket import Ticket
+from ..ticket import ClientLeft, Ticket
 
 UNDER = "/rollouts/{rollout}"  # what a rollout's own routes begin with
 WAIT = 10.0  # seconds that a request for a rollout waits where it does not say
@@ -158,6 +158,9 @@ async def take(service: Service, request: Request) -> Response:
     rollout = None if service.stopping else await service.desk.take(body.wait)
     if rollout is None:
         raise closing() if service.stopping else ApiError(503, "there is no rollout to play now", code="no_rollout")
+    if await request.is_disconnected():
+        service.desk.offer(rollout)
+        raise ClientLeft
     base = str(request.base_url).rstrip("/")
     told = {"id": rollout.id, "base_url": f"{base}/rollouts/{rollout.id}/v1", "model": service.settings.name}
     return answered({**told, "row": rollout.row, "seed": rollout.seed})

@@ -78,15 +78,19 @@ async def chat(service: Service, request: Request) -> Response:
 
 
 def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
-    given, effort = body.chat_template_kwargs, body.reasoning_effort
+    given, template = body.chat_template_kwargs, str(service.policy.tokenizer.chat_template)
     for name in given:
         if name in (*TEMPLATE_ARGUMENTS, "tools"):
             raise refused(
                 f"chat_template_kwargs.{name}", f"chat_template_kwargs sets {name}, which is no variable of it"
             )
-    if effort and "reasoning_effort" not in str(service.policy.tokenizer.chat_template):
-        raise refused("reasoning_effort", "reasoning_effort has no effect: the model's chat template does not read it")
-    return {**given, "reasoning_effort": effort} if effort else given
+    if body.reasoning_effort:
+        given = {**given, "reasoning_effort": body.reasoning_effort}
+    for name in given:
+        if name not in template:
+            where = name if name == "reasoning_effort" else f"chat_template_kwargs.{name}"
+            raise refused(where, f"{where} has no effect: the model's chat template does not read it")
+    return given
 
 
 def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:

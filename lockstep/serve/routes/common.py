@@ -13,7 +13,7 @@ from ..bodies import ChatBody, CompletionBody
 
 def head(kind: str, prefix: str, body: ChatBody | CompletionBody, model: str) -> dict[str, Any]:
     """What every chunk of an answer begins with. `seed` is the one that it was sampled with."""
-    made = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
+    made = {"id": f"{prefix}-{body.request_id or uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
     return {**made, "model": model, "seed": body.seed}
 
 

@@ -50,16 +50,15 @@ async def completions(service: Service, request: Request) -> Response:
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
     """One prompt, a text or token ids, as a list of one; several as they are."""
-    alone = isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(t) is int for t in prompt))
-    prompts = [prompt] if alone else prompt
-    valid = isinstance(prompts, list) and prompts
-    if not valid or not all(isinstance(p, str) or _are_ids(p) for p in prompts):
+    prompts = [prompt] if _is_one(prompt) else prompt
+    if not (isinstance(prompts, list) and prompts and all(map(_is_one, prompts))):
         raise refused("prompt", "prompt must be a string, a list of token ids, or a list of either")
     return prompts
 
 
-def _are_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+def _is_one(prompt: Any) -> bool:
+    is_list = isinstance(prompt, list) and bool(prompt)
+    return isinstance(prompt, str) or (is_list and all(type(token) is int for token in prompt))
 
 
 def _encode(policy: Policy, prompts: list[str | list[int]]) -> list[list[int]]:

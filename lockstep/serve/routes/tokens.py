@@ -36,7 +36,11 @@ async def tokens(service: Service, request: Request) -> Response:
     async with service.open(request, [job]) as ticket:
         (samples,) = await ticket.completions()
     choices = [_choice(i, completion) for i, completion in enumerate(samples)]
-    answer: dict[str, Any] = {"request_id": f"gen-{uuid.uuid4().hex}", "seed": seed, "choices": choices}
+    answer: dict[str, Any] = {
+        "request_id": body.request_id or f"gen-{uuid.uuid4().hex}",
+        "seed": seed,
+        "choices": choices,
+    }
     if body.return_token_ids:
         answer["prompt_token_ids"] = body.token_ids
     return answered({**answer, "usage": usage([job], sum(len(c.token_ids) for c in samples))})

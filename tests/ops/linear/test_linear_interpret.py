@@ -89,8 +89,11 @@ KINDS = get_args(linear_choice.Kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("m", [1, 8, 9, 33, 40, 57, 65, 128, 129, 9000])
-@pytest.mark.parametrize(("columns", "depth"), [(4096, 1024), (1024, 3072), (300, 72)])
+@pytest.mark.parametrize("m", [1, 8, 9, 24, 33, 40, 57, 65, 128, 129, 9000])
+@pytest.mark.parametrize(
+    ("columns", "depth"),
+    [(4096, 1024), (1024, 3072), (300, 72), (512, 12288), (37888, 3584), (5120, 2880), (128, 64), (6144, 320)],
+)
 def test_every_shape_has_a_choice(kind, m, columns, depth):
     choice = linear_choice.choose(kind, m, columns, depth)
     if choice == linear_choice.LIBRARY:
@@ -106,7 +109,7 @@ def test_every_shape_has_a_choice(kind, m, columns, depth):
     elif choice.kernel == "tma":
         stage = 2 * choice.block_k * (choice.block_m + weights * choice.block_n)
         assert choice.block_m in (64, 128) and m > choice.block_m // 2 and depth % choice.block_k == 0
-        assert stage * choice.num_stages <= 224 * 1024 and choice.num_stages >= 2
+        assert stage * choice.num_stages <= 224 * 1024 and choice.num_stages >= 2 and depth > choice.block_k
     else:
         stage = 2 * choice.block_k * (choice.block_m + weights * choice.block_n)
         assert choice.block_m >= 16 and choice.block_k % 16 == 0 and choice.num_stages >= 2
@@ -134,7 +137,8 @@ def test_hopper_s_instructions_are_for_hopper(monkeypatch, capability, kernel):
     from lockstep.ops.linear import kernels
 
     monkeypatch.setattr(pdl, "_capability", lambda _: capability)
-    assert kernels.choose("linear_add", 40, torch.empty(1024, 3072)).kernel == kernel
+    assert kernels.choose("linear_add", 40, torch.empty(1024, 3072)).kernel == kernel, "of the table"
+    assert kernels.choose("linear_add", 40, torch.empty(1536, 8960)).kernel == kernel, "by its rule"
     apart = torch.empty(1024, 6144)[:, ::2]  # not contiguous
     assert kernels.choose("linear_add", 40, apart).kernel == "pipelined"
 
