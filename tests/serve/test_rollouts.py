@@ -24,7 +24,7 @@ from lockstep.run.replay import replay
 from lockstep.run.train import train
 from lockstep.serve.batcher import Job
 from lockstep.serve.bodies import CompletionBody
-from lockstep.serve.routes.common import Asked
+from lockstep.serve.routes.common import TextRequest
 from lockstep.types import SampleIdentity, SamplingParams
 
 CUT: list[str] = []  # rollouts that were asked for too much
@@ -244,7 +244,7 @@ def test_a_rollout_that_nobody_plays_is_overdue(tmp_path: Path) -> None:
 def test_texts_end_before_the_stop_strings_of_the_run() -> None:
     job = Job([1], SamplingParams(stop=("of the run",)), SampleIdentity(0, 0, 0, 0))
     service: Any = None
-    assert Asked(service, CompletionBody(prompt="x"), [job], {}).stops.cut("ends of the run") == "ends "
+    assert TextRequest(service, CompletionBody(prompt="x"), [job], {}).stops.cut("ends of the run") == "ends "
 
 
 def test_an_address_is_checked(tmp_path: Path) -> None:

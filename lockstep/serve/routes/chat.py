@@ -21,7 +21,7 @@ from ..errors import refused
 from ..service import Service
 from ..text import chat_logprobs, visible
 from ..ticket import Ticket
-from .common import Asked, drawn_by, head
+from .common import TextRequest, drawn_by, head
 
 CALL_ID = 9  # characters of a call's id: Mistral's templates take no others
 
@@ -46,7 +46,7 @@ async def chat(service: Service, request: Request) -> Response:
     service.seeded(body)
     job = service.job(prompt.token_ids, body, _max_tokens(service, body, prompt), "messages")
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    asked = Asked(service, body, [job], head(kind, "chatcmpl", body, service.settings.name), form)
+    asked = TextRequest(service, body, [job], head(kind, "chatcmpl", body, service.settings.name), form)
     return await asked.answer(request, _choice, _chunks, _prompt_ids(asked))
 
 
@@ -85,7 +85,7 @@ def _max_tokens(service: Service, body: ChatBody, prompt: ChatPrompt) -> int:
     return body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt.token_ids))
 
 
-def _choice(asked: Asked, index: int, completion: Trajectory) -> dict[str, Any]:
+def _choice(asked: TextRequest, index: int, completion: Trajectory) -> dict[str, Any]:
     said = asked.decode(completion.token_ids)
     text, calls = visible(said, asked.stops, asked.form)
     message: dict[str, Any] = {"role": "assistant", "content": text.strip() or None if calls else text}
@@ -97,7 +97,7 @@ def _choice(asked: Asked, index: int, completion: Trajectory) -> dict[str, Any]:
     return choice | drawn_by(completion)
 
 
-def _beside(asked: Asked, said: str, calls: list[ToolCall]) -> dict[str, Any]:
+def _beside(asked: TextRequest, said: str, calls: list[ToolCall]) -> dict[str, Any]:
     """What an answer's message has beside its content: calls, and thoughts that are no part of it."""
     assert asked.form is not None or not calls
     shown = [_call(call) for call in calls]
@@ -110,13 +110,13 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id or uuid.uuid4().hex[:CALL_ID], "type": "function", "function": function}
 
 
-def _logprobs(asked: Asked, sampled: Trajectory | Update) -> dict[str, Any] | None:
+def _logprobs(asked: TextRequest, sampled: Trajectory | Update) -> dict[str, Any] | None:
     if not asked.body.logprobs:
         return None
     return {"content": chat_logprobs(asked.service.names(asked.body), sampled), "refusal": None}
 
 
-async def _chunks(asked: Asked, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:
+async def _chunks(asked: TextRequest, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:
     def choice(_: int, update: Update, text: str, calls: list[ToolCall]) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": text} if text else {}
         if update.completion is not None:
@@ -132,5 +132,5 @@ async def _chunks(asked: Asked, ticket: Ticket) -> AsyncIterator[dict[str, Any]]
         yield chunk
 
 
-def _prompt_ids(asked: Asked) -> dict[str, Any]:
+def _prompt_ids(asked: TextRequest) -> dict[str, Any]:
     return {"prompt_token_ids": asked.jobs[0].prompt_ids} if asked.body.return_token_ids else {}

@@ -41,7 +41,7 @@ def usage(jobs: list[Job], sampled: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TextRequest:
     """A request for text. `head` is what its answer, or each chunk of it, begins with; `form` tells how calls of tools
     are read, None: all is text. Of several prompts the sample s of prompt p is choice p * n + s."""
 
@@ -64,8 +64,8 @@ class Asked:
     async def answer(
         self,
         request: Request,
-        choice: Callable[[Asked, int, Trajectory], Content],
-        chunks: Callable[[Asked, Ticket], AsyncIterator[Content]],
+        choice: Callable[[TextRequest, int, Trajectory], Content],
+        chunks: Callable[[TextRequest, Ticket], AsyncIterator[Content]],
         more: Content,
     ) -> Response:
         """The whole answer, of each completion's `choice` and `more`; or `chunks` of it."""

@@ -16,7 +16,7 @@ from ..errors import refused
 from ..service import Service
 from ..text import completion_logprobs, visible
 from ..ticket import Ticket
-from .common import Asked, drawn_by, head
+from .common import TextRequest, drawn_by, head
 
 USUAL_LENGTH = 16  # new tokens where a request does not say, as in OpenAI's interface
 
@@ -34,7 +34,7 @@ async def completions(service: Service, request: Request) -> Response:
     service.seeded(body)
     length = body.max_tokens or USUAL_LENGTH
     jobs = [service.job(ids, body, length, "prompt", group) for group, ids in enumerate(prompts)]
-    asked = Asked(service, body, jobs, head("text_completion", "cmpl", body, service.settings.name))
+    asked = TextRequest(service, body, jobs, head("text_completion", "cmpl", body, service.settings.name))
     return await asked.answer(request, _choice, _chunks, {})
 
 
@@ -51,7 +51,7 @@ def _is_one(prompt: Any) -> bool:
     return isinstance(prompt, str) or (is_list and all(type(token) is int for token in prompt))
 
 
-def _choice(asked: Asked, place: int, completion: Trajectory) -> dict[str, Any]:
+def _choice(asked: TextRequest, place: int, completion: Trajectory) -> dict[str, Any]:
     text, _ = visible(asked.decode(completion.token_ids), asked.stops, None)
     choice: dict[str, Any] = {"index": place, "text": text, "finish_reason": completion.finish_reason}
     choice["logprobs"] = _logprobs(asked, completion, 0)
@@ -61,12 +61,12 @@ def _choice(asked: Asked, place: int, completion: Trajectory) -> dict[str, Any]:
     return choice | drawn_by(completion)
 
 
-def _logprobs(asked: Asked, sampled: Trajectory | Update, offset: int) -> dict[str, Any] | None:
+def _logprobs(asked: TextRequest, sampled: Trajectory | Update, offset: int) -> dict[str, Any] | None:
     names = asked.service.names(asked.body)
     return None if asked.body.logprobs is None else completion_logprobs(names, sampled, offset)
 
 
-def _chunks(asked: Asked, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:
+def _chunks(asked: TextRequest, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:
     shown: Counter[int] = Counter()  # characters, of each choice
 
     def choice(place: int, update: Update, text: str, _: Any) -> dict[str, Any]:
