@@ -123,8 +123,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "trainer": (
-        "graph_inputs parameters routing shapes",
-        "optimizer packing tp",
+        "parameters routing shapes",
+        "gathered optimizer packing",
         "step",
         "mismatches programs",
         "check_cases result",

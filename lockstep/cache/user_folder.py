@@ -30,8 +30,7 @@ def cache_folder() -> Path:
 def read(path: Path) -> Any:
     """The JSON that `write` put there, or None."""
     with contextlib.suppress(ValueError, RecursionError):
-        data = read_bytes(path)
-        return None if data is None else json.loads(data)
+        return json.loads(read_bytes(path) or b"null")
     return None
 
 

@@ -85,7 +85,7 @@ class Operator:
         if self._composed is not None and torch.is_grad_enabled():
             return self._composed(*args)
         if (
-            torch.compiler.is_compiling()  # first: its tracer understands none of the others
+            torch.compiler.is_dynamo_compiling()  # first: its tracer understands none of the others
             or type(x := args[0][0] if self._leads else args[0]) not in self._direct
             or not x.is_cpu
             or not torch.is_inference_mode_enabled()
@@ -183,6 +183,18 @@ def _found(function: Callable[..., Any] | str, beside: Callable[..., Any]) -> Ca
 
 def _nothing(*_: Any) -> None:
     return None
+
+
+def like(*places: int, contiguous: bool = False) -> Callable[..., Any]:
+    """For `Declaration.fake`: a result for each of the arguments at these places, of its shape and dtype, and of its
+    strides unless it is to be `contiguous`."""
+    form = torch.contiguous_format if contiguous else torch.preserve_format
+
+    def results(*args: Any) -> Any:
+        made = tuple(torch.empty_like(args[place], memory_format=form) for place in places)
+        return made if len(made) > 1 else made[0]
+
+    return results
 
 
 def save(ctx: Any, inputs: Sequence[Any], output: Any = None) -> None:

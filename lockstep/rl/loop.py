@@ -26,7 +26,7 @@ from ..session.build import TrainingSession
 from ..session.certificate import Certificate
 from ..timings import Span
 from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards
-from ..trainer.graph_inputs import complete
+from ..trainer.programs import complete
 from ..types import TRAIN_DOMAIN, VALIDATION_DOMAIN, PackedBatch, RolloutGroup, SamplingParams, Trajectory
 from .critic import add_values, estimate
 from .dealing import dealt

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import OF_EVALUATION, RunConfig, TaskConfig, recipes
+from .checkpoint.files import steps
 
 _ENDS = 10  # steps whose mean reward is told where no problems are held out
 _SHORT = 60  # characters of a prompt that a command can hold
@@ -97,10 +98,10 @@ def interrupted(run_dir: Path, processes: int) -> str:
     if (run_dir / "report.html").is_file():
         rows["report"] = str(run_dir / "report.html")
     start = "lockstep" if processes == 1 else f"torchrun --nproc-per-node {processes} -m lockstep"
-    saved = [int(path.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*")]
+    saved = steps(run_dir / "checkpoints")
     if saved or not (run_dir / "metrics.jsonl").exists():
         rows["go on"] = f"{start} train --resume {shlex.quote(str(run_dir))}"
-        rows["from"] = f"step {max(saved)}" if saved else "the start: no step was saved yet"
+        rows["from"] = f"step {saved[-1]}" if saved else "the start: no step was saved yet"
     else:
         rows["again"] = f"{start} train --config {shlex.quote(str(run_dir / 'config.yaml'))}"
         rows["from"] = "the start: it saved no checkpoints; add --checkpoint.interval N to go on from one"

@@ -8,7 +8,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +162,7 @@ def write_all(file: io.RawIOBase, data: bytes) -> None:
         rest = rest[file.write(rest) or 0 :]
 
 
-class MetricsWriter:
+class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends JSON objects, one a line, each flushed to the operating system before `write` returns.
 
     Opened with `start_step=N` (a run that resumes before step N, or 0 for a new one), it first drops the lines of steps
@@ -183,9 +183,6 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> MetricsWriter:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -57,7 +57,7 @@ _REASONS = 3  # that are shown why stored graphs were not used
 _log = logging.getLogger("lockstep")
 
 
-class Recorder:
+class Recorder(AbstractContextManager["Recorder"]):
     """The run folder of one training run: metrics, rollouts, checkpoints, summary, report. Only the first rank writes
     it; the others keep the summary alone."""
 
@@ -342,9 +342,6 @@ class Recorder:
         self.summary["trainer_s"] += metrics["time/forward_backward"] + metrics.get("time/optim_step", 0.0)
         self.summary["sync_s"] += metrics["time/sync"]
         self._rewards.append(metrics["reward/mean"])
-
-    def __enter__(self) -> Recorder:
-        return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Whatever ended the run, leave a summary and a report of what there is, and the evidence of a failed check."""

@@ -54,10 +54,9 @@ from .memory import (
     MemoryPlan,
     Workload,
     adapted,
-    in_larger_groups,
+    as_run,
     memory_at_hand,
     model_config,
-    plan,
     require_host_room,
     require_room,
     workload,
@@ -219,9 +218,8 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
     )
     for name in ("tp", "generator_tp"):
         require_degree(model_config(config), getattr(config.parallel, name), f"parallel.{name}")
-    w, memory = planned_workload(config, ranks, device), int(memory_gib * 2**30) or memory_at_hand(device)
-    alone = config.parallel.generator_tp == 1
-    return require_room(in_larger_groups(w, memory) if alone and not plan(w, memory).fits else w, memory)
+    memory = int(memory_gib * 2**30) or memory_at_hand(device)
+    return require_room(as_run(planned_workload(config, ranks, device), memory), memory)
 
 
 def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Workload:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from .. import graph
 from ..types import PackedBatch, RolloutGroup, SamplingParams, Segment, Trajectory
-from .graph_inputs import complete
 from .packing import pack
 from .parameters import ALIGNMENT
-from .programs import TrainerPrograms
+from .programs import TrainerPrograms, complete
 from .shapes import BatchShape
 from .step import named
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -29,10 +28,6 @@ class UpdateSettings:
     max_grad_norm: float
     router_bias_rate: float
     offload: bool
-
-    @classmethod
-    def of(cls, config: OptimizerConfig) -> Self:
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 
 @dataclass(frozen=True)
@@ -100,7 +95,8 @@ class AdamW:
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, groups: Sequence[ParameterGroup] = ()) -> None:
-        self.flat, self.settings = flat, UpdateSettings.of(config)
+        self.flat = flat
+        self.settings = UpdateSettings(*(getattr(config, field.name) for field in fields(UpdateSettings)))
         self.groups = tuple(groups) or (one_group(flat, config),)
         self._make_state()
         self.steps = torch.zeros(2, device=flat.data.device)  # updates applied: the matrices', the vectors'

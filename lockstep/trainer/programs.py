@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,15 @@ from ..config import LossConfig
 from ..models import Decoder
 from ..types import PackedBatch
 from . import routing, step
-from .graph_inputs import OPEN_SIZES, batch_of, statics_of
+from .gathered import Reference, gathered_by_layer
 from .optimizer import AdamW
 from .parameters import ShardedParameters
-from .tp.gathered import Reference, gathered_by_layer
 
+# The packed batch's tensors by what their names end in; one trace serves every size.
+OPEN_SIZES: graph.Dynamic = {
+    **{f.name: (f.name[-1],) for f in fields(PackedBatch) if f.name[-2:] in ("_T", "_C", "_S")},
+    **{"cu_seqlens": ("S1",), "cu_completions": ("S1",), "support_C": ("C", None)},
+}
 _OF_BUFFERS = "optim_step", "gather_weights", "end_cell", "end_cells"  # programs that take no batch
 
 
@@ -261,3 +265,21 @@ def _computed_again(model: Decoder) -> Iterator[None]:
         yield
     finally:
         model.call_layer = call
+
+
+def complete(batch: PackedBatch, algorithm: Algorithm) -> None:
+    """Add the tensors that the algorithm's loss needs besides those of every batch."""
+    if algorithm.indexes_sequences and batch.cu_completions is None:
+        batch.index_sequences()
+    if algorithm.has_critic and batch.return_C is None:
+        batch.add_values()
+
+
+def statics_of(batch: PackedBatch) -> dict[str, Any]:
+    """What a graph of a batch holds as constants."""
+    return {"max_len": batch.max_len, "check_parity": batch.check_parity, "truncated": batch.truncated}
+
+
+def batch_of(inputs: graph.Inputs, **statics: Any) -> PackedBatch:
+    values: dict[str, Any] = {**inputs.user, **statics}
+    return PackedBatch(**values, sequence_C=torch.empty(0))

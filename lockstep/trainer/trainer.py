@@ -20,18 +20,16 @@ from ..graph import EAGER, Runtime
 from ..models import Decoder, Held, ResidentWeights, WeightSource, ranges_of
 from ..types import PackedBatch, SamplingParams
 from .check_cases import Work, trust_cases
-from .graph_inputs import complete
+from .gathered import flat_parameters, give_memory, in_trainer, reference_of
 from .mismatches import MAX_MISMATCHES, Checked, Deltas, Mismatch, mismatches, sums_of_deltas
 from .optimizer import frozen_parameters, optimizer_of, parameter_groups
 from .packing import blank_batch
 from .parameters import Buffer
-from .programs import TrainerPrograms, UpdateState
+from .programs import TrainerPrograms, UpdateState, complete
 from .result import PendingResult, Results, StepResult
 from .routing import RoutingResult, statistics_of
 from .shapes import BatchShape
 from .step import STATISTICS, found_names, take
-from .tp.decoder import give_memory, in_trainer
-from .tp.gathered import flat_parameters, reference_of
 
 
 class Trainer:

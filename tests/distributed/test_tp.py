@@ -24,9 +24,8 @@ from lockstep.models.folder import Export
 from lockstep.models.init import architecture
 from lockstep.session.memory import Workload
 from lockstep.trainer import Trainer
+from lockstep.trainer.gathered import GatheredReference, flat_parameters, in_trainer
 from lockstep.trainer.parameters import FlatParameters, Layout
-from lockstep.trainer.tp.decoder import in_trainer
-from lockstep.trainer.tp.gathered import GatheredReference, flat_parameters
 
 GROUPS = {"lr_scales": ("*=0.5", "*.o_proj=2", "model.norm=4"), "weight_decays": ("*norm=0.3", "*.mlp*=0.2")}
 CASES: list[dict[str, Any]] = [

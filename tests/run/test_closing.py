@@ -108,7 +108,7 @@ def test_where_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     said = closing.interrupted(tmp_path, 1)
     assert f"report  {tmp_path}/report.html\nagain   lockstep train --config {tmp_path}/config.yaml\n" in said
     assert "add --checkpoint.interval N" in said
-    for step in (5, 25):
+    for step in (5, 25, "25 of yesterday"):
         (tmp_path / "checkpoints" / f"step_{step}").mkdir(parents=True)
     assert closing.interrupted(tmp_path, 2).endswith(
         f"go on   torchrun --nproc-per-node 2 -m {start}\nfrom    step 25\n"

@@ -24,10 +24,10 @@ from lockstep.graph.passes.collectives import gradient_exchanges
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, FlatParameters, Trainer
-from lockstep.trainer.graph_inputs import OPEN_SIZES, statics_of
+from lockstep.trainer.gathered import flat_parameters
 from lockstep.trainer.packing import blank_batch
 from lockstep.trainer.parameters import ALIGNMENT, Layout
-from lockstep.trainer.tp.gathered import flat_parameters
+from lockstep.trainer.programs import OPEN_SIZES, statics_of
 from lockstep.types import SamplingParams
 
 SHAPES = st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)

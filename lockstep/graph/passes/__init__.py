@@ -73,9 +73,18 @@ def _bound(name: str, rewrite: Callable[..., tuple[Captured, str]], **options: A
     return Pass(name, True, partial(rewrite, **options), options)
 
 
+def _compile(captured: Captured, name: str) -> None:
+    try:
+        captured.graph.lint()
+    except RuntimeError as error:
+        raise GraphError(f"{captured.title}: {name} returned a graph that cannot run: {error}") from error
+    captured.module.recompile()
+
+
 def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Captured], Captured] = verify) -> Captured:
     """Apply `passes` in order and `check` the graph before the first and after each. `GraphError`: from the check, from
-    a pass that puts in what it does not announce, or from one that was asked for and finds nothing to do."""
+    a pass that puts in what it does not announce or returns what cannot run, or from one that was asked for and finds
+    nothing to do."""
     check(captured)
     for p in passes:
         before = captured
@@ -84,8 +93,7 @@ def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Capt
             raise GraphError(f"{p.name} returned a {type(found).__name__}; a pass returns the new graph and a note")
         captured, note = found
         if captured is not before:
-            captured.graph.lint()
-            captured.module.recompile()
+            _compile(captured, p.name)
         if p.preserves_numerics and (new := inexact_results(captured) - inexact_results(before)):
             raise GraphError(f"{captured.title}: {p.name} says that it changes no bits, and may change {min(new)}")
         line = f"{p.name}: {len(before.graph.nodes)} -> {len(captured.graph.nodes)} nodes; {note}"

@@ -12,6 +12,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -196,17 +197,10 @@ class _Writer:
 
 def _lines(graph: Mapping[str, Any]) -> str:
     """JSON that is compared line by line: an entry of a list on each."""
-
-    def text(value: Any) -> str:
-        return json.dumps(value, allow_nan=False)
-
-    parts = [
-        f"{text(key)}: [\n  {(',' + chr(10) + '  ').join(map(text, value))}\n ]"
-        if isinstance(value, list) and value
-        else f"{text(key)}: {text(value)}"
-        for key, value in graph.items()
-    ]
-    return "{\n " + ",\n ".join(parts) + "\n}\n"
+    text = partial(json.dumps, allow_nan=False)
+    lists = {key: ",\n  ".join(map(text, value)) for key, value in graph.items() if isinstance(value, list) and value}
+    values = {key: f"[\n  {lists[key]}\n ]" if key in lists else text(value) for key, value in graph.items()}
+    return "{\n " + ",\n ".join(f"{text(key)}: {value}" for key, value in values.items()) + "\n}\n"
 
 
 class _Reader:

@@ -141,7 +141,7 @@ def latest(folder: Path, most: int | None = None) -> LoadedCheckpoint | None:
     """The newest checkpoint in `folder`, of at most so many steps, whose every file is as it was written, or None. A
     damaged one (a file missing, or of another size or digest, or unreadable JSON) is skipped with a warning that says
     so."""
-    for step in reversed([step for step in _steps(folder) if most is None or step <= most]):
+    for step in reversed([step for step in steps(folder) if most is None or step <= most]):
         path = folder / f"step_{step}"
         try:
             return _verified(path, step)
@@ -211,8 +211,8 @@ def _verified(path: Path, step: int) -> LoadedCheckpoint:
 
 
 def _prune(folder: Path, step: int, keep_last: int) -> None:
-    kept = [other for other in _steps(folder) if other <= step][-keep_last:]
-    for other in _steps(folder):
+    kept = [other for other in steps(folder) if other <= step][-keep_last:]
+    for other in steps(folder):
         if other not in kept:
             _retire(folder / f"step_{other}")
     for leftover in folder.glob(".tmp-*"):
@@ -226,12 +226,12 @@ def _retire(path: Path) -> None:
     os.rename(path, aside)
 
 
-def _steps(folder: Path) -> list[int]:
+def steps(folder: Path) -> list[int]:
+    """Those that have a checkpoint in `folder`, whole or damaged, in order."""
     if not folder.is_dir():
         return []
-    return sorted(
-        int(match[1]) for path in folder.iterdir() if (match := re.fullmatch(r"step_(0|[1-9]\d*)", path.name))
-    )
+    found = (re.fullmatch(r"step_(0|[1-9]\d*)", path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in found if match)
 
 
 def _fsync(path: Path) -> None:

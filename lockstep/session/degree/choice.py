@@ -17,7 +17,7 @@ from ...generator.cache_capacity import bytes_per_token
 from ...models import ModelConfig, num_parameters
 from ...models.checks import require_degree
 from ..build import planned_workload, resolve_device, resolve_dtype
-from ..memory import Workload, in_larger_groups, memory_at_hand, model_config, plan
+from ..memory import Workload, as_run, memory_at_hand, model_config, plan
 from . import links
 from .decode_time import DecodeTime, Exchanged, Load
 
@@ -83,15 +83,14 @@ def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeCho
 
 def _that_fit(w: Workload, world: World, memory: int) -> tuple[RunConfig, World]:
     """The plan says whether one process has room for all of the weights."""
-    found = plan(w, memory)
-    larger = w if found.fits else in_larger_groups(w, memory)
+    larger = as_run(w, memory)
     if larger is w:
         return w.config, world
-    together = larger.config.parallel.generator_tp
+    together, needed = larger.config.parallel.generator_tp, plan(w, memory).total / 2**30
     if world.first:
         print(
-            f"parallel.generator_tp: {together} instead of 1, with which the run needs {found.total / 2**30:.1f} GiB "
-            f"a GPU and may take {memory / 2**30:.1f}",
+            f"parallel.generator_tp: {together} instead of 1, with which the run needs {needed:.1f} GiB a GPU and may "
+            f"take {memory / 2**30:.1f}",
             file=sys.stderr,
             flush=True,
         )

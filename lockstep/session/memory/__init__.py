@@ -1,7 +1,7 @@
 """What a run needs of a GPU's memory, term by term, before anything is loaded; what fits, and what would."""
 
 from .plan import MemoryPlan, plan
-from .remedies import adapted, in_larger_groups, refusal, remedies
+from .remedies import adapted, as_run, in_larger_groups, refusal, remedies
 from .usage import (
     holds_copy,
     memory_at_hand,

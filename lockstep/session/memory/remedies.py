@@ -106,7 +106,10 @@ def _ranks(w: Workload, memory: int) -> int | None:
 
 
 def _fits(w: Workload, memory: int) -> bool:
-    """Whether it does, in the groups that a run makes by itself where `parallel.generator_tp` is 1."""
-    if plan(w, memory).fits:
-        return True
-    return w.config.parallel.generator_tp == 1 and in_larger_groups(w, memory) is not w
+    return plan(as_run(w, memory), memory).fits
+
+
+def as_run(w: Workload, memory: int) -> Workload:
+    """The workload in the groups that a run makes by itself where it does not fit and `parallel.generator_tp` is 1."""
+    alone = w.config.parallel.generator_tp == 1
+    return in_larger_groups(w, memory) if alone and not plan(w, memory).fits else w

@@ -28,7 +28,7 @@ from lockstep.ops.operator import recording_gradients
 from lockstep.ops.records import AttentionGradient
 from lockstep.ops.rope import operator as rope_operator
 from lockstep.trainer import Trainer, pack
-from lockstep.trainer.graph_inputs import statics_of
+from lockstep.trainer.programs import statics_of
 from lockstep.types import PackedBatch, SamplingParams
 
 SEPARATE = ("lockstep.attention_packed_backward", "lockstep.qk_norm_rope_backward", "lockstep.rms_norm_backward")

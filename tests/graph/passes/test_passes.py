@@ -25,7 +25,7 @@ from lockstep.graph import (
     run_passes,
     substituted,
 )
-from lockstep.graph.ir.captured import op_name
+from lockstep.graph.ir.captured import Captured, op_name
 from lockstep.graph.ir.text import write_stages
 from lockstep.graph.passes import saved_bytes
 from lockstep.graph.passes.rewrite import rewritten
@@ -106,6 +106,17 @@ def test_no_pass_changes_a_bit(dtype: torch.dtype, patterns: tuple[str, ...], ca
     assert all(p.preserves_numerics for p in pipeline(canonical, patterns, record=True))
     assert same(step.results(), step.results(before)) and same(step.results(), step.results(after))
     assert (saved_bytes(after) < saved_bytes(before)) == bool(patterns)
+
+
+def test_a_pass_that_uses_a_value_before_it_is_there_is_named() -> None:
+    def misplace(captured: Captured) -> tuple[Captured, str]:
+        result = rewritten(captured)
+        first, *_, last = (node for node in result.graph.nodes if node.op == "call_function")
+        last.append(first)
+        return result, "one"
+
+    with pytest.raises(GraphError, match=r"step\(.*\): misplace returned a graph that cannot run: .* before it"):
+        run_passes(Step().capture(), [passes.Pass("misplace", True, misplace)])
 
 
 def test_canonicalize_drops_the_dead_and_keeps_writes_and_order() -> None:

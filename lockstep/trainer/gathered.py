@@ -1,4 +1,4 @@
-"""Weights that no rank trains with as a whole, or need not: a micro-batch gathers them."""
+"""Models of which several ranks have parts, to be trained or read: a micro-batch gathers the weights that it needs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import graph
-from ...distributed import World
-from ...distributed.mesh import ALONE, Mesh
-from ...models import Decoder, Held, ResidentWeights, WeightSource, ranges_of
-from ...models.checks import divides
-from ..parameters import FlatParameters, FlatWeights, ShardedParameters
+from .. import graph
+from ..distributed import World
+from ..distributed.mesh import ALONE, Mesh
+from ..models import Decoder, Held, ResidentWeights, WeightSource, ranges_of
+from ..models.checks import divides
+from .parameters import FlatParameters, FlatWeights, ShardedParameters
+
+
+def in_trainer(model: Decoder, mesh: Mesh) -> Decoder:
+    """A decoder as this rank trains it, whose parameters have no memory, but for its value head; `model` itself, which
+    generates, where nobody shares products. Buffers, such as the biases of routers, are one in both."""
+    if mesh.tp.size == model.spread.axis.size == 1:
+        return model
+    made = _without_memory(model, mesh)
+    if model.value_head is not None:
+        made.add_value_head()
+    for name, buffer in model.named_buffers():
+        owner, _, last = name.rpartition(".")
+        setattr(made.get_submodule(owner), last, buffer)
+    return made
+
+
+def give_memory(model: Decoder, names: Collection[str]) -> None:
+    """Give these parameters memory of their own, to be filled."""
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+
+
+def _without_memory(model: Decoder, mesh: Mesh) -> Decoder:
+    """A decoder like this one, as a rank of a mesh has it, whose parameters have no memory."""
+    made = Decoder(model.config, model.embed.dtype, model.embed.device, Mesh(tp=mesh.tp), memory=False)
+    made.masks = model.masks
+    return made
 
 
 class GatheredParameters(ShardedParameters):
@@ -79,8 +107,7 @@ class GatheredReference(Reference):
     def __init__(self, model: Decoder, mesh: Mesh) -> None:
         if not divides(model.config, mesh.tp.size):
             mesh = replace(mesh, tp=ALONE.tp)
-        made = Decoder(model.config, model.embed.dtype, model.embed.device, Mesh(tp=mesh.tp), memory=False)
-        made.masks = model.masks
+        made = _without_memory(model, mesh)
         super().__init__(made.requires_grad_(False))
         self.weights = FlatWeights(made, mesh, [name for name, _ in made.named_parameters()])
 

@@ -1,1 +1,0 @@
-"""The trainer where neighbouring processes share its products (tensor parallelism)."""
