@@ -65,7 +65,7 @@ class Dispatch(nn.Module):
         settings = c.sigmoid, c.groups, c.kept_groups, c.normalize, c.scale
         logits_TE = ops.router_logits(x_TD, router_ED)
         if offset_E is not None:
-            logits_TE = logits_TE + offset_E.float()
+            logits_TE = logits_TE + offset_E  # in float32
         weights_TK, experts_TK = ops.route(logits_TE, bias_E, ops.RouteSettings(c.num_experts_per_token, *settings))
         plan = ops.dispatch_plan(experts_TK, c.num_experts)
         return ops.dispatch(x_TD, plan[0], plan[1]), plan, weights_TK, Routing(logits_TE, experts_TK)

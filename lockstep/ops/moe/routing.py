@@ -144,7 +144,7 @@ def _dispatch_backward(ctx, grad_RD: Tensor):
 
 @operator(
     "lockstep::dispatch",
-    cuda=SAME,
+    cuda="triton_routing:dispatch",
     fake=lambda x_TD, order_R, row_TK: x_TD.new_empty(order_R.shape[0], x_TD.shape[1]),
     setup=lambda ctx, inputs, output: save(ctx, inputs[2:3]),
     backward=_dispatch_backward,

@@ -156,6 +156,28 @@ def dispatch_plan(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Ten
 
 
 @triton.jit
+def _dispatch_kernel(
+    x_ptr, order_ptr, out_ptr, x_stride, WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(order_ptr + row) // SLOTS
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    tl.store(out_ptr + row * WIDTH + column, tl.load(x_ptr + token * x_stride + column, mask=inside), mask=inside)
+
+
+def dispatch(x_TD: Tensor, order_R: Tensor, row_TK: Tensor) -> Tensor:
+    x_TD = unit_inner(x_TD)
+    rows, width = len(order_R), x_TD.shape[1]
+    out_RD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
+    _dispatch_kernel[(rows,)](
+        x_TD, order_R, out_RD, x_TD.stride(0),
+        WIDTH=width, SLOTS=row_TK.shape[1], BLOCK=triton.next_power_of_2(width), num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out_RD
+
+
+@triton.jit
 def _combine_kernel(
     y_ptr, row_ptr, weight_ptr, out_ptr, y_stride, WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):

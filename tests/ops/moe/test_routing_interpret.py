@@ -54,3 +54,9 @@ class Interpreted:
         experts = torch.rand(tokens, 11).pow(3).topk(3).indices + 1  # the first and the last have no rows
         for mine, wanted in zip(kernels.dispatch_plan(experts, 13), routing.dispatch_plan(experts, 13), strict=True):
             assert mine.dtype == wanted.dtype and torch.equal(mine, wanted)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_rows_are_their_tokens(self, dtype):
+        x = torch.randn(5, 2 * 33).to(dtype)[:, 33:]
+        order, row, _ = routing.dispatch_plan(torch.randint(0, 7, (5, 3)), 7)
+        assert torch.equal(kernels.dispatch(x, order, row), x[order // 3])
