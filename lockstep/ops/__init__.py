@@ -27,7 +27,7 @@ from .decode_update.operator import decode_advance, decode_slots
 from .embedding.operator import gather_rows
 from .fold.operator import fold_rows, sum_rows
 from .fused import backward as fused_backward  # registers what graphs call
-from .linear.operator import linear, linear_add, linear_fp32, norm_gate_up, norm_linear, per_head_linear
+from .linear.operator import gate_up, linear, linear_add, linear_fp32, norm_gate_up, norm_linear, per_head_linear
 from .logprobs.operator import TokenLogprobs, sample, sample_logits, support_mask, token_logprobs
 from .logprobs.philox import sample_key
 from .mla.operator import mla_packed, mla_paged, mla_write

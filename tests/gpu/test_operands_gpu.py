@@ -110,7 +110,9 @@ def test_activations_are_separate_ones(census, activation, n, k):
     for m in ROWS:
         with torch.no_grad():
             fused = ops.norm_gate_up(x[:m], norm, weight, 1e-6, 1.0, activation)
+            without_norm = ops.gate_up(normed[:m], weight, activation)
         assert census(f"{activation}: norm_gate_up = separate", fused, expected[:m]) == 0
+        assert census(f"{activation}: gate_up = separate", without_norm, expected[:m]) == 0
         for tile in TILES:
             staged = (tile.x_stages or tile.num_stages) * tile.block_m + tile.num_stages * 2 * tile.block_n
             if m <= 700 and 2 * staged * tile.block_k < 220 * 1024 and fits(tile, m):

@@ -6,6 +6,7 @@ One of each here; `tests/matrix.py` has the others.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from family_cases import (
 from model_edits import edited
 from safetensors.torch import load_file, save_file
 from small import load_model
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lockstep.errors import InputError
 from lockstep.models import Decoder, ModelConfig, save_model
@@ -34,6 +36,7 @@ from lockstep.models.families import FAMILIES
 from lockstep.models.families.family import FULL, SLIDING
 from lockstep.models.folder import read_config
 from lockstep.models.hf_config import to_hf
+from lockstep.models.init import architecture, initialize
 
 # Seeds of models of two layers; windows of 7 (smaller than a page), 20 and 70 (larger than a key tile) are among them.
 ROLES = {"qwen2": 2, "mistral": 0, "olmo2": 0, "olmo3": 2, "gemma3_text": 3, "gpt_oss": 0, "glm4_moe": 4}
@@ -52,6 +55,19 @@ def test_a_folder_is_the_model_that_transformers_makes_of_it(family: str, tmp_pa
 @pytest.mark.parametrize("family", ROLES)
 def test_both_roles_agree_over_updates_captured_or_not(family: str, tmp_path: Path) -> None:
     assert_roles_agree(family, ROLES[family], tmp_path, torch.bfloat16)
+
+
+def test_norms_of_all_queries_and_keys_copy_nothing() -> None:
+    """Of a layer only queries, keys and values together, for attention, are laid out anew; and the gate is one with its
+    product."""
+    model, tokens = initialize(Decoder(architecture("tiny-olmo2"), torch.float32), 0), torch.arange(7)
+    graph = make_fx(lambda tokens: logits(model, tokens))(tokens)
+    assert torch.equal(graph(tokens), logits(model, tokens))
+    called = Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+    layers = model.config.num_layers
+    assert called["lockstep.rms_norm.default"] == 2 * layers + 1
+    assert called["lockstep.gate_up.default"] == called["aten.cat.default"] == layers
+    assert not called.keys() & {"aten.clone.default", "lockstep.silu_mul.default"}
 
 
 def windows_of(config: Any) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ class NormAfterLayer(Layer):
         eps = self.config.rms_norm_eps
         attended_TD = self.product(self.attention(index, x_TD, rope_TH, attend), self.o)
         x_TD = ops.norm_add(attended_TD, self.attention_norm, x_TD, eps)
-        gated_TF = ops.silu_mul(ops.linear(x_TD, self.gate_up))
+        gated_TF = ops.gate_up(x_TD, self.gate_up)
         return ops.norm_add(self.product(gated_TF, self.down), self.mlp_norm, x_TD, eps)
 
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
@@ -43,8 +43,8 @@ class NormAfterLayer(Layer):
         spread, sizes = self.spread, [self.spread.part(len(norm)) for norm in (q_norm, k_norm, k_norm)]
         q, k, v = ops.linear(x_TD, self.qkv).split(sizes, dim=1)
         q, k = spread.together(q, k)  # their norms are of all heads
-        q = spread.own(ops.rms_norm(q.contiguous(), q_norm, c.rms_norm_eps))
-        k = spread.own(ops.rms_norm(k.contiguous(), k_norm, c.rms_norm_eps))
+        q = spread.own(ops.rms_norm(q, q_norm, c.rms_norm_eps))
+        k = spread.own(ops.rms_norm(k, k_norm, c.rms_norm_eps))
         return self.attend(index, torch.cat((q, k, v), dim=1), rope_TH, attend)
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..activation.triton import silu_mul
 from ..norm.triton import rms_norm
 from ..records import PLAIN_EPILOGUE, SILU, Epilogue
 from . import choice as linear_choice
@@ -102,3 +103,9 @@ def norm_gate_up(
 ) -> Tensor:
     normed_TD = rms_norm(x_TD, norm_D, eps, weight_offset)
     return product("norm_gate_up", normed_TD, weight_ED, None, Epilogue(activation=activation))
+
+
+def gate_up(x_TD: Tensor, weight_ED: Tensor, activation: str = SILU) -> Tensor:
+    if choose("norm_gate_up", x_TD.shape[0], weight_ED).kernel == "library":  # two kernels, the first of any file
+        return silu_mul(linear(x_TD, weight_ED), activation)
+    return product("norm_gate_up", x_TD, weight_ED, None, Epilogue(activation=activation))

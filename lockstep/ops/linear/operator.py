@@ -117,6 +117,17 @@ def norm_gate_up(
 
 
 @operator(
+    "lockstep::gate_up",
+    cuda="kernels:gate_up",
+    fake=lambda x_TD, weight_ED, *_: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0] // 2),
+    composed=lambda x_TD, weight_ED, activation=SILU: silu_mul(linear(x_TD, weight_ED), activation),
+)
+def gate_up(x_TD: Tensor, weight_ED: Tensor, activation: str = SILU) -> Tensor:
+    """`silu_mul(linear(x, weight), activation)`, [T, F]: `norm_gate_up` of what no norm is before."""
+    return silu_mul.on_cpu[x_TD.dtype](linear.on_cpu[x_TD.dtype](x_TD, weight_ED), activation)
+
+
+@operator(
     "lockstep::linear_add",
     cuda="kernels:linear_add",
     fake=lambda x_TK, weight_NK, *_: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]),

@@ -43,6 +43,7 @@ def test_linear_layers_are_the_separate_operators(dtype, mode):
             assert same_bits(ops.norm_linear(x, norm, gate_up, 1e-6, None, 1.0), more)
             behind, hidden_D = ops.rms_norm(x, norm.float() + 1, 1e-6), biases[1].expand(rows, -1)
             assert same_bits(ops.norm_add(x, norm, hidden_D, 1e-6, 1.0), hidden_D + behind)
+            assert same_bits(ops.gate_up(x, gate_up), ops.silu_mul(ops.linear(x, gate_up)))
             for activation in ops.ACTIVATIONS:
                 gated = ops.norm_gate_up(x, norm, gate_up, 1e-6, 1.0, activation)
                 assert same_bits(gated, ops.silu_mul(more, activation))
