@@ -97,7 +97,7 @@ PARTS = (
     Part("offload", _case("offload"), 30, 120),
     Part("checkpoints", _case("checkpoints", "--processes", "1"), 40, 150),
     Part("threads", _case("threads", "--loops", "0"), 60, 240),
-    Part("serve", _case("serve", "--minutes", "1"), 180, 400),
+    Part("serve", _case("serve", "--minutes", "2", "--repeats", "3"), 300, 500),
     Part("generate-peer", _case("generate", "--peer", "transformers", "--case", "seed"), 50, 100),
     Part("fsdp", _case("fsdp"), 180, 420, "cuda-x2"),
     # Every script at its smallest, to see here what would fail there.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Report, peer_environment
+from common import Report, peer_environment, seconds
 
 CLIENT_PROCESSES = 4
 KINDS: list[dict[str, Any]] = [{"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 0.0}]
@@ -61,24 +61,34 @@ def digest(token_ids: list[int], logprobs: list[float], model_logprobs: list[flo
 # ---- in process ----
 
 
-def in_process(folder: Path, args: argparse.Namespace, rounds: list[list[Request]]) -> tuple[list, list[float]]:
-    """The completions of the first round's requests, and the seconds of each round, by an engine without a server."""
+def in_process(
+    folder: Path, args: argparse.Namespace, rounds: list[list[Request]]
+) -> tuple[list, dict[str, list[float]]]:
+    """The completions of the first round's requests, and the seconds of the others by an engine without a server: in
+    turn with all requests given to it at once, and with as many open at a time as a server's clients have."""
     from lockstep.config import GeneratorConfig
     from lockstep.session.generate import LLM
 
-    times = []
     with LLM(folder, device=args.device, config=GeneratorConfig(max_num_seqs=args.concurrent)) as llm:
         work = [as_engine_takes_them(requests) for requests in rounds]
         engine = llm.engine_for(args.concurrent, args.context, work[0][1][: len(KINDS)])
-        first = None
-        for prompts, sampling, identities in work:
-            began = time.perf_counter()
-            found = engine.generate(prompts, sampling, identities)
-            times.append(time.perf_counter() - began)
-            first = first or found
-    if args.device == "cuda":
+        first = engine.generate(*work[0])
+        device = args.device
+        queued = [seconds(lambda one=one: engine.generate(*one), device) for one in work[1::2]]
+        opened = [seconds(lambda one=one: keep_open(engine, one, args.concurrent), device) for one in work[2::2]]
+    if device == "cuda":
         torch.cuda.empty_cache()
-    return [group[0] for group in first or []], times
+    return [group[0] for group in first], {"queued": queued, "open": opened}
+
+
+def keep_open(engine: Any, work: tuple[list, list, list], concurrent: int) -> None:
+    """All requests, at most `concurrent` given to the engine at a time."""
+    waiting, unfinished = list(zip(*work, strict=True))[::-1], 0
+    while waiting or unfinished:
+        while waiting and unfinished < concurrent:
+            engine.add_request(*waiting.pop())
+            unfinished += 1
+        unfinished -= sum(sample.completion is not None for sample in engine.advance())
 
 
 def as_engine_takes_them(requests: list[Request]) -> tuple[list, list, list]:
@@ -306,11 +316,11 @@ def overhead(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     for path in (TOKENS, COMPLETIONS):
         requests = make_requests(args.rounds * args.concurrent, args.prompt, lengths, path, seed=1)
         tokens = sum(r.body.get("sampling_params", r.body)["max_tokens"] for r in requests)
-        rounds = [fresh(requests, i) for i in range(args.repeats + 1)]  # the first makes what is made late
+        rounds = [fresh(requests, i) for i in range(2 * args.repeats + 1)]  # the first makes what is made late
         _, alone = in_process(folder, args, rounds)
         with server(folder, args) as (url, _):
-            times = [served_s(url, of_round, args.concurrent) for of_round in rounds]
-        figures[path] = compared(tokens, alone[1:], times[1:])
+            times = [served_s(url, of_round, args.concurrent) for of_round in rounds[: args.repeats + 1]]
+        figures[path] = compared(tokens, alone["open"], times[1:]) | {"queued_s": sorted(alone["queued"])}
     return figures
 
 
@@ -333,7 +343,7 @@ def fresh(requests: list[Request], round_: int) -> list[Request]:
 
 
 def compared(tokens: int, alone: list[float], served: list[float]) -> dict[str, Any]:
-    """Tokens a second of both, and how much longer the server takes."""
+    """Tokens a second of both, with as many requests open; how much longer the server takes."""
     one, other = statistics.median(alone), statistics.median(served)
     return {
         "tokens": tokens,

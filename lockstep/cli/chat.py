@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, refuse
 from ..session.generate import LLM
 from ..types import SamplingParams
 
@@ -49,8 +49,7 @@ class Conversation:
         if self._templated:
             prompt = [*self._messages, {"role": "user", "content": line}]
         room = self._llm.context - len(self._llm.policy.encode(prompt))
-        if room < 1:
-            raise InputError(f"the conversation fills the model's context of {self._llm.context} tokens; /reset it")
+        refuse(room < 1, f"the conversation fills the model's context of {self._llm.context} tokens; /reset it")
         sampling = replace(self._sampling, max_completion_length=min(self._sampling.max_completion_length, room))
         answer = ""
         self._turns += 1

@@ -86,8 +86,7 @@ def _plan(flags: Plan) -> Outcome:
 
 
 def _generate(flags: Generate) -> Outcome:
-    if (flags.prompt is None) == (flags.prompts is None):
-        raise InputError("give --prompt TEXT or --prompts FILE, one of the two")
+    refuse((flags.prompt is None) == (flags.prompts is None), "give --prompt TEXT or --prompts FILE, one of the two")
     sampling = _sampling(flags, n=flags.n, stop=flags.stop)
     if flags.prompt_column != TaskConfig.prompt_column and (flags.prompts is None or flags.prompts.endswith(".txt")):
         raise InputError("--prompt-column has no effect without rows in --prompts; remove it")
@@ -128,8 +127,7 @@ def _prompts(flags: Generate) -> list[Any]:
     if source is None:
         return [form.with_system(flags.prompt or "")]
     if source.endswith(".txt"):
-        if Path(source).exists() and not Path(source).is_file():
-            raise InputError(f"--prompts {source} is not a regular file")
+        refuse(Path(source).exists() and not Path(source).is_file(), f"--prompts {source} is not a regular file")
         try:
             lines = Path(source).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -140,8 +138,7 @@ def _prompts(flags: Generate) -> list[Any]:
 
 
 def _chat(flags: Chat) -> Outcome:
-    if sys.stdin is None:
-        raise InputError("standard input is closed; give chat a terminal, or its lines through a pipe")
+    refuse(sys.stdin is None, "standard input is closed; give chat a terminal, or its lines through a pipe")
     sampling = _sampling(flags)
     variables = _variables(flags)
     from . import chat
@@ -171,8 +168,7 @@ def _serve(flags: Serve) -> Outcome:
 
 def _variables(flags: Generate | Chat) -> dict[str, Any]:
     """The chat template's variables; what the flags say of the template is valid."""
-    if flags.system_prompt == "":
-        raise InputError("--system-prompt is empty; give a text, or leave it out")
+    refuse(flags.system_prompt == "", "--system-prompt is empty; give a text, or leave it out")
     return template_variables(flags.chat_template_kwargs, "--chat-template-kwargs")
 
 
@@ -231,11 +227,9 @@ def _eval(flags: Eval) -> Outcome:
     base = recipe(flags.task, "task", "")  # any folder alike, before it was trained and after
     check_generation(flags.compile)
     check_layout(flags.parallel, *LAYOUT_OF_GENERATION)
-    if not flags.easy and flags.task != "sum-digits":
-        raise InputError(f"--no-easy has no effect on {flags.task}; remove it")
+    refuse(not flags.easy and flags.task != "sum-digits", f"--no-easy has no effect on {flags.task}; remove it")
     prompts = base.task.validation_prompts if flags.prompts is None else flags.prompts
-    if prompts < 1:
-        raise InputError(f"--prompts is {prompts}; it must be at least 1")
+    refuse(prompts < 1, f"--prompts is {prompts}; it must be at least 1")
     task = replace(
         base.task,
         easy=flags.easy and flags.task == "sum-digits",
@@ -265,11 +259,9 @@ def _eval(flags: Eval) -> Outcome:
 def _report(flags: Report) -> Outcome:
     from ..run.report import write_comparison, write_report
 
-    if not flags.runs:
-        raise InputError("name at least one RUN_DIR, a folder that `lockstep train` wrote")
+    refuse(not flags.runs, "name at least one RUN_DIR, a folder that `lockstep train` wrote")
     for run_dir in flags.runs:
-        if not (run_dir / "config.yaml").is_file():
-            raise InputError(f"{run_dir} is not a run folder (it has no config.yaml)")
+        refuse(not (run_dir / "config.yaml").is_file(), f"{run_dir} is not a run folder (it has no config.yaml)")
     if len(flags.runs) == 1:
         path = write_report(flags.runs[0], flags.out)
     elif flags.out is None:
@@ -302,15 +294,6 @@ def _init(flags: Init) -> Outcome:
 
 
 COMMANDS: dict[type, Callable[[Any], Outcome]] = {
-    Train: _train,
-    Precompile: _precompile,
-    Plan: _plan,
-    Generate: _generate,
-    Eval: _eval,
-    Chat: _chat,
-    Serve: _serve,
-    Report: _report,
-    Parity: _parity,
-    Init: _init,
-    Replay: _replay,
+    **{Train: _train, Precompile: _precompile, Plan: _plan, Generate: _generate, Eval: _eval, Chat: _chat},
+    **{Serve: _serve, Report: _report, Parity: _parity, Init: _init, Replay: _replay},
 }

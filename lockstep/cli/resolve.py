@@ -76,8 +76,7 @@ def _settled(flags: _Run, arguments: list[str], begin: RunConfig) -> _Run:
     any value."""
     given, config = _given(arguments), flags.resolved()
     for path, why in unread(config):
-        if path in given:
-            raise InputError(f"{path} has no effect {why}")
+        refuse(path in given, f"{path} has no effect {why}")
     if not (paths := left_behind(config, begin, given)):
         return flags
     if launched().rank == 0:
@@ -90,8 +89,7 @@ def _base(flags: _Run) -> RunConfig:
     resume = flags.resume if isinstance(flags, Train) else None
     given = {"a recipe": flags.recipe, "--config": flags.config, "--resume": resume}
     used = [name for name, value in given.items() if value]
-    if len(used) > 1:
-        raise InputError(f"{' and '.join(used)} both say what to begin from; give one")
+    refuse(len(used) > 1, f"{' and '.join(used)} both say what to begin from; give one")
     if isinstance(flags, Train) and resume is not None:
         if flags.run_dir is not None:
             raise InputError("--run-dir has no effect with --resume, which continues in the folder it names; remove it")

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import InputError
+from ..errors import InputError, refuse
 from . import RunConfig, left_behind, without
 
 
@@ -34,8 +34,7 @@ def load(path: Path, recipes: Recipes | None = None, begin: RunConfig | None = N
 
     Raises `InputError`, naming the file and the key, for anything unreadable, unknown, given twice or of a wrong type.
     """
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path}: cannot be read: it is not a regular file")
+    refuse(path.exists() and not path.is_file(), f"{path}: cannot be read: it is not a regular file")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
     except (OSError, UnicodeDecodeError) as error:

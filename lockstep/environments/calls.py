@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine, Hashable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from queue import Empty, SimpleQueue
@@ -60,7 +61,10 @@ def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """What a coroutine returns, or raises, to the thread of a call, which has an end with the call's: a coroutine that
     hangs is cancelled once nobody waits for the call's answer."""
     calls, number = getattr(_own, "call", (None, 0))
-    return (_begun(coroutine) if calls is None else calls.begin(number, coroutine)).result()
+    begun = (
+        asyncio.run_coroutine_threadsafe(coroutine, event_loop()) if calls is None else calls.begin(number, coroutine)
+    )
+    return begun.result()
 
 
 class Calls:
@@ -105,7 +109,7 @@ class Calls:
 
     def begin(self, number: int, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run a coroutine of this call, for as long as it is open. Any thread may."""
-        self._running[number] = future = _begun(coroutine)
+        self._running[number] = future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
         if number not in self._open:
             future.cancel()
         return future
@@ -134,19 +138,14 @@ class Calls:
         self._running.clear()
 
     def _next(self, wait: bool) -> tuple[int, Any, float] | None:
-        try:
-            if not wait:
-                return self._answers.get_nowait()
-            return self._answers.get(timeout=self._patience())
-        except Empty:
-            return None
-
-    def _patience(self) -> float | None:
-        """Seconds until the first call is overdue."""
-        if not self._timeout:
-            return None
-        first = min(began for _, began in self._open.values())
-        return max(0.0, first + self._timeout - time.monotonic())
+        """What came next; with `wait`, until the first call is overdue."""
+        patience = None
+        if wait and self._timeout:
+            first = min(began for _, began in self._open.values())
+            patience = max(0.0, first + self._timeout - time.monotonic())
+        with suppress(Empty):
+            return self._answers.get(wait, patience)
+        return None
 
     def _overdue(self) -> list[Answer]:
         if not self._timeout:
@@ -161,10 +160,6 @@ class Calls:
         if (future := self._running.pop(number, None)) is not None:
             future.cancel()  # of one that is done it changes nothing
         return Answer(key, value, came - began)
-
-
-def _begun(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-    return asyncio.run_coroutine_threadsafe(coroutine, event_loop())
 
 
 def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

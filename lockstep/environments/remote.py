@@ -65,13 +65,12 @@ class Desk:
 
     async def take(self, seconds: float) -> Remote | None:
         """The first that is offered and not over; None when there is none for so long."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while (rollout := await self._offered.get()).over:
                     pass
                 return rollout
-        except TimeoutError:
-            return None
+        return None
 
 
 class Remote(Environment):

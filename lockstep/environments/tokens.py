@@ -11,10 +11,6 @@ from .environment import Message
 
 Messages = list[Message]
 
-# continue_(messages, given): tokens of text or messages that follow an answer; `messages` are those so far, the answer
-# the last; None where the prompt was no chat.
-Continue = Callable[[Messages | None, str | Messages], list[int]]
-
 
 class Said(NamedTuple):
     """What was sampled as a chat message, whether it began a call that is none, and the message that stands for it
@@ -33,11 +29,12 @@ def plain(turn: Segment) -> Said:
 
 class Tokens(NamedTuple):
     """How given text becomes tokens, once; the text of tokens, for people; and what was sampled as a message.
-    `with_tools`: the same where the model may call these (`Environment.tools`). `tokenizer` is the model's own, for
-    code that works with one."""
+    `following(messages, given)` has the tokens of text or messages that follow an answer, the last of `messages` (None:
+    the prompt was no chat). `with_tools`: the same where the model may call these (`Environment.tools`). `tokenizer` is
+    the model's own, for code that works with one."""
 
     prompt: Encode
-    following: Continue
+    following: Callable[[Messages | None, str | Messages], list[int]]
     text: Callable[[list[int]], str] = str
     said: Callable[[Segment], Said] = plain
     with_tools: Callable[[Sequence[Mapping[str, Any]]], Tokens] | None = None

@@ -96,8 +96,7 @@ class Runner:
         self.weights, self._model = weights, weights.model
         self._own = graph.module_inputs(weights.model)
         page_size, null_page = self.cache.page_size, self.cache.null_page
-        self._context = self.rows.width * page_size  # that decode steps may read
-        self._paging = Paging(page_size, null_page, self._context)
+        self._paging = self._decode_paging = Paging(page_size, null_page, self.rows.width * page_size)
         self._constants = {**weights.model.baked(), "paging": self._paging}
 
     def widen(self, tokens: int) -> None:
@@ -111,7 +110,7 @@ class Runner:
         size = self._sizes.rows_for(len(running))
         rows.compact(size)
         rows.flush()
-        self._context = self._sizes.decode_context(size)
+        self._decode_paging = replace(self._paging, max_context=self._sizes.decode_context(size))
         truncated, greedy = rows.truncated > 0, rows.greedy > 0
         grouped = self._sizes.grouped(size, truncated, greedy)
         self._decode_program(size)(times=steps, truncated=truncated, greedy=greedy, grouped=grouped)
@@ -184,7 +183,7 @@ class Runner:
 
     def _decode_body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
         with graph.substituted(self._model, inputs):
-            decode_step(self._model, inputs, replace(self._paging, max_context=self._context), **statics)
+            decode_step(self._model, inputs, self._decode_paging, **statics)
         return {}
 
     def _mixed_body(self, inputs: graph.Inputs, truncated: bool = True, greedy: bool = True) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..cache.file_hashes import fingerprints, glance
 from ..cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, TensorFile, TensorReader, cut
-from ..errors import InputError, LockstepError
+from ..errors import InputError, LockstepError, refuse
 from ..json_file import read_object
 from .blocks.weight_slices import WeightSlice
 from .checks import check_end_of_sequence, check_fields
@@ -214,8 +214,7 @@ def _require_finite(extremes: Mapping[tuple[Path, str, torch.dtype], Sequence[Te
     pairs = [(told, pair) for told, found in extremes.items() for pair in found]
     finite = torch.stack([pair.float() for _, pair in pairs]).isfinite().all(1).tolist()
     for ((file, name, dtype), _), good in zip(pairs, finite, strict=True):
-        if not good:
-            raise InputError(f"{file}: {name} has values that are NaN or infinite as {dtype}; the model is damaged")
+        refuse(not good, f"{file}: {name} has values that are NaN or infinite as {dtype}; the model is damaged")
 
 
 @contextlib.contextmanager

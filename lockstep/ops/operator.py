@@ -85,7 +85,7 @@ class Operator:
         if self._composed is not None and torch.is_grad_enabled():
             return self._composed(*args)
         if (
-            torch.compiler.is_compiling()  # first: its tracer understands none of the others
+            torch.compiler.is_dynamo_compiling()  # first: its tracer understands none of the others
             or type(x := args[0][0] if self._leads else args[0]) not in self._direct
             or not x.is_cpu
             or not torch.is_inference_mode_enabled()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -107,13 +108,11 @@ class Batcher:
         self._hand_out()
 
     def _take_in(self, wait: float | None) -> None:
-        try:
+        with suppress(queue.Empty):
             if not self._jobs:
-                self._inbox.get(timeout=wait)() if wait != 0 else self._inbox.get_nowait()()
+                self._inbox.get(wait != 0, wait)()
             while True:
                 self._inbox.get_nowait()()
-        except queue.Empty:
-            return
 
     def _add(self, job: Job) -> None:
         try:

@@ -9,6 +9,7 @@ begins with the last one's prompt and what was sampled after it. Where the templ
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
@@ -55,10 +56,13 @@ def _message(message: Any, where: str) -> Message:
     if "content" not in given and not (role == "assistant" and given.get("tool_calls")):
         raise refused(f"{where}.content", f"{where}.content is missing")
     given["content"] = _text(given.get("content", ""), f"{where}.content")
-    if "tool_calls" in given:
-        given["tool_calls"] = _tool_calls(given["tool_calls"], f"{where}.tool_calls")
-        if not given["tool_calls"]:
-            del given["tool_calls"]
+    calls, place = given.get("tool_calls", []), f"{where}.tool_calls"
+    if not isinstance(calls, list):
+        raise refused(place, f"{place} must be a list")
+    if calls:
+        given["tool_calls"] = [_tool_call(call, f"{place}[{i}]") for i, call in enumerate(calls)]
+    else:
+        given.pop("tool_calls", None)
     return given
 
 
@@ -72,12 +76,6 @@ def _text(content: Any, where: str) -> str:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise refused(f"{where}[{i}]", f"{where}[{i}] must be a part of type text, with its text")
     return "".join(part["text"] for part in content)
-
-
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise refused(where, f"{where} must be a list")
-    return [_tool_call(call, f"{where}[{i}]") for i, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -143,10 +141,9 @@ def _told(policy: Policy, message: Message, sampled: list[int], form: ToolFormat
 
 def _begun(policy: Policy, told: list[Message], variables: dict[str, Any]) -> str | None:
     """The text that a turn was sampled after; None where the template refuses a conversation that ends there."""
-    try:
+    with suppress(InputError):
         return render_chat(policy.tokenizer, told, variables)
-    except InputError:
-        return None
+    return None
 
 
 def _turn(

@@ -10,7 +10,7 @@ import contextlib
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -73,16 +73,15 @@ class Service:
         """No more is encoded."""
         self._encoder.shutdown(wait=False)
 
-    async def encoded(self, field: str, encode: Callable[..., _T], *arguments: Any) -> _T:
+    async def encoded(self, field: str, encode: Callable[[], _T]) -> _T:
         """The result of an encoding in a thread of its own. `InputError` becomes `ApiError` of this field; nothing is
         encoded that could not run now."""
         self._require_room(1)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._encoder, partial(encode, *arguments))
-        except PromptTooLong as error:
-            raise refused(field, str(error), "context_length_exceeded") from error
+            return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
         except InputError as error:
-            raise refused(field, str(error)) from error
+            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+            raise refused(field, str(error), code) from error
 
     def remembered(self, request: Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """A conversation with the token ids of its sampled turns, where these are known; clients send them."""

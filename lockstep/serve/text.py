@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from ..models.tokenizer import TextStream
@@ -72,14 +73,11 @@ def completion_logprobs(token_text: Callable[[int], str], sampled: Trajectory | 
     """As `/v1/completions` has them, for tokens whose text begins at character `offset`. Of each place the likeliest is
     the sampled one, as in vLLM, whose clients go through them."""
     entries = chat_logprobs(token_text, sampled)
-    offsets = []
-    for entry in entries:
-        offsets.append(offset)
-        offset += len(entry["token"])
+    tokens = [entry["token"] for entry in entries]
     return {
-        "tokens": [entry["token"] for entry in entries],
+        "tokens": tokens,
         "token_logprobs": [entry["logprob"] for entry in entries],
         "sampled_logprobs": [entry["sampled_logprob"] for entry in entries],
         "top_logprobs": [{entry["token"]: entry["logprob"]} for entry in entries],
-        "text_offset": offsets,
+        "text_offset": list(accumulate(map(len, tokens[:-1]), initial=offset)) if tokens else [],
     }

@@ -95,8 +95,8 @@ def _drafts(groups: list[RolloutGroup], how: Packing) -> list[_Draft]:
         groups = [part for group in groups for part in _split(group, _Most(limit, most))]
     for group in groups:
         needed = [_tokens_needed(trajectory, how.max_tokens) for trajectory in group.rollouts]
-        for part, tokens in _parts(group, needed, _Most(limit, most), per_sample, how.share_prefix):
-            full = bool(drafts) and drafts[-1].needed.segments + _segments(part.rollouts) > most
+        for part, tokens, segments in _parts(group, needed, _Most(limit, most), per_sample, how.share_prefix):
+            full = bool(drafts) and drafts[-1].needed.segments + segments > most
             if not drafts or per_sample or full or drafts[-1].needed.tokens + tokens > limit:
                 drafts.append(_Draft())
             drafts[-1].add(part, how.share_prefix)
@@ -129,11 +129,6 @@ class _Most(NamedTuple):
 
     tokens: int
     segments: int
-
-
-def _segments(rollouts: Sequence[Trajectory]) -> int:
-    """That trajectories of one prompt take, at most."""
-    return 1 + sum(len(trajectory.branches) for trajectory in rollouts)
 
 
 def _split(group: RolloutGroup, most: _Most) -> list[RolloutGroup]:
@@ -169,9 +164,9 @@ def _cut(trajectory: Trajectory, most: _Most) -> list[Trajectory]:
 
 def _parts(
     group: RolloutGroup, needed: list[int], most: _Most, per_sample: bool, share_prefix: bool
-) -> Iterator[tuple[RolloutGroup, int]]:
-    """`group` cut into consecutive parts of at most `most` and one prompt, or one trajectory, with the tokens each
-    takes; `needed` are those of each trajectory with its prompt."""
+) -> Iterator[tuple[RolloutGroup, int, int]]:
+    """`group` cut into consecutive parts of at most `most` and one prompt, or one trajectory, with the tokens that each
+    takes and its segments, at most; `needed` are the tokens of each trajectory with its prompt."""
     part: list[Trajectory] = []
     first: list[int] = []
     used, segments = 0, 1  # the prompt's
@@ -179,16 +174,17 @@ def _parts(
         prompt = trajectory.prompt.token_ids
         together = bool(part) and not per_sample and first == prompt
         tokens = alone - len(prompt) if together and share_prefix else alone
-        segments += len(trajectory.branches)
-        if part and not (together and segments <= most.segments and used + tokens <= most.tokens):
-            yield replace(group, rollouts=part), used
-            part, used, tokens, segments = [], 0, alone, 1 + len(trajectory.branches)
+        own = len(trajectory.branches)
+        if part and not (together and segments + own <= most.segments and used + tokens <= most.tokens):
+            yield replace(group, rollouts=part), used, segments
+            part, used, tokens, segments = [], 0, alone, 1
         if not part:
             first = prompt
         part.append(trajectory)
         used += tokens
+        segments += own
     if part:
-        yield replace(group, rollouts=part), used
+        yield replace(group, rollouts=part), used, segments
 
 
 def _rows(branch: list[Segment]) -> int:

@@ -142,8 +142,7 @@ def template_variables(assignments: tuple[str, ...], field: str = "task.chat_tem
             raise InputError(
                 f"{field} holds {assignment!r}; each must be NAME=VALUE, a name once, such as enable_thinking=false"
             )
-        if name in TEMPLATE_ARGUMENTS:
-            raise InputError(f"{field} sets {name}, which is set for every prompt; remove it")
+        refuse(name in TEMPLATE_ARGUMENTS, f"{field} sets {name}, which is set for every prompt; remove it")
         try:
             variables[name] = json.loads(value)
         except (ValueError, RecursionError) as error:

@@ -24,7 +24,7 @@ RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Drawn:
     """A turn that the engine sampled."""
 
@@ -32,6 +32,11 @@ class _Drawn:
     turn: Segment
     trajectory: Trajectory
     used: bool = False
+
+    def begins(self, prompt: list[int], rest: list[int]) -> bool:
+        """Whether these are its own tokens and others after them, which were not returned yet."""
+        own, said = self.prompt_ids, self.turn.token_ids
+        return not self.used and prompt[: len(own)] == own and rest[: len(said)] == said
 
 
 class Generation:
@@ -54,10 +59,7 @@ class Generation:
         """As `VLLMGeneration.generate`: `prompts` has each prompt's token ids once a completion."""
         if images:
             raise InputError("rollout_func asked for images; prompts are text here")
-        turns = self._complete(prompts, self._sampling.max_completion_length)
-        logprobs = [[[value] for value in turn.logprobs or ()] for turn in turns]
-        ids = [[[token] for token in turn.token_ids] for turn in turns]
-        return prompts, [list(turn.token_ids) for turn in turns], logprobs, ids
+        return prompts, *self._complete(prompts, self._sampling.max_completion_length)
 
     def single_turn(
         self, prompt_ids: list[list[int]], images: Any = None, multimodal_fields: Any = None, num_generations: int = 1
@@ -85,14 +87,10 @@ class Generation:
         return self._client([tokens.prompt(chat) for chat in messages], n, max_tokens, sampling)
 
     def _client(self, ids: list[list[int]], n: int, max_tokens: int, sampling: dict[str, Any]) -> dict[str, Any]:
-        own = {name: getattr(self._sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        usual = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
         sampling.pop("max_concurrent_requests", None)
-        for name, value in own.items():
-            given = sampling.pop(name, usual[name])
-            if name == "top_k":
-                given = max(given, 0)
-            if given != value:
+        for name, usual in {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}.items():
+            given, value = sampling.pop(name, usual), getattr(self._sampling, name)
+            if (max(given, 0) if name == "top_k" else given) != value:
                 raise InputError(
                     f"rollout_func asked for {name} {given}; the run samples with {value}: pass trainer.{name}"
                 )
@@ -100,16 +98,11 @@ class Generation:
         for name, value in sampling.items():
             if value and value not in neutral.get(name, ()):
                 raise InputError(f"rollout_func asked for {name} {one_line(value, repr)}, which is not supported")
-        turns = self._complete([one for one in ids for _ in range(n)], max_tokens)
-        return {
-            "prompt_ids": ids,
-            "completion_ids": [list(turn.token_ids) for turn in turns],
-            "logprobs": [[[value] for value in turn.logprobs or ()] for turn in turns],
-            "logprob_token_ids": [[[token] for token in turn.token_ids] for turn in turns],
-        }
+        found = self._complete([one for one in ids for _ in range(n)], max_tokens)
+        return dict(zip(("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids"), (ids, *found), strict=True))
 
-    def _complete(self, prompts: list[list[int]], max_tokens: int) -> list[Segment]:
-        """One turn after each of these, in order."""
+    def _complete(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[Any], list[Any], list[Any]]:
+        """One turn after each of these, in order: its tokens, and of each place the log-probability and the token."""
         most = min(max_tokens, self._sampling.max_completion_length)
         sampling = replace(self._sampling, n=1, max_completion_length=most)
         keys = [self._key(place, len(prompts), len(ids)) for place, ids in enumerate(prompts)]
@@ -118,7 +111,9 @@ class Generation:
         for key, one in zip(keys, drawn, strict=True):
             self._reached[key] = len(one.prompt_ids) + len(one.turn.token_ids) - 1
         self.drawn += drawn
-        return [one.turn for one in drawn]
+        turns = [one.turn for one in drawn]
+        logprobs = [[[value] for value in turn.logprobs or ()] for turn in turns]
+        return [list(turn.token_ids) for turn in turns], logprobs, [[[t] for t in turn.token_ids] for turn in turns]
 
     def _key(self, place: int, count: int, before: int) -> SampleIdentity:
         if count == len(self._identities) and self._reached[identity := self._identities[place]] < before:
@@ -238,8 +233,9 @@ class RolloutPlay:
             return self._branches(turns, where)
         segments, place, last = [Segment(prompt)], 0, None
         while place < len(rest):
-            one = _next_drawn(drawn, prompt + rest[:place], rest[place:]) if not mask or mask[place] else None
-            if one is not None:
+            after, left = prompt + rest[:place], rest[place:]
+            ones = (d for d in drawn if len(d.prompt_ids) == len(after) and d.begins(after, left))
+            if (not mask or mask[place]) and (one := next(ones, None)) is not None:
                 one.used, last = True, one
                 segments.append(one.turn)
                 place += len(one.turn.token_ids)
@@ -268,34 +264,12 @@ def _joined(drawn: list[_Drawn], prompt: list[int], rest: list[int]) -> list[_Dr
     found: list[_Drawn] = []
     read = said = 0
     while read < len(prompt) or said < len(rest):
-        one = next(
-            (
-                d
-                for d in drawn
-                if not d.used
-                and not any(d is other for other in found)
-                and prompt[read : read + len(d.prompt_ids)] == d.prompt_ids
-                and rest[said : said + len(d.turn.token_ids)] == d.turn.token_ids
-            ),
-            None,
-        )
+        one = next((d for d in drawn if d not in found and d.begins(prompt[read:], rest[said:])), None)
         if one is None:
             return []
         found.append(one)
         read, said = read + len(one.prompt_ids), said + len(one.turn.token_ids)
     return found if len(found) > 1 else []
-
-
-def _next_drawn(drawn: list[_Drawn], before: list[int], rest: list[int]) -> _Drawn | None:
-    """A turn that was drawn after these tokens, is what follows, and was not returned yet."""
-    return next(
-        (
-            one
-            for one in drawn
-            if not one.used and one.prompt_ids == before and rest[: len(one.turn.token_ids)] == one.turn.token_ids
-        ),
-        None,
-    )
 
 
 def _trainer(generation: Generation, tokens: Tokens, sampling: SamplingParams, identity: SampleIdentity) -> Any:

@@ -29,11 +29,8 @@ class DatasetTask(Task):
         for problems in (train, validation):
             if problems:
                 rewards.check_columns(problems.columns)
-        self.name = config.name
-        self.rewards = rewards
-        self._config = config
-        self._train, self.rows = train, len(train)
-        self._validation = validation
+        self.name, self.rewards, self._config = config.name, rewards, config
+        self._train, self.rows, self._validation = train, len(train), validation
         self._prompts_per_step = prompts_per_step
 
     def train_problem(self, step: int, group: int) -> Problem:

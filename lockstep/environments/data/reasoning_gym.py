@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from ...errors import InputError
@@ -55,9 +56,7 @@ class ProceduralRows:
 
 def _setting(text: str, label: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
-    try:
+    with suppress(ValueError):
         if equals and name.isidentifier():
             return name, json.loads(value)
-    except ValueError:
-        pass
     raise InputError(f"{label} has the setting {text!r}; each must be NAME=VALUE with a value in JSON, as in size=500")

@@ -46,9 +46,10 @@ class RowFormat:
             columns = row
             prompt = [{"role": "user", "content": f"{row['question']}\n\n{GSM8K_INSTRUCTION}"}]
         else:
+            perhaps = next((f", perhaps {name}," for name in USUAL_PROMPT_COLUMNS if name in row), "")
             raise InputError(
                 f"{origin} has {', '.join(row) or 'no columns'}; it needs {self.prompt_column}, or question and answer "
-                f"({_other_column(row)})"
+                f"(name the prompt's column{perhaps} with task.prompt_column or --prompt-column)"
             )
         return Problem(self.with_system(prompt), columns, origin=origin)
 
@@ -66,22 +67,12 @@ class RowFormat:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
 
-def _other_column(row: Row) -> str:
-    """How to say that the prompt stands in another column, and in which it may."""
-    usual = [name for name in USUAL_PROMPT_COLUMNS if name in row]
-    perhaps = f", perhaps {usual[0]}," if usual else ""
-    return f"name the prompt's column{perhaps} with task.prompt_column or --prompt-column"
-
-
 class Problems(Sequence[Problem]):
     """Problems read from their rows when asked for: some rows of a source, in order."""
 
     def __init__(self, source: Source, form: RowFormat, columns: tuple[str, ...], rows: Sequence[int], label: str):
-        self.label = label  # "task.data rows.jsonl"
-        self.columns = columns
-        self._source = source
-        self._form = form
-        self._rows = rows
+        self.label, self.columns = label, columns  # "task.data rows.jsonl"
+        self._source, self._form, self._rows = source, form, rows
 
     def __len__(self) -> int:
         return len(self._rows)

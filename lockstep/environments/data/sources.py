@@ -11,6 +11,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,13 +67,10 @@ def has_splits(data: str) -> bool:
 
 def _is_array(path: Path) -> bool:
     """Whether this is a .json file that holds one array, over several lines as a rule."""
-    if path.suffix != ".json" or not path.is_file():
-        return False
-    try:
-        with path.open("rb") as file:
+    if path.suffix == ".json" and path.is_file():
+        with suppress(OSError), path.open("rb") as file:  # which reading it will say
             return file.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
-    except OSError:  # which reading it will say
-        return False
+    return False
 
 
 class JsonLines:
@@ -80,9 +78,7 @@ class JsonLines:
 
     def __init__(self, path: Path, label: str) -> None:
         """`label` names the file in messages, with the setting it is of."""
-        self._path = path
-        self._offsets = array("Q")
-        self._lines = array("Q")
+        self._path, self._offsets, self._lines = path, array("Q"), array("Q")
         try:
             self._file = path.open("rb")
             self._scan()
@@ -210,15 +206,12 @@ class Source(Protocol):
     def origin(self, index: int) -> str: ...
 
 
-class _RepeatedKey(ValueError):
-    """An object has a key twice, of which plain JSON would take the last in silence."""
-
-
 def _without_repeats(pairs: list[tuple[str, Any]]) -> Row:
+    """An object. Raises `KeyError` for a key that it has twice, of which plain JSON would take the last in silence."""
     row = dict(pairs)
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise _RepeatedKey(next(key for key in keys if keys.count(key) > 1))
+        raise KeyError(next(key for key in keys if keys.count(key) > 1))
     return row
 
 
@@ -227,7 +220,7 @@ def _parse(line: bytes, origin: str) -> Row:
         row = json.loads(line, object_pairs_hook=_without_repeats)
     except UnicodeDecodeError as error:
         raise InputError(f"{origin} is not UTF-8: {error.reason}") from error
-    except _RepeatedKey as error:
+    except KeyError as error:
         raise InputError(f"{origin} has the key {error.args[0]!r} twice; a key may stand in an object once") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{origin} is not JSON: {error}; each line must be one JSON object") from error

@@ -98,21 +98,6 @@ class _Batch(NamedTuple):
     origins: Sequence[str]
     group: int | None = None
 
-    def completion(self, index: int) -> str:
-        """Words that name completion `index` of this batch."""
-        origin = f" ({self.origins[index]})" if self.origins[index] else ""
-        return f"completion {index} of the {self.where}{origin}"
-
-
-class _Begun(NamedTuple):
-    """A call in a worker, and the names of its arguments."""
-
-    names: list[str]
-    outcome: Future[Outcome]
-
-
-_NOT_BEGUN = _Begun([], Future())  # no function goes without arguments
-
 
 class RewardSet:
     """Reward functions, combined by a weighted sum over those that apply; without any, every reward is 0.
@@ -147,7 +132,8 @@ class RewardSet:
         self.rewards = tuple(rewards)
         self._on_error = on_error
         self._workers, self.in_workers = workers, workers is not None
-        self._begun: dict[tuple[str, int | None], _Begun] = {}  # by function and group
+        # Calls in workers by function and group, with the names of their arguments.
+        self._begun: dict[tuple[str, int | None], tuple[list[str], Future[Outcome]]] = {}
         self.logged = Logged(0)
 
     def check_columns(self, columns: Iterable[str]) -> None:
@@ -182,12 +168,12 @@ class RewardSet:
                 continue
             given = {name: offered.get(name) for name in names}
             outcome = self._workers.begin((reward.spec or "", given, len(made.prompts)))
-            self._begun[reward.name, about.groups[0]] = _Begun(names, outcome)
+            self._begun[reward.name, about.groups[0]] = names, outcome
 
     def abandon(self) -> None:
         """End what was begun and not scored."""
         if self._workers is not None:
-            self._workers.abandon([begun.outcome for begun in self._begun.values()])
+            self._workers.abandon([outcome for _, outcome in self._begun.values()])
         self._begun.clear()
 
     def score(self, made: Completions, about: Scoring | None = None) -> Scores:
@@ -255,8 +241,8 @@ class RewardSet:
             begun, self._begun = self._begun, {}
             running: list[Future[Outcome]] = []
             for (reward, batch), arguments, count in zip(calls, given, counts, strict=True):
-                names, outcome = begun.pop((reward.name, batch.group), _NOT_BEGUN)
-                if names != taken[reward.name]:
+                names, outcome = begun.pop((reward.name, batch.group), ([], None))
+                if outcome is None or names != taken[reward.name]:
                     outcome = self._workers.begin((reward.spec or "", arguments, count))  # as __init__ made sure
                 running.append(outcome)
             return self._workers.outcomes(running)
@@ -276,8 +262,9 @@ class RewardSet:
             failures = [(index, value) for index, value in enumerate(outcome) if isinstance(value, Failed)]
             if not failures:
                 return outcome  # type: ignore[return-value]  # no Failed is in it
-            (index, first) = failures[0]
-            what = batch.completion(index)
+            index, first = failures[0]
+            origin = f" ({batch.origins[index]})" if batch.origins[index] else ""
+            what = f"completion {index} of the {batch.where}{origin}"
         message = f"reward {reward.name} {first.reason} (for {what})"
         if self._on_error == "raise" or first.fatal:
             raise InputError(message)

@@ -64,12 +64,11 @@ class Ran:
     code: int = 0
 
 
-def run_python(code: str, limits: SandboxLimits | None = None, allow_unsandboxed: bool = False) -> Ran:
+def run_python(code: str, limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool = False) -> Ran:  # noqa: B008
     """Run a program and wait for its end.
 
     Raises `ToolUnavailable` when it cannot be started, and without `allow_unsandboxed` where it cannot be cut off.
     """
-    limits = limits or SandboxLimits()
     numbers = (limits.cpu_seconds, limits.memory_mib * MIB, limits.processes, limits.output_bytes)
     flags = (*numbers, limits.files_mib * MIB, int(not allow_unsandboxed or can_cut_off() == ""), os.getpid())
     script, runner = Path(__file__).with_name("confine.py"), Path(__file__).with_name("runner.py")
@@ -129,12 +128,11 @@ def can_cut_off() -> str:
     return f"a program gets at {ran.output.strip()}" if ran.output.strip() else ""
 
 
-def python_tool(limits: SandboxLimits | None = None, allow_unsandboxed: bool = False) -> PythonTool:
+def python_tool(limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool = False) -> PythonTool:  # noqa: B008
     """A function `python(code)` as `task.tools` takes them. Programs of different calls share nothing.
 
     Raises `InputError` where programs cannot be started, or cannot be cut off and that is not allowed.
     """
-    limits = limits or SandboxLimits()
     if (reason := can_cut_off()) and not allow_unsandboxed:
         raise InputError(
             f"task.tools python: programs cannot be cut off from this machine: {reason}. It needs Linux with user "

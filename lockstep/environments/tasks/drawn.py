@@ -26,9 +26,7 @@ class DrawnTask(Task):
     """
 
     def __init__(self, seed: int, validation_seed: int, validation_prompts: int, rewards: RewardSet) -> None:
-        self._seed = seed
-        self._validation_seed = validation_seed
-        self._validation_prompts = validation_prompts
+        self._seed, self._validation_seed, self._validation_prompts = seed, validation_seed, validation_prompts
         self.rewards = rewards
 
     @abstractmethod

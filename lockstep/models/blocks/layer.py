@@ -89,7 +89,7 @@ class Layer(nn.Module):
         """Attention of queries, keys and values, which are normalized a head where `qk_norm` says so, and rotated."""
         c, (q_norm, k_norm) = self.config, (self.q_norm, self.k_norm) if self.qk_norm else (None, None)
         by = ops.Rotation(q_norm, k_norm, rope_TH, self.num_heads, self.num_kv_heads, c.rms_norm_eps)
-        scores = self.scores._replace(sinks_N=self.sinks)
+        scores = self.scores if self.sinks is None else self.scores._replace(sinks_N=self.sinks)
         return attend(index, qkv_TE, by, scores, self.norm_offset).flatten(1)
 
 

@@ -3,44 +3,20 @@
 import difflib
 import functools
 from collections import Counter
+from importlib import import_module
 from os.path import commonprefix
 from typing import Any
 
 from ...errors import InputError
 from ..config import ModelConfig
-from . import (
-    deepseek_v3,
-    gemma3_text,
-    glm4_moe,
-    gpt_oss,
-    llama,
-    mistral,
-    mixtral,
-    olmo2,
-    olmo3,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
 from .family import Family, Raw
 
-FAMILIES: dict[str, Family] = {
-    "qwen3": qwen3.FAMILY,
-    "qwen3_moe": qwen3_moe.FAMILY,
-    "qwen2": qwen2.FAMILY,
-    "llama": llama.FAMILY,
-    "mistral": mistral.FAMILY,
-    "mixtral": mixtral.FAMILY,
-    "phi3": phi3.FAMILY,
-    "gemma3_text": gemma3_text.FAMILY,
-    "olmo2": olmo2.FAMILY,
-    "olmo3": olmo3.FAMILY,
-    "gpt_oss": gpt_oss.FAMILY,
-    "glm4_moe": glm4_moe.FAMILY,
-    "deepseek_v3": deepseek_v3.FAMILY,
-}
-"""By Hugging Face's `model_type`."""
+_NAMES = (
+    *("qwen3", "qwen3_moe", "qwen2", "llama", "mistral", "mixtral", "phi3", "gemma3_text", "olmo2", "olmo3"),
+    *("gpt_oss", "glm4_moe", "deepseek_v3"),
+)
+FAMILIES: dict[str, Family] = {name: import_module(f"{__name__}.{name}").FAMILY for name in _NAMES}
+"""By Hugging Face's `model_type`, which is the name of the family's file."""
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -127,17 +127,12 @@ def _size(layers: int, dense: int, experts: int) -> ModelConfig:
 
 
 _TINY = replace(
-    qwen3.TINY,
-    family="deepseek_v3",
-    num_kv_heads=1,
-    head_dim=16,
-    rope_scaling=YarnScaling(8.0, 256, mscale=1.0, mscale_all_dim=1.0),
-    tie_word_embeddings=False,
-    mla=MLAConfig(64, 32, 16, 32, 96),
+    qwen3.TINY, family="deepseek_v3", num_kv_heads=1, head_dim=16, tie_word_embeddings=False,
+    rope_scaling=YarnScaling(8.0, 256, mscale=1.0, mscale_all_dim=1.0), mla=MLAConfig(64, 32, 16, 32, 96),
     moe=MoEConfig(
         8, 2, 192, (0,), sigmoid=True, groups=4, kept_groups=2, scale=2.5, shared_experts=1, router_bias=True
     ),
-)
+)  # fmt: skip
 
 FAMILY = Family(
     "DeepseekV3ForCausalLM",

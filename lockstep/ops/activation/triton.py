@@ -84,14 +84,9 @@ def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     out_TF = torch.empty((rows, width), dtype=gate_up_TE.dtype, device=gate_up_TE.device)
     _silu_mul_kernel[(rows, triton.cdiv(width, SILU_BLOCK))](
-        gate_up_TE,
-        out_TF,
-        gate_up_TE.stride(0),
-        ACTIVATION=activation,
-        WIDTH=width,
-        BLOCK=SILU_BLOCK,
-        **pdl.options(gate_up_TE, num_warps=4),
-    )
+        gate_up_TE, out_TF, gate_up_TE.stride(0),
+        ACTIVATION=activation, WIDTH=width, BLOCK=SILU_BLOCK, **pdl.options(gate_up_TE, num_warps=4),
+    )  # fmt: skip
     return out_TF
 
 
@@ -130,15 +125,7 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SIL
     rows, width = grad_TF.shape
     out_TE = torch.empty((rows, 2 * width), dtype=gate_up_TE.dtype, device=gate_up_TE.device)
     _silu_mul_backward_kernel[(rows, triton.cdiv(width, SILU_BLOCK))](
-        grad_TF,
-        gate_up_TE,
-        out_TE,
-        grad_TF.stride(0),
-        gate_up_TE.stride(0),
-        ACTIVATION=activation,
-        WIDTH=width,
-        BLOCK=SILU_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=True,
-    )
+        grad_TF, gate_up_TE, out_TE, grad_TF.stride(0), gate_up_TE.stride(0),
+        ACTIVATION=activation, WIDTH=width, BLOCK=SILU_BLOCK, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
     return out_TE

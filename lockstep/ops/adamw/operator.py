@@ -76,23 +76,11 @@ def adamw(state: AdamWState, step: AdamWStep, settings: AdamWSettings) -> None:
     found_inf, count = (~step.applied).float(), settings.num_matrix_elements
     for i, (span, decay) in enumerate(((slice(0, count), settings.weight_decay), (slice(count, None), 0.0))):
         torch_adamw(  # leaves at once where `found_inf` is 1
-            [state.master[span]],
-            [state.grad[span]],
-            [state.exp_avg[span]],
-            [state.exp_avg_sq[span]],
-            [],
-            [state.steps[i]],
-            fused=True,
-            grad_scale=step.grad_scale,
-            found_inf=found_inf,
-            amsgrad=False,
-            maximize=False,
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            lr=step.lr,
-            weight_decay=decay,
-            eps=settings.epsilon,
-        )
+            [state.master[span]], [state.grad[span]], [state.exp_avg[span]], [state.exp_avg_sq[span]],
+            [], [state.steps[i]],
+            fused=True, grad_scale=step.grad_scale, found_inf=found_inf, amsgrad=False, maximize=False,
+            beta1=settings.beta1, beta2=settings.beta2, lr=step.lr, weight_decay=decay, eps=settings.epsilon,
+        )  # fmt: skip
     if state.weights is not None:
         state.weights.copy_(state.master)  # the same bits again when nothing was applied
     state.grad.zero_()

@@ -144,15 +144,7 @@ def adamw(state: AdamWState, step: AdamWStep, settings: AdamWSettings) -> None:
     steps, size = state.steps.add_(step.applied), state.grad.numel()
     correction = torch.stack((1.0 - settings.beta1**steps, 1.0 - settings.beta2**steps))
     _adamw_kernel[(triton.cdiv(size, BLOCK),)](
-        state.master if state.weights is None else state.weights,
-        *state[1:5],
-        step.lr,
-        step.grad_scale,
-        step.applied.to(torch.int32),
-        correction,
-        size,
-        *settings,
-        HAS_WEIGHTS=state.weights is not None,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
+        state.master if state.weights is None else state.weights, *state[1:5], step.lr, step.grad_scale,
+        step.applied.to(torch.int32), correction, size, *settings,
+        HAS_WEIGHTS=state.weights is not None, BLOCK=BLOCK, num_warps=NUM_WARPS,
+    )  # fmt: skip

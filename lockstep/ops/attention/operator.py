@@ -11,6 +11,8 @@ P pages, C groups of sequences, W rows of a group.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -137,9 +139,11 @@ def qk_norm_rope_write_kv(
     """`qk_norm_rope`, then `write_kv` of the keys and of the projection's values; the queries, [T, N, H]. No
     autograd."""
     qk = qk_norm_rope.on_cpu[qkv_TE.dtype](qkv_TE, by, weight_offset)
-    v_TKH = qkv_TE[:, qk.shape[1] * qk.shape[2] :].unflatten(1, (by.num_kv_heads, qk.shape[2]))
-    write_kv.on_cpu[qk.dtype](qk[:, by.num_heads :], v_TKH, cache, slots_T)
-    return qk[:, : by.num_heads]
+    tokens, heads, head_dim = qk.shape
+    q_TNH, k_TKH = qk.split_with_sizes((by.num_heads, by.num_kv_heads), 1)
+    v_TKH = qkv_TE[:, heads * head_dim :].view(tokens, by.num_kv_heads, head_dim)
+    write_kv.on_cpu[qk.dtype](k_TKH, v_TKH, cache, slots_T)
+    return q_TNH
 
 
 @operator(
@@ -162,6 +166,12 @@ def attention_decode(
     N, H], without autograd. `slots` are where each sequence's last position lies by its block table; elsewhere for a
     row that is idle: what it attends to means nothing."""
     q_SNH = qk_norm_rope_write_kv.on_cpu[qkv_SE.dtype](qkv_SE, by, cache, slots_S, weight_offset)
-    cu_seqlens = torch.arange(qkv_SE.shape[0] + 1, dtype=torch.int32)
-    paged = Paged(contexts.block_table, cu_seqlens, contexts.context_len_S, 1, contexts.max_context_len)
+    table, context_len_S, max_context_len = contexts
+    paged = Paged(table, _one_token_each(q_SNH.shape[0]), context_len_S, 1, max_context_len)
     return attention_paged.on_cpu[q_SNH.dtype](q_SNH, cache, paged, groups, scores)
+
+
+@functools.lru_cache
+def _one_token_each(sequences: int) -> Tensor:
+    """`Paged.cu_seqlens`."""
+    return torch.arange(sequences + 1, dtype=torch.int32)

@@ -226,29 +226,13 @@ def launch(
     lse_KTG = torch.empty((kv_heads, tokens, group), dtype=torch.float32, device=q_TNH.device)
     tiles = max(triton.cdiv(max_queries * group, tile.query_rows), 1)
     _attention_kernel[tiles, kv_heads, at[1].shape[0] + 1](
-        q_TNH,
-        k_RKH,
-        v_RKH,
-        out_TNH,
-        lse_KTG,
-        *at,
-        tokens,
-        at[2].stride(0),
-        *(stride for x in (q_TNH, k_RKH, v_RKH) for stride in x.stride()[:2]),
-        scale * math.log2(math.e),
-        PAGE_SIZE=page_size,
-        SPLIT=KEY_SPLIT if max_context > KEY_SPLIT else 0,
-        IS_LONG=max_context > LONG and "ROPE_DIM" not in others,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        BLOCK_M=tile.query_rows,
-        BLOCK_L=KEY_TILE,
-        BLOCK_H=block(head_dim),
-        **others,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=False,
-    )
+        q_TNH, k_RKH, v_RKH, out_TNH, lse_KTG, *at, tokens, at[2].stride(0),
+        *(stride for x in (q_TNH, k_RKH, v_RKH) for stride in x.stride()[:2]), scale * math.log2(math.e),
+        PAGE_SIZE=page_size, SPLIT=KEY_SPLIT if max_context > KEY_SPLIT else 0,
+        IS_LONG=max_context > LONG and "ROPE_DIM" not in others, GROUP=group, HEAD_DIM=head_dim,
+        BLOCK_M=tile.query_rows, BLOCK_L=KEY_TILE, BLOCK_H=block(head_dim), **others, num_warps=tile.warps,
+        num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
     return out_TNH, lse_KTG
 
 

@@ -331,27 +331,15 @@ def launch(
     (tokens, heads, head_dim), kv_heads, segments = q_TNH.shape, k_TKH.shape[1], by.prefix_len_S.shape[0]
     grad_TNH, out_TNH = x.grad_TNH.contiguous(), x.out_TNH.contiguous()
     (dq_TNH, dk_TKH, dv_TKH), lse_KTG, delta_KTG = grads, x.lse_KTG, torch.empty_like(x.lse_KTG)
-    shared = (
-        *by[:3],
-        tokens,
-        segments,
-        *(stride for part in read for stride in part.stride()[:2]),
-        scale * math.log2(math.e),
-    )
+    of_read = (stride for part in read for stride in part.stride()[:2])
+    shared = (*by[:3], tokens, segments, *of_read, scale * math.log2(math.e))
 
     def options(tile: AttentionTile, more: dict[str, Any]) -> dict[str, Any]:
         return {
-            "HEADS": heads,
-            "GROUP": heads // kv_heads,
-            "HEAD_DIM": head_dim,
-            "BLOCK_M": tile.query_rows,
-            "BLOCK_L": tile.keys,
-            "BLOCK_H": block(head_dim),
-            "BLOCK_S": triton.next_power_of_2(segments + 1),
+            **{"HEADS": heads, "GROUP": heads // kv_heads, "HEAD_DIM": head_dim, "BLOCK_H": block(head_dim)},
+            **{"BLOCK_M": tile.query_rows, "BLOCK_L": tile.keys, "BLOCK_S": triton.next_power_of_2(segments + 1)},
             "IS_LONG": by.max_len > LONG and "ROPE_DIM" not in more,
-            "num_warps": tile.warps,
-            "num_stages": tile.stages,
-            "enable_fp_fusion": True,
+            **{"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True},
             **more,
         }
 

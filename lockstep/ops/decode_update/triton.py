@@ -47,18 +47,9 @@ def slots(
     slot_R, context_R = torch.empty_like(position_R), torch.empty_like(remaining_R)
     assert table_RW.stride(1) == 1
     _slots_kernel[(triton.cdiv(rows, BLOCK),)](
-        slot_R,
-        context_R,
-        position_R,
-        remaining_R,
-        table_RW,
-        rows,
-        table_RW.stride(0),
-        null_page * page_size,
-        PAGE_SIZE=page_size,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
+        slot_R, context_R, position_R, remaining_R, table_RW, rows, table_RW.stride(0), null_page * page_size,
+        PAGE_SIZE=page_size, BLOCK=BLOCK, num_warps=NUM_WARPS,
+    )  # fmt: skip
     return slot_R, context_R
 
 
@@ -112,13 +103,8 @@ def advance(drawn: Drawn, rows: DecodeRows, route_R: Tensor | None = None) -> No
     assert rows.stop_RK.is_contiguous() and rows.results_RMN.is_contiguous()
     assert rows.results_RMN.shape[1] == 3 + (route_R is not None)
     _advance_kernel[(1,)](
-        *drawn,
-        *rows,
-        drawn.drawn_R if route_R is None else route_R,  # read if there are four words
+        *drawn, *rows, drawn.drawn_R if route_R is None else route_R,  # read if there are four words
         drawn.drawn_R.shape[0],
-        WORDS=rows.results_RMN.shape[1],
-        STEPS=rows.results_RMN.shape[2],
-        STOPS=rows.stop_RK.shape[1],
-        BLOCK=BLOCK,
+        WORDS=rows.results_RMN.shape[1], STEPS=rows.results_RMN.shape[2], STOPS=rows.stop_RK.shape[1], BLOCK=BLOCK,
         **pdl.options(rows.token_R, num_warps=NUM_WARPS),
-    )
+    )  # fmt: skip

@@ -250,28 +250,10 @@ def run(
     (rows, depth), columns = x_MK.shape, out_MN.shape[1]
     copied = max(MIN_COPIED, triton.next_power_of_2(min(rows, choice.block_m)))
     _async_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
-        x_MK,
-        weight_NK,
-        residual,
-        out_MN,
-        epilogue.contiguous_bias,
-        rows,
-        columns,
-        x_MK.stride(0),
-        weight_NK.stride(0),
-        residual.stride(0),
-        asks_ahead(kind),
-        DEPTH=depth,
-        GATED=kind == "norm_gate_up",
-        ACTIVATION=epilogue.activation,
-        ADD=residual_MN is not None,
-        BLOCK_M=choice.block_m,
-        BLOCK_N=choice.block_n,
-        BLOCK_K=choice.block_k,
-        COPIED=copied,
-        X_STAGES=choice.x_stages,
-        W_STAGES=choice.num_stages,
-        WGMMA=choice.block_m >= WGMMA_ROWS,
-        **pdl.options(x_MK, num_warps=choice.num_warps),
-    )
+        x_MK, weight_NK, residual, out_MN, epilogue.contiguous_bias, rows, columns, x_MK.stride(0), weight_NK.stride(0),
+        residual.stride(0), asks_ahead(kind),
+        DEPTH=depth, GATED=kind == "norm_gate_up", ACTIVATION=epilogue.activation, ADD=residual_MN is not None,
+        BLOCK_M=choice.block_m, BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, COPIED=copied, X_STAGES=choice.x_stages,
+        W_STAGES=choice.num_stages, WGMMA=choice.block_m >= WGMMA_ROWS, **pdl.options(x_MK, num_warps=choice.num_warps),
+    )  # fmt: skip
     return out_MN

@@ -166,22 +166,10 @@ def run(
     halves = x_MK.as_strided((2, max(rows - half, half), depth), (further, *x_MK.stride()))
     _tma_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
         TensorDescriptor.from_tensor(halves, [2, half, choice.block_k], HALVES),
-        TensorDescriptor.from_tensor(weight_NK, [choice.block_n, choice.block_k], WEIGHTS),
-        residual,
-        out_MN,
-        epilogue.contiguous_bias,
-        rows,
-        columns,
-        residual.stride(0),
-        asks_ahead(kind),
-        DEPTH=depth,
-        GATED=kind == "norm_gate_up",
-        ACTIVATION=epilogue.activation,
-        ADD=residual_MN is not None,
-        BLOCK_M=choice.block_m,
-        BLOCK_N=choice.block_n,
-        BLOCK_K=choice.block_k,
-        STAGES=choice.num_stages,
+        TensorDescriptor.from_tensor(weight_NK, [choice.block_n, choice.block_k], WEIGHTS), residual, out_MN,
+        epilogue.contiguous_bias, rows, columns, residual.stride(0), asks_ahead(kind),
+        DEPTH=depth, GATED=kind == "norm_gate_up", ACTIVATION=epilogue.activation, ADD=residual_MN is not None,
+        BLOCK_M=choice.block_m, BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, STAGES=choice.num_stages,
         **pdl.options(x_MK, num_warps=choice.num_warps),
-    )
+    )  # fmt: skip
     return out_MN

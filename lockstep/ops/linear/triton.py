@@ -158,28 +158,12 @@ def run(
     out_MN = torch.empty((rows, columns), dtype=dtype, device=x_MK.device)
     residual = out_MN if residual_MN is None else unit_inner(residual_MN)
     _linear_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
-        x_MK,
-        w_NK,
-        residual,
-        out_MN,
-        epilogue.contiguous_bias,
-        rows,
-        columns,
-        depth,
-        x_MK.stride(0),
-        w_NK.stride(0),
-        residual.stride(0),
-        choice.early,
-        GATED=is_gated,
-        ACTIVATION=epilogue.activation,
-        ADD=residual_MN is not None,
-        BLOCK_M=choice.block_m,
-        BLOCK_N=choice.block_n,
-        BLOCK_K=choice.block_k,
-        EVEN_K=depth % choice.block_k == 0,
-        GROUP=GROUP_M,
+        x_MK, w_NK, residual, out_MN, epilogue.contiguous_bias, rows, columns, depth, x_MK.stride(0), w_NK.stride(0),
+        residual.stride(0), choice.early,
+        GATED=is_gated, ACTIVATION=epilogue.activation, ADD=residual_MN is not None, BLOCK_M=choice.block_m,
+        BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, EVEN_K=depth % choice.block_k == 0, GROUP=GROUP_M,
         **pdl.options(x_MK, num_warps=choice.num_warps, num_stages=choice.num_stages),
-    )
+    )  # fmt: skip
     return out_MN
 
 
@@ -229,18 +213,8 @@ def per_head_linear(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
     out_TNM = torch.empty((rows, heads, columns), dtype=x_TNK.dtype, device=x_TNK.device)
     tile = SMALL if rows < MANY_ROWS else LARGE
     _head_linear_kernel[(triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n), heads)](
-        x_TNK,
-        weight_NMK,
-        out_TNM,
-        rows,
-        columns,
-        depth,
-        *x_TNK.stride(),
-        *weight_NMK.stride(),
-        BLOCK_T=tile.block_m,
-        BLOCK_M=tile.block_n,
-        BLOCK_K=tile.block_k,
-        num_warps=tile.num_warps,
+        x_TNK, weight_NMK, out_TNM, rows, columns, depth, *x_TNK.stride(), *weight_NMK.stride(),
+        BLOCK_T=tile.block_m, BLOCK_M=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-    )
+    )  # fmt: skip
     return out_TNM

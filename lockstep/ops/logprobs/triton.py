@@ -127,16 +127,10 @@ def _row_sums(logits_CV: Tensor, temperature_C: Tensor, support_CB: Tensor | Non
     padded_rows = triton.cdiv(rows, 4) * 4  # keeps each of the six aligned
     out = torch.empty((6, padded_rows), dtype=torch.float32, device=device)[:, :rows]
     _block_sums_kernel[(rows, cut.count)](
-        logits_CV,
-        temperature_C,
-        logits_CV if support_CB is None else support_CB,  # read if HAS_SUPPORT
-        partial,
-        vocabulary,
-        0 if support_CB is None else support_CB.stride(0),
-        HAS_SUPPORT=support_CB is not None,
-        BLOCK=cut.size,
-        **pdl.options(logits_CV, num_warps=NUM_WARPS),
-    )
+        logits_CV, temperature_C, logits_CV if support_CB is None else support_CB,  # read if HAS_SUPPORT
+        partial, vocabulary, 0 if support_CB is None else support_CB.stride(0),
+        HAS_SUPPORT=support_CB is not None, BLOCK=cut.size, **pdl.options(logits_CV, num_warps=NUM_WARPS),
+    )  # fmt: skip
     _fold_sums_kernel[(rows,)](
         partial, out, out.stride(0), cut.count, BLOCKS=cut.padded_count, **pdl.options(logits_CV, num_warps=1)
     )
@@ -174,14 +168,9 @@ def _keep(logits_CV: Tensor, temperature_C: Tensor, least_C: Tensor, kept_lse_C:
     cut = blocks_of(vocabulary)
     partial = torch.empty((rows, 2, cut.count), dtype=torch.float32, device=logits_CV.device)
     _kept_sums_kernel[(rows, cut.count)](
-        logits_CV,
-        temperature_C,
-        least_C,
-        partial,
-        vocabulary,
-        BLOCK=cut.size,
-        **pdl.options(logits_CV, num_warps=NUM_WARPS),
-    )
+        logits_CV, temperature_C, least_C, partial, vocabulary,
+        BLOCK=cut.size, **pdl.options(logits_CV, num_warps=NUM_WARPS),
+    )  # fmt: skip
     _fold_kept_kernel[(rows,)](
         partial, least_C, kept_lse_C, cut.count, BLOCKS=cut.padded_count, **pdl.options(logits_CV, num_warps=1)
     )
@@ -232,18 +221,9 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: R
     rows, vocabulary = logits_CV.shape
     sampled_C, model_C = torch.empty_like(temperature_C), torch.empty_like(temperature_C)
     _scores_kernel[(triton.cdiv(rows, SCORES_BLOCK),)](
-        logits_CV,
-        targets_C,
-        temperature_C,
-        stats.lse_C,
-        stats.sampled_lse_C,
-        sampled_C,
-        model_C,
-        rows,
-        vocabulary,
-        BLOCK=SCORES_BLOCK,
-        **pdl.options(logits_CV, num_warps=1),
-    )
+        logits_CV, targets_C, temperature_C, stats.lse_C, stats.sampled_lse_C, sampled_C, model_C, rows, vocabulary,
+        BLOCK=SCORES_BLOCK, **pdl.options(logits_CV, num_warps=1),
+    )  # fmt: skip
     return sampled_C, model_C
 
 
@@ -356,24 +336,11 @@ def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: Sa
     column = torch.empty((rows, blocks), dtype=torch.int32, device=device)
     token_C = torch.empty(rows, dtype=torch.int64, device=device)
     _draw_kernel[(rows, blocks)](
-        logits_CV,
-        temperature_C,
-        threshold_C,
-        keys.key_C4.contiguous(),
-        keys.position_C,
-        score,
-        column,
-        vocabulary,
-        BLOCK=DRAW_BLOCK,
-        **pdl.options(logits_CV, num_warps=DRAW_WARPS, maxnreg=DRAW_REGISTERS),
-    )
+        logits_CV, temperature_C, threshold_C, keys.key_C4.contiguous(), keys.position_C, score, column, vocabulary,
+        BLOCK=DRAW_BLOCK, **pdl.options(logits_CV, num_warps=DRAW_WARPS, maxnreg=DRAW_REGISTERS),
+    )  # fmt: skip
     _fold_draw_kernel[(rows,)](
-        score,
-        column,
-        token_C,
-        vocabulary,
-        blocks,
-        BLOCKS=triton.next_power_of_2(blocks),
-        **pdl.options(logits_CV, num_warps=1),
-    )
+        score, column, token_C, vocabulary, blocks,
+        BLOCKS=triton.next_power_of_2(blocks), **pdl.options(logits_CV, num_warps=1),
+    )  # fmt: skip
     return token_C

@@ -125,37 +125,16 @@ def grad_logits(
     (rows, depth), columns = hidden_CD.shape, weight_VD.shape[0]
     out_CV = torch.empty((rows, columns), dtype=hidden_CD.dtype, device=hidden_CD.device)
     _grad_logits_kernel[(triton.cdiv(rows, BLOCK_M) * triton.cdiv(columns, BLOCK_N),)](
-        hidden_CD,
-        weight_VD,
-        by.targets_C,
-        by.temperature_C,
-        by.lse_C,
-        by.sampled_lse_C,
-        by.threshold_C,
+        hidden_CD, weight_VD, by.targets_C, by.temperature_C, by.lse_C, by.sampled_lse_C, by.threshold_C,
         by.threshold_C if by.support_CB is None else by.support_CB,  # read if HAS_SUPPORT
         by.lse_C if grad_logprob_C is None else grad_logprob_C.contiguous(),  # read if HAS_SAMPLED
         by.lse_C if grad_model_C is None else grad_model_C.contiguous(),  # read if HAS_MODEL
-        out_CV,
-        rows,
-        columns,
-        depth,
-        first_column,
-        hidden_CD.stride(0),
-        weight_VD.stride(0),
+        out_CV, rows, columns, depth, first_column, hidden_CD.stride(0), weight_VD.stride(0),
         0 if by.support_CB is None else by.support_CB.stride(0),
-        HAS_SUPPORT=by.support_CB is not None,
-        TRUNCATED=by.truncated,
-        HAS_SAMPLED=grad_logprob_C is not None,
-        HAS_MODEL=grad_model_C is not None,
-        EVEN_K=depth % BLOCK_K == 0,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K,
-        GROUP=GROUP_M,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
-        enable_fp_fusion=True,
-    )
+        HAS_SUPPORT=by.support_CB is not None, TRUNCATED=by.truncated, HAS_SAMPLED=grad_logprob_C is not None,
+        HAS_MODEL=grad_model_C is not None, EVEN_K=depth % BLOCK_K == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K, GROUP=GROUP_M, num_warps=NUM_WARPS, num_stages=NUM_STAGES, enable_fp_fusion=True,
+    )  # fmt: skip
     return out_CV
 
 

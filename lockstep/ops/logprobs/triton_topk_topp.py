@@ -3,8 +3,8 @@
 A filter's threshold is the largest logit at and above which enough lies: k logits, or p of the mass. Masses are
 integers (`logprobs.reference.MASS_SCALE`), so no sum depends on its order and the threshold is exact. Three kernels
 find it: one guesses a bracket from a fixed sample of the row; one adds up what lies outside, over the whole row, and
-lists the few logits inside; one bisects the list. A bracket that missed, or holds too many, shows in the sums: the last
-kernel then bisects the row itself.
+lists the few logits inside; one bisects the list in registers. A bracket that missed, or holds more than they do, shows
+in the sums: the last kernel then narrows its range first, by passes over the list where that is whole, else the row.
 
 Shape suffixes: C rows, V vocabulary, S sampled logits.
 """
@@ -24,7 +24,8 @@ from .reference import MASS_SCALE as _MASS_SCALE
 
 MAX_BLOCK = 8192
 TALLY_RUNS, TALLY_RUN, TALLY_WARPS = 512, 4, 4  # logits a program: runs of a few, so that counting them is cheap
-CAPACITY, CAPACITY_WARPS = 8192, 16  # logits of a row that its list holds, in one program's registers
+CAPACITY, CAPACITY_WARPS = 8192, 16  # logits of a row that one program's registers hold
+LIST_SHARE = 8  # a row's list has room for one in so many: brackets of flat distributions hold one in ten
 MASS_SCALE = tl.constexpr(_MASS_SCALE)
 NEIGHBOURS = tl.constexpr(4)  # floats on either side of a product among which its quotient's preimage lies
 SAMPLES, SAMPLE_WARPS = 8192, 16
@@ -221,12 +222,12 @@ def _tally_kernel(
     least_ptr,
     bracket_ptr,
     tally_ptr,  # [C, 4]: weights above and, for BY_MASS, below the bracket; how many logits are in it
-    list_ptr,  # [C, CAPACITY], those logits in any order
+    list_ptr,  # [C, ROOM], those logits in any order
     vocabulary,
     BY_MASS: tl.constexpr,
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
-    CAPACITY: tl.constexpr,
+    ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Sum up the weights outside the bracket and list the logits inside."""
@@ -249,7 +250,7 @@ def _tally_kernel(
         if total > 0:
             first = tl.atomic_add(tally + 2, total.to(tl.int64)).to(tl.int32)
             place = (first + tl.cumsum(count, axis=0) - count)[:, None] + tl.cumsum(within, axis=1) - 1
-            tl.store(list_ptr + row * CAPACITY + place, x, mask=(within > 0) & (place < CAPACITY))
+            tl.store(list_ptr + row * ROOM + place, x, mask=(within > 0) & (place < ROOM))
 
 
 @triton.jit
@@ -262,17 +263,76 @@ def _target(amount, total, vocabulary, BY_MASS: tl.constexpr):
 
 
 @triton.jit
-def _row_weight(x_ptr, vocabulary, first, maximum, scale, least, BY_MASS: tl.constexpr, CHUNK: tl.constexpr):
-    """The weights of a row's logits with keys from `first` on."""
-    total = tl.zeros((), tl.int64)
-    for start in range(0, vocabulary, CHUNK):
-        i = start + tl.arange(0, CHUNK)
-        x = tl.load(x_ptr + i, mask=i < vocabulary, other=float("-inf"))
-        counted = (i < vocabulary) & (ordered_key(x).to(tl.int64) >= first)
-        if BY_MASS:
-            counted &= x >= least
-        total += tl.sum(tl.where(counted, _weight(x, maximum, scale, BY_MASS), 0), axis=0)
-    return total
+def _first_key(x):
+    """The smallest key of a logit that is at least x, int64: -0 is no less than 0."""
+    return ordered_key(tl.where(x == 0, -0.0, x)).to(tl.int64)
+
+
+@triton.jit
+def _chunk(x_ptr, length, start, first, last, CHUNK: tl.constexpr):
+    """A chunk of logits, and whether their keys are from `first` to `last`."""
+    i = start + tl.arange(0, CHUNK)
+    x = tl.load(x_ptr + i, mask=i < length, other=float("-inf"))
+    key = ordered_key(x)
+    return x, (i < length) & (key >= first.to(tl.uint32)) & (key <= last.to(tl.uint32))
+
+
+@triton.jit
+def _weigh(x_ptr, length, first, last, maximum, scale, BY_MASS: tl.constexpr, CHUNK: tl.constexpr):
+    """The weight, int64, and the number of logits with keys from `first` to `last`."""
+    total, count = tl.zeros((), tl.int64), tl.zeros((), tl.int32)
+    for start in range(0, length, CHUNK):
+        x, within = _chunk(x_ptr, length, start, first, last, CHUNK)
+        total += tl.sum(tl.where(within, _weight(x, maximum, scale, BY_MASS), 0), axis=0)
+        count += tl.sum(within.to(tl.int32), axis=0)
+    return total, count
+
+
+@triton.jit
+def _list(x_ptr, length, first, last, list_ptr, CHUNK: tl.constexpr):
+    """List the logits with keys from `first` to `last`, in order, maybe in place of the list that they come from."""
+    count = tl.zeros((), tl.int32)
+    for start in range(0, length, CHUNK):
+        x, within = _chunk(x_ptr, length, start, first, last, CHUNK)
+        place = count + tl.cumsum(within.to(tl.int32), axis=0) - 1
+        tl.debug_barrier()  # every warp has read its part of the chunk
+        tl.store(list_ptr + place, x, mask=within)
+        count += tl.sum(within.to(tl.int32), axis=0)
+    tl.debug_barrier()  # every warp's stores can be read
+    return count
+
+
+@triton.jit
+def _search(
+    row_ptr, list_ptr, bracket_ptr, above, below, count, amount, maximum, scale, vocabulary,
+    BY_MASS: tl.constexpr, CAPACITY: tl.constexpr, ROOM: tl.constexpr
+):  # fmt: skip
+    """The threshold's key, where the bracket missed it or holds more than CAPACITY logits: by passes over the list, or
+    over the row until the list has room for what is left."""
+    x_ptr, length, room = list_ptr, count, CAPACITY
+    if count > ROOM:
+        x_ptr, length, room = row_ptr, vocabulary, ROOM
+    highest = ordered_key(maximum + 0.0).to(tl.int64)  # 0 may be there too where -0 is the largest
+    first, last = _first_key(tl.load(bracket_ptr)), tl.minimum(_first_key(tl.load(bracket_ptr + 1)) - 1, highest)
+    within, _ = _weigh(x_ptr, length, first, last, maximum, scale, BY_MASS, CAPACITY)
+    target = _target(amount, above + within + below, vocabulary, BY_MASS)
+    if (above >= target) | (above + within < target):
+        x_ptr, length, room, count = row_ptr, vocabulary, ROOM, vocabulary
+        if above >= target:
+            first, last, above = last + 1, highest, tl.zeros_like(above)
+        else:
+            first, last, above = tl.zeros_like(first), first - 1, above + within
+    while first < last:  # `above` is the weight of keys past `last`; the range holds no more than `count` logits
+        if (count <= room) & (length > room):
+            length = _list(x_ptr, length, first, last, list_ptr, CAPACITY // 4)  # as many as need no spilled registers
+            x_ptr, room = list_ptr, CAPACITY
+        middle = last - (last - first) // 2
+        weight, counted = _weigh(x_ptr, length, middle, last, maximum, scale, BY_MASS, CAPACITY)
+        if above + weight >= target:
+            first, count = middle, counted
+        else:
+            last, count, above = middle - 1, count - counted, above + weight
+    return tl.minimum(first, ordered_key(maximum))
 
 
 @triton.jit
@@ -291,6 +351,7 @@ def _threshold_kernel(
     vocabulary,
     BY_MASS: tl.constexpr,
     CAPACITY: tl.constexpr,
+    ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Top-k's threshold among logits; or (BY_MASS) the largest of top-k's, top-p's and min-p's among tempered ones, and
@@ -304,10 +365,10 @@ def _threshold_kernel(
         least = tl.load(least_ptr + row)
     if _active(amount, BY_MASS):
         scale = LOG2_E * _inverse(temperature)
-        tally = tally_ptr + row * 4
-        above, below, count = tl.load(tally), tl.load(tally + 1), tl.load(tally + 2)
+        tally, listed_ptr = tally_ptr + row * 4, list_ptr + row * ROOM
+        above, below, count = tl.load(tally), tl.load(tally + 1), tl.load(tally + 2).to(tl.int32)
         i = tl.arange(0, CAPACITY)
-        x = tl.load(list_ptr + row * CAPACITY + i, mask=i < count, other=float("-inf"))
+        x = tl.load(listed_ptr + i, mask=i < count, other=float("-inf"))
         weight = tl.where(i < count, _weight(x, maximum, scale, BY_MASS), 0)
         listed = tl.sum(weight, axis=0)
         target = _target(amount, above + below + listed, vocabulary, BY_MASS)
@@ -315,19 +376,16 @@ def _threshold_kernel(
         if (above < target) & (above + listed >= target) & (count <= CAPACITY):
             first = ordered_key(tl.load(bracket_ptr + row * 2)).to(tl.int64)
             last = tl.minimum(ordered_key(tl.load(bracket_ptr + row * 2 + 1)).to(tl.int64), last)
-            key = ordered_key(x)
+            key, missing = ordered_key(x), target - above
             while first < last:
                 middle = last - (last - first) // 2
-                reached = above + tl.sum(tl.where(key >= middle.to(tl.uint32), weight, 0), axis=0)
-                first, last = tl.where(reached >= target, middle, first), tl.where(reached >= target, last, middle - 1)
+                reached = tl.sum(tl.where(key >= middle.to(tl.uint32), weight, 0), axis=0) >= missing
+                first, last = tl.where(reached, middle, first), tl.where(reached, last, middle - 1)
         else:
-            x_ptr, first = logits_ptr + row * vocabulary, tl.zeros((), tl.int64)
-            total = _row_weight(x_ptr, vocabulary, first, maximum, scale, least, BY_MASS, CAPACITY)
-            target = _target(amount, total, vocabulary, BY_MASS)
-            while first < last:
-                middle = last - (last - first) // 2
-                reached = _row_weight(x_ptr, vocabulary, middle, maximum, scale, least, BY_MASS, CAPACITY)
-                first, last = tl.where(reached >= target, middle, first), tl.where(reached >= target, last, middle - 1)
+            first = _search(
+                logits_ptr + row * vocabulary, listed_ptr, bracket_ptr + row * 2, above, below, count, amount, maximum,
+                scale, vocabulary, BY_MASS, CAPACITY, ROOM,
+            )  # fmt: skip
         threshold = from_key(first.to(tl.uint32))
     if BY_MASS:
         min_p = tl.load(min_p_ptr + row)
@@ -358,7 +416,8 @@ def search(
     total_C, min_p_C, least_C = mass or (maximum_C,) * 3  # read if BY_MASS
     bracket = torch.empty((rows, 2), dtype=torch.float32, device=device)
     tally = torch.empty((rows, 4), dtype=torch.int64, device=device)
-    listed = torch.empty((rows, CAPACITY), dtype=torch.float32, device=device)
+    room = max(CAPACITY, triton.cdiv(vocabulary, LIST_SHARE))
+    listed = torch.empty((rows, room), dtype=torch.float32, device=device)
     threshold_C, least_out_C = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     row = logits_CV, temperature_C, amount_C, maximum_C
     options = {"BY_MASS": mass is not None, **pdl.options(logits_CV)}
@@ -375,7 +434,7 @@ def search(
         vocabulary,
         RUNS=TALLY_RUNS,
         RUN=TALLY_RUN,
-        CAPACITY=CAPACITY,
+        ROOM=room,
         num_warps=TALLY_WARPS,
         **options,
     )
@@ -390,6 +449,7 @@ def search(
         least_out_C,
         vocabulary,
         CAPACITY=CAPACITY,
+        ROOM=room,
         num_warps=CAPACITY_WARPS,
         maxnreg=REGISTERS,
         **options,

@@ -28,14 +28,11 @@ GROUP = 16  # heads that a program of the second kernel does, if they divide by 
 
 def rotated(q_rope_TNP: Tensor, k_rope_rows: Tensor) -> dict[str, Any]:
     """What the kernels of `attention` are given of the rotated parts."""
+    stride, head_stride, _ = q_rope_TNP.stride()
     return {
-        "q_rope_ptr": q_rope_TNP,
-        "q_rope_stride": q_rope_TNP.stride(0),
-        "q_rope_head_stride": q_rope_TNP.stride(1),
-        "k_rope_ptr": k_rope_rows,
-        "k_rope_stride": k_rope_rows.stride(0),
-        "ROPE_DIM": q_rope_TNP.shape[2],
-        "BLOCK_P": block(q_rope_TNP.shape[2]),
+        **{"q_rope_ptr": q_rope_TNP, "q_rope_stride": stride, "q_rope_head_stride": head_stride},
+        **{"k_rope_ptr": k_rope_rows, "k_rope_stride": k_rope_rows.stride(0)},
+        **{"ROPE_DIM": q_rope_TNP.shape[2], "BLOCK_P": block(q_rope_TNP.shape[2])},
     }
 
 

@@ -96,9 +96,7 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, by: RouteSettings) -> tuple[
 
 
 def _scores(logits_TE: Tensor, sigmoid: bool) -> Tensor:
-    if sigmoid:
-        return 1.0 / (1.0 + torch.exp(-logits_TE))
-    return torch.softmax(logits_TE, dim=1)
+    return 1.0 / (1.0 + torch.exp(-logits_TE)) if sigmoid else torch.softmax(logits_TE, dim=1)
 
 
 def _top(values: Tensor, count: int) -> Tensor:

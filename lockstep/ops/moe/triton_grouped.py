@@ -234,18 +234,9 @@ def grouped_outer(a_RN: Tensor, b_RK: Tensor, offsets: Tensor) -> Tensor:
     out_GNK = torch.empty((groups, a_width, b_width), dtype=b_RK.dtype, device=b_RK.device)
     c = _OUTER
     _outer_kernel[(triton.cdiv(a_width, c.block_n) * triton.cdiv(b_width, c.block_k), groups)](
-        a_RN,
-        b_RK,
-        out_GNK,
-        offsets,
-        a_width,
-        b_width,
-        BLOCK_R=c.block_m,
-        BLOCK_A=c.block_n,
-        BLOCK_B=c.block_k,
-        num_warps=c.num_warps,
-        num_stages=c.num_stages,
-    )
+        a_RN, b_RK, out_GNK, offsets, a_width, b_width,
+        BLOCK_R=c.block_m, BLOCK_A=c.block_n, BLOCK_B=c.block_k, num_warps=c.num_warps, num_stages=c.num_stages,
+    )  # fmt: skip
     return out_GNK
 
 

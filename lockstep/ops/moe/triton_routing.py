@@ -111,24 +111,12 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, by: RouteSettings) -> tuple[
     weights_TK = torch.empty((tokens, by.slots), dtype=torch.float32, device=logits_TE.device)
     experts_TK = torch.empty((tokens, by.slots), dtype=torch.int64, device=logits_TE.device)
     _route_kernel[(tokens,)](
-        logits_TE,
-        logits_TE if bias_E is None else bias_E,
-        weights_TK,
-        experts_TK,
-        by.scale,
-        EXPERTS=experts,
-        SLOTS=by.slots,
-        SIGMOID=by.sigmoid,
-        BIASED=bias_E is not None,
-        GROUPS=by.groups,
-        KEPT=by.kept_groups,
-        NORMALIZE=by.normalize,
-        BLOCK_E=triton.next_power_of_2(experts),
-        BLOCK_G=triton.next_power_of_2(by.groups),
-        BLOCK_K=triton.next_power_of_2(by.slots),
-        num_warps=1 if experts <= 128 else NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+        logits_TE, logits_TE if bias_E is None else bias_E, weights_TK, experts_TK, by.scale,
+        EXPERTS=experts, SLOTS=by.slots, SIGMOID=by.sigmoid, BIASED=bias_E is not None, GROUPS=by.groups,
+        KEPT=by.kept_groups, NORMALIZE=by.normalize, BLOCK_E=triton.next_power_of_2(experts),
+        BLOCK_G=triton.next_power_of_2(by.groups), BLOCK_K=triton.next_power_of_2(by.slots),
+        num_warps=1 if experts <= 128 else NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
     return weights_TK, experts_TK
 
 
@@ -188,17 +176,9 @@ def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
     (tokens, slots), width = row_TK.shape, y_RD.shape[1]
     out_TD = torch.empty((tokens, width), dtype=y_RD.dtype, device=y_RD.device)
     _combine_kernel[(tokens,)](
-        y_RD,
-        row_TK.contiguous(),
-        weights_TK.contiguous(),
-        out_TD,
-        y_RD.stride(0),
-        WIDTH=width,
-        SLOTS=slots,
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+        y_RD, row_TK.contiguous(), weights_TK.contiguous(), out_TD, y_RD.stride(0),
+        WIDTH=width, SLOTS=slots, BLOCK=triton.next_power_of_2(width), num_warps=NUM_WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
     return out_TD
 
 
@@ -230,16 +210,8 @@ def combine_backward(grad_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TK:
     grad_y_RD = torch.empty((rows, width), dtype=y_RD.dtype, device=y_RD.device)
     grad_R = torch.empty(rows, dtype=torch.float32, device=y_RD.device)
     _combine_backward_kernel[(rows,)](
-        grad_TD.contiguous(),
-        y_RD.contiguous(),
-        order_R,
-        weights_TK.contiguous(),
-        grad_y_RD,
-        grad_R,
-        WIDTH=width,
-        SLOTS=weights_TK.shape[1],
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=NUM_WARPS,
+        grad_TD.contiguous(), y_RD.contiguous(), order_R, weights_TK.contiguous(), grad_y_RD, grad_R,
+        WIDTH=width, SLOTS=weights_TK.shape[1], BLOCK=triton.next_power_of_2(width), num_warps=NUM_WARPS,
         enable_fp_fusion=False,
-    )
+    )  # fmt: skip
     return grad_y_RD, grad_R

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -40,31 +39,26 @@ ELEMENT, EXPONENTIAL = 32, 96  # multiplications of a product that take as long 
 TILE = 64  # keys that attention takes at a time (product.h)
 
 
-def _addresses(*tensors: Tensor | torch.dtype | None) -> list[int | None]:
-    """Of the data of contiguous tensors, each of the dtype that stands before it, float32 at first; None for None. The
-    caller keeps them alive."""
-    dtype = FLOAT
-    found: list[int | None] = []
+def _addresses(*tensors: Tensor | None, dtype: torch.dtype = FLOAT) -> list[int]:
+    """Of the data of contiguous tensors; 0 for None. The caller keeps them alive."""
+    found = []
     for x in tensors:
-        if isinstance(x, torch.dtype):
-            dtype = x
-            continue
         if x is not None and (x.dtype is not dtype or not x.is_contiguous()):
             raise TypeError(f"expected a contiguous {dtype} tensor, got {x.dtype} with strides {x.stride()}")
-        found.append(None if x is None else x.data_ptr())
+        found.append(0 if x is None else x.data_ptr())
     return found
 
 
 def linear(a_RD: Tensor, b: Tensor, bias: Tensor | None = None, transposed: bool = True) -> Tensor:
     """`a @ b.T + bias`, or `a @ b`; a may be transposed. See `linear.operator.linear`."""
-    b, (rows, dim), (columns, inner) = b.contiguous(), a_RD.shape, b.shape if transposed else b.shape[::-1]
-    assert dim == inner
+    b, (rows, dim), (columns, stride) = b.contiguous(), a_RD.shape, b.shape
     if not a_RD.dtype is b.dtype is FLOAT:
         raise TypeError(f"expected tensors of {FLOAT}, got {a_RD.dtype} and {b.dtype}")
+    columns, inner = (columns, stride) if transposed else (stride, columns)
+    assert dim == inner
     out = a_RD.new_empty(rows, columns)
-    addresses = out.data_ptr(), a_RD.data_ptr(), b.data_ptr()
-    job = library.ProductArguments(*addresses, *a_RD.stride(), b.shape[1], transposed, rows, columns, dim)
-    if not _run("product", job, rows * columns * dim):
+    at = out.data_ptr(), a_RD.data_ptr(), b.data_ptr()
+    if not _run("product", rows * columns * dim, *at, *a_RD.stride(), stride, transposed, rows, columns, dim):
         raise MemoryError(f"product of {rows} x {dim} and {dim} x {columns}")
     return out if bias is None else out.add_(bias)
 
@@ -72,43 +66,26 @@ def linear(a_RD: Tensor, b: Tensor, bias: Tensor | None = None, transposed: bool
 matmul = partial(linear, transposed=False)
 
 
-def _run(name: str, job: ctypes.Structure, work: int) -> bool:
-    """Do a job on as many threads as its work (multiplications) is worth; whether it succeeded."""
-    function, address = getattr(library.current, name), ctypes.addressof(job)
-    worth = work // THREAD_WORK
-    threads = min(torch.get_num_threads(), worth) if worth > 1 else 1
+def _run(name: str, work: int, *arguments: float) -> bool:
+    """Do a job of these arguments (see `library.JOBS`) on as many threads as its work (multiplications) is worth;
+    whether it succeeded."""
+    make, pack = library.JOBS[name]
+    job, function = make(pack(*arguments)), getattr(library.current, name)
+    threads = 1 if work < 2 * THREAD_WORK else min(torch.get_num_threads(), work // THREAD_WORK)
     if threads == 1 or library.team is None:
-        function(address)
+        function(ctypes.addressof(job))
     else:
-        library.team(ctypes.cast(function, ctypes.c_void_p), address, threads, 0)
+        library.team(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(job), threads, 0)
     return not job.error
-
-
-def _rows(
-    name: str,
-    rows: int,
-    work: int,
-    on: Sequence[Tensor | None],
-    *sizes: int,
-    at: Sequence[int | None] = (),
-    eps: float = 0.0,
-) -> bool:
-    """Do a job row by row, `work` multiplications each, on contiguous float32 tensors, and on the data at these
-    addresses."""
-    for x in on:
-        if x is not None and (x.dtype is not FLOAT or not x.is_contiguous()):
-            _addresses(*on)  # raises
-    own = [None if x is None else x.data_ptr() for x in on]
-    return _run(name, library.RowJob(eps, rows, 0, 0, *sizes, *(0,) * (5 - len(sizes)), *own, *at), rows * work)
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     if weight_offset:
         weight_D = weight_D + weight_offset
     x_TD = x_TD.contiguous()
-    out, dim = torch.empty_like(x_TD), x_TD.shape[-1]
+    out, elements, dim = torch.empty_like(x_TD), x_TD.numel(), x_TD.shape[-1]
     assert weight_D.shape == (dim,)
-    _rows("rms_norm", x_TD.numel() // dim, ELEMENT * dim, (out, x_TD, weight_D), dim, eps=eps)
+    _run("rms_norm", ELEMENT * elements, eps, elements // dim, dim, *_addresses(out, x_TD, weight_D))
     return out
 
 
@@ -119,10 +96,11 @@ def qk_norm_rope(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Te
     qkv_TE = qkv_TE.contiguous()
     (tokens, width), head_dim, heads = qkv_TE.shape, by.cos_sin_TH.shape[1], by.num_heads + by.num_kv_heads
     assert by.cos_sin_TH.shape[0] == tokens and heads * head_dim <= width
-    assert all(w is None or w.shape == (head_dim,) for w in (by.q_weight_H, by.k_weight_H))
+    for weight_H in by[:2]:
+        assert weight_H is None or weight_H.shape == (head_dim,)
     out = qkv_TE.new_empty(tokens, heads, head_dim)
-    on, sizes = (out, qkv_TE, *by[:3]), (width, by.num_heads, by.num_kv_heads, head_dim)
-    _rows("qk_norm_rope", tokens, ELEMENT * heads * head_dim, on, *sizes, eps=by.eps)
+    sizes, at = (tokens, width, by.num_heads, by.num_kv_heads, head_dim), _addresses(out, qkv_TE, *by[:3])
+    _run("qk_norm_rope", ELEMENT * out.numel(), by.eps, *sizes, *at)
     return out
 
 
@@ -131,8 +109,8 @@ def rotate_back(grad_TNH: Tensor, cos_sin_TH: Tensor, out_TE: Tensor) -> None:
     grad_TNH = grad_TNH.contiguous()
     tokens, heads, head_dim = grad_TNH.shape
     assert cos_sin_TH.shape == (tokens, head_dim) and out_TE.shape[0] == tokens and out_TE.shape[1] >= heads * head_dim
-    on, sizes = (out_TE, grad_TNH, cos_sin_TH), (out_TE.shape[1], heads, head_dim)
-    _rows("rotate_back", tokens, ELEMENT * heads * head_dim, on, *sizes)
+    sizes, at = (tokens, out_TE.shape[1], heads, head_dim), _addresses(out_TE, grad_TNH, cos_sin_TH)
+    _run("rotate_back", ELEMENT * grad_TNH.numel(), 0.0, *sizes, *at)
 
 
 def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float, out_TE: Tensor) -> Tensor:
@@ -140,45 +118,46 @@ def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float,
     a row and head, [T, N, H]. The sums that rows are divided by are torch's."""
     grad_TNH = grad_TNH.contiguous()
     tokens, heads, head_dim = grad_TNH.shape
-    width, of_rows = heads * head_dim, ELEMENT * heads * head_dim
+    width, work = heads * head_dim, ELEMENT * grad_TNH.numel()
     assert weight_NH.shape == (heads, head_dim) and x_TE.shape[0] == out_TE.shape[0] == tokens
     assert x_TE.shape[1] >= width and out_TE.shape[1] >= width
     x_TNH = x_TE[:, :width].view(tokens, heads, head_dim)
     rstd = torch.rsqrt((x_TNH * x_TNH).mean(-1, keepdim=True) + eps)
     product, grad_weight = torch.empty_like(grad_TNH), torch.empty_like(grad_TNH)
-    given = x_TE, weight_NH, grad_TNH, rstd
-    _rows("norm_products", tokens, of_rows, (product, grad_weight, *given), x_TE.shape[1], heads, head_dim)
-    on = out_TE, *given, product.mean(-1, keepdim=True)
-    _rows("norm_gradient", tokens, of_rows, on, out_TE.shape[1], x_TE.shape[1], heads, head_dim)
+    given, sizes = (x_TE, weight_NH, grad_TNH, rstd), (x_TE.shape[1], heads, head_dim)
+    _run("norm_products", work, 0.0, tokens, *sizes, *_addresses(product, grad_weight, *given))
+    mean = product.mean(-1, keepdim=True)
+    _run("norm_gradient", work, 0.0, tokens, out_TE.shape[1], *sizes, *_addresses(out_TE, *given, mean))
     return grad_weight
 
 
 def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
-    (segments, length), addresses = rows_BI.shape, _addresses(LONG, rows_BI)
+    (segments, length), (rows,) = rows_BI.shape, _addresses(rows_BI, dtype=LONG)
     found = []
     for x_TNH in _head_rows(*tensors):
         tokens, heads, head_dim = x_TNH.shape
         found.append(x_TNH.new_empty(segments, heads, length, head_dim))
-        at, sizes = (x_TNH.data_ptr(), *addresses), (x_TNH.stride(0), heads, length, head_dim, tokens)
-        if not _rows("gather_heads", segments * heads, ELEMENT * length * head_dim, found[-1:], *sizes, at=at):
+        sizes, work = (x_TNH.stride(0), heads, length, head_dim, tokens), ELEMENT * found[-1].numel()
+        at = found[-1].data_ptr(), x_TNH.data_ptr(), rows
+        if not _run("gather_heads", work, 0.0, segments * heads, *sizes, *at):
             raise IndexError(f"gather_heads: a row lies outside {tokens}")
     return found
 
 
 def accumulate_heads(rows_BI: Tensor, *sums: tuple[Tensor, Tensor]) -> None:
-    (segments, length), at = rows_BI.shape, _addresses(LONG, rows_BI)
+    (segments, length), at = rows_BI.shape, _addresses(rows_BI, dtype=LONG)
     for on in sums:
         tokens, heads, head_dim = on[0].shape
         assert on[1].shape == (segments, heads, length, head_dim)
-        work, sizes = ELEMENT * segments * length * head_dim, (segments, length, head_dim, tokens)
-        if not _rows("accumulate_heads", heads, work, on, *sizes, at=at):
+        sizes = heads, segments, length, head_dim, tokens
+        if not _run("accumulate_heads", ELEMENT * on[1].numel(), 0.0, *sizes, *_addresses(*on), *at):
             raise IndexError(f"accumulate_heads: a row lies outside {tokens}")
 
 
 def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
     positions_T, tokens, half = positions_T.contiguous(), positions_T.shape[0], inv_freq.shape[0]
-    out = inv_freq.new_empty(tokens, 2 * half)
-    library.current.rope_table(*_addresses(out, LONG, positions_T, FLOAT, inv_freq), tokens, half)
+    out, (positions,) = inv_freq.new_empty(tokens, 2 * half), _addresses(positions_T, dtype=LONG)
+    library.current.rope_table(out.data_ptr(), positions, *_addresses(inv_freq), tokens, half)
     return out
 
 
@@ -186,7 +165,8 @@ def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     gate_up_TE = gate_up_TE.contiguous()
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     out = gate_up_TE.new_empty(rows, width)
-    _rows("silu_mul", rows, EXPONENTIAL * width, (out, gate_up_TE), width, ACTIVATIONS.index(activation))
+    sizes = rows, width, ACTIVATIONS.index(activation)
+    _run("silu_mul", EXPONENTIAL * rows * width, 0.0, *sizes, *_addresses(out, gate_up_TE))
     return out
 
 
@@ -194,9 +174,8 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SIL
     grad_TF, gate_up_TE = grad_TF.contiguous(), gate_up_TE.contiguous()
     out, (rows, width) = torch.empty_like(gate_up_TE), grad_TF.shape
     assert gate_up_TE.shape == (rows, 2 * width)
-    _rows(
-        "silu_mul_backward", rows, EXPONENTIAL * width, (out, grad_TF, gate_up_TE), width, ACTIVATIONS.index(activation)
-    )
+    sizes = rows, width, ACTIVATIONS.index(activation)
+    _run("silu_mul_backward", EXPONENTIAL * rows * width, 0.0, *sizes, *_addresses(out, grad_TF, gate_up_TE))
     return out
 
 
@@ -210,7 +189,8 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> N
     error = library.current.write_kv(
         k_TKH.data_ptr(),
         v_TKH.data_ptr(),
-        *_addresses(*cache, LONG, slots_T),
+        *_addresses(*cache),
+        *_addresses(slots_T, dtype=LONG),
         tokens,
         pages * page_size,
         k_TKH.stride(0) * size,
@@ -224,20 +204,19 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> N
 def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN) -> Tensor:
     context_len_S = by.prefix_len_S + by.cu_seqlens.diff()
     at = by.cu_seqlens.contiguous(), context_len_S, by.prefix_start_S.contiguous(), None
-    q, k, v = _head_rows(q_TNH, k_TKH, v_TKH)
-    return _attention(q, k, v, at, by.max_len, scores)
+    return _attention(q_TNH, k_TKH, v_TKH, at, by.max_len, scores)
 
 
 def paged(q_TNH: Tensor, cache: KVPages, by: Paged, _: PrefixGroups = ALONE, scores: AttentionScores = PLAIN) -> Tensor:
-    table, cu_seqlens, context_len_S = (x.contiguous() for x in by[:3])
-    q, k, v = _head_rows(q_TNH, *(x.contiguous() for x in cache))
-    return _attention(q, k, v, (cu_seqlens, context_len_S, None, table), by.max_context_len, scores)
+    at = by.cu_seqlens.contiguous(), by.context_len_S.contiguous(), None, by.block_table.contiguous()
+    return _attention(q_TNH, cache.k_cache.contiguous(), cache.v_cache.contiguous(), at, by.max_context_len, scores)
 
 
 def _head_rows(*tensors: Tensor) -> list[Tensor]:
     """Float32 [..., K, H] each, with the heads of a row side by side; rows may lie apart."""
-    if any(x.dtype is not FLOAT for x in tensors):
-        raise TypeError(f"expected tensors of {FLOAT}, got {', '.join(str(x.dtype) for x in tensors)}")
+    for x in tensors:
+        if x.dtype is not FLOAT:
+            raise TypeError(f"expected tensors of {FLOAT}, got {x.dtype}")
     return [x if x.stride()[-2:] == (x.shape[-1], 1) else x.contiguous() for x in tensors]
 
 
@@ -250,16 +229,17 @@ def _attention(
     scores: AttentionScores,
 ) -> Tensor:
     """With int32 cu_seqlens, context lengths, and the starts of packed sequences' prefixes or a block table."""
-    *_, block_table = at
-    (tokens, heads, head_dim), sequences = q_TNH.shape, at[1].shape[0]
+    cu_seqlens, context_len_S, prefix_start_S, block_table = at
+    q_TNH, k, v = _head_rows(q_TNH, k, v)
+    (tokens, heads, head_dim), sequences = q_TNH.shape, context_len_S.shape[0]
     *rows, kv_heads, _ = k.shape
     assert v.shape == k.shape == (*rows, kv_heads, head_dim) and heads % kv_heads == 0
-    assert at[0].shape == (sequences + 1,)
-    assert all(x is None or x.shape[0] == sequences for x in at[2:4])
+    assert cu_seqlens.shape == (sequences + 1,)
+    assert prefix_start_S is None or prefix_start_S.shape[0] == sequences
+    assert block_table is None or block_table.shape[0] == sequences
     assert scores.sinks_N is None or scores.sinks_N.shape == (heads,)
     out = q_TNH.new_empty(tokens, heads, head_dim)
-    *layout, sinks = _addresses(torch.int32, *at, FLOAT, scores.sinks_N)
-    job = library.AttentionArguments(
+    given = (
         out.data_ptr(),
         q_TNH.data_ptr(),
         k.data_ptr(),
@@ -273,15 +253,16 @@ def _attention(
         heads,
         kv_heads,
         head_dim,
-        *layout,
+        *_addresses(*at, dtype=torch.int32),
         *((0, 0) if block_table is None else (k.shape[1], block_table.shape[1])),
-        sinks,
+        0 if scores.sinks_N is None else _addresses(scores.sinks_N)[0],
         scores.window,
         scores.scale or 1 / math.sqrt(head_dim),
         scores.softcap,
     )
     keys = -(-min(max_len, scores.window or max_len) // TILE) * TILE
-    if not _run("attention", job, 4 * tokens * heads * head_dim * keys):  # the softmax takes as long as the products
+    work = 4 * tokens * heads * head_dim * keys  # the softmax takes as long as the products
+    if not _run("attention", work, *given):
         raise IndexError("attention: a sequence, page or prefix lies outside its table")
     return out
 
@@ -300,7 +281,7 @@ def statistics(
     assert temperature_C.shape == threshold_C.shape == (rows,)
     assert support_CB is None or support_CB.shape == (rows, (vocabulary + 7) // 8)
     written = lse_C, sampled_lse_C, entropy_C if with_entropy else None
-    at = _addresses(*written, logits_CV, temperature_C, threshold_C, torch.uint8, support_CB)
+    at = *_addresses(*written, logits_CV, temperature_C, threshold_C), *_addresses(support_CB, dtype=torch.uint8)
     library.current.statistics(*at, rows, vocabulary, (vocabulary + 7) // 8)
     return RowStatistics(lse_C, sampled_lse_C, threshold_C, entropy_C)
 
@@ -309,8 +290,9 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: R
     rows, vocabulary = logits_CV.shape
     assert targets_C.shape == temperature_C.shape == stats.lse_C.shape == stats.sampled_lse_C.shape == (rows,)
     sampled_C, model_C = torch.empty_like(stats.lse_C), torch.empty_like(stats.lse_C)
-    at = _addresses(sampled_C, model_C, logits_CV, LONG, targets_C, FLOAT, temperature_C, *stats[:2])
-    if library.current.scores(*at, rows, vocabulary):
+    sampled, model, logits, *others = _addresses(sampled_C, model_C, logits_CV, temperature_C, *stats[:2])
+    (targets,) = _addresses(targets_C, dtype=LONG)
+    if library.current.scores(sampled, model, logits, targets, *others, rows, vocabulary):
         raise IndexError(f"a target is outside the vocabulary of {vocabulary}")
     return sampled_C, model_C
 
@@ -320,6 +302,6 @@ def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: Sa
     assert keys.key_C4.shape == (rows, 4)
     assert temperature_C.shape == threshold_C.shape == keys.position_C.shape == (rows,)
     token_C = torch.empty_like(keys.position_C)
-    at = _addresses(LONG, token_C, FLOAT, logits_CV, temperature_C, threshold_C, LONG, *keys)
-    library.current.draw(*at, rows, vocabulary)
+    at = *_addresses(logits_CV, temperature_C, threshold_C), *_addresses(*keys, dtype=LONG)
+    library.current.draw(token_C.data_ptr(), *at, rows, vocabulary)
     return token_C

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import struct
 import zlib
 from collections.abc import Callable
 from ctypes import c_double, c_int64, c_uint, c_void_p
@@ -19,46 +20,46 @@ from typing import Any, Literal
 _log = logging.getLogger("lockstep")
 
 
-class AttentionArguments(ctypes.Structure):
+class AttentionJob(ctypes.Structure):
     """`Attention` of attention.c."""
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("out", "q", "k", "v")),
-        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
-        *((name, c_int64) for name in ("tokens", "kv_rows", "sequences", "heads", "kv_heads", "dim")),
-        *((name, c_void_p) for name in ("cu_seqlens", "context_len", "prefix_start", "block_table")),
-        *((name, c_int64) for name in ("page_size", "table_width")),
-        ("sinks", c_void_p),
-        ("window", c_int64),
-        *((name, c_double) for name in ("scale", "softcap")),
-        *((name, c_int64) for name in ("next", "error")),
-    ]
+    _fields_ = [("given", c_int64 * 23), ("next", c_int64), ("error", c_int64)]
 
 
-class ProductArguments(ctypes.Structure):
+class ProductJob(ctypes.Structure):
     """`Product` of linear.c."""
 
-    _fields_ = [
-        *((name, c_void_p) for name in ("out", "a", "b")),
-        *((name, c_int64) for name in ("a_row", "a_step", "b_stride", "transposed", "rows", "columns", "dim")),
-        *((name, c_int64) for name in ("next", "error")),
-    ]
+    _fields_ = [("given", c_int64 * 10), ("next", c_int64), ("error", c_int64)]
 
 
 class RowJob(ctypes.Structure):
     """`RowJob` of vector.h."""
 
-    _fields_ = [
-        ("eps", c_double),
-        *((name, c_int64) for name in ("rows", "next", "error", *(f"size{i}" for i in range(5)))),
-        *((f"at{i}", c_void_p) for i in range(8)),
-    ]
+    _fields_ = [("eps", c_double), *((name, c_int64) for name in ("rows", "next", "error")), ("given", c_int64 * 13)]
 
 
-JOBS = (
-    *("attention", "product", "rms_norm", "qk_norm_rope", "silu_mul", "silu_mul_backward", "norm_products"),
-    *("norm_gradient", "rotate_back", "gather_heads", "accumulate_heads"),
-)
+Job = tuple[Callable[[bytes], Any], Callable[..., bytes]]  # a structure's maker, and what packs its arguments for that
+
+
+def _row_job(sizes: int, tensors: int) -> Job:
+    """Of eps, rows, and so many sizes and addresses."""
+    layout = f"dq16x{sizes}q{8 * (5 - sizes)}x{tensors}P{8 * (8 - tensors)}x"
+    return RowJob.from_buffer_copy, struct.Struct(layout).pack
+
+
+JOBS: dict[str, Job] = {
+    "attention": (AttentionJob.from_buffer_copy, struct.Struct("4P9q4P2qPq2d16x").pack),
+    "product": (ProductJob.from_buffer_copy, struct.Struct("3P7q16x").pack),
+    "rms_norm": _row_job(1, 3),
+    "qk_norm_rope": _row_job(4, 5),
+    "silu_mul": _row_job(2, 2),
+    "silu_mul_backward": _row_job(2, 3),
+    "norm_products": _row_job(3, 6),
+    "norm_gradient": _row_job(4, 6),
+    "rotate_back": _row_job(3, 3),
+    "gather_heads": _row_job(5, 3),
+    "accumulate_heads": _row_job(4, 3),
+}
 ARGUMENTS: dict[str, list[type]] = {
     **{name: [c_void_p] for name in JOBS},
     "rope_table": [c_void_p] * 3 + [c_int64] * 2,

@@ -64,18 +64,11 @@ def norm_add(
     rows, width = x_TD.shape
     out_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     _rms_norm_kernel[(rows,)](
-        x_TD,
-        weight_D,
-        residual_TD,
-        out_TD,
-        x_TD.stride(0),
-        None if residual_TD is None else residual_TD.stride(0),
+        x_TD, weight_D, residual_TD, out_TD, x_TD.stride(0), None if residual_TD is None else residual_TD.stride(0),
         eps,
-        OFFSET=weight_offset,
-        WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
+        OFFSET=weight_offset, WIDTH=width, BLOCK=triton.next_power_of_2(width),
         **pdl.options(x_TD, num_warps=warps(width, 8)),
-    )
+    )  # fmt: skip
     return out_TD
 
 
@@ -143,24 +136,9 @@ def rms_norm_backward_add(
     grad_x_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     partial_PD = torch.empty((programs, width), dtype=torch.float32, device=x_TD.device)
     _rms_norm_backward_kernel[(programs,)](
-        grad_TD,
-        x_TD,
-        weight_D,
-        added_TD,
-        grad_x_TD,
-        partial_PD,
-        rows,
-        grad_TD.stride(0),
-        x_TD.stride(0),
-        added_TD.stride(0),
-        eps,
-        HAS_OTHER=other_TD is not None,
-        OFFSET=weight_offset,
-        WIDTH=width,
-        BLOCK=block,
-        ROWS=NORM_ROWS,
-        TILE=tile,
-        num_warps=warps(tile * block, NORM_THREAD),
-        enable_fp_fusion=True,
-    )
+        grad_TD, x_TD, weight_D, added_TD, grad_x_TD, partial_PD, rows, grad_TD.stride(0), x_TD.stride(0),
+        added_TD.stride(0), eps,
+        HAS_OTHER=other_TD is not None, OFFSET=weight_offset, WIDTH=width, BLOCK=block, ROWS=NORM_ROWS, TILE=tile,
+        num_warps=warps(tile * block, NORM_THREAD), enable_fp_fusion=True,
+    )  # fmt: skip
     return grad_x_TD, fold(partial_PD, weight_D.dtype)

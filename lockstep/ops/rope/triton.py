@@ -188,25 +188,12 @@ def qk_norm_rope(
     norm = q_weight_H is not None and k_weight_H is not None
     weights = (aligned_rows(q_weight_H), aligned_rows(k_weight_H)) if norm else (qkv_TE, qkv_TE)  # read if NORM
     _qk_norm_rope_kernel[(tokens,)](
-        qkv_TE,
-        *weights,
-        cos_sin_TH,
-        out,
-        *(cache or (out, out)),
-        out if slots_T is None else slots_T,
-        qkv_TE.stride(0),
-        cos_sin_TH.stride(0),
-        eps,
-        NORM=norm,
-        OFFSET=weight_offset,
-        CACHED=cache is not None,
-        NUM_HEADS=num_heads,
-        HEADS=heads,
-        HALF=half,
-        BLOCK_HEADS=block_heads,
-        BLOCK_HALF=block_half,
+        qkv_TE, *weights, cos_sin_TH, out, *(cache or (out, out)), out if slots_T is None else slots_T,
+        qkv_TE.stride(0), cos_sin_TH.stride(0), eps,
+        NORM=norm, OFFSET=weight_offset, CACHED=cache is not None, NUM_HEADS=num_heads, HEADS=heads, HALF=half,
+        BLOCK_HEADS=block_heads, BLOCK_HALF=block_half,
         **pdl.options(qkv_TE, num_warps=warps(2 * block_heads * block_half, 32)),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -228,13 +215,10 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
     tokens, half = positions_T.shape[0], inv_freq.shape[0]
     out_TH = torch.empty((tokens, 2 * half), dtype=torch.float32, device=positions_T.device)
     _rope_table_kernel[(tokens,)](
-        positions_T.contiguous(),
-        inv_freq.contiguous(),
-        out_TH,
-        HALF=half,
-        BLOCK_HALF=triton.next_power_of_2(half),
+        positions_T.contiguous(), inv_freq.contiguous(), out_TH,
+        HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
         **pdl.options(inv_freq, num_warps=warps(triton.next_power_of_2(half), 1)),
-    )
+    )  # fmt: skip
     return out_TH
 
 
@@ -352,30 +336,13 @@ def qk_norm_rope_backward(
     groups = triton.cdiv(heads, QK_HEADS)
     partial = torch.empty((programs * groups if norm else 0, 2, head_dim), dtype=torch.float32, device=qkv_TE.device)
     _qk_norm_rope_backward_kernel[(programs, groups)](
-        grad,
-        qkv_TE,
-        *((unit_inner(q_weight_H), unit_inner(k_weight_H)) if norm else (qkv_TE, qkv_TE)),  # read if NORM
-        cos_sin_TH,
-        grad_qkv_TE,
-        partial,
-        tokens,
-        qkv_TE.stride(0),
-        cos_sin_TH.stride(0),
-        eps,
-        NORM=norm,
-        OFFSET=weight_offset,
-        HAS_VALUES=has_values,
-        NUM_HEADS=num_heads,
-        HEADS=heads,
-        WIDTH=width,
-        HALF=half,
-        BLOCK_HEADS=QK_HEADS,
-        BLOCK_HALF=triton.next_power_of_2(half),
+        grad, qkv_TE, *((unit_inner(q_weight_H), unit_inner(k_weight_H)) if norm else (qkv_TE, qkv_TE)),  # read if NORM
+        cos_sin_TH, grad_qkv_TE, partial, tokens, qkv_TE.stride(0), cos_sin_TH.stride(0), eps,
+        NORM=norm, OFFSET=weight_offset, HAS_VALUES=has_values, NUM_HEADS=num_heads, HEADS=heads, WIDTH=width,
+        HALF=half, BLOCK_HEADS=QK_HEADS, BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_V=triton.next_power_of_2(max(triton.cdiv(width - heads * head_dim, groups), 1)),  # latents have no values
-        ROWS=QK_ROWS,
-        num_warps=QK_WARPS,
-        enable_fp_fusion=True,
-    )
+        ROWS=QK_ROWS, num_warps=QK_WARPS, enable_fp_fusion=True,
+    )  # fmt: skip
     if not norm:
         return grad_qkv_TE, qkv_TE.new_empty(0), qkv_TE.new_empty(0)
     return grad_qkv_TE, fold(partial[:, 0], q_weight_H.dtype), fold(partial[:, 1], k_weight_H.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -62,8 +63,9 @@ async def chat(service: Service, request: Request) -> Response:
     if form is not None and form.tools:
         variables["tools"] = body.tools
     read = form or service.tool_format
-    prompt = await service.encoded("messages", encode_chat, service.policy, messages, variables, read)
-    _count(service, prompt)
+    prompt = await service.encoded("messages", partial(encode_chat, service.policy, messages, variables, read))
+    service.metrics.turns.labels("kept").inc(prompt.kept)
+    service.metrics.turns.labels("encoded_again").inc(prompt.encoded_again)
     if form is not None:
         form = replace(form, thinks=prompt.thinks)
     service.seeded(body)
@@ -106,11 +108,6 @@ def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
     if service.tool_format is None and tools:
         raise refused("tools", "the model's chat template has no tools, or calls them in a form that is not known here")
     return service.tool_format and service.tool_format.reading(tools)
-
-
-def _count(service: Service, prompt: ChatPrompt) -> None:
-    service.metrics.turns.labels("kept").inc(prompt.kept)
-    service.metrics.turns.labels("encoded_again").inc(prompt.encoded_again)
 
 
 def _max_tokens(service: Service, body: ChatBody, prompt: ChatPrompt) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from ...session.text.policy import Policy
 from ...types import Trajectory
 from ..batcher import Job, Update
 from ..bodies import CompletionBody, read_body
@@ -30,7 +29,8 @@ async def completions(service: Service, request: Request) -> Response:
         raise refused("logprobs", "logprobs must be 0 or null: there are log-probabilities of sampled tokens alone")
     texts = _prompts(body.prompt)
     service.require_place(len(texts) * body.n, "prompt")  # before all are encoded
-    prompts = await service.encoded("prompt", _encode, service.policy, texts)
+    encode = service.policy.encode
+    prompts = await service.encoded("prompt", lambda: [encode(t) if isinstance(t, str) else t for t in texts])
     service.seeded(body)
     length = body.max_tokens or USUAL_LENGTH
     jobs = [service.job(ids, body, length, "prompt", group) for group, ids in enumerate(prompts)]
@@ -59,10 +59,6 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
 def _is_one(prompt: Any) -> bool:
     is_list = isinstance(prompt, list) and bool(prompt)
     return isinstance(prompt, str) or (is_list and all(type(token) is int for token in prompt))
-
-
-def _encode(policy: Policy, prompts: list[str | list[int]]) -> list[list[int]]:
-    return [policy.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def _choice(service: Service, body: CompletionBody, place: int, job: Job, completion: Trajectory) -> dict[str, Any]:

@@ -4,6 +4,7 @@ As in `test_kernels_interpret`, one test runs `Interpreted` in a process of its 
 """
 
 import os
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -22,15 +23,15 @@ def test_kernels_under_the_interpreter():
     run_interpreted(__file__)
 
 
-def logits(kind: str) -> Tensor:
-    z = torch.randn(1, VOCABULARY)
+def logits(kind: str, vocabulary: int = VOCABULARY, samples: int = 8192) -> Tensor:
+    z = torch.randn(1, vocabulary)
     if kind == "equal":
-        return torch.zeros(1, VOCABULARY)
+        return torch.zeros(1, vocabulary)
     if kind == "masked":  # a padded LM head
-        z[:, 4000:8000] = -torch.inf
-    if kind == "misleading":  # what is sampled says nothing of the rest
-        column = torch.arange(VOCABULARY)
-        z[:, column % (VOCABULARY // 1024) < 8] -= 5
+        z[:, vocabulary // 4 : vocabulary // 2] = -torch.inf
+    if kind.startswith("misleading"):  # what is sampled says nothing of the rest
+        column = torch.arange(vocabulary)
+        z[:, column % (vocabulary // (samples // 8)) < 8] += -5 if kind == "misleading" else 5
     return z
 
 
@@ -39,14 +40,14 @@ FILTERS = [(0, 0.95, 0.0), (0, 0.9999, 0.0), (0, 1e-6, 0.0), (50, 1.0, 0.0), (80
 FILTERS += [(VOCABULARY + 5, 1.0, 0.0), (300, 0.7, 0.0), (20, 0.9, 0.6), (0, 1.0, 0.0)]
 
 
-def found(z: Tensor) -> Tensor:
+def found(z: Tensor, filters: Sequence[tuple[int, float, float]] = FILTERS) -> Tensor:
     """The thresholds of one row under every filter."""
-    rows = len(FILTERS)
-    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*FILTERS, strict=True))
+    rows = len(filters)
+    top_k, top_p, min_p = (torch.tensor(column) for column in zip(*filters, strict=True))
     z, one, none = z.expand(rows, -1).contiguous(), torch.ones(rows), torch.full((rows,), -torch.inf)
     maximum, total = z.amax(1), torch.exp(z - z.amax(1, keepdim=True)).sum(1)
     least, _ = triton_topk_topp.search(z, one, top_k.int(), maximum)
-    assert torch.equal(least == none, (top_k == 0) | (z.isfinite().sum(1) < top_k.clamp(max=VOCABULARY)))
+    assert torch.equal(least == none, (top_k == 0) | (z.isfinite().sum(1) < top_k.clamp(max=z.shape[1])))
     threshold, smallest = triton_topk_topp.search(z, one, top_p, maximum, triton_topk_topp.Mass(total, min_p, least))
     assert torch.equal(smallest, threshold), "at temperature 1"
     return threshold
@@ -68,6 +69,17 @@ class Interpreted:
         assert torch.equal(result[off], expected[off]), "no filter keeps everything"
         kept, expected_kept = z >= result.unsqueeze(1), z >= expected.unsqueeze(1)
         assert kept.sum(1).tolist() == expected_kept.sum(1).tolist()
+
+    @pytest.mark.parametrize("kind", ["normal", "misleading", "misleading upwards"])
+    def test_a_range_that_registers_do_not_hold_is_narrowed(self, kind, monkeypatch):
+        """Of a list that is whole (half of the row) or not (a fortieth), and of a row that the bracket missed."""
+        z, filters = logits(kind, 301, 64), [(0, 0.95, 0.0), (100, 0.7, 0.0)]
+        expected = found(z, filters)
+        monkeypatch.setattr(triton_topk_topp, "SAMPLES", 64)
+        monkeypatch.setattr(triton_topk_topp, "CAPACITY", 32)
+        for share in (2, 40):
+            monkeypatch.setattr(triton_topk_topp, "LIST_SHARE", share)
+            assert torch.equal(found(z, filters).view(torch.int32), expected.view(torch.int32))
 
     def test_the_order_of_a_row_does_not_matter(self):
         """Another order is another sample, another bracket and other blocks."""

@@ -1,0 +1,86 @@
+"""Graphs of two ranks: what eager computes, alike on both, with few collectives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fake_recorder import FakeRecorder
+from rank_setup import DEVICE, FILTERED, OPTIMIZER, check, decoder, different, on_all, run
+from torch import Tensor
+
+from lockstep.config import CompileConfig, LossConfig
+from lockstep.distributed import World
+from lockstep.graph import Captured, GraphError, Runtime, check_against_eager, digest
+from lockstep.graph.check import comparison
+from lockstep.graph.passes.collectives import gradient_exchanges, weight_gathers
+from lockstep.graph.torch_private import trace
+from lockstep.trainer import BatchShape, Packing, Trainer
+
+
+@check
+def graphs(world: World) -> Any:
+    """Weights read whole, with layers computed again, or gathered: results like eager's, graphs alike on all ranks, and
+    what was logged of them; collectives of a micro-batch, and their elements on a rank."""
+    eager = run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, packing=Packing(256))
+    ways: dict[str, dict[str, Any]] = {
+        "stage 2": {"recompute": ("full",)},
+        "stage 3": {"cudagraph_mode": "full"},
+    }
+    found = {}
+    for name, fields in ways.items():
+        config = CompileConfig("step", **fields)
+        recorder = FakeRecorder() if DEVICE.type == "cpu" else None
+        runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
+        stage = int(name[-1])
+        trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, runtime=runtime, zero_stage=stage)
+        unlike = different(run(trainer, world, packing=Packing(256)), eager)
+        made = {f.name: [digest(g.captured) for g in f.graphs.values()] for f in runtime.programs}
+        log = [line for title, lines in runtime.builder.nodes.items() if "forward_backward" in title for line in lines]
+        found[name] = {"different": on_all(world, unlike), "digests": on_all(world, made), "log": log}
+        found[name]["captures"] = on_all(world, runtime.captures)
+        traces = trainer.programs.by_name["forward_backward"].made.traces.values()  # the first rank has them for all
+        found[name]["wire"] = [wire(captured, world) for captured in traces]
+        checks = [g.captured.module.graph for f in runtime.programs if f.name == "check" for g in f.graphs.values()]
+        found[name]["scoring"] = on_all(world, sorted({str(node.target) for nodes in checks for node in nodes.nodes}))
+        runtime.close()
+    return found
+
+
+def wire(captured: Captured, world: World) -> dict[str, list[int]]:
+    """How many collectives of each kind a graph has for weights and gradients, and what a rank gets from the others by
+    them, in bytes."""
+    found = {}
+    for name, of in {"gathers": weight_gathers, "exchanges": gradient_exchanges}.items():
+        calls = [collective.collective for collective in of(captured)]
+        results = [value for call in calls for value in flattened(trace.fake_value(call))]
+        found[name] = [len(calls), sum(x.nbytes for x in results) * (world.size - 1) // world.size]
+    return found
+
+
+def flattened(value: Any) -> list[Any]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+@check
+def a_graph_that_is_wrong_on_one_rank(world: World) -> Any:
+    """The check before the first step passes; then eager's update is another on the last rank: all ranks are told. Of
+    the weights that are gathered nothing is copied to be put back."""
+    runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
+    trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, runtime=runtime)
+    shapes = [BatchShape(64, 32, 4, 64)]
+    cases, copied = trainer.trust_cases(shapes, FILTERED, check_parity=True), list[int]()
+    work = [w for w in cases if w[0].name in ("optim_step", "gather_weights")]
+    snapshot = comparison.Snapshot
+    comparison.Snapshot = lambda tensors: copied.append(0) or snapshot(tensors)  # type: ignore[assignment,misc]
+    verdict, _ = check_against_eager(runtime, work, "strict")
+    comparison.Snapshot = snapshot  # type: ignore[misc]
+    assert len(copied) == verdict.cases
+    if world.rank == 1:
+        function = trainer.programs.by_name["optim_step"]
+        body = function.body
+        function.body = lambda inputs: body(replace(inputs, buffer={**inputs.buffer, "lr": 2 * inputs.buffer["lr"]}))
+    try:
+        check_against_eager(runtime, work, "strict")
+    except GraphError as error:
+        return on_all(world, [verdict.cases, str(error)])

@@ -1,0 +1,236 @@
+"""Updates of two ranks: gradients, weights and statistics are those of one process."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from fake_recorder import FakeRecorder
+from rank_setup import (
+    DEVICE,
+    DTYPE,
+    FILTERED,
+    MOE,
+    ONE_SIZE,
+    OPTIMIZER,
+    alone,
+    check,
+    decoder,
+    different,
+    on_all,
+    parts,
+    run,
+    saved,
+)
+
+from lockstep import distributed
+from lockstep.config import (
+    CompileConfig,
+    LossConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainerConfig,
+)
+from lockstep.distributed import ONE, World
+from lockstep.graph import Runtime, check_against_eager
+from lockstep.rl.loop import Loop
+from lockstep.session.build import build, resolve
+from lockstep.trainer import BatchShape, Trainer, optimizer
+from lockstep.types import RolloutGroup
+
+
+@check
+def float32(world: World) -> Any:
+    kind = DTYPE  # a GPU computes in bfloat16 alone
+    one = alone(world, lambda: Trainer(decoder(kind), OPTIMIZER, LossConfig()))
+    return on_all(world, different(run(Trainer(decoder(kind), OPTIMIZER, LossConfig(), world=world), world), one))
+
+
+@check
+def bfloat16(world: World) -> Any:
+    """Of weights that are gathered."""
+    kind = torch.bfloat16
+    one = alone(world, lambda: Trainer(decoder(kind), OPTIMIZER, LossConfig()))
+    gathers = Trainer(decoder(kind), OPTIMIZER, LossConfig(), world=world, zero_stage=3)
+    return on_all(world, different(run(gathers, world), one))
+
+
+@check
+def experts(world: World) -> Any:
+    optimizer, loss = replace(OPTIMIZER, router_bias_rate=0.01), LossConfig()
+    one, unlike = alone(world, lambda: Trainer(decoder(config=MOE), optimizer, loss)), []
+    for stage in (2, 3):
+        trainer = Trainer(decoder(config=MOE), optimizer, loss, world=world, zero_stage=stage)
+        unlike += different(run(trainer, world), one)
+    return on_all(world, unlike)
+
+
+@check
+def parameter_groups(world: World) -> Any:
+    """Frozen parameters and other rates, by ratios of whole sequences; of graphs on the ranks and eager in one
+    process."""
+    optimizer = replace(
+        OPTIMIZER, freeze=("model.layers.0",), lr_scales=("model.norm=3",), weight_decays=("*_proj=0.2",)
+    )
+    start, loss = decoder(), LossConfig("gspo", epsilon=1e-3)
+    one = alone(world, lambda: Trainer(decoder(), optimizer, loss), packing=ONE_SIZE)
+    recorder = FakeRecorder() if DEVICE.type == "cpu" else None
+    config = CompileConfig("step", cudagraph_mode="full")
+    runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
+    trainer = Trainer(decoder(), optimizer, loss, world=world, runtime=runtime)
+    unlike = different(run(trainer, world, packing=ONE_SIZE), one)
+    runtime.close()
+    now = dict(trainer.model.named_parameters())
+    kept = [name for name, parameter in start.named_parameters() if torch.equal(parameter, now[name])]
+    return on_all(world, [unlike, len(trainer.optimizer.groups), kept])
+
+
+@check
+def a_teacher(world: World) -> Any:
+    """Of which each rank has a part; graphs of it, which gather it layer by layer, are held to eager's."""
+    loss, teacher = LossConfig("distillation", teacher="a folder"), decoder()
+    with torch.no_grad():
+        teacher.embed.mul_(0.5)
+    one = alone(world, lambda: Trainer(decoder(), OPTIMIZER, loss, reference=teacher))
+    found = run(Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world), world)
+    runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
+    trainer = Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world, runtime=runtime)
+    cases = trainer.trust_cases([BatchShape(64, 32, 4, 64)], FILTERED, check_parity=True)
+    (verdict,) = check_against_eager(runtime, [w for w in cases if w[0].name == "reference_logprobs"], "strict")
+    log = [line for lines in runtime.builder.nodes.values() for line in lines]
+    runtime.close()
+    parts = on_all(world, sum(held.values.numel() for of in trainer.reference.own().values() for held in of))
+    whole = sum(parameter.numel() for parameter in teacher.parameters())
+    return [*on_all(world, different(found, one)), sum(parts) == whole, verdict.cases, on_all(world, log)[0]]
+
+
+@check
+def a_critic(world: World) -> Any:
+    """Of graphs on the ranks and eager in one process."""
+    loss = LossConfig("ppo")
+    one = alone(world, lambda: Trainer(decoder(), OPTIMIZER, loss), packing=ONE_SIZE)
+    runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
+    found = run(Trainer(decoder(), OPTIMIZER, loss, world=world, runtime=runtime), world, packing=ONE_SIZE)
+    runtime.close()
+    return on_all(world, different(found, one))
+
+
+@check
+def whole_steps(world: World) -> Any:
+    """Two steps of two updates: a critic whose rewards are less the divergence a token, and dynamic sampling."""
+    if DEVICE.type != "cpu":
+        return None  # it is of what the host decides; the device's part the others hold
+    losses = {
+        "ppo": LossConfig("ppo", beta=0.2, use_kl_in_reward=True, kl_estimator="k1"),
+        "reinforce_pp": LossConfig("reinforce_pp", beta=0.2, use_kl_in_reward=True, kl_estimator="k1"),
+        "dapo": LossConfig("dapo", dynamic_sampling=True, max_num_gen_batches=4),
+    }
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        config = of_a_run(Path(folder))
+        for name, loss in losses.items():
+            made = replace(config, loss=loss)
+            both = [stepped(made, others, world.first) for others in (ONE, world)]
+            metrics, replaced = both[0][:2]
+            found[name] = on_all(world, [different(*both), sum(map(len, replaced)), metrics[1]["kl"]])
+    return found
+
+
+def of_a_run(folder: Path) -> RunConfig:
+    """Every second prompt's samples are all rewarded alike."""
+    (folder / "rewards.py").write_text(
+        "def some(prompts, completion_ids, **_):\n"
+        "    pairs = zip(prompts, completion_ids)\n"
+        "    return [bool(len(p) % 4) * sum(t % 2 for t in ids) / len(ids) for p, ids in pairs]\n"
+    )
+    lines = [json.dumps({"prompt": "hello " * (1 + i % 4)}) for i in range(64)]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    data, reward = str(folder / "data.jsonl"), f"{folder / 'rewards.py'}:some"
+    return RunConfig(
+        recipe="dataset",
+        device=DEVICE.type,
+        task=TaskConfig("dataset", data=data, reward=(reward,), validation_prompts=0),
+        sampling=SamplingConfig(num_generations=4, max_completion_length=8, temperature=0.8),
+        trainer=TrainerConfig(prompts_per_step=4, num_iterations=2, max_tokens_per_micro_batch=80),
+        optimizer=OptimizerConfig(learning_rate=3e-3),
+        compile=CompileConfig("none"),
+        parallel=ParallelConfig(batch_shards=2),
+    )
+
+
+def stepped(config: RunConfig, world: World, whole: bool) -> list[Any]:
+    """What two steps found, the groups that were replaced in each, what was sampled, and then the weights; `whole`: of
+    the groups all, and not only what every rank has."""
+    loop = Loop(config, build(resolve(config, world.size), world))
+    metrics, replaced, sampled = [], [], []
+    for step in range(2):
+        found, groups = loop.step(step)
+        metrics.append({k: v for k, v in found.items() if k.partition("/")[0] not in ("time", "perf", "memory")})
+        metrics[-1].pop("padding_waste")
+        replaced.append([of_group(group, whole) for group in loop.replaced])
+        sampled.append([of_group(group, whole) for group in groups])
+    return [metrics, replaced, sampled, *(p.detach().cpu() for p in loop.run.policy.model.parameters())]
+
+
+def of_group(group: RolloutGroup, whole: bool) -> Any:
+    """All of a group but the seconds that its environment took and the rank that sampled it."""
+    if not whole:
+        return [(r.identity, r.rewards, r.reward, r.advantage, r.length, r.finish_reason) for r in group.rollouts]
+    for segment in (segment for rollout in group.rollouts for segment in rollout.segments):
+        segment.wait_s = 0.0
+    return asdict(replace(group, sampled_by=None))
+
+
+@check
+def another_order_of_addition(world: World) -> Any:
+    """The mutant: what ranks send is added last rank first."""
+    one = alone(world, lambda: Trainer(decoder(), OPTIMIZER, LossConfig()), steps=1)
+    exchange = distributed.exchange
+    distributed.exchange = lambda *arguments: exchange(*arguments).flip(0)
+    try:
+        found = run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, steps=1)
+    finally:
+        distributed.exchange = exchange
+    return on_all(world, different(found, one))
+
+
+@check
+def state_in_one_process(world: World) -> Any:
+    """What ranks saved, one process goes on with, and the other way round: the same bits again."""
+
+    def go_on(trainer: Trainer, others: World, state: Any) -> list[Any]:
+        trainer.load_state(*state)
+        return run(trainer, others, steps=1)
+
+    first = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world)
+    run(first, world, steps=1)
+    state, apart = saved(first), parts(first)
+    one = world.from_first(lambda: go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, state))
+    two = go_on(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, state)
+    read = world.from_first(lambda: go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, (apart, state[1])))
+    return on_all(world, different(one, two) + different(one, read))
+
+
+@check
+def offloaded(world: World) -> Any:
+    """The optimizer's state in the host's memory, of ranks that go on from what they saved, and on the device."""
+
+    def of_one() -> list[Any]:
+        one = Trainer(decoder(torch.bfloat16), OPTIMIZER, LossConfig())
+        run(one, ONE, steps=1)
+        return run(one, ONE)
+
+    config, chunk = replace(OPTIMIZER, offload=True), optimizer.CHUNK
+    optimizer.CHUNK = 5 * 1024
+    first, second = (Trainer(decoder(torch.bfloat16), config, LossConfig(), world=world) for _ in range(2))
+    optimizer.CHUNK = chunk
+    run(first, world, steps=1)
+    second.load_state(parts(first), saved(first)[1])
+    return on_all(world, different(run(second, world), world.from_first(of_one)))
