@@ -14,14 +14,6 @@ _VARIANCE_EPSILON = 1e-8  # so with tokens', as PPO's has it
 Rewards = Sequence[Sequence[float]]
 
 
-def _normalized(rewards: Rewards, scales: Sequence[float]) -> list[list[float]]:
-    centers = [mean(group) for group in rewards]
-    return [
-        [(reward - center) / scale for reward in group]
-        for group, center, scale in zip(rewards, centers, scales, strict=True)
-    ]
-
-
 def whitened(values: Rewards) -> list[list[float]]:
     flat = list(chain.from_iterable(values))
     center, scale = mean(flat), _std(flat) + _STD_EPSILON
@@ -38,7 +30,7 @@ def whiten(advantages: Rewards) -> list[list[float]]:
 
 def scaled(rewards: Rewards) -> list[list[float]]:
     """Centered by group, over the deviation of all that this gives; exactly 0 where a group's rewards are equal."""
-    found = _normalized(rewards, [1.0] * len(rewards))
+    found = group_advantages(rewards, "none")
     scale = _std(list(chain.from_iterable(found))) + _STD_EPSILON
     return [[value / scale for value in group] for group in found]
 
@@ -60,4 +52,8 @@ def group_advantages(rewards: Rewards, scale_rewards: str) -> list[list[float]]:
         scales = [_std(group) + _STD_EPSILON for group in rewards]
     elif scale_rewards == "batch":
         scales = [_std(list(chain.from_iterable(rewards))) + _STD_EPSILON] * len(rewards)
-    return _normalized(rewards, scales)
+    centers = [mean(group) for group in rewards]
+    return [
+        [(reward - center) / scale for reward in group]
+        for group, center, scale in zip(rewards, centers, scales, strict=True)
+    ]

@@ -149,10 +149,8 @@ _ASKED = {"ref_logprob_C": "has_teacher"} | dict.fromkeys(("value_C", "old_value
 
 def _remedy(error: Exception) -> str:
     """Where in the user's file it was raised, and what to do where that is known."""
-    if isinstance(error, AttributeError) and isinstance(error.obj, TokenValues):
-        said = f"; TokenValues has {', '.join(TokenValues._fields)}, sequence_sum and sequence_mean"
-    else:
-        said = ""
+    of_values = isinstance(error, AttributeError) and isinstance(error.obj, TokenValues)
+    said = f"; TokenValues has {', '.join(TokenValues._fields)}, sequence_sum and sequence_mean" if of_values else ""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_installed(frame.filename)]
     if not own:
         return said

@@ -244,15 +244,8 @@ def _eval(flags: Eval) -> Outcome:
     from ..run.evaluate import evaluate
     from ..session.evaluation import render
 
-    result = evaluate(
-        validate(config),
-        n=flags.n,
-        k=flags.k,
-        temperature=flags.temperature,
-        pass_reward=flags.pass_reward,
-        pass_threshold=flags.pass_threshold,
-        progress=sys.stderr if launched().rank == 0 else None,
-    )
+    how = {name: getattr(flags, name) for name in ("n", "k", "temperature", "pass_reward", "pass_threshold")}
+    result = evaluate(validate(config), **how, progress=sys.stderr if launched().rank == 0 else None)
     return Outcome(result, [render(result) + "\n"])
 
 

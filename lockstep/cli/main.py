@@ -58,18 +58,16 @@ def _leave_threads(code: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 the run or check failed, 2 bad input, 130 interrupted; of a
     run that a signal ended 128 and the signal's number."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
     with contextlib.redirect_stderr(FailsafeStream(sys.stderr)):
-        code = _with_output(list(sys.argv[1:] if argv is None else argv))
+        if sys.stdout is None:
+            code = _fail("error: standard output is closed; send it somewhere, such as to /dev/null", 2)
+        else:
+            with contextlib.redirect_stdout(RequiredStream(sys.stdout)):
+                code = _main(arguments)
         if several_processes():
             _leave(code)
     return code
-
-
-def _with_output(arguments: list[str]) -> int:
-    if sys.stdout is None:
-        return _fail("error: standard output is closed; send it somewhere, such as to /dev/null", 2)
-    with contextlib.redirect_stdout(RequiredStream(sys.stdout)):
-        return _main(arguments)
 
 
 def _leave(code: int) -> None:

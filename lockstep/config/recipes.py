@@ -17,7 +17,7 @@ def sum_digits(model: str | None) -> RunConfig:
     """Add up digits. Without a model, a tiny random one learns an easy form: minutes on a laptop's CPU, a short
     supervised warm-up first. So does a folder with random weights that `lockstep init` made, at rates that fall with
     its width. With another model, the full form: 5 prompts of 8 samples and 100 tokens."""
-    width = _random_width(model, _TINY_WIDTH)
+    width = _TINY_WIDTH if model is None else random_width(model)  # None: it is trained
     if width is None:
         return RunConfig(
             recipe="sum-digits",
@@ -48,7 +48,7 @@ def word_arithmetic(model: str | None) -> RunConfig:
     """Short stories of additions and subtractions. Without a model, a random one of 100 million parameters
     trains on them, a supervised warm-up first: meant for a GPU. So does a folder with random weights that
     `lockstep init` made, at rates that fall with its width."""
-    width = _random_width(model, _WIDTH_100M)
+    width = _WIDTH_100M if model is None else random_width(model)  # None: it is trained
     arch = "qwen3-100m" if model is None else RunConfig.arch
     warm_up, rate, narrower = (0, 2e-5, 1.0) if width is None else (2000, 5e-5, _WIDTH_100M / width)
     return RunConfig(
@@ -109,8 +109,3 @@ def remark(name: str, model: str | None) -> str | None:
         f"model {model} has random weights, as lockstep init made them: {name} takes its settings for a random model, "
         "a supervised warm-up first; flags override them"
     )
-
-
-def _random_width(model: str | None, without: int) -> int | None:
-    """The width of a random model: `without` when none is given, None for a model that is trained."""
-    return without if model is None else random_width(model)

@@ -193,9 +193,10 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
         )
     prompts = c.trainer.prompts_per_step
     if prompts % shards:
+        below = prompts // shards * shards
         raise InputError(
             f"trainer.prompts_per_step is {prompts}, which {shards} shards (parallel.batch_shards, by default one a "
-            f"process) cannot share evenly; use {_multiples(prompts, shards)}"
+            f"process) cannot share evenly; use {f'{below} or ' if below else ''}{below + shards}"
         )
     cell = c.parallel.cell
     if groups < shards > cell and cell % groups and groups % cell:
@@ -243,8 +244,3 @@ def _check_several(c: CompileConfig, ranks: int) -> None:
         f"compile.cudagraph_mode is {c.cudagraph_mode} with {ranks} processes: a collective may begin in one piece "
         "and end in another, which cannot be recorded; use full or none",
     )
-
-
-def _multiples(near: int, of: int) -> str:
-    below = near // of * of
-    return f"{below} or {below + of}" if below else str(of)

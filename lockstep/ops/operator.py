@@ -185,6 +185,18 @@ def _nothing(*_: Any) -> None:
     return None
 
 
+def like(*places: int, contiguous: bool = False) -> Callable[..., Any]:
+    """For `Declaration.fake`: a result for each of the arguments at these places, of its shape and dtype, and of its
+    strides unless it is to be `contiguous`."""
+    form = torch.contiguous_format if contiguous else torch.preserve_format
+
+    def results(*args: Any) -> Any:
+        made = tuple(torch.empty_like(args[place], memory_format=form) for place in places)
+        return made if len(made) > 1 else made[0]
+
+    return results
+
+
 def save(ctx: Any, inputs: Sequence[Any], output: Any = None) -> None:
     """Keep values of any kind for `saved`; as a setup, all inputs."""
     ctx.save_for_backward(*[x if isinstance(x, torch.Tensor) else None for x in inputs])

@@ -26,7 +26,8 @@ def step_metrics(
     version: int,
     spans: Sequence[Span],
 ) -> dict[str, Any]:
-    """The metrics of a step that every run has, by name; the same on every rank.
+    """The metrics of a step that every run has, by name; the same on every rank. What ranks measure each by itself is
+    padding, of all batches, and the largest of their times and memory.
 
     Args:
         groups: of all ranks, whole on the first. batches: of this one. spans: of its step.
@@ -34,7 +35,12 @@ def step_metrics(
     """
     spent = {"sync": 0.0} | totals(spans)  # in one process the generator reads the trainer's weights
     seconds = {f"time/{name}": value for name, value in spent.items() if name in _TIMED}
-    measured = _of_all_ranks(run, batches, seconds)
+    own = {**seconds, "memory/peak_gib": peak_memory_gib(run.policy.model.embed.device), **run.runtime.metrics()}
+    ranks = run.world.gather((*packed_slots(batches), own))
+    slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
+    names = dict.fromkeys(name for *_, of_rank in ranks for name in of_rank)  # not all ranks score what was sampled
+    largest = {name: max(of_rank[name] for *_, of_rank in ranks if name in of_rank) for name in names}
+    measured = {"padding_waste": 1.0 - used / slots if slots else 0.0, **largest}
     return run.world.from_first(lambda: _of_the_step(run, groups, result, version, measured))
 
 
@@ -52,19 +58,13 @@ def _of_the_step(
         **run.environment.metrics(rollouts),
         **(_by_environment(run.environment, rollouts, several) if several else {}),
         "frac_reward_zero_std": mean(map(float, zero_std)),
-        "loss": result.loss,
-        "grad_norm": result.grad_norm,
-        "kl": result.kl,
-        "entropy": result.entropy,
-        "clip_ratio": result.clip_ratio,
+        **{name: getattr(result, name) for name in ("loss", "grad_norm", "kl", "entropy", "clip_ratio")},
         "response_length/mean": mean(lengths),
         "response_length/max": max(lengths),
         "response_length/clip_ratio": mean(float(r.cut_off) for r in rollouts),
         "policy_age": version - min(v for of_one in turns for turn in of_one for v in turn.weight_versions or ()),
         "logprob_diff/max": result.logprob_diff_max,
-        "parity/tokens_checked": result.tokens_checked,
-        "parity/tokens_different": result.tokens_different,
-        "parity/tokens_not_covered": result.tokens_not_covered,
+        **{f"parity/tokens_{how}": getattr(result, f"tokens_{how}") for how in ("checked", "different", "not_covered")},
         **(result.routing.metrics() if result.routing else {}),
         **measured,
         "perf/tokens_per_s_per_gpu": tokens / run.world.size / measured["time/step"],
@@ -83,16 +83,6 @@ def _by_environment(
         measured = {key.removeprefix("environment/"): value for key, value in kind.metrics(own).items()}
         found |= {f"{before}/{key}": value for key, value in measured.items()}
     return found
-
-
-def _of_all_ranks(run: TrainingSession, batches: list[PackedBatch], seconds: dict[str, float]) -> dict[str, Any]:
-    """What ranks measure each by itself: padding, of all batches, and the largest of their times and memory."""
-    own = {**seconds, "memory/peak_gib": peak_memory_gib(run.policy.model.embed.device), **run.runtime.metrics()}
-    ranks = run.world.gather((*packed_slots(batches), own))
-    slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
-    names = dict.fromkeys(name for *_, measured in ranks for name in measured)  # not all ranks score what was sampled
-    largest = {name: max(measured[name] for *_, measured in ranks if name in measured) for name in names}
-    return {"padding_waste": 1.0 - used / slots if slots else 0.0, **largest}
 
 
 def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:

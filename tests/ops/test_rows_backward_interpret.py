@@ -113,15 +113,15 @@ class Interpreted:
         assert norm or (results[1].numel() == 0 and results[2].numel() == 0)
         assert_near(results[: len(exact)], exact)
         there = torch.randn_like(qkv)
-        joined = rope_triton.qk_norm_rope_backward(grad, qkv, by, there.clone())
+        joined = rope_triton.qk_norm_rope_backward(grad, qkv, by, 0.0, there.clone())
         qk = (heads + kv_heads) * head_dim
         assert torch.equal(joined[0], torch.cat((results[0][:, :qk], there[:, qk:]), 1))
         assert all(map(torch.equal, joined[1:], results[1:]))
         if norm:
             less = by._replace(q_weight_H=weights[0] - 1, k_weight_H=weights[1] - 1)
             more = less._replace(q_weight_H=less.q_weight_H + 1, k_weight_H=less.k_weight_H + 1)
-            found = rope_triton.rotated_backward(grad, qkv, less, 1.0)
-            assert all(map(torch.equal, found, rope_triton.rotated_backward(grad, qkv, more)))
+            found = rope_triton.qk_norm_rope_backward(grad, qkv, less, 1.0)
+            assert all(map(torch.equal, found, rope_triton.qk_norm_rope_backward(grad, qkv, more)))
 
     @pytest.mark.parametrize("activation", ACTIVATIONS)
     @pytest.mark.parametrize("width", [24, 1024, 1030])

@@ -38,17 +38,12 @@ def grouped_experts(raw: Raw, scale: float) -> MoEConfig:
     get = raw.values.get
     return MoEConfig(
         raw.integer("n_routed_experts", "num_local_experts"),
-        raw.integer("num_experts_per_tok"),
-        raw.integer("moe_intermediate_size"),
+        raw.integer("num_experts_per_tok"), raw.integer("moe_intermediate_size"),
         tuple(range(min(raw.integer("first_k_dense_replace"), raw.integer("num_hidden_layers")))),
-        sigmoid=True,
-        groups=raw.integer("n_group"),
-        kept_groups=raw.integer("topk_group"),
-        normalize=bool(get("norm_topk_prob", True)),
-        scale=float(get("routed_scaling_factor", scale)),
-        shared_experts=raw.integer("n_shared_experts"),
-        router_bias=True,
-    )
+        sigmoid=True, groups=raw.integer("n_group"), kept_groups=raw.integer("topk_group"),
+        normalize=bool(get("norm_topk_prob", True)), scale=float(get("routed_scaling_factor", scale)),
+        shared_experts=raw.integer("n_shared_experts"), router_bias=True,
+    )  # fmt: skip
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:

@@ -8,9 +8,7 @@ from ..config import ModelConfig
 from . import qwen3
 from .family import Family, all_or_none, odd_words, one_window, write_one_window
 
-_TINY = replace(
-    qwen3.TINY, family="mistral", tie_word_embeddings=False, sliding_window=64, sliding_layers=(0, 1, 2, 3)
-)  # fmt: skip
+_TINY = replace(qwen3.TINY, family="mistral", tie_word_embeddings=False, sliding_window=64, sliding_layers=(0, 1, 2, 3))
 
 
 def _size(layers: int) -> ModelConfig:

@@ -37,9 +37,7 @@ def _slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
     yield LayerSlice("mlp.down_proj.weight", "down", 0, hidden)
 
 
-_TINY = replace(
-    qwen3.TINY, family="phi3", tie_word_embeddings=False, sliding_window=64, sliding_layers=(0, 1, 2, 3)
-)  # fmt: skip
+_TINY = replace(qwen3.TINY, family="phi3", tie_word_embeddings=False, sliding_window=64, sliding_layers=(0, 1, 2, 3))
 
 FAMILY = Family(
     "Phi3ForCausalLM",

@@ -9,15 +9,11 @@ from ..blocks.weight_slices import slices_with_qk_norm
 from ..config import ModelConfig
 from .family import FULL, PLAIN, SLIDING, WINDOW, Family, windows_by_layer, write_windows_by_layer
 
-TINY = ModelConfig(
-    512, 128, 384, 4, 4, 2, 32, max_position_embeddings=2048, rope_theta=10000.0, family="qwen3"
-)  # fmt: skip
+TINY = ModelConfig(512, 128, 384, 4, 4, 2, 32, max_position_embeddings=2048, rope_theta=10000.0, family="qwen3")
 
 
 def _size(layers: int, hidden: int, ffn: int, heads: int, tied: bool = False) -> ModelConfig:
-    return ModelConfig(
-        151936, hidden, ffn, layers, heads, 8, 128, tie_word_embeddings=tied, family="qwen3"
-    )  # fmt: skip
+    return ModelConfig(151936, hidden, ffn, layers, heads, 8, 128, tie_word_embeddings=tied, family="qwen3")
 
 
 def golden(config: ModelConfig, odd: ModelConfig) -> dict[str, ModelConfig]:

@@ -17,19 +17,14 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..operator import operator, saved
+from ..operator import like, operator, saved
 from ..records import ACTIVATIONS, SILU
 
 GELU_LINEAR, GELU_CUBIC = 1.5957691216057308, 0.07135481627159843
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
-@operator(
-    "lockstep::silu_mul_backward",
-    native=native.silu_mul_backward,
-    cuda="triton:silu_mul_backward",
-    fake=lambda grad_TF, gate_up_TE, *_: torch.empty_like(gate_up_TE),
-)
+@operator("lockstep::silu_mul_backward", native=native.silu_mul_backward, cuda="triton:silu_mul_backward", fake=like(1))
 def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     """Gradient of `silu_mul` for its input, [T, 2F], from that of its result, [T, F]."""
     (gate, up), grad = _factors(gate_up_TE, activation), grad_TF.float()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..operator import SAME, operator, save_inputs_and_results, saved
+from ..operator import SAME, like, operator, save_inputs_and_results, saved
 from ..records import (
     ALONE,
     PLAIN,
@@ -101,12 +101,7 @@ def attention_sinks_packed_backward(
     return reference.packed_backward(x[:4], by, scores)
 
 
-@operator(
-    "lockstep::attention_paged",
-    native=native.paged,
-    cuda="triton:paged",
-    fake=lambda q_TNH, *_: torch.empty_like(q_TNH),
-)
+@operator("lockstep::attention_paged", native=native.paged, cuda="triton:paged", fake=like(0))
 def attention_paged(
     q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE, scores: AttentionScores = PLAIN
 ) -> Tensor:

@@ -36,10 +36,7 @@ from .reference import KEY_TILE
 
 OPTIONS = {
     "FORCE_USE_FLEX_ATTENTION": True,
-    "fwd_BLOCK_M": 64,
-    "fwd_BLOCK_N": KEY_TILE,
-    "fwd_num_warps": 4,
-    "fwd_num_stages": 2,
+    **{"fwd_BLOCK_M": 64, "fwd_BLOCK_N": KEY_TILE, "fwd_num_warps": 4, "fwd_num_stages": 2},
 }
 
 
@@ -303,13 +300,9 @@ def _attending(window: int, mask: str, for_backward: bool) -> Callable[..., Tens
             physical = k.shape[2] // size.tile
             list_BL = F.pad(list_BL, (0, physical))[:, :physical].contiguous()
         block_mask = BlockMask.from_kv_blocks(
-            count_B[None, None],
-            list_BL[None, None],
-            BLOCK_SIZE=(size.rows, size.tile),
-            mask_mod=mask_mod,
-            seq_lengths=(q.shape[2], k.shape[2]),
-            compute_q_blocks=for_backward,
-        )
+            count_B[None, None], list_BL[None, None], BLOCK_SIZE=(size.rows, size.tile), mask_mod=mask_mod,
+            seq_lengths=(q.shape[2], k.shape[2]), compute_q_blocks=for_backward,
+        )  # fmt: skip
         return flex_attention(q, k, v, block_mask=block_mask, kernel_options=OPTIONS)  # type: ignore[return-value]
 
     return attend

@@ -11,18 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..operator import operator
+from ..operator import like, operator
 from ..records import DecodeRows, Drawn
 
 
-@operator(
-    "lockstep::decode_slots",
-    cuda="triton:slots",
-    fake=lambda position_R, remaining_R, table_RW, page_size, null_page: (
-        torch.empty_like(position_R),
-        torch.empty_like(remaining_R),
-    ),
-)
+@operator("lockstep::decode_slots", cuda="triton:slots", fake=like(0, 1))
 def decode_slots(
     position_R: Tensor, remaining_R: Tensor, table_RW: Tensor, page_size: int, null_page: int
 ) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..operator import operator
+from ..operator import like, operator
 from ..records import PLAIN, AttentionGradient, AttentionScores, Packed, Rotation
 
 
@@ -20,7 +20,7 @@ from ..records import PLAIN, AttentionGradient, AttentionScores, Packed, Rotatio
     "lockstep::rms_norm_backward_add",
     gpu_only=True,
     cuda=".norm.triton:rms_norm_backward_add",
-    fake=lambda grad_TD, x_TD, weight_D, *_: (x_TD.new_empty(x_TD.shape), weight_D.new_empty(weight_D.shape)),
+    fake=like(1, 2, contiguous=True),
 )
 def rms_norm_add(  # type: ignore[empty-body]
     grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, other_TD: Tensor, weight_offset: float = 0.0

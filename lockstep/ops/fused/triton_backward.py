@@ -30,7 +30,7 @@ def rotated_attention(
     dq_TNH, dk_TKH = grad_qk.split((num_heads, kv_heads), dim=1)
     dv_TKH = grad_qkv_TE.unflatten(1, (-1, head_dim)).narrow(1, num_heads + kv_heads, kv_heads)
     attention_triton_backward.packed_into((dq_TNH, dk_TKH, dv_TKH), x, by, scores)
-    return rope_triton.qk_norm_rope_backward(grad_qk, qkv_TE, rotation, grad_qkv_TE, weight_offset)
+    return rope_triton.qk_norm_rope_backward(grad_qk, qkv_TE, rotation, weight_offset, grad_qkv_TE)
 
 
 @triton.jit

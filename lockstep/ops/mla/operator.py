@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import native
 from ..attention import reference
-from ..operator import SAME, operator, save_inputs_and_results, saved
+from ..operator import SAME, like, operator, save_inputs_and_results, saved
 from ..records import KVPages, Latent, Packed, Paged
 
 
@@ -87,7 +87,7 @@ def _attend_paged(
     "lockstep::mla_paged",
     native=partial(_attend_paged, native.paged),
     cuda="triton:paged",
-    fake=lambda q_TNR, *_: q_TNR.new_empty(q_TNR.shape),
+    fake=like(0, contiguous=True),
 )
 def mla_paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by: Paged) -> Tensor:
     """Latent attention of new tokens over a paged cache [pages, page_size, H] that already holds their rows;

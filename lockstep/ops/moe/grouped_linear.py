@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 
 from ..linear.operator import linear, matmul
-from ..operator import operator, saved
+from ..operator import like, operator, saved
 
 
-@operator(
-    "lockstep::grouped_linear_backward",
-    cuda="triton_grouped:grouped_linear_backward",
-    fake=lambda grad_RN, x_RK, weight_GNK, offsets: (torch.empty_like(x_RK), torch.empty_like(weight_GNK)),
-)
+@operator("lockstep::grouped_linear_backward", cuda="triton_grouped:grouped_linear_backward", fake=like(1, 2))
 def grouped_linear_backward(
     grad_RN: Tensor, x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:

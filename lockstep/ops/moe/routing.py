@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..linear.operator import linear_fp32, matmul
-from ..operator import SAME, operator, save, saved
+from ..operator import SAME, like, operator, save, saved
 from ..records import RouteSettings
 
 _BASE = 0x2545F4F5  # 5 modulo 8: powers of it are odd, and two of them differ in their low bits
@@ -38,11 +38,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return linear_fp32(x_TD, weight_ED)
 
 
-@operator(
-    "lockstep::route_backward",
-    cuda=SAME,
-    fake=lambda grad_TK, logits_TE, experts_TK, sigmoid, normalize, scale: torch.empty_like(logits_TE),
-)
+@operator("lockstep::route_backward", cuda=SAME, fake=like(1))
 def route_backward(
     grad_TK: Tensor, logits_TE: Tensor, experts_TK: Tensor, sigmoid: bool, normalize: bool, scale: float
 ) -> Tensor:
@@ -229,11 +225,7 @@ def expert_loads(experts_TN: Tensor, valid_T: Tensor, layers: int, experts: int)
     return counts.scatter_add_(0, places_TLK.flatten(), ones_TLK.flatten()).view(layers, experts)  # integers: exact
 
 
-@operator(
-    "lockstep::router_probabilities_backward",
-    cuda=SAME,
-    fake=lambda grad_E, logits_TE, valid_T: torch.empty_like(logits_TE),
-)
+@operator("lockstep::router_probabilities_backward", cuda=SAME, fake=like(1))
 def router_probabilities_backward(grad_E: Tensor, logits_TE: Tensor, valid_T: Tensor) -> Tensor:
     """Gradient for the scores, float32 [T, E]."""
     weighted_TE = torch.softmax(logits_TE, dim=1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..operator import in_c, operator, saved
+from ..operator import in_c, like, operator, saved
 
 
 def _backward(ctx, grad_TD: Tensor):
@@ -26,13 +26,7 @@ def _backward(ctx, grad_TD: Tensor):
     return grad_x.to(x_TD.dtype), grad_w.sum(0).to(weight_D.dtype)
 
 
-@operator(
-    "lockstep::rms_norm",
-    native=native.rms_norm,
-    cuda="triton:rms_norm",
-    fake=lambda x_TD, *_: torch.empty_like(x_TD),
-    backward=_backward,
-)
+@operator("lockstep::rms_norm", native=native.rms_norm, cuda="triton:rms_norm", fake=like(0), backward=_backward)
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last dim (Zhang and Sennrich 2019),
     in x's dtype; the weight is [D].
@@ -45,7 +39,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 
 @operator(
     "lockstep::norm_add",
     cuda="triton:norm_add",
-    fake=lambda x_TD, *_: torch.empty_like(x_TD),
+    fake=like(0),
     composed=lambda x_TD, weight_D, residual_TD, eps, weight_offset=0.0: (
         residual_TD + rms_norm(x_TD, weight_D, eps, weight_offset)
     ),
@@ -57,10 +51,7 @@ def norm_add(x_TD: Tensor, weight_D: Tensor, residual_TD: Tensor, eps: float, we
 
 
 @operator(
-    "lockstep::rms_norm_backward",
-    gpu_only=True,
-    cuda="triton:rms_norm_backward",
-    fake=lambda grad_TD, x_TD, weight_D, *_: (x_TD.new_empty(x_TD.shape), weight_D.new_empty(weight_D.shape)),
+    "lockstep::rms_norm_backward", gpu_only=True, cuda="triton:rms_norm_backward", fake=like(1, 2, contiguous=True)
 )
 def rms_norm_backward(  # type: ignore[empty-body]
     grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0

@@ -114,7 +114,7 @@ def _backward_fake(grad, qkv_TE, by, *_):
     return qkv_TE.new_empty(qkv_TE.shape), qkv_TE.new_empty(size, dtype=q_dtype), qkv_TE.new_empty(size, dtype=k_dtype)
 
 
-@operator("lockstep::qk_norm_rope_backward", gpu_only=True, cuda="triton:rotated_backward", fake=_backward_fake)
+@operator("lockstep::qk_norm_rope_backward", gpu_only=True, cuda="triton:qk_norm_rope_backward", fake=_backward_fake)
 def qk_norm_rope_backward(  # type: ignore[empty-body]
     grad: Tensor, qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:

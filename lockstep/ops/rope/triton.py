@@ -313,14 +313,8 @@ def _qk_norm_rope_backward_kernel(
         )
 
 
-def rotated_backward(
-    grad: Tensor, qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    return qk_norm_rope_backward(grad, qkv_TE, by, None, weight_offset)
-
-
 def qk_norm_rope_backward(
-    grad: Tensor, qkv_TE: Tensor, by: Rotation, grad_qkv_TE: Tensor | None = None, weight_offset: float = 0.0
+    grad: Tensor, qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0, grad_qkv_TE: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `rope.operator.qk_norm_rope_backward`; a `grad_qkv_TE` that is given holds the values' gradients and gets the
     rest."""

@@ -145,7 +145,7 @@ class Interpreted:
         out, lse = attention_triton.packed(q, k, v, packed)
         gradient = AttentionGradient(torch.randn_like(out), q, k, v, out, lse)
         dq, dk, dv = kernels.packed(gradient, packed)
-        expected, *of_weights = rope_triton.rotated_backward(torch.cat((dq, dk), 1), qkv, rotation, offset)
+        expected, *of_weights = rope_triton.qk_norm_rope_backward(torch.cat((dq, dk), 1), qkv, rotation, offset)
         expected = expected + torch.nn.functional.pad(dv.flatten(1), ((heads + kv_heads) * head_dim, 0))
         found, *joined_weights = fused_triton_backward.rotated_attention(gradient, packed, qkv, rotation, PLAIN, offset)
         assert all(map(torch.equal, joined_weights, of_weights))
