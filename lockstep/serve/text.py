@@ -60,13 +60,16 @@ def chat_logprobs(token_text: Callable[[int], str], sampled: Trajectory | Update
     """An entry a token as chat completions have them. `logprob` is the model's own, and `sampled_logprob`, a field more
     than OpenAI's, that of the distribution that was sampled, after temperature and filters."""
     columns = zip(sampled.token_ids, sampled.model_logprobs, sampled.logprobs, strict=True)
-    entries = []
-    for token_id, own, after_filters in columns:
-        token = token_text(token_id)
-        whole = "\N{REPLACEMENT CHARACTER}" not in token
-        entry = {"token": token, "bytes": list(token.encode()) if whole else None}
-        entries.append({**entry, "logprob": own, "sampled_logprob": after_filters, "top_logprobs": []})
-    return entries
+    return [
+        {
+            "token": (token := token_text(token_id)),
+            "bytes": None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode()),
+            "logprob": own,
+            "sampled_logprob": after_filters,
+            "top_logprobs": [],
+        }
+        for token_id, own, after_filters in columns
+    ]
 
 
 def completion_logprobs(token_text: Callable[[int], str], sampled: Trajectory | Update, offset: int) -> dict[str, Any]:

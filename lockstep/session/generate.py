@@ -281,11 +281,11 @@ def _power_of_two(number: int) -> int:
 def require_numbers(prompt: int, completion: Trajectory) -> None:
     """Raise `NonFiniteError` naming the first token whose log-probability is NaN or infinite: it was not sampled from
     what the model learned."""
-    for token, logprobs in enumerate(zip(completion.logprobs, completion.model_logprobs, strict=True)):
-        if not all(map(isfinite, logprobs)):
+    for token, (drawn, own) in enumerate(zip(completion.logprobs, completion.model_logprobs, strict=True)):
+        if not (isfinite(drawn) and isfinite(own)):
             raise NonFiniteError(
                 f"prompt {prompt + 1}, sample {completion.identity.sample + 1}: token {token + 1} has the "
-                f"log-probability {logprobs[1]}, which is no finite number: the model's outputs overflow in this dtype"
+                f"log-probability {own}, which is no finite number: the model's outputs overflow in this dtype"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import shutil
 import time
@@ -257,7 +258,9 @@ def test_operands_of_another_dtype_are_refused() -> None:
     cache, slots = ops.KVPages(*torch.zeros(2, 1, 16, 1, 16)), torch.arange(3)
     for call in (
         lambda: ops.linear(x[:, 0], half[:, 0]),
+        lambda: ops.rms_norm(x[:, 0], half[0, 0], 1e-6),
         lambda: ops.attention_packed(x, half, half, by),
+        lambda: ops.attention_packed(x, x, x, by, ops.AttentionScores(half[:1, 0, 0])),
         lambda: ops.write_kv(x, half, cache, slots),
     ):
         with pytest.raises(TypeError, match=r"expected .*float32.*, got .*bfloat16"):
@@ -272,6 +275,11 @@ def test_inference_and_tracing_see_the_same_operator() -> None:
         graph = make_fx(lambda x, weight: ops.rms_norm(x, weight, 1e-6))(x, weight)
         assert same(graph(x, weight), expected)
     assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [torch.ops.lockstep.rms_norm.default]
+
+
+def test_what_python_packs_fills_what_c_reads() -> None:
+    for make, pack in library.JOBS.values():
+        assert pack.__self__.size == ctypes.sizeof(make.__self__)
 
 
 def test_a_library_of_other_sources_is_not_loaded(tmp_path: Path) -> None:

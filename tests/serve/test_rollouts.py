@@ -24,7 +24,7 @@ from lockstep.run.replay import replay
 from lockstep.run.train import train
 from lockstep.serve.batcher import Job
 from lockstep.serve.bodies import CompletionBody
-from lockstep.serve.routes.completions import stops_of
+from lockstep.serve.routes.common import TextRequest
 from lockstep.types import SampleIdentity, SamplingParams
 
 CUT: list[str] = []  # rollouts that were asked for too much
@@ -243,7 +243,8 @@ def test_a_rollout_that_nobody_plays_is_overdue(tmp_path: Path) -> None:
 
 def test_texts_end_before_the_stop_strings_of_the_run() -> None:
     job = Job([1], SamplingParams(stop=("of the run",)), SampleIdentity(0, 0, 0, 0))
-    assert stops_of(job, CompletionBody(prompt="x")).cut("ends of the run") == "ends "
+    service: Any = None
+    assert TextRequest(service, CompletionBody(prompt="x"), [job], {}).stops.cut("ends of the run") == "ends "
 
 
 def test_an_address_is_checked(tmp_path: Path) -> None:

@@ -1,17 +1,29 @@
-"""What the answers of several routes have."""
+"""A request that is under way, and what the answers of several routes have."""
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
+from fastapi import Request
+from starlette.responses import Response
+
+from ...session.text.tool_calls import ToolCall, ToolFormat
 from ...types import Trajectory
-from ..batcher import Job
+from ..batcher import Job, Update
 from ..bodies import ChatBody, CompletionBody
+from ..events import EventStream, answered
+from ..service import Service
+from ..text import GrowingText, Stops
+from ..ticket import Ticket
+
+Content = dict[str, Any]
 
 
-def head(kind: str, prefix: str, body: ChatBody | CompletionBody, model: str) -> dict[str, Any]:
+def head(kind: str, prefix: str, body: ChatBody | CompletionBody, model: str) -> Content:
     """What every chunk of an answer begins with. `seed` is the one that it was sampled with."""
     made = {"id": f"{prefix}-{body.request_id or uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
     return {**made, "model": model, "seed": body.seed}
@@ -26,3 +38,63 @@ def usage(jobs: list[Job], sampled: int) -> dict[str, int]:
     """Tokens read and sampled."""
     read = sum(len(job.prompt_ids) for job in jobs)
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """A request for text. `head` is what its answer, or each chunk of it, begins with; `form` tells how calls of tools
+    are read, None: all is text. Of several prompts the sample s of prompt p is choice p * n + s."""
+
+    service: Service
+    body: ChatBody | CompletionBody
+    jobs: list[Job]
+    head: Content
+    form: ToolFormat | None = None
+
+    def decode(self, token_ids: list[int]) -> str:
+        """What was sampled, as `form` reads it, or as the client asks for it."""
+        policy = self.service.policy
+        return policy.as_read(token_ids, self.form) if self.body.skip_special_tokens else policy.with_special(token_ids)
+
+    @property
+    def stops(self) -> Stops:
+        """What ends its texts: a run's own server samples with the run's stop strings."""
+        return Stops(self.jobs[0].sampling.stop, self.body.include_stop_str_in_output)
+
+    async def answer(
+        self,
+        request: Request,
+        choice: Callable[[TextRequest, int, Trajectory], Content],
+        chunks: Callable[[TextRequest, Ticket], AsyncIterator[Content]],
+        more: Content,
+    ) -> Response:
+        """The whole answer, of each completion's `choice` and `more`; or `chunks` of it."""
+        ticket = self.service.open(request, self.jobs, self.body.stream)
+        if self.body.stream:
+            return EventStream(ticket, chunks(self, ticket))
+        async with ticket:
+            samples = [completion for of_job in await ticket.completions() for completion in of_job]
+        choices = [choice(self, place, completion) for place, completion in enumerate(samples)]
+        sampled = sum(len(completion.token_ids) for completion in samples)
+        return answered({**self.head, "choices": choices, **more, "usage": usage(self.jobs, sampled)})
+
+    async def chunks(
+        self, ticket: Ticket, choice: Callable[[int, Update, str, list[ToolCall]], Content]
+    ) -> AsyncIterator[Content]:
+        """A chunk for each piece of a sample, and the usage; `choice` is given the place, what is new, and its text and
+        calls."""
+        body, sampled = self.body, 0
+        texts = [GrowingText(self.decode, self.stops, self.form) for _ in range(body.n * len(self.jobs))]
+        async for prompt, update in ticket.updates():
+            place, completion = prompt * body.n + update.sample, update.completion
+            sampled += len(update.token_ids)
+            text, calls = texts[place].feed(update)
+            found = {"index": place, "finish_reason": None, **choice(place, update, text, calls)}
+            if body.return_token_ids:
+                found["token_ids"] = update.token_ids
+            if completion is not None:
+                found |= {"finish_reason": "tool_calls" if calls else completion.finish_reason, **drawn_by(completion)}
+            if text or completion is not None or found["logprobs"] is not None or body.return_token_ids:
+                yield {**self.head, "choices": [found]}
+        if body.stream_options.include_usage:
+            yield {**self.head, "choices": [], "usage": usage(self.jobs, sampled)}
