@@ -171,7 +171,7 @@ def _parts(
     first: list[int] = []
     used, segments = 0, 1  # the prompt's
     for trajectory, (alone, own) in zip(group.rollouts, needed, strict=True):
-        prompt = trajectory.prompt.token_ids
+        prompt = trajectory.segments[0].token_ids
         together = bool(part) and not per_sample and first == prompt
         tokens = alone - len(prompt) if together and share_prefix else alone
         if part and not (together and segments + own <= most.segments and used + tokens <= most.tokens):
@@ -266,7 +266,7 @@ class _Draft:
         return self.needed.tokens if self.parts else 0
 
     def _lay_out(self, part: RolloutGroup, share_prefix: bool) -> None:
-        start, prompt = len(self.tokens), part.rollouts[0].prompt
+        start, prompt = len(self.tokens), part.rollouts[0].segments[0]
         if share_prefix:
             self._segment(prompt.token_ids, _given_routes(prompt), 0, 0)
         for trajectory in part.rollouts:
