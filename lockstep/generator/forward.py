@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ..models import Decoder, PagedAttention, Routing
 SEGMENT = 64  # tokens
 
 State = Mapping[str, Tensor]
+_ROWS = itemgetter("stop", "token", "position", "remaining", "results", "next_result")  # `ops.DecodeRows`
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,7 @@ def _draw(model: Decoder, b: State, hidden: Tensor, route: Tensor | None, trunca
     filters = ops.Filters(b["temperature"], b["top_k"], b["top_p"], b["min_p"])
     keys = ops.SampleKeys(b["key"], b["position"] + 1)
     drawn = _sampled(model, hidden, keys, filters, truncated, greedy)
-    state = (b[name] for name in ("stop", "token", "position", "remaining", "results", "next_result"))
-    ops.decode_advance(ops.Drawn(*drawn), ops.DecodeRows(*state), route)
+    ops.decode_advance(ops.Drawn(*drawn), ops.DecodeRows(*_ROWS(b)), route)
 
 
 def _sampled(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -32,8 +32,7 @@ def load_hook(hook: Any) -> Any:
     """What a `config.Plugin` names as "module:name"; anything else is the hook itself."""
     if not isinstance(hook, str):
         return hook
-    module, _, name = hook.partition(":")
-    return getattr(import_module(module), name) if module else None
+    return resolve_name(hook) if hook else None
 
 
 def require_plugins(config: CompileConfig, device: torch.device) -> None:

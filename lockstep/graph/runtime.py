@@ -164,7 +164,7 @@ class Runtime:
 
     def metrics(self) -> dict[str, int]:
         """`recompiles`, `graph_replays` and the replays of each function, since the start."""
-        replays = self.replays
+        replays = self._count("replays")
         by_function = {f"graph_replays/{name}": count for name, count in sorted(replays.items()) if count}
         return {"recompiles": self.warm_up.late, "graph_replays": replays.total(), **by_function}
 

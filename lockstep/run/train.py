@@ -37,8 +37,8 @@ def train(
         LockstepError: the run failed; what it wrote until then stays, with a report.
     """
     config = world.each(lambda: _checked(config, world))
-    config, world, choice = choose(config, world)
     world.same("the processes of this run", lambda: resuming.data(config))
+    config, world, choice = choose(config, world)
     run_dir = run_dir.absolute()  # rewards may change the working directory
     recorder = Recorder(config, run_dir, world)
     if choice is not None:

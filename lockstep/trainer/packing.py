@@ -94,7 +94,7 @@ def _drafts(groups: list[RolloutGroup], how: Packing) -> list[_Draft]:
     if branched and not how.whole_sequences:
         groups = [part for group in groups for part in _split(group, _Most(limit, most))]
     for group in groups:
-        needed = [_tokens_needed(trajectory, how.max_tokens) for trajectory in group.rollouts]
+        needed = [_needed(trajectory, how.max_tokens) for trajectory in group.rollouts]
         for part, tokens, segments in _parts(group, needed, _Most(limit, most), per_sample, how.share_prefix):
             full = bool(drafts) and drafts[-1].needed.segments + segments > most
             if not drafts or per_sample or full or drafts[-1].needed.tokens + tokens > limit:
@@ -163,18 +163,17 @@ def _cut(trajectory: Trajectory, most: _Most) -> list[Trajectory]:
 
 
 def _parts(
-    group: RolloutGroup, needed: list[int], most: _Most, per_sample: bool, share_prefix: bool
+    group: RolloutGroup, needed: list[tuple[int, int]], most: _Most, per_sample: bool, share_prefix: bool
 ) -> Iterator[tuple[RolloutGroup, int, int]]:
     """`group` cut into consecutive parts of at most `most` and one prompt, or one trajectory, with the tokens that each
-    takes and its segments, at most; `needed` are the tokens of each trajectory with its prompt."""
+    takes and its segments, at most; `needed`: see `_needed`, of each trajectory."""
     part: list[Trajectory] = []
     first: list[int] = []
     used, segments = 0, 1  # the prompt's
-    for trajectory, alone in zip(group.rollouts, needed, strict=True):
-        prompt = trajectory.prompt.token_ids
+    for trajectory, (alone, own) in zip(group.rollouts, needed, strict=True):
+        prompt = trajectory.segments[0].token_ids
         together = bool(part) and not per_sample and first == prompt
         tokens = alone - len(prompt) if together and share_prefix else alone
-        own = len(trajectory.branches)
         if part and not (together and segments + own <= most.segments and used + tokens <= most.tokens):
             yield replace(group, rollouts=part), used, segments
             part, used, tokens, segments = [], 0, alone, 1
@@ -192,7 +191,8 @@ def _rows(branch: list[Segment]) -> int:
     return max(len(branch[0].token_ids), sum(len(segment.token_ids) for segment in branch) - 1)
 
 
-def _tokens_needed(trajectory: Trajectory, max_tokens: int) -> int:
+def _needed(trajectory: Trajectory, max_tokens: int) -> tuple[int, int]:
+    """Tokens of a trajectory with its prompt, and its branches."""
     name, branches = trajectory.name or "a trajectory", trajectory.branches
     if branches[0][0].sampled:
         raise ValueError(f"{name}: it begins with a sampled segment; the first is the prompt, which is given")
@@ -208,7 +208,7 @@ def _tokens_needed(trajectory: Trajectory, max_tokens: int) -> int:
             f"least {needed}"
         )
     _check_lengths(name, trajectory)
-    return needed
+    return needed, len(branches)
 
 
 def _check_lengths(name: str, trajectory: Trajectory) -> None:
@@ -266,7 +266,7 @@ class _Draft:
         return self.needed.tokens if self.parts else 0
 
     def _lay_out(self, part: RolloutGroup, share_prefix: bool) -> None:
-        start, prompt = len(self.tokens), part.rollouts[0].prompt
+        start, prompt = len(self.tokens), part.rollouts[0].segments[0]
         if share_prefix:
             self._segment(prompt.token_ids, _given_routes(prompt), 0, 0)
         for trajectory in part.rollouts:

@@ -37,7 +37,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {  # of numbers, and of tuples; what
     **{
         f"torch.{name}": getattr(torch, name)
         for name in ("sym_max", "sym_min", "sym_int", "sym_float", "sym_not", "sym_ite", "sym_sum")
-        if hasattr(torch, name)
     },
 }
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..ir.sizes import Condition, Expression, expression
 
-# Round where the operators round, and choose kernels by rules, not by the clock; as far as this torch has them.
+# Round where the operators round, and choose kernels by rules, not by the clock.
 _OPTIONS = {"emulate_precision_casts": True, "deterministic": True}
 
 
@@ -71,7 +71,7 @@ class Signature:
             symbols, inputs = self._fakes(env, mode)
             with mode:
                 flat = make_fx(lambda *values: module.forward(*values))(*inputs)
-            options = {"config_patches": _options()}
+            options = {"config_patches": _OPTIONS}
             artifact = standalone_compile(
                 flat, inputs, dynamic_shapes="from_tracing_context", options=options, aot=True
             )
@@ -118,7 +118,7 @@ def compile_module(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., A
     from torch._inductor.compile_fx import compile_fx
 
     before, after, values = _elements_first(module, inputs)
-    compiled: Any = compile_fx(after, values, config_patches=_options())
+    compiled: Any = compile_fx(after, values, config_patches=_OPTIONS)
     return lambda *arguments: compiled(*before(*arguments))
 
 
@@ -160,12 +160,6 @@ def settings() -> dict[str, Any]:
 
     found = sorted((name, repr(value)) for name, value in config.save_config_portable().items())
     return {"threads": torch.get_num_threads(), "inductor": hashlib.sha256(repr(found).encode()).hexdigest()}
-
-
-def _options() -> dict[str, Any]:
-    from torch._inductor import config
-
-    return {name: value for name, value in _OPTIONS.items() if hasattr(config, name)}
 
 
 def load(data: bytes) -> Any:

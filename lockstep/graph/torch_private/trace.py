@@ -215,7 +215,10 @@ def operator_name(op: Any) -> str:
 def operator_named(name: str) -> Any:
     """The operator overload that `str` gives as `namespace.operator.overload`; `AttributeError` if there is none."""
     namespace, operator, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+    found = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+    if not is_operator(found):
+        raise AttributeError(f"{name} is no operator")
+    return found
 
 
 @functools.cache

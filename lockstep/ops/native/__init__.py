@@ -39,13 +39,19 @@ ELEMENT, EXPONENTIAL = 32, 96  # multiplications of a product that take as long 
 TILE = 64  # keys that attention takes at a time (product.h)
 
 
-def _addresses(*tensors: Tensor | None, dtype: torch.dtype = FLOAT) -> list[int]:
-    """Of the data of contiguous tensors; 0 for None. The caller keeps them alive."""
-    found = []
+def _addresses(*tensors: Tensor | torch.dtype | None) -> list[int]:
+    """Of the data of contiguous tensors, each of the dtype that stands before it, float32 at first; 0 for None. The
+    caller keeps them alive."""
+    dtype, found = FLOAT, []
     for x in tensors:
-        if x is not None and (x.dtype is not dtype or not x.is_contiguous()):
+        if x is None:
+            found.append(0)
+        elif isinstance(x, torch.dtype):
+            dtype = x
+        elif x.dtype is dtype and x.is_contiguous():
+            found.append(x.data_ptr())
+        else:
             raise TypeError(f"expected a contiguous {dtype} tensor, got {x.dtype} with strides {x.stride()}")
-        found.append(0 if x is None else x.data_ptr())
     return found
 
 
@@ -132,7 +138,7 @@ def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float,
 
 
 def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
-    (segments, length), (rows,) = rows_BI.shape, _addresses(rows_BI, dtype=LONG)
+    (segments, length), (rows,) = rows_BI.shape, _addresses(LONG, rows_BI)
     found = []
     for x_TNH in _head_rows(*tensors):
         tokens, heads, head_dim = x_TNH.shape
@@ -145,7 +151,7 @@ def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def accumulate_heads(rows_BI: Tensor, *sums: tuple[Tensor, Tensor]) -> None:
-    (segments, length), at = rows_BI.shape, _addresses(rows_BI, dtype=LONG)
+    (segments, length), at = rows_BI.shape, _addresses(LONG, rows_BI)
     for on in sums:
         tokens, heads, head_dim = on[0].shape
         assert on[1].shape == (segments, heads, length, head_dim)
@@ -156,8 +162,8 @@ def accumulate_heads(rows_BI: Tensor, *sums: tuple[Tensor, Tensor]) -> None:
 
 def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
     positions_T, tokens, half = positions_T.contiguous(), positions_T.shape[0], inv_freq.shape[0]
-    out, (positions,) = inv_freq.new_empty(tokens, 2 * half), _addresses(positions_T, dtype=LONG)
-    library.current.rope_table(out.data_ptr(), positions, *_addresses(inv_freq), tokens, half)
+    out = inv_freq.new_empty(tokens, 2 * half)
+    library.current.rope_table(*_addresses(out, LONG, positions_T, FLOAT, inv_freq), tokens, half)
     return out
 
 
@@ -189,8 +195,7 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> N
     error = library.current.write_kv(
         k_TKH.data_ptr(),
         v_TKH.data_ptr(),
-        *_addresses(*cache),
-        *_addresses(slots_T, dtype=LONG),
+        *_addresses(*cache, LONG, slots_T),
         tokens,
         pages * page_size,
         k_TKH.stride(0) * size,
@@ -239,6 +244,7 @@ def _attention(
     assert block_table is None or block_table.shape[0] == sequences
     assert scores.sinks_N is None or scores.sinks_N.shape == (heads,)
     out = q_TNH.new_empty(tokens, heads, head_dim)
+    *layout, sinks = _addresses(torch.int32, *at, FLOAT, scores.sinks_N)
     given = (
         out.data_ptr(),
         q_TNH.data_ptr(),
@@ -253,9 +259,9 @@ def _attention(
         heads,
         kv_heads,
         head_dim,
-        *_addresses(*at, dtype=torch.int32),
+        *layout,
         *((0, 0) if block_table is None else (k.shape[1], block_table.shape[1])),
-        0 if scores.sinks_N is None else _addresses(scores.sinks_N)[0],
+        sinks,
         scores.window,
         scores.scale or 1 / math.sqrt(head_dim),
         scores.softcap,
@@ -281,7 +287,7 @@ def statistics(
     assert temperature_C.shape == threshold_C.shape == (rows,)
     assert support_CB is None or support_CB.shape == (rows, (vocabulary + 7) // 8)
     written = lse_C, sampled_lse_C, entropy_C if with_entropy else None
-    at = *_addresses(*written, logits_CV, temperature_C, threshold_C), *_addresses(support_CB, dtype=torch.uint8)
+    at = _addresses(*written, logits_CV, temperature_C, threshold_C, torch.uint8, support_CB)
     library.current.statistics(*at, rows, vocabulary, (vocabulary + 7) // 8)
     return RowStatistics(lse_C, sampled_lse_C, threshold_C, entropy_C)
 
@@ -290,9 +296,8 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: R
     rows, vocabulary = logits_CV.shape
     assert targets_C.shape == temperature_C.shape == stats.lse_C.shape == stats.sampled_lse_C.shape == (rows,)
     sampled_C, model_C = torch.empty_like(stats.lse_C), torch.empty_like(stats.lse_C)
-    sampled, model, logits, *others = _addresses(sampled_C, model_C, logits_CV, temperature_C, *stats[:2])
-    (targets,) = _addresses(targets_C, dtype=LONG)
-    if library.current.scores(sampled, model, logits, targets, *others, rows, vocabulary):
+    at = _addresses(sampled_C, model_C, logits_CV, LONG, targets_C, FLOAT, temperature_C, *stats[:2])
+    if library.current.scores(*at, rows, vocabulary):
         raise IndexError(f"a target is outside the vocabulary of {vocabulary}")
     return sampled_C, model_C
 
@@ -302,6 +307,6 @@ def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: Sa
     assert keys.key_C4.shape == (rows, 4)
     assert temperature_C.shape == threshold_C.shape == keys.position_C.shape == (rows,)
     token_C = torch.empty_like(keys.position_C)
-    at = *_addresses(logits_CV, temperature_C, threshold_C), *_addresses(*keys, dtype=LONG)
-    library.current.draw(token_C.data_ptr(), *at, rows, vocabulary)
+    at = _addresses(LONG, token_C, FLOAT, logits_CV, temperature_C, threshold_C, LONG, *keys)
+    library.current.draw(*at, rows, vocabulary)
     return token_C
