@@ -63,9 +63,11 @@ def check_fields(values: dict[str, Any], where: str) -> None:
             if name in there and not fits(there[name]):
                 refuse(name, wanted)
     for name in _TOKENS:
-        ids = there.get(name, [])
-        if not all(map(_is_integer, ids if isinstance(ids, list) else [ids])):
-            refuse(name, "a token id" if name != "eos_token_id" else "a token id, or a list of them")
+        ids, several = there.get(name, 0), name == "eos_token_id"
+        if not all(map(_is_integer, ids if several and isinstance(ids, list) else [ids])):
+            refuse(name, "a token id, or a list of them" if several else "a token id")
+    if not there.get("is_causal", True):
+        refuse("is_causal", "true, or left out: every token attends to those before it, and to no later one")
     for name in _MAPPINGS:
         if "rope_theta" in there.get(name, {}):
             check_fields({"rope_theta": there[name]["rope_theta"]}, f"{where}: {name}")

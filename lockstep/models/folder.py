@@ -90,7 +90,7 @@ def read_config(folder: Path) -> ModelConfig:
     """The folder's configuration; generation_config.json's end-of-sequence ids are added."""
     path, generation = folder / "config.json", folder / "generation_config.json"
     values = text_part(read_object(path))
-    if isinstance(values.get("model_type"), str):
+    if isinstance(values.get("model_type"), str | None):
         require_family(values, str(path))  # of another model no other field says anything
     check_fields(values, str(path))
     try:

@@ -34,16 +34,16 @@ class Pairs:
     def __init__(self) -> None:
         self._first: dict[str, Stored] = {}
 
-    def whole(self, part: str, stored: Stored) -> tuple[str, Stored] | None:
+    def whole(self, part: str, stored: Stored, where: str) -> tuple[str, Stored] | None:
         """Name and numbers of the tensor, with its second part; None after its first. Others are what they are.
-        `InputError`: the parts are not those of one tensor."""
+        `InputError`: the parts are not those of one tensor; `where` names the file of this one."""
         if not part.endswith((BLOCKS, SCALES)):
             return part, stored
         name, other = part[: -len(BLOCKS)], SCALES if part.endswith(BLOCKS) else BLOCKS
         if (found := self._first.pop(name + other, None)) is None:
             self._first[part] = stored
             return None
-        return name, _numbers(name, *((stored, found) if other == SCALES else (found, stored)))
+        return name, _numbers(f"{where}: {name}", *((stored, found) if other == SCALES else (found, stored)))
 
 
 def _numbers(name: str, blocks: Stored, scales: Stored) -> Stored:

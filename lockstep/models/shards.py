@@ -65,7 +65,7 @@ def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterat
                 continue
             if name in once:
                 once.add(name, file)
-                if found := pairs.whole(name, stored):
+                if found := pairs.whole(name, stored, str(file)):
                     yield Found(found[0], file, found[1])
             elif not is_left_out(name, config):
                 raise InputError(f"{file}: {key} has no place in the model that config.json describes")

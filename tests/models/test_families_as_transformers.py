@@ -265,6 +265,9 @@ def test_weights_of_4_bits_are_read_as_transformers_reads_them(tmp_path: Path) -
         expected = theirs(tokens[None]).logits[0]
     found = logits(load_model(tmp_path, torch.float32), tokens)
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+    save_file({name: part[:, :-1].clone() for name, part in scales.items()}, tmp_path / "a.safetensors")
+    with pytest.raises(InputError, match=r"b\.safetensors: \S+_proj has _blocks \[.*\] and _scales \["):
+        load_model(tmp_path, torch.float32)
     save_file(scales | {"lm_head.bias": torch.ones(2)}, tmp_path / "a.safetensors")
     with pytest.raises(InputError, match=r"a\.safetensors: lm_head\.bias has no place"):
         load_model(tmp_path, torch.float32)
