@@ -166,8 +166,8 @@ def _experts(rng: random.Random) -> dict[str, Any]:
 
 def _glm4_moe(rng: random.Random, sizes: dict[str, Any]) -> dict[str, Any]:
     flags = {"use_qk_norm": rng.choice((True, False)), "attention_bias": rng.choice((True, False))}
-    rope = _theta(rng)
-    rope["rope_parameters"]["partial_rotary_factor"] = rng.choice((0.25, 0.5, 1.0))
+    rope = _theta(rng, **rng.choice(({}, YARN)))
+    rope["rope_parameters"]["partial_rotary_factor"] = rng.choice((1.0, 0.5, 0.25))
     return {"head_dim": rng.choice((16, 24, 32))} | flags | rope | _experts(rng)
 
 

@@ -48,12 +48,13 @@ class MoEConfig:
         refuse(
             self.num_experts % self.groups > 0 or self.kept_groups > self.groups,
             f"model config: {self.num_experts} experts in {self.groups} groups, {self.kept_groups} of them kept: "
-            "groups must be of one size, and no more kept than there are",
+            "groups must be of one size, and no more kept than there are (config.json: n_group, topk_group)",
         )
         eligible = self.num_experts // self.groups * self.kept_groups
         refuse(
             self.num_experts_per_token > eligible,
-            f"model config: num_experts_per_token is {self.num_experts_per_token}, of {eligible} eligible experts",
+            f"model config: num_experts_per_token is {self.num_experts_per_token}, of {eligible} eligible experts "
+            "(config.json: num_experts_per_tok)",
         )
 
 
@@ -135,7 +136,8 @@ class ModelConfig:
         _require_sizes(self, sizes)
         refuse(
             self.num_heads % self.num_kv_heads > 0,
-            f"model config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}",
+            f"model config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads} "
+            "(config.json: num_attention_heads, num_key_value_heads)",
         )
         refuse(
             self.head_dim < 2 or self.head_dim % 2 > 0,

@@ -17,7 +17,7 @@ from ..distributed.mesh import ALONE, Mesh
 from ..distributed.placement import ROWS, WHOLE
 from .blocks.attention import Attend, Masks
 from .blocks.moe import Routing
-from .blocks.rope import YarnScaling, partial_frequencies
+from .blocks.rope import YarnScaling, partial_frequencies, scaled_table
 from .blocks.weights import Weight
 from .config import ModelConfig
 from .families import family_of
@@ -96,7 +96,7 @@ class Decoder(nn.Module):
         appends what its router found to `routes`."""
         rope_TH = ops.rope_table(positions_T, self.inv_freq)
         if self.rope_factor != 1.0:
-            rope_TH = rope_TH * self.rope_factor
+            rope_TH = scaled_table(rope_TH, self.rope_factor, self.config.rotary_dim)
         local_TH = rope_TH if self.local_inv_freq is None else ops.rope_table(positions_T, self.local_inv_freq)
         if self.masks is not None:
             attend.prepare(ops.FlexSizes(tokens_T.shape[0], *self.heads))

@@ -61,7 +61,8 @@ def _rotations(raw: Raw, family: Family) -> dict[str, Any]:
     try:
         return family.rope(raw)
     except InputError as error:
-        field = next((name for name in (PARTLY, BY_KIND) if name in str(error)), None)
+        others = [name for name in (PARTLY, BY_KIND) if not family.takes(name, None)]
+        field = next((name for name in others if name in str(error)), None)
         raise error if field is None else InputError(f"{error}; {nearest(raw.values['model_type'], field)}") from None
 
 

@@ -303,6 +303,14 @@ def test_broken_folders_are_named(folder: Path) -> None:
         load_model(folder, torch.float32)
 
 
+OLMO3, GEMMA3 = {"model_type": "olmo3"}, {"model_type": "gemma3_text"}
+GLM4 = {"model_type": "glm4_moe", "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def _by_kind(full: object, sliding: object = None) -> dict[str, object]:
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -340,11 +348,29 @@ def test_broken_folders_are_named(folder: Path) -> None:
         ({"hidden_size": 10**400}, "hidden_size is too large"),
         ({"model_type": "qwen3_moe", "num_experts": 10**9}, "num_experts is too large; it must be at most 100,000"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": ["1"]}, "mlp_only_layers is ['1']; it must be a list"),
+        (OLMO3 | _by_kind(YARN_ROPE | {"truncate": False}), "(config.json: rope_parameters.full_attention.truncate)"),
+        (OLMO3 | _by_kind({}, {"type": "linear", "factor": 4.0}), "rope_type of sliding_attention is 'linear'"),
+        (OLMO3 | _by_kind({}, {"rope_theta": "x"}), "rope_theta of sliding_attention is 'x'; it must be a number"),
+        (OLMO3 | _by_kind(5), "config.json: rope_parameters.full_attention is 5; it must be an object"),
+        (
+            GEMMA3 | {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 4.0}},
+            "the rope scaling of full_attention has type 'linear', which transformers does not read beside rope_type",
+        ),
+        (GLM4 | {"n_group": 5}, "(config.json: n_group, topk_group)"),
+        (GLM4 | {"num_experts_per_tok": 99}, "of 8 eligible experts (config.json: num_experts_per_tok)"),
+        ({"num_key_value_heads": 3}, "(config.json: num_attention_heads, num_key_value_heads)"),
     ],
 )
 def test_unusable_configurations_are_named(folder: Path, changes: dict, message: str) -> None:
     edit(folder / "config.json", **changes)
     with pytest.raises(InputError, match=re.escape(message)):
+        read_config(folder)
+
+
+@pytest.mark.parametrize("changes", [OLMO3, GEMMA3])
+def test_a_family_is_not_sent_to_itself(folder: Path, changes: dict) -> None:
+    edit(folder / "config.json", **changes, rope_parameters={"rope_theta": 1e4})
+    with pytest.raises(InputError, match="rope_parameters has rope_theta for all layers; .* have their own here$"):
         read_config(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from lockstep import ops
 from lockstep.models import Decoder
 from lockstep.models.blocks.rope import YarnScaling, inverse_frequencies, scaling_from_hf, scaling_to_hf
+from lockstep.models.families import FAMILIES, Raw
+from lockstep.models.families.family import FULL, SLIDING
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
@@ -45,6 +48,24 @@ def test_which_field_of_a_config_wins() -> None:
     assert [s.factor for s in found if s] == [4.0, 8.0]
     beside = scaling_from_hf({"rope_parameters": YARN, "original_max_position_embeddings": 64}, "config.json")
     assert isinstance(beside, YarnScaling) and beside.original_max_position_embeddings == 64
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_parameters": {FULL: YARN, SLIDING: {}}, "original_max_position_embeddings": 64},
+        {"rope_parameters": {FULL: {"type": "linear", "factor": 4.0, "rope_theta": 99.0}, SLIDING: None}},
+        {"rope_theta": 77.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0, "rope_theta": 99.0}},
+    ],
+)
+def test_kinds_of_layers_have_what_transformers_gives_them(values: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = FAMILIES["olmo3"].rope(Raw({"rope_theta": 5e5} | values, "config.json"))
+    theirs = transformers.Olmo3Config(**copy.deepcopy(values)).rope_parameters
+    scaling = scaling_to_hf(ours["rope_scaling"])
+    assert scaling == {name: theirs[FULL].get(name, scaling[name]) for name in scaling}
+    assert ours["rope_theta"] == theirs[FULL]["rope_theta"]
+    assert ours["local_rope_theta"] == theirs[SLIDING]["rope_theta"]
 
 
 class Rotations:

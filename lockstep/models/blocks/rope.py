@@ -111,6 +111,15 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | Yarn
     return torch.where(is_between, between, stretched)
 
 
+def scaled_table(table_TH: Tensor, factor: float, rotary_dim: int) -> Tensor:
+    """`ops.rope_table`'s times the factor, for the `rotary_dim` elements of a head that are rotated; 0: all."""
+    if rotary_dim in (0, table_TH.shape[1]):
+        return table_TH * factor
+    cos, sin = table_TH.chunk(2, dim=1)
+    pairs = rotary_dim // 2
+    return torch.cat([part for t in (cos, sin) for part in (t[:, :pairs] * factor, t[:, pairs:])], dim=1)
+
+
 def is_positive(value: Any) -> TypeGuard[float]:
     """Whether it is a number above 0 that a float can hold."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...errors import InputError, refuse
 from ..blocks.layer import Layer
-from ..blocks.rope import rope_of_hf, scaling_from_hf, scaling_to_hf
+from ..blocks.rope import YarnScaling, is_positive, rope_of_hf, scaling_from_hf, scaling_to_hf
 from ..blocks.weight_slices import LayerSlice, slices_of_layer
 from ..blocks.weights import Weight
 from ..config import ModelConfig
@@ -184,21 +184,50 @@ def write_alternating(config: ModelConfig) -> dict[str, Any]:
 
 def rope_by_kind(raw: Raw, local: float) -> dict[str, Any]:
     """The rotations of full and of sliding layers; `local` is the base of the latter where the file says none."""
-    both, values = raw.values.get("rope_parameters") or {}, raw.values
-    nested = {kind: both.get(kind) or {} for kind in (FULL, SLIDING)}
-    flat = sorted(both.keys() - nested.keys())
-    raw.refuse(flat, f"rope_parameters has {', '.join(flat)} for all layers; {FULL} and {SLIDING} have their own here")
-    other = nested[SLIDING].get("rope_type", "default")
+    full, sliding = _parameters_by_kind(raw)
+    other = sliding.get("rope_type", sliding.get("type", "default"))
     raw.refuse(
         other != "default", f"rope_type of {SLIDING} is {other!r}; 'default' is supported, scaled are full layers"
     )
-    theta = nested[FULL].get("rope_theta") or values.get("rope_theta") or 10000.0
-    scaled = values | {"rope_parameters": nested[FULL] | (values.get("rope_scaling") or {}), "rope_scaling": None}
+    both = full | (raw.values.get("rope_scaling") or {})
+    kind, old = both.get("rope_type", both.get("type")), both.get("type")
+    raw.refuse(
+        old not in (None, kind),
+        f"the rope scaling of {FULL} has type {old!r}, which transformers does not read beside rope_type, which is "
+        f"{kind!r}; write what is meant as rope_type",
+    )
     return {
-        "rope_theta": float(theta),
-        "rope_scaling": scaling_from_hf(scaled, raw.where),
-        "local_rope_theta": float(nested[SLIDING].get("rope_theta") or local),
+        "rope_theta": _base(raw, FULL, both, raw.values.get("rope_theta") or 10000.0),
+        "rope_scaling": scaling_from_hf({"rope_parameters": both}, raw.where),
+        "local_rope_theta": _base(raw, SLIDING, sliding, local),
     }
+
+
+def _parameters_by_kind(raw: Raw) -> list[dict[str, Any]]:
+    """What `rope_parameters` says of full and of sliding layers."""
+    both = raw.values.get("rope_parameters") or {}
+    flat = sorted(both.keys() - {FULL, SLIDING})
+    raw.refuse(flat, f"rope_parameters has {', '.join(flat)} for all layers; {FULL} and {SLIDING} have their own here")
+    for kind, found in both.items():
+        wrong = not isinstance(found, dict | None)
+        raw.refuse(wrong, f"rope_parameters.{kind} is {found!r}; it must be an object")
+    return [both.get(kind) or {"rope_type": "default"} for kind in (FULL, SLIDING)]
+
+
+def _base(raw: Raw, kind: str, found: dict[str, Any], default: float) -> float:
+    theta = default if found.get("rope_theta") is None else found["rope_theta"]
+    raw.refuse(not is_positive(theta), f"rope_theta of {kind} is {theta!r}; it must be a number above 0")
+    return float(theta)
+
+
+def whole_ramps(config: ModelConfig) -> None:
+    """A check: yarn's ramp ends at whole pairs."""
+    scaling = config.rope_scaling
+    refuse(
+        isinstance(scaling, YarnScaling) and not scaling.truncate,
+        f"model config: truncate of the yarn rope scaling is false (config.json: rope_parameters.{FULL}.truncate); it "
+        "must be true or left out, as transformers does not read it where kinds of layers have their own parameters",
+    )
 
 
 def write_rope_by_kind(config: ModelConfig) -> dict[str, Any]:

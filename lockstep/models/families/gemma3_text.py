@@ -19,6 +19,7 @@ from ..blocks.weights import Weight
 from ..config import ModelConfig
 from . import qwen3
 from .family import (
+    BY_KIND,
     FULL,
     SLIDING,
     Family,
@@ -27,6 +28,7 @@ from .family import (
     alternating,
     odd_words,
     rope_by_kind,
+    whole_ramps,
     write_alternating,
     write_rope_by_kind,
 )
@@ -113,7 +115,9 @@ FAMILY = Family(
     read=_read,
     write=_write,
     rope=lambda raw: rope_by_kind(raw, raw.values.get("rope_local_base_freq") or 10000.0),
+    also=(BY_KIND,),
     layer_kinds=(FULL, SLIDING),
+    check=whole_ramps,
     norm_offset=OFFSET,
     embedding_scale=lambda config: config.hidden_size**0.5,
     defaults={

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ...errors import refuse
 from ..blocks.layer import Layer, QKNormLayer
-from ..blocks.rope import YarnScaling, scaling_to_hf
+from ..blocks.rope import scaling_to_hf
 from ..blocks.weight_slices import LayerSlice, slices_of_layer, slices_with_qk_norm
 from ..blocks.weights import Weight
 from ..config import ModelConfig, MoEConfig
@@ -64,13 +63,6 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _check(config: ModelConfig) -> None:
-    no_windows(config)
-    scaling = config.rope_scaling
-    partly = isinstance(scaling, YarnScaling) and scaling.table_factor != 1 and config.rotary_dim < config.head_dim
-    refuse(partly, "model config: yarn scaling with an attention_factor is not supported where heads rotate partly")
-
-
 def _air(layers: int) -> ModelConfig:
     return ModelConfig(
         151552, 4096, 10944, layers, 96, 8, 128, 131072, 1e-5, 1e6, False, family="glm4_moe", rotary_dim=64,
@@ -93,7 +85,7 @@ FAMILY = Family(
     rope=_rope,
     also=("attention_bias", PARTLY),
     sizes=EXPERT_SIZES,
-    check=_check,
+    check=no_windows,
     leaves_out=predicts_further,
     defaults={"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
     golden=odd_words(_TINY),

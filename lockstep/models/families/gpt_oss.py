@@ -122,7 +122,13 @@ FAMILY = Family(
     layer_kinds=(FULL, SLIDING),
     quantized=(mxfp4.METHOD,),
     sizes=("num_local_experts", "num_experts_per_tok", "experts_per_token"),
-    defaults={"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "rope_parameters": _YARN, "sliding_window": 128},
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_parameters": _YARN,
+        "sliding_window": 128,
+        "head_dim": 64,
+    },
     golden=odd_words(_TINY),
     architectures={
         "tiny-gpt-oss": _TINY,

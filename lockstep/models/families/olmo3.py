@@ -17,6 +17,7 @@ from .family import (
     alternating,
     odd_words,
     rope_by_kind,
+    whole_ramps,
     write_alternating,
     write_rope_by_kind,
 )
@@ -39,6 +40,7 @@ FAMILY = Family(
     rope=lambda raw: rope_by_kind(raw, _THETA),
     also=(BY_KIND,),
     layer_kinds=(FULL, SLIDING),
+    check=whole_ramps,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": _THETA, "sliding_window": 4096},
     golden=odd_words(_TINY),
     architectures={

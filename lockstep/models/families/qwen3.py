@@ -28,7 +28,7 @@ FAMILY = Family(
     read=windows_by_layer,
     write=write_windows_by_layer,
     layer_kinds=(FULL, SLIDING),
-    defaults=WINDOW,
+    defaults={**WINDOW, "head_dim": 128},
     golden=golden,
     architectures={
         "tiny": TINY,
