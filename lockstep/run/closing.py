@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ..config import OF_EVALUATION, RunConfig, TaskConfig, recipes
-from .checkpoint.files import steps
 
 _ENDS = 10  # steps whose mean reward is told where no problems are held out
 _SHORT = 60  # characters of a prompt that a command can hold
@@ -98,6 +97,8 @@ def interrupted(run_dir: Path, processes: int) -> str:
     if (run_dir / "report.html").is_file():
         rows["report"] = str(run_dir / "report.html")
     start = "lockstep" if processes == 1 else f"torchrun --nproc-per-node {processes} -m lockstep"
+    from .checkpoint.files import steps  # not before torch is needed, for which --help does not wait
+
     saved = steps(run_dir / "checkpoints")
     if saved or not (run_dir / "metrics.jsonl").exists():
         rows["go on"] = f"{start} train --resume {shlex.quote(str(run_dir))}"
