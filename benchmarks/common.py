@@ -35,7 +35,15 @@ def arguments(description: str, prog: str | None = None) -> argparse.ArgumentPar
 
 def random_model(arch: str, device: str) -> Decoder:
     """The architecture with random weights; no token ends a completion."""
-    return random_weights(replace(architecture(arch), eos_token_ids=()), device)
+    return random_weights(first_layers(arch), device)
+
+
+def first_layers(arch: str, count: int | None = None) -> ModelConfig:
+    """The architecture with so many of its layers, or all; no token ends a completion."""
+    found = architecture(arch)
+    count = min(count or found.num_layers, found.num_layers)
+    sliding = tuple(layer for layer in found.sliding_layers if layer < count)
+    return replace(found, num_layers=count, sliding_layers=sliding, eos_token_ids=())
 
 
 def random_weights(config: ModelConfig, device: str) -> Decoder:

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from cases.capture import make_runtime
 from cases.generate import Case, random_prompts
-from common import Report, bandwidth, random_weights, seconds
+from common import Report, bandwidth, first_layers, random_weights, seconds
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
 from lockstep.graph import check_against_eager
 from lockstep.models import ModelConfig, num_parameters
-from lockstep.models.init import ARCHITECTURES, architecture
+from lockstep.models.init import ARCHITECTURES
 from lockstep.trainer import BatchShape, StepResult, Trainer, pack
 from lockstep.types import RolloutGroup, SampleIdentity
 
@@ -55,10 +55,7 @@ class Family:
     @property
     def config(self) -> ModelConfig:
         """No token ends a completion."""
-        found = architecture(self.arch)
-        sliding = tuple(layer for layer in found.sliding_layers if layer < self.layers)
-        sizes = {"num_layers": self.layers, "vocab_size": self.vocabulary, "sliding_layers": sliding}
-        return replace(found, **sizes, eos_token_ids=())  # type: ignore[arg-type]
+        return replace(first_layers(self.arch, self.layers), vocab_size=self.vocabulary)
 
 
 BUT_THE_UPDATE, GENERATION = ("forward_backward", "check", "decode", "mixed"), ("decode", "mixed")

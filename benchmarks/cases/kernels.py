@@ -10,20 +10,18 @@ import argparse
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from cases.capture import make_runtime, train_batch
 from cases.generate import Case, make_engine, random_prompts
-from common import Report, random_weights, seconds
+from common import Report, first_layers, random_weights, seconds
 from ops_common import BYTES_PER_S, FLOPS_PER_S
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.generator import Engine
 from lockstep.models import Decoder, ModelConfig, num_parameters
-from lockstep.models.init import architecture
 from lockstep.trainer import Trainer
 from lockstep.types import PackedBatch, SampleIdentity
 
@@ -196,14 +194,6 @@ def grouped(found: list[Kernel], floors: dict[str, float]) -> list[dict[str, Any
     return [{"what": name, **groups[name], "floor_us": floors.get(name)} for name in order]
 
 
-def of_layers(arch: str, layers: int | None) -> ModelConfig:
-    """The architecture or its first layers; no token ends a completion."""
-    found = architecture(arch)
-    count = min(layers or found.num_layers, found.num_layers)
-    sliding = tuple(layer for layer in found.sliding_layers if layer < count)
-    return replace(found, num_layers=count, sliding_layers=sliding, eos_token_ids=())
-
-
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--layers", type=int, help="the first ones alone (default: all)")
@@ -214,7 +204,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> None:
     on_cpu = args.device == "cpu"
     arch = args.arch or ("tiny" if on_cpu else "qwen3-0.6b")
-    model = random_weights(of_layers(arch, args.layers), args.device)
+    model = random_weights(first_layers(arch, args.layers), args.device)
     parts: dict[str, Callable[[], Found]] = {
         n: (lambda case=case: decode(model, case)) for n, case in (SMALL if on_cpu else DECODE).items()
     }

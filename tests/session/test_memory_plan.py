@@ -208,12 +208,13 @@ def empty(count: int, dtype: torch.dtype, *more: int) -> Tensor:
 @pytest.mark.parametrize("arch", sorted(name for name in ARCHITECTURES if name.startswith("tiny")))
 def test_each_family_keeps_what_its_layers_do_when_they_are_called_without_memory(arch: str) -> None:
     model = architecture(arch)
+    rel = 0.01 if model.moe is None else 0.03  # the numbers of routes are left out
     w = replace(workload("tiny", 1), model=model)
     two = replace(w, config=replace(w.config, parallel=ParallelConfig(tp=2)), ranks=2)
     for of, decoder in (w, w.decoder), (two, Decoder(model, w.dtype, "meta", two.training)):
         for layer in range(model.num_layers):
             found = kept_by_layer(decoder, layer)
-            assert [terms.layer_kept(of, layer, again) for again in (False, True)] == pytest.approx(found, rel=0.03)
+            assert [terms.layer_kept(of, layer, again) for again in (False, True)] == pytest.approx(found, rel=rel)
 
 
 PLANNING = """

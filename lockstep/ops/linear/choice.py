@@ -99,10 +99,10 @@ def _gated(rows: int, columns: int, depth: int) -> Choice:
     if rows <= 16 or (rows <= 32 and columns < 3072):
         width = _width(columns, 64, 64, 32)
         return _tile("pipelined", 16, width, 256 if width == 32 else 128, depth, weights=2)
-    if rows > 64 or columns >= 8192 or rows <= 32:
-        return LIBRARY
-    width = _width(columns, 32, 64)
-    return _tile("tma", 64, width, 256 if width == 16 else 128, depth, weights=2)
+    if 32 < rows <= 64 and columns < 8192:
+        width = _width(columns, 32, 64)
+        return _tile("tma", 64, width, 256 if width == 16 else 128, depth, weights=2)
+    return LIBRARY
 
 
 def _plain(rows: int, columns: int, depth: int) -> Choice:

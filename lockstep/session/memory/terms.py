@@ -130,12 +130,14 @@ def _gated(w: Workload, width: int) -> int:
 
 def _attention_kept(w: Workload, layer: int) -> int:
     """`((E + (A + K) H + A H) b + 4 A) / S`: the projection, rotated queries and keys, the output, and log-sum-exps;
-    `(A + K) H b` before norms that span the heads; and where ranks share products the output of all, `A H b`."""
+    before norms that span the heads the projection again, `E b`, or where ranks share products all queries and keys,
+    `(A + K) H b`; and there the output of all, `A H b`."""
     c = w.model
     heads, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     spanning = w.vectors[layer].get("q_norm", 0) > c.head_dim
     own = ((heads + 2 * keys) + (heads + keys) + heads) * w.b + 4 * c.num_heads
-    return own // w.tp + (heads + keys) * spanning * w.b + heads * w.b * (w.tp > 1)
+    normed = heads + (2 if w.tp == 1 else 1) * keys
+    return own // w.tp + normed * spanning * w.b + heads * w.b * (w.tp > 1)
 
 
 def _latent_kept(w: Workload) -> int:
