@@ -171,10 +171,6 @@ class Clients:
             process.stdin.write("go\n")
             process.stdin.flush()
 
-    @property
-    def running(self) -> bool:
-        return any(process.poll() is None for process in self.processes)  # each ends once it has told its result
-
     def results(self) -> dict[str, Any]:
         """Of all, added up."""
         found = [json.loads(process.stdout.readline()) for process in self.processes if process.stdout is not None]
@@ -191,7 +187,8 @@ def loaded(
     memory: list[tuple[float, float]] = []
     clients = Clients(url, requests, args.clients, args.minutes * 60, leaving=0.05)
     clients.begin()
-    while clients.running:
+    until = time.monotonic() + args.minutes * 60
+    while time.monotonic() < until:
         memory.append((resident_mib(process), used_gpu_mib(args.device)))
         time.sleep(min(5.0, args.minutes * 6))
     results = clients.results()
