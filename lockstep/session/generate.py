@@ -244,8 +244,7 @@ class LLM(Session):
     ) -> Requests:
         if not isinstance(prompts, (str, Sequence)):
             raise InputError(f"the prompts are of type {type(prompts).__name__}; give text, chat messages, or a list")
-        if not as_list(prompts):
-            raise InputError("there is no prompt; give at least one")
+        refuse(not as_list(prompts), "there is no prompt; give at least one")
         ids = [self._encode(i, prompt) for i, prompt in enumerate(as_list(prompts))]
         identities = [SampleIdentity(self.config.seed, GENERATE_DOMAIN, step, group) for group in range(len(ids))]
         each = [sampling] * len(ids) if isinstance(sampling, SamplingParams) else list(sampling)
