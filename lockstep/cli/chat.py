@@ -29,10 +29,8 @@ class Conversation:
         self._templated = bool(llm.policy.tokenizer.chat_template) and not plain
         given = {"--system-prompt": system, "--chat-template-kwargs": llm.policy.template_variables}
         for flag, value in given.items():
-            if value and not self._templated:
-                raise InputError(
-                    f"{flag} needs a chat template, which is not there or turned off by --plain; remove it"
-                )
+            useless = bool(value) and not self._templated
+            refuse(useless, f"{flag} needs a chat template, which is not there or turned off by --plain; remove it")
         self._first: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._turns = 0
         self.reset()

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..cache.file_hashes import fingerprints
 from ..config import EARLIER, CheckpointConfig, MetricsConfig, RunConfig, yaml_file
-from ..errors import InputError, refuse
+from ..errors import InputError
 from ..json_file import to_json
 from ..models import TEMPLATES, describe_folder
 from ..session.golden import GRADIENT_NORM
@@ -142,7 +142,8 @@ def _was(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mapping[str, Any]) -> None:
     """Raise `InputError` when what the run is given `now` (see `inputs`) is not what the checkpoint was made with."""
     then = loaded.state.get("inputs")
-    refuse(then is None, f"{loaded.path} does not say what it was made with; an earlier version of lockstep wrote it")
+    if then is None:
+        raise InputError(f"{loaded.path} does not say what it was made with; an earlier version of lockstep wrote it")
     _require_same_config(run_dir, loaded, then["config"], now["config"])
     pairs = {f"{name} {now['config'][name]}": (then["data"].get(name), now["data"][name]) for name in _DATA_FIELDS}
     pairs |= {name: (then["data"].get(name), found) for name, found in now["data"].items() if name not in _DATA_FIELDS}

@@ -80,7 +80,7 @@ def measured(
     with llm, llm.together():
         world, trained = llm.world, training_sampling(config.sampling, llm.policy.tokenizer.eos_token_id)
         sampling = replace(trained, n=n, temperature=temperature)
-        check_sampling(sampling, config.seed)
+        check_sampling(sampling)
         longest = world.each(lambda: llm.policy.longest_prompt(task, environment, 0))
         sizes = {"problems": len(problems), "tokens of the longest prompt": longest}
         world.same("the processes of this evaluation", lambda: sizes)
