@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import InputError, refuse
 from ..session.generate import LLM
+from ..session.signals import handled_by
 from ..types import SamplingParams
 
 HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer.\n"
@@ -109,8 +110,5 @@ def interrupts() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():  # only there may signals be caught
         yield lambda: False
         return
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
+    with handled_by(lambda number, _: pressed.append(number), [signal.SIGINT]):
         yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)

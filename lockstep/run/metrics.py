@@ -129,7 +129,7 @@ def title_of(name: str) -> str:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path | str) -> Iterator[None]:
     """Turns what the disk refuses inside (no space left, say) into a `LockstepError` naming `path`."""
     try:
         yield
