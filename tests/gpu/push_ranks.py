@@ -1,6 +1,6 @@
 """Run by torchrun on GPUs of one host: words that are pushed are those that collectives move, launch after launch, and
-a rank that stays away ends the others. The first rank prints what was found, a JSON object. `shared`: the ranks have one
-GPU, which runs their kernels in turn, so that a push takes milliseconds; few are made then, and none is timed.
+a rank that stays away ends the others. The first rank prints what was found, a JSON object. `shared`: the ranks have
+one GPU, which runs their kernels in turn, so that a push takes milliseconds; few are made then, and none is timed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""GPUs that share products: the words of one process, in graphs, whoever moves them. Of two, that share every product in
-both roles, and of four, of which two share those of the trainer and all those of the generator."""
+"""GPUs that share products: the words of one process, in graphs, whoever moves them. Two that share every product in
+both roles, and four of which two share those of the trainer and all those of the generator."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class Louder(RandomWeights):
 def drawn(engine: Engine, step: int, shards: int) -> list[RolloutGroup]:
     prompts, sampling = requests(5, length=24)
     if shards > 1:  # which are computed alike, and so sampled alike
-        sampling = [sampling[1]] * len(prompts)
+        sampling = [replace(sampling[1], n=3)] * len(prompts)
     identities = [SampleIdentity(0, 0, step, group) for group in range(len(prompts))]
     return train_groups(prompts, sampling, engine.generate(prompts, sampling, identities))
 
