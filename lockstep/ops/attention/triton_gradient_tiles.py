@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..rows import LN_2
-from .triton_tiles import Queries, key_rows, load_key_parts, load_queries, load_query_parts, scores
+from .triton_tiles import Queries, key_rows, load_key_parts, load_queries, load_query_parts, scores, store_rows
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def over_keys(
     dq_MH, dq_MP = dq
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
-        row_L = key_rows(position_L, end, keys.table_ptr, keys.prefix, keys.shared, keys.own, 0)
+        row_L = key_rows(position_L, end, keys, 0)
         k_LH, v_LH, k_LP = load_key_parts(keys, row_L, position_L < end, MASKED, FORM)
         score_ML = scores(q, (k_LH, k_LP), FORM)
         p_ML = tl.exp2(score_ML * scale - lse_M[:, None])
@@ -152,10 +152,8 @@ def find_tile(
 @triton.jit
 def store_keys(ptr, grad_LX, group, row_L, inside_L, tokens, stride, WIDTH: tl.constexpr, ROPE_DIM: tl.constexpr):
     """A gradient of the rows of kv head `group`; if ROPE_DIM > 0, what that group of heads found, which lies apart."""
-    x = tl.arange(0, grad_LX.shape[1])
     if ROPE_DIM > 0:
         offset_L = (group.to(tl.int64) * tokens + row_L) * WIDTH
     else:
         offset_L = row_L.to(tl.int64) * stride + group * WIDTH
-    mask_LX = inside_L[:, None] & (x < WIDTH)[None, :]
-    tl.store(ptr + (offset_L[:, None] + x[None, :]), grad_LX.to(ptr.dtype.element_ty), mask=mask_LX)
+    store_rows(ptr, grad_LX, offset_L, inside_L, WIDTH)

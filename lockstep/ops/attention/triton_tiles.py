@@ -31,6 +31,7 @@ from .reference import KEY_TILE
 from .triton_scores import tanh
 
 MIN_BLOCK = 16  # tl.dot's smallest side
+BLOCK_L = tl.constexpr(KEY_TILE)
 LONG = 512  # keys of a sequence above which larger tiles of queries pay
 
 
@@ -82,14 +83,14 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def key_rows(position_L, end, table_ptr, prefix, shared, own, PAGE_SIZE: tl.constexpr):
+def key_rows(position_L, end, keys, PAGE_SIZE: tl.constexpr):
     """Rows (int32) of absolute positions below `end`: by the block table when PAGE_SIZE > 0, else `shared + position`
     in the prefix and `own + position` after it."""
     if PAGE_SIZE > 0:
-        page_L = tl.load(table_ptr + position_L // PAGE_SIZE, mask=position_L < end, other=0)
+        page_L = tl.load(keys.table_ptr + position_L // PAGE_SIZE, mask=position_L < end, other=0)
         return page_L * PAGE_SIZE + position_L % PAGE_SIZE
     else:
-        return tl.where(position_L < prefix, shared, own) + position_L
+        return tl.where(position_L < keys.prefix, keys.shared, keys.own) + position_L
 
 
 @triton.jit
@@ -101,6 +102,14 @@ def load_rows(ptr, row_L, stride, inside_L, MASKED: tl.constexpr, HEAD_DIM: tl.c
         return tl.load(at_LH, mask=inside_L[:, None] & (h < HEAD_DIM)[None, :], other=0.0)
     else:
         return tl.load(at_LH)
+
+
+@triton.jit
+def store_rows(ptr, value_MX, offset_M, inside_M, WIDTH: tl.constexpr):
+    """Store the first `WIDTH` elements of rows that are inside, rounded to what lies there."""
+    x = tl.arange(0, value_MX.shape[1])
+    mask_MX = inside_M[:, None] & (x < WIDTH)[None, :]
+    tl.store(ptr + offset_M[:, None] + x[None, :], value_MX.to(ptr.dtype.element_ty), mask=mask_MX)
 
 
 @triton.jit
@@ -183,14 +192,13 @@ def attend(
     scale,
     MASKED: tl.constexpr,  # some row does not see some of the keys
     PAGE_SIZE: tl.constexpr,
-    BLOCK_L: tl.constexpr,
     FORM: tl.constexpr,
     lowest,  # what no row sees a key before, if WINDOW > 0
 ):
     """The state with the keys at positions `begin` to `end` added: a tile of the online softmax (Milakov and Gimelshein
     2018) after the other."""
     shift_M, sum_M, acc_MH = state
-    row_L = key_rows(begin + tl.arange(0, BLOCK_L), end, keys.table_ptr, keys.prefix, keys.shared, keys.own, PAGE_SIZE)
+    row_L = key_rows(begin + tl.arange(0, BLOCK_L), end, keys, PAGE_SIZE)
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
         inside_L = position_L < end
@@ -212,9 +220,7 @@ def attend(
         sum_M = tl.fma(sum_M, alpha_M, row_sum(p_ML, p_ML.shape[0]))
         acc_MH = tl.dot(p_ML.to(v_LH.dtype), v_LH, acc_MH * alpha_M[:, None], input_precision="ieee")
         shift_M = new_M
-        row_L = key_rows(  # a tile ahead
-            position_L + BLOCK_L, end, keys.table_ptr, keys.prefix, keys.shared, keys.own, PAGE_SIZE
-        )
+        row_L = key_rows(position_L + BLOCK_L, end, keys, PAGE_SIZE)  # a tile ahead
     return shift_M, sum_M, acc_MH
 
 
@@ -237,22 +243,17 @@ def merge_states(state, next_state):
 @triton.jit
 def load_state(acc_ptr, statistics_ptr, row_M, mask_M, states, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
     """States of rows (split * S + sequence) * N + head; empty where masked."""
-    h = tl.arange(0, BLOCK_H)
-    mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
     shift_M = tl.load(statistics_ptr + row_M, mask=mask_M, other=float("-inf"))
     sum_M = tl.load(statistics_ptr + states + row_M, mask=mask_M, other=0.0)
-    acc_MH = tl.load(acc_ptr + row_M[:, None] * HEAD_DIM + h[None, :], mask=mask_MH, other=0.0)
-    return shift_M, sum_M, acc_MH
+    return shift_M, sum_M, load_rows(acc_ptr, row_M, HEAD_DIM, mask_M, True, HEAD_DIM, BLOCK_H)
 
 
 @triton.jit
-def store_state(acc_ptr, statistics_ptr, row_M, mask_M, states, state, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
+def store_state(acc_ptr, statistics_ptr, row_M, mask_M, states, state, HEAD_DIM: tl.constexpr):
     shift_M, sum_M, acc_MH = state
-    h = tl.arange(0, BLOCK_H)
-    mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
     tl.store(statistics_ptr + row_M, shift_M, mask=mask_M)
     tl.store(statistics_ptr + states + row_M, sum_M, mask=mask_M)
-    tl.store(acc_ptr + row_M[:, None] * HEAD_DIM + h[None, :], acc_MH, mask=mask_MH)
+    store_rows(acc_ptr, acc_MH, row_M * HEAD_DIM, mask_M, HEAD_DIM)
 
 
 def block(width: int) -> int:
