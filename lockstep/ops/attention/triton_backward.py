@@ -43,8 +43,8 @@ from .triton_tiles import (
     Queries,
     block,
     load_key_parts,
-    load_queries,
     load_query_parts,
+    load_rows,
     store_rows,
 )
 
@@ -123,8 +123,9 @@ def _query_kernel(
     queries = Queries(q_ptr, q_stride, q_head_stride, q_rope_ptr, q_rope_stride, q_rope_head_stride)
     FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR)
     q = load_query_parts(queries, token_M, head_M, inside_M, FORM)
-    grad_MH = load_queries(grad_ptr, token_M, head_M, HEADS * HEAD_DIM, HEAD_DIM, inside_M, HEAD_DIM, BLOCK_H)
-    out_MH = load_queries(out_ptr, token_M, head_M, HEADS * HEAD_DIM, HEAD_DIM, inside_M, HEAD_DIM, BLOCK_H)
+    output_M = token_M * HEADS + head_M
+    grad_MH = load_rows(grad_ptr, output_M, HEAD_DIM, inside_M, True, HEAD_DIM, BLOCK_H)
+    out_MH = load_rows(out_ptr, output_M, HEAD_DIM, inside_M, True, HEAD_DIM, BLOCK_H)
     statistic_M = (kv_head * tokens + first) * GROUP + row_M
     lse_M = tl.load(lse_ptr + statistic_M, mask=inside_M, other=float("inf"))  # no row: P is 0
     delta_M = tl.sum(grad_MH.to(tl.float32) * out_MH.to(tl.float32), axis=1)
