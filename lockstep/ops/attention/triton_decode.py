@@ -181,15 +181,14 @@ def _decode_kernel(
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
     table_ptr += sequence.to(tl.int64) * table_stride
+    keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, 0, 0, 0)
     if AHEAD > 0:
         stored = tl.load(context_len_ptr + sequence, cache_modifier=".cg") - 1
         wanted = begin
         if WINDOW > 0:
             wanted = tl.maximum(begin, first_tile(stored, WINDOW, BLOCK_L))
-        triton_prefetch.paged(
-            k_ptr, v_ptr, table_ptr, wanted, tl.minimum(stored, begin + SPLIT), table_width, cache_rows, k_stride,
-            v_stride, PAGE_SIZE, HEAD_DIM, AHEAD,
-        )  # fmt: skip
+        last = tl.minimum(stored, begin + SPLIT)
+        triton_prefetch.paged(keys, wanted, last, table_width, cache_rows, PAGE_SIZE, HEAD_DIM, AHEAD)
         if NORM:
             lane = tl.arange(0, AHEAD)
             triton_prefetch.rows(q_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
@@ -210,7 +209,6 @@ def _decode_kernel(
     row_M = tl.arange(0, BLOCK_M)
     sequences, kv_heads = tl.num_programs(1), tl.num_programs(0)
     heads, mask_M, head_M = kv_heads * GROUP, row_M < GROUP, kv_head * GROUP + row_M
-    keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, 0, 0, 0)
     if PROJECTED:
         is_key_M = row_M == GROUP
         head_M = tl.where(is_key_M, heads + kv_head, head_M)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..rows import eighths
 from .reference import KEY_TILE
 from .triton_scores import tanh
 
@@ -124,18 +125,11 @@ def row_sum(p_ML, BLOCK_M: tl.constexpr):
     """Sums over a tile's 64 keys: for each t the keys 8 j + 2 t + b in order of (j, b), then t = (0 + 2) + (1 + 3). It
     is the order of the MMA's layout of accumulators, where it costs no more than `tl.sum`."""
     p_M6 = tl.reshape(p_ML, (BLOCK_M, 2, 2, 2, 4, 2))  # M, the bits of j, t, b
-    j0246, j1357 = tl.split(tl.permute(p_M6, (0, 4, 5, 1, 2, 3)))  # first what warps may lie along
-    j04, j26 = tl.split(j0246)
-    j15, j37 = tl.split(j1357)
-    j0, j4 = tl.split(j04)
-    j1, j5 = tl.split(j15)
-    j2, j6 = tl.split(j26)
-    j3, j7 = tl.split(j37)
-    even, odd = tl.split(j0)
+    by_j = eighths(tl.permute(p_M6, (0, 4, 5, 1, 2, 3)))  # first what warps may lie along
+    even, odd = tl.split(by_j[0])
     sum_M4 = even + odd
-    rest = (j1, j2, j3, j4, j5, j6, j7)
-    for j in tl.static_range(len(rest)):
-        even, odd = tl.split(rest[j])
+    for j in tl.static_range(1, len(by_j)):
+        even, odd = tl.split(by_j[j])
         sum_M4 = (sum_M4 + even) + odd
     return tl.sum(tl.sum(tl.reshape(sum_M4, (BLOCK_M, 2, 2)), axis=1), axis=1)
 

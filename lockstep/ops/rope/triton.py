@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 
 from .. import pdl
 from ..records import KVPages, Rotation
-from ..rows import aligned_rows, fold, unit_inner, warps
+from ..rows import aligned_rows, eighths, fold, unit_inner, warps
 
 RUN = tl.constexpr(8)  # neighbours that `sum_columns` adds one after the other
 MAX_LEVELS = tl.constexpr(8)  # of halves of a row of at most `RUN << MAX_LEVELS` columns
@@ -27,15 +27,10 @@ QK_ROWS, QK_HEADS, QK_WARPS = 16, 8, 4  # tokens and heads that a program of the
 def sum_columns(x_MB, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
     """Row sums, [M, 1]: of every `RUN` neighbours from left to right, then of the first half of those and the second,
     and so on. Written out, so that the order is not the compiler's; zeros appended to a row change no bit."""
-    x_MR222 = tl.reshape(x_MB, (BLOCK_M, BLOCK // RUN, 2, 2, 2))
-    even, odd = tl.split(x_MR222)
-    x04, x26 = tl.split(even)
-    x15, x37 = tl.split(odd)
-    x0, x4 = tl.split(x04)
-    x1, x5 = tl.split(x15)
-    x2, x6 = tl.split(x26)
-    x3, x7 = tl.split(x37)
-    sum_MR = ((((((x0 + x1) + x2) + x3) + x4) + x5) + x6) + x7
+    run = eighths(tl.reshape(x_MB, (BLOCK_M, BLOCK // RUN, 2, 2, 2)))
+    sum_MR = run[0]
+    for i in tl.static_range(1, RUN):
+        sum_MR += run[i]
     for level in tl.static_range(MAX_LEVELS):
         if (2 << level) <= BLOCK // RUN:
             halves = tl.reshape(sum_MR, (BLOCK_M, 2, BLOCK // RUN // (2 << level)))
