@@ -75,7 +75,6 @@ def _attend_causal(
     keys,
     scale,
     IS_LONG: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     FORM: tl.constexpr,
     lowest,  # these if WINDOW > 0: before this position no row sees a key
     highest,  # the first position that the last row sees
@@ -86,13 +85,13 @@ def _attend_causal(
         begin = tl.maximum(begin, lowest // BLOCK_L * BLOCK_L)
         if IS_LONG:
             entered = tl.maximum(begin, tl.minimum(tl.cdiv(highest, BLOCK_L) * BLOCK_L, end))
-            state = attend(state, q, last_M, begin, entered, keys, scale, True, PAGE_SIZE, FORM, lowest)
+            state = attend(state, q, last_M, begin, entered, keys, scale, True, FORM, lowest)
             begin = entered
     if IS_LONG:
         masked = tl.maximum(begin, tl.minimum(unmasked_end, end))
-        state = attend(state, q, last_M, begin, masked, keys, scale, False, PAGE_SIZE, FORM, lowest)
+        state = attend(state, q, last_M, begin, masked, keys, scale, False, FORM, lowest)
         begin = masked
-    return attend(state, q, last_M, begin, end, keys, scale, True, PAGE_SIZE, FORM, lowest)
+    return attend(state, q, last_M, begin, end, keys, scale, True, FORM, lowest)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -158,7 +157,7 @@ def _attention_kernel(
     token_M, head_M = row_M // GROUP, kv_head * GROUP + row_M % GROUP
     inside_M = token_M < length
     queries = Queries(q_ptr, q_stride, q_head_stride, q_rope_ptr, q_rope_stride, q_rope_head_stride)
-    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR)
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR, PAGE_SIZE)
     q = load_query_parts(queries, first + token_M, head_M, inside_M, FORM)
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
@@ -174,13 +173,11 @@ def _attention_kernel(
     if SPLIT > 0:
         state = empty_state(BLOCK_M, BLOCK_H)
         for begin in range(lowest // SPLIT * SPLIT, end, SPLIT):
-            of_split = _attend_causal(
-                q, last_M, begin, unmasked_end, tl.minimum(begin + SPLIT, end), keys, scale, IS_LONG, PAGE_SIZE,
-                FORM, lowest, highest,
-            )  # fmt: skip
-            state = merge_states(state, of_split)
+            stop = tl.minimum(begin + SPLIT, end)
+            found = _attend_causal(q, last_M, begin, unmasked_end, stop, keys, scale, IS_LONG, FORM, lowest, highest)
+            state = merge_states(state, found)
     else:
-        state = _attend_causal(q, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, PAGE_SIZE, FORM, lowest, highest)
+        state = _attend_causal(q, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, FORM, lowest, highest)
     if sinks_ptr is not None:
         state = beside_sinks(state, sinks_ptr, head_M, inside_M)
 

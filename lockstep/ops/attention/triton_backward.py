@@ -121,7 +121,7 @@ def _query_kernel(
     own = first - prefix
     inside_M = token_M < end
     queries = Queries(q_ptr, q_stride, q_head_stride, q_rope_ptr, q_rope_stride, q_rope_head_stride)
-    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR)
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR, 0, HEADS, GROUP)
     q = load_query_parts(queries, token_M, head_M, inside_M, FORM)
     output_M = token_M * HEADS + head_M
     grad_MH = load_rows(grad_ptr, output_M, HEAD_DIM, inside_M, True, HEAD_DIM, BLOCK_H)
@@ -221,7 +221,7 @@ def _key_kernel(
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, None, 0, 0, 0, k_rope_ptr, k_rope_stride)
-    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR)
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR, 0, HEADS, GROUP)
     keys = load_key_parts(keys, row_L, visible_L, True, FORM)
     grad_ptr += kv_head * GROUP * HEAD_DIM
     q_ptr += kv_head * GROUP * q_head_stride
@@ -243,22 +243,17 @@ def _key_kernel(
     if IS_LONG:
         after = begin + tl.cdiv(BLOCK_L * GROUP, BLOCK_M) * BLOCK_M  # from here on rows see the whole tile
         stop = tl.minimum(after, rows_end)
-    grads = over_queries(
-        grads, keys, row_L, visible_L, begin, stop, rows_end, rows, scale, "causal", HEADS, GROUP, BLOCK_M, FORM
-    )
+    grads = over_queries(grads, keys, row_L, visible_L, begin, stop, rows_end, rows, scale, "causal", BLOCK_M, FORM)
     if IS_LONG:
         stop = rows_end
         if WINDOW > 0:  # rows that see the tile's first key see them all
             stop = tl.minimum(rows_end, tl.maximum(after, begin + WINDOW * GROUP // BLOCK_M * BLOCK_M))
-        grads = over_queries(
-            grads, keys, row_L, visible_L, after, stop, rows_end, rows, scale, "none", HEADS, GROUP, BLOCK_M, FORM
-        )
+        grads = over_queries(grads, keys, row_L, visible_L, after, stop, rows_end, rows, scale, "none", BLOCK_M, FORM)
         if WINDOW > 0:
             stop = tl.maximum(after, begin + WINDOW * GROUP // BLOCK_M * BLOCK_M)
             grads = over_queries(
-                grads, keys, row_L, visible_L, stop, rows_end, rows_end, rows, scale, "causal", HEADS, GROUP, BLOCK_M,
-                FORM,
-            )  # fmt: skip
+                grads, keys, row_L, visible_L, stop, rows_end, rows_end, rows, scale, "causal", BLOCK_M, FORM
+            )
 
     s = tl.arange(0, BLOCK_S)
     start_S = tl.load(prefix_start_ptr + s, mask=s < segments, other=0)
@@ -283,9 +278,8 @@ def _key_kernel(
             rows_end = tl.minimum(rows_end, (tl.minimum(last, shared + length) - 1 + WINDOW - shift) * GROUP)
         rows_end = tl.where((shared < last) & (shared + length > first), rows_end, run)
         grads = over_queries(
-            grads, keys, row_L, visible_L, run, rows_end, rows_end, rows, scale, "visible", HEADS, GROUP, BLOCK_M, FORM,
-            shift,
-        )  # fmt: skip
+            grads, keys, row_L, visible_L, run, rows_end, rows_end, rows, scale, "visible", BLOCK_M, FORM, shift
+        )
         child = run_end
     dk_LH, dv_LX = grads
     if FACTOR > 0:

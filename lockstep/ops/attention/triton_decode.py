@@ -123,8 +123,8 @@ def _group_kernel(
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr + first.to(tl.int64) * table_stride, 0, 0, 0)
     state = empty_state(BLOCK_M, BLOCK_H)
-    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, 0, 0, WINDOW, FACTOR)
-    state = attend(state, (q_MH, q_MH), last_M, begin, end, keys, scale, WINDOW > 0, PAGE_SIZE, FORM, lowest)
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, 0, 0, WINDOW, FACTOR, PAGE_SIZE)
+    state = attend(state, (q_MH, q_MH), last_M, begin, end, keys, scale, WINDOW > 0, FORM, lowest)
     heads = tl.num_programs(0) * GROUP
     state_M = (split * sequences + sequence_M).to(tl.int64) * heads + head_M
     states = tl.num_programs(2).to(tl.int64) * sequences * heads
@@ -233,8 +233,8 @@ def _decode_kernel(
         found_M = row_M < tl.where(start > begin, GROUP, 0)
         state = load_state(acc_ptr, statistics_ptr, state_M, found_M, states, HEAD_DIM, BLOCK_H)
     last_M = tl.zeros((BLOCK_M,), tl.int32) + ((context if WINDOW > 0 else end) - 1)
-    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, 0, 0, WINDOW, FACTOR)
-    state = attend(state, (q_MH, q_MH), last_M, start, end, keys, scale, True, PAGE_SIZE, FORM, lowest)
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, 0, 0, WINDOW, FACTOR, PAGE_SIZE)
+    state = attend(state, (q_MH, q_MH), last_M, start, end, keys, scale, True, FORM, lowest)
     if sinks_ptr is not None:
         state = beside_sinks(state, sinks_ptr, head_M, mask_M)
     if SPLITS:

@@ -34,7 +34,7 @@ def over_keys(
     dq_MH, dq_MP = dq
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
-        row_L = key_rows(position_L, end, keys, 0)
+        row_L = key_rows(position_L, end, keys, FORM)
         k_LH, v_LH, k_LP = load_key_parts(keys, row_L, position_L < end, MASKED, FORM)
         score_ML = scores(q, (k_LH, k_LP), FORM)
         p_ML = tl.exp2(score_ML * scale - lse_M[:, None])
@@ -74,8 +74,6 @@ def over_queries(
     rows,
     scale,
     MASK: tl.constexpr,  # "causal": a query sees keys up to its row; "visible": those of visible_L; "none": all
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     FORM: tl.constexpr,
     shift=0,  # of a row's token, to what keys' rows are counted from, if WINDOW > 0
@@ -86,14 +84,13 @@ def over_queries(
     k_LH, v_LH, k_LP = keys
     for start in range(begin, stop, BLOCK_M):
         row_M = start + tl.arange(0, BLOCK_M)
-        token_M, head_M = row_M // GROUP, row_M % GROUP
+        token_M, head_M = row_M // FORM.GROUP, row_M % FORM.GROUP
         inside_M, statistic_M = row_M < end, row_M
         if FORM.ROPE_DIM > 0:
-            statistic_M = token_M.to(tl.int64) * HEADS + head_M
+            statistic_M = token_M.to(tl.int64) * FORM.HEADS + head_M
         q_MH, q_MP = load_query_parts(rows.queries, token_M, head_M, inside_M, FORM)
-        grad_MH = load_queries(
-            rows.grad_ptr, token_M, head_M, HEADS * FORM.HEAD_DIM, FORM.HEAD_DIM, inside_M, FORM.HEAD_DIM, FORM.BLOCK_H
-        )
+        WIDTH: tl.constexpr = FORM.HEAD_DIM
+        grad_MH = load_queries(rows.grad_ptr, token_M, head_M, FORM.HEADS * WIDTH, WIDTH, inside_M, WIDTH, FORM.BLOCK_H)
         lse_M = tl.load(rows.lse_ptr + statistic_M, mask=inside_M, other=float("inf"))  # no row: P is 0
         delta_M = tl.load(rows.delta_ptr + statistic_M, mask=inside_M, other=0.0)
         score_LM = scores((k_LH, k_LP), (q_MH, q_MP), FORM)

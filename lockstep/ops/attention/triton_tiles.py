@@ -47,7 +47,8 @@ class AttentionTile(NamedTuple):
 
 class AttentionForm(NamedTuple):
     """In a kernel: what is constant of a layer's attention. Blocks hold the dims; ROPE_DIM and, of `triton_scores`,
-    WINDOW and FACTOR are 0 where a layer has none."""
+    WINDOW and FACTOR are 0 where a layer has none, and PAGE_SIZE where keys are packed. A backward has all `HEADS`, in
+    groups of `GROUP`."""
 
     HEAD_DIM: Any
     BLOCK_H: Any
@@ -55,6 +56,9 @@ class AttentionForm(NamedTuple):
     BLOCK_P: Any
     WINDOW: Any
     FACTOR: Any
+    PAGE_SIZE: Any = 0
+    HEADS: Any = 0
+    GROUP: Any = 0
 
 
 class Queries(NamedTuple):
@@ -84,12 +88,12 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def key_rows(position_L, end, keys, PAGE_SIZE: tl.constexpr):
+def key_rows(position_L, end, keys, FORM: tl.constexpr):
     """Rows (int32) of absolute positions below `end`: by the block table when PAGE_SIZE > 0, else `shared + position`
     in the prefix and `own + position` after it."""
-    if PAGE_SIZE > 0:
-        page_L = tl.load(keys.table_ptr + position_L // PAGE_SIZE, mask=position_L < end, other=0)
-        return page_L * PAGE_SIZE + position_L % PAGE_SIZE
+    if FORM.PAGE_SIZE > 0:
+        page_L = tl.load(keys.table_ptr + position_L // FORM.PAGE_SIZE, mask=position_L < end, other=0)
+        return page_L * FORM.PAGE_SIZE + position_L % FORM.PAGE_SIZE
     else:
         return tl.where(position_L < keys.prefix, keys.shared, keys.own) + position_L
 
@@ -185,14 +189,13 @@ def attend(
     keys,
     scale,
     MASKED: tl.constexpr,  # some row does not see some of the keys
-    PAGE_SIZE: tl.constexpr,
     FORM: tl.constexpr,
     lowest,  # what no row sees a key before, if WINDOW > 0
 ):
     """The state with the keys at positions `begin` to `end` added: a tile of the online softmax (Milakov and Gimelshein
     2018) after the other."""
     shift_M, sum_M, acc_MH = state
-    row_L = key_rows(begin + tl.arange(0, BLOCK_L), end, keys, PAGE_SIZE)
+    row_L = key_rows(begin + tl.arange(0, BLOCK_L), end, keys, FORM)
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
         inside_L = position_L < end
@@ -214,7 +217,7 @@ def attend(
         sum_M = tl.fma(sum_M, alpha_M, row_sum(p_ML, p_ML.shape[0]))
         acc_MH = tl.dot(p_ML.to(v_LH.dtype), v_LH, acc_MH * alpha_M[:, None], input_precision="ieee")
         shift_M = new_M
-        row_L = key_rows(position_L + BLOCK_L, end, keys, PAGE_SIZE)  # a tile ahead
+        row_L = key_rows(position_L + BLOCK_L, end, keys, FORM)  # a tile ahead
     return shift_M, sum_M, acc_MH
 
 
