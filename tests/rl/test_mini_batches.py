@@ -155,5 +155,5 @@ def test_weights_of_later_mini_batches_are_corrected(config: Callable[..., RunCo
 
 def test_more_mini_batches_than_prompts_are_refused(config: Callable[..., RunConfig]) -> None:
     made = config()
-    with pytest.raises(InputError, match=r"trainer\.num_mini_batches is 4, and each .* use at most 3, or more prompts"):
+    with pytest.raises(InputError, match=r"trainer\.num_mini_batches is 4 and .*_step 3; each .* use at most 3"):
         validate(replace(made, trainer=replace(made.trainer, num_mini_batches=4)))

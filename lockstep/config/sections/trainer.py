@@ -50,10 +50,11 @@ class TrainerConfig(Section):
         return self.num_iterations * self.num_mini_batches
 
     def check(self) -> None:
+        prompts = self.prompts_per_step
         refuse(
-            self.num_mini_batches > self.prompts_per_step,
-            f"trainer.num_mini_batches is {self.num_mini_batches}, and each has at least one of "
-            f"trainer.prompts_per_step; use at most {self.prompts_per_step}, or more prompts",
+            self.num_mini_batches > prompts,
+            f"trainer.num_mini_batches is {self.num_mini_batches} and trainer.prompts_per_step {prompts}; each has at "
+            f"least one prompt, so use at most {prompts}",
         )
 
     def unread(self) -> Iterator[tuple[str, str]]:
