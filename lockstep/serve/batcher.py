@@ -69,7 +69,6 @@ class Batcher:
         self._failures = 0
 
     def submit(self, job: Job) -> None:
-        """Have it run."""
         self._inbox.put(partial(self._add, job))
 
     def cancel(self, job: Job) -> None:
@@ -97,7 +96,6 @@ class Batcher:
             raise LockstepError(f"the engine failed {FAILURES} times in a row; see the messages before this one")
 
     def end(self, error: Exception) -> None:
-        """End every job with `error`."""
         self._take_in(0)
         self._drop_all(error)
         self._hand_out()

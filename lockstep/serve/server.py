@@ -101,7 +101,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(socket: socket.socket) -> str:
-    """Where it listens."""
     host, port = socket.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -109,7 +108,12 @@ def url_of(socket: socket.socket) -> str:
 def http_server(app: FastAPI, leaving: int) -> uvicorn.Server:
     """What answers with an application, and has so many seconds to send its answers once it is told to end."""
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=leaving
+        app,
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=leaving,
     )
     return uvicorn.Server(config)
 
