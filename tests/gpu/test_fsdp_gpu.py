@@ -25,9 +25,14 @@ def found(request: pytest.FixtureRequest, launch: Launch) -> dict[str, Any]:
     return launch(2, RANKS, "cuda", PYTORCH_CUDA_ALLOC_CONF=request.param)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "experts", "state_in_one_process", "offloaded", "whole_sequences"])
+@pytest.mark.parametrize("kind", ["bfloat16", "experts", "state_in_one_process", "offloaded", "a_critic"])
 def test_two_gpus_have_the_bits_of_one(found: dict[str, Any], kind: str) -> None:
     assert found[kind] == [[], []]
+
+
+def test_frozen_parameters_groups_and_a_teacher_have_the_bits_of_one(found: dict[str, Any]) -> None:
+    assert [unlike for unlike, *_ in found["parameter_groups"]] == [[], []]
+    assert found["a_teacher"][:2] == [[], []]
 
 
 def test_adding_in_another_order_would_be_noticed(found: dict[str, Any]) -> None:
