@@ -285,7 +285,7 @@ READERS: dict[str, Callable[[Figures], Lines]] = {
 def key_figures(figures: Figures | None) -> list[str]:
     """What a benchmark's file says; nothing where there is no file or no target. A file may be incomplete."""
     reader = READERS.get((figures or {}).get("benchmark", ""))
-    found: list[str] = []
+    found = [figures["where"]] if figures and "where" in figures else []
     if figures is not None and reader is not None:
         try:
             found.extend(reader(figures))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -194,7 +195,8 @@ def test_the_command_line_takes_the_runs_that_cases_begin(
 
     fsdp, settings = (importlib.import_module(f"cases.{name}") for name in ("fsdp", "settings"))
     given = argparse.Namespace(device="cuda", processes=2, steps=3)
-    begun = [fsdp.command(way, tmp_path, given) for way in fsdp.WAYS]
+    ways = itertools.product(fsdp.WAYS, (False, True))
+    begun = [fsdp.command(way, tmp_path, argparse.Namespace(**vars(given), ranks_share_gpu=s)) for way, s in ways]
     begun += [settings.command(case, tmp_path, tmp_path, "cuda") for case in settings.CASES.values()]
     alike = {tuple(words[words.index("lockstep") + 1 :]): "torch.distributed.run" in words for words in begun}
     for words, several in alike.items():

@@ -150,9 +150,9 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "rl": ("critic dealing dynamic_sampling step_checks step_metrics", "loop", "sample_again sft_warmup"),
     "run": (
-        "checkpoint.files",
+        "checkpoint.files metrics",
         "checkpoint.saver",
-        "checkpoint closing crash display lock metrics",
+        "checkpoint closing crash display lock",
         "faults resume timeline trackers",
         "report",
         "recorder",

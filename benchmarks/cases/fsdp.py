@@ -3,7 +3,8 @@
 One model, one seed, several ways to arrange the collectives; all must write the same rollouts and weights in every bit,
 those that share products the same as each other, and in the first step the rollouts of all.
 Each way is `lockstep train` in processes of its own (`torchrun`), with captured graphs, on CUDA graphs where there are
-GPUs. Times are medians over the steps but the first, of the slowest process; memory is that of the fullest GPU.
+GPUs. Times are medians over the steps but the first, of the slowest process; memory is that of the fullest GPU. Where
+ranks share a GPU, times and memory mean nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from typing import Any
 import torch
 from cases import seed_workload
 from common import Report
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+from sharing import KV_CACHE_TOKENS, WHERE, on_one_gpu
 
 LIMIT_S = 600.0  # of a way
 PUSHED = "--parallel.symmetric-memory"  # of GPUs alone
@@ -49,6 +53,8 @@ def command(name: str, folder: Path, given: argparse.Namespace) -> list[str]:
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(given.processes)] if several else []
     own += ("--parallel.timeout", "120") if several else ()
     prompts, samples, tokens = (16, 8, 256) if on_gpu else (4, 4, 12)
+    if given.ranks_share_gpu:
+        tokens, own = 32, (*own, "--generator.kv-cache-tokens", str(KV_CACHE_TOKENS))
     return [
         *(sys.executable, *start, "-m", "lockstep", "train", "dataset", "--run-dir", str(run_dir(name, folder))),
         *("--model", str(folder / "model"), "--data", str(folder / "prompts.jsonl"), "--device", given.device),
@@ -67,7 +73,9 @@ def run_dir(name: str, folder: Path) -> Path:
 def run_way(name: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """One way, from its run folder."""
     words = command(name, folder, given)
-    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S)
+    shared = on_one_gpu(given.processes) if given.ranks_share_gpu and WAYS[name][0] else {}
+    to_here: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(words, timeout=LIMIT_S, env=os.environ | shared, **to_here)
     if done.returncode != 0:
         raise SystemExit(f"{name}: ended with {done.returncode}\n{done.stdout[-4000:]}")
     return outcome(run_dir(name, folder))
@@ -106,17 +114,22 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=2, help="GPUs, or processes of a CPU (default: 2)")
     parser.add_argument("--arch", help="default: qwen3-0.6b on GPUs, tiny on a CPU")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--ranks-share-gpu", action="store_true", help="all on the first GPU: for their words alone")
     parser.add_argument("--only", nargs="+", choices=list(WAYS), default=list(WAYS))
 
 
 def measure(given: argparse.Namespace, report: Report) -> None:
     on_gpu = given.device == "cuda"
-    if on_gpu and torch.cuda.device_count() < given.processes:
-        raise SystemExit(f"--processes is {given.processes}, and there are {torch.cuda.device_count()} GPUs")
+    needed, there = 1 if given.ranks_share_gpu else given.processes, torch.cuda.device_count()
+    if on_gpu and there < needed:
+        raise SystemExit(f"--processes is {given.processes}, and there are {there} GPUs; --ranks-share-gpu needs one")
     arch = given.arch or ("qwen3-0.6b" if on_gpu else "tiny")
     allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     figures = report.figures
     figures |= {"arch": arch, "processes": given.processes, "allocator": allocator, "ways": {}}
+    if given.ranks_share_gpu:
+        figures["where"] = WHERE
+        report.notes.append(f"{WHERE}: times and memory mean nothing")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         seed_workload.prepare(folder, arch)

@@ -6,8 +6,6 @@ The server and its clients are processes of their own. Requests are token ids in
 from __future__ import annotations
 
 import argparse
-import asyncio
-import hashlib
 import json
 import random
 import statistics
@@ -15,12 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import http_clients
 import torch
 from common import Report, peer_environment, seconds
 
@@ -52,33 +51,34 @@ def make_requests(count: int, prompt: int, new: tuple[int, int], path: str, seed
     return made
 
 
-def digest(token_ids: list[int], logprobs: list[float], model_logprobs: list[float]) -> str:
-    """Of every bit of a sample."""
-    exact = [token_ids, [x.hex() for x in logprobs], [x.hex() for x in model_logprobs]]
-    return hashlib.sha256(json.dumps(exact).encode()).hexdigest()
-
-
 # ---- in process ----
 
 
 def in_process(
-    folder: Path, args: argparse.Namespace, rounds: list[list[Request]]
-) -> tuple[list, dict[str, list[float]]]:
-    """The completions of the first round's requests, and the seconds of the others by an engine without a server: in
-    turn with all requests given to it at once, and with as many open at a time as a server's clients have."""
+    folder: Path, args: argparse.Namespace, first: list[Request], rounds: dict[str, list[list[Request]]]
+) -> tuple[list[Any], dict[str, dict[str, list[float]]]]:
+    """The completions of the first requests, and by path the seconds of each round after its first, with no server: in
+    turn with all requests given to the engine at once, and with as many open at a time as a server's clients have.
+    """
     from lockstep.config import GeneratorConfig
     from lockstep.session.generate import LLM
 
     with LLM(folder, device=args.device, config=GeneratorConfig(max_num_seqs=args.concurrent)) as llm:
-        work = [as_engine_takes_them(requests) for requests in rounds]
-        engine = llm.engine_for(args.concurrent, args.context, work[0][1][: len(KINDS)])
-        first = engine.generate(*work[0])
-        device = args.device
-        queued = [seconds(lambda one=one: engine.generate(*one), device) for one in work[1::2]]
-        opened = [seconds(lambda one=one: keep_open(engine, one, args.concurrent), device) for one in work[2::2]]
-    if device == "cuda":
+        _, sampling, _ = as_engine_takes_them(make_requests(len(KINDS), args.prompt, (args.new, args.new), TOKENS))
+        engine = llm.engine_for(args.concurrent, args.context, sampling)
+        completions = [group[0] for group in engine.generate(*as_engine_takes_them(first))] if first else []
+        times = {path: engine_s(engine, of_path, args) for path, of_path in rounds.items()}
+    if args.device == "cuda":
         torch.cuda.empty_cache()
-    return [group[0] for group in first], {"queued": queued, "open": opened}
+    return completions, times
+
+
+def engine_s(engine: Any, rounds: list[list[Request]], args: argparse.Namespace) -> dict[str, list[float]]:
+    work = [as_engine_takes_them(requests) for requests in rounds]
+    engine.generate(*work[0])
+    queued = [seconds(lambda one=one: engine.generate(*one), args.device) for one in work[1::2]]
+    opened = [seconds(lambda one=one: keep_open(engine, one, args.concurrent), args.device) for one in work[2::2]]
+    return {"queued": queued, "open": opened}
 
 
 def keep_open(engine: Any, work: tuple[list, list, list], concurrent: int) -> None:
@@ -147,97 +147,6 @@ def used_gpu_mib(device: str) -> float:
 # ---- clients ----
 
 
-async def exchange(url: str, path: str, body: bytes, held: list[Any]) -> tuple[int, bytes]:
-    """(status, body) of a request over a connection that is kept in `held`; a bare client, which costs little."""
-    host, port = url.removeprefix("http://").split(":")
-    if not held:
-        held += await asyncio.open_connection(host, int(port), limit=1 << 24)
-    reader, writer = held
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
-    length = next(int(line.split(":")[1]) for line in lines if line.startswith("content-length:"))
-    return int(lines[0].split()[1]), await reader.readexactly(length)
-
-
-def check(request: dict[str, Any], status: int, body: bytes) -> str:
-    """What is wrong with an answer; empty: nothing."""
-    if status != 200:
-        return f"status {status}: {body[:200]!r}"
-    if not request["digest"]:
-        return ""
-    choice = json.loads(body)["choices"][0]
-    content = choice["logprobs"]["content"]
-    columns = [[entry[name] for entry in content] for name in ("logprob", "model_logprob")]
-    return "" if digest(choice["token_ids"], *columns) == request["digest"] else "other bits"
-
-
-class Client:
-    """Clients of one process: `count` at a time, over `requests`, once each or at random for some seconds."""
-
-    def __init__(self, spec: dict[str, Any]) -> None:
-        self.spec, self.requests = spec, spec["requests"]
-        self.bodies = [json.dumps(request["body"]).encode() for request in self.requests]
-        self.left = list(range(len(self.requests)))
-        self.draw = random.Random(spec["seed"])
-        self.until = time.monotonic() + spec["seconds"]
-        self.result: dict[str, Any] = {"done": 0, "left": 0, "wrong": [], "latencies": []}
-        self.answers: list[tuple[int, int, bytes]] = []
-
-    async def run(self) -> dict[str, Any]:
-        self.until = time.monotonic() + self.spec["seconds"]
-        await asyncio.gather(*(self.one() for _ in range(self.spec["count"])))
-        for i, status, body in self.answers:
-            self.note(check(self.requests[i], status, body))
-        return self.result
-
-    def note(self, wrong: str) -> None:
-        self.result["done"] += 1
-        if wrong:
-            self.result["wrong"].append(wrong)
-
-    async def one(self) -> None:
-        held: list[Any] = []
-        while (i := self.next()) is not None:
-            if self.spec["leaving"] and self.draw.random() < self.spec["leaving"]:
-                await self.leave(i)
-                continue
-            began = time.monotonic()
-            status, body = await exchange(self.spec["url"], self.requests[i]["path"], self.bodies[i], held)
-            self.result["latencies"].append(time.monotonic() - began)
-            if self.spec["seconds"]:
-                self.note(check(self.requests[i], status, body))
-            else:
-                self.answers.append((i, status, body))
-        if held:
-            held[1].close()
-
-    def next(self) -> int | None:
-        if self.spec["seconds"]:
-            return self.draw.randrange(len(self.requests)) if time.monotonic() < self.until else None
-        return self.left.pop() if self.left else None
-
-    async def leave(self, i: int) -> None:
-        """Ask, and go before the answer."""
-        held: list[Any] = []
-        asking = exchange(self.spec["url"], self.requests[i]["path"], self.bodies[i], held)
-        try:
-            await asyncio.wait_for(asking, self.draw.random() * 0.05)
-            self.note("")
-        except TimeoutError:
-            self.result["left"] += 1
-        if held:
-            held[1].close()
-
-
-def part(_: str) -> dict[str, Any]:
-    """A process of clients: its work comes on standard input, and so does the word to begin."""
-    client = Client(json.loads(sys.stdin.readline()))
-    print("ready", flush=True)
-    sys.stdin.readline()
-    return asyncio.run(client.run())
-
-
 class Clients:
     """Several processes of clients, which begin together."""
 
@@ -247,7 +156,7 @@ class Clients:
             own = requests if seconds else requests[number::CLIENT_PROCESSES]
             spec = {"url": url, "requests": [vars(r) for r in own], "count": clients // CLIENT_PROCESSES}
             spec |= {"seconds": seconds, "leaving": leaving, "seed": number}
-            command = [sys.executable, sys.argv[0], "serve", "--part", "clients"]
+            command = [sys.executable, http_clients.__file__]
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(json.dumps(spec) + "\n")
@@ -262,10 +171,6 @@ class Clients:
             process.stdin.write("go\n")
             process.stdin.flush()
 
-    @property
-    def running(self) -> bool:
-        return any(process.poll() is None for process in self.processes)  # each ends once it has told its result
-
     def results(self) -> dict[str, Any]:
         """Of all, added up."""
         found = [json.loads(process.stdout.readline()) for process in self.processes if process.stdout is not None]
@@ -275,26 +180,21 @@ class Clients:
 # ---- what is measured ----
 
 
-def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def loaded(
+    url: str, process: subprocess.Popen[str], requests: list[Request], args: argparse.Namespace
+) -> dict[str, Any]:
     """Clients for some minutes, some of whom leave; every answer has the bits of its request alone."""
-    requests = make_requests(args.requests, args.prompt, (args.new // 4, args.new), TOKENS)
-    completions, _ = in_process(folder, args, [requests])
-    expected = [
-        Request(r.path, r.body, r.prompt, digest(c.token_ids, c.logprobs, c.model_logprobs))
-        for r, c in zip(requests, completions, strict=True)
-    ]
-    memory: list[tuple[float, float, float]] = []
-    with server(folder, args) as (url, process):
-        clients = Clients(url, expected, args.clients, args.minutes * 60, leaving=0.05)
-        clients.begin()
-        began = time.monotonic()
-        while clients.running:
-            memory.append((time.monotonic() - began, resident_mib(process), used_gpu_mib(args.device)))
-            time.sleep(min(5.0, args.minutes * 6))
-        results = clients.results()
+    memory: list[tuple[float, float]] = []
+    clients = Clients(url, requests, args.clients, args.minutes * 60, leaving=0.05)
+    clients.begin()
+    until = time.monotonic() + args.minutes * 60
+    while time.monotonic() < until:
+        memory.append((resident_mib(process), used_gpu_mib(args.device)))
+        time.sleep(min(5.0, args.minutes * 6))
+    results = clients.results()
     latencies = sorted(results.pop("latencies"))
     third = memory[len(memory) // 3 :]
-    half = len(third) // 2
+    halves = third[: len(third) // 2], third[len(third) // 2 :]
     return {
         "clients": args.clients,
         "minutes": args.minutes,
@@ -304,24 +204,19 @@ def load(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "first_wrong": results["wrong"][:3],
         "median_latency_s": statistics.median(latencies),
         "p99_latency_s": latencies[int(len(latencies) * 0.99)],
-        "resident_mib": [statistics.mean(m[1] for m in part) for part in (third[:half], third[half:])],
-        "gpu_mib": [statistics.mean(m[2] for m in part) for part in (third[:half], third[half:])],
+        "resident_mib": [statistics.mean(m[0] for m in half) for half in halves],
+        "gpu_mib": [statistics.mean(m[1] for m in half) for half in halves],
     }
 
 
-def overhead(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the same requests in process and through the server, `concurrent` at a time."""
-    figures: dict[str, Any] = {"concurrent": args.concurrent, "requests": args.rounds * args.concurrent}
-    lengths = args.new // 2, args.new
-    for path in (TOKENS, COMPLETIONS):
-        requests = make_requests(args.rounds * args.concurrent, args.prompt, lengths, path, seed=1)
-        tokens = sum(r.body.get("sampling_params", r.body)["max_tokens"] for r in requests)
-        rounds = [fresh(requests, i) for i in range(2 * args.repeats + 1)]  # the first makes what is made late
-        _, alone = in_process(folder, args, rounds)
-        with server(folder, args) as (url, _):
-            times = [served_s(url, of_round, args.concurrent) for of_round in rounds[: args.repeats + 1]]
-        figures[path] = compared(tokens, alone["open"], times[1:]) | {"queued_s": sorted(alone["queued"])}
-    return figures
+def overhead_rounds(path: str, args: argparse.Namespace) -> list[list[Request]]:
+    """The same lengths again and again; the first round makes what is made late."""
+    requests = make_requests(args.rounds * args.concurrent, args.prompt, (args.new // 2, args.new), path, seed=1)
+    return [fresh(requests, i) for i in range(2 * args.repeats + 1)]
+
+
+def sampled(requests: list[Request]) -> int:
+    return sum(r.body.get("sampling_params", r.body)["max_tokens"] for r in requests)
 
 
 def served_s(url: str, requests: list[Request], concurrent: int) -> float:
@@ -356,9 +251,8 @@ def compared(tokens: int, alone: list[float], served: list[float]) -> dict[str, 
 
 
 def vllm_served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """The completions of `overhead` through vLLM's own server, if it is installed."""
-    requests = make_requests(args.rounds * args.concurrent, args.prompt, (args.new // 2, args.new), COMPLETIONS, seed=1)
-    tokens = sum(r.body["max_tokens"] for r in requests)
+    """The overhead's completions through vLLM's own server, if it is installed."""
+    rounds = overhead_rounds(COMPLETIONS, args)[: args.repeats + 1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", "18765"]
     command += ["--served-model-name", "served", "--max-model-len", str(args.context)]
     command += ["--max-num-seqs", str(args.concurrent), "--dtype", "bfloat16", "--gpu-memory-utilization", "0.6"]
@@ -371,14 +265,14 @@ def vllm_served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             while process.poll() is None and time.monotonic() < deadline and "startup complete" not in log.read_text():
                 time.sleep(1)
             assert process.poll() is None, log.read_text()[-2000:]
-            times = [served_s(url, fresh(requests, i), args.concurrent) for i in range(args.repeats + 1)]
+            times = [served_s(url, of_round, args.concurrent) for of_round in rounds]
         finally:
             process.terminate()
-    return {"served_s": sorted(times[1:]), "served_tokens_per_s": tokens / statistics.median(times[1:])}
+    return {"served_s": sorted(times[1:]), "served_tokens_per_s": sampled(rounds[0]) / statistics.median(times[1:])}
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=["load", "overhead"], nargs="+", default=["load", "overhead"])
+    parser.add_argument("--only", choices=["load", "overhead"], nargs="*", default=["load", "overhead"])
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--clients", type=int, default=64, help="of the load (default: 64)")
     parser.add_argument("--minutes", type=float, default=2.0, help="of the load (default: 2)")
@@ -394,17 +288,42 @@ def flags(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> bool:
     from lockstep.models.init import init_folder
 
-    parts = {"load": load, "overhead": overhead, "vLLM's server": vllm_served}
-    chosen = [*args.only, *(["vLLM's server"] if args.peer == "vllm" else [])]
     figures = report.figures
     figures["arch"] = args.arch or ("tiny" if args.device == "cpu" else "qwen3-0.6b")
     rows = [["part", "", ""]]
     report.tables.append(rows)
+
+    def keep(name: str, found: dict[str, Any]) -> None:
+        figures[name] = found
+        rows.extend([name, key, str(value)] for key, value in found.items())
+        report.save()
+
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "model"
         init_folder(figures["arch"], folder, seed=0)
-        for name in chosen:
-            figures[name] = parts[name](folder, args)
-            rows += [[name, key, str(value)] for key, value in figures[name].items()]
-            report.save()
+        if args.only:
+            ours(folder, args, keep)
+        if args.peer == "vllm":
+            keep("vLLM's server", vllm_served(folder, args))
     return bool(figures.get("load", {}).get("wrong"))
+
+
+def ours(folder: Path, args: argparse.Namespace, keep: Callable[[str, dict[str, Any]], None]) -> None:
+    """One engine in process and one server do all that is asked for."""
+    load, paths = "load" in args.only, (TOKENS, COMPLETIONS) if "overhead" in args.only else ()
+    requests = make_requests(args.requests, args.prompt, (args.new // 4, args.new), TOKENS) if load else []
+    rounds = {path: overhead_rounds(path, args) for path in paths}
+    completions, alone = in_process(folder, args, requests, rounds)
+    with server(folder, args) as (url, process):
+        for path, of_path in rounds.items():
+            times = [served_s(url, of_round, args.concurrent) for of_round in of_path[: args.repeats + 1]]
+            found = compared(sampled(of_path[0]), alone[path]["open"], times[1:])
+            concurrent = {"concurrent": args.concurrent, "requests": len(of_path[0])}
+            keep(f"overhead, {path}", concurrent | found | {"queued_s": sorted(alone[path]["queued"])})
+        if load:
+            keep("load", loaded(url, process, [*map(expecting, requests, completions)], args))
+
+
+def expecting(request: Request, completion: Any) -> Request:
+    bits = http_clients.digest(completion.token_ids, completion.logprobs, completion.model_logprobs)
+    return replace(request, digest=bits)

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..errors import InputError, refuse
 from ..session.generate import LLM
+from ..session.signals import handled_by
 from ..types import SamplingParams
 
 HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer.\n"
@@ -29,10 +30,8 @@ class Conversation:
         self._templated = bool(llm.policy.tokenizer.chat_template) and not plain
         given = {"--system-prompt": system, "--chat-template-kwargs": llm.policy.template_variables}
         for flag, value in given.items():
-            if value and not self._templated:
-                raise InputError(
-                    f"{flag} needs a chat template, which is not there or turned off by --plain; remove it"
-                )
+            useless = bool(value) and not self._templated
+            refuse(useless, f"{flag} needs a chat template, which is not there or turned off by --plain; remove it")
         self._first: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._turns = 0
         self.reset()
@@ -111,8 +110,5 @@ def interrupts() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():  # only there may signals be caught
         yield lambda: False
         return
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    try:
+    with handled_by(lambda number, _: pressed.append(number), [signal.SIGINT]):
         yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -182,7 +182,7 @@ def _sampling(flags: Generate | Chat, **more: Any) -> SamplingParams:
 
     names = ("temperature", "top_k", "top_p", "min_p", "max_completion_length")
     sampling = SamplingParams(**{name: getattr(flags, name) for name in names}, **more)
-    check_sampling(sampling, flags.seed)
+    check_sampling(sampling)
     return sampling
 
 
@@ -213,14 +213,12 @@ def _in_order(llm: LLM, prompts: list[Any], sampling: SamplingParams) -> Iterato
         held[piece.prompt, piece.sample] += piece.text
         if piece.completion is not None:
             finished.add((piece.prompt, piece.sample))
-        yield held.pop(order[turn], "")
-        held[order[turn]] = ""
-        while turn < len(order) and order[turn] in finished:
-            yield held[order[turn]] + "\n"
+        yield held.pop(order[turn])
+        while order[turn] in finished and turn + 1 < len(order):
             turn += 1
-            if turn < len(order):
-                yield _heading(turn, len(order)) + held[order[turn]]
-                held[order[turn]] = ""
+            yield "\n" + _heading(turn, len(order)) + held.pop(order[turn])
+        held[order[turn]] = ""
+    yield "\n"
 
 
 def _heading(index: int, total: int) -> str:

@@ -211,7 +211,7 @@ class _AnswerFlags(_ModelFlags):
 
 def _own_first(kind: Any) -> Any:
     """Order a command's flags as its help shows them: those that must be given, its own, those that it inherits."""
-    inherited = {item.name for base in kind.__mro__[1:-1] for item in fields(base)}
+    inherited = {item.name for base in filter(is_dataclass, kind.__mro__[1:]) for item in fields(base)}
 
     def rank(item: Field) -> int:
         return 0 if item.default is item.default_factory is MISSING else 1 + (item.name in inherited)

@@ -256,6 +256,7 @@ class World:
                 torch.cuda.synchronize()
         finally:
             timer.cancel()
+            timer.join()  # as `watched` does
 
     @contextlib.contextmanager
     def watched(self, doing: str) -> Iterator[Callable[[], None]]:
@@ -272,11 +273,13 @@ class World:
                 if time.monotonic() - latest[0] > seconds:
                     self._give_up(doing, seconds)
 
-        threading.Thread(target=watch, daemon=True).start()
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
         try:
             yield lambda: latest.__setitem__(0, time.monotonic())
         finally:
             over.set()
+            thread.join()  # it holds this world, whose groups must not end while the interpreter does: that aborts
 
     @contextlib.contextmanager
     def told_by(self, told: Callable[[str], str]) -> Iterator[None]:

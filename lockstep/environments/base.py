@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,27 @@ class Problem:
     columns: dict[str, Any] = field(default_factory=dict)
     worked_example: str | None = None
     origin: str = ""
+
+
+class Source(ABC):
+    """Data rows, read one at a time; `data` names them in messages."""
+
+    def __init__(self, data: str) -> None:
+        self._data = data
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def row(self, index: int) -> dict[str, Any]:
+        """Row `index`, read or made anew."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self.row, range(len(self)))
+
+    def origin(self, index: int) -> str:
+        """The data and the row, counted from 0."""
+        return f"{self._data} row {index}"
 
 
 @dataclass(frozen=True)

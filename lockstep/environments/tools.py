@@ -145,8 +145,7 @@ def _text(content: Any) -> str:
     if not content or not all(isinstance(part, dict) and "type" in part for part in content):
         return str(content)
     other = next((part["type"] for part in content if part["type"] != "text"), None)
-    if other is not None:
-        raise InputError(f"a tool returned a part of type {other}; only text can be shown to the model")
+    refuse(other is not None, f"a tool returned a part of type {other}; only text can be shown to the model")
     return "".join(str(part.get("text", "")) for part in content)
 
 

@@ -125,6 +125,8 @@ class FolderWeights:
         extremes: dict[tuple[Path, str, torch.dtype], list[Tensor]] = {}  # on the device: nothing waits for a tensor
         with ExitStack() as opened:
             placed, head = self._placed(opened)
+            if wanted.get("value_head"):
+                placed += self._value_head(opened)
             for found, piece, rows in placed:
                 for values in fill_rows(found, piece, rows, wanted.get(piece.parameter, ())):
                     pair = torch.stack(torch.aminmax(values))  # a NaN is both
@@ -132,7 +134,6 @@ class FolderWeights:
             _require_finite(extremes)
             if head is not None:
                 _require_tied(head, wanted.get("embed", ()))
-        self._fill_value_head(wanted.get("value_head", ()))
 
     def _placed(self, opened: ExitStack) -> tuple[list[tuple[Found, WeightSlice, Tensor]], Found | None]:
         """The folder's tensors with what they are in the decoder, its rows without memory; and a head of its own where
@@ -161,23 +162,22 @@ class FolderWeights:
             )
         return placed, head
 
-    def _fill_value_head(self, wanted: Sequence[Held]) -> None:
+    def _value_head(self, opened: ExitStack) -> list[tuple[Found, WeightSlice, Tensor]]:
+        """A critic's, in a file of its own, where there is one."""
         from safetensors import SafetensorError
 
         path = self.folder / VALUE_HEAD
-        if not wanted or not path.exists():
-            return
+        if not path.exists():
+            return []
         try:
             reader = TensorReader(path)
             stored = reader.tensors["value_head"]
         except (OSError, SafetensorError, KeyError) as error:
             raise InputError(f"{path}: not a safetensors file with a value_head ({error})") from error
-        _require_form(stored.entry, torch.empty(1, self.config.hidden_size), f"{path}: value_head")
-        for values, first in wanted:
-            with _reading(path):
-                stored.fill(first, values)
-            _require_finite({(path, "value_head", values.dtype): [torch.stack(torch.aminmax(values))]})
-        reader.close()
+        opened.callback(reader.close)
+        rows = torch.empty(1, self.config.hidden_size, device="meta")
+        _require_form(stored.entry, rows, f"{path}: value_head")
+        return [(Found("value_head", path, stored), _VALUE_HEAD_PIECE, rows)]
 
 
 def _require_form(entry: Entry, expected: Tensor, where: str) -> None:
@@ -198,8 +198,10 @@ def _require_tied(head: Found, embed: Sequence[Held]) -> None:
     for values, first in embed:
         for at in range(0, values.numel(), CHUNK_BYTES):
             own = torch.empty_like(part := values[at : at + CHUNK_BYTES])
-            with _reading(head.file):
+            try:
                 head.stored.fill(first + at, own)
+            except OSError as error:
+                raise InputError(f"{head.file}: cannot be read ({error})") from error
             if not torch.equal(own, part):
                 raise InputError(
                     f"{head.file}: {HEAD} differs from the embedding, and tie_word_embeddings is true in config.json; "
@@ -215,14 +217,6 @@ def _require_finite(extremes: Mapping[tuple[Path, str, torch.dtype], Sequence[Te
     finite = torch.stack([pair.float() for _, pair in pairs]).isfinite().all(1).tolist()
     for ((file, name, dtype), _), good in zip(pairs, finite, strict=True):
         refuse(not good, f"{file}: {name} has values that are NaN or infinite as {dtype}; the model is damaged")
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error})") from error
 
 
 def save_model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,22 +53,16 @@ def _numbers(name: str, blocks: Stored, scales: Stored) -> Stored:
         both = f"{BLOCKS} {list(shape)} and {SCALES} {list(scales.entry.shape)}"
         raise InputError(f"{name} has {both}; they must be uint8 [..., N, G, 16] and [..., N, G]")
     *leading, outputs, groups, _ = shape
-    return Stored(Entry(torch.bfloat16, (*leading, groups * 32, outputs)), _Parts(blocks, scales).fill)
+    return Stored(Entry(torch.bfloat16, (*leading, groups * 32, outputs)), partial(_fill, blocks, scales))
 
 
-class _Parts(NamedTuple):
-    """The two parts of a tensor, in which the columns of its matrices are rows."""
-
-    blocks: Stored
-    scales: Stored
-
-    def fill(self, first: int, values: Tensor, step: int = 0) -> None:
-        """See `Fill`: columns of a matrix, all of its rows."""
-        *_, outputs, groups, _ = self.blocks.entry.shape
-        assert step == outputs and len(values) == groups * 32
-        matrix, column = divmod(first, len(values) * outputs)
-        at, shape = (matrix * outputs + column) * groups, (values.shape[1], groups)
-        block, scale = torch.empty((*shape, 16), dtype=torch.uint8), torch.empty(shape, dtype=torch.uint8)
-        self.blocks.fill(at * 16, block.view(-1))
-        self.scales.fill(at, scale.view(-1))
-        values.copy_(dequantized(block, scale))
+def _fill(blocks: Stored, scales: Stored, first: int, values: Tensor, step: int = 0) -> None:
+    """See `Fill`: columns of a matrix, all of its rows. In both parts the columns are rows."""
+    *_, outputs, groups, _ = blocks.entry.shape
+    assert step == outputs and len(values) == groups * 32
+    matrix, column = divmod(first, len(values) * outputs)
+    at, shape = (matrix * outputs + column) * groups, (values.shape[1], groups)
+    block, scale = torch.empty((*shape, 16), dtype=torch.uint8), torch.empty(shape, dtype=torch.uint8)
+    blocks.fill(at * 16, block.view(-1))
+    scales.fill(at, scale.view(-1))
+    values.copy_(dequantized(block, scale))

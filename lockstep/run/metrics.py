@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, LockstepError
+from ..errors import InputError, LockstepError, refuse
 from ..json_file import to_json
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def title_of(name: str) -> str:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path | str) -> Iterator[None]:
     """Turns what the disk refuses inside (no space left, say) into a `LockstepError` naming `path`."""
     try:
         yield
@@ -194,8 +194,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    if not path.is_file():
-        raise InputError(f"{path} is not a regular file; move it away")
+    refuse(not path.is_file(), f"{path} is not a regular file; move it away")
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):

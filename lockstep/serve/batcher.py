@@ -80,11 +80,6 @@ class Batcher:
         """Make a turn that waits for jobs return. A signal handler may call it."""
         self._inbox.put(lambda: None)
 
-    @property
-    def busy(self) -> bool:
-        """Whether jobs are unfinished, of those that were taken in."""
-        return bool(self._jobs)
-
     def turn(self, wait: float | None = None) -> None:
         """Take in what has come, launch once, and deliver; without a job wait, for `wait` seconds at most.
 

@@ -5,13 +5,13 @@ The first SIGTERM or Ctrl-C stops taking connections and lets requests finish, f
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 
 import uvicorn
@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from ..errors import InputError, LockstepError, Terminated
 from ..machine import many_connections, settled, short_turns
 from ..session.generate import LLM
+from ..session.signals import handled_by
 from ..types import SamplingParams
 from .app import make_app
 from .errors import closing
@@ -108,7 +109,7 @@ def url_of(socket: socket.socket) -> str:
 def http_server(app: FastAPI, leaving: int) -> uvicorn.Server:
     """What answers with an application, and has so many seconds to send its answers once it is told to end."""
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=leaving
+        app, log_config=None, access_log=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=leaving
     )
     return uvicorn.Server(config)
 
@@ -122,8 +123,7 @@ def serve(load: Callable[[], LLM], settings: Settings) -> None:
             server.run()
 
 
-@contextlib.contextmanager
-def _stopped_by_signals(server: Server) -> Iterator[None]:
+def _stopped_by_signals(server: Server) -> AbstractContextManager[None]:
     """Within it the first signal stops the server, and another raises: `KeyboardInterrupt`, or `Terminated`."""
 
     def handle(number: int, _: FrameType | None) -> None:
@@ -134,12 +134,4 @@ def _stopped_by_signals(server: Server) -> Iterator[None]:
         else:
             raise Terminated(signal.Signals(number))
 
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handled_by(handle, [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import GeneratorConfig, check_range
+from ..config import GeneratorConfig
+from ..config.sections.section import Section, between
 from ..errors import refuse
 
 USUAL_CONTEXT = 8192  # tokens a request, where the model allows more and nobody asks for it: block tables are that wide
@@ -12,39 +13,34 @@ STEPS_PER_SYNC = 4  # tokens that a stream shows together, and that pass before 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Section):
     """Where a server listens, whom it answers, and what it takes on."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every one of this machine's."""
-    port: int = 8000
+    port: int = between(0, 65535, default=8000)
     """Port to listen on; 0 takes a free one."""
     api_key: str | None = None
     """Key that clients must send; LOCKSTEP_API_KEY in the environment sets it unseen by other users."""
     served_model_name: str | None = None
     """What clients call the model."""
-    max_model_len: int = 0
+    max_model_len: int = between(0, 1 << 31, default=0)
     """Tokens that a prompt and its completion may have together; 0 is the model's context, 8192 at most."""
-    max_num_seqs: int = 256
+    max_num_seqs: int = between(1, 1 << 16, default=256)
     """Samples that run at once."""
-    kv_cache_tokens: int = 0
+    kv_cache_tokens: int = between(0, 1 << 40, default=0)
     """Tokens that the KV cache holds; 0 plans it from the two above and the memory at hand."""
-    max_waiting: int = 1024
+    max_waiting: int = between(0, 1 << 20, default=1024)
     """Samples that may wait beside those that run; one more is refused with status 429."""
-    max_body_mib: int = 16
+    max_body_mib: int = between(1, 1 << 10, default=16)
     """Size of a request's body in MiB, above which it is refused with status 413."""
-    shutdown_seconds: float = 30.0
+    shutdown_seconds: float = between(0, 86400, default=30.0)
     """Time that requests have to finish after SIGTERM or Ctrl-C."""
 
-    def validate(self) -> None:
-        """Raise `InputError` naming the first flag that is not usable."""
-        check_range("--port", self.port, 0, 65535)
-        check_range("--max-model-len", self.max_model_len, 0, 1 << 31)
-        check_range("--max-num-seqs", self.max_num_seqs, 1, 1 << 16)
-        check_range("--kv-cache-tokens", self.kv_cache_tokens, 0, 1 << 40)
-        check_range("--max-waiting", self.max_waiting, 0, 1 << 20)
-        check_range("--max-body-mib", self.max_body_mib, 1, 1 << 10)
-        check_range("--shutdown-seconds", self.shutdown_seconds, 0, 86400)
+    def path(self, name: str) -> str:
+        return f"--{name.replace('_', '-')}"
+
+    def check(self) -> None:
         refuse(self.api_key == "", "the API key is empty; give a text, or leave it out")
         refuse(not self.served_model_name, "--served-model-name is empty; give a text, or leave it out")
 

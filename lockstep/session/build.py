@@ -236,8 +236,7 @@ def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Wor
 
 
 def resolve_device(device: str) -> torch.device:
-    if device not in ("auto", "cpu", "cuda"):
-        raise InputError(f"device is {device!r}; it must be auto, cpu or cuda")
+    refuse(device not in ("auto", "cpu", "cuda"), f"device is {device!r}; it must be auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("device is cuda, and torch sees no GPU; use --device cpu")
     if device == "auto":
@@ -247,8 +246,7 @@ def resolve_device(device: str) -> torch.device:
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on a GPU, where the contract holds for nothing else, and float32 on a CPU."""
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise InputError(f"dtype is {dtype!r}; it must be auto, float32 or bfloat16")
+    refuse(dtype not in ("auto", "float32", "bfloat16"), f"dtype is {dtype!r}; it must be auto, float32 or bfloat16")
     if dtype == "float32" and device.type == "cuda":
         raise InputError("dtype is float32; on a GPU the compute dtype is bfloat16 (the masters are float32)")
     if dtype == "auto":
@@ -377,8 +375,7 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
         rounded = f" (whole pages of {page}), {whole} tokens," if given % page else ""
         holders.append((whole, f"generator.kv_cache_tokens of {given}{rounded}"))
     size, holder = min(holders)
-    if size <= completion:
-        raise InputError(f"{what} is {completion}; {holder} must hold it and a prompt")
+    refuse(size <= completion, f"{what} is {completion}; {holder} must hold it and a prompt")
     if 0 < config.task.max_prompt_length <= size - completion:
         return PromptLimit(config.task.max_prompt_length, "task.max_prompt_length")
     return PromptLimit(size - completion, f"{holder} less {what} of {completion}")

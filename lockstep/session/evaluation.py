@@ -15,7 +15,7 @@ from ..distributed import World
 from ..environments import Collector, Environment, Limits, make_environment, make_task
 from ..environments.episodes import NewTokens, Sampler
 from ..environments.ranks.rollouts import Holders
-from ..errors import InputError
+from ..errors import InputError, refuse
 from ..generator import Engine
 from ..trainer.shapes import PROMPT_MARGIN
 from ..types import VALIDATION_DOMAIN, RolloutGroup, SamplingParams
@@ -56,12 +56,10 @@ def measured(
     """`run.evaluate.evaluate`. Within `serving` environments are played that live elsewhere."""
     n, k, temperature, pass_reward, pass_threshold = by
     ks = _checked_ks(n, k)
-    if not math.isfinite(pass_threshold):
-        raise InputError(f"--pass-threshold is {pass_threshold}; it must be a finite number")
+    refuse(not math.isfinite(pass_threshold), f"--pass-threshold is {pass_threshold}; it must be a finite number")
     task = make_task(validate(config).task, config.trainer.prompts_per_step)
     problems = list(enumerate(task.validation_problems()))
-    if not problems:
-        raise InputError(f"task {config.task.name} has no validation problems; give --data or task.validation_prompts")
+    refuse(not problems, f"task {config.task.name} has no validation problems; give --data or task.validation_prompts")
     environment = make_environment(config.task)
     names = [reward.name for reward in task.rewards.rewards]
     if pass_reward is not None and pass_reward not in names and config.task.turns == 1:
@@ -82,7 +80,7 @@ def measured(
     with llm, llm.together():
         world, trained = llm.world, training_sampling(config.sampling, llm.policy.tokenizer.eos_token_id)
         sampling = replace(trained, n=n, temperature=temperature)
-        check_sampling(sampling, config.seed)
+        check_sampling(sampling)
         longest = world.each(lambda: llm.policy.longest_prompt(task, environment, 0))
         sizes = {"problems": len(problems), "tokens of the longest prompt": longest}
         world.same("the processes of this evaluation", lambda: sizes)
@@ -114,16 +112,14 @@ def measured(
             played = world.from_first(lambda: environment.metrics([r for group in groups for r in group.rollouts]))
     found = list(dict.fromkeys(name for group in groups for r in group.rollouts for name in r.rewards))
     decides = found[0] if pass_reward is None else pass_reward
-    if decides not in found:
-        raise InputError(f"--pass-reward {decides}: the rewards are {', '.join(found)}")
+    refuse(decides not in found, f"--pass-reward {decides}: the rewards are {', '.join(found)}")
     settings = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
     failed = {name: count for name, count in counts.items() if name == "environment/errors"}
     return settings | _measures(groups, ks, decides, pass_threshold, found) | played | failed
 
 
 def _checked_ks(n: int, k: Sequence[int]) -> list[int]:
-    if n < 1:
-        raise InputError(f"--n is {n}; it must be at least 1")
+    refuse(n < 1, f"--n is {n}; it must be at least 1")
     ks = sorted(set(k)) or [2**i for i in range(n.bit_length())]
     if not 1 <= ks[0] <= ks[-1] <= n:
         raise InputError(f"--k is {', '.join(map(str, ks))}; each must be between 1 and --n, which is {n}")

@@ -13,7 +13,6 @@ from typing import Any
 
 from ..config import (
     LAYOUT_OF_GENERATION,
-    MAX_SEED,
     Attention,
     CompileConfig,
     GeneratorConfig,
@@ -22,7 +21,6 @@ from ..config import (
     SamplingConfig,
     check_generation,
     check_layout,
-    check_range,
     validate,
 )
 from ..errors import InputError, LockstepError, NonFiniteError, refuse
@@ -242,8 +240,7 @@ class LLM(Session):
     ) -> Requests:
         if not isinstance(prompts, (str, Sequence)):
             raise InputError(f"the prompts are of type {type(prompts).__name__}; give text, chat messages, or a list")
-        if not as_list(prompts):
-            raise InputError("there is no prompt; give at least one")
+        refuse(not as_list(prompts), "there is no prompt; give at least one")
         ids = [self._encode(i, prompt) for i, prompt in enumerate(as_list(prompts))]
         identities = [SampleIdentity(self.config.seed, GENERATE_DOMAIN, step, group) for group in range(len(ids))]
         each = [sampling] * len(ids) if isinstance(sampling, SamplingParams) else list(sampling)
@@ -251,7 +248,7 @@ class LLM(Session):
             len(each) != len(ids), f"there are {len(ids)} prompts and {len(each)} sampling parameters; give one each"
         )
         for params in each:
-            check_sampling(params, self.config.seed)
+            check_sampling(params)
         return Requests(ids, each, identities)
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
@@ -293,8 +290,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return [prompts] if alone else list(prompts)
 
 
-def check_sampling(sampling: SamplingParams, seed: int = 0) -> None:
+def check_sampling(sampling: SamplingParams) -> None:
     """Raise `InputError` naming the first of the parameters that is out of range."""
-    check_range("seed", seed, 0, MAX_SEED, whole=True)
     same = {name: value for name, value in vars(sampling).items() if name not in ("n", "stop_token_ids")}
     SamplingConfig(num_generations=sampling.n, **same).validate()

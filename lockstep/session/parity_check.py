@@ -274,12 +274,11 @@ def _requests(
     generator = torch.Generator().manual_seed(seed)
     prompts: list[list[int]] = []
     sampling: list[SamplingParams] = []
-    planned = 0
-    for kind in itertools.cycle(_KINDS):
-        if planned >= tokens:
-            return prompts, sampling
+    kinds, planned = itertools.cycle(_KINDS), 0
+    while planned < tokens:
+        kind = next(kinds)
         size = int(torch.randint(1, max_prompt + 1, (1,), generator=generator))
         prompts.append(torch.randint(0, vocabulary, (size,), generator=generator).tolist())
         sampling.append(SamplingParams(**{**asdict(kind), "max_completion_length": length}))
         planned += kind.n * length
-    raise AssertionError("unreachable")
+    return prompts, sampling

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 from ..errors import Terminated
@@ -40,19 +40,25 @@ def ended_by_signals() -> Iterator[None]:
     `KeyboardInterrupt`. `raise_received` raises them once more, should they have been lost, and so does entering it for
     a Ctrl-C that a command was sent before. What is ignored (`nohup`) or handled already stays so, and outside the main
     thread nothing changes."""
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.getsignal(number) for number in (*_ASKED_TO_END, signal.SIGINT)}
-    mine = [number for number, handler in before.items() if handler in _DEFAULTS]
-    for number in mine:
-        signal.signal(number, _raise)
+    in_main = threading.current_thread() is threading.main_thread()
+    numbers = (*_ASKED_TO_END, signal.SIGINT) if in_main else ()
     try:
-        raise_received()
+        with handled_by(_raise, [number for number in numbers if signal.getsignal(number) in _DEFAULTS]):
+            raise_received()
+            yield
+    finally:
+        _received.clear()
+
+
+@contextlib.contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], object], numbers: Iterable[int]) -> Iterator[None]:
+    """Within it `handler` is called for these signals; afterwards what was before."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
         yield
     finally:
-        for number in mine:
-            signal.signal(number, before[number])
-        _received.clear()
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler, _interrupted)

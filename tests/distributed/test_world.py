@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from sharing import on_one_gpu
 
 from lockstep import machine
 from lockstep.config import ParallelConfig
@@ -54,6 +55,19 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
             monkeypatch.setenv(name, value)
         with pytest.raises(InputError, match=f"RANK is {rank} and LOCAL_RANK {local_rank}, of a WORLD_SIZE of"):
             machine.launched()
+
+
+def test_ranks_that_share_a_gpu_have_the_first_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, first in ((None, "0"), ("4,6", "4")):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if given is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+        shared = on_one_gpu(3)
+        for rank in range(3):
+            for name, value in ({"WORLD_SIZE": "3", "RANK": str(rank), "LOCAL_RANK": str(rank)} | shared).items():
+                monkeypatch.setenv(name, value)
+            machine.own_gpu()
+            assert os.environ["CUDA_VISIBLE_DEVICES"] == first
 
 
 @pytest.mark.parametrize(
@@ -169,6 +183,14 @@ def test_a_wait_that_nothing_ends_ends_the_process(monkeypatch: pytest.MonkeyPat
     with World(0, 2, timeout=60.0).deadline("another"), ONE.deadline("none"):
         pass
     assert ended == ["the step"]
+
+
+def test_a_wait_that_is_over_leaves_no_thread_that_holds_the_world() -> None:
+    before, world = set(threading.enumerate()), World(0, 2, timeout=60.0)
+    for wait in (world.deadline, world.watched):
+        with wait("a step"):
+            assert set(threading.enumerate()) - before
+        assert not set(threading.enumerate()) - before
 
 
 def test_launches_that_follow_one_another_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:

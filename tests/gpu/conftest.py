@@ -1,21 +1,45 @@
-"""GPU tests skip without a CUDA device, and end with a table of the words they compared."""
+"""GPU tests skip without a CUDA device, or as many as they need, and end with a table of the words they compared."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from launch import Launch
+from sharing import WHERE
 from torch import Tensor
 
 ROWS = pytest.StashKey[list[tuple[str, int, int]]]()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--ranks-share-gpu", action="store_true", help="ranks of tests of several GPUs share the first one"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpus(count): needs so many GPUs, or one that its ranks share")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    there = torch.cuda.device_count()
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            several = item.get_closest_marker("gpus")
+            needed = several.args[0] if several and not ranks_share_gpu(config) else 1
+            if there < needed:
+                what = "a CUDA device" if needed == 1 else f"{needed} GPUs, or --ranks-share-gpu"
+                item.add_marker(pytest.mark.skip(reason=f"needs {what}"))
+
+
+def ranks_share_gpu(config: pytest.Config) -> bool:
+    return config.getoption("--ranks-share-gpu", False)  # of a run of all tests nobody may ask for it
+
+
+@pytest.fixture(scope="session")
+def launch(request: pytest.FixtureRequest) -> Launch:
+    return Launch(ranks_share_gpu(request.config))
 
 
 @pytest.fixture
@@ -35,6 +59,8 @@ def census(request: pytest.FixtureRequest) -> Callable[[str, Tensor, Tensor], in
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if ranks_share_gpu(config):
+        terminalreporter.write_line(f"\n{WHERE}: nothing here is of two")
     totals: dict[str, tuple[int, int, int]] = {}
     for what, words, different in config.stash.get(ROWS, []):
         n, w, d = totals.get(what, (0, 0, 0))

@@ -9,29 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from launch import Launch
 from processes import finished
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = pytest.mark.gpus(2)
 
 ROOT = Path(__file__).parents[2]
 RANKS, BENCHMARK = ROOT / "tests" / "distributed" / "ranks.py", ROOT / "benchmarks" / "run.py"
 assert RANKS.is_file() and BENCHMARK.is_file()
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-
-
-def json_of(command: list[str], **environment: str) -> Any:
-    """The last line that a command prints, as JSON; it ends well."""
-    run = finished(command, env=os.environ | environment)
-    assert run.returncode == 0, run.stderr[-6000:]
-    assert "terminate called" not in run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module", params=["", "expandable_segments:True"], ids=["plain memory", "expandable segments"])
-def found(request: pytest.FixtureRequest) -> dict[str, Any]:
+def found(request: pytest.FixtureRequest, launch: Launch) -> dict[str, Any]:
     """What `tests/distributed/ranks.py` finds on two GPUs."""
-    return json_of([*TORCHRUN, str(RANKS), "cuda"], PYTORCH_CUDA_ALLOC_CONF=request.param)
+    return launch(2, RANKS, "cuda", PYTORCH_CUDA_ALLOC_CONF=request.param)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "experts", "state_in_one_process", "offloaded", "whole_sequences"])
@@ -56,14 +47,16 @@ def test_a_fault_on_one_gpu_stops_the_update_on_both(found: dict[str, Any]) -> N
     assert found["a_loss_that_is_not_finite_on_one_rank"] == [[False, False, True]] * 2
 
 
-def test_ten_steps_of_reinforcement_learning(tmp_path: Path) -> None:
-    """`benchmarks/run.py fsdp` at a small size: 10 steps, recorded graphs, one process and two, bucketed and not."""
+def test_steps_of_reinforcement_learning(launch: Launch, tmp_path: Path) -> None:
+    """`benchmarks/run.py fsdp` at a small size: recorded graphs, one process and two, bucketed and not."""
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     command = [sys.executable, str(BENCHMARK), "fsdp", "--arch", "qwen3-100m", "--json", str(tmp_path / "figures.json")]
+    steps = 3 if launch.shared else 10
+    command += ["--steps", str(steps), *(["--ranks-share-gpu"] if launch.shared else [])]
     run = finished(command, env=os.environ | {"PYTHONPATH": path})
     assert run.returncode == 0, run.stdout + run.stderr
     figures = json.loads((tmp_path / "figures.json").read_text())
     for name, way in figures["ways"].items():
-        assert way["tokens_different"] == 0 < way["tokens_checked"] and way["steps"] == 10, name
+        assert way["tokens_different"] == 0 < way["tokens_checked"] and way["steps"] == steps, name
         assert way["same_rollouts"] and way["same_weights"] and way["same_first_rollouts"], name
         assert way["recompiles"] == 0 < way["replays"], name

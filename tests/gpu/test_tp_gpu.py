@@ -1,4 +1,5 @@
-"""Two GPUs that share every product, in both roles: the words of one process, in graphs, whoever moves them."""
+"""GPUs that share products: the words of one process, in graphs, whoever moves them. Two that share every product in
+both roles, and four of which two share those of the trainer and all those of the generator."""
 
 from __future__ import annotations
 
@@ -6,25 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from test_fsdp_gpu import TORCHRUN, json_of
-
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+from launch import Launch
 
 RANKS = Path(__file__).with_name("tp_ranks.py")
 assert RANKS.is_file()
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return json_of([*TORCHRUN, str(RANKS)])
+TWO, FOUR = (pytest.param(ranks, marks=pytest.mark.gpus(ranks), id=f"{ranks} GPUs") for ranks in (2, 4))
+
+
+@pytest.fixture(scope="module", params=[TWO, FOUR])
+def found(request: pytest.FixtureRequest, launch: Launch) -> dict[str, Any]:
+    return launch(request.param, RANKS)
 
 
 @pytest.mark.parametrize("model", ["dense", "experts"])
 @pytest.mark.parametrize("way", ["collectives", "pushes"])
 def test_words_are_those_of_one_process_before_and_after_an_update(found: Any, model: str, way: str) -> None:
     case = found[f"{model}, {way}"]
-    assert case["as one process draws"] and case["alike on both ranks"] and case["different tokens"] > 20
+    assert case["as one process draws"] and case["alike on all ranks"] and case["different tokens"] > 20
     for applied, checked, different, *_ in case["updates"]:
         assert applied and different == 0 and checked == case["tokens"]
     for shared, alone in zip(case["updates"], case["of one process"], strict=True):

@@ -1,11 +1,13 @@
-"""Run by torchrun on two GPUs, or on a CPU with `cpu`: a model whose products both share in either role, in graphs. The
-first prints what was found, a JSON object: whether they draw what one process draws, and what two updates find of it.
+"""Run by torchrun on GPUs, or on a CPU with `cpu`: a model whose products two share in the trainer and all share in the
+generator, in graphs. The first prints what was found, a JSON object: whether they draw what one process draws, and what
+two updates find of it, of a shard for each two ranks.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from lockstep.types import RolloutGroup, SampleIdentity
 
 DEVICE = torch.device("cpu" if sys.argv[1:] == ["cpu"] else "cuda")
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
-SIZES = (272, 64, 128, 2, 4, 2, 16) if DEVICE.type == "cpu" else (4096, 512, 1024, 2, 8, 4, 128)
+SIZES = (272, 64, 128, 2, 4, 4, 16) if DEVICE.type == "cpu" else (4096, 512, 1024, 2, 8, 4, 128)
 DENSE = ModelConfig(*SIZES, rope_theta=1e4, max_position_embeddings=512, family="qwen3")
 EXPERTS = ModelConfig(
     *SIZES[:2], SIZES[2] // 2, *SIZES[3:], rope_theta=1e4, max_position_embeddings=512, family="qwen3_moe",
@@ -51,8 +53,10 @@ class Louder(RandomWeights):
             held.values.mul_(4)
 
 
-def drawn(engine: Engine, step: int) -> list[RolloutGroup]:
+def drawn(engine: Engine, step: int, shards: int) -> list[RolloutGroup]:
     prompts, sampling = requests(5, length=24)
+    if shards > 1:  # which are computed alike, and so sampled alike
+        sampling = [replace(sampling[1], n=3)] * len(prompts)
     identities = [SampleIdentity(0, 0, step, group) for group in range(len(prompts))]
     return train_groups(prompts, sampling, engine.generate(prompts, sampling, identities))
 
@@ -63,9 +67,10 @@ def words(groups: list[RolloutGroup]) -> list[Any]:
     return [[turn.token_ids, turn.logprobs, turn.model_logprobs] for turn in turns]
 
 
-def roles(config: ModelConfig, world: World) -> tuple[list[Any], list[Any], list[str]]:
+def roles(config: ModelConfig, world: World, shards: int) -> tuple[list[Any], list[Any], list[str]]:
     """What two steps drew, what their updates found, and the levels of the graphs after their check."""
     one = world.size == 1
+    own = range(shards) if one else [world.mesh.fsdp.rank]
     recorded = CompileConfig("step", "full") if DEVICE.type == "cuda" else CompileConfig("step")
     runtime = EAGER if one else Runtime(recorded, DEVICE, mesh=world.sizes, peers=world)
     source = Louder(config, 0)
@@ -81,9 +86,10 @@ def roles(config: ModelConfig, world: World) -> tuple[list[Any], list[Any], list
         levels = sorted({f"{v.function} {v.level}" for v in check_against_eager(runtime, work, "strict")})
     found, results = [], []
     for step in range(2):
-        groups = drawn(engine, step)
+        groups = drawn(engine, step, shards)
         found.append(words(groups))
-        for batch in pack_shards([groups], [0], Packing(1024, shapes=[SHAPE]), check_parity=True):
+        dealt = [groups[i::shards] for i in range(shards)]
+        for batch in pack_shards(dealt, own, Packing(1024, shapes=[SHAPE]), check_parity=True):
             trainer.forward_backward(batch.to(DEVICE))
         result = trainer.optim_step(1e-4)
         results.append([result.applied, result.tokens_checked, result.tokens_different, result.loss, result.grad_norm])
@@ -95,15 +101,16 @@ def main() -> None:
     machine.own_gpu()
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
+    ranks = machine.launched().processes
     for way, options in WAYS.items():
-        world = join(ParallelConfig(tp=2, generator_tp=2, timeout=120, **options), DEVICE.type)
+        world = join(ParallelConfig(tp=2, generator_tp=ranks, timeout=120, **options), DEVICE.type)
         for name, config in {"dense": DENSE, "experts": EXPERTS}.items():
-            shared, updates, levels = roles(config, world)
-            alone, own, _ = roles(config, ONE) if world.first else ([], [], [])
+            shared, updates, levels = roles(config, world, ranks // 2)
+            alone, own, _ = roles(config, ONE, ranks // 2) if world.first else ([], [], [])
             of_ranks = world.gather((shared, updates))
             found[f"{name}, {way}"] = {
                 "as one process draws": shared[0] == alone[0] if world.first else None,
-                "alike on both ranks": of_ranks[0] == of_ranks[1],
+                "alike on all ranks": all(of_rank == of_ranks[0] for of_rank in of_ranks),
                 "tokens": sum(len(tokens) for tokens, *_ in shared[0]),
                 "different tokens": len({token for tokens, *_ in shared[0] for token in tokens}),
                 "updates": updates,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from ...errors import InputError, LockstepError
+from ...errors import InputError, LockstepError, refuse
 from ...types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ...user_functions import one_line
 from ..environment import End, Environment
@@ -57,8 +57,7 @@ class Generation:
         self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
     ) -> tuple[Any, ...]:
         """As `VLLMGeneration.generate`: `prompts` has each prompt's token ids once a completion."""
-        if images:
-            raise InputError("rollout_func asked for images; prompts are text here")
+        refuse(bool(images), "rollout_func asked for images; prompts are text here")
         return prompts, *self._complete(prompts, self._sampling.max_completion_length)
 
     def single_turn(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from ...errors import InputError
 from ...user_functions import one_line
+from ..base import Source
 from ..remote import Desk, Remote, TurnRefused
 
 SCHEME, NAME = "verifiers:", "verifiers"
@@ -98,30 +99,23 @@ def _tasks(data: str, label: str) -> list[Any]:
         raise InputError(f"{label} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
 
 
-class TasksetRows:
+class TasksetRows(Source):
     """Rows with `task`, the task's number; `prompt` is for people, as the environment gives the model its own."""
 
     def __init__(self, data: str, label: str) -> None:
         """Raises `InputError` naming `label` when the package is missing, or knows no such taskset or setting."""
-        self._data, self._tasks = data, _tasks(data, label)
+        super().__init__(data)
+        self._tasks = _tasks(data, label)
 
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(self.row, range(len(self)))
-
     def row(self, index: int) -> dict[str, Any]:
-        """Row `index`."""
         about = self._tasks[index].data
         return {
             "prompt": about.prompt if isinstance(about.prompt, str) else about.name or f"task {index}",
             "task": index,
         }
-
-    def origin(self, index: int) -> str:
-        """The data and the row, counted from 0."""
-        return f"{self._data} row {index}"
 
 
 class VerifiersEnvironment(Remote):

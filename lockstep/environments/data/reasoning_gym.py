@@ -7,18 +7,18 @@ of the task, and all other keys are of the task's own configuration.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 from ...errors import InputError
 from ...user_functions import one_line
+from ..base import Source
 
 SCHEME = "reasoning_gym:"
 _SIZE, _SEED = 1000, 42
 
 
-class ProceduralRows:
+class ProceduralRows(Source):
     """Rows with `prompt`, the question; `answer`; and `metadata`, which the reward `reasoning_gym` scores by."""
 
     def __init__(self, data: str, label: str) -> None:
@@ -27,7 +27,7 @@ class ProceduralRows:
             import reasoning_gym
         except ImportError as error:
             raise InputError(f"{label} needs a package: pip install 'lockstep-rl[reasoning-gym]' ({error})") from error
-        self._data = data
+        super().__init__(data)
         name, *settings = data.removeprefix(SCHEME).split(",")
         given = {"size": _SIZE, "seed": _SEED} | dict(_setting(one, label) for one in settings)
         if type(given["size"]) is not int or given["size"] < 1:
@@ -41,17 +41,9 @@ class ProceduralRows:
     def __len__(self) -> int:
         return self._size
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(self.row, range(self._size))
-
     def row(self, index: int) -> dict[str, Any]:
-        """Row `index`, made anew."""
         entry = self._rows[index]
         return {"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"]}
-
-    def origin(self, index: int) -> str:
-        """The task and the row, counted from 0."""
-        return f"{self._data} row {index}"
 
 
 def _setting(text: str, label: str) -> tuple[str, Any]:

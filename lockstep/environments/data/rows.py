@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from ...config import TaskConfig
-from ...errors import InputError, PromptTooLong
-from ..base import Encode, Problem, Prompt, PromptLimit
+from ...errors import InputError, PromptTooLong, refuse
+from ..base import Encode, Problem, Prompt, PromptLimit, Source
 from ..rewards.calls import RESERVED_NAMES
-from .sources import Row, Source, open_source
+from .sources import Row, open_source
 
 # Names that data in other layouts gives its prompts.
 USUAL_PROMPT_COLUMNS = ("messages", "conversation", "question", "problem", "instruction", "query", "input", "text")
@@ -108,10 +108,8 @@ class Problems(Sequence[Problem]):
             f"{over} of {len(self)} {use} prompts of {self.label} have more than {limit.tokens} tokens "
             f"({limit.reason}): {', '.join(named)}{', ...' if over > len(named) else ''}"
         )
-        if not leave_out:
-            raise InputError(f"{found}; shorten them, or leave them out with task.filter_overlong_prompts")
-        if not kept:
-            raise InputError(f"{found}; none is left")
+        refuse(not leave_out, f"{found}; shorten them, or leave them out with task.filter_overlong_prompts")
+        refuse(not kept, f"{found}; none is left")
         _log.warning("left out %s", found)
         return Problems(self._source, self._form, self.columns, kept, self.label)
 
@@ -127,8 +125,7 @@ def read_problems(
     """
     form = RowFormat(config.prompt_column, config.system_prompt)
     source = open_source(data, config.split, field)
-    if not len(source):
-        raise InputError(f"{field} {data} has no rows")
+    refuse(not len(source), f"{field} {data} has no rows")
     names: dict[str, None] = {}
     asks = form.asks(source.row(0))
     for index, row in enumerate(source):

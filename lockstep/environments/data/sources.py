@@ -13,9 +13,10 @@ from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from ...errors import InputError
+from ...errors import InputError, refuse
+from ..base import Source
 from .reasoning_gym import SCHEME, ProceduralRows
 
 Row = dict[str, Any]
@@ -44,8 +45,8 @@ def open_source(data: str, split: str, field: str = "task.data") -> Source:
         from ..adapters.verifiers import TasksetRows  # with torch, which processes that only score go without
 
         return TasksetRows(data, label)
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise InputError(f"{label} is not a regular file")  # a pipe or a device, which may have no end
+    special = path.exists() and not path.is_file() and not path.is_dir()  # a pipe or a device, which may have no end
+    refuse(special, f"{label} is not a regular file")
     if path.suffix in JSON_LINES_SUFFIXES and not path.is_dir() and not _is_array(path):
         return JsonLines(path, label)
     if path.is_file() and path.suffix not in _BUILDERS:
@@ -73,12 +74,13 @@ def _is_array(path: Path) -> bool:
     return False
 
 
-class JsonLines:
+class JsonLines(Source):
     """A file with one JSON object a line; blank lines are left out. `InputError` names the line that is none."""
 
     def __init__(self, path: Path, label: str) -> None:
         """`label` names the file in messages, with the setting it is of."""
-        self._path, self._offsets, self._lines = path, array("Q"), array("Q")
+        super().__init__(str(path))
+        self._offsets, self._lines = array("Q"), array("Q")
         try:
             self._file = path.open("rb")
             self._scan()
@@ -97,24 +99,20 @@ class JsonLines:
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def __iter__(self) -> Iterator[Row]:
-        return map(self.row, range(len(self)))
-
     def row(self, index: int) -> Row:
-        """Row `index`, read from the file."""
         self._file.seek(self._offsets[index])
         return _parse(self._file.readline(), self.origin(index))
 
     def origin(self, index: int) -> str:
         """The file and the line."""
-        return f"{self._path} line {self._lines[index]}"
+        return f"{self._data} line {self._lines[index]}"
 
 
-class ArrowRows:
+class ArrowRows(Source):
     """Rows as `datasets` loads them: parquet, CSV, a JSON array, a folder, a hub id."""
 
     def __init__(self, data: str, path: Path, split: str, label: str) -> None:
-        self._data = data
+        super().__init__(data)
         try:
             self._rows = [] if _is_empty(path) else _load(data, path, split)
         except InputError:
@@ -132,12 +130,7 @@ class ArrowRows:
         return iter(self._rows)
 
     def row(self, index: int) -> Row:
-        """Row `index`, read from the memory-mapped file."""
         return self._rows[index]
-
-    def origin(self, index: int) -> str:
-        """The data and the row, counted from 0."""
-        return f"{self._data} row {index}"
 
 
 def _is_empty(path: Path) -> bool:
@@ -195,15 +188,6 @@ def _require_data_files(label: str, folder: Path) -> None:
         f"{label} is a folder without data files; name a .jsonl or .parquet file, a folder of such files, "
         "or a folder that datasets saved"
     )
-
-
-class Source(Protocol):
-    """Rows, read one at a time."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Row]: ...
-    def row(self, index: int) -> Row: ...
-    def origin(self, index: int) -> str: ...
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> Row:

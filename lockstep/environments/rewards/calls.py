@@ -21,7 +21,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from ...errors import InputError
+from ...errors import InputError, refuse
 from ...json_file import plain, to_json
 from ...user_functions import one_line
 
@@ -129,8 +129,7 @@ def accepted(name: str, function: RewardFunction, columns: Iterable[str]) -> lis
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return offered
     taken = [p.name for p in named if p.name in offered]
-    if not taken:
-        raise InputError(f"reward {name} takes no argument by name; write it as def reward(completions, **columns)")
+    refuse(not taken, f"reward {name} takes no argument by name; write it as def reward(completions, **columns)")
     return taken
 
 

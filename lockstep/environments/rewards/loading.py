@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import InputError
+from ...errors import refuse
 from ...user_functions import load_function
 from .calls import RewardFunction
 from .reward_set import OnError, Reward, RewardSet
@@ -31,8 +31,7 @@ def load_rewards(
     and whatever `load_reward` refuses.
     """
     for index, spec in enumerate(specs):
-        if spec in specs[:index]:
-            raise InputError(f"reward {spec!r} is given twice; give it once, with a weight")
+        refuse(spec in specs[:index], f"reward {spec!r} is given twice; give it once, with a weight")
     functions = [load_reward(spec) for spec in specs]
     names = [_name(spec, function) for function, spec in zip(functions, specs, strict=True)]
     names = [spec if names.count(name) > 1 else name for name, spec in zip(names, specs, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...errors import InputError
+from ...errors import refuse
 from .calls import completion_text
 
 
@@ -18,8 +18,7 @@ def reasoning_gym(
 
     found = []
     for prompt, completion, expected, about in zip(prompts, completions, answer, metadata, strict=True):
-        if not isinstance(about, dict) or "source_dataset" not in about:
-            raise InputError("needs rows of --data reasoning_gym:NAME")
+        refuse(not isinstance(about, dict) or "source_dataset" not in about, "needs rows of --data reasoning_gym:NAME")
         text = completion_text(completion)
         tagged = extract_answer(text)
         entry = {"question": completion_text(prompt), "answer": expected, "metadata": about}

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from ...errors import InputError
+from ...errors import InputError, refuse
 from .calls import MAX_WEIGHT, Arguments, Failed, Logged, Outcome, RewardFunction, TrainerState, accepted, call_all
 from .workers import RewardWorkers
 
@@ -266,8 +266,7 @@ class RewardSet:
             origin = f" ({batch.origins[index]})" if batch.origins[index] else ""
             what = f"completion {index} of the {batch.where}{origin}"
         message = f"reward {reward.name} {first.reason} (for {what})"
-        if self._on_error == "raise" or first.fatal:
-            raise InputError(message)
+        refuse(self._on_error == "raise" or first.fatal, message)
         if reward.name not in errors:  # the first of a batch; `errors` counts them all
             _log.warning("%s; such values %s", message, "count as 0" if self._on_error == "zero" else "are left out")
         errors[reward.name] += sum(isinstance(value, Failed) for value in outcome)

@@ -143,8 +143,7 @@ def python_tool(limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool
         ran = run_python("6 * 7", limits, allow_unsandboxed)
     except ToolUnavailable as error:
         raise InputError(f"task.tools python: {error}") from error
-    if ran.output != "42\n":
-        raise InputError(f"task.tools python: {limits} do not let Python start: {shown(ran, limits)}")
+    refuse(ran.output != "42\n", f"task.tools python: {limits} do not let Python start: {shown(ran, limits)}")
 
     async def python(code: str) -> str:
         """Run a Python program and return what it prints, and the value of its last line if that is an expression.

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import Tensor
 
-from ...errors import InputError
+from ...errors import InputError, refuse
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -134,8 +134,7 @@ def rope_of_hf(raw: dict[str, Any], where: str) -> dict[str, Any]:
         if place.get("partial_rotary_factor") not in (1, None):
             raise InputError(f"{where}: partial_rotary_factor is {place['partial_rotary_factor']!r}; supported: 1")
     layers = next((key for key, value in values.items() if isinstance(value, dict)), None)
-    if layers is not None:
-        raise InputError(f"{where}: {name} has {layers!r} apart; the same for all layers is supported")
+    refuse(layers is not None, f"{where}: {name} has {layers!r} apart; the same for all layers is supported")
     return values
 
 
@@ -144,8 +143,7 @@ def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScalin
     none."""
     values = rope_of_hf(raw, where)
     kind = values.get("rope_type", values.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise InputError(f"{where}: rope_type is {kind!r}; supported: {', '.join(ROPE_TYPES)}")
+    refuse(kind not in ROPE_TYPES, f"{where}: rope_type is {kind!r}; supported: {', '.join(ROPE_TYPES)}")
     if kind == "default":
         return None
 
@@ -160,8 +158,7 @@ def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScalin
     key = "original_max_position_embeddings"
     within = values.get(key, raw.get("max_position_embeddings"))  # and one beside it wins, as in transformers
     factor, context = number("factor"), int(number(key, raw.get(key) or within))
-    if context < 1:
-        raise InputError(f"{where}: {key} of the {kind} rope scaling is below 1")
+    refuse(context < 1, f"{where}: {key} of the {kind} rope scaling is below 1")
     if kind == "yarn":
         optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
         given = {key: number(key) for key in optional if values.get(key)}
@@ -172,8 +169,7 @@ def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScalin
             raise InputError(f"{where}: truncate of the yarn rope scaling is {truncate!r}; it must be true or false")
         return YarnScaling(factor, context, **given, truncate=truncate)
     low, high = number("low_freq_factor"), number("high_freq_factor")
-    if low >= high:
-        raise InputError(f"{where}: low_freq_factor {low} must be below high_freq_factor {high}")
+    refuse(low >= high, f"{where}: low_freq_factor {low} must be below high_freq_factor {high}")
     return RopeScaling("llama3", factor, low, high, context)
 
 

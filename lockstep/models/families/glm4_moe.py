@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from ..blocks.layer import Layer, QKNormLayer
 from ..blocks.rope import scaling_to_hf
-from ..blocks.weight_slices import LayerSlice, slices_of_layer, slices_with_qk_norm
-from ..blocks.weights import Weight
+from ..blocks.weight_slices import slices_of_layer, slices_with_qk_norm
 from ..config import ModelConfig, MoEConfig
 from . import qwen3
 from .deepseek_v3 import grouped_experts, predicts_further, write_grouped_experts
 from .family import EXPERT_SIZES, PARTLY, Family, Raw, no_windows, odd_words, rope
-
-
-def _layer(config: ModelConfig, index: int, weight: Weight) -> Layer:
-    return (QKNormLayer if config.qk_norm else Layer)(config, index, weight)
-
-
-def _slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
-    yield from (slices_with_qk_norm if config.qk_norm else slices_of_layer)(config, index)
 
 
 def _factor(raw: Raw) -> float:
@@ -77,8 +67,8 @@ _TINY = replace(
 
 FAMILY = Family(
     "Glm4MoeForCausalLM",
-    _layer,
-    _slices,
+    lambda config, index, weight: (QKNormLayer if config.qk_norm else Layer)(config, index, weight),
+    lambda config, index: (slices_with_qk_norm if config.qk_norm else slices_of_layer)(config, index),
     fixed={"hidden_act": ("silu", "swish")},
     read=_read,
     write=_write,

@@ -18,7 +18,6 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from torch import Tensor
 
 from ...cache.file_hashes import fingerprints
 from ...cache.tensor_file import Entry, TensorFile, cut
-from ...errors import LockstepError
 from ...json_file import read_json
 
 _FORMAT = 1
@@ -84,15 +82,6 @@ class TensorInFile:
 
     def __getitem__(self, part: slice) -> Tensor:
         return self._rows[part]
-
-
-@contextmanager
-def telling(target: Path) -> Iterator[None]:
-    """What a disk refuses, as a `LockstepError`."""
-    try:
-        yield
-    except OSError as error:
-        raise LockstepError(f"could not write checkpoint {target}: {error}") from error
 
 
 def begun(folder: Path, step: int) -> Path:

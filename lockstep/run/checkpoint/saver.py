@@ -16,6 +16,7 @@ from torch import Tensor
 from ...distributed import World
 from ...errors import PeerLost
 from ...machine import host_buffer
+from ..metrics import writing
 from . import files
 
 _LOOK = 0.02  # seconds from one look for the other ranks' lists to the next
@@ -56,7 +57,7 @@ class Saver:
         target = self._folder / f"step_{step}"
 
         def begin() -> tuple[Path, str]:
-            with files.telling(target):
+            with writing(f"checkpoint {target}"):
                 return files.begun(self._folder, step), files.as_json(state)
 
         temporary, words = self._world.from_first(begin)
@@ -116,7 +117,7 @@ class _Writing(threading.Thread):
     def run(self) -> None:
         place = self._place
         try:
-            with files.telling(place.target):
+            with writing(f"checkpoint {place.target}"):
                 if place.rank < place.writers:
                     files.write_part(place.temporary, place.rank, self._tensors)
                 self._own.set()

@@ -44,7 +44,7 @@ class DegreeChoice:
     def text(self) -> str:
         """Why, in lines."""
         chosen = f"{self.ranks} (memory copies at {self.bandwidth / 1e9:.3g} GB/s)"
-        return "\n  ".join([f"parallel.generator_tp: chose {chosen}", *(found.line() for found in self.considered)])
+        return "\n  ".join([f"chose {chosen}", *(found.line() for found in self.considered)])
 
 
 def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeChoice | None]:
@@ -75,10 +75,14 @@ def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeCho
         waited, world = _exchanged(each, load, world, device)
         found.append(DecodeTime.of(each, load, speed, waited))
     choice = DegreeChoice(best(found), speed, found)
-    if world.first:
-        print(choice.text(), file=sys.stderr, flush=True)
-    chosen = replace(config, parallel=replace(config.parallel, generator_tp=choice.ranks))
-    return chosen, in_groups(world, choice.ranks), choice
+    return *_grouped(config, world, choice.ranks, choice.text()), choice
+
+
+def _grouped(config: RunConfig, world: World, ranks: int, why: str) -> tuple[RunConfig, World]:
+    """With so many generating together; the first process says why, if there is something to say."""
+    if world.first and why:
+        print(f"parallel.generator_tp: {why}", file=sys.stderr, flush=True)
+    return replace(config, parallel=replace(config.parallel, generator_tp=ranks)), in_groups(world, ranks)
 
 
 def _that_fit(w: Workload, world: World, memory: int) -> tuple[RunConfig, World]:
@@ -87,14 +91,8 @@ def _that_fit(w: Workload, world: World, memory: int) -> tuple[RunConfig, World]
     if larger is w:
         return w.config, world
     together, needed = larger.config.parallel.generator_tp, plan(w, memory).total / 2**30
-    if world.first:
-        print(
-            f"parallel.generator_tp: {together} instead of 1, with which the run needs {needed:.1f} GiB a GPU and may "
-            f"take {memory / 2**30:.1f}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return larger.config, in_groups(world, together)
+    why = f"{together} instead of 1, with which the run needs {needed:.1f} GiB a GPU and may take {memory / 2**30:.1f}"
+    return _grouped(w.config, world, together, why)
 
 
 def choose_by_memory(config: RunConfig, world: World) -> tuple[RunConfig, World]:
@@ -109,14 +107,9 @@ def choose_by_memory(config: RunConfig, world: World) -> tuple[RunConfig, World]
     found = world.share(lambda: (_loaded(config, world.size), memory_at_hand(resolve_device(config.device), world)))
     (needed, _), memory = found[0], min(of_rank for _, of_rank in found)
     ranks = next((ranks for ranks, size in needed.items() if size <= ROOM * memory), max(needed))
-    if world.first and world.size > 1:
-        print(
-            f"parallel.generator_tp: chose {ranks}, whose weights and cache take {needed[ranks] / 2**30:.3g} GiB of a "
-            f"process's {memory / 2**30:.3g}",
-            file=sys.stderr,
-            flush=True,
-        )
-    return replace(config, parallel=replace(config.parallel, generator_tp=ranks)), in_groups(world, ranks)
+    held, room = needed[ranks] / 2**30, memory / 2**30
+    why = f"chose {ranks}, whose weights and cache take {held:.3g} GiB of a process's {room:.3g}"
+    return _grouped(config, world, ranks, why if world.size > 1 else "")
 
 
 def _loaded(config: RunConfig, processes: int) -> dict[int, int]:

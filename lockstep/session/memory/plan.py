@@ -80,8 +80,8 @@ def plan(w: Workload, memory: int) -> MemoryPlan:
     cache that the workload wants, or for half of what is left beside the smallest micro-batch's."""
     least, most = _again(w)
     cheapest = _with(w, memory, most, 0)
-    room, least_cache = _cache_room(w, cheapest), _least_cache(w)
-    wanted = _wanted(w)
+    room, wanted = _cache_room(w, cheapest), _wanted(w)
+    least_cache = per_sequence(w.config.generator, w.sequence_tokens) - w.config.generator.page_size
     target = wanted if w.config.generator.kv_cache_tokens else min(wanted, max(room // 2, least_cache))
     for again in range(least if room >= least_cache else most, most + 1):
         found = _with(w, memory, again, 0)
@@ -153,10 +153,6 @@ def _wanted(w: Workload) -> int:
     """Tokens of the cache that is asked for, or that all sequences need at once."""
     g = w.config.generator
     return g.kv_cache_tokens or min(w.sequences, g.max_num_seqs) * per_sequence(g, w.sequence_tokens)
-
-
-def _least_cache(w: Workload) -> int:
-    return per_sequence(w.config.generator, w.sequence_tokens) - w.config.generator.page_size
 
 
 def _cache_room(w: Workload, without: MemoryPlan) -> int:
