@@ -109,7 +109,12 @@ def url_of(socket: socket.socket) -> str:
 def http_server(app: FastAPI, leaving: int) -> uvicorn.Server:
     """What answers with an application, and has so many seconds to send its answers once it is told to end."""
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=leaving
+        app,
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=leaving,
     )
     return uvicorn.Server(config)
 
