@@ -24,7 +24,7 @@ ROWS = "train dataset --data d.jsonl --reward math --model m"
         (f"{ROWS} --arch tiny", "arch has no effect with a model"),
         (
             "train gsm8k --arch tiny",
-            "which has an architecture of its own, Qwen/Qwen3-0.6B here: remove one of the two",
+            "an architecture of its own, Qwen/Qwen3-0.6B here: remove one of the two",
         ),
         (f"{ROWS} --task.validation-seed 99", "task.validation_seed has no effect on dataset, whose validation rows"),
         (f"{ROWS} --task.validation-seed=5", "task.validation_seed has no effect on dataset, whose validation rows"),
