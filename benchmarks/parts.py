@@ -75,7 +75,8 @@ PARTS = (
          120, 260),
     Part("tests-scores", _tests("scores"), 220, 400),
     Part("tests-flex", _tests("flex"), 100, 260),
-    Part("tests-fsdp", _tests("fsdp", "push", "tp"), 90, 300, "cuda-x2"),
+    Part("tests-fsdp", _tests("fsdp"), 400, 600, "cuda-x2"),
+    Part("tests-tp", _tests("push", "tp"), 150, 300, "cuda-x2"),
     Part("ops", _case("ops", "--only", "attention", "logprobs", "sampling", "rows", "embedding"), 60, 180),
     Part("ops-linear", _case("ops", "--only", "linear", "--models", *LINEAR_MODELS), 60, 240),
     Part("moe", _case("moe"), 60, 150),
@@ -99,7 +100,7 @@ PARTS = (
     Part("threads", _case("threads", "--loops", "0"), 60, 240),
     Part("serve", _case("serve", "--minutes", "2", "--repeats", "3"), 300, 500),
     Part("generate-peer", _case("generate", "--peer", "transformers", "--case", "seed"), 50, 100),
-    Part("fsdp", _case("fsdp"), 180, 420, "cuda-x2"),
+    Part("fsdp", _case("fsdp"), 400, 600, "cuda-x2"),
     # Every script at its smallest, to see here what would fail there.
     Part("cpu-decode_layer", _case("decode_layer", "--rows", "2"), 2, 200, "cpu"),
     Part("cpu-flex", _case("flex"), 4, 60, "cpu"),

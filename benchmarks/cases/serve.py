@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,9 @@ def make_requests(count: int, prompt: int, new: tuple[int, int], path: str, seed
 
 def in_process(
     folder: Path, args: argparse.Namespace, first: list[Request], rounds: dict[str, list[list[Request]]]
-) -> tuple[list[Any], dict[str, dict[str, list[float]]]]:
-    """The completions of the first requests, and by path the seconds of each round after its first, with no server: in
-    turn with all requests given to the engine at once, and with as many open at a time as a server's clients have.
-    """
+) -> tuple[list[Any], dict[str, list[float]]]:
+    """The completions of the first requests, and by path the seconds of each round but the first, without a server: as
+    many are given to the engine at a time as a server's clients have open."""
     from lockstep.config import GeneratorConfig
     from lockstep.session.generate import LLM
 
@@ -67,23 +67,18 @@ def in_process(
         _, sampling, _ = as_engine_takes_them(make_requests(len(KINDS), args.prompt, (args.new, args.new), TOKENS))
         engine = llm.engine_for(args.concurrent, args.context, sampling)
         completions = [group[0] for group in engine.generate(*as_engine_takes_them(first))] if first else []
-        times = {path: engine_s(engine, of_path, args) for path, of_path in rounds.items()}
+        times = {
+            path: [seconds(partial(keep_open, engine, one, args.concurrent), args.device) for one in of_path]
+            for path, of_path in rounds.items()
+        }
     if args.device == "cuda":
         torch.cuda.empty_cache()
-    return completions, times
+    return completions, {path: of_path[1:] for path, of_path in times.items()}
 
 
-def engine_s(engine: Any, rounds: list[list[Request]], args: argparse.Namespace) -> dict[str, list[float]]:
-    work = [as_engine_takes_them(requests) for requests in rounds]
-    engine.generate(*work[0])
-    queued = [seconds(lambda one=one: engine.generate(*one), args.device) for one in work[1::2]]
-    opened = [seconds(lambda one=one: keep_open(engine, one, args.concurrent), args.device) for one in work[2::2]]
-    return {"queued": queued, "open": opened}
-
-
-def keep_open(engine: Any, work: tuple[list, list, list], concurrent: int) -> None:
+def keep_open(engine: Any, requests: list[Request], concurrent: int) -> None:
     """All requests, at most `concurrent` given to the engine at a time."""
-    waiting, unfinished = list(zip(*work, strict=True))[::-1], 0
+    waiting, unfinished = list(zip(*as_engine_takes_them(requests), strict=True))[::-1], 0
     while waiting or unfinished:
         while waiting and unfinished < concurrent:
             engine.add_request(*waiting.pop())
@@ -212,7 +207,7 @@ def loaded(
 def overhead_rounds(path: str, args: argparse.Namespace) -> list[list[Request]]:
     """The same lengths again and again; the first round makes what is made late."""
     requests = make_requests(args.rounds * args.concurrent, args.prompt, (args.new // 2, args.new), path, seed=1)
-    return [fresh(requests, i) for i in range(2 * args.repeats + 1)]
+    return [fresh(requests, i) for i in range(args.repeats + 1)]
 
 
 def sampled(requests: list[Request]) -> int:
@@ -250,9 +245,14 @@ def compared(tokens: int, alone: list[float], served: list[float]) -> dict[str, 
     }
 
 
+def unseeded(request: Request) -> Request:
+    """Without a seed of its own, whose tokens vLLM draws row by row."""
+    return replace(request, body={name: value for name, value in request.body.items() if name != "seed"})
+
+
 def vllm_served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The overhead's completions through vLLM's own server, if it is installed."""
-    rounds = overhead_rounds(COMPLETIONS, args)[: args.repeats + 1]
+    rounds = [[unseeded(r) for r in of_round] for of_round in overhead_rounds(COMPLETIONS, args)]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", "18765"]
     command += ["--served-model-name", "served", "--max-model-len", str(args.context)]
     command += ["--max-num-seqs", str(args.concurrent), "--dtype", "bfloat16", "--gpu-memory-utilization", "0.6"]
@@ -278,7 +278,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, default=2.0, help="of the load (default: 2)")
     parser.add_argument("--requests", type=int, default=256, help="different ones of the load (default: 256)")
     parser.add_argument("--concurrent", type=int, default=256, help="samples at once (default: 256)")
-    parser.add_argument("--rounds", type=int, default=4, help="requests a concurrent client (default: 4)")
+    parser.add_argument("--rounds", type=int, default=8, help="requests a concurrent client (default: 8)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default: 128)")
     parser.add_argument("--new", type=int, default=256, help="sampled tokens, at most (default: 256)")
     parser.add_argument("--context", type=int, default=1024, help="--max-model-len of the server (default: 1024)")
@@ -316,10 +316,9 @@ def ours(folder: Path, args: argparse.Namespace, keep: Callable[[str, dict[str, 
     completions, alone = in_process(folder, args, requests, rounds)
     with server(folder, args) as (url, process):
         for path, of_path in rounds.items():
-            times = [served_s(url, of_round, args.concurrent) for of_round in of_path[: args.repeats + 1]]
-            found = compared(sampled(of_path[0]), alone[path]["open"], times[1:])
-            concurrent = {"concurrent": args.concurrent, "requests": len(of_path[0])}
-            keep(f"overhead, {path}", concurrent | found | {"queued_s": sorted(alone[path]["queued"])})
+            times = [served_s(url, of_round, args.concurrent) for of_round in of_path]
+            found = compared(sampled(of_path[0]), alone[path], times[1:])
+            keep(f"overhead, {path}", {"concurrent": args.concurrent, "requests": len(of_path[0])} | found)
         if load:
             keep("load", loaded(url, process, [*map(expecting, requests, completions)], args))
 

@@ -70,12 +70,12 @@ class Algorithm:
         raise NotImplementedError(f"{type(self).__name__} has a critic and does not say what it is to learn")
 
     def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
-        """What multiplies each token's loss, one weight a sequence, such that the step's loss is the plain sum.
+        """What multiplies each token's loss, one weight a sequence, such that the mini-batch's loss is the plain sum.
 
         By default the mean over each sequence, then over sequences.
 
         Args:
-            lengths: completion tokens of each sequence that is trained on in this step, all micro-batches together.
+            lengths: completion tokens of each sequence of a mini-batch that is trained on, all micro-batches together.
             num_sequences: sequences that the mean is over, those that are masked too.
             max_completion_length: the sampling limit.
         """

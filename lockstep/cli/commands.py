@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _MODEL = ("attention", "attention_mask", "compile")  # flags of all that use a model
+_FOR_READERS = GeneratorConfig(steps_per_sync=1)  # a token at a time; otherwise the host looks in every few steps
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _generate(flags: Generate) -> Outcome:
             "--chat-template-kwargs has no effect on text prompts, which go without a template; remove it, or make "
             "them chats with --system-prompt"
         )
-    llm = _llm(flags, not flags.json, variables)
+    llm = _llm(flags, GeneratorConfig() if flags.json else _FOR_READERS, variables)
     if not flags.json:
         return Outcome(text=_closing(llm, _in_order(llm, prompts, sampling)))
     with llm:
@@ -147,7 +148,7 @@ def _chat(flags: Chat) -> Outcome:
     variables = _variables(flags)
     from . import chat
 
-    llm = _llm(flags, True, variables)
+    llm = _llm(flags, _FOR_READERS, variables)
     conversation = chat.Conversation(llm, sampling, flags.system_prompt, flags.plain)
     return Outcome(text=_closing(llm, chat.converse(conversation, chat.read_lines())))
 
@@ -157,16 +158,12 @@ def _serve(flags: Serve) -> Outcome:
     own = {"served_model_name": name, "api_key": server_key() if flags.api_key is None else flags.api_key}
     settings = Settings(**{item.name: getattr(flags, item.name) for item in fields(Settings)} | own)
     settings.validate()
-    check_generation(flags.compile)
     variables = template_variables(flags.chat_template_kwargs, "--chat-template-kwargs")
     try:
         from ..serve.server import serve
     except ImportError as error:
         raise InputError(f"serve needs packages of its own ({error}): pip install 'lockstep-rl[serve]'") from error
-    from ..session.generate import LLM
-
-    how = {name: getattr(flags, name) for name in ("device", "dtype", "seed", *_MODEL)}
-    serve(lambda: LLM(flags.model, **how, config=settings.generator, template_variables=variables), settings)
+    serve(lambda: _llm(flags, settings.generator, variables), settings)
     return Outcome()
 
 
@@ -186,11 +183,9 @@ def _sampling(flags: Generate | Chat, **more: Any) -> SamplingParams:
     return sampling
 
 
-def _llm(flags: Generate | Chat, streaming: bool, variables: dict[str, Any]) -> LLM:
+def _llm(flags: Generate | Chat | Serve, config: GeneratorConfig, variables: dict[str, Any]) -> LLM:
     from ..session.generate import LLM
 
-    # Text that someone reads comes a token at a time; otherwise the host looks in every few steps.
-    config = GeneratorConfig(steps_per_sync=1) if streaming else None
     names = ("device", "dtype", "seed", *_MODEL, *(("parallel",) if isinstance(flags, Generate) else ()))
     how = {name: getattr(flags, name) for name in names}
     return LLM(flags.model, **how, config=config, template_variables=variables)

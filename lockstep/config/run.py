@@ -74,6 +74,11 @@ class RunConfig(Section):
     def max_response_length(self) -> int:
         return self.task.max_response_length or self.task.turns * self.sampling.max_completion_length
 
+    @property
+    def shard_groups(self) -> int:
+        """Groups of a mini-batch that a shard has, at most."""
+        return -(-self.trainer.prompts_per_step // (self.trainer.num_mini_batches * max(1, self.parallel.batch_shards)))
+
     def check(self) -> None:
         """Raise `InputError` for sections that do not go together."""
         t, lo, s, rows = self.trainer, self.loss, self.sampling, self.task.name in DATA_TASKS
@@ -100,9 +105,9 @@ class RunConfig(Section):
             "trainer.skip_zero_variance nothing is trained; use 2 or more",
         )
         refuse(
-            lo.importance_sampling_mode is not None and t.num_iterations == 1 and self.parity == "strict",
-            "loss.importance_sampling_mode has no effect with trainer.num_iterations 1: what samples is what "
-            "trains, bit for bit, and every weight exactly 1; use more updates, or remove it",
+            lo.importance_sampling_mode is not None and t.updates == 1 and self.parity == "strict",
+            "loss.importance_sampling_mode has no effect with trainer.num_iterations 1 and trainer.num_mini_batches 1: "
+            "what samples is what trains, bit for bit, and every weight exactly 1; use more updates, or remove it",
         )
         refuse(
             s.ignore_eos and lo.mask_truncated_completions and not s.stop,

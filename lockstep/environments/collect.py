@@ -134,7 +134,6 @@ class Collector:
         about: Scoring,
         where: str,
     ) -> Collected:
-        """What was played, scored."""
         groups: list[RolloutGroup] = []
         failed: list[RolloutGroup] = []
         for a, episodes in zip(asked, played, strict=True):

@@ -80,7 +80,6 @@ class ToolEnvironment(Environment):
         return self.ended()
 
     def ended(self) -> End:
-        """The end of the trajectory."""
         return End(completion=self.said)
 
     def _results(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:

@@ -1,6 +1,7 @@
 """Captured graphs for both roles: trace once a shape, verify, rewrite, launch; on a GPU as CUDA graphs."""
 
 from .. import ops as _ops  # noqa: F401  the operators that stored graphs name
+from ..ops.operator import NAMESPACE as _NAMESPACE
 from .builder import require_plugins
 from .capture.step import Differentiated, GraphBody, backward, capture, in_module, module_inputs, substituted
 from .check.against_eager import PassedChecks, Verdict, Work, check_against_eager
@@ -9,7 +10,6 @@ from .ir.captured import Captured, Dynamic, GraphError, Inputs, Role, Static
 from .ir.text import diff, digest, dump
 from .ir.verify import verify
 from .launch.cudagraph import CudaRecorder
-from .launch.dry_run import NAMESPACE as _NAMESPACE
 from .launch.launcher import GraphLauncher
 from .passes import Pass, pipeline, run_passes
 from .passes.backend import Backend

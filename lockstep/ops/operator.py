@@ -41,6 +41,7 @@ class Declaration(TypedDict, total=False):
     setup: Callable[..., None]
 
 
+NAMESPACE = "lockstep"
 SAME = ":"
 MISSING = object()
 
@@ -166,9 +167,10 @@ class ArgumentLayout:
         return together
 
 
-def operator(name: str, **declared: Unpack[Declaration]) -> Callable[[Callable[..., Any]], Operator]:
-    """Decorates the reference of operator "namespace::name", whose first argument is a tensor or begins with one."""
-    return lambda reference: Operator(name, reference, declared)
+def operator(name: str = "", **declared: Unpack[Declaration]) -> Callable[[Callable[..., Any]], Operator]:
+    """Decorates the reference of operator "namespace::name", by default of the reference's own name among the package's
+    operators. Its first argument is a tensor or begins with one."""
+    return lambda reference: Operator(name or f"{NAMESPACE}::{reference.__name__.lstrip('_')}", reference, declared)
 
 
 def _found(function: Callable[..., Any] | str, beside: Callable[..., Any]) -> Callable[..., Any]:

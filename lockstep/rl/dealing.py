@@ -1,4 +1,5 @@
-"""Which shard of a step each group is dealt to: a function of the groups' lengths and the number of shards alone."""
+"""Which mini-batch of a step each group is in, and which shard of it: functions of the groups' lengths and number and
+of the numbers of mini-batches and shards, alone."""
 
 from __future__ import annotations
 
@@ -6,6 +7,12 @@ import heapq
 from collections.abc import Sequence
 
 from ..types import RolloutGroup
+
+
+def mini_batches(groups: list[RolloutGroup], number: int) -> list[list[RolloutGroup]]:
+    """The groups cut in order, as evenly as can be, into `number` parts, or into as many as there are groups."""
+    parts = min(number, len(groups))
+    return [groups[i * len(groups) // parts : (i + 1) * len(groups) // parts] for i in range(parts)]
 
 
 def dealt(groups: Sequence[RolloutGroup], shards: int, balanced: bool) -> list[list[RolloutGroup]]:

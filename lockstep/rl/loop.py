@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from itertools import chain
+from itertools import chain, product
 from statistics import mean
 from typing import Any
 
@@ -25,11 +25,11 @@ from ..errors import LockstepError
 from ..session.build import TrainingSession
 from ..session.certificate import Certificate
 from ..timings import Span
-from ..trainer import Packing, PendingResult, StepResult, learning_rate, pack_shards
+from ..trainer import Packing, PendingResult, StepResult, averaged, learning_rate, pack_shards
 from ..trainer.programs import complete
 from ..types import TRAIN_DOMAIN, VALIDATION_DOMAIN, PackedBatch, RolloutGroup, SamplingParams, Trajectory
 from .critic import add_values, estimate
-from .dealing import dealt
+from .dealing import dealt, mini_batches
 from .dynamic_sampling import collect_with_signal
 from .step_checks import require_finite, verify
 from .step_metrics import reward_metrics, step_metrics
@@ -91,7 +91,8 @@ class Loop:
             with timings.measured("advantages"):
                 self._advantages(groups, kl)
             with timings.measured("pack"):
-                batches, checks = self._pack(groups, without_reward)
+                *parts, checks = self._pack(groups, without_reward)
+                batches = list(chain.from_iterable(parts))
                 arrived = self._holders.bring_to_first(generated)
             critic: dict[str, Any] = {}
             if self.algorithm.of_tokens:
@@ -100,16 +101,16 @@ class Loop:
                     critic = estimate(trainer, config.loss, batches, counted, kl)
             with self.world.deadline(f"training in step {step + 1}"):
                 with timings.measured("forward_backward", on_device=True):
-                    for batch in checks:
-                        trainer.check(batch)
-                results = self._updates(batches, lr, sampled)
+                    self._check(checks, parts[1:])
+                results = self._updates(parts, lr, sampled)
                 result = results[0] if results else trainer.finish_check(sampled)
             arrived()
             self._latest = (generated, result)
             verify(config.parity, self.certificate, step, result, sampled)
+            updates = config.trainer.num_iterations * len(parts)
             for i, later in enumerate(results[1:]):
                 self._latest = (generated, later)
-                require_finite(f"step {step + 1}, update {i + 2} of {config.trainer.num_iterations}", later)
+                require_finite(f"step {step + 1}, update {i + 2} of {updates}", later)
             self._count_idle(step, trained=bool(batches))
         counts |= {"updates": sum(r.applied for r in results), "lr": lr}
         if self.run.task.rows:
@@ -117,6 +118,8 @@ class Loop:
         if config.loss.importance_sampling_mode is not None:
             counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
         self.spans = [span for span in timings.take() if span.began >= began]
+        if len(parts) > 1:
+            result = averaged(results[: len(parts)])
         found = step_metrics(self.run, groups, result, [*batches, *checks], version, self.spans)
         if kl:
             found["kl"] = math.fsum(chain.from_iterable(kl.values())) / sum(map(len, kl.values()))
@@ -174,28 +177,32 @@ class Loop:
             found |= of_rank
         return found
 
-    def _pack(
-        self, groups: list[RolloutGroup], without_reward: list[RolloutGroup]
-    ) -> tuple[list[PackedBatch], list[PackedBatch]]:
-        """Micro-batches to train on, and those of groups that are skipped, which are only checked.
+    def _pack(self, groups: list[RolloutGroup], without_reward: list[RolloutGroup]) -> list[list[PackedBatch]]:
+        """Micro-batches to train on, of each mini-batch that has some, and last those of groups that are skipped, which
+        are only checked.
 
         A group whose completions all weigh nothing (`mask_truncated_completions`) is skipped; so is one without
         advantages (`skip_zero_variance`), or without a reward.
         """
-        config, weights = self.config, self._weights(groups)
+        config, weights = self.config, dict[int, float]()
         skip = config.trainer.skip_zero_variance and not config.loss.kl_in_loss
-        trained: list[RolloutGroup] = []
+        parts: list[list[RolloutGroup]] = []
         skipped: list[RolloutGroup] = []
-        for g in groups:
-            counts = any(id(r) in weights and (r.advantage != 0 or not skip) for r in g.rollouts)
-            (trained if counts else skipped).append(g)
+        for part in mini_batches(groups, config.trainer.num_mini_batches):
+            weights |= self._weights(part)
+            trained: list[RolloutGroup] = []
+            for g in part:
+                counts = any(id(r) in weights and (r.advantage != 0 or not skip) for r in g.rollouts)
+                (trained if counts else skipped).append(g)
+            if trained:
+                parts.append(trained)
         checked = sorted(skipped + without_reward, key=lambda g: g.group) if config.parity != "off" else []
-        return self._batches(trained, weights), self._batches(checked, weights)
+        return [self._batches(of_one, weights) for of_one in (*parts, checked)]
 
     def _weights(self, groups: list[RolloutGroup]) -> dict[int, float]:
-        """Each rollout's weight a token in the policy loss, normalized over the whole step: skipped groups count, as
-        that loss of theirs has no gradient, and masked completions count among the sequences. The load-balancing loss
-        has a weight of 1 over what is trained on."""
+        """Each rollout's weight a token in the policy loss, normalized over a mini-batch: skipped groups count, as that
+        loss of theirs has no gradient, and masked completions count among the sequences. The load-balancing loss has a
+        weight of 1 over what is trained on."""
         rollouts = [r for g in groups for r in g.rollouts]
         kept = self._counted(rollouts)
         lengths = [r.length for r in kept]
@@ -221,19 +228,30 @@ class Loop:
             batch.ends_cell = self.run.trainer.cells.end_with(i % len(self.own_shards))
         return [batch.to(self.device) for batch in packed]
 
-    def _updates(self, batches: list[PackedBatch], lr: float, sampled: int) -> list[StepResult]:
-        """A rollout's updates, up to the first that was not applied: none is launched after it. The first needs
-        `sampled` tokens that are identical."""
-        count, results = self.config.trainer.num_iterations if batches else 0, []
-        for i in range(count):
-            update = self._update(batches, lr, 0 if i else sampled, first=i == 0, last=i == count - 1)
+    def _check(self, skipped: list[PackedBatch], later: list[list[PackedBatch]]) -> None:
+        """Compare what the step's first update does not train on: skipped groups, and `later` mini-batches, as by their
+        turn the weights are no longer what sampled them. These keep the support that was sampled."""
+        for batch in skipped:
+            self.run.trainer.check(batch)
+        for batch in chain.from_iterable(later):
+            if batch.check_parity or batch.truncated:
+                self.run.trainer.check(batch, keep_support=True)
+            batch.check_parity = False
+
+    def _updates(self, parts: list[list[PackedBatch]], lr: float, sampled: int) -> list[StepResult]:
+        """A step's updates, one a mini-batch and iteration, up to the first that was not applied: none is launched
+        after it. The first needs `sampled` tokens that are identical."""
+        count, results = self.config.trainer.num_iterations, list[StepResult]()
+        for i, batches in product(range(count), parts):
+            update = self._update(batches, lr, 0 if results else sampled, first=i == 0, last=i == count - 1)
             results.append(update.get())  # the host waits here
             if not results[-1].applied:
                 break
         return results
 
     def _update(self, batches: list[PackedBatch], lr: float, sampled: int, first: bool, last: bool) -> PendingResult:
-        """Launch one optimizer update on all micro-batches; only a rollout's first can match the generator's bits."""
+        """Launch one optimizer update on a mini-batch; only a step's first can match the generator's bits. `first`,
+        `last`: of the iterations."""
         trainer = self.run.trainer
         with self.run.timings.measured("forward_backward", on_device=True):
             for batch in batches:

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import LockstepError
 from ..session.signals import raise_received
+from .metrics import number
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -50,7 +51,6 @@ class FailsafeStream(_Stream):
         self._failed = stream is None
 
     def isatty(self) -> bool:
-        """Whether someone is watching."""
         return not self._failed and self._stream.isatty()
 
     def _try(self, action: Any, *arguments: Any) -> None:
@@ -255,18 +255,18 @@ class Display:
 
     def _cells(self, step: int, metrics: Mapping[str, Any]) -> dict[str, str]:
         split = ", ".join(
-            f"{name} {_number(metrics.get(f'time/{name}'))}" for name in ("generate", "forward_backward", "optim_step")
+            f"{name} {number(metrics.get(f'time/{name}'))}" for name in ("generate", "forward_backward", "optim_step")
         )
         without = metrics.get("groups_without_reward", 0)
         left_out = f" ({without:,.0f} {'groups have' if without > 1 else 'group has'} none)" if without else ""
         return {
             "step": f"step {step + 1}/{self._steps}",
-            "reward": f"reward {_number(metrics.get('reward/mean'))}{left_out}",
-            "loss": f"loss {_number(metrics.get('loss'))}",
-            "length": f"length {_number(metrics.get('response_length/mean'))}",
+            "reward": f"reward {number(metrics.get('reward/mean'))}{left_out}",
+            "loss": f"loss {number(metrics.get('loss'))}",
+            "length": f"length {number(metrics.get('response_length/mean'))}",
             "parity": f"parity {self._parity()}",
-            "time": f"{_number(metrics.get('time/step'))} s ({split})",
-            "speed": f"{_number(metrics.get('perf/tokens_per_s_per_gpu'))} tokens/s",
+            "time": f"{number(metrics.get('time/step'))} s ({split})",
+            "speed": f"{number(metrics.get('perf/tokens_per_s_per_gpu'))} tokens/s",
             "eta": f"eta {self._eta(step)}",
         }
 
@@ -317,9 +317,3 @@ def sparkline(values: deque[float] | list[float]) -> str:
     low, span = min(finite), (max(finite) - min(finite)) or 1.0
     blocks = "▁▂▃▄▅▆▇█"
     return "".join(blocks[int((value - low) / span * 7)] if math.isfinite(value) else " " for value in values)
-
-
-def _number(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"

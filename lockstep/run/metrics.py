@@ -128,6 +128,13 @@ def title_of(name: str) -> str:
     return _TITLES[known].replace("<fn>", name.removeprefix(before).removesuffix(after))
 
 
+def number(value: float | None) -> str:
+    """Four digits, or all of a whole number with separators; a dash for None."""
+    if value is None or isinstance(value, int):
+        return "-" if value is None else f"{value:,}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
 @contextmanager
 def writing(path: Path | str) -> Iterator[None]:
     """Turns what the disk refuses inside (no space left, say) into a `LockstepError` naming `path`."""

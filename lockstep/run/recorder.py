@@ -79,9 +79,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.imports_s = imports
         self._open_files = ExitStack()  # closes what is open of these
         self._timeline: Timeline | None = None
-        self._metrics: MetricsWriter | None = None
-        self._rollouts: MetricsWriter | None = None
-        self._waits: MetricsWriter | None = None  # of a run of several turns
+        self._lines: dict[str, MetricsWriter] = {}  # the files that get some with every step, by name
         self._trackers: Trackers | None = None
         self._loop: Loop | None = None
         self._saver: checkpoint.Saver | None = None
@@ -169,13 +167,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.trace()
         if not self.world.first:
             return
-        self._metrics = self._open_files.enter_context(MetricsWriter(self.run_dir / METRICS_FILE, start))
+        for name in (METRICS_FILE, ROLLOUTS_FILE, *[WAITS_FILE] * (self.config.task.turns > 1)):
+            self._lines[name] = self._open_files.enter_context(MetricsWriter(self.run_dir / name, start))
         for record in read_lines(self.run_dir / METRICS_FILE):
             self._account(record)
         self._absent = start - len(self._rewards)
-        self._rollouts = self._open_files.enter_context(MetricsWriter(self.run_dir / ROLLOUTS_FILE, start))
-        if self.config.task.turns > 1:
-            self._waits = self._open_files.enter_context(MetricsWriter(self.run_dir / WAITS_FILE, start))
 
     def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint, other_numerics: bool = False) -> int:
         """Put the run where `loaded` left it; returns the steps it had done. `other_numerics`: go on with other
@@ -318,17 +314,15 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._account(metrics)
         if not self.world.first:
             return
-        assert self._metrics is not None and self._rollouts is not None and self._trackers is not None
+        assert self._trackers is not None
         self._keep_failures()
         self._prompt = groups[0].prompt
-        self._metrics.write({"step": step, **metrics})
+        self._lines[METRICS_FILE].write({"step": step, **metrics})
         self._trackers.log(step, metrics)
-        if self.config.metrics.rollouts:
-            for record in rollout_records(step, groups):
-                self._rollouts.write(record)
-            if self._waits is not None:
-                for record in wait_records(step, groups):
-                    self._waits.write(record)
+        for name, records in ((ROLLOUTS_FILE, rollout_records), (WAITS_FILE, wait_records)):
+            if self.config.metrics.rollouts and name in self._lines:
+                for record in records(step, groups):
+                    self._lines[name].write(record)
 
     def _keep_failures(self) -> None:
         told = self._loop.failures.take() if self._loop is not None and self.world.first else []

@@ -38,10 +38,8 @@ class EventStream(Response):
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """One event."""
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
 def answered(content: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A whole answer."""
     return Response(orjson.dumps(content), status, headers, "application/json")

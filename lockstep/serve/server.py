@@ -101,7 +101,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(socket: socket.socket) -> str:
-    """Where it listens."""
     host, port = socket.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -51,7 +51,6 @@ class Settings(Section):
 
     @property
     def generator(self) -> GeneratorConfig:
-        """The engine's settings."""
         return GeneratorConfig(
             max_num_seqs=self.max_num_seqs, kv_cache_tokens=self.kv_cache_tokens, steps_per_sync=STEPS_PER_SYNC
         )

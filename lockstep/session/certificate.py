@@ -18,7 +18,7 @@ _OF_EXPERTS = (
 class Certificate:
     """What a run's parity check covered, written to `parity.json` after every step.
 
-    Every completion token of every rollout, groups without a reward included, is compared at the first update on it:
+    Every completion token of every rollout, groups without a reward included, is compared by the step's first update:
     the two log-probabilities that the generator recorded against those of the computation that trains, as 32-bit words;
     of a mixture of experts also which experts the token was drawn after, of every layer and slot in order, by a digest.
     What counts those, and the prompts' tokens, which take gradients too, is None without experts. `logprob_diff_max` is

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..cache import user_folder
-from ..config import RunConfig
 from ..errors import LockstepError
 from ..graph import PassedChecks, Verdict, Work, check_against_eager
 from ..models import Decoder, ModelConfig
@@ -52,7 +51,7 @@ def warm_up(run: TrainingSession) -> None:
     prepare_machine(run)
     reference = run.trainer.reference
     kernels = run.kernel_list(run.shapes, *of_steps(run.config), reference and reference.model.config)
-    cases = partial(run.trainer.trust_cases, run.shapes, run.sampling, **_batches(run.config))
+    cases = partial(run.trainer.trust_cases, run.shapes, run.sampling, **_batches(run))
     run.verdicts = make_ready(
         run,
         partial(_make_graphs, run),
@@ -115,7 +114,7 @@ def make_ready(
 
 
 def _make_graphs(run: TrainingSession) -> None:
-    run.trainer.warm_up(run.shapes, run.sampling, **_batches(run.config))
+    run.trainer.warm_up(run.shapes, run.sampling, **_batches(run))
     sequences = run.world.generator.fsdp.most(run.config.trainer.prompts_per_step) * run.sampling.n
     run.engine.warm_up(sequences, run.shapes[0].max_len, run.sampling)
     _make_validation_graphs(run)
@@ -126,14 +125,16 @@ def _make_validation_graphs(run: TrainingSession) -> None:
     run.engine.warm_up(sequences, run.shapes[0].max_len, run.validation_sampling)
 
 
-def _batches(config: RunConfig) -> dict[str, Any]:
+def _batches(run: TrainingSession) -> dict[str, Any]:
     """What the trainer has to know of the batches to come."""
-    skips = config.trainer.skip_zero_variance and not config.loss.kl_in_loss
-    check_parity, masks = config.parity != "off", config.loss.mask_truncated_completions
+    t, loss, check_parity = run.config.trainer, run.config.loss, run.config.parity != "off"
+    skips, parts = t.skip_zero_variance and not loss.kl_in_loss, t.num_mini_batches > 1
+    only_checked = skips or loss.mask_truncated_completions or loss.dynamic_sampling or parts
     return {
         "check_parity": check_parity,
-        "num_iterations": config.trainer.num_iterations,
-        "with_checks": check_parity and (skips or masks or config.loss.dynamic_sampling),
+        "num_iterations": t.num_iterations,
+        "num_mini_batches": t.num_mini_batches,
+        "with_checks": check_parity and only_checked or parts and run.sampling.truncated,
     }
 
 

@@ -3,6 +3,6 @@
 from .optimizer import AdamW, frozen_parameters, learning_rate
 from .packing import Packing, pack, pack_shards, packed_slots
 from .parameters import FlatParameters
-from .result import PendingResult, StepResult
+from .result import PendingResult, StepResult, averaged
 from .shapes import BatchShape, batch_shapes, bucket
 from .trainer import Mismatch, Trainer

@@ -32,6 +32,7 @@ def trust_cases(
     *,
     check_parity: bool,
     num_iterations: int = 1,
+    num_mini_batches: int = 1,
 ) -> Work:
     """Cases for each of the trainer's programs; the arguments are those of `Trainer.warm_up`."""
     functions, values = programs.by_name, programs.state.values
@@ -44,8 +45,9 @@ def trust_cases(
     for _, batch in batches:
         batch.check_parity = check_parity
     statistics, both = partial(values.fill_, 1), partial(_fill_sums, programs)
+    updates = num_iterations, num_mini_batches
     work: Work = [
-        (functions["forward_backward"], [c for b in batches for c in _train_cases(programs, *b, both, num_iterations)]),
+        (functions["forward_backward"], [c for b in batches for c in _train_cases(programs, *b, both, *updates)]),
         (functions["optim_step"], _optim_cases(programs)),
     ]
     sums = [function for name, function in functions.items() if name in ("end_cell", "end_cells")]
@@ -55,20 +57,28 @@ def trust_cases(
         remake = partial(gather.body, gather.inputs)
         work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs), remake=remake)]))
     work.append((functions["check"], [programs.case("check", *b, statistics) for b in batches]))
+    if num_mini_batches > 1 and sampling.truncated:
+        kept = [programs.case("check", *b, statistics, with_support=True) for b in batches]
+        work.append((functions["check"], kept))
     for name in [name for name in ("reference_logprobs", "values") if name in functions]:  # in one order on all ranks
         work.append((functions[name], [programs.case(name, *b, lambda: None) for b in batches]))
     return work
 
 
 def _train_cases(
-    programs: TrainerPrograms, name: str, batch: PackedBatch, load: Callable[[], object], num_iterations: int
+    programs: TrainerPrograms,
+    name: str,
+    batch: PackedBatch,
+    load: Callable[[], object],
+    num_iterations: int,
+    num_mini_batches: int,
 ) -> Iterator[graph.Case]:
     with_support = num_iterations > 1 and batch.truncated
     case = partial(programs.case, "forward_backward", load=load, loss_type=programs.loss_type)
     yield case(name, batch, with_support=with_support)
-    if num_iterations > 1:
+    if num_iterations * num_mini_batches > 1:
         later = replace(batch, check_parity=False)
-        if with_support:
+        if batch.truncated:
             words = -(-programs.model.config.vocab_size // 8)
             rows = len(batch.targets_C)
             later.support_C = torch.full((rows, words), 255, dtype=torch.uint8, device=batch.targets_C.device)

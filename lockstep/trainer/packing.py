@@ -89,8 +89,7 @@ def _drafts(groups: list[RolloutGroup], how: Packing) -> list[_Draft]:
     drafts: list[_Draft] = []
     limit, per_sample = how.shapes[0].tokens if how.shapes else how.max_tokens, how.mode == "per_sample"
     branched = any(segment.anew for group in groups for t in group.rollouts for segment in t.segments)
-    # Without branches only what is more than any micro-batch may have has more than the shapes.
-    most = how.shapes[0].segments if how.shapes and branched else MAX_SEQUENCES
+    most = how.shapes[0].segments if how.shapes else MAX_SEQUENCES
     if branched and not how.whole_sequences:
         groups = [part for group in groups for part in _split(group, _Most(limit, most))]
     for group in groups:

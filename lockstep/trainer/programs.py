@@ -212,9 +212,10 @@ class TrainerPrograms:
         with self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False) as own:
             return self._checked(own, **statics)
 
-    def _checked(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
+    def _checked(self, inputs: graph.Inputs, with_support: bool = False, **statics: Any) -> dict[str, Tensor]:
+        values = inputs.buffer["statistics"]
         with graph.substituted(self.model, inputs):
-            return step.check(self.model, inputs.buffer["statistics"], batch_of(inputs, **statics)).tensors()
+            return step.check(self.model, values, batch_of(inputs, **statics), with_support).tensors()
 
     def _values_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         with self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False) as own:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -47,6 +49,24 @@ class StepResult:
         """Every sampled token was compared, and none differs; nor do the experts of a prompt's token."""
         elsewhere = self.routing.prompt_tokens_different if self.routing else 0
         return self.tokens_different == self.tokens_not_covered == elsewhere == 0
+
+
+def averaged(updates: Sequence[StepResult]) -> StepResult:
+    """The first of several updates, which compared all that was sampled, with means of what each has of its own part:
+    loss, gradient norm, KL divergence, clipped tokens and load-balancing loss."""
+    first, found = updates[0], dict[str, Any]()
+    for name in ("loss", "grad_norm", "kl", "clip_ratio"):
+        found[name] = _mean([getattr(update, name) for update in updates])
+    if first.routing is not None:
+        aux_loss = _mean([update.routing.aux_loss for update in updates if update.routing])
+        found["routing"] = replace(first.routing, aux_loss=aux_loss)
+    return replace(first, **found)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Of values that are there in all updates or in none."""
+    there = [value for value in values if value is not None]
+    return fmean(there) if there else None
 
 
 class Results:

@@ -51,12 +51,12 @@ def fit(needed: BatchShape, shapes: Sequence[BatchShape], max_tokens: int) -> Ba
 def batch_shapes(
     groups: int, samples: int, prompt: int, completion: int, *, max_len: int, max_tokens: int
 ) -> list[BatchShape]:
-    """The shapes of a run, largest first: one that holds all of a step, if that fits a micro-batch, and smaller ones.
+    """The shapes of a run, largest first: one that holds a mini-batch, if that fits a micro-batch, and smaller ones.
 
     Shorter completions shrink a batch's rows but not its number of sequences, so all have the same number of segments.
 
     Args:
-        groups, samples: prompts a step, and completions of each.
+        groups, samples: prompts a mini-batch, and completions of each.
         prompt, completion: tokens of the longest expected prompt, and of the longest completion.
         max_len: bound on a prompt with its completion.
         max_tokens: packed tokens that a micro-batch may have.
@@ -83,9 +83,10 @@ def holding(shapes: list[BatchShape], completion_tokens: int) -> list[BatchShape
 def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:
     """What the trainer's batches are padded to, from the longest of the prompts that were looked at and the limit."""
     t, s = config.trainer, config.sampling
-    groups, samples = t.prompts_per_step // max(1, config.parallel.batch_shards), s.num_generations
-    expected = groups * samples * s.max_completion_length  # completion tokens of a shard, if none stops
-    one_batch = groups * longest_prompt + expected <= t.max_tokens_per_micro_batch
+    groups, samples = config.shard_groups, s.num_generations
+    least = t.prompts_per_step // (t.num_mini_batches * max(1, config.parallel.batch_shards))
+    most, expected = (n * samples * s.max_completion_length for n in (groups, least))  # of a shard, if none stops
+    one_batch = groups * longest_prompt + most <= t.max_tokens_per_micro_batch
     leaves_out = t.skip_zero_variance or config.loss.dynamic_sampling
     fixed_length = s.ignore_eos and not s.stop and not leaves_out and t.mode == "packed" and config.task.turns == 1
     longest = min(longest_prompt * PROMPT_MARGIN, prompt_limit) + config.max_response_length

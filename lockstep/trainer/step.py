@@ -125,13 +125,19 @@ def forward(
     loss = _loss(model, statistics, batch, (scores, routed, value_C), algorithm, with_kl)
     with torch.no_grad():
         scored = _record(statistics, batch, scores, routed)
-    if not with_support:
-        return loss, scored
-    return loss, scored._replace(rows_CD=rows_CD.detach(), threshold_C=scores.threshold_C)
+    return loss, _supported(scored, rows_CD, scores) if with_support else scored
 
 
-def check(model: Decoder, values: Tensor, batch: PackedBatch) -> Scored:
-    return _record(named(values), batch, *score(model, batch)[1:])
+def check(model: Decoder, values: Tensor, batch: PackedBatch, with_support: bool = False) -> Scored:
+    """`forward` without a loss."""
+    statistics = named(values)
+    rows_CD, scores, routed = score(model, batch)
+    scored = _record(statistics, batch, scores, routed)
+    return _supported(scored, rows_CD, scores) if with_support else scored
+
+
+def _supported(scored: Scored, rows_CD: Tensor, scores: ops.TokenLogprobs) -> Scored:
+    return scored._replace(rows_CD=rows_CD.detach(), threshold_C=scores.threshold_C)
 
 
 def _loss(

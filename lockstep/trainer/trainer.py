@@ -134,12 +134,15 @@ class Trainer:
         loss_type = loss_type or self.loss.loss_type
         scored = self.programs.launch("forward_backward", batch, loss_type=loss_type, with_support=with_support)
         if with_support:
-            rows_CD, threshold_C = scored.pop("rows_CD"), scored.pop("threshold_C")
-            trained = self.programs.model
-            head_VD = self.flat.weight(trained, "embed" if trained.lm_head is trained.embed else "lm_head")
-            batch.support_C = ops.support_mask(rows_CD, head_VD, batch.temperature_C, threshold_C)
+            self._keep_support(batch, scored)
         if batch.check_parity:
             self._scored.append((batch, scored))
+
+    def _keep_support(self, batch: PackedBatch, scored: dict[str, Tensor]) -> None:
+        rows_CD, threshold_C = scored.pop("rows_CD"), scored.pop("threshold_C")
+        trained = self.programs.model
+        head_VD = self.flat.weight(trained, "embed" if trained.lm_head is trained.embed else "lm_head")
+        batch.support_C = ops.support_mask(rows_CD, head_VD, batch.temperature_C, threshold_C)
 
     def warm_up(
         self,
@@ -148,6 +151,7 @@ class Trainer:
         *,
         check_parity: bool,
         num_iterations: int = 1,
+        num_mini_batches: int = 1,
         with_checks: bool = True,
     ) -> None:
         """Make the graphs for batches of these shapes, largest first, and for the update, or compile the layers.
@@ -156,17 +160,21 @@ class Trainer:
         as it is, and gradients are cleared as they were.
 
         Args:
-            check_parity, num_iterations: as the run's steps will have them. with_checks: batches may be only checked,
-                too.
+            check_parity, num_iterations, num_mini_batches: as the run's steps will have them. with_checks: batches may
+                be only checked, too, or checked before an update that they are not trained in.
         """
         for function in self.programs.by_name.values():
             function.one_shape = len(shapes) == 1
         assert not self.flat.grad.any() and not self._values.any(), "warm_up in the middle of a step"
         for shape in shapes:
             batch = blank_batch(shape, sampling, check_parity, self._moe is not None).to(self.flat.data.device)
-            for i in range(min(num_iterations, 2)):  # the later updates are alike
-                batch.check_parity = check_parity and i == 0
-                self.forward_backward(batch, keep_support=i == 0 and num_iterations > 1)
+            self.forward_backward(batch, keep_support=num_iterations > 1)
+            if num_mini_batches > 1 and with_checks:
+                batch.support_C = None
+                self.check(batch, keep_support=True)
+            if num_iterations * num_mini_batches > 1:  # the later updates are alike
+                batch.check_parity = False
+                self.forward_backward(batch)
             batch.check_parity, batch.support_C = check_parity, None
             if self.reference is not None:
                 self.reference_logprobs(batch)
@@ -195,8 +203,12 @@ class Trainer:
         work = trust_cases(self.programs, shapes, sampling, **options)
         return [cases for cases in work if with_checks or cases[0].name != "check"]
 
-    def check(self, batch: PackedBatch) -> None:
-        scored = self.programs.launch("check", batch)
+    def check(self, batch: PackedBatch, keep_support: bool = False) -> None:
+        """Compare a batch without training on it; `keep_support` as in `forward_backward`."""
+        with_support = {"with_support": True} if keep_support and batch.truncated else {}
+        scored = self.programs.launch("check", batch, **with_support)
+        if with_support:
+            self._keep_support(batch, scored)
         if batch.check_parity:
             self._scored.append((batch, scored))
 

@@ -40,7 +40,7 @@ ROWS = "train dataset --data d.jsonl --reward math --model m"
         ("train --loss.no-use-bias-correction-kl", "loss.use_bias_correction_kl has no effect without loss.beta"),
         (
             "train --loss.importance-sampling-mode token_mask",
-            "loss.importance_sampling_mode has no effect with trainer.num_iterations 1: what samples is what trains",
+            "loss.importance_sampling_mode has no effect with trainer.num_iterations 1 and trainer.num_mini",
         ),
         (
             "train --trainer.num-iterations 2 --loss.importance-sampling-mode token_mask --loss.epsilon 0.2",

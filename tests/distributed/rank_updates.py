@@ -124,7 +124,8 @@ def a_critic(world: World) -> Any:
 
 @check
 def whole_steps(world: World) -> Any:
-    """Two steps of two updates: a critic whose rewards are less the divergence a token, and dynamic sampling."""
+    """Two steps of two updates: a critic whose rewards are less the divergence a token, of two mini-batches, and
+    dynamic sampling."""
     if DEVICE.type != "cpu":
         return None  # it is of what the host decides; the device's part the others hold
     losses = {
@@ -136,7 +137,7 @@ def whole_steps(world: World) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         config = of_a_run(Path(folder))
         for name, loss in losses.items():
-            made = replace(config, loss=loss)
+            made = replace(config, loss=loss, trainer=replace(config.trainer, num_mini_batches=1 + (name == "ppo")))
             both = [stepped(made, others, world.first) for others in (ONE, world)]
             metrics, replaced = both[0][:2]
             found[name] = on_all(world, [different(*both), sum(map(len, replaced)), metrics[1]["kl"]])

@@ -113,6 +113,16 @@ def test_what_stays_is_so_many_bytes_a_parameter(arch: str, ranks: int) -> None:
     assert terms.cache(w, 4096) == (4096 + 16) * position
 
 
+@pytest.mark.parametrize(("iterations", "parts", "quarters"), [(1, 1, 0), (2, 1, 4), (1, 4, 3), (2, 4, 4), (1, 2, 2)])
+def test_supports_are_of_what_later_updates_read(iterations: int, parts: int, quarters: int) -> None:
+    updates = {"num_iterations": iterations, "num_mini_batches": parts}
+    w = workload("qwen3-0.6b", 8, max_tokens_per_micro_batch=1 << 20, **updates)
+    quarter = 64 // 8 * 8 * 512 * 151936 // 8 // 4
+    assert terms.supports(w.having("sampling", top_p=0.9)) == quarters * quarter and terms.supports(w) == 0
+    groups = 64 // 8 // parts  # of a micro-batch
+    assert w.shape[:3] == (groups * (256 + 8 * 511), groups * 8 * 512, groups * 9)
+
+
 @pytest.mark.parametrize("arch", KEPT_A_TOKEN)
 def test_what_a_micro_batch_keeps(arch: str) -> None:
     w = workload(arch, 8)
@@ -267,8 +277,9 @@ def test_every_axis_has_a_communicator_that_is_planned_once(monkeypatch: pytest.
         w = replace(w, config=replace(w.config, parallel=replace(w.config.parallel, batch_shards=0, **settings)))
         found.append(w.communicators)
         assert terms.context(w) == terms.CONTEXT + w.communicators * terms.COMMUNICATOR
-        free = H200 - terms.context(w) - GIB  # one that another process uses
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, H200))
+        free, kept = H200 - terms.context(w) - GIB, [GIB]  # one that another process uses, one of the allocator's
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free, kept=kept: (free - sum(kept), H200))
+        monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
         world = World(size=16, tp=w.tp, generator_tp=w.config.parallel.generator_tp, lanes=w.cells.lanes)
         assert memory_at_hand(torch.device("cuda"), world) == H200 - GIB
     assert found == [1, 2, 3, 1, 3] and terms.context(workload("qwen3-8b", 1)) == terms.CONTEXT

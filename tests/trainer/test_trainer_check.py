@@ -50,6 +50,7 @@ def everything(trainer: Trainer) -> list[torch.Tensor]:
         ("full", {}, 0.1, torch.float32),
         ("piecewise", {"num_iterations": 2}, 0.0, torch.bfloat16),
         ("none", {"num_iterations": 2, "with_checks": False}, 0.1, torch.float32),
+        ("full", {"num_mini_batches": 2}, 0.0, torch.float32),
     ],
 )
 def test_every_function_passes_and_nothing_is_left_behind(mode: str, options: dict, beta: float, dtype) -> None:
@@ -62,10 +63,12 @@ def test_every_function_passes_and_nothing_is_left_behind(mode: str, options: di
     assert all(map(torch.equal, everything(trainer), before))
     assert (runtime.captures, runtime.recompiles) == (captures, 0)  # the very graphs of the warm-up
     cases = {v.function: v.cases for v in verdicts}
-    batches = len(SHAPES) + 3
-    assert cases.pop("optim_step") == 5 and cases.pop("forward_backward") == batches * options.get("num_iterations", 1)
+    batches, parts = len(SHAPES) + 3, options.get("num_mini_batches", 1)
+    updates = options.get("num_iterations", 1) * parts
+    assert cases.pop("optim_step") == 5 and cases.pop("forward_backward") == batches * updates
+    assert cases.get("check", batches * parts) == batches * parts  # those whose support is kept, too
     assert ("check" in cases, "reference_logprobs" in cases) == (options.get("with_checks", True), beta > 0)
-    assert set(cases.values()) <= {batches}
+    assert set(cases.values()) <= {batches, batches * parts}
 
 
 def test_what_is_copied_to_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,14 @@ def test_a_sequence_beyond_every_shape_is_packed_alone():
     assert shape_of(batches[1]) == (112, 16, 16, 112)
 
 
+def test_more_groups_than_a_shape_has_room_for_take_several_batches():
+    """Of short completions, such as those that are only checked: a shape's segments bound a batch as its tokens do."""
+    shapes = batch_shapes(2, 2, 12, 30, max_len=42, max_tokens=512)
+    groups = [group(random.Random(i), 3, [2, 2]) for i in range(7)]
+    batches = pack(groups, max_tokens=512, check_parity=True, shapes=shapes)
+    assert {shape_of(b) for b in batches} <= set(shapes) and sum(len(b.sequences) for b in batches) == 14
+
+
 def make_trainer(make_model, dtype=torch.float32, recorded=True, enforce_parity=True) -> tuple[Trainer, Runtime]:
     config = CompileConfig("step", "full" if recorded else "none")
     runtime = Runtime(config, CPU, recorder=FakeRecorder())

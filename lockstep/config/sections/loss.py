@@ -53,7 +53,7 @@ class LossConfig(Section):
     """Take beta times the estimates off the reward, instead of adding them to the loss: their sum over a completion;
     ppo and reinforce_pp, which have an advantage a token, take each off where it is."""
     importance_sampling_mode: ImportanceSampling | None = None
-    """For the updates after a rollout's first: weigh the loss by the ratio of the weights of now to those that sampled,
+    """For the updates after a step's first: weigh the loss by the ratio of the weights of now to those that sampled,
     of tokens or of whole sequences, cut at importance_sampling_clip_max or left out above it, in place of the loss's
     own ratio and clip. In the first update the weight is exactly 1."""
     importance_sampling_clip_max: float = at_least(1, default=3.0)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ...errors import refuse
 from .section import Section, at_least, between
 
 # What supervised steps alone read; recipes set them, so they stay when those steps are turned off.
@@ -18,6 +19,9 @@ class TrainerConfig(Section):
     """Groups a step."""
     num_iterations: int = at_least(1, default=1)
     """Optimizer updates on each rollout."""
+    num_mini_batches: int = at_least(1, default=1)
+    """Parts that a step's groups are cut into, each of which makes an update; num_iterations goes through all of them
+    so many times."""
     mode: Literal["packed", "per_sample"] = "packed"
     """packed: prompts once, many samples a micro-batch. per_sample: one sample's forward, then its backward."""
     max_tokens_per_micro_batch: int = at_least(2, default=16384)
@@ -39,6 +43,19 @@ class TrainerConfig(Section):
     """Supervised steps between two looks at warmup_reward."""
     warmup_batch_size: int = at_least(1, default=64)
     """Worked examples a supervised step."""
+
+    @property
+    def updates(self) -> int:
+        """Of the weights in a step, at most."""
+        return self.num_iterations * self.num_mini_batches
+
+    def check(self) -> None:
+        prompts = self.prompts_per_step
+        refuse(
+            self.num_mini_batches > prompts,
+            f"trainer.num_mini_batches is {self.num_mini_batches} and trainer.prompts_per_step {prompts}; each has at "
+            f"least one prompt, so use at most {prompts}",
+        )
 
     def unread(self) -> Iterator[tuple[str, str]]:
         if self.warmup_steps == 0:

@@ -65,7 +65,6 @@ class Leader(_Counted):
         self._alone = False  # the others finish what there is by themselves
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
-        """See `Sampler`."""
         assert not self._alone, "more samples than were to come"
         request_id = super().add_request(prompt_ids, sampling, identity)
         self._untold.append(("add_request", prompt_ids, sampling, identity))
@@ -74,7 +73,6 @@ class Leader(_Counted):
         return request_id
 
     def advance(self) -> Sequence[NewTokens]:
-        """See `Sampler`."""
         if not self._alone:
             self._alone = self._to_come == 0
             self._tell([*self._untold, ("finish",) if self._alone else ("advance",)])
@@ -82,7 +80,7 @@ class Leader(_Counted):
         return super().advance()
 
     def abort(self, request_id: int) -> list[Trajectory]:
-        """See `Sampler`. What the others finish by themselves is finished here as well."""
+        """What the others finish by themselves is finished here as well."""
         if self._alone:
             self.finish()
         self._untold.append(("abort", request_id))

@@ -90,7 +90,6 @@ class _Worker:
         return self._ask(("call", spec, arguments, count), timeout)
 
     def stop(self) -> None:
-        """Kill the process."""
         process, self._process = self._process, None
         self._loaded.clear()
         if process is not None:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...ops.operator import NAMESPACE
 from ..ir.captured import Captured
 from ..torch_private import trace as torch_trace
-
-NAMESPACE = "lockstep"  # of the operators that launch kernels of ours
 
 
 def dry_run(captured: Captured, arguments: Sequence[Tensor], namespace: str = NAMESPACE) -> dict[str, Tensor]:

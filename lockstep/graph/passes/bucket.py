@@ -10,7 +10,7 @@ from ..ir.captured import Captured
 from ..torch_private import collectives as torch_collectives
 from ..torch_private import trace as torch_trace
 from .collectives import Collective, by_layer, gradient_exchanges, sources, weight_gathers
-from .rewrite import rewritten
+from .rewrite import appended, rewritten
 
 
 def bucket(captured: Captured) -> tuple[Captured, str]:
@@ -50,11 +50,8 @@ def _gather_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
 def _exchange_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
     """Every gradient of the run is computed before the last of them, behind which the exchange is put, and what comes
     of those that were exchanged before it."""
-    anchor = max(node for exchange in run for node in sources(exchange))
-    for exchange in run:
-        for node in exchange.start[:-1]:  # whatever lays it out
-            anchor.append(node)
-            anchor = node
+    last = max(node for exchange in run for node in sources(exchange))
+    anchor = appended(last, [node for exchange in run for node in exchange.start[:-1]])  # whatever lays them out
     calls = [exchange.collective for exchange in run]
     known = set(graph.nodes)
     with graph.inserting_before(anchor.next):
@@ -66,8 +63,5 @@ def _exchange_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
         laid_out.replace_all_uses_with(rows)
         for node in (laid_out, waited, call):
             graph.erase_node(node)
-    anchor = max(made)
-    for node in sorted({node for exchange in run for node in exchange.finish} & set(graph.nodes)):
-        if node < anchor:
-            anchor.append(node)
-            anchor = node
+    anchor, left = max(made), {node for exchange in run for node in exchange.finish} & set(graph.nodes)
+    appended(anchor, [node for node in sorted(left) if node < anchor])

@@ -19,7 +19,7 @@ from .collectives import (
     step_collectives,
     weight_gathers,
 )
-from .rewrite import reached, rewritten
+from .rewrite import appended, reached, rewritten
 
 
 def reorder(captured: Captured) -> tuple[Captured, str]:
@@ -49,7 +49,7 @@ def _begin_first(starts: Sequence[fx.Node]) -> int:
             node = node.prev
         needed = reached(started, lambda call: call.all_input_nodes, set(before).__contains__)
         later = [call for call in reversed(before) if call not in needed and not communicates(call)]
-        _append(started, later)
+        appended(started, later)
         moved += len(later)
     return moved
 
@@ -68,16 +68,8 @@ def _exchange_early(runs: Sequence[Sequence[Collective]]) -> int:
     behind: dict[fx.Node, fx.Node] = {}  # the last call behind what they wait for
     for run in runs:
         last = max(node for exchange in run for node in sources(exchange))
-        behind[last] = _append(behind.get(last, last), [node for exchange in run for node in exchange.start])
+        behind[last] = appended(behind.get(last, last), [node for exchange in run for node in exchange.start])
         ends.append(behind[last])
     for (_, end), run in zip(pairwise([*ends, *ends[-1:]]), runs, strict=False):
-        behind[end] = _append(behind.get(end, end), [node for exchange in run for node in exchange.finish])
+        behind[end] = appended(behind.get(end, end), [node for exchange in run for node in exchange.finish])
     return max(0, len(runs) - 1)
-
-
-def _append(anchor: fx.Node, nodes: Sequence[fx.Node]) -> fx.Node:
-    """Move nodes behind the anchor, in order; returns the last."""
-    for node in nodes:
-        anchor.append(node)
-        anchor = node
-    return anchor

@@ -29,3 +29,11 @@ def reached(
             found.add(other)
             stack += further(other)
     return found
+
+
+def appended(anchor: fx.Node, nodes: Iterable[fx.Node]) -> fx.Node:
+    """Move nodes behind the anchor, in order; returns the last."""
+    for node in nodes:
+        anchor.append(node)
+        anchor = node
+    return anchor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,6 +95,9 @@ class LayerSlice(NamedTuple):
     form: Form | None = None
 
 
+Slices = Iterable[LayerSlice]
+
+
 class WeightSlice(LayerSlice):
     """Tensor `name` of a Hugging Face folder is rows `start : start + rows` of the decoder's `parameter`, whose leading
     dims count as rows when it has more than two; in another `form` where there is one."""
@@ -118,20 +121,19 @@ class WeightSlice(LayerSlice):
         return rows if self.form is None else self.form.to_hf(rows)
 
 
-def slices_of_layer(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
-    """Of a `blocks.layer.Layer`, with the names that most families use."""
-    hidden = config.hidden_size
-    yield LayerSlice("input_layernorm.weight", "attention_norm", 0, hidden)
-    yield from attention_slices(config)
-    yield LayerSlice("post_attention_layernorm.weight", "mlp_norm", 0, hidden)
-    yield from feed_forward_slices(config, index)
+def slices_of_layer(
+    config: ModelConfig, index: int, attention: Slices | None = None, feed_forward: Slices | None = None
+) -> Iterator[LayerSlice]:
+    """Of a `blocks.layer.Layer`, with the names that most families use; or of another attention or feed-forward behind
+    its norms."""
+    yield LayerSlice("input_layernorm.weight", "attention_norm", 0, config.hidden_size)
+    yield from attention or attention_slices(config)
+    yield LayerSlice("post_attention_layernorm.weight", "mlp_norm", 0, config.hidden_size)
+    yield from feed_forward or feed_forward_slices(config, index)
 
 
 def slices_with_qk_norm(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
-    for piece in slices_of_layer(config, index):
-        if piece.parameter == "o":
-            yield from qk_norm_slices(config)
-        yield piece
+    return slices_of_layer(config, index, attention_slices(config, qk_norm_slices(config)))
 
 
 def qk_norm_slices(config: ModelConfig) -> Iterator[LayerSlice]:
@@ -145,13 +147,14 @@ def _head_form(config: ModelConfig) -> Form | None:
     return PartlyRotated(head, rotated) if 0 < rotated < head else None
 
 
-def attention_slices(config: ModelConfig) -> Iterator[LayerSlice]:
+def attention_slices(config: ModelConfig, norms: Slices = ()) -> Iterator[LayerSlice]:
     q, kv, form = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, _head_form(config)
     for kind, parameter in (("weight", "qkv"), ("bias", "qkv_bias")):
         if kind == "weight" or "qkv" in config.biases:
             yield LayerSlice(f"self_attn.q_proj.{kind}", parameter, 0, q, form)
             yield LayerSlice(f"self_attn.k_proj.{kind}", parameter, q, kv, form)
             yield LayerSlice(f"self_attn.v_proj.{kind}", parameter, q + kv, kv)
+    yield from norms
     yield LayerSlice("self_attn.o_proj.weight", "o", 0, config.hidden_size)
     if "o" in config.biases:
         yield LayerSlice("self_attn.o_proj.bias", "o_bias", 0, config.hidden_size)

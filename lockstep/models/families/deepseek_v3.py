@@ -8,7 +8,7 @@ from typing import Any
 
 from ..blocks.mla import LatentLayer
 from ..blocks.rope import YarnScaling, rope_of_hf, scaling_from_hf
-from ..blocks.weight_slices import Interleaved, LayerSlice, feed_forward_slices
+from ..blocks.weight_slices import Interleaved, LayerSlice, slices_of_layer
 from ..config import MLAConfig, ModelConfig, MoEConfig
 from . import qwen3, qwen3_moe
 from .family import EXPERT_SIZES, PLAIN, Family, Raw, no_windows
@@ -75,13 +75,12 @@ def write_grouped_experts(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
-    m, hidden = config.mla, config.hidden_size
+def _attention(config: ModelConfig) -> Iterator[LayerSlice]:
+    m = config.mla
     assert m is not None
     queries, up = config.num_heads * (m.nope_dim + m.rope_dim), config.num_heads * (m.nope_dim + m.v_dim)
     q_form = Interleaved(m.nope_dim + m.rope_dim, m.rope_dim) if m.interleaved else None
     kv_form = Interleaved(m.key_dim, m.rope_dim) if m.interleaved else None
-    yield LayerSlice("input_layernorm.weight", "attention_norm", 0, hidden)
     if m.q_rank is None:
         yield LayerSlice("self_attn.q_proj.weight", "mla.down", 0, queries, q_form)
     else:
@@ -91,9 +90,7 @@ def _slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
     yield LayerSlice("self_attn.kv_a_proj_with_mqa.weight", "mla.down", m.q_rank or queries, m.key_dim, kv_form)
     yield LayerSlice("self_attn.kv_a_layernorm.weight", "mla.kv_norm", 0, m.kv_rank)
     yield LayerSlice("self_attn.kv_b_proj.weight", "mla.kv_up", 0, up)
-    yield LayerSlice("self_attn.o_proj.weight", "o", 0, hidden)
-    yield LayerSlice("post_attention_layernorm.weight", "mlp_norm", 0, hidden)
-    yield from feed_forward_slices(config, index)
+    yield LayerSlice("self_attn.o_proj.weight", "o", 0, config.hidden_size)
 
 
 def predicts_further(name: str, config: ModelConfig) -> bool:
@@ -132,7 +129,7 @@ _TINY = replace(
 FAMILY = Family(
     "DeepseekV3ForCausalLM",
     LatentLayer,
-    _slices,
+    lambda config, index: slices_of_layer(config, index, _attention(config)),
     fixed=PLAIN | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
     read=_read,
     write=_write,

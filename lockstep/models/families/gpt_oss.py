@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import mxfp4
 from ..blocks.rope import YarnScaling
-from ..blocks.weight_slices import Form, LayerSlice, Window, attention_slices
+from ..blocks.weight_slices import Form, LayerSlice, Window, attention_slices, slices_of_layer
 from ..config import ModelConfig, MoEConfig
 from . import qwen3
 from .family import FULL, SLIDING, Family, Raw, all_but_every, alternating, odd_words, write_alternating
@@ -78,13 +78,14 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
+    sinks = LayerSlice("self_attn.sinks", "sinks", 0, config.num_heads)
+    return slices_of_layer(config, index, [*attention_slices(config), sinks], _experts(config))
+
+
+def _experts(config: ModelConfig) -> Iterator[LayerSlice]:
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None
     experts, width = moe.num_experts, moe.intermediate_size
-    yield LayerSlice("input_layernorm.weight", "attention_norm", 0, hidden)
-    yield from attention_slices(config)
-    yield LayerSlice("self_attn.sinks", "sinks", 0, config.num_heads)
-    yield LayerSlice("post_attention_layernorm.weight", "mlp_norm", 0, hidden)
     yield LayerSlice("mlp.router.weight", "moe.router", 0, experts)
     yield LayerSlice("mlp.router.bias", "moe.router_offset", 0, experts)
     up, down, all_up, all_down = ByInput(2 * width, kinds=2), ByInput(hidden), 2 * experts * width, experts * hidden

@@ -12,7 +12,6 @@ _TINY = replace(qwen3.TINY, family="mistral", tie_word_embeddings=False, sliding
 
 
 def _size(layers: int) -> ModelConfig:
-    """Of the 7B."""
     return ModelConfig(
         32000, 4096, 14336, layers, 32, 8, 128, 32768, 1e-5, 10000.0, False, family="mistral", sliding_window=4096,
         sliding_layers=tuple(range(layers)),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..blocks.weight_slices import LayerSlice, attention_slices
+from ..blocks.weight_slices import LayerSlice, slices_of_layer
 from ..config import ModelConfig, MoEConfig
 from . import qwen3
 from .family import Family, Raw, all_or_none, odd_words, one_window, write_one_window
@@ -30,13 +30,10 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
+def _experts(config: ModelConfig) -> Iterator[LayerSlice]:
     moe, hidden = config.moe, config.hidden_size
     assert moe is not None
     width = moe.intermediate_size
-    yield LayerSlice("input_layernorm.weight", "attention_norm", 0, hidden)
-    yield from attention_slices(config)
-    yield LayerSlice("post_attention_layernorm.weight", "mlp_norm", 0, hidden)
     yield LayerSlice("block_sparse_moe.gate.weight", "moe.router", 0, moe.num_experts)
     for e in range(moe.num_experts):
         expert = f"block_sparse_moe.experts.{e}"
@@ -51,7 +48,7 @@ _TINY = replace(
 
 FAMILY = Family(
     "MixtralForCausalLM",
-    slices=_slices,
+    slices=lambda config, index: slices_of_layer(config, index, feed_forward=_experts(config)),
     fixed={"hidden_act": ("silu", "swish")},
     read=_read,
     write=_write,

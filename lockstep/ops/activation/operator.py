@@ -24,7 +24,7 @@ GELU_LINEAR, GELU_CUBIC = 1.5957691216057308, 0.07135481627159843
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
-@operator("lockstep::silu_mul_backward", native=native.silu_mul_backward, cuda="triton:silu_mul_backward", fake=like(1))
+@operator(native=native.silu_mul_backward, cuda="triton:silu_mul_backward", fake=like(1))
 def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     """Gradient of `silu_mul` for its input, [T, 2F], from that of its result, [T, F]."""
     (gate, up), grad = _factors(gate_up_TE, activation), grad_TF.float()
@@ -43,7 +43,6 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SIL
 
 
 @operator(
-    "lockstep::silu_mul",
     native=native.silu_mul,
     cuda="triton:silu_mul",
     fake=lambda gate_up_TE, *_: gate_up_TE.new_empty(gate_up_TE.shape[0], gate_up_TE.shape[1] // 2),

@@ -23,7 +23,7 @@ LIMBS = 9  # of 32 bits, that a float32 reaches from 2^-149 on; one more takes w
 NOT_FINITE = 15  # the word that counts infinities, and NaN 2^32-fold
 
 
-@operator("lockstep::square_sums", cuda="triton:square_sums", fake=lambda x: x.new_empty(-(-x.numel() // BLOCK)))
+@operator(cuda="triton:square_sums", fake=lambda x: x.new_empty(-(-x.numel() // BLOCK)))
 def square_sums(x: Tensor) -> Tensor:
     """The sum of the squares of each `BLOCK` elements of a flat float32 tensor, float32 [ceil(size / BLOCK)]; the last
     ones are fewer perhaps.
@@ -35,7 +35,7 @@ def square_sums(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(padded.view(-1, BLOCK // 64, 64), dim=2).square().sum(1)
 
 
-@operator("lockstep::exact_sum", cuda="triton:exact_sum", fake=lambda x: x.new_empty(WORDS, dtype=torch.int64))
+@operator(cuda="triton:exact_sum", fake=lambda x: x.new_empty(WORDS, dtype=torch.int64))
 def exact_sum(x: Tensor) -> Tensor:
     """The exact sum of float32 numbers that are not negative, fewer than 2^31, in words, int64 [`WORDS`].
 
@@ -54,9 +54,7 @@ def exact_sum(x: Tensor) -> Tensor:
     return words
 
 
-@operator(
-    "lockstep::root_of_sum", cuda="triton:root_of_sum", fake=lambda words: words.new_empty((), dtype=torch.float32)
-)
+@operator(cuda="triton:root_of_sum", fake=lambda words: words.new_empty((), dtype=torch.float32))
 def root_of_sum(words: Tensor) -> Tensor:
     """The square root of an `exact_sum`, float32, 0-dim: the sum is rounded to float64, its root too, and then to
     float32. Not finite where any of the numbers was not: NaN where one was, else infinite."""
@@ -67,9 +65,7 @@ def root_of_sum(words: Tensor) -> Tensor:
     return torch.tensor(math.sqrt(total / 2**149), dtype=torch.float32)  # whole numbers' quotient is rounded once
 
 
-@operator(
-    "lockstep::adamw", mutates=("weights", "grad", "master", "exp_avg", "exp_avg_sq", "steps"), cuda="triton:adamw"
-)
+@operator(mutates=("weights", "grad", "master", "exp_avg", "exp_avg_sq", "steps"), cuda="triton:adamw")
 def adamw(state: AdamWState, step: AdamWStep, settings: AdamWSettings) -> None:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) where `applied`, else nothing; gradients are cleared always.
     `steps` are counted here."""

@@ -56,7 +56,6 @@ def _backward(ctx, grad_TNH: Tensor):
 
 
 @operator(
-    "lockstep::flex_packed",
     cuda="triton_flex:packed",
     fake=like(0, contiguous=True),
     setup=_setup,
@@ -67,7 +66,7 @@ def flex_packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: F
     return reference.packed(q_TNH, k_TKH, v_TKH, by, visible=visibility(*mask[:2]))
 
 
-@operator("lockstep::flex_packed_backward", cuda="triton_flex:packed_backward", fake=like(1, 2, 3, contiguous=True))
+@operator(cuda="triton_flex:packed_backward", fake=like(1, 2, 3, contiguous=True))
 def flex_packed_backward(
     grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMask
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,7 +75,7 @@ def flex_packed_backward(
     return reference.packed_backward((grad_TNH, q_TNH, k_TKH, v_TKH), by, visible=visibility(*mask[:2]))[:3]
 
 
-@operator("lockstep::flex_paged", cuda="triton_flex:paged", fake=like(0, contiguous=True))
+@operator(cuda="triton_flex:paged", fake=like(0, contiguous=True))
 def flex_paged(q_TNH: Tensor, cache: KVPages, by: Paged, mask: FlexMask) -> Tensor:
     """`attention_paged` with a window and a mask, see `flex_packed`; [T, N, H].
 

@@ -78,7 +78,6 @@ def _packed(
 
 
 @operator(
-    "lockstep::attention_packed_backward",
     cuda="triton_backward:packed",
     fake=lambda x, *_: tuple(map(torch.empty_like, x[1:4])),
 )
@@ -90,7 +89,6 @@ def attention_packed_backward(
 
 
 @operator(
-    "lockstep::attention_sinks_packed_backward",
     cuda="triton_backward:packed",
     fake=lambda x, by, scores: (*map(torch.empty_like, x[1:4]), torch.empty_like(scores.sinks_N)),
 )
@@ -101,7 +99,7 @@ def attention_sinks_packed_backward(
     return reference.packed_backward(x[:4], by, scores)
 
 
-@operator("lockstep::attention_paged", native=native.paged, cuda="triton:paged", fake=like(0))
+@operator(native=native.paged, cuda="triton:paged", fake=like(0))
 def attention_paged(
     q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE, scores: AttentionScores = PLAIN
 ) -> Tensor:
@@ -110,7 +108,7 @@ def attention_paged(
     return reference.paged(q_TNH, cache, by, scores)
 
 
-@operator("lockstep::write_kv", mutates=("k_cache", "v_cache"), native=native.write_kv, cuda=SAME)
+@operator(mutates=("k_cache", "v_cache"), native=native.write_kv, cuda=SAME)
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> None:
     """Store keys and values [T, K, H], of the cache's dtype, at `slots_T` (int64; page * page_size + offset) of it."""
     for pages, x_TKH in zip(cache, (k_TKH, v_TKH), strict=True):
@@ -123,7 +121,6 @@ def _queries_fake(qkv_TE, by, *_):
 
 
 @operator(
-    "lockstep::qk_norm_rope_write_kv",
     mutates=("k_cache", "v_cache"),
     cuda=".rope.triton:qk_norm_rope",
     fake=_queries_fake,
@@ -142,7 +139,6 @@ def qk_norm_rope_write_kv(
 
 
 @operator(
-    "lockstep::attention_decode",
     mutates=("k_cache", "v_cache"),
     cuda="triton_decode:attention_decode",
     fake=lambda qkv_SE, by, *_: qkv_SE.new_empty(qkv_SE.shape[0], by.num_heads, by.cos_sin_TH.shape[1]),

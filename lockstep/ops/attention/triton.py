@@ -21,9 +21,10 @@ from torch import Tensor
 from ..records import ALONE, PLAIN, AttentionScores, KVPages, Packed, Paged, PrefixGroups
 from ..rows import unit_inner
 from . import triton_decode, triton_scores
-from .reference import KEY_SPLIT, KEY_TILE
+from .reference import KEY_SPLIT
 from .triton_scores import beside_sinks
 from .triton_tiles import (
+    BLOCK_L,
     LONG,
     AttentionForm,
     AttentionTile,
@@ -34,6 +35,7 @@ from .triton_tiles import (
     empty_state,
     load_query_parts,
     merge_states,
+    store_rows,
 )
 
 TILE = AttentionTile(64, 4, 3)
@@ -55,14 +57,11 @@ def _zero_rows(
     BLOCK_H: tl.constexpr,
 ):
     """Zero one kv head's query heads in tokens `first` onwards; the programs along axis 0 take turns."""
-    h = tl.arange(0, BLOCK_H)
     for start in range(tl.program_id(0) * BLOCK_M, (tokens - first) * GROUP, tl.num_programs(0) * BLOCK_M):
         row_M = start + tl.arange(0, BLOCK_M)
         token_M = first + row_M // GROUP
         offset_M = token_M.to(tl.int64) * out_stride + (kv_head * GROUP + row_M % GROUP) * HEAD_DIM
-        zero_MH = tl.zeros((BLOCK_M, BLOCK_H), dtype=out_ptr.dtype.element_ty)
-        mask_MH = (token_M < tokens)[:, None] & (h < HEAD_DIM)[None, :]
-        tl.store(out_ptr + offset_M[:, None] + h[None, :], zero_MH, mask=mask_MH)
+        store_rows(out_ptr, tl.zeros((BLOCK_M, BLOCK_H), tl.float32), offset_M, token_M < tokens, HEAD_DIM)
         tl.store(lse_ptr + row_M, tl.zeros((BLOCK_M,), tl.float32), mask=token_M < tokens)
 
 
@@ -76,8 +75,6 @@ def _attend_causal(
     keys,
     scale,
     IS_LONG: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_L: tl.constexpr,
     FORM: tl.constexpr,
     lowest,  # these if WINDOW > 0: before this position no row sees a key
     highest,  # the first position that the last row sees
@@ -88,13 +85,13 @@ def _attend_causal(
         begin = tl.maximum(begin, lowest // BLOCK_L * BLOCK_L)
         if IS_LONG:
             entered = tl.maximum(begin, tl.minimum(tl.cdiv(highest, BLOCK_L) * BLOCK_L, end))
-            state = attend(state, q, last_M, begin, entered, keys, scale, True, PAGE_SIZE, BLOCK_L, FORM, lowest)
+            state = attend(state, q, last_M, begin, entered, keys, scale, True, FORM, lowest)
             begin = entered
     if IS_LONG:
         masked = tl.maximum(begin, tl.minimum(unmasked_end, end))
-        state = attend(state, q, last_M, begin, masked, keys, scale, False, PAGE_SIZE, BLOCK_L, FORM, lowest)
+        state = attend(state, q, last_M, begin, masked, keys, scale, False, FORM, lowest)
         begin = masked
-    return attend(state, q, last_M, begin, end, keys, scale, True, PAGE_SIZE, BLOCK_L, FORM, lowest)
+    return attend(state, q, last_M, begin, end, keys, scale, True, FORM, lowest)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -122,7 +119,6 @@ def _attention_kernel(
     GROUP: tl.constexpr,  # query heads a kv head
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_L: tl.constexpr,
     BLOCK_H: tl.constexpr,
     q_rope_ptr=None,  # [T, N, P]; these if ROPE_DIM > 0, and then v_ptr is not read
     q_rope_stride=None,
@@ -161,7 +157,7 @@ def _attention_kernel(
     token_M, head_M = row_M // GROUP, kv_head * GROUP + row_M % GROUP
     inside_M = token_M < length
     queries = Queries(q_ptr, q_stride, q_head_stride, q_rope_ptr, q_rope_stride, q_rope_head_stride)
-    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR)
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR, PAGE_SIZE)
     q = load_query_parts(queries, first + token_M, head_M, inside_M, FORM)
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
@@ -177,24 +173,17 @@ def _attention_kernel(
     if SPLIT > 0:
         state = empty_state(BLOCK_M, BLOCK_H)
         for begin in range(lowest // SPLIT * SPLIT, end, SPLIT):
-            of_split = _attend_causal(
-                q, last_M, begin, unmasked_end, tl.minimum(begin + SPLIT, end), keys, scale, IS_LONG, PAGE_SIZE,
-                BLOCK_L, FORM, lowest, highest,
-            )  # fmt: skip
-            state = merge_states(state, of_split)
+            stop = tl.minimum(begin + SPLIT, end)
+            found = _attend_causal(q, last_M, begin, unmasked_end, stop, keys, scale, IS_LONG, FORM, lowest, highest)
+            state = merge_states(state, found)
     else:
-        state = _attend_causal(
-            q, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, PAGE_SIZE, BLOCK_L, FORM, lowest, highest
-        )
+        state = _attend_causal(q, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, FORM, lowest, highest)
     if sinks_ptr is not None:
         state = beside_sinks(state, sinks_ptr, head_M, inside_M)
 
     shift_M, sum_M, acc_MH = state
-    h = tl.arange(0, BLOCK_H)
-    row_mask_MH = inside_M[:, None] & (h < HEAD_DIM)[None, :]
-    out_offset_M = (first + token_M).to(tl.int64) * out_stride + head_M * HEAD_DIM
-    out_MH = (acc_MH / sum_M[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_offset_M[:, None] + h[None, :], out_MH, mask=row_mask_MH)
+    offset_M = (first + token_M).to(tl.int64) * out_stride + head_M * HEAD_DIM
+    store_rows(out_ptr, acc_MH / sum_M[:, None], offset_M, inside_M, HEAD_DIM)
     tl.store(lse_ptr + row_M, shift_M + tl.log2(sum_M), mask=inside_M)
 
 
@@ -230,8 +219,8 @@ def launch(
         *(stride for x in (q_TNH, k_RKH, v_RKH) for stride in x.stride()[:2]), scale * math.log2(math.e),
         PAGE_SIZE=page_size, SPLIT=KEY_SPLIT if max_context > KEY_SPLIT else 0,
         IS_LONG=max_context > LONG and "ROPE_DIM" not in others, GROUP=group, HEAD_DIM=head_dim,
-        BLOCK_M=tile.query_rows, BLOCK_L=KEY_TILE, BLOCK_H=block(head_dim), **others, num_warps=tile.warps,
-        num_stages=tile.stages, enable_fp_fusion=False,
+        BLOCK_M=tile.query_rows, BLOCK_H=block(head_dim), **others, num_warps=tile.warps, num_stages=tile.stages,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out_TNH, lse_KTG
 

@@ -35,7 +35,18 @@ from ..rows import LN_2, unit_inner
 from . import triton_scores
 from .triton_gradient_tiles import Rows, find_tile, over_keys, over_queries, store_keys
 from .triton_scores import first_tile, sinks_gradient
-from .triton_tiles import LONG, AttentionForm, AttentionTile, Keys, Queries, block, load_key_parts, load_query_parts
+from .triton_tiles import (
+    LONG,
+    AttentionForm,
+    AttentionTile,
+    Keys,
+    Queries,
+    block,
+    load_key_parts,
+    load_query_parts,
+    load_rows,
+    store_rows,
+)
 
 DQ_TILE, DKV_TILE = AttentionTile(64, 4, 2, keys=32), AttentionTile(64, 4, 2, keys=64)
 LONG_DQ_TILE, LONG_DKV_TILE = AttentionTile(128, 8, 3, keys=64), AttentionTile(64, 8, 2, keys=128)  # above `LONG` keys
@@ -89,28 +100,19 @@ def _query_kernel(
     if segment > segments:
         return
     first = tl.load(cu_seqlens_ptr + segment)
-    h = tl.arange(0, BLOCK_H)
     first_row = (tiles - 1 - tile) * BLOCK_M  # the rows that see most come first
     row_M = first_row + tl.arange(0, BLOCK_M)
     token_M, head_M = first + row_M // GROUP, kv_head * GROUP + row_M % GROUP
-    offset_M = token_M.to(tl.int64) * (HEADS * HEAD_DIM) + head_M * HEAD_DIM
-    offset_MH = offset_M[:, None] + h[None, :]
-    dq_offset_MH = (token_M.to(tl.int64) * dq_stride + head_M * HEAD_DIM)[:, None] + h[None, :]
+    dq_offset_M = token_M.to(tl.int64) * dq_stride + head_M * HEAD_DIM
+    dq_rope_offset_M = (first * GROUP + row_M).to(tl.int64) * ROPE_DIM
     dq_MH = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
     dq_MP = dq_MH
     if ROPE_DIM > 0:
-        p = tl.arange(0, BLOCK_P)
-        offset_MP = ((first * GROUP + row_M).to(tl.int64) * ROPE_DIM)[:, None] + p[None, :]
         dq_MP = tl.zeros((BLOCK_M, BLOCK_P), tl.float32)
     if segment == segments:
-        tl.store(
-            dq_ptr + dq_offset_MH,
-            dq_MH.to(dq_ptr.dtype.element_ty),
-            mask=(token_M < tokens)[:, None] & (h < HEAD_DIM)[None, :],
-        )
+        store_rows(dq_ptr, dq_MH, dq_offset_M, token_M < tokens, HEAD_DIM)
         if ROPE_DIM > 0:
-            mask_MP = (token_M < tokens)[:, None] & (p < ROPE_DIM)[None, :]
-            tl.store(dq_rope_ptr + offset_MP, dq_MP.to(dq_ptr.dtype.element_ty), mask=mask_MP)
+            store_rows(dq_rope_ptr, dq_MP, dq_rope_offset_M, token_M < tokens, ROPE_DIM)
         return
 
     end = tl.load(cu_seqlens_ptr + segment + 1)
@@ -118,12 +120,12 @@ def _query_kernel(
     shared = tl.load(prefix_start_ptr + segment)
     own = first - prefix
     inside_M = token_M < end
-    mask_MH = inside_M[:, None] & (h < HEAD_DIM)[None, :]
     queries = Queries(q_ptr, q_stride, q_head_stride, q_rope_ptr, q_rope_stride, q_rope_head_stride)
-    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR)
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR, 0, HEADS, GROUP)
     q = load_query_parts(queries, token_M, head_M, inside_M, FORM)
-    grad_MH = tl.load(grad_ptr + offset_MH, mask=mask_MH, other=0.0)
-    out_MH = tl.load(out_ptr + offset_MH, mask=mask_MH, other=0.0)
+    output_M = token_M * HEADS + head_M
+    grad_MH = load_rows(grad_ptr, output_M, HEAD_DIM, inside_M, True, HEAD_DIM, BLOCK_H)
+    out_MH = load_rows(out_ptr, output_M, HEAD_DIM, inside_M, True, HEAD_DIM, BLOCK_H)
     statistic_M = (kv_head * tokens + first) * GROUP + row_M
     lse_M = tl.load(lse_ptr + statistic_M, mask=inside_M, other=float("inf"))  # no row: P is 0
     delta_M = tl.sum(grad_MH.to(tl.float32) * out_MH.to(tl.float32), axis=1)
@@ -153,10 +155,9 @@ def _query_kernel(
     dq_MH, dq_MP = over_keys(dq, q, grad_MH, lse_M, delta_M, position_M, begin, seen, keys, scale, True, BLOCK_L, FORM)
     if FACTOR > 0:
         dq_MH = dq_MH * FACTOR
-    tl.store(dq_ptr + dq_offset_MH, (dq_MH * (scale * LN_2)).to(dq_ptr.dtype.element_ty), mask=mask_MH)
+    store_rows(dq_ptr, dq_MH * (scale * LN_2), dq_offset_M, inside_M, HEAD_DIM)
     if ROPE_DIM > 0:
-        mask_MP = inside_M[:, None] & (p < ROPE_DIM)[None, :]
-        tl.store(dq_rope_ptr + offset_MP, (dq_MP * (scale * LN_2)).to(dq_ptr.dtype.element_ty), mask=mask_MP)
+        store_rows(dq_rope_ptr, dq_MP * (scale * LN_2), dq_rope_offset_M, inside_M, ROPE_DIM)
 
 
 @triton.jit(do_not_specialize=["tokens", "segments"])
@@ -220,7 +221,7 @@ def _key_kernel(
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, None, 0, 0, 0, k_rope_ptr, k_rope_stride)
-    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR)
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, ROPE_DIM, BLOCK_P, WINDOW, FACTOR, 0, HEADS, GROUP)
     keys = load_key_parts(keys, row_L, visible_L, True, FORM)
     grad_ptr += kv_head * GROUP * HEAD_DIM
     q_ptr += kv_head * GROUP * q_head_stride
@@ -242,22 +243,17 @@ def _key_kernel(
     if IS_LONG:
         after = begin + tl.cdiv(BLOCK_L * GROUP, BLOCK_M) * BLOCK_M  # from here on rows see the whole tile
         stop = tl.minimum(after, rows_end)
-    grads = over_queries(
-        grads, keys, row_L, visible_L, begin, stop, rows_end, rows, scale, "causal", HEADS, GROUP, BLOCK_M, FORM
-    )
+    grads = over_queries(grads, keys, row_L, visible_L, begin, stop, rows_end, rows, scale, "causal", BLOCK_M, FORM)
     if IS_LONG:
         stop = rows_end
         if WINDOW > 0:  # rows that see the tile's first key see them all
             stop = tl.minimum(rows_end, tl.maximum(after, begin + WINDOW * GROUP // BLOCK_M * BLOCK_M))
-        grads = over_queries(
-            grads, keys, row_L, visible_L, after, stop, rows_end, rows, scale, "none", HEADS, GROUP, BLOCK_M, FORM
-        )
+        grads = over_queries(grads, keys, row_L, visible_L, after, stop, rows_end, rows, scale, "none", BLOCK_M, FORM)
         if WINDOW > 0:
             stop = tl.maximum(after, begin + WINDOW * GROUP // BLOCK_M * BLOCK_M)
             grads = over_queries(
-                grads, keys, row_L, visible_L, stop, rows_end, rows_end, rows, scale, "causal", HEADS, GROUP, BLOCK_M,
-                FORM,
-            )  # fmt: skip
+                grads, keys, row_L, visible_L, stop, rows_end, rows_end, rows, scale, "causal", BLOCK_M, FORM
+            )
 
     s = tl.arange(0, BLOCK_S)
     start_S = tl.load(prefix_start_ptr + s, mask=s < segments, other=0)
@@ -282,9 +278,8 @@ def _key_kernel(
             rows_end = tl.minimum(rows_end, (tl.minimum(last, shared + length) - 1 + WINDOW - shift) * GROUP)
         rows_end = tl.where((shared < last) & (shared + length > first), rows_end, run)
         grads = over_queries(
-            grads, keys, row_L, visible_L, run, rows_end, rows_end, rows, scale, "visible", HEADS, GROUP, BLOCK_M, FORM,
-            shift,
-        )  # fmt: skip
+            grads, keys, row_L, visible_L, run, rows_end, rows_end, rows, scale, "visible", BLOCK_M, FORM, shift
+        )
         child = run_end
     dk_LH, dv_LX = grads
     if FACTOR > 0:

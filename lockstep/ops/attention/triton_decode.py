@@ -29,9 +29,10 @@ from ..records import ALONE, PLAIN, AttentionScores, Contexts, KVPages, PrefixGr
 from ..rope.triton import qk_norm_rope, rotated_heads
 from ..rows import aligned_rows, unit_inner
 from . import triton_prefetch, triton_scores
-from .reference import KEY_SPLIT, KEY_TILE
+from .reference import KEY_SPLIT
 from .triton_scores import beside_sinks, first_tile
 from .triton_tiles import (
+    BLOCK_L,
     AttentionForm,
     Keys,
     attend,
@@ -40,6 +41,7 @@ from .triton_tiles import (
     load_queries,
     load_state,
     merge_states,
+    store_rows,
     store_state,
 )
 
@@ -48,26 +50,13 @@ MAX_GROUP_ROWS = 64  # query rows of a tile: a larger group takes several
 
 
 @triton.jit
-def _store_token(
-    wanted,
-    q_MH,
-    is_key_M,
-    value_ptr,
-    k_ptr,  # of the kv head
-    v_ptr,
-    slot_ptr,
-    k_stride,
-    v_stride,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
+def _store_token(wanted, q_MH, is_key_M, value_ptr, keys, slot_ptr, HEAD_DIM: tl.constexpr):
     """Put the new token's key, one of the rows, and its value into the cache, for the whole program to read."""
     if wanted:
-        h = tl.arange(0, BLOCK_H)
+        h = tl.arange(0, q_MH.shape[1])
         slot, inside = tl.load(slot_ptr), h < HEAD_DIM
-        tl.store(v_ptr + slot * v_stride + h, tl.load(value_ptr + h, mask=inside), mask=inside)
-        key_MH = tl.broadcast_to((k_ptr + slot * k_stride + h)[None, :], (BLOCK_M, BLOCK_H))
+        tl.store(keys.v_ptr + slot * keys.v_stride + h, tl.load(value_ptr + h, mask=inside), mask=inside)
+        key_MH = tl.broadcast_to((keys.k_ptr + slot * keys.k_stride + h)[None, :], q_MH.shape)
         tl.store(key_MH, q_MH, mask=is_key_M[:, None] & inside[None, :])
         tl.debug_barrier()
 
@@ -98,7 +87,6 @@ def _group_kernel(
     GROUP: tl.constexpr,  # query heads a kv head
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_L: tl.constexpr,
     BLOCK_H: tl.constexpr,
     context_len_ptr=None,  # [S], if WINDOW > 0
     WINDOW: tl.constexpr = 0,
@@ -135,12 +123,12 @@ def _group_kernel(
     v_ptr += kv_head * v_head_stride
     keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr + first.to(tl.int64) * table_stride, 0, 0, 0)
     state = empty_state(BLOCK_M, BLOCK_H)
-    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, 0, 0, WINDOW, FACTOR)
-    state = attend(state, (q_MH, q_MH), last_M, begin, end, keys, scale, WINDOW > 0, PAGE_SIZE, BLOCK_L, FORM, lowest)
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, 0, 0, WINDOW, FACTOR, PAGE_SIZE)
+    state = attend(state, (q_MH, q_MH), last_M, begin, end, keys, scale, WINDOW > 0, FORM, lowest)
     heads = tl.num_programs(0) * GROUP
     state_M = (split * sequences + sequence_M).to(tl.int64) * heads + head_M
     states = tl.num_programs(2).to(tl.int64) * sequences * heads
-    store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM, BLOCK_H)
+    store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["table_width", "cache_rows"])
@@ -181,7 +169,6 @@ def _decode_kernel(
     GROUP: tl.constexpr,  # query heads a kv head
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_L: tl.constexpr,
     BLOCK_H: tl.constexpr,
     sinks_ptr=None,  # [N], if there is one split
     WINDOW: tl.constexpr = 0,
@@ -194,15 +181,14 @@ def _decode_kernel(
     k_ptr += kv_head * k_head_stride
     v_ptr += kv_head * v_head_stride
     table_ptr += sequence.to(tl.int64) * table_stride
+    keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, 0, 0, 0)
     if AHEAD > 0:
         stored = tl.load(context_len_ptr + sequence, cache_modifier=".cg") - 1
         wanted = begin
         if WINDOW > 0:
             wanted = tl.maximum(begin, first_tile(stored, WINDOW, BLOCK_L))
-        triton_prefetch.paged(
-            k_ptr, v_ptr, table_ptr, wanted, tl.minimum(stored, begin + SPLIT), table_width, cache_rows, k_stride,
-            v_stride, PAGE_SIZE, HEAD_DIM, AHEAD,
-        )  # fmt: skip
+        last = tl.minimum(stored, begin + SPLIT)
+        triton_prefetch.paged(keys, wanted, last, table_width, cache_rows, PAGE_SIZE, HEAD_DIM, AHEAD)
         if NORM:
             lane = tl.arange(0, AHEAD)
             triton_prefetch.rows(q_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
@@ -220,10 +206,9 @@ def _decode_kernel(
         begin = tl.maximum(begin, lowest // BLOCK_L * BLOCK_L)
         if (begin >= end) & SPLITS:
             return
-    h, row_M = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_M)
+    row_M = tl.arange(0, BLOCK_M)
     sequences, kv_heads = tl.num_programs(1), tl.num_programs(0)
     heads, mask_M, head_M = kv_heads * GROUP, row_M < GROUP, kv_head * GROUP + row_M
-    mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
     if PROJECTED:
         is_key_M = row_M == GROUP
         head_M = tl.where(is_key_M, heads + kv_head, head_M)
@@ -233,10 +218,7 @@ def _decode_kernel(
             q_weight_ptr, k_weight_ptr, eps, NORM, HEAD_DIM, BLOCK_M, BLOCK_H, OFFSET,
         )  # fmt: skip
         value_ptr = qkv_ptr + (heads + kv_heads + kv_head) * HEAD_DIM
-        _store_token(
-            end == context, q_MH, is_key_M, value_ptr, k_ptr, v_ptr, slots_ptr + sequence, k_stride, v_stride,
-            HEAD_DIM, BLOCK_M, BLOCK_H,
-        )  # fmt: skip
+        _store_token(end == context, q_MH, is_key_M, value_ptr, keys, slots_ptr + sequence, HEAD_DIM)
     else:
         sequence_M = tl.zeros((BLOCK_M,), tl.int32) + sequence
         q_MH = load_queries(q_ptr, sequence_M, head_M, q_stride, q_head_stride, mask_M, HEAD_DIM, BLOCK_H)
@@ -251,17 +233,15 @@ def _decode_kernel(
         found_M = row_M < tl.where(start > begin, GROUP, 0)
         state = load_state(acc_ptr, statistics_ptr, state_M, found_M, states, HEAD_DIM, BLOCK_H)
     last_M = tl.zeros((BLOCK_M,), tl.int32) + ((context if WINDOW > 0 else end) - 1)
-    keys = Keys(k_ptr, v_ptr, k_stride, v_stride, table_ptr, 0, 0, 0)
-    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, 0, 0, WINDOW, FACTOR)
-    state = attend(state, (q_MH, q_MH), last_M, start, end, keys, scale, True, PAGE_SIZE, BLOCK_L, FORM, lowest)
+    FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, 0, 0, WINDOW, FACTOR, PAGE_SIZE)
+    state = attend(state, (q_MH, q_MH), last_M, start, end, keys, scale, True, FORM, lowest)
     if sinks_ptr is not None:
         state = beside_sinks(state, sinks_ptr, head_M, mask_M)
     if SPLITS:
-        store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM, BLOCK_H)
+        store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM)
     else:
         _, sum_M, acc_MH = state
-        out_MH = (acc_MH / sum_M[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + state_M[:, None] * HEAD_DIM + h[None, :], out_MH, mask=mask_MH)
+        store_rows(out_ptr, acc_MH / sum_M[:, None], state_M * HEAD_DIM, mask_M, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["states"])
@@ -284,7 +264,7 @@ def _merge_kernel(
     pdl.begin(PDL)
     kv_head, sequence = tl.program_id(0), tl.program_id(1)
     sequences, heads = tl.num_programs(1), tl.num_programs(0) * GROUP
-    h, row_M = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_M)
+    row_M = tl.arange(0, BLOCK_M)
     mask_M, state_M = row_M < GROUP, sequence.to(tl.int64) * heads + kv_head * GROUP + row_M
     state = empty_state(BLOCK_M, BLOCK_H)
     split_M = state_M
@@ -300,9 +280,7 @@ def _merge_kernel(
     if sinks_ptr is not None:
         state = beside_sinks(state, sinks_ptr, kv_head * GROUP + row_M, mask_M)
     _, sum_M, acc_MH = state
-    out_MH = (acc_MH / sum_M[:, None]).to(out_ptr.dtype.element_ty)
-    mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
-    tl.store(out_ptr + state_M[:, None] * HEAD_DIM + h[None, :], out_MH, mask=mask_MH)
+    store_rows(out_ptr, acc_MH / sum_M[:, None], state_M * HEAD_DIM, mask_M, HEAD_DIM)
 
 
 def _rows_and_warps(rows: int) -> tuple[int, int]:
@@ -340,7 +318,7 @@ def decode(
     scale, at_end = factor * math.log2(math.e), triton_scores.sinks(scores)
     merged = {name: x for name, x in others.items() if name == "WINDOW"}
     dims = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block(head_dim), "SPLIT": KEY_SPLIT, **pdl.options(q)}
-    tiles = {**dims, "PAGE_SIZE": page_size, "BLOCK_L": KEY_TILE, "num_stages": STAGES}
+    tiles = {**dims, "PAGE_SIZE": page_size, "num_stages": STAGES}
     if grouped:
         count, width = group_rows_CW.shape
         rows, warps = _rows_and_warps(min(width * group, MAX_GROUP_ROWS))

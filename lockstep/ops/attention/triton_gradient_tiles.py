@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..rows import LN_2
-from .triton_tiles import Queries, key_rows, load_key_parts, load_queries, load_query_parts, scores
+from .triton_tiles import Queries, key_rows, load_key_parts, load_queries, load_query_parts, scores, store_rows
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def over_keys(
     dq_MH, dq_MP = dq
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
-        row_L = key_rows(position_L, end, keys.table_ptr, keys.prefix, keys.shared, keys.own, 0)
+        row_L = key_rows(position_L, end, keys, FORM)
         k_LH, v_LH, k_LP = load_key_parts(keys, row_L, position_L < end, MASKED, FORM)
         score_ML = scores(q, (k_LH, k_LP), FORM)
         p_ML = tl.exp2(score_ML * scale - lse_M[:, None])
@@ -74,8 +74,6 @@ def over_queries(
     rows,
     scale,
     MASK: tl.constexpr,  # "causal": a query sees keys up to its row; "visible": those of visible_L; "none": all
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     FORM: tl.constexpr,
     shift=0,  # of a row's token, to what keys' rows are counted from, if WINDOW > 0
@@ -86,14 +84,13 @@ def over_queries(
     k_LH, v_LH, k_LP = keys
     for start in range(begin, stop, BLOCK_M):
         row_M = start + tl.arange(0, BLOCK_M)
-        token_M, head_M = row_M // GROUP, row_M % GROUP
+        token_M, head_M = row_M // FORM.GROUP, row_M % FORM.GROUP
         inside_M, statistic_M = row_M < end, row_M
         if FORM.ROPE_DIM > 0:
-            statistic_M = token_M.to(tl.int64) * HEADS + head_M
+            statistic_M = token_M.to(tl.int64) * FORM.HEADS + head_M
         q_MH, q_MP = load_query_parts(rows.queries, token_M, head_M, inside_M, FORM)
-        grad_MH = load_queries(
-            rows.grad_ptr, token_M, head_M, HEADS * FORM.HEAD_DIM, FORM.HEAD_DIM, inside_M, FORM.HEAD_DIM, FORM.BLOCK_H
-        )
+        WIDTH: tl.constexpr = FORM.HEAD_DIM
+        grad_MH = load_queries(rows.grad_ptr, token_M, head_M, FORM.HEADS * WIDTH, WIDTH, inside_M, WIDTH, FORM.BLOCK_H)
         lse_M = tl.load(rows.lse_ptr + statistic_M, mask=inside_M, other=float("inf"))  # no row: P is 0
         delta_M = tl.load(rows.delta_ptr + statistic_M, mask=inside_M, other=0.0)
         score_LM = scores((k_LH, k_LP), (q_MH, q_MP), FORM)
@@ -152,10 +149,8 @@ def find_tile(
 @triton.jit
 def store_keys(ptr, grad_LX, group, row_L, inside_L, tokens, stride, WIDTH: tl.constexpr, ROPE_DIM: tl.constexpr):
     """A gradient of the rows of kv head `group`; if ROPE_DIM > 0, what that group of heads found, which lies apart."""
-    x = tl.arange(0, grad_LX.shape[1])
     if ROPE_DIM > 0:
         offset_L = (group.to(tl.int64) * tokens + row_L) * WIDTH
     else:
         offset_L = row_L.to(tl.int64) * stride + group * WIDTH
-    mask_LX = inside_L[:, None] & (x < WIDTH)[None, :]
-    tl.store(ptr + (offset_L[:, None] + x[None, :]), grad_LX.to(ptr.dtype.element_ty), mask=mask_LX)
+    store_rows(ptr, grad_LX, offset_L, inside_L, WIDTH)

@@ -26,26 +26,15 @@ def keys(programs: int, *caches: Tensor) -> int:
 
 @triton.jit
 def paged(
-    k_ptr,  # of the kv head
-    v_ptr,
-    table_ptr,  # of the sequence
-    begin,
-    end,
-    table_width,
-    cache_rows,
-    k_stride,
-    v_stride,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    AHEAD: tl.constexpr,
+    keys, begin, end, table_width, cache_rows, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, AHEAD: tl.constexpr
 ):
     """Ask for the keys and values at up to `AHEAD` positions from `begin` on, below `end`."""
     position_L = begin + tl.arange(0, AHEAD)
     wanted_L = position_L < tl.minimum(end, table_width * PAGE_SIZE)
-    page_L = tl.load(table_ptr + position_L // PAGE_SIZE, mask=wanted_L, other=0, cache_modifier=".cg")
+    page_L = tl.load(keys.table_ptr + position_L // PAGE_SIZE, mask=wanted_L, other=0, cache_modifier=".cg")
     row_L = tl.minimum(tl.maximum(page_L * PAGE_SIZE + position_L % PAGE_SIZE, 0), cache_rows - 1).to(tl.int64)
-    rows(k_ptr + row_L * k_stride, wanted_L, HEAD_DIM)
-    rows(v_ptr + row_L * v_stride, wanted_L, HEAD_DIM)
+    rows(keys.k_ptr + row_L * keys.k_stride, wanted_L, HEAD_DIM)
+    rows(keys.v_ptr + row_L * keys.v_stride, wanted_L, HEAD_DIM)
 
 
 @triton.jit

@@ -27,10 +27,12 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..rows import eighths
 from .reference import KEY_TILE
 from .triton_scores import tanh
 
 MIN_BLOCK = 16  # tl.dot's smallest side
+BLOCK_L = tl.constexpr(KEY_TILE)
 LONG = 512  # keys of a sequence above which larger tiles of queries pay
 
 
@@ -45,7 +47,8 @@ class AttentionTile(NamedTuple):
 
 class AttentionForm(NamedTuple):
     """In a kernel: what is constant of a layer's attention. Blocks hold the dims; ROPE_DIM and, of `triton_scores`,
-    WINDOW and FACTOR are 0 where a layer has none."""
+    WINDOW and FACTOR are 0 where a layer has none, and PAGE_SIZE where keys are packed. A backward has all `HEADS`, in
+    groups of `GROUP`."""
 
     HEAD_DIM: Any
     BLOCK_H: Any
@@ -53,6 +56,9 @@ class AttentionForm(NamedTuple):
     BLOCK_P: Any
     WINDOW: Any
     FACTOR: Any
+    PAGE_SIZE: Any = 0
+    HEADS: Any = 0
+    GROUP: Any = 0
 
 
 class Queries(NamedTuple):
@@ -82,14 +88,14 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def key_rows(position_L, end, table_ptr, prefix, shared, own, PAGE_SIZE: tl.constexpr):
+def key_rows(position_L, end, keys, FORM: tl.constexpr):
     """Rows (int32) of absolute positions below `end`: by the block table when PAGE_SIZE > 0, else `shared + position`
     in the prefix and `own + position` after it."""
-    if PAGE_SIZE > 0:
-        page_L = tl.load(table_ptr + position_L // PAGE_SIZE, mask=position_L < end, other=0)
-        return page_L * PAGE_SIZE + position_L % PAGE_SIZE
+    if FORM.PAGE_SIZE > 0:
+        page_L = tl.load(keys.table_ptr + position_L // FORM.PAGE_SIZE, mask=position_L < end, other=0)
+        return page_L * FORM.PAGE_SIZE + position_L % FORM.PAGE_SIZE
     else:
-        return tl.where(position_L < prefix, shared, own) + position_L
+        return tl.where(position_L < keys.prefix, keys.shared, keys.own) + position_L
 
 
 @triton.jit
@@ -104,6 +110,14 @@ def load_rows(ptr, row_L, stride, inside_L, MASKED: tl.constexpr, HEAD_DIM: tl.c
 
 
 @triton.jit
+def store_rows(ptr, value_MX, offset_M, inside_M, WIDTH: tl.constexpr):
+    """Store the first `WIDTH` elements of rows that are inside, rounded to what lies there."""
+    x = tl.arange(0, value_MX.shape[1])
+    mask_MX = inside_M[:, None] & (x < WIDTH)[None, :]
+    tl.store(ptr + offset_M[:, None] + x[None, :], value_MX.to(ptr.dtype.element_ty), mask=mask_MX)
+
+
+@triton.jit
 def empty_state(BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr):
     """The state before the first key."""
     shift_M = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -115,18 +129,11 @@ def row_sum(p_ML, BLOCK_M: tl.constexpr):
     """Sums over a tile's 64 keys: for each t the keys 8 j + 2 t + b in order of (j, b), then t = (0 + 2) + (1 + 3). It
     is the order of the MMA's layout of accumulators, where it costs no more than `tl.sum`."""
     p_M6 = tl.reshape(p_ML, (BLOCK_M, 2, 2, 2, 4, 2))  # M, the bits of j, t, b
-    j0246, j1357 = tl.split(tl.permute(p_M6, (0, 4, 5, 1, 2, 3)))  # first what warps may lie along
-    j04, j26 = tl.split(j0246)
-    j15, j37 = tl.split(j1357)
-    j0, j4 = tl.split(j04)
-    j1, j5 = tl.split(j15)
-    j2, j6 = tl.split(j26)
-    j3, j7 = tl.split(j37)
-    even, odd = tl.split(j0)
+    by_j = eighths(tl.permute(p_M6, (0, 4, 5, 1, 2, 3)))  # first what warps may lie along
+    even, odd = tl.split(by_j[0])
     sum_M4 = even + odd
-    rest = (j1, j2, j3, j4, j5, j6, j7)
-    for j in tl.static_range(len(rest)):
-        even, odd = tl.split(rest[j])
+    for j in tl.static_range(1, len(by_j)):
+        even, odd = tl.split(by_j[j])
         sum_M4 = (sum_M4 + even) + odd
     return tl.sum(tl.sum(tl.reshape(sum_M4, (BLOCK_M, 2, 2)), axis=1), axis=1)
 
@@ -182,15 +189,13 @@ def attend(
     keys,
     scale,
     MASKED: tl.constexpr,  # some row does not see some of the keys
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_L: tl.constexpr,
     FORM: tl.constexpr,
     lowest,  # what no row sees a key before, if WINDOW > 0
 ):
     """The state with the keys at positions `begin` to `end` added: a tile of the online softmax (Milakov and Gimelshein
     2018) after the other."""
     shift_M, sum_M, acc_MH = state
-    row_L = key_rows(begin + tl.arange(0, BLOCK_L), end, keys.table_ptr, keys.prefix, keys.shared, keys.own, PAGE_SIZE)
+    row_L = key_rows(begin + tl.arange(0, BLOCK_L), end, keys, FORM)
     for start in range(begin, end, BLOCK_L):
         position_L = start + tl.arange(0, BLOCK_L)
         inside_L = position_L < end
@@ -212,9 +217,7 @@ def attend(
         sum_M = tl.fma(sum_M, alpha_M, row_sum(p_ML, p_ML.shape[0]))
         acc_MH = tl.dot(p_ML.to(v_LH.dtype), v_LH, acc_MH * alpha_M[:, None], input_precision="ieee")
         shift_M = new_M
-        row_L = key_rows(  # a tile ahead
-            position_L + BLOCK_L, end, keys.table_ptr, keys.prefix, keys.shared, keys.own, PAGE_SIZE
-        )
+        row_L = key_rows(position_L + BLOCK_L, end, keys, FORM)  # a tile ahead
     return shift_M, sum_M, acc_MH
 
 
@@ -237,22 +240,17 @@ def merge_states(state, next_state):
 @triton.jit
 def load_state(acc_ptr, statistics_ptr, row_M, mask_M, states, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
     """States of rows (split * S + sequence) * N + head; empty where masked."""
-    h = tl.arange(0, BLOCK_H)
-    mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
     shift_M = tl.load(statistics_ptr + row_M, mask=mask_M, other=float("-inf"))
     sum_M = tl.load(statistics_ptr + states + row_M, mask=mask_M, other=0.0)
-    acc_MH = tl.load(acc_ptr + row_M[:, None] * HEAD_DIM + h[None, :], mask=mask_MH, other=0.0)
-    return shift_M, sum_M, acc_MH
+    return shift_M, sum_M, load_rows(acc_ptr, row_M, HEAD_DIM, mask_M, True, HEAD_DIM, BLOCK_H)
 
 
 @triton.jit
-def store_state(acc_ptr, statistics_ptr, row_M, mask_M, states, state, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
+def store_state(acc_ptr, statistics_ptr, row_M, mask_M, states, state, HEAD_DIM: tl.constexpr):
     shift_M, sum_M, acc_MH = state
-    h = tl.arange(0, BLOCK_H)
-    mask_MH = mask_M[:, None] & (h < HEAD_DIM)[None, :]
     tl.store(statistics_ptr + row_M, shift_M, mask=mask_M)
     tl.store(statistics_ptr + states + row_M, sum_M, mask=mask_M)
-    tl.store(acc_ptr + row_M[:, None] * HEAD_DIM + h[None, :], acc_MH, mask=mask_MH)
+    store_rows(acc_ptr, acc_MH, row_M * HEAD_DIM, mask_M, HEAD_DIM)
 
 
 def block(width: int) -> int:

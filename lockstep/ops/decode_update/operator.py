@@ -15,7 +15,7 @@ from ..operator import like, operator
 from ..records import DecodeRows, Drawn
 
 
-@operator("lockstep::decode_slots", cuda="triton:slots", fake=like(0, 1))
+@operator(cuda="triton:slots", fake=like(0, 1))
 def decode_slots(
     position_R: Tensor, remaining_R: Tensor, table_RW: Tensor, page_size: int, null_page: int
 ) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,6 @@ def decode_slots(
 
 
 @operator(
-    "lockstep::decode_advance",
     mutates=("token_R", "position_R", "remaining_R", "results_RMN", "next_result"),
     cuda="triton:advance",
 )

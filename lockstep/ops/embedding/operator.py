@@ -20,7 +20,6 @@ def _gather_backward(ctx, grad_TD: Tensor):
 
 
 @operator(
-    "lockstep::gather_rows",
     cuda=SAME,
     fake=lambda table_RD, rows_T: table_RD.new_empty(rows_T.shape[0], table_RD.shape[1]),
     setup=lambda ctx, inputs, output: save(ctx, [inputs[1], inputs[0].shape[0]]),
@@ -33,7 +32,6 @@ def gather_rows(table_RD: Tensor, rows_T: Tensor) -> Tensor:
 
 
 @operator(
-    "lockstep::gather_rows_backward",
     gpu_only=True,
     cuda="triton_backward:gather_rows",
     fake=lambda grad_TD, rows_T, table_rows: grad_TD.new_empty(table_rows, grad_TD.shape[1]),

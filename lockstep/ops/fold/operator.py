@@ -8,7 +8,7 @@ from torch import Tensor
 from ..operator import SAME, operator
 
 
-@operator("lockstep::fold_rows", mutates=("total",), cuda="triton:fold_rows")
+@operator(mutates=("total",), cuda="triton:fold_rows")
 def fold_rows(total: Tensor, rows_RN: Tensor, cell: int = 0) -> None:
     """Add rows to a total, row by row, in the total's precision.
 
@@ -29,9 +29,7 @@ def fold_rows(total: Tensor, rows_RN: Tensor, cell: int = 0) -> None:
         total.add_(found)
 
 
-@operator(
-    "lockstep::sum_rows", cuda=SAME, fake=lambda rows_RN: rows_RN.new_empty(rows_RN.shape[1:], dtype=torch.float32)
-)
+@operator(cuda=SAME, fake=lambda rows_RN: rows_RN.new_empty(rows_RN.shape[1:], dtype=torch.float32))
 def sum_rows(rows_RN: Tensor) -> Tensor:
     """The sum of rows, float32 [N], added up row by row from 0, as that of a cell in `fold_rows`."""
     total_N = rows_RN.new_zeros(rows_RN.shape[1:], dtype=torch.float32)

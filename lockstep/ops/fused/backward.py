@@ -50,7 +50,6 @@ def rotated_attention_packed(  # type: ignore[empty-body]
 
 
 @operator(
-    "lockstep::add_gathered_rows",
     mutates=("total_RD",),
     gpu_only=True,
     cuda=".embedding.triton_backward:add_gathered_rows",
@@ -60,6 +59,6 @@ def add_gathered_rows(total_RD: Tensor, grad_TD: Tensor, rows_T: Tensor) -> None
     gradient are not touched. A row's sum is rounded, as is what it makes with the other."""
 
 
-@operator("lockstep::add_gradient", mutates=("total",), gpu_only=True, cuda="triton_backward:add_gradient")
+@operator(mutates=("total",), gpu_only=True, cuda="triton_backward:add_gradient")
 def add_gradient(total: Tensor, grad: Tensor) -> None:
     """`total.add_(grad)` for a float32 total of the same shape, at the speed of memory whatever grad's dtype."""

@@ -36,7 +36,6 @@ def _backward(ctx, grad_TN: Tensor):
 
 
 @operator(
-    "lockstep::linear",
     native=native.linear,
     cuda="kernels:linear",
     fake=lambda x_TK, weight_NK, *_: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]),
@@ -57,7 +56,6 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ten
 
 
 @operator(
-    "lockstep::linear_fp32",
     cuda="kernels:linear_fp32",
     fake=lambda x_TK, weight_NK: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0], dtype=torch.float32),
 )
@@ -68,7 +66,6 @@ def linear_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
 
 
 @operator(
-    "lockstep::matmul",
     native=native.matmul,
     cuda=SAME,
     fake=lambda a_RD, b_DC: a_RD.new_empty(a_RD.shape[0], b_DC.shape[1]),
@@ -79,7 +76,6 @@ def matmul(a_RD: Tensor, b_DC: Tensor) -> Tensor:
 
 
 @operator(
-    "lockstep::norm_linear",
     cuda="kernels:norm_linear",
     fake=lambda x_TD, norm_D, weight_ED, *_: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0]),
     composed=lambda x_TD, norm_D, weight_ED, eps, bias_E=None, weight_offset=0.0: linear(
@@ -100,7 +96,6 @@ def norm_linear(
 
 
 @operator(
-    "lockstep::norm_gate_up",
     cuda="kernels:norm_gate_up",
     fake=lambda x_TD, norm_D, weight_ED, *_: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0] // 2),
     composed=lambda x_TD, norm_D, weight_ED, eps, weight_offset=0.0, activation=SILU: silu_mul(
@@ -117,7 +112,6 @@ def norm_gate_up(
 
 
 @operator(
-    "lockstep::gate_up",
     cuda="kernels:gate_up",
     fake=lambda x_TD, weight_ED, *_: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0] // 2),
     composed=lambda x_TD, weight_ED, activation=SILU: silu_mul(linear(x_TD, weight_ED), activation),
@@ -128,7 +122,6 @@ def gate_up(x_TD: Tensor, weight_ED: Tensor, activation: str = SILU) -> Tensor:
 
 
 @operator(
-    "lockstep::linear_add",
     cuda="kernels:linear_add",
     fake=lambda x_TK, weight_NK, *_: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0]),
     composed=lambda x_TK, weight_NK, residual_TN, bias_N=None: residual_TN + linear(x_TK, weight_NK, bias_N),
@@ -146,7 +139,6 @@ def _per_head_backward(ctx, grad_TNM: Tensor):
 
 
 @operator(
-    "lockstep::per_head_linear",
     cuda="triton:per_head_linear",
     fake=lambda x_TNK, weight_NMK: x_TNK.new_empty(*x_TNK.shape[:2], weight_NMK.shape[1]),
     backward=_per_head_backward,

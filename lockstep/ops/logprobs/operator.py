@@ -40,7 +40,6 @@ def _rows(logits_CV: Tensor) -> ModuleType:
 
 
 @operator(
-    "lockstep::token_logprobs_backward",
     cuda="triton_backward:token_logprobs_backward",
     fake=lambda grad_logprob_C, grad_model_C, hidden_CD, weight_VD, by: (
         hidden_CD.new_empty(hidden_CD.shape),
@@ -99,7 +98,6 @@ def _backward(ctx, grad_logprob_C: Tensor | None, grad_model_C: Tensor | None, *
 
 
 @operator(
-    "lockstep::token_logprobs",
     cuda=SAME,
     fake=lambda hidden_CD, weight_VD, targets_C, by, *_: tuple(torch.empty_like(by.temperature_C) for _ in range(6)),
     setup=_setup,
@@ -163,7 +161,7 @@ def _drawn_fake(*args):
     return torch.empty_like(keys.position_C), *(torch.empty_like(by.temperature_C) for _ in range(2))
 
 
-@operator("lockstep::sample", cuda=SAME, fake=_drawn_fake)
+@operator(cuda=SAME, fake=_drawn_fake)
 def sample(
     hidden_CD: Tensor, weight_VD: Tensor, keys: SampleKeys, by: Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,7 +170,7 @@ def sample(
     return _drawn(linear_fp32(hidden_CD, weight_VD), keys, by, truncated, greedy)
 
 
-@operator("lockstep::sample_logits", cuda=SAME, fake=_drawn_fake)
+@operator(cuda=SAME, fake=_drawn_fake)
 def sample_logits(
     logits_CV: Tensor, keys: SampleKeys, by: Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

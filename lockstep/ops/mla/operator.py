@@ -58,7 +58,6 @@ def _packed(x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
 
 
 @operator(
-    "lockstep::mla_packed_backward",
     cuda="triton:packed_backward",
     fake=lambda grad_TNR, x, *_: tuple(part.new_empty(part.shape) for part in x[:4]),
 )
@@ -84,7 +83,6 @@ def _attend_paged(
 
 
 @operator(
-    "lockstep::mla_paged",
     native=partial(_attend_paged, native.paged),
     cuda="triton:paged",
     fake=like(0, contiguous=True),
@@ -95,7 +93,7 @@ def mla_paged(q_TNR: Tensor, q_rope_TNP: Tensor, cache: Tensor, scale: float, by
     return _attend_paged(reference.paged, q_TNR, q_rope_TNP, cache, scale, by)
 
 
-@operator("lockstep::mla_write", mutates=("cache",), cuda=SAME)
+@operator(mutates=("cache",), cuda=SAME)
 def mla_write(latent_TR: Tensor, k_rope_TP: Tensor, cache: Tensor, slots_T: Tensor) -> None:
     """Store rows at `slots_T` (int64; page * page_size + offset) of a cache [pages, page_size, H]."""
     cache.flatten(0, 1).index_copy_(0, slots_T, torch.cat((latent_TR, k_rope_TP), dim=1))

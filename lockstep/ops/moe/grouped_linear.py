@@ -12,7 +12,7 @@ from ..linear.operator import linear, matmul
 from ..operator import like, operator, saved
 
 
-@operator("lockstep::grouped_linear_backward", cuda="triton_grouped:grouped_linear_backward", fake=like(1, 2))
+@operator(cuda="triton_grouped:grouped_linear_backward", fake=like(1, 2))
 def grouped_linear_backward(
     grad_RN: Tensor, x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -27,7 +27,6 @@ def grouped_linear_backward(
 
 
 @operator(
-    "lockstep::grouped_sum",
     cuda="triton_grouped:grouped_sum",
     fake=lambda x_RN, offsets: x_RN.new_empty(offsets.shape[0] - 1, x_RN.shape[1]),
 )
@@ -46,7 +45,6 @@ def _backward(ctx, grad_RN: Tensor):
 
 
 @operator(
-    "lockstep::grouped_linear",
     cuda="triton_grouped:grouped_linear",
     fake=lambda x_RK, weight_GNK, *_: x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1]),
     backward=_backward,

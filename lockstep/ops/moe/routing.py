@@ -28,7 +28,6 @@ def _router_backward(ctx, grad_TE: Tensor):
 
 
 @operator(
-    "lockstep::router_logits",
     cuda=SAME,
     fake=lambda x_TD, weight_ED: x_TD.new_empty(x_TD.shape[0], weight_ED.shape[0], dtype=torch.float32),
     backward=_router_backward,
@@ -38,7 +37,7 @@ def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     return linear_fp32(x_TD, weight_ED)
 
 
-@operator("lockstep::route_backward", cuda=SAME, fake=like(1))
+@operator(cuda=SAME, fake=like(1))
 def route_backward(
     grad_TK: Tensor, logits_TE: Tensor, experts_TK: Tensor, sigmoid: bool, normalize: bool, scale: float
 ) -> Tensor:
@@ -61,7 +60,6 @@ def _route_setup(ctx, inputs, output) -> None:
 
 
 @operator(
-    "lockstep::route",
     cuda="triton_routing:route",
     fake=lambda logits_TE, bias_E, by: tuple(
         logits_TE.new_empty(logits_TE.shape[0], by.slots, dtype=dtype) for dtype in (torch.float32, torch.int64)
@@ -114,7 +112,6 @@ def _sum_in_order(weights_TK: Tensor) -> Tensor:
 
 
 @operator(
-    "lockstep::dispatch_plan",
     cuda="triton_routing:dispatch_plan",
     fake=lambda experts_TK, experts: (
         experts_TK.new_empty(experts_TK.shape[0] * experts_TK.shape[1]),
@@ -143,7 +140,6 @@ def _dispatch_backward(ctx, grad_RD: Tensor):
 
 
 @operator(
-    "lockstep::dispatch",
     cuda="triton_routing:dispatch",
     fake=lambda x_TD, order_R, row_TK: x_TD.new_empty(order_R.shape[0], x_TD.shape[1]),
     setup=lambda ctx, inputs, output: save(ctx, inputs[2:3]),
@@ -163,7 +159,6 @@ def _combine_grad(ctx, grad_TD: Tensor):
 
 
 @operator(
-    "lockstep::combine",
     cuda="triton_routing:combine",
     fake=lambda y_RD, row_TK, weights_TK: y_RD.new_empty(row_TK.shape[0], y_RD.shape[1]),
     backward=_combine_grad,
@@ -178,7 +173,6 @@ def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 @operator(
-    "lockstep::combine_backward",
     cuda="triton_routing:combine_backward",
     fake=lambda grad_TD, y_RD, order_R, weights_TK: (
         torch.empty_like(y_RD),
@@ -193,7 +187,6 @@ def combine_backward(grad_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TK:
 
 
 @operator(
-    "lockstep::route_digest",
     cuda=SAME,
     fake=lambda experts_TN: experts_TN.new_empty(experts_TN.shape[0], dtype=torch.int32),
 )
@@ -211,7 +204,6 @@ def route_digest(experts_TN: Tensor) -> Tensor:
 
 
 @operator(
-    "lockstep::expert_loads",
     cuda=SAME,
     fake=lambda experts_TN, valid_T, layers, experts: experts_TN.new_empty(layers, experts),
 )
@@ -225,7 +217,7 @@ def expert_loads(experts_TN: Tensor, valid_T: Tensor, layers: int, experts: int)
     return counts.scatter_add_(0, places_TLK.flatten(), ones_TLK.flatten()).view(layers, experts)  # integers: exact
 
 
-@operator("lockstep::router_probabilities_backward", cuda=SAME, fake=like(1))
+@operator(cuda=SAME, fake=like(1))
 def router_probabilities_backward(grad_E: Tensor, logits_TE: Tensor, valid_T: Tensor) -> Tensor:
     """Gradient for the scores, float32 [T, E]."""
     weighted_TE = torch.softmax(logits_TE, dim=1)
@@ -234,7 +226,6 @@ def router_probabilities_backward(grad_E: Tensor, logits_TE: Tensor, valid_T: Te
 
 
 @operator(
-    "lockstep::router_probabilities",
     cuda=SAME,
     fake=lambda logits_TE, valid_T: logits_TE.new_empty(logits_TE.shape[1]),
     backward=lambda ctx, grad_E: router_probabilities_backward(grad_E.contiguous(), *saved(ctx)),

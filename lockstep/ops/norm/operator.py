@@ -26,7 +26,7 @@ def _backward(ctx, grad_TD: Tensor):
     return grad_x.to(x_TD.dtype), grad_w.sum(0).to(weight_D.dtype)
 
 
-@operator("lockstep::rms_norm", native=native.rms_norm, cuda="triton:rms_norm", fake=like(0), backward=_backward)
+@operator(native=native.rms_norm, cuda="triton:rms_norm", fake=like(0), backward=_backward)
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last dim (Zhang and Sennrich 2019),
     in x's dtype; the weight is [D].
@@ -37,7 +37,6 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 
 
 
 @operator(
-    "lockstep::norm_add",
     cuda="triton:norm_add",
     fake=like(0),
     composed=lambda x_TD, weight_D, residual_TD, eps, weight_offset=0.0: (
@@ -50,9 +49,7 @@ def norm_add(x_TD: Tensor, weight_D: Tensor, residual_TD: Tensor, eps: float, we
     return rms_norm.on_cpu[x_TD.dtype](x_TD, weight_D, eps, weight_offset).add_(residual_TD)
 
 
-@operator(
-    "lockstep::rms_norm_backward", gpu_only=True, cuda="triton:rms_norm_backward", fake=like(1, 2, contiguous=True)
-)
+@operator(gpu_only=True, cuda="triton:rms_norm_backward", fake=like(1, 2, contiguous=True))
 def rms_norm_backward(  # type: ignore[empty-body]
     grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:

@@ -70,7 +70,6 @@ def _of_weights(grad_weight: Tensor, by: Rotation) -> tuple[Tensor, Tensor]:
 
 
 @operator(
-    "lockstep::qk_norm_rope",
     native=native.qk_norm_rope,
     cuda="triton:rotated",
     fake=lambda qkv_TE, by, *_: qkv_TE.new_empty(
@@ -114,7 +113,7 @@ def _backward_fake(grad, qkv_TE, by, *_):
     return qkv_TE.new_empty(qkv_TE.shape), qkv_TE.new_empty(size, dtype=q_dtype), qkv_TE.new_empty(size, dtype=k_dtype)
 
 
-@operator("lockstep::qk_norm_rope_backward", gpu_only=True, cuda="triton:qk_norm_rope_backward", fake=_backward_fake)
+@operator(gpu_only=True, cuda="triton:qk_norm_rope_backward", fake=_backward_fake)
 def qk_norm_rope_backward(  # type: ignore[empty-body]
     grad: Tensor, qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +123,6 @@ def qk_norm_rope_backward(  # type: ignore[empty-body]
 
 
 @operator(
-    "lockstep::rope_table",
     native=native.rope_table,
     cuda="triton:rope_table",
     fake=lambda positions_T, inv_freq: inv_freq.new_empty(positions_T.shape[0], 2 * inv_freq.shape[0]),

@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 
 from .. import pdl
 from ..records import KVPages, Rotation
-from ..rows import aligned_rows, fold, unit_inner, warps
+from ..rows import aligned_rows, eighths, fold, unit_inner, warps
 
 RUN = tl.constexpr(8)  # neighbours that `sum_columns` adds one after the other
 MAX_LEVELS = tl.constexpr(8)  # of halves of a row of at most `RUN << MAX_LEVELS` columns
@@ -27,15 +27,10 @@ QK_ROWS, QK_HEADS, QK_WARPS = 16, 8, 4  # tokens and heads that a program of the
 def sum_columns(x_MB, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
     """Row sums, [M, 1]: of every `RUN` neighbours from left to right, then of the first half of those and the second,
     and so on. Written out, so that the order is not the compiler's; zeros appended to a row change no bit."""
-    x_MR222 = tl.reshape(x_MB, (BLOCK_M, BLOCK // RUN, 2, 2, 2))
-    even, odd = tl.split(x_MR222)
-    x04, x26 = tl.split(even)
-    x15, x37 = tl.split(odd)
-    x0, x4 = tl.split(x04)
-    x1, x5 = tl.split(x15)
-    x2, x6 = tl.split(x26)
-    x3, x7 = tl.split(x37)
-    sum_MR = ((((((x0 + x1) + x2) + x3) + x4) + x5) + x6) + x7
+    run = eighths(tl.reshape(x_MB, (BLOCK_M, BLOCK // RUN, 2, 2, 2)))
+    sum_MR = run[0]
+    for i in tl.static_range(1, RUN):
+        sum_MR += run[i]
     for level in tl.static_range(MAX_LEVELS):
         if (2 << level) <= BLOCK // RUN:
             halves = tl.reshape(sum_MR, (BLOCK_M, 2, BLOCK // RUN // (2 << level)))
@@ -223,23 +218,6 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
 
 
 @triton.jit
-def _unrotated(grad_ptr, cos_sin_ptr, column, inside, mask, HALF: tl.constexpr):
-    """Both halves of a token's gradient before the rotation, which is orthogonal: its transpose undoes it."""
-    cos, sin = _load_halves(cos_sin_ptr + column, inside, HALF)
-    first, second = _load_halves(grad_ptr, mask, HALF)
-    return first * cos + second * sin, second * cos - first * sin
-
-
-@triton.jit
-def _store_weight_gradient(partial_ptr, column, inside, first, second, is_query, HALF: tl.constexpr):
-    """A program's sums over its query heads, then over its key heads: [2, H]."""
-    q_first, q_second = tl.sum(tl.where(is_query, first, 0.0), axis=0), tl.sum(tl.where(is_query, second, 0.0), axis=0)
-    k_first, k_second = tl.sum(tl.where(is_query, 0.0, first), axis=0), tl.sum(tl.where(is_query, 0.0, second), axis=0)
-    _store_halves(partial_ptr + column, q_first, q_second, inside, HALF)
-    _store_halves(partial_ptr + 2 * HALF + column, k_first, k_second, inside, HALF)
-
-
-@triton.jit
 def _qk_norm_rope_backward_kernel(
     grad_ptr,
     qkv_ptr,
@@ -278,14 +256,9 @@ def _qk_norm_rope_backward_kernel(
         first_total = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
         second_total = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
     for token in range(program * ROWS, tl.minimum(program * ROWS + ROWS, tokens)):
-        first, second = _unrotated(
-            grad_ptr + token * (HEADS * 2 * HALF) + offset,
-            cos_sin_ptr + token * cos_sin_stride,
-            column,
-            inside,
-            mask,
-            HALF,
-        )
+        cos, sin = _load_halves(cos_sin_ptr + token * cos_sin_stride + column, inside, HALF)
+        first, second = _load_halves(grad_ptr + token * (HEADS * 2 * HALF) + offset, mask, HALF)
+        first, second = first * cos + second * sin, second * cos - first * sin  # orthogonal: its transpose undoes it
         if NORM:
             x_first, x_second = _load_halves(qkv_ptr + token * qkv_stride + offset, mask, HALF)
             squares = tl.sum(x_first * x_first + x_second * x_second, axis=1)
@@ -302,15 +275,12 @@ def _qk_norm_rope_backward_kernel(
             zeros = tl.zeros((BLOCK_V,), grad_qkv_ptr.dtype.element_ty)
             tl.store(out + value, zeros, mask=value < WIDTH)
     if NORM:
-        _store_weight_gradient(
-            partial_ptr + (program * groups + group) * (4 * HALF),
-            half,
-            half < HALF,
-            first_total,
-            second_total,
-            is_query,
-            HALF,
-        )
+        partial = partial_ptr + (program * groups + group) * (4 * HALF) + half
+        for key in tl.static_range(2):
+            is_own = is_query if key == 0 else head >= NUM_HEADS
+            own_first = tl.sum(tl.where(is_own, first_total, 0.0), axis=0)
+            own_second = tl.sum(tl.where(is_own, second_total, 0.0), axis=0)
+            _store_halves(partial + key * 2 * HALF, own_first, own_second, half < HALF, HALF)
 
 
 def qk_norm_rope_backward(

@@ -18,7 +18,6 @@ def _backward(ctx, grad_C: Tensor):
 
 
 @operator(
-    "lockstep::sequence_sum",
     cuda="triton:sequence_sum",
     fake=like(0, contiguous=True),
     setup=lambda ctx, inputs, output: save(ctx, inputs[1:2]),

@@ -9,10 +9,10 @@ from typing import Any
 
 from ...config.yaml_file import flat
 from ..display import WORDS
-from ..metrics import LEARNING, PHASES, SECTIONS
+from ..metrics import LEARNING, PHASES, SECTIONS, number
 from ..timeline import TIMELINE_FILE
 from .curves import compared, details, learning
-from .page import change, duration, number, write_page
+from .page import change, duration, write_page
 from .record import Record, as_float, changed_fields, read_record
 from .rollouts import rollouts
 from .timeline import typical_step
@@ -137,7 +137,7 @@ def _figures(records: Sequence[Record]) -> list[list[str]]:
     medians = {"time/step": "seconds a step, median", "perf/tokens_per_s_per_gpu": "tokens a second and device, median"}
     medians |= {name: f"{label}, seconds a step" for name, label in SECTIONS[PHASES].items()}
     for name, label in medians.items():
-        rows[label] = [number(middle) if (middle := r.median(name)) is not None else "-" for r in records]
+        rows[label] = [number(r.median(name)) for r in records]
     totals = [as_float(r.summary.get("total_s")) for r in records]
     rows["seconds in total"] = [number(total) if total else "-" for total in totals]
     rows["peak memory, GiB"] = [number(max(m)) if (m := r.values("memory/peak_gib")) else "-" for r in records]

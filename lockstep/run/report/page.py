@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ..metrics import replacing
+from ..metrics import number, replacing
 from .charts import COLOURS
 
 _TEXT_SHOWN, _LEVELS_SHOWN = 4000, 20
@@ -64,23 +64,14 @@ def preformatted(value: Any) -> str:
 def text(value: Any) -> str:
     if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
         return "; ".join(value)
-    if value is None or isinstance(value, str):
-        return "-" if value is None else value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, str):
+        return value
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
         return number(value)
     try:
         return json.dumps(value)
     except RecursionError:
         return "(nested too deeply)"
-
-
-def number(value: float) -> str:
-    """Four digits, or all of a whole number with separators."""
-    if isinstance(value, int):
-        return f"{value:,}"
-    if math.isfinite(value) and 1000 <= abs(value) < 1e15:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
 
 
 def change(first: float, last: float) -> str:

@@ -167,7 +167,6 @@ async def take(service: Service, request: Request) -> Response:
 
 
 async def end(service: Service, request: Request) -> Response:
-    """How a rollout ended."""
     assert isinstance(service, RolloutService)
     body = await read_body(request, EndBody, service.settings.max_body_mib << 20)
     rollout = service.rollout(request)

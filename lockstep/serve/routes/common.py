@@ -35,7 +35,6 @@ def drawn_by(completion: Trajectory) -> dict[str, int]:
 
 
 def usage(jobs: list[Job], sampled: int) -> dict[str, int]:
-    """Tokens read and sampled."""
     read = sum(len(job.prompt_ids) for job in jobs)
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 

@@ -12,10 +12,9 @@ import torch
 from ...config import RunConfig
 from ...distributed import World, in_groups
 from ...distributed.mesh import Axis, Mesh
-from ...errors import InputError
 from ...generator.cache_capacity import bytes_per_token
 from ...models import ModelConfig, num_parameters
-from ...models.checks import require_degree
+from ...models.checks import divides
 from ..build import planned_workload, resolve_device, resolve_dtype
 from ..memory import Workload, as_run, memory_at_hand, model_config, plan
 from . import links
@@ -124,13 +123,7 @@ def _loaded(config: RunConfig, processes: int) -> dict[int, int]:
 
 def degrees(model: ModelConfig, processes: int) -> Iterator[int]:
     """The numbers of ranks that so many processes can be grouped by, and that can share the model."""
-    for ranks in range(1, min(processes, 64) + 1):
-        if processes % ranks == 0:
-            try:
-                require_degree(model, ranks, "parallel.generator_tp")
-            except InputError:
-                continue
-            yield ranks
+    return (n for n in range(1, min(processes, 64) + 1) if processes % n == 0 and divides(model, n))
 
 
 def best(found: Sequence[DecodeTime]) -> int:

@@ -34,7 +34,6 @@ class Load:
 
     @staticmethod
     def of(w: Workload, plan: MemoryPlan) -> Load:
-        """That of a workload and its plan."""
         g = w.config.generator
         held = plan.cache_tokens // (per_sequence(g, w.sequence_tokens) - g.page_size)
         rows = max(1, min(w.trained_sequences, g.max_num_seqs, held))
@@ -73,7 +72,6 @@ class DecodeTime:
 
     @property
     def step(self) -> float:
-        """Of one step."""
         return self.weights + self.cache + self.exchanges
 
     @property
@@ -87,7 +85,6 @@ class DecodeTime:
         return asdict(self.load) | {name: float(f"{value:.4g}") for name, value in parts.items()}
 
     def line(self) -> str:
-        """As it is printed."""
         load = self.load
         waves = f" in {load.waves} waves" if load.waves > 1 else ""
         parts = ", ".join(f"{n} {1e3 * getattr(self, n):.3g}" for n in ("weights", "cache", "exchanges"))

@@ -93,12 +93,14 @@ def cache(w: Workload, tokens: int) -> int:
 
 
 def supports(w: Workload) -> int:
-    """`V / 8` a completion token of a step, where several updates a rollout read the first one's sampled support."""
+    """`V / 8` a completion token of a step, where updates after its first read what was sampled's support; of one
+    iteration not of its first mini-batch."""
     c = w.config
     filtered = c.sampling.top_k > 0 or c.sampling.top_p < 1 or c.sampling.min_p > 0
-    if c.trainer.num_iterations == 1 or not filtered:
+    if c.trainer.updates == 1 or not filtered:
         return 0
-    groups = c.trainer.prompts_per_step // w.groups
+    parts = c.trainer.num_mini_batches - (c.trainer.num_iterations == 1)
+    groups = parts * c.shard_groups * w.cells.shards // w.groups
     return groups * c.sampling.num_generations * c.max_response_length * -(-w.model.vocab_size // 8)
 
 

@@ -53,6 +53,7 @@ def memory_at_hand(device: torch.device, world: World = ONE) -> int:
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`: of one process
         share = memory_bytes(device) // processes_here()
         return share if limit == resource.RLIM_INFINITY else min(share, limit)
+    torch.cuda.empty_cache()  # what measuring links left is nobody's
     free, total = torch.cuda.mem_get_info(device)
     own = CONTEXT + COMMUNICATOR * len(world.axes)
     return total - max(0, total - free - own)

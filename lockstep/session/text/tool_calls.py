@@ -124,10 +124,8 @@ def before(text: str, wanted: str) -> int:
     found = text.find(wanted)
     if found >= 0:
         return found
-    for size in range(min(len(wanted) - 1, len(text)), 0, -1):
-        if text.endswith(wanted[:size]):
-            return len(text) - size
-    return len(text)
+    sizes = range(min(len(wanted) - 1, len(text)), 0, -1)
+    return len(text) - next((size for size in sizes if text.endswith(wanted[:size])), 0)
 
 
 def call_of(value: Any, arguments: tuple[str, ...]) -> ToolCall | None:
