@@ -491,5 +491,6 @@ def test_the_command_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixt
     for flags, why in refused_by_train.items():
         assert main([*given, "--device", "cpu", *flags.split()]) == 2 and why in capsys.readouterr().err
     assert main([*asked, "141", "--dtype", "float32"]) == 2 and "dtype is float32" in capsys.readouterr().err
+    assert main([*asked, "141", "--device", "cpu"]) == 2 and "add --device cuda" in capsys.readouterr().err
     assert main([*given, "--world", "0"]) == 2 and main([*given, "--device-memory-gib", "-1"]) == 2
     assert "--world is 0" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import torch
 
 from ...config import RunConfig
 from ...distributed import ONE, World
-from ...errors import InputError, LockstepError
+from ...errors import InputError, LockstepError, ran_out
 from ...generator import KVCache
 from ...graph import Runtime
 from ...machine import processes_here
@@ -119,12 +119,9 @@ def running_out_named(table: Callable[[], str], world: World) -> Iterator[None]:
     except LockstepError:
         raise
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(w in str(error) for w in _RAN_OUT):
+        if not ran_out(error):
             raise
         raise InputError(_ran_out(error, table(), world)) from error
-
-
-_RAN_OUT = "out of memory", "can't allocate memory"  # of a device, and of the host
 
 
 def _ran_out(error: Exception, table: str, world: World) -> str:
