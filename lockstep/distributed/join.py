@@ -14,6 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 from .. import machine
 from ..config import ParallelConfig, require_divisor
 from ..errors import refuse
+from . import torch_private
 from .cells import Cells
 from .collectives import gather
 from .mesh import Axis
@@ -81,7 +82,8 @@ def in_groups(world: World, ranks: int) -> World:
 def _bind(world: World, axis: Axis) -> None:
     """Make the groups along an axis, whose processes have collectives in graphs."""
     timeout = timedelta(seconds=world.timeout)
-    group = _own_group(world, axis, *(("nccl", _NCCL_TIMEOUTS * timeout) if world.on_gpu else ("gloo", timeout)))
+    backend = ("nccl", _NCCL_TIMEOUTS * timeout) if world.on_gpu else (torch_private.GLOO_IN_ORDER, timeout)
+    group = _own_group(world, axis, *backend)
     world.bind(axis, group)
     device = torch.device("cuda", torch.cuda.current_device()) if world.on_gpu else torch.device("cpu")
     gather(torch.zeros(1, device=device), axis)  # a communicator is made at its first use

@@ -136,3 +136,10 @@ def agreement(world: World) -> Any:
             found.append([type(error).__name__, getattr(error, "reported", None)])
     found.append(world.from_first(lambda: world.rank))
     return on_all(world, found)
+
+
+@check
+def threads_of_graphs_collectives(world: World) -> Any:
+    """How many run those of one group on a CPU."""
+    groups = world._bound.values() if not world.on_gpu else []
+    return on_all(world, [group._get_backend(torch.device("cpu")).options._threads for group in groups])

@@ -136,3 +136,8 @@ def test_what_one_rank_raises_all_raise_and_the_first_reports(found: dict[str, A
         assert unlike[1].startswith("these ranks: torch is '2.1' on rank 1 and '2.0' on rank 0")
         assert zero == ["ZeroDivisionError", rank > 0]
         assert value == 0
+
+
+def test_one_thread_runs_the_collectives_of_graphs(found: dict[str, Any]) -> None:
+    """As two would free the name of a group's latest collective twice."""
+    assert found["threads_of_graphs_collectives"] == [[1], [1]]
