@@ -141,9 +141,9 @@ def _decode_kernel(
     statistics_ptr,
     table_ptr,  # [S, pages]
     context_len_ptr,  # [S]
-    shared_len_ptr,  # [S]
+    shared_len_ptr,  # [S], or None
     slots_ptr,  # [S], or None, and so are these
-    q_weight_ptr,  # without a norm, too
+    q_weight_ptr,  # [H], and None without a norm, as the next
     k_weight_ptr,
     cos_sin_ptr,  # [S, H]
     cos_sin_stride,
