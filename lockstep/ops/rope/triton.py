@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 
 from .. import pdl
 from ..records import KVPages, Rotation
-from ..rows import aligned_rows, eighths, fold, unit_inner, warps
+from ..rows import aligned_rows, eighths, fold, load_halves, store_halves, unit_inner, warps
 
 RUN = tl.constexpr(8)  # neighbours that `sum_columns` adds one after the other
 MAX_LEVELS = tl.constexpr(8)  # of halves of a row of at most `RUN << MAX_LEVELS` columns
@@ -81,22 +81,9 @@ def _head_weight(q_weight_ptr, k_weight_ptr, is_key, column, mask):
 
 
 @triton.jit
-def _load_halves(ptr, mask, HALF: tl.constexpr):
-    """Both halves of heads as float32, zeros where masked."""
-    first = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
-    return first, tl.load(ptr + HALF, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_halves(ptr, first, second, mask, HALF: tl.constexpr):
-    tl.store(ptr, first.to(ptr.dtype.element_ty), mask=mask)
-    tl.store(ptr + HALF, second.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _weight_halves(q_weight_ptr, k_weight_ptr, is_query, inside, HALF: tl.constexpr, OFFSET: tl.constexpr):
-    q_first, q_second = _load_halves(q_weight_ptr, inside, HALF)
-    k_first, k_second = _load_halves(k_weight_ptr, inside, HALF)
+    q_first, q_second = load_halves(q_weight_ptr, inside, HALF)
+    k_first, k_second = load_halves(k_weight_ptr, inside, HALF)
     first, second = tl.where(is_query, q_first, k_first), tl.where(is_query, q_second, k_second)
     if OFFSET != 0.0:
         first, second = first + OFFSET, second + OFFSET
@@ -132,7 +119,7 @@ def _qk_norm_rope_kernel(
     offset = head * (2 * HALF) + column
     qkv_ptr += token * qkv_stride
     pdl.begin(PDL)
-    first, second = _load_halves(qkv_ptr + offset, mask, HALF)
+    first, second = load_halves(qkv_ptr + offset, mask, HALF)
     if k_cache_ptr is not None:
         kv_mask = (head < HEADS - NUM_HEADS) & inside
         v_first = tl.load(qkv_ptr + HEADS * 2 * HALF + offset, mask=kv_mask)
@@ -144,19 +131,19 @@ def _qk_norm_rope_kernel(
         weights = q_weight_ptr + column, k_weight_ptr + column
         first_weight, second_weight = _weight_halves(*weights, head < NUM_HEADS, inside, HALF, OFFSET)
         first, second = first * rstd * first_weight, second * rstd * second_weight
-    cos, sin = _load_halves(cos_sin_ptr + token * cos_sin_stride + column, inside, HALF)
+    cos, sin = load_halves(cos_sin_ptr + token * cos_sin_stride + column, inside, HALF)
     rotated_first = (first * cos - second * sin).to(out_ptr.dtype.element_ty)
     rotated_second = (second * cos + first * sin).to(out_ptr.dtype.element_ty)
     if k_cache_ptr is not None:
         out = out_ptr + token * (NUM_HEADS * 2 * HALF) + offset
         k_cache = k_cache_ptr + slot - NUM_HEADS * 2 * HALF + offset
         k_mask = mask & (head >= NUM_HEADS)
-        _store_halves(k_cache, rotated_first, rotated_second, k_mask, HALF)
-        _store_halves(v_cache_ptr + slot + offset, v_first, v_second, kv_mask, HALF)
+        store_halves(k_cache, rotated_first, rotated_second, k_mask, HALF)
+        store_halves(v_cache_ptr + slot + offset, v_first, v_second, kv_mask, HALF)
         mask &= head < NUM_HEADS
     else:
         out = out_ptr + token * (HEADS * 2 * HALF) + offset
-    _store_halves(out, rotated_first, rotated_second, mask, HALF)
+    store_halves(out, rotated_first, rotated_second, mask, HALF)
 
 
 def rotated(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Tensor:
@@ -251,11 +238,11 @@ def _qk_norm_rope_backward_kernel(
         first_total = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
         second_total = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
     for token in range(program * ROWS, tl.minimum(program * ROWS + ROWS, tokens)):
-        cos, sin = _load_halves(cos_sin_ptr + token * cos_sin_stride + column, inside, HALF)
-        first, second = _load_halves(grad_ptr + token * (HEADS * 2 * HALF) + offset, mask, HALF)
+        cos, sin = load_halves(cos_sin_ptr + token * cos_sin_stride + column, inside, HALF)
+        first, second = load_halves(grad_ptr + token * (HEADS * 2 * HALF) + offset, mask, HALF)
         first, second = first * cos + second * sin, second * cos - first * sin  # orthogonal: its transpose undoes it
         if q_weight_ptr is not None:
-            x_first, x_second = _load_halves(qkv_ptr + token * qkv_stride + offset, mask, HALF)
+            x_first, x_second = load_halves(qkv_ptr + token * qkv_stride + offset, mask, HALF)
             squares = tl.sum(x_first * x_first + x_second * x_second, axis=1)
             rstd = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
             x_first, x_second = x_first * rstd, x_second * rstd
@@ -265,7 +252,7 @@ def _qk_norm_rope_backward_kernel(
             along = (tl.sum(first * x_first + second * x_second, axis=1) / (2 * HALF))[:, None]
             first, second = rstd * (first - x_first * along), rstd * (second - x_second * along)
         out = grad_qkv_ptr + token * WIDTH
-        _store_halves(out + offset, first, second, mask, HALF)
+        store_halves(out + offset, first, second, mask, HALF)
         if not HAS_VALUES:
             zeros = tl.zeros((BLOCK_V,), grad_qkv_ptr.dtype.element_ty)
             tl.store(out + value, zeros, mask=value < WIDTH)
@@ -275,7 +262,7 @@ def _qk_norm_rope_backward_kernel(
             is_own = is_query if key == 0 else head >= NUM_HEADS
             own_first = tl.sum(tl.where(is_own, first_total, 0.0), axis=0)
             own_second = tl.sum(tl.where(is_own, second_total, 0.0), axis=0)
-            _store_halves(partial + key * 2 * HALF, own_first, own_second, half < HALF, HALF)
+            store_halves(partial + key * 2 * HALF, own_first, own_second, half < HALF, HALF)
 
 
 def qk_norm_rope_backward(
