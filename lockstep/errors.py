@@ -20,6 +20,13 @@ def refuse(when: bool, message: str) -> None:
         raise InputError(message)
 
 
+def ran_out(error: BaseException) -> bool:
+    """Whether it says that memory did: a device's, the host's, or what a process may address (`ulimit -v`)."""
+    said = "out of memory", "can't allocate memory", "failed to map segment"
+    by_name = isinstance(error, (RuntimeError, ImportError)) and any(words in str(error) for words in said)
+    return by_name or isinstance(error, MemoryError)
+
+
 class PromptTooLong(InputError):
     """A prompt that no tokenizer makes short enough for the model's context; `size` is in bytes."""
 

@@ -19,6 +19,7 @@ from .errors import InputError
 if TYPE_CHECKING:
     import torch
 
+ADDRESSES = 1 << 30  # bytes, of which what is imported takes most
 FILES = 1 << 16  # that a process of a server has open at most
 LONG = 10.0  # seconds after which what is being done is said
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets")
@@ -112,6 +113,19 @@ def settled() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def require_addresses() -> None:
+    """`InputError` where the process may address less than what it imports takes: libraries then fail to load, or end
+    it with no word of why."""
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if 0 <= limit < ADDRESSES:  # not `RLIM_INFINITY`
+        raise InputError(
+            f"this process may address {limit / 2**30:.2f} GiB of memory (ulimit -v); torch alone takes most of 1: "
+            "raise the limit, or ulimit -v unlimited"
+        )
 
 
 def many_connections() -> None:

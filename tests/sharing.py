@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 
+CHANNELS = 16  # of NCCL, a thread block each, that all of them have together
 KV_CACHE_TOKENS = 1 << 16  # of each process that would plan it from memory which the others take too
 WHERE = "ranks share one GPU"  # what results of such ranks say of where they are from
 
@@ -16,4 +17,5 @@ WHERE = "ranks share one GPU"  # what results of such ranks say of where they ar
 def on_one_gpu(ranks: int) -> dict[str, str]:
     """Variables with which so many ranks have the first GPU each (`machine.own_gpu`), and NCCL (2.30 on) lets them."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    return {"CUDA_VISIBLE_DEVICES": ",".join([first] * ranks), "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    few = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": str(max(1, CHANNELS // ranks))}
+    return {"CUDA_VISIBLE_DEVICES": ",".join([first] * ranks), **few}

@@ -245,9 +245,14 @@ def compared(tokens: int, alone: list[float], served: list[float]) -> dict[str, 
     }
 
 
+def unseeded(request: Request) -> Request:
+    """Without a seed of its own, whose tokens vLLM draws row by row."""
+    return replace(request, body={name: value for name, value in request.body.items() if name != "seed"})
+
+
 def vllm_served(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The overhead's completions through vLLM's own server, if it is installed."""
-    rounds = overhead_rounds(COMPLETIONS, args)
+    rounds = [[unseeded(r) for r in of_round] for of_round in overhead_rounds(COMPLETIONS, args)]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", "18765"]
     command += ["--served-model-name", "served", "--max-model-len", str(args.context)]
     command += ["--max-num-seqs", str(args.concurrent), "--dtype", "bfloat16", "--gpu-memory-utilization", "0.6"]

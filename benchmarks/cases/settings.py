@@ -71,6 +71,7 @@ CASES = {
     "per_sample": Case(("--trainer.mode", "per_sample")),
     "activation_memory_gib": Case((*CAPTURED, "--compile.activation-memory-gib", BINDING), same="plain"),
     "num_iterations": Case(("--trainer.num-iterations", "2"), other="plain"),
+    "num_mini_batches": Case(("--trainer.num-mini-batches", "2", "--sampling.top-p", "0.9"), other="plain"),
     "parameter groups": Case(GROUPS, other="plain"),
     "parameter groups, resumed": Case((*GROUPS, *SAVED), same="parameter groups", killed=True),
     "beta": Case(("--loss.beta", "0.5"), other="plain"),

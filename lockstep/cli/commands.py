@@ -80,6 +80,10 @@ def _plan(flags: Plan) -> Outcome:
         f"--device-memory-gib is {flags.device_memory_gib}; it must be a number of GiB, or 0 for this machine's",
     )
     config = validate(yaml_file.checked(flags.resolved()))
+    refuse(
+        flags.device_memory_gib > 0 and config.device == "cpu",
+        "--device-memory-gib is of GPUs, and the device is cpu; add --device cuda, or leave it out",
+    )
     from ..session.build import plan_of
 
     found = plan_of(config, flags.world, flags.device_memory_gib)

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..errors import InputError, LockstepError, Terminated
+from ..errors import InputError, LockstepError, Terminated, ran_out
 from ..json_file import to_json
-from ..machine import by_torchrun, launched, several_processes
+from ..machine import by_torchrun, launched, require_addresses, several_processes
 from ..run.display import FailsafeStream, RequiredStream
 from .commands import COMMANDS
 from .flags import Eval, Generate, Parity, Precompile, Train
@@ -89,6 +89,7 @@ def _main(arguments: list[str]) -> int:
             return flags
         if several_processes() and not isinstance(flags, ON_RANKS):
             raise InputError(f"lockstep {arguments[0]} works in one process; start it without torchrun")
+        require_addresses()
         as_json = getattr(flags, "json", False)
         with contextlib.redirect_stdout(sys.stderr):  # standard output carries the outcome and nothing else
             with _nothing_else_written(output) if as_json else contextlib.nullcontext():
@@ -105,6 +106,13 @@ def _main(arguments: list[str]) -> int:
         return _fail(_with_notes(f"ended by {stop.args[0].name}", stop), 128 + stop.args[0], _is_not_first())
     except KeyboardInterrupt as stop:
         return _fail(_with_notes("interrupted", stop), 130, _is_not_first())
+    except (MemoryError, RuntimeError, ImportError) as error:
+        if not ran_out(error):
+            raise
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        return _fail(
+            f"error: memory ran out: {said}; ask for less at once, or use a smaller model", 2, _elsewhere(error)
+        )
     except BrokenPipeError:  # whoever read standard output has gone
         return 1
 
@@ -159,6 +167,6 @@ def _is_not_first() -> bool:
         return False
 
 
-def _elsewhere(error: LockstepError) -> bool | None:
+def _elsewhere(error: Exception) -> bool | None:
     """Whether another process has the same error, and reports it; None: that is not known."""
     return getattr(error, "reported", None if _is_not_first() else False)

@@ -125,7 +125,8 @@ class RunConfig(Section):
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if self.model is not None:
-            yield "arch", "with a model, which has an architecture of its own; remove one of the two"
+            instead = f"{self.model} here: remove one of the two, or begin with lockstep init {self.arch} --out FOLDER"
+            yield "arch", f"with a model, which has an architecture of its own, {instead}"
         if self.attention != "flex":
             yield "attention_mask", _NO_MASK
 

@@ -172,6 +172,11 @@ class Engine:
                 del self.requests[request_id]
         return grown
 
+    @property
+    def launched_ahead(self) -> bool:
+        """Whether the device has something to do that is not read yet."""
+        return bool(self._flight)
+
     def _launch(self) -> list[Sequence]:
         version = self.runner.weights.version
         if any(block.version != version for block in self._flight):

@@ -257,9 +257,11 @@ class Display:
         split = ", ".join(
             f"{name} {number(metrics.get(f'time/{name}'))}" for name in ("generate", "forward_backward", "optim_step")
         )
+        without = metrics.get("groups_without_reward", 0)
+        left_out = f" ({without:,.0f} {'groups have' if without > 1 else 'group has'} none)" if without else ""
         return {
             "step": f"step {step + 1}/{self._steps}",
-            "reward": f"reward {number(metrics.get('reward/mean'))}",
+            "reward": f"reward {number(metrics.get('reward/mean'))}{left_out}",
             "loss": f"loss {number(metrics.get('loss'))}",
             "length": f"length {number(metrics.get('response_length/mean'))}",
             "parity": f"parity {self._parity()}",

@@ -305,7 +305,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._keep_failures()
         if metrics:
             self.validations[str(step)] = metrics
-            shown = ", ".join(f"{k.removeprefix('validation/')} {v:.3f}" for k, v in metrics.items())
+            values = {name: f"{v:.3f}" if isinstance(v, float) else str(v) for name, v in metrics.items()}
+            shown = ", ".join(f"{name.removeprefix('validation/')} {text}" for name, text in values.items())
             display.note(f"validation after {step} steps: {shown}")
         return metrics
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from ..generator import Engine
 from ..types import SampleIdentity, SamplingParams, Trajectory
 
 FAILURES = 3  # launches in a row that raise, after which the engine is not tried again
+FOLLOWERS_S = 0.02  # seconds at most that a launch waits for clients that were answered
 
 _log = logging.getLogger("lockstep")
 
@@ -67,6 +69,7 @@ class Batcher:
         self._jobs: dict[int, Job] = {}  # by the engine's id
         self._news: News = []
         self._failures = 0
+        self._ended, self._launch_s = 0, 0.0  # jobs that the last launch ended, and what it took
 
     def submit(self, job: Job) -> None:
         self._inbox.put(partial(self._add, job))
@@ -87,8 +90,9 @@ class Batcher:
         self._take_in(wait)
         if self._jobs:
             try:
+                began, self._ended = time.monotonic(), 0
                 self._launch()
-                self._failures = 0
+                self._failures, self._launch_s = 0, time.monotonic() - began
             except Exception as error:
                 self._fail(error)
         self._hand_out()
@@ -104,8 +108,17 @@ class Batcher:
         with suppress(queue.Empty):
             if not self._jobs:
                 self._inbox.get(wait != 0, wait)()
+            elif self.engine.launched_ahead:
+                self._wait_for_followers()
             while True:
                 self._inbox.get_nowait()()
+
+    def _wait_for_followers(self) -> None:
+        """Clients whose jobs have ended often come with another at once, which would miss the next launch: take in as
+        many within half of what the last one took. The device is busy meanwhile with what was launched ahead."""
+        until = time.monotonic() + min(self._launch_s / 2, FOLLOWERS_S)
+        for _ in range(self._ended):
+            self._inbox.get(timeout=max(0.0, until - time.monotonic()))()
 
     def _add(self, job: Job) -> None:
         try:
@@ -134,6 +147,7 @@ class Batcher:
             if grown.completion is not None:
                 job.left -= 1
                 if not job.left:
+                    self._ended += 1
                     del self._jobs[grown.request_id]
 
     def _fail(self, error: Exception) -> None:

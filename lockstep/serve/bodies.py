@@ -170,26 +170,34 @@ _Kind = TypeVar("_Kind", bound=BaseModel)
 async def read_body(request: Request, kind: type[_Kind], most: int) -> _Kind:
     """The request's body as a `kind`. Raises `ApiError` naming the field that is wrong, and for a body that is no JSON
     object, or larger than `most` bytes."""
-    content, size = bytearray(), 0
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for piece in request.stream():
-                size += len(piece)
-                if size <= most:
-                    content += piece
-                elif size > READ_TO_ITS_END * most:
-                    break
-    except TimeoutError as error:
-        raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} seconds", code="body_timeout") from error
-    if size > most:
-        raise ApiError(413, f"the body is larger than {most >> 20} MiB", code="body_too_large")
-    try:
-        given = orjson.loads(content)
+        given = orjson.loads(await _content(request, most))
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(given, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return parse(given, kind)
+
+
+async def _content(request: Request, most: int) -> bytearray:
+    """At most so many bytes; one that says that it is larger is not waited for."""
+    content, size = bytearray(), int(request.headers.get("content-length", 0))
+    if size <= most:
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for piece in request.stream():
+                    size += len(piece)
+                    if size <= most:
+                        content += piece
+                    elif size > READ_TO_ITS_END * most:
+                        break
+        except TimeoutError as error:
+            late = f"the body did not come within {BODY_SECONDS:g} seconds"
+            raise ApiError(408, late, code="body_timeout") from error
+    if size > most:
+        raise ApiError(413, f"the body is larger than {most >> 20} MiB", code="body_too_large")
+    return content
 
 
 def parse(given: dict[str, Any], kind: type[_Kind]) -> _Kind:

@@ -46,10 +46,10 @@ class Server:
         self._socket = listen(settings.host, settings.port)  # before graphs are made, which takes longer
         try:
             engine = llm.engine_for(llm.config.generator.max_num_seqs, context, _KINDS)
+            self.service = Service(llm.policy, engine, settings, context, llm.config.seed)
         except BaseException:
             self._socket.close()
             raise
-        self.service = Service(llm.policy, engine, settings, context, llm.config.seed)
         self._deadline, self._ended = float("inf"), threading.Event()
         self._http = http_server(make_app(self.service), int(settings.shutdown_seconds + LEAVING) + 1)
         self.url = url_of(self._socket)

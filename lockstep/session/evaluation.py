@@ -114,7 +114,7 @@ def measured(
     decides = found[0] if pass_reward is None else pass_reward
     refuse(decides not in found, f"--pass-reward {decides}: the rewards are {', '.join(found)}")
     settings = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
-    failed = {name: count for name, count in counts.items() if name == "environment/errors"}
+    failed = {name: count for name in ("environment/errors", "groups_without_reward") if (count := counts.get(name))}
     return settings | _measures(groups, ks, decides, pass_threshold, found) | played | failed
 
 
@@ -202,7 +202,10 @@ def normal_interval(values: Sequence[float]) -> tuple[float, float]:
 def render(result: dict[str, Any]) -> str:
     n, problems = result["n"], result["prompts"]
     sampled = "greedy" if result["temperature"] == 0 else f"temperature {result['temperature']:g}"
-    lines = [f"{result['task']}: {problems} problems, {n} {'completion' if n == 1 else 'completions'} each, {sampled}"]
+    without = result.get("groups_without_reward")
+    left_out = f" ({without} left out, without a reward)" if without else ""
+    each = f"{n} {'completion' if n == 1 else 'completions'} each"
+    lines = [f"{result['task']}: {problems} problems{left_out}, {each}, {sampled}"]
     names = [name for name in result if name == "reward/mean" or (name.startswith("pass@") and "/" not in name)]
     others = [name for name in result if name.startswith(("rewards/", "response_length/", "environment/"))]
     width = max(map(len, names + others))

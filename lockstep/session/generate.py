@@ -78,16 +78,14 @@ class LLM(Session):
         how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
         sections = {"generator": config or GeneratorConfig(), "compile": compile, "parallel": parallel}
         given = validate(RunConfig(model=str(model), seed=seed, **how, **sections))  # type: ignore[arg-type]
-        self._joined = ExitStack()
         with ExitStack() as joined:
             self._given, world = choose_by_memory(given, joined.enter_context(together(given)))
             given = self._given
             super().__init__(world.each(lambda: resolve(given, world.size, steps=False)), world=world)
-            self._joined = joined.pop_all()
-        self._left = False
-        self.policy.template_variables = template_variables or {}
-        warn_if_slow(self)
-        prepare_machine(self)  # there is no check here: nothing is compared with a trainer
+            self.policy.template_variables = template_variables or {}
+            warn_if_slow(self)
+            prepare_machine(self)  # there is no check here: nothing is compared with a trainer
+            self._joined, self._left = joined.pop_all(), False
         self._engine: Engine | None = None
         self._room = (0, 0)  # sequences and tokens a sequence that the engine was planned for
         self._warm: set[tuple[bool, bool]] = set()  # kinds of sampling that its graphs were made for

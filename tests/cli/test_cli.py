@@ -355,6 +355,13 @@ def test_streams_that_are_closed(closed: str, stream: str) -> None:
     assert done.stderr.startswith(f"lockstep: error: standard {stream} is closed") and done.stderr.count("\n") == 1
 
 
+def test_a_process_that_may_address_too_little() -> None:
+    line = f"ulimit -v 700000; exec {shlex.quote(sys.executable)} -m lockstep generate --model m --prompt x"
+    done = finished(["sh", "-c", line])
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
+    assert "this process may address 0.67 GiB of memory (ulimit -v)" in done.stderr
+
+
 def test_a_reader_that_goes_away_does_not_end_a_run(run: Recorder, tmp_path: Path) -> None:
     """`lockstep train 2>&1 >/dev/null | head -1`: what is said after that goes nowhere, and the run ends well."""
     code = f"""
@@ -493,6 +500,8 @@ def test_bad_input(run: Recorder, capsys: pytest.CaptureFixture[str], arguments:
         (ParityError("row 3 is bad"), 1),
         (LockstepError("row 3 is bad"), 1),
         (KeyboardInterrupt(), 130),
+        (RuntimeError("CUDA out of memory, of which row 3 is bad"), 2),
+        (MemoryError("row 3 is bad"), 2),
     ],
 )
 def test_exit_codes(run: Recorder, capsys: pytest.CaptureFixture[str], error: BaseException, code: int) -> None:

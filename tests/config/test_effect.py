@@ -22,6 +22,10 @@ ROWS = "train dataset --data d.jsonl --reward math --model m"
         ("train --arch qwen3-100m --model m", "arch has no effect with a model, which has an architecture of its own"),
         ("train --arch tiny --model m", "arch has no effect with a model"),
         (f"{ROWS} --arch tiny", "arch has no effect with a model"),
+        (
+            "train gsm8k --arch tiny",
+            "an architecture of its own, Qwen/Qwen3-0.6B here: remove one of the two",
+        ),
         (f"{ROWS} --task.validation-seed 99", "task.validation_seed has no effect on dataset, whose validation rows"),
         (f"{ROWS} --task.validation-seed=5", "task.validation_seed has no effect on dataset, whose validation rows"),
         (f"{ROWS} --checkpoint.keep-last 2", "checkpoint.keep_last has no effect without checkpoints; set checkpoint"),

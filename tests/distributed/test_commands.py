@@ -19,7 +19,7 @@ from lockstep import LLM
 from lockstep.cli import main as command_line
 from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.errors import InputError
-from lockstep.session import parity_check
+from lockstep.session import generate, parity_check
 from lockstep.session.degree import choice, links
 from lockstep.session.degree.decode_time import Exchanged
 from lockstep.types import SamplingParams
@@ -118,8 +118,12 @@ def flipped(pack_shards: Any) -> Any:
 
 def from_python(model: str, ranks: int = 2) -> list[Any]:
     """Completions of graphs for two kinds of sampling, and once more after the processes have left each other; then
-    what is said of prompts that differ, and of a second model. All generate together, as one has no room."""
+    what is said of prompts that differ, and of a second model. All generate together, as one has no room. A model that
+    failed to begin is not in the way."""
     compile = CompileConfig("step", verify="off") if ranks > 1 else None
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(NameError):
+        patch.delattr(generate, "warn_if_slow")
+        LLM(model, device="cpu")  # raises once it has joined the others, whom it leaves
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "memory_at_hand", lambda *_: 1000)
         llm = LLM(model, device="cpu", compile=compile, parallel=ParallelConfig(generator_tp=0))

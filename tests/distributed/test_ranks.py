@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import platform
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +103,13 @@ def test_a_flipped_bit_on_one_rank_stops_the_update_on_all(found: dict[str, Any]
 
 def test_a_loss_that_is_not_finite_on_one_rank_stops_the_update_on_all(found: dict[str, Any]) -> None:
     assert found["a_loss_that_is_not_finite_on_one_rank"] == [[False, False, True]] * 2
+
+
+def test_what_is_read_of_two_gpus_is_found(found: dict[str, Any]) -> None:
+    text = (Path(__file__).parents[1] / "gpu" / "test_fsdp_gpu.py").read_text()
+    (kinds,) = re.findall(r'parametrize\("kind", (\[.*\])\)', text)
+    read = {*ast.literal_eval(kinds), *re.findall(r'found\["(\w+)"\]', text)}
+    assert len(read) > 8 and read <= found.keys()
 
 
 def test_state_goes_from_two_ranks_to_one_and_back(found: dict[str, Any]) -> None:

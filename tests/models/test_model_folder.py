@@ -256,7 +256,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
         ({"n_group": 3}, "8 experts in 3 groups"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": None}},
             "original_max_position_embeddings of the yarn",
         ),
     ],

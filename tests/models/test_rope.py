@@ -12,6 +12,7 @@ from small import CONFIG
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.errors import InputError
 from lockstep.models import Decoder
 from lockstep.models.blocks.rope import YarnScaling, inverse_frequencies, scaling_from_hf, scaling_to_hf
 from lockstep.models.families import FAMILIES, Raw
@@ -56,16 +57,36 @@ def test_which_field_of_a_config_wins() -> None:
         {"rope_parameters": {FULL: YARN, SLIDING: {}}, "original_max_position_embeddings": 64},
         {"rope_parameters": {FULL: {"type": "linear", "factor": 4.0, "rope_theta": 99.0}, SLIDING: None}},
         {"rope_theta": 77.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0, "rope_theta": 99.0}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+        {"rope_theta": 77.0, "rope_parameters": {"rope_theta": 77.0, "type": "default"}},
+        {
+            "rope_parameters": {"rope_theta": 9.0, FULL: {"rope_type": "yarn", "factor": 4.0}},
+            "max_position_embeddings": 99,
+        },
     ],
 )
 def test_kinds_of_layers_have_what_transformers_gives_them(values: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
-    ours = FAMILIES["olmo3"].rope(Raw({"rope_theta": 5e5} | values, "config.json"))
+    ours = FAMILIES["olmo3"].rope(Raw({"rope_theta": 5e5} | copy.deepcopy(values), "config.json"))
     theirs = transformers.Olmo3Config(**copy.deepcopy(values)).rope_parameters
     scaling = scaling_to_hf(ours["rope_scaling"])
     assert scaling == {name: theirs[FULL].get(name, scaling[name]) for name in scaling}
     assert ours["rope_theta"] == theirs[FULL]["rope_theta"]
     assert ours["local_rope_theta"] == theirs[SLIDING]["rope_theta"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({"rope_theta": 77.0}, "rope_theta for all layers; .* gives full_attention rope_theta 500000.0;"),
+        (YARN, "factor, original_.*, rope_theta, rope_type for all layers; .* rope_type default;"),
+        ({"truncate": False, FULL: YARN}, "truncate for all layers"),
+    ],
+)
+def test_what_transformers_drops_is_refused(parameters: dict[str, Any], named: str) -> None:
+    """Of what a file says for all layers where kinds have their own, which would be another model than it says."""
+    with pytest.raises(InputError, match=rf"config\.json: rope_parameters has {named}"):
+        FAMILIES["olmo3"].rope(Raw({"rope_theta": 5e5, "rope_parameters": parameters}, "config.json"))
 
 
 class Rotations:

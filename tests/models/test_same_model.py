@@ -25,7 +25,8 @@ transformers = pytest.importorskip("transformers")
 
 HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
 LINEAR = {"rope_type": "linear", "factor": 4.0}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN_ALONE = {"rope_type": "yarn", "factor": 4.0}
+YARN = YARN_ALONE | {"original_max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": 8.0}
 
 
@@ -65,6 +66,16 @@ SAME = {
     "the context beside the scaling": (
         "tiny-llama",
         [edited(rope_scaling=LLAMA3 | {"original_max_position_embeddings": 999}, original_max_position_embeddings=64)],
+    ),
+    "the context of a scaling that has none": ("tiny", [edited(rope_scaling=YARN_ALONE, max_position_embeddings=64)]),
+    "and of another": ("tiny-llama", [edited(rope_scaling=LLAMA3, max_position_embeddings=64)]),
+    "rotations of all layers where kinds have their own": (
+        "tiny-gemma3",
+        [without("rope_scaling"), edited(rope_theta=500.0, rope_parameters={"rope_theta": 500.0})],
+    ),
+    "and of a scaling for full layers": (
+        "tiny-olmo3",
+        [edited(rope_scaling=YARN_ALONE, max_position_embeddings=64), without("rope_parameters", "rope_theta")],
     ),
     "swish": ("tiny-llama", [edited(hidden_act="swish")]),
     "no routed_scaling_factor": ("tiny-deepseek-v3", [without("routed_scaling_factor")]),

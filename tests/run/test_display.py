@@ -32,7 +32,7 @@ def test_display_without_a_terminal_is_a_line_a_step() -> None:
         display.note("starting [bold]")
         display.update(0, METRICS)
         display.update(1, {"reward/mean": math.nan})
-        display.update(2, METRICS | {"parity/tokens_different": 3})
+        display.update(2, METRICS | {"parity/tokens_different": 3, "groups_without_reward": 4})
     note, first, second, third = stream.getvalue().splitlines()
     assert note == "starting [bold]"
     assert first == (
@@ -40,7 +40,7 @@ def test_display_without_a_terminal_is_a_line_a_step() -> None:
         "2 s (generate 1, forward_backward 0.75, optim_step 0.25)  12,346 tokens/s  eta 0:18"
     )
     assert second.startswith("step 2/10  reward nan  loss -  length -")
-    assert "BROKEN (3 of 2,000 tokens differ)" in third
+    assert "BROKEN (3 of 2,000 tokens differ)" in third and "  reward 0.5 (4 groups have none)  loss" in third
 
 
 class Terminal(io.StringIO):

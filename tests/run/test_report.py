@@ -39,6 +39,15 @@ def test_a_run_is_shown_in_full(tmp_path: Path) -> None:
     assert "None" not in text and "null" not in text
 
 
+def test_problems_without_a_reward_have_a_scale_of_their_own(tmp_path: Path) -> None:
+    metrics, count = make_run(tmp_path) / "metrics.jsonl", '"validation/groups_without_reward": 9, '
+    metrics.write_text(metrics.read_text().replace('"validation/', f'{count}"validation/'))
+    text = read(tmp_path).text
+    greedy, apart = (text.index(f"Held-out problems{what}") for what in (", greedy", " that have no reward"))
+    named = [any("groups_without_reward" in part for part in some) for some in (text[greedy:apart], text[apart:])]
+    assert greedy < apart and named == [False, True]
+
+
 def lanes(page: Outline) -> list[tuple[str, str]]:
     """What the bars of the typical step say and where they are."""
     return [(str(a["title"]), str(a["style"])) for tag, a in page.tags if tag == "div" and "title" in a]

@@ -338,7 +338,7 @@ def test_each_parameter_is_read_or_refused_by_its_name(served: Running, route: s
 
 
 def test_tools_go_to_a_template_that_has_some(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "strict": True}}]
     kept = {**SENT, "messages": HELLO, "tools": tools, "extra_body": {"return_token_ids": True}}
     answer: Any = served.client.chat.completions.create(**kept)
     assert json.dumps(tools[0]) in served.llm.policy.decode(answer.prompt_token_ids)
@@ -396,23 +396,35 @@ def test_models_and_metrics(served: Running) -> None:
     assert "lockstep_running_samples 0.0" in page and "lockstep_request_seconds_bucket" in page
 
 
-def test_a_client_that_leaves_within_its_body_costs_nothing(served: Running) -> None:
+def partly_sent(served: Running, size: int, wait: float = 30.0) -> socket.socket:
+    """A connection that has sent the first bytes of a body of so many."""
     host, port = served.url.removeprefix("http://").split(":")
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 99\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: {size}\r\n\r\n"
+    connection = socket.create_connection((host, int(port)), timeout=wait)
+    connection.sendall(head.encode() + b'{"prompt": ')
+    return connection
+
+
+def test_a_client_that_leaves_within_its_body_costs_nothing(served: Running) -> None:
     counted = '{route="/v1/completions",status="499"}'
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + b'{"prompt": ')
+    partly_sent(served, 99).close()
     wait_until(lambda: counted in served.http.get("/metrics").text)
     assert served.idle and 'status="500"' not in served.http.get("/metrics").text
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
-    host, port = served.url.removeprefix("http://").split(":")
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 99\r\n\r\n"
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
-        connection.sendall(head.encode() + b'{"prompt": ')
+    with partly_sent(served, 99) as connection:
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408") and served.idle
+
+
+def test_a_body_that_says_it_is_too_large_is_refused_before_it_comes(served: Running) -> None:
+    """And what of it still comes is read, so that a client which sends it all before it reads has the answer."""
+    for size in (17 << 20, 2**64 - 1):
+        with partly_sent(served, size) as connection:
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413") and served.idle
+            connection.sendall(b" " * (1 << 20))
+    assert served.http.post(PATHS["chat"], content=b" " * (70 << 20)).status_code == 413
 
 
 JSON = st.recursive(

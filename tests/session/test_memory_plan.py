@@ -277,8 +277,9 @@ def test_every_axis_has_a_communicator_that_is_planned_once(monkeypatch: pytest.
         w = replace(w, config=replace(w.config, parallel=replace(w.config.parallel, batch_shards=0, **settings)))
         found.append(w.communicators)
         assert terms.context(w) == terms.CONTEXT + w.communicators * terms.COMMUNICATOR
-        free = H200 - terms.context(w) - GIB  # one that another process uses
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, H200))
+        free, kept = H200 - terms.context(w) - GIB, [GIB]  # one that another process uses, one of the allocator's
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free, kept=kept: (free - sum(kept), H200))
+        monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
         world = World(size=16, tp=w.tp, generator_tp=w.config.parallel.generator_tp, lanes=w.cells.lanes)
         assert memory_at_hand(torch.device("cuda"), world) == H200 - GIB
     assert found == [1, 2, 3, 1, 3] and terms.context(workload("qwen3-8b", 1)) == terms.CONTEXT
@@ -490,5 +491,6 @@ def test_the_command_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixt
     for flags, why in refused_by_train.items():
         assert main([*given, "--device", "cpu", *flags.split()]) == 2 and why in capsys.readouterr().err
     assert main([*asked, "141", "--dtype", "float32"]) == 2 and "dtype is float32" in capsys.readouterr().err
+    assert main([*asked, "141", "--device", "cpu"]) == 2 and "add --device cuda" in capsys.readouterr().err
     assert main([*given, "--world", "0"]) == 2 and main([*given, "--device-memory-gib", "-1"]) == 2
     assert "--world is 0" in capsys.readouterr().err

@@ -156,7 +156,8 @@ def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScalin
     if kind == "linear":
         return RopeScaling("linear", number("factor"))
     key = "original_max_position_embeddings"
-    factor, context = number("factor"), int(number(key, raw.get(key)))  # one beside it wins, as in transformers
+    within = values.get(key, raw.get("max_position_embeddings"))  # and one beside it wins, as in transformers
+    factor, context = number("factor"), int(number(key, raw.get(key) or within))
     refuse(context < 1, f"{where}: {key} of the {kind} rope scaling is below 1")
     if kind == "yarn":
         optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")

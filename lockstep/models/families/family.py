@@ -184,7 +184,7 @@ def write_alternating(config: ModelConfig) -> dict[str, Any]:
 
 def rope_by_kind(raw: Raw, local: float) -> dict[str, Any]:
     """The rotations of full and of sliding layers; `local` is the base of the latter where the file says none."""
-    full, sliding = _parameters_by_kind(raw)
+    all_layers, full, sliding = _parameters_by_kind(raw)
     other = sliding.get("rope_type", sliding.get("type", "default"))
     raw.refuse(
         other != "default", f"rope_type of {SLIDING} is {other!r}; 'default' is supported, scaled are full layers"
@@ -196,22 +196,35 @@ def rope_by_kind(raw: Raw, local: float) -> dict[str, Any]:
         f"the rope scaling of {FULL} has type {old!r}, which transformers does not read beside rope_type, which is "
         f"{kind!r}; write what is meant as rope_type",
     )
-    return {
-        "rope_theta": _base(raw, FULL, both, raw.values.get("rope_theta") or 10000.0),
-        "rope_scaling": scaling_from_hf({"rope_parameters": both}, raw.where),
-        "local_rope_theta": _base(raw, SLIDING, sliding, local),
-    }
+    context = {"max_position_embeddings": raw.values.get("max_position_embeddings")}
+    theta = _base(raw, FULL, both, raw.values.get("rope_theta") or 10000.0)
+    scaling = scaling_from_hf({"rope_parameters": both} | context, raw.where)
+    _require_agreement(raw, all_layers, {"rope_theta": theta, **scaling_to_hf(scaling)})
+    local = _base(raw, SLIDING, sliding, local)
+    return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local}
 
 
-def _parameters_by_kind(raw: Raw) -> list[dict[str, Any]]:
-    """What `rope_parameters` says of full and of sliding layers."""
-    both = raw.values.get("rope_parameters") or {}
-    flat = sorted(both.keys() - {FULL, SLIDING})
-    raw.refuse(flat, f"rope_parameters has {', '.join(flat)} for all layers; {FULL} and {SLIDING} have their own here")
-    for kind, found in both.items():
-        wrong = not isinstance(found, dict | None)
-        raw.refuse(wrong, f"rope_parameters.{kind} is {found!r}; it must be an object")
-    return [both.get(kind) or {"rope_type": "default"} for kind in (FULL, SLIDING)]
+def _parameters_by_kind(raw: Raw) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What `rope_parameters` says of all layers, as far as it leaves full ones open, of full and of sliding layers."""
+    found = raw.values.get("rope_parameters") or {}
+    for kind in (FULL, SLIDING):
+        wrong = not isinstance(found.get(kind), dict | None)
+        raw.refuse(wrong, f"rope_parameters.{kind} is {found.get(kind)!r}; it must be an object")
+    full, sliding = (found.get(kind) or {"rope_type": "default"} for kind in (FULL, SLIDING))
+    still = {"truncate"} if found.get(FULL) else found.keys() - {FULL, SLIDING}
+    return {name: found[name] for name in still if name in found}, full, sliding
+
+
+def _require_agreement(raw: Raw, all_layers: dict[str, Any], full: dict[str, Any]) -> None:
+    """What is said of all layers must be what full ones have: transformers reads those of kinds and `truncate`."""
+    said = {("rope_type" if name == "type" else name): value for name, value in all_layers.items()}
+    effect = {"truncate": True} | full
+    wrong = sorted(name for name, value in said.items() if value is not None and value != effect.get(name))
+    raw.refuse(
+        wrong,
+        f"rope_parameters has {', '.join(wrong)} for all layers; transformers reads no such here and gives {FULL} "
+        f"{', '.join(f'{name} {effect.get(name)}' for name in wrong)}; {FULL} and {SLIDING} have their own here",
+    )
 
 
 def _base(raw: Raw, kind: str, found: dict[str, Any], default: float) -> float:

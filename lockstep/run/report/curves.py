@@ -37,8 +37,10 @@ def learning(record: Record) -> list[Chart]:
         bands = [spread.get(step, 0.0) for step, _ in rewards]
         title = "Reward ± its spread within a prompt"
         charts.append(_lines(title, [Series("reward", rewards, bands)], "reward/mean"))
-    if series := _finite(record.validations):
-        charts.append(_lines("Held-out problems, greedy", series, "validation/..."))
+    for counts, title in ((False, "Held-out problems, greedy"), (True, "Held-out problems that have no reward")):
+        of = (item for item in record.validations.items() if item[0].endswith("groups_without_reward") is counts)
+        if series := _finite(dict(of)):
+            charts.append(_lines(title, series, "validation/..."))
     functions = {name: record.metric(name) for name in record.metric_names if listed(name) == "rewards/<fn>/mean"}
     if len(functions) > 1 and (series := _finite(functions)):
         charts.append(_lines("Each reward function", series, "rewards/..."))

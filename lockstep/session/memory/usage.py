@@ -11,7 +11,7 @@ import torch
 
 from ...config import RunConfig
 from ...distributed import ONE, World
-from ...errors import InputError, LockstepError
+from ...errors import InputError, LockstepError, ran_out
 from ...generator import KVCache
 from ...graph import Runtime
 from ...machine import processes_here
@@ -53,6 +53,7 @@ def memory_at_hand(device: torch.device, world: World = ONE) -> int:
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`: of one process
         share = memory_bytes(device) // processes_here()
         return share if limit == resource.RLIM_INFINITY else min(share, limit)
+    torch.cuda.empty_cache()  # what measuring links left is nobody's
     free, total = torch.cuda.mem_get_info(device)
     own = CONTEXT + COMMUNICATOR * len(world.axes)
     return total - max(0, total - free - own)
@@ -118,12 +119,9 @@ def running_out_named(table: Callable[[], str], world: World) -> Iterator[None]:
     except LockstepError:
         raise
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(w in str(error) for w in _RAN_OUT):
+        if not ran_out(error):
             raise
         raise InputError(_ran_out(error, table(), world)) from error
-
-
-_RAN_OUT = "out of memory", "can't allocate memory"  # of a device, and of the host
 
 
 def _ran_out(error: Exception, table: str, world: World) -> str:

@@ -1,0 +1,50 @@
+"""When requests are taken in, between the launches of an engine."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from small import make_model
+
+from lockstep.config import GeneratorConfig
+from lockstep.generator import Engine, SharedWeights
+from lockstep.generator.request import Sequence
+from lockstep.serve import batcher as batching
+from lockstep.serve.batcher import Batcher, Job, News
+from lockstep.types import SampleIdentity, SamplingParams
+
+LAUNCH_S = 0.2
+
+
+def job(seed: int, new: int) -> Job:
+    params = SamplingParams(max_completion_length=new, ignore_eos=True)
+    return Job([1, 2, 3], params, SampleIdentity(seed, 0, 0, 0))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_client_that_comes_back_is_in_the_next_launch_while_the_device_is_busy(monkeypatch, ahead: int) -> None:
+    engine = Engine(SharedWeights(make_model(torch.float32)), GeneratorConfig(steps_per_sync=4), 4096, ahead=ahead)
+    advance, answered = engine.advance, threading.Event()
+    running: list[int] = []  # requests of each launch
+
+    def slow() -> list[Sequence]:
+        running.append(len(engine.requests))
+        time.sleep(LAUNCH_S)
+        return advance()
+
+    def deliver(news: News) -> None:
+        threading.Timer(LAUNCH_S / 10, batcher.submit, [job(2, 40)]).start()
+        answered.set()
+
+    monkeypatch.setattr(engine, "advance", slow)
+    monkeypatch.setattr(batching, "FOLLOWERS_S", LAUNCH_S)
+    batcher = Batcher(engine, deliver)
+    for one in (job(0, 4), job(1, 40)):
+        batcher.submit(one)
+    while not answered.is_set():
+        batcher.turn()
+    batcher.turn()
+    assert running[-2:] == [2, 2 if ahead else 1]  # what runs on a device that is idle does not wait
