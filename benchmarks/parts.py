@@ -101,6 +101,7 @@ PARTS = (
     Part("serve", _case("serve", "--minutes", "2", "--repeats", "3"), 300, 500),
     Part("generate-peer", _case("generate", "--peer", "transformers", "--case", "seed"), 50, 100),
     Part("fsdp", _case("fsdp"), 400, 600, "cuda-x2"),
+    Part("checkpoints-x2", _case("checkpoints", "--processes", "1", "2"), 80, 200, "cuda-x2"),
     # Every script at its smallest, to see here what would fail there.
     Part("cpu-decode_layer", _case("decode_layer", "--rows", "2"), 2, 200, "cpu"),
     Part("cpu-flex", _case("flex"), 4, 60, "cpu"),

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 import triton
 from cases.decode_layer import BANDWIDTH, DEVICE, DTYPE, EPS, Stack, contract, stock
-from cases.linear_tiles import CANDIDATES
 from common import arguments, finish, graph_us
 from torch import Tensor
 
@@ -79,7 +78,7 @@ def product(kind: Kind, choice: Choice, x: Tensor, weight: Tensor, norm: Tensor,
 
 def tiles(kind: Kind, bucket: int, columns: int, depth: int, kernels: Sequence[str], few: bool = False) -> list[Choice]:
     """Candidates of these kernels; `few`: of each tile the one with the most stages, which releases early."""
-    found = [c for name in kernels for c in CANDIDATES[name](kind, PROBES[bucket], columns, depth)]
+    found = [c for name in kernels for c in KERNELS[name].candidates(kind, PROBES[bucket], columns, depth)]
     deepest = {c[:4]: c for c in sorted(found, key=lambda c: (c.num_stages, c.early))}
     return list(deepest.values()) if few else found
 

@@ -198,7 +198,7 @@ def test_flags_that_pages_name_exist() -> None:
     kinds = [kind for kind in vars(flags).values() if getattr(kind, "__module__", "") == flags.__name__]
     commands = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
     known = {flag for kind in commands for flag in flags.flags_of(kind)} | {"--data", "--reward", "--help"}
-    of_benchmarks = {"--skip-done", "--updates"}
+    of_benchmarks = {"--ranks-share-gpu", "--skip-done", "--updates"}
     for page in PAGES[:1] + [page for page in DOCS.glob("*.md") if page.name != "LOG.md"]:
         text = re.sub("```.*?```", "", page.read_text(), flags=re.DOTALL)
         named = {flag for flag in re.findall("`(--[a-z][a-z.0-9-]+)", text) if not flag.endswith(".")}

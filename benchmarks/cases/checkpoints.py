@@ -126,6 +126,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(given: argparse.Namespace, report: Report) -> None:
+    if given.device == "cuda" and torch.cuda.device_count() < (most := max(given.processes)):
+        raise SystemExit(f"--processes is {most} at most, and there are {torch.cuda.device_count()} GPUs")
     report.figures |= {"arch": given.arch, "cores": os.cpu_count(), "rows": []}
     rows = [
         [

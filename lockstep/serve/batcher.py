@@ -18,6 +18,7 @@ from ..generator import Engine
 from ..types import SampleIdentity, SamplingParams, Trajectory
 
 FAILURES = 3  # launches in a row that raise, after which the engine is not tried again
+FOLLOWERS_S = 0.02  # seconds at most that a launch waits for clients that were answered
 
 _log = logging.getLogger("lockstep")
 
@@ -115,7 +116,7 @@ class Batcher:
     def _wait_for_followers(self) -> None:
         """Clients whose jobs have ended often come with another at once, which would miss the next launch: take in as
         many within half of what the last one took. The device is busy meanwhile with what was launched ahead."""
-        until = time.monotonic() + self._launch_s / 2
+        until = time.monotonic() + min(self._launch_s / 2, FOLLOWERS_S)
         for _ in range(self._ended):
             self._inbox.get(timeout=max(0.0, until - time.monotonic()))()
 

@@ -12,6 +12,7 @@ from small import make_model
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.generator.request import Sequence
+from lockstep.serve import batcher as batching
 from lockstep.serve.batcher import Batcher, Job, News
 from lockstep.types import SampleIdentity, SamplingParams
 
@@ -39,6 +40,7 @@ def test_a_client_that_comes_back_is_in_the_next_launch_while_the_device_is_busy
         answered.set()
 
     monkeypatch.setattr(engine, "advance", slow)
+    monkeypatch.setattr(batching, "FOLLOWERS_S", LAUNCH_S)
     batcher = Batcher(engine, deliver)
     for one in (job(0, 4), job(1, 40)):
         batcher.submit(one)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..records import PLAIN_EPILOGUE, Epilogue
-from .choice import Choice, Kind
+from .choice import LIBRARY, Choice, Kind
 
 MIN_ROWS = 8  # below this cuBLAS may use matrix-vector kernels, whose order of additions is another
 
@@ -46,6 +47,11 @@ def cublaslt_linear(
 def supports(choice: Choice, weight_NK: Tensor) -> bool:
     """Always."""
     return True
+
+
+def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
+    """One: the library chooses itself."""
+    return [LIBRARY]
 
 
 def run(

@@ -17,6 +17,9 @@ Shape suffixes: M rows, N columns of the result, K depth.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
@@ -36,6 +39,8 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 ALIGNMENT = 16  # bytes: of what one instruction copies
 WGMMA_ROWS = 64  # of a block, from which on it is multiplied so
+STAGES = {64: (4, 8), 128: (3, 4), 256: (3, 4)}  # of the rows, by the depth of one; the weights fill the rest
+STAGES_KIB = (74, 110, 220)  # three programs a multiprocessor, two, or one
 MIN_COPIED = 8  # rows that are copied at least: the period of the shared layouts
 
 
@@ -194,6 +199,27 @@ def _async_kernel(
 def supports(choice: Choice, weight_NK: Tensor) -> bool:
     has = pdl.has_wgmma(weight_NK) if choice.block_m >= WGMMA_ROWS else pdl.supported(weight_NK)
     return has and weight_NK.is_contiguous() and weight_NK.data_ptr() % ALIGNMENT == 0
+
+
+def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
+    if kind == "linear_fp32":
+        return []
+    found: dict[Choice, None] = {}
+    weights, most = tiles_of_weight(kind), rows[-1]
+    for block_m, block_n, block_k in itertools.product(
+        (16, 64) if most <= 64 else (64, 128), (8, 16, 32, 64, 128), STAGES
+    ):
+        programs, steps = -(-rows[0] // block_m) * (columns // weights // block_n), depth // block_k
+        narrow = weights * block_n < (16 if block_m == 16 or most > 64 else 8)
+        if narrow or weights * block_n > 128 or not 32 <= programs <= 400 or depth % block_k:
+            continue
+        row_stage, weight_stage = 2 * block_k * block_m, 2 * block_k * block_n * weights
+        for x_stages, kib in itertools.product(STAGES[block_k], STAGES_KIB):
+            stages = min((kib * 1024 - x_stages * row_stage) // weight_stage, steps)
+            if stages >= min(x_stages, steps) and x_stages <= steps + 1:
+                warps = 4 if block_m <= 64 else 8
+                found[Choice("async", block_m, block_n, block_k, warps, stages, x_stages)] = None
+    return list(found)
 
 
 def operands(kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

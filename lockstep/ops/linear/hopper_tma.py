@@ -12,6 +12,9 @@ Shape suffixes: M rows, N columns of the result, K depth.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -22,8 +25,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import pdl
 from ..records import PLAIN_EPILOGUE, Epilogue
-from .choice import Choice, Kind
-from .hopper_async import asks_ahead, barrier, biased, operands, rounded_gated
+from .choice import Choice, Kind, tiles_of_weight
+from .hopper_async import STAGES_KIB, asks_ahead, barrier, biased, operands, rounded_gated
 from .hopper_async import supports as supports
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by Triton's version
@@ -128,6 +131,22 @@ def _tma_kernel(
     if ADD:
         value = (residual.to(gl.float32) + value.to(gl.float32)).to(dtype)
     gl.store(out_ptr + m.to(gl.int64)[:, None] * columns + n[None, :], value, mask=inside)
+
+
+def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
+    if kind == "linear_fp32":
+        return []
+    found: dict[Choice, None] = {}
+    parts = tiles_of_weight(kind)
+    for block_m, block_n, block_k in itertools.product((64, 128), (16, 32, 64, 128), (64, 128, 256)):
+        programs = -(-rows[0] // block_m) * (columns // parts // block_n)
+        if rows[0] <= block_m // 2 or not 28 <= programs <= 420 or depth % block_k:
+            continue
+        for kib in STAGES_KIB:
+            stages = min(kib * 1024 // (2 * block_k * (block_m + parts * block_n)), depth // block_k + 1, 12)
+            if stages >= 3:
+                found[Choice("tma", block_m, block_n, block_k, block_m // 16, stages)] = None
+    return list(found)
 
 
 def run(

@@ -25,6 +25,9 @@ class ProductKernel(Protocol):
     def supports(self, choice: Choice, weight_NK: Tensor) -> bool:
         """Whether the weight's GPU can run that, and the weight is laid out for it."""
 
+    def candidates(self, kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
+        """Choices worth timing for these numbers of rows, ascending; `columns` as in `linear_choice.choose`."""
+
     def run(
         self,
         kind: Kind,
@@ -40,13 +43,6 @@ class ProductKernel(Protocol):
         """
 
 
-class OfferedKernel(ProductKernel, Protocol):
-    """One from outside the package, which takes the shapes that it has candidates for, by the first of them."""
-
-    def candidates(self, kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
-        """Its choices for these numbers of rows, ascending; `columns` as in `linear_choice.choose`."""
-
-
 KERNELS: dict[str, ProductKernel] = {"library": cublas, "pipelined": triton}
 try:
     from . import hopper_async, hopper_tma
@@ -56,8 +52,8 @@ else:
     KERNELS |= {"async": hopper_async, "tma": hopper_tma}
 
 
-def register(name: str, kernel: OfferedKernel) -> None:
-    """Add a kernel from outside the package."""
+def register(name: str, kernel: ProductKernel) -> None:
+    """Add a kernel from outside the package: shapes that it has candidates for are its own, by the first of them."""
     KERNELS[name] = kernel
     linear_choice.offers[name] = kernel.candidates
 

@@ -75,14 +75,14 @@ matmul = partial(linear, transposed=False)
 def _run(name: str, work: int, *arguments: float) -> bool:
     """Do a job of these arguments (see `library.JOBS`) on as many threads as its work (multiplications) is worth;
     whether it succeeded."""
-    make, pack = library.JOBS[name]
+    make, pack, error = library.JOBS[name]
     job, function = make(pack(*arguments)), getattr(library.current, name)
     threads = 1 if work < 2 * THREAD_WORK else min(torch.get_num_threads(), work // THREAD_WORK)
     if threads == 1 or library.team is None:
         function(ctypes.addressof(job))
     else:
         library.team(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(job), threads, 0)
-    return not job.error
+    return job[error] == b"\0"
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
