@@ -25,6 +25,7 @@ from common import Report, bandwidth, first_layers, random_weights, seconds
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
 from lockstep.graph import check_against_eager
+from lockstep.machine import settled
 from lockstep.models import ModelConfig, num_parameters
 from lockstep.models.init import ARCHITECTURES
 from lockstep.trainer import BatchShape, StepResult, Trainer, pack
@@ -144,18 +145,19 @@ def trained(family: Family, case: Case, steps: int, device: str) -> dict[str, An
         "choices_checked": 0, "tokens_routed_differently": 0, "texts": 0,
     }  # fmt: skip
     seen = set()
-    for step in range(steps):
-        found: list[Any] = []
-        figures["generate_s"].append(seconds(lambda step=step, f=found: f.append(policy.generate(step)), device))
-        seen.add(tuple(found[0][0].rollouts[0].token_ids))
-        figures["train_s"].append(seconds(lambda f=found: f.append(policy.train(f[0])), device))
-        result: StepResult = found[1]
-        figures["tokens_checked"] += result.tokens_checked
-        figures["tokens_different"] += result.tokens_different
-        if result.routing:
-            figures["choices_checked"] += result.routing.choices_checked
-            figures["tokens_routed_differently"] += result.routing.tokens_different
-        assert result.applied, f"step {step} was not applied: {result}"
+    with settled():  # as a run's steps are
+        for step in range(steps):
+            found: list[Any] = []
+            figures["generate_s"].append(seconds(lambda step=step, f=found: f.append(policy.generate(step)), device))
+            seen.add(tuple(found[0][0].rollouts[0].token_ids))
+            figures["train_s"].append(seconds(lambda f=found: f.append(policy.train(f[0])), device))
+            result: StepResult = found[1]
+            figures["tokens_checked"] += result.tokens_checked
+            figures["tokens_different"] += result.tokens_different
+            if result.routing:
+                figures["choices_checked"] += result.routing.choices_checked
+                figures["tokens_routed_differently"] += result.routing.tokens_different
+            assert result.applied, f"step {step} was not applied: {result}"
     generated, rate = case.sequences * case.new, statistics.median(figures["generate_s"][1:] or figures["generate_s"])
     floor = decode_bytes(family.config, case, policy.model.embed.element_size()) / bandwidth(device)
     figures |= {"tokens_per_s": generated / rate, "tokens_per_s_floor": generated / floor}

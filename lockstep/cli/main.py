@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -83,7 +84,7 @@ def _main(arguments: list[str]) -> int:
             output.write(f"lockstep {__version__}\n")
             output.flush()
             return 0
-        flags = parse(arguments)
+        flags = _parsed(arguments)
         if isinstance(flags, int):
             output.flush()
             return flags
@@ -115,6 +116,16 @@ def _main(arguments: list[str]) -> int:
         )
     except BrokenPipeError:  # whoever read standard output has gone
         return 1
+
+
+def _parsed(arguments: list[str]) -> Any:
+    """`parse`, whose usage errors the first process tells: another one would print the same."""
+    if not _is_not_first():
+        return parse(arguments)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        flags = parse(arguments)
+    wrong = isinstance(flags, int) and flags != 0
+    return _fail(f"error: wrong flags\n{said.getvalue().rstrip()}", flags, None) if wrong else flags
 
 
 @contextlib.contextmanager

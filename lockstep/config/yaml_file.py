@@ -42,7 +42,8 @@ def load(path: Path, recipes: Recipes | None = None, begin: RunConfig | None = N
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None
     except yaml.YAMLError as error:
-        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+        said = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
+        raise InputError(f"{path}: not valid YAML: {said}") from error
     try:
         if recipes is None:
             return _dataclass({} if values is None else values, begin or RunConfig(), "")

@@ -52,7 +52,7 @@ def make_environment(config: TaskConfig) -> type[Environment]:
 def _named(name: str, config: TaskConfig, what: str) -> Any:
     if name in ENVIRONMENTS:
         return ENVIRONMENTS[name]
-    if name.startswith("http://"):
+    if name.startswith(("http://", "https://")):
         return remote_environment(name, what)
     if name == VERIFIERS:
         return verifiers_environment(config.data, config.max_turns, what)

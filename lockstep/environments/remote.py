@@ -210,7 +210,8 @@ def remote_environment(address: str, what: str) -> type[Remote]:
     host, port = None, None
     with suppress(ValueError):  # of a port that is none, or half an IPv6 address
         parts = urlsplit(address)
-        if parts.netloc.rpartition("@")[0] == parts.path.strip("/") == parts.query == parts.fragment == "":
+        more = parts.netloc.rpartition("@")[0], parts.path.strip("/"), parts.query, parts.fragment
+        if parts.scheme == "http" and not any(more):
             host, port = parts.hostname, parts.port
     if not host or not port:
         raise InputError(f"{what}: an address must be http://HOST:PORT, as in http://127.0.0.1:8000")

@@ -43,6 +43,19 @@ def warps(elements: int, per_thread: int) -> int:
 
 
 @triton.jit
+def load_halves(ptr, mask, HALF: tl.constexpr):
+    """Both halves of rows as float32, zeros where masked."""
+    first = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+    return first, tl.load(ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_halves(ptr, first, second, mask, HALF: tl.constexpr):
+    tl.store(ptr, first.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr + HALF, second.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def eighths(x):
     """Of [..., 2, 2, 2] the eight parts, in the order of their numbers in binary."""
     even, odd = tl.split(x)

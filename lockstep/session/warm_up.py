@@ -224,4 +224,4 @@ def products(model: Decoder) -> list[machine_check.Product]:
 def _heads(c: ModelConfig) -> machine_check.HeadShape | machine_check.LatentHeadShape:
     if c.mla is None:
         return machine_check.HeadShape(c.num_heads, c.num_kv_heads, c.head_dim, any(c.windows) or not c.plain_scores)
-    return machine_check.LatentHeadShape(c.num_heads, c.mla.kv_rank, c.mla.nope_dim, c.mla.rope_dim, c.mla.v_dim)
+    return machine_check.LatentHeadShape(c.num_heads, c.mla.kv_rank, c.mla.rope_dim)

@@ -183,7 +183,7 @@ def test_what_people_write_by_hand(tmp_path: Path, text: str, expected: RunConfi
         ("task:", "task holds None; it must be a mapping"),
         ("- 1", "the file holds [1]; it must be a mapping"),
         ("steps: 1\nsteps: 2", "key steps is given twice"),
-        ("task: {data: [", "not valid YAML"),
+        ("task: {data: [", "but found '<stream end>' at line 1, column 15: "),
         ("a: !!python/object/apply:os.getcwd []", "not valid YAML"),
         (b"\xff\xfe\x00", "cannot be read"),
     ],

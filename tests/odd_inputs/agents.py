@@ -134,6 +134,7 @@ def environments() -> Iterator[Odd]:
         ("http://nowhere.invalid:8000", "nowhere.invalid"),
         ("http://[::1", "http://[::1"),
         ("http://user:pass@127.0.0.1:8000", "http://"),
+        ("https://127.0.0.1:8000", "must be http://HOST:PORT"),
         ("http://127.0.0.1:8000/path?x=1", "http://"),
         ("https://127.0.0.1:8000", "https://"),
         ("ftp://127.0.0.1:8000", "ftp://"),

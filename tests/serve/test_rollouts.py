@@ -248,7 +248,7 @@ def test_texts_end_before_the_stop_strings_of_the_run() -> None:
 
 
 def test_an_address_is_checked(tmp_path: Path) -> None:
-    odd = "http://[::1", "http://u:p@h:80", "http://h:80?x"
+    odd = "http://[::1", "http://u:p@h:80", "http://h:80?x", "https://h:80"
     for address in ("http://127.0.0.1", "http://", "http://h:70000", "http://h:80/path", *odd):
         with pytest.raises(InputError, match="must be http://HOST:PORT"):
             make_environment(TaskConfig(environment=address))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import pdl
 from ..records import SILU
-from ..rows import aligned_rows, unit_inner
+from ..rows import aligned_rows, load_halves, store_halves, unit_inner
 from . import operator
 
 SILU_BLOCK = 1024
@@ -73,8 +73,7 @@ def _silu_mul_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     pdl.begin(PDL)
-    gate = tl.load(gate_up_ptr + row * gate_up_stride + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * gate_up_stride + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    gate, up = load_halves(gate_up_ptr + row * gate_up_stride + column, mask, WIDTH)
     out = gated(gate, up, ACTIVATION)
     tl.store(out_ptr + row * WIDTH + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -105,19 +104,15 @@ def _silu_mul_backward_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
     grad = tl.load(grad_ptr + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_up_ptr + row * stride + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * stride + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    given_gate, given_up = gate, up
-    gate, up = _factors(gate, up, ACTIVATION)
+    given_gate, given_up = load_halves(gate_up_ptr + row * stride + column, mask, WIDTH)
+    gate, up = _factors(given_gate, given_up, ACTIVATION)
     sigmoid = tl.div_rn(1.0, tl.exp(-_exponent(gate, ACTIVATION)) + 1.0)
     active = gate * sigmoid
     grad_gate = grad * up * (sigmoid + _rising(gate, active, sigmoid, ACTIVATION))
-    out = out_ptr + row * (2 * WIDTH) + column
     if ACTIVATION == "swiglu_clamped":
         grad_gate = tl.where(given_gate <= SWIGLU_LIMIT, grad_gate, 0.0)
         grad = tl.where(tl.abs(given_up) <= SWIGLU_LIMIT, grad, 0.0)
-    tl.store(out, grad_gate.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(out + WIDTH, (grad * active).to(out_ptr.dtype.element_ty), mask=mask)
+    store_halves(out_ptr + row * (2 * WIDTH) + column, grad_gate, grad * active, mask, WIDTH)
 
 
 def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SILU) -> Tensor:

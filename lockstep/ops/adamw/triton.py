@@ -99,7 +99,7 @@ def root_of_sum(words: Tensor) -> Tensor:
 
 @triton.jit
 def _adamw_kernel(
-    weights_ptr,
+    weights_ptr,  # or None
     grad_ptr,
     master_ptr,
     exp_avg_ptr,
@@ -114,7 +114,6 @@ def _adamw_kernel(
     beta2,
     epsilon,
     weight_decay,
-    HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -135,7 +134,7 @@ def _adamw_kernel(
         tl.store(master_ptr + at, master, mask=inside)
         tl.store(exp_avg_ptr + at, exp_avg, mask=inside)
         tl.store(exp_avg_sq_ptr + at, exp_avg_sq, mask=inside)
-        if HAS_WEIGHTS:
+        if weights_ptr is not None:
             tl.store(weights_ptr + at, master.to(weights_ptr.dtype.element_ty), mask=inside)
     tl.store(grad_ptr + at, 0.0, mask=inside)
 
@@ -144,7 +143,6 @@ def adamw(state: AdamWState, step: AdamWStep, settings: AdamWSettings) -> None:
     steps, size = state.steps.add_(step.applied), state.grad.numel()
     correction = torch.stack((1.0 - settings.beta1**steps, 1.0 - settings.beta2**steps))
     _adamw_kernel[(triton.cdiv(size, BLOCK),)](
-        state.master if state.weights is None else state.weights, *state[1:5], step.lr, step.grad_scale,
-        step.applied.to(torch.int32), correction, size, *settings,
-        HAS_WEIGHTS=state.weights is not None, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        *state[:5], step.lr, step.grad_scale, step.applied.to(torch.int32), correction, size, *settings,
+        BLOCK=BLOCK, num_warps=NUM_WARPS,
     )  # fmt: skip

@@ -5,7 +5,7 @@ kernel runs before: a program does the rows of a whole group over the key tiles 
 are read once, and leaves each row's state where the row's own program picks it up. A row goes through the same tiles in
 the same order either way, and its state is float32 in memory as in registers, so no bit changes.
 
-Given a fused projection (PROJECTED), and no groups, programs norm and rotate the heads that they need, and the one that
+Given a fused projection, and no groups, programs norm and rotate the heads that they need, and the one that
 reaches the new token's position stores its key and value before it reads any.
 
 States, where there are several splits or groups: acc float32 [splits, S, N, H]; statistics float32 [2, splits, S, N],
@@ -133,7 +133,7 @@ def _group_kernel(
 
 @triton.jit(do_not_specialize=["table_width", "cache_rows"])
 def _decode_kernel(
-    q_ptr,  # [S, N, H], or [S, (N + 2K) * H] when PROJECTED
+    q_ptr,  # [S, N, H], or with slots [S, (N + 2K) * H]
     k_ptr,  # [P * page_size, K, H]
     v_ptr,
     out_ptr,  # [S, N, H], contiguous; written when there is one split
@@ -141,9 +141,9 @@ def _decode_kernel(
     statistics_ptr,
     table_ptr,  # [S, pages]
     context_len_ptr,  # [S]
-    shared_len_ptr,  # [S]
-    slots_ptr,  # [S], read if PROJECTED, and so are these
-    q_weight_ptr,
+    shared_len_ptr,  # [S], or None
+    slots_ptr,  # [S], or None, and so are these
+    q_weight_ptr,  # [H], and None without a norm, as the next
     k_weight_ptr,
     cos_sin_ptr,  # [S, H]
     cos_sin_stride,
@@ -158,14 +158,11 @@ def _decode_kernel(
     v_stride,
     v_head_stride,
     scale,
-    PROJECTED: tl.constexpr,
-    NORM: tl.constexpr,
     PDL: tl.constexpr,
     AHEAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,  # whether a sequence may have more than one
-    GROUPED: tl.constexpr,
     GROUP: tl.constexpr,  # query heads a kv head
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -189,7 +186,7 @@ def _decode_kernel(
             wanted = tl.maximum(begin, first_tile(stored, WINDOW, BLOCK_L))
         last = tl.minimum(stored, begin + SPLIT)
         triton_prefetch.paged(keys, wanted, last, table_width, cache_rows, PAGE_SIZE, HEAD_DIM, AHEAD)
-        if NORM:
+        if q_weight_ptr is not None:
             lane = tl.arange(0, AHEAD)
             triton_prefetch.rows(q_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
             triton_prefetch.rows(k_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
@@ -209,13 +206,13 @@ def _decode_kernel(
     row_M = tl.arange(0, BLOCK_M)
     sequences, kv_heads = tl.num_programs(1), tl.num_programs(0)
     heads, mask_M, head_M = kv_heads * GROUP, row_M < GROUP, kv_head * GROUP + row_M
-    if PROJECTED:
+    if slots_ptr is not None:
         is_key_M = row_M == GROUP
         head_M = tl.where(is_key_M, heads + kv_head, head_M)
         qkv_ptr = q_ptr + sequence.to(tl.int64) * q_stride
         q_MH = rotated_heads(
             qkv_ptr, cos_sin_ptr + sequence.to(tl.int64) * cos_sin_stride, head_M, is_key_M, mask_M | is_key_M,
-            q_weight_ptr, k_weight_ptr, eps, NORM, HEAD_DIM, BLOCK_M, BLOCK_H, OFFSET,
+            q_weight_ptr, k_weight_ptr, eps, HEAD_DIM, BLOCK_M, BLOCK_H, OFFSET,
         )  # fmt: skip
         value_ptr = qkv_ptr + (heads + kv_heads + kv_head) * HEAD_DIM
         _store_token(end == context, q_MH, is_key_M, value_ptr, keys, slots_ptr + sequence, HEAD_DIM)
@@ -227,7 +224,7 @@ def _decode_kernel(
     states = tl.num_programs(2).to(tl.int64) * sequences * heads
     state = empty_state(BLOCK_M, BLOCK_H)
     start = begin
-    if GROUPED:
+    if shared_len_ptr is not None:
         start = tl.minimum(tl.load(shared_len_ptr + sequence) // BLOCK_L * BLOCK_L, end)
         start = tl.maximum(start, begin)
         found_M = row_M < tl.where(start > begin, GROUP, 0)
@@ -330,14 +327,12 @@ def decode(
             **({"context_len_ptr": by.context_len_S} if scores.window else {}),
         )  # fmt: skip
     rows, warps = _rows_and_warps(group + projected)
-    lengths = (by.context_len_S, groups.shared_len_S if grouped else by.context_len_S)
+    lengths = (by.context_len_S, groups.shared_len_S if grouped else None)
     bounds = block_table.shape[1], k_RKH.shape[0]
     ahead = triton_prefetch.keys(kv_heads * sequences * splits, k_RKH, v_RKH) if dims["PDL"] and not grouped else 0
     _decode_kernel[kv_heads, sequences, splits](
-        q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *_rotation(q, rotation, slots_S), *bounds,
-        *strides, scale, AHEAD=ahead,
-        PROJECTED=projected, NORM=rotation is not None and rotation.q_weight_H is not None,
-        SPLITS=splits > 1, GROUPED=grouped, BLOCK_M=rows, num_warps=warps, **tiles, **others,
+        q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *_rotation(rotation, slots_S), *bounds,
+        *strides, scale, AHEAD=ahead, SPLITS=splits > 1, BLOCK_M=rows, num_warps=warps, **tiles, **others,
         **({} if splits > 1 else at_end), **({"OFFSET": offset} if offset else {}),
     )  # fmt: skip
     if splits > 1:
@@ -348,14 +343,12 @@ def decode(
     return out_SNH
 
 
-def _rotation(
-    q: Tensor, x: Rotation | None, slots_S: Tensor | None
-) -> tuple[Tensor | None, Tensor, Tensor, Tensor, int, float]:
-    """Slots, norm weights, the rotary table and its stride, epsilon; any tensors where none is read."""
+def _rotation(x: Rotation | None, slots_S: Tensor | None) -> tuple[Tensor | float | None, ...]:
+    """Slots, norm weights, the rotary table and its stride, epsilon."""
     if x is None:
-        return q, q, q, q, 0, 0.0
+        return (None,) * 6
     cos_sin_SH = aligned_rows(x.cos_sin_TH)
-    weights = (q if weight is None else aligned_rows(weight) for weight in (x.q_weight_H, x.k_weight_H))
+    weights = (None if weight is None else aligned_rows(weight) for weight in (x.q_weight_H, x.k_weight_H))
     return slots_S, *weights, cos_sin_SH, cos_sin_SH.stride(0), x.eps
 
 

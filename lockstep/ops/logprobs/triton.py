@@ -52,11 +52,10 @@ def _store_kept(z_L, partial_ptr, blocks):
 def _block_sums_kernel(
     logits_ptr,
     temperature_ptr,
-    support_ptr,
+    support_ptr,  # or None
     partial_ptr,  # [C, 5, B]: maximum, sum of exp, sum of exp * shifted logit; of kept tempered ones: maximum, sum
     vocabulary,
     support_stride,
-    HAS_SUPPORT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -72,7 +71,7 @@ def _block_sums_kernel(
     tl.store(partial + blocks, total)
     tl.store(partial + 2 * blocks, tl.sum(tl.where(p_L > 0, p_L * shifted_L, 0.0), axis=0))
     temperature = tl.load(temperature_ptr + row)
-    if HAS_SUPPORT:
+    if support_ptr is not None:
         byte_L = tl.load(support_ptr + row * support_stride + column_L // 8, mask=column_L < vocabulary, other=0)
         kept_L = ((byte_L.to(tl.int32) >> (column_L % 8)) & 1) != 0
         _store_kept(tl.where(kept_L, tempered_row(x_L, temperature), float("-inf")), partial + 3 * blocks, blocks)
@@ -127,9 +126,8 @@ def _row_sums(logits_CV: Tensor, temperature_C: Tensor, support_CB: Tensor | Non
     padded_rows = triton.cdiv(rows, 4) * 4  # keeps each of the six aligned
     out = torch.empty((6, padded_rows), dtype=torch.float32, device=device)[:, :rows]
     _block_sums_kernel[(rows, cut.count)](
-        logits_CV, temperature_C, logits_CV if support_CB is None else support_CB,  # read if HAS_SUPPORT
-        partial, vocabulary, 0 if support_CB is None else support_CB.stride(0),
-        HAS_SUPPORT=support_CB is not None, BLOCK=cut.size, **pdl.options(logits_CV, num_warps=NUM_WARPS),
+        logits_CV, temperature_C, support_CB, partial, vocabulary, 0 if support_CB is None else support_CB.stride(0),
+        BLOCK=cut.size, **pdl.options(logits_CV, num_warps=NUM_WARPS),
     )  # fmt: skip
     _fold_sums_kernel[(rows,)](
         partial, out, out.stride(0), cut.count, BLOCKS=cut.padded_count, **pdl.options(logits_CV, num_warps=1)

@@ -40,7 +40,7 @@ def _grad_logits_kernel(
     lse_ptr,
     sampled_lse_ptr,
     threshold_ptr,
-    support_ptr,
+    support_ptr,  # or None, and so the next two
     grad_logprob_ptr,
     grad_model_ptr,
     out_ptr,
@@ -51,10 +51,7 @@ def _grad_logits_kernel(
     hidden_stride,
     weight_stride,
     support_stride,
-    HAS_SUPPORT: tl.constexpr,
     TRUNCATED: tl.constexpr,
-    HAS_SAMPLED: tl.constexpr,
-    HAS_MODEL: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -67,10 +64,10 @@ def _grad_logits_kernel(
     inside_M = m < rows
     temperature_M = tl.load(temperature_ptr + m, mask=inside_M, other=1.0)
     grad_model_M = tl.zeros((BLOCK_M,), tl.float32)
-    if HAS_MODEL:
+    if grad_model_ptr is not None:
         grad_model_M = _row_values(grad_model_ptr, m, inside_M)
     slope_M = tl.zeros((BLOCK_M,), tl.float32)
-    if HAS_SAMPLED:
+    if grad_logprob_ptr is not None:
         slope_M = tl.where(temperature_M > 0, tempered(_row_values(grad_logprob_ptr, m, inside_M), temperature_M), 0.0)
     wanted_M = (slope_M != 0) | (grad_model_M != 0)  # padding has no gradient: a tile of it costs its zeros alone
 
@@ -91,11 +88,11 @@ def _grad_logits_kernel(
     target_M = tl.load(target_ptr + m, mask=wanted_M, other=-1) - first_column
     one_hot = tl.where(n[None, :] == target_M[:, None], (slope_M + grad_model_M)[:, None], 0.0)
     grad = one_hot
-    if HAS_SAMPLED:
+    if grad_logprob_ptr is not None:
         shift_M = _row_values(sampled_lse_ptr, m, wanted_M) * LOG2_E
         scale_M = tl.div_rn(LOG2_E, tl.where(temperature_M > 0, temperature_M, 1.0))
         sampled = tl.exp2(acc * scale_M[:, None] - shift_M[:, None])
-        if HAS_SUPPORT:
+        if support_ptr is not None:
             byte = support_ptr + m.to(tl.int64)[:, None] * support_stride + column_N[None, :] // 8
             bits = tl.load(byte, mask=inside_M[:, None] & (n < columns)[None, :], other=0).to(tl.int32)
             sampled = tl.where(((bits >> (column_N % 8)[None, :]) & 1) != 0, sampled, 0.0)
@@ -103,7 +100,7 @@ def _grad_logits_kernel(
             least_M = untempered(_row_values(threshold_ptr, m, wanted_M), temperature_M)
             sampled = tl.where(acc >= least_M[:, None], sampled, 0.0)
         grad -= sampled * slope_M[:, None]
-    if HAS_MODEL:
+    if grad_model_ptr is not None:
         model_shift_M = _row_values(lse_ptr, m, wanted_M) * LOG2_E
         grad -= tl.exp2(acc * LOG2_E - model_shift_M[:, None]) * grad_model_M[:, None]
     out = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
@@ -126,14 +123,11 @@ def grad_logits(
     out_CV = torch.empty((rows, columns), dtype=hidden_CD.dtype, device=hidden_CD.device)
     _grad_logits_kernel[(triton.cdiv(rows, BLOCK_M) * triton.cdiv(columns, BLOCK_N),)](
         hidden_CD, weight_VD, by.targets_C, by.temperature_C, by.lse_C, by.sampled_lse_C, by.threshold_C,
-        by.threshold_C if by.support_CB is None else by.support_CB,  # read if HAS_SUPPORT
-        by.lse_C if grad_logprob_C is None else grad_logprob_C.contiguous(),  # read if HAS_SAMPLED
-        by.lse_C if grad_model_C is None else grad_model_C.contiguous(),  # read if HAS_MODEL
+        by.support_CB, *(None if grad_C is None else grad_C.contiguous() for grad_C in (grad_logprob_C, grad_model_C)),
         out_CV, rows, columns, depth, first_column, hidden_CD.stride(0), weight_VD.stride(0),
         0 if by.support_CB is None else by.support_CB.stride(0),
-        HAS_SUPPORT=by.support_CB is not None, TRUNCATED=by.truncated, HAS_SAMPLED=grad_logprob_C is not None,
-        HAS_MODEL=grad_model_C is not None, EVEN_K=depth % BLOCK_K == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K, GROUP=GROUP_M, num_warps=NUM_WARPS, num_stages=NUM_STAGES, enable_fp_fusion=True,
+        TRUNCATED=by.truncated, EVEN_K=depth % BLOCK_K == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+        GROUP=GROUP_M, num_warps=NUM_WARPS, num_stages=NUM_STAGES, enable_fp_fusion=True,
     )  # fmt: skip
     return out_CV
 

@@ -36,9 +36,7 @@ class HeadShape(NamedTuple):
 class LatentHeadShape(NamedTuple):
     heads: int
     kv_rank: int
-    nope_dim: int
     rope_dim: int
-    v_dim: int
 
     def __str__(self) -> str:
         return f"latent attention {self.heads}x({self.kv_rank}+{self.rope_dim})"

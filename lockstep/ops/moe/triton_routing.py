@@ -60,14 +60,13 @@ def _eligible(key_E, e, size, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK_G:
 @triton.jit
 def _route_kernel(
     logits_ptr,  # [T, E], contiguous, like the others
-    bias_ptr,  # [E], read if BIASED
+    bias_ptr,  # [E], or None
     weights_ptr,  # [T, K]
     experts_ptr,  # [T, K]
     scale,
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
     SIGMOID: tl.constexpr,
-    BIASED: tl.constexpr,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -85,7 +84,7 @@ def _route_kernel(
         exp_E = tl.exp(logit_E - tl.max(logit_E, axis=0))
         score_E = tl.div_rn(exp_E, tl.sum(exp_E, axis=0))
     choice_E = score_E
-    if BIASED:
+    if bias_ptr is not None:
         choice_E += tl.load(bias_ptr + e, mask=inside_E, other=0.0)
     key_E = tl.where(inside_E, _key(choice_E, e), LOWEST)
     if GROUPS > 1:
@@ -111,9 +110,9 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, by: RouteSettings) -> tuple[
     weights_TK = torch.empty((tokens, by.slots), dtype=torch.float32, device=logits_TE.device)
     experts_TK = torch.empty((tokens, by.slots), dtype=torch.int64, device=logits_TE.device)
     _route_kernel[(tokens,)](
-        logits_TE, logits_TE if bias_E is None else bias_E, weights_TK, experts_TK, by.scale,
-        EXPERTS=experts, SLOTS=by.slots, SIGMOID=by.sigmoid, BIASED=bias_E is not None, GROUPS=by.groups,
-        KEPT=by.kept_groups, NORMALIZE=by.normalize, BLOCK_E=triton.next_power_of_2(experts),
+        logits_TE, bias_E, weights_TK, experts_TK, by.scale,
+        EXPERTS=experts, SLOTS=by.slots, SIGMOID=by.sigmoid, GROUPS=by.groups, KEPT=by.kept_groups,
+        NORMALIZE=by.normalize, BLOCK_E=triton.next_power_of_2(experts),
         BLOCK_G=triton.next_power_of_2(by.groups), BLOCK_K=triton.next_power_of_2(by.slots),
         num_warps=1 if experts <= 128 else NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -77,7 +77,7 @@ def _rms_norm_backward_kernel(
     grad_ptr,
     x_ptr,
     weight_ptr,
-    other_ptr,
+    other_ptr,  # or None
     grad_x_ptr,
     partial_ptr,  # [P, D]
     rows,
@@ -85,7 +85,6 @@ def _rms_norm_backward_kernel(
     x_stride,
     other_stride,
     eps,
-    HAS_OTHER: tl.constexpr,
     OFFSET: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -109,7 +108,7 @@ def _rms_norm_backward_kernel(
         weighted = grad * weight
         grad_x = rstd * (weighted - normed * (tl.sum(weighted * normed, axis=1) / WIDTH)[:, None])
         grad_x = grad_x.to(grad_x_ptr.dtype.element_ty)
-        if HAS_OTHER:
+        if other_ptr is not None:
             other = tl.load(other_ptr + row * other_stride + column, mask=mask, other=0.0).to(tl.float32)
             grad_x = (grad_x.to(tl.float32) + other).to(grad_x_ptr.dtype.element_ty)
         tl.store(grad_x_ptr + row * WIDTH + column, grad_x, mask=mask)
@@ -129,16 +128,16 @@ def rms_norm_backward_add(
 ) -> tuple[Tensor, Tensor]:
     """See `fused.backward.rms_norm_add`; None: no other gradient of x."""
     grad_TD, x_TD, weight_D = unit_inner(grad_TD), unit_inner(x_TD), unit_inner(weight_D)
-    added_TD = grad_TD if other_TD is None else unit_inner(other_TD)  # read if HAS_OTHER
+    other_TD = None if other_TD is None else unit_inner(other_TD)
     rows, width = x_TD.shape
     programs, block = triton.cdiv(rows, NORM_ROWS), triton.next_power_of_2(width)
     tile = min(max(NORM_TILE // block, 1), NORM_ROWS)
     grad_x_TD = torch.empty((rows, width), dtype=x_TD.dtype, device=x_TD.device)
     partial_PD = torch.empty((programs, width), dtype=torch.float32, device=x_TD.device)
     _rms_norm_backward_kernel[(programs,)](
-        grad_TD, x_TD, weight_D, added_TD, grad_x_TD, partial_PD, rows, grad_TD.stride(0), x_TD.stride(0),
-        added_TD.stride(0), eps,
-        HAS_OTHER=other_TD is not None, OFFSET=weight_offset, WIDTH=width, BLOCK=block, ROWS=NORM_ROWS, TILE=tile,
+        grad_TD, x_TD, weight_D, other_TD, grad_x_TD, partial_PD, rows, grad_TD.stride(0), x_TD.stride(0),
+        None if other_TD is None else other_TD.stride(0), eps,
+        OFFSET=weight_offset, WIDTH=width, BLOCK=block, ROWS=NORM_ROWS, TILE=tile,
         num_warps=warps(tile * block, NORM_THREAD), enable_fp_fusion=True,
     )  # fmt: skip
     return grad_x_TD, fold(partial_PD, weight_D.dtype)

@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 
 from .. import pdl
 from ..records import KVPages, Rotation
-from ..rows import aligned_rows, eighths, fold, unit_inner, warps
+from ..rows import aligned_rows, eighths, fold, load_halves, store_halves, unit_inner, warps
 
 RUN = tl.constexpr(8)  # neighbours that `sum_columns` adds one after the other
 MAX_LEVELS = tl.constexpr(8)  # of halves of a row of at most `RUN << MAX_LEVELS` columns
@@ -45,10 +45,9 @@ def rotated_heads(
     head_M,
     is_key_M,
     mask_M,
-    q_weight_ptr,
+    q_weight_ptr,  # or None, with `k_weight_ptr`
     k_weight_ptr,
     eps,
-    NORM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -62,7 +61,7 @@ def rotated_heads(
     mask = mask_M[:, None] & (h < HEAD_DIM)
     x = tl.load(qkv_ptr + head_M[:, None] * HEAD_DIM + h, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(qkv_ptr + head_M[:, None] * HEAD_DIM + pair, mask=mask, other=0.0).to(tl.float32)
-    if NORM:
+    if q_weight_ptr is not None:
         squares = sum_columns(tl.where(is_first, x * x + y * y, 0.0), BLOCK_M, BLOCK_H)
         rstd = tl.rsqrt(squares / HEAD_DIM + eps)
         x_weight = _head_weight(q_weight_ptr, k_weight_ptr, is_key, h, mask)
@@ -82,22 +81,9 @@ def _head_weight(q_weight_ptr, k_weight_ptr, is_key, column, mask):
 
 
 @triton.jit
-def _load_halves(ptr, mask, HALF: tl.constexpr):
-    """Both halves of heads as float32, zeros where masked."""
-    first = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
-    return first, tl.load(ptr + HALF, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_halves(ptr, first, second, mask, HALF: tl.constexpr):
-    tl.store(ptr, first.to(ptr.dtype.element_ty), mask=mask)
-    tl.store(ptr + HALF, second.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _weight_halves(q_weight_ptr, k_weight_ptr, is_query, inside, HALF: tl.constexpr, OFFSET: tl.constexpr):
-    q_first, q_second = _load_halves(q_weight_ptr, inside, HALF)
-    k_first, k_second = _load_halves(k_weight_ptr, inside, HALF)
+    q_first, q_second = load_halves(q_weight_ptr, inside, HALF)
+    k_first, k_second = load_halves(k_weight_ptr, inside, HALF)
     first, second = tl.where(is_query, q_first, k_first), tl.where(is_query, q_second, k_second)
     if OFFSET != 0.0:
         first, second = first + OFFSET, second + OFFSET
@@ -107,19 +93,17 @@ def _weight_halves(q_weight_ptr, k_weight_ptr, is_query, inside, HALF: tl.conste
 @triton.jit
 def _qk_norm_rope_kernel(
     qkv_ptr,
-    q_weight_ptr,
+    q_weight_ptr,  # or None, with `k_weight_ptr`
     k_weight_ptr,
     cos_sin_ptr,
-    out_ptr,  # [T, N + K, H]; [T, N, H] when CACHED
-    k_cache_ptr,  # [slots, K, H] each, written if CACHED
+    out_ptr,  # [T, N + K, H]; [T, N, H] with a cache
+    k_cache_ptr,  # [slots, K, H] each, written; or None
     v_cache_ptr,
-    slots_ptr,  # [T], read if CACHED
+    slots_ptr,  # [T]
     qkv_stride,
     cos_sin_stride,
     eps,
-    NORM: tl.constexpr,
     OFFSET: tl.constexpr,  # of the norm's weights
-    CACHED: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,  # query and key heads
     HALF: tl.constexpr,  # of the head dim
@@ -135,31 +119,31 @@ def _qk_norm_rope_kernel(
     offset = head * (2 * HALF) + column
     qkv_ptr += token * qkv_stride
     pdl.begin(PDL)
-    first, second = _load_halves(qkv_ptr + offset, mask, HALF)
-    if CACHED:
+    first, second = load_halves(qkv_ptr + offset, mask, HALF)
+    if k_cache_ptr is not None:
         kv_mask = (head < HEADS - NUM_HEADS) & inside
         v_first = tl.load(qkv_ptr + HEADS * 2 * HALF + offset, mask=kv_mask)
         v_second = tl.load(qkv_ptr + HEADS * 2 * HALF + offset + HALF, mask=kv_mask)
         slot = tl.load(slots_ptr + token) * ((HEADS - NUM_HEADS) * 2 * HALF)
-    if NORM:
+    if q_weight_ptr is not None:
         squares = sum_columns(first * first + second * second, BLOCK_HEADS, BLOCK_HALF)
         rstd = tl.rsqrt(squares / (2 * HALF) + eps)
         weights = q_weight_ptr + column, k_weight_ptr + column
         first_weight, second_weight = _weight_halves(*weights, head < NUM_HEADS, inside, HALF, OFFSET)
         first, second = first * rstd * first_weight, second * rstd * second_weight
-    cos, sin = _load_halves(cos_sin_ptr + token * cos_sin_stride + column, inside, HALF)
+    cos, sin = load_halves(cos_sin_ptr + token * cos_sin_stride + column, inside, HALF)
     rotated_first = (first * cos - second * sin).to(out_ptr.dtype.element_ty)
     rotated_second = (second * cos + first * sin).to(out_ptr.dtype.element_ty)
-    if CACHED:
+    if k_cache_ptr is not None:
         out = out_ptr + token * (NUM_HEADS * 2 * HALF) + offset
         k_cache = k_cache_ptr + slot - NUM_HEADS * 2 * HALF + offset
         k_mask = mask & (head >= NUM_HEADS)
-        _store_halves(k_cache, rotated_first, rotated_second, k_mask, HALF)
-        _store_halves(v_cache_ptr + slot + offset, v_first, v_second, kv_mask, HALF)
+        store_halves(k_cache, rotated_first, rotated_second, k_mask, HALF)
+        store_halves(v_cache_ptr + slot + offset, v_first, v_second, kv_mask, HALF)
         mask &= head < NUM_HEADS
     else:
         out = out_ptr + token * (HEADS * 2 * HALF) + offset
-    _store_halves(out, rotated_first, rotated_second, mask, HALF)
+    store_halves(out, rotated_first, rotated_second, mask, HALF)
 
 
 def rotated(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Tensor:
@@ -180,13 +164,12 @@ def qk_norm_rope(
     heads, half = num_heads + num_kv_heads, head_dim // 2
     out = torch.empty((tokens, num_heads if cache else heads, head_dim), dtype=qkv_TE.dtype, device=qkv_TE.device)
     block_heads, block_half = triton.next_power_of_2(heads), max(triton.next_power_of_2(half), RUN.value)
-    norm = q_weight_H is not None and k_weight_H is not None
-    weights = (aligned_rows(q_weight_H), aligned_rows(k_weight_H)) if norm else (qkv_TE, qkv_TE)  # read if NORM
+    weights = (None if weight_H is None else aligned_rows(weight_H) for weight_H in (q_weight_H, k_weight_H))
     _qk_norm_rope_kernel[(tokens,)](
-        qkv_TE, *weights, cos_sin_TH, out, *(cache or (out, out)), out if slots_T is None else slots_T,
+        qkv_TE, *weights, cos_sin_TH, out, *(cache or (None, None)), slots_T,
         qkv_TE.stride(0), cos_sin_TH.stride(0), eps,
-        NORM=norm, OFFSET=weight_offset, CACHED=cache is not None, NUM_HEADS=num_heads, HEADS=heads, HALF=half,
-        BLOCK_HEADS=block_heads, BLOCK_HALF=block_half,
+        OFFSET=weight_offset, NUM_HEADS=num_heads, HEADS=heads, HALF=half, BLOCK_HEADS=block_heads,
+        BLOCK_HALF=block_half,
         **pdl.options(qkv_TE, num_warps=warps(2 * block_heads * block_half, 32)),
     )  # fmt: skip
     return out
@@ -221,7 +204,7 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
 def _qk_norm_rope_backward_kernel(
     grad_ptr,
     qkv_ptr,
-    q_weight_ptr,
+    q_weight_ptr,  # or None, with `k_weight_ptr`
     k_weight_ptr,
     cos_sin_ptr,
     grad_qkv_ptr,
@@ -230,7 +213,6 @@ def _qk_norm_rope_backward_kernel(
     qkv_stride,
     cos_sin_stride,
     eps,
-    NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     HAS_VALUES: tl.constexpr,  # the values' gradients are there
     NUM_HEADS: tl.constexpr,
@@ -250,17 +232,17 @@ def _qk_norm_rope_backward_kernel(
     mask = (head < HEADS) & inside
     offset = head * (2 * HALF) + column
     value = HEADS * 2 * HALF + group * BLOCK_V + tl.arange(0, BLOCK_V)
-    if NORM:
+    if q_weight_ptr is not None:
         weights = q_weight_ptr + column, k_weight_ptr + column
         first_weight, second_weight = _weight_halves(*weights, is_query, inside, HALF, OFFSET)
         first_total = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
         second_total = tl.zeros((BLOCK_HEADS, BLOCK_HALF), tl.float32)
     for token in range(program * ROWS, tl.minimum(program * ROWS + ROWS, tokens)):
-        cos, sin = _load_halves(cos_sin_ptr + token * cos_sin_stride + column, inside, HALF)
-        first, second = _load_halves(grad_ptr + token * (HEADS * 2 * HALF) + offset, mask, HALF)
+        cos, sin = load_halves(cos_sin_ptr + token * cos_sin_stride + column, inside, HALF)
+        first, second = load_halves(grad_ptr + token * (HEADS * 2 * HALF) + offset, mask, HALF)
         first, second = first * cos + second * sin, second * cos - first * sin  # orthogonal: its transpose undoes it
-        if NORM:
-            x_first, x_second = _load_halves(qkv_ptr + token * qkv_stride + offset, mask, HALF)
+        if q_weight_ptr is not None:
+            x_first, x_second = load_halves(qkv_ptr + token * qkv_stride + offset, mask, HALF)
             squares = tl.sum(x_first * x_first + x_second * x_second, axis=1)
             rstd = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
             x_first, x_second = x_first * rstd, x_second * rstd
@@ -270,17 +252,17 @@ def _qk_norm_rope_backward_kernel(
             along = (tl.sum(first * x_first + second * x_second, axis=1) / (2 * HALF))[:, None]
             first, second = rstd * (first - x_first * along), rstd * (second - x_second * along)
         out = grad_qkv_ptr + token * WIDTH
-        _store_halves(out + offset, first, second, mask, HALF)
+        store_halves(out + offset, first, second, mask, HALF)
         if not HAS_VALUES:
             zeros = tl.zeros((BLOCK_V,), grad_qkv_ptr.dtype.element_ty)
             tl.store(out + value, zeros, mask=value < WIDTH)
-    if NORM:
+    if q_weight_ptr is not None:
         partial = partial_ptr + (program * groups + group) * (4 * HALF) + half
         for key in tl.static_range(2):
             is_own = is_query if key == 0 else head >= NUM_HEADS
             own_first = tl.sum(tl.where(is_own, first_total, 0.0), axis=0)
             own_second = tl.sum(tl.where(is_own, second_total, 0.0), axis=0)
-            _store_halves(partial + key * 2 * HALF, own_first, own_second, half < HALF, HALF)
+            store_halves(partial + key * 2 * HALF, own_first, own_second, half < HALF, HALF)
 
 
 def qk_norm_rope_backward(
@@ -300,9 +282,9 @@ def qk_norm_rope_backward(
     groups = triton.cdiv(heads, QK_HEADS)
     partial = torch.empty((programs * groups if norm else 0, 2, head_dim), dtype=torch.float32, device=qkv_TE.device)
     _qk_norm_rope_backward_kernel[(programs, groups)](
-        grad, qkv_TE, *((unit_inner(q_weight_H), unit_inner(k_weight_H)) if norm else (qkv_TE, qkv_TE)),  # read if NORM
+        grad, qkv_TE, *((unit_inner(q_weight_H), unit_inner(k_weight_H)) if norm else (None, None)),
         cos_sin_TH, grad_qkv_TE, partial, tokens, qkv_TE.stride(0), cos_sin_TH.stride(0), eps,
-        NORM=norm, OFFSET=weight_offset, HAS_VALUES=has_values, NUM_HEADS=num_heads, HEADS=heads, WIDTH=width,
+        OFFSET=weight_offset, HAS_VALUES=has_values, NUM_HEADS=num_heads, HEADS=heads, WIDTH=width,
         HALF=half, BLOCK_HEADS=QK_HEADS, BLOCK_HALF=triton.next_power_of_2(half),
         BLOCK_V=triton.next_power_of_2(max(triton.cdiv(width - heads * head_dim, groups), 1)),  # latents have no values
         ROWS=QK_ROWS, num_warps=QK_WARPS, enable_fp_fusion=True,

@@ -46,7 +46,8 @@ class Replayed:
         return {**asdict(self), "identical": not self.difference}
 
     def render(self) -> str:
-        what = f"trajectory {self.trajectory}: {self.turns} turns, {self.tokens} sampled tokens"
+        turns = f"{self.turns} turn{'s' * (self.turns != 1)}"
+        what = f"trajectory {self.trajectory}: {turns}, {self.tokens} sampled tokens"
         if self.difference:
             return f"{what}: DIFFERENT: {self.difference}"
         compared = "tokens and log-probabilities" if self.logprobs_compared else "tokens"

@@ -91,8 +91,8 @@ def test_attention_that_depends_on_the_batch_is_found(folder, monkeypatch):
 ODD_HEADS = (
     HeadShape(5, 5, 6),
     HeadShape(6, 2, 10, True),
-    LatentHeadShape(3, 5, 7, 6, 9),
-    LatentHeadShape(2, 9, 6, 2, 3),
+    LatentHeadShape(3, 5, 6),
+    LatentHeadShape(2, 9, 2),
 )
 
 
