@@ -181,22 +181,22 @@ async def read_body(request: Request, kind: type[_Kind], most: int) -> _Kind:
 
 async def _content(request: Request, most: int) -> bytearray:
     """At most so many bytes; one that says that it is larger is not waited for."""
-    content, size = bytearray(), int(request.headers.get("content-length", 0))
-    if size <= most:
-        size = 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for piece in request.stream():
-                    size += len(piece)
-                    if size <= most:
-                        content += piece
-                    elif size > READ_TO_ITS_END * most:
-                        break
-        except TimeoutError as error:
-            late = f"the body did not come within {BODY_SECONDS:g} seconds"
-            raise ApiError(408, late, code="body_timeout") from error
+    large = ApiError(413, f"the body is larger than {most >> 20} MiB", code="body_too_large")
+    if int(request.headers.get("content-length", 0)) > most:
+        raise large
+    content, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                size += len(piece)
+                if size <= most:
+                    content += piece
+                elif size > READ_TO_ITS_END * most:
+                    break
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} seconds", code="body_timeout") from error
     if size > most:
-        raise ApiError(413, f"the body is larger than {most >> 20} MiB", code="body_too_large")
+        raise large
     return content
 
 
