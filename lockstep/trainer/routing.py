@@ -29,7 +29,8 @@ class RoutingResult:
         tokens_different: tokens with any other expert, or the same in another order.
         prompt_tokens_checked, prompt_tokens_different: of the prompts' tokens, once for each micro-batch they are in.
         load_imbalance: tokens of a layer's busiest expert over its experts' mean, averaged over layers; 1 is even.
-        min_expert_tokens, max_expert_tokens: of the experts of all layers, in the packed tokens without padding.
+        min_expert_tokens, max_expert_tokens: of the experts of all layers, in the packed tokens without padding. These
+            three are of what is trained on, so of a check they are 0.
         aux_loss: the load-balancing loss before its coefficient, averaged over the update's micro-batches, each by its
             packed tokens; None when it is off.
     """
@@ -59,12 +60,11 @@ class RoutingResult:
 
 
 class Routed(NamedTuple):
-    """The routing of a batch: scores [T, E] a layer, the experts of all of them, and how many valid tokens each has."""
+    """The routing of a batch: scores [T, E] a layer, the experts of all of them, and which tokens are no padding."""
 
     logits: Sequence[Tensor]
     experts_TN: Tensor
     valid_T: Tensor
-    loads_LE: Tensor
 
 
 def statistics_of(config: ModelConfig) -> int:
@@ -75,10 +75,14 @@ def statistics_of(config: ModelConfig) -> int:
 def routed(routes: Sequence[Routing], batch: PackedBatch) -> Routed:
     experts_TN = torch.cat([routing.experts_TK for routing in routes], dim=1)
     rows_T = torch.arange(experts_TN.shape[0], device=experts_TN.device)
-    valid_T = rows_T < batch.cu_seqlens[-1]
-    experts = routes[0].logits_TE.shape[1]
-    loads_LE = ops.expert_loads(experts_TN, valid_T, len(routes), experts)
-    return Routed([routing.logits_TE for routing in routes], experts_TN, valid_T, loads_LE)
+    return Routed([routing.logits_TE for routing in routes], experts_TN, rows_T < batch.cu_seqlens[-1])
+
+
+def trained_loads(batch: PackedBatch, r: Routed) -> Tensor:
+    """How many of the tokens that are trained on chose each expert, int64 [L, E]: of a batch that has no share none, as
+    its one token is there because a shard has no more."""
+    trained_T = r.valid_T & (batch.share > 0)
+    return ops.expert_loads(r.experts_TN, trained_T, len(r.logits), r.logits[0].shape[1])
 
 
 def compare(batch: PackedBatch, r: Routed, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -97,7 +101,7 @@ def compare(batch: PackedBatch, r: Routed, statistics: dict[str, Tensor]) -> tup
     return route_C, elsewhere_C
 
 
-def load_balancing_loss(r: Routed) -> Tensor:
+def load_balancing_loss(r: Routed, loads_LE: Tensor) -> Tensor:
     """The auxiliary loss of Switch Transformers (arXiv 2101.03961, equation 4) over all layers together, as in
     `transformers`: E times the sum over experts of the share of tokens that chose it, times its mean probability.
 
@@ -105,7 +109,7 @@ def load_balancing_loss(r: Routed) -> Tensor:
     """
     probabilities_LE = torch.stack([ops.router_probabilities(logits_TE, r.valid_T) for logits_TE in r.logits])
     rows = r.valid_T.sum() * len(r.logits)
-    return (r.loads_LE.sum(0) / rows * (probabilities_LE.sum(0) / rows)).sum() * r.loads_LE.shape[1]
+    return (loads_LE.sum(0) / rows * (probabilities_LE.sum(0) / rows)).sum() * loads_LE.shape[1]
 
 
 def balance(biases: Sequence[Tensor], loads: Tensor, rate: float, applied: Tensor) -> None:

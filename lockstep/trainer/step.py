@@ -161,10 +161,13 @@ def _loss(
     if value_C is not None and not algorithm.has_critic:
         loss_C = loss_C + 0.0 * value_C  # supervised steps: the head's gradient is 0
     loss = (batch.weight_C * loss_C).sum()
-    if routed is not None and algorithm.router_aux_loss_coef > 0:
-        aux_loss = routing.load_balancing_loss(routed) * batch.share.sum()  # its mean over the tokens trained on
-        statistics["aux_loss"].add_(aux_loss.detach())
-        loss = loss + algorithm.router_aux_loss_coef * model.spread.once(aux_loss)
+    if routed is not None:
+        loads_LE = routing.trained_loads(batch, routed)
+        statistics["loads"].add_(loads_LE.flatten())
+        if algorithm.router_aux_loss_coef > 0:
+            aux_loss = routing.load_balancing_loss(routed, loads_LE) * batch.share.sum()  # a mean over what is trained
+            statistics["aux_loss"].add_(aux_loss.detach())
+            loss = loss + algorithm.router_aux_loss_coef * model.spread.once(aux_loss)
     statistics["loss"].add_(loss.detach())
     statistics["tokens"].add_(batch.valid_C.sum())
     statistics["clipped"].add_(clipped_C.sum())  # never padding: its advantage is 0
@@ -174,13 +177,11 @@ def _loss(
 def _record(
     statistics: dict[str, Tensor], batch: PackedBatch, scores: ops.TokenLogprobs, routed: routing.Routed | None
 ) -> Scored:
-    """Add up the entropy and the experts' loads and, where the batch asks for it, compare both log-probs bit by bit,
-    and the choices of experts."""
+    """Add up the entropy and, where the batch asks for it, compare both log-probs bit by bit, and the choices of
+    experts."""
     s, route_C = statistics, None
     s["entropy"].add_(_total(scores.entropy_C, batch.valid_C))
     s["scored"].add_(batch.valid_C.sum())
-    if routed is not None:
-        s["loads"].add_(routed.loads_LE.flatten())
     logprob_C, model_logprob_C = scores.logprob_C.detach(), scores.model_logprob_C.detach()
     if batch.check_parity:
         difference_C = torch.maximum(

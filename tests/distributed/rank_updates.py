@@ -144,6 +144,27 @@ def whole_steps(world: World) -> Any:
     return found
 
 
+@check
+def balanced_experts(world: World) -> Any:
+    """In steps of two mini-batches, of ranks that check no parity, and of one process that does: what is saved."""
+    if DEVICE.type != "cpu":
+        return None
+
+    def after_steps(config: RunConfig, others: World) -> dict[str, torch.Tensor]:
+        loop = Loop(config, build(resolve(config, others.size), others))
+        for step in range(2):
+            loop.step(step)
+        return saved(loop.run.trainer)[0]
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = replace(of_a_run(Path(folder)), arch="tiny-glm4-moe")
+        optimizer = replace(config.optimizer, router_bias_rate=0.01)
+        config = replace(config, optimizer=optimizer, trainer=replace(config.trainer, num_mini_batches=2))
+        one, two = after_steps(config, ONE), after_steps(replace(config, parity="off"), world)
+    assert one.keys() == two.keys()
+    return on_all(world, [name for name in one if not torch.equal(one[name], two[name])])
+
+
 def of_a_run(folder: Path) -> RunConfig:
     """Every second prompt's samples are all rewarded alike."""
     (folder / "rewards.py").write_text(

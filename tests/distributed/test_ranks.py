@@ -39,6 +39,10 @@ def test_steps_are_those_of_one_process(found: dict[str, Any], name: str) -> Non
     assert replaced >= 4 if name == "dapo" else kl and not replaced
 
 
+def test_experts_are_balanced_alike_on_ranks_that_check_no_parity(found: dict[str, Any]) -> None:
+    assert found["balanced_experts"] == [[], []]
+
+
 def test_frozen_parameters_groups_and_ratios_of_sequences_are_those_of_one_process(found: dict[str, Any]) -> None:
     first, second = found["parameter_groups"]
     layer = ("attention_norm", "qkv", "q_norm", "k_norm", "o", "mlp_norm", "gate_up", "down")

@@ -12,8 +12,8 @@ from lockstep.errors import InputError
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
-from lockstep.trainer import Trainer, pack, routing
-from lockstep.types import RolloutGroup
+from lockstep.trainer import Packing, Trainer, pack, pack_shards, routing
+from lockstep.types import PackedBatch, RolloutGroup
 
 EXPERTS = MoEConfig(4, 2, 24, sigmoid=True, router_bias=True)
 BALANCED = OptimizerConfig(router_bias_rate=0.01)
@@ -44,6 +44,28 @@ def test_an_update_balances_what_its_batches_counted(make_groups) -> None:
     assert trainer.optim_step(1e-3).applied
     for layer, load in zip(model.layers, loads, strict=True):
         torch.testing.assert_close(layer.moe.router_bias, 0.01 * (load.mean() - load).sign().float())
+
+
+def loads_of(batches: list[PackedBatch], checked: list[PackedBatch]) -> torch.Tensor:
+    """What is counted of batches that are trained on and others that are only checked, [L * E]."""
+    trainer = Trainer(model_with(EXPERTS), BALANCED, LossConfig())
+    for batch in checked:
+        trainer.check(batch)
+    for batch in batches:
+        trainer.forward_backward(batch)
+    return trainer._values[-8:]
+
+
+def test_what_is_checked_and_shards_without_prompts_count_for_nothing(make_groups) -> None:
+    """Such a shard's micro-batch has a token of its own."""
+    groups = make_groups()
+    batches = pack(groups, max_tokens=300, check_parity=False)
+    found = loads_of(batches, [])
+    rows = sum(int(batch.cu_seqlens[-1]) for batch in batches)
+    assert found.view(2, 4).sum(1).tolist() == [2 * rows] * 2  # two experts a token
+    assert torch.equal(found, loads_of(batches, batches[:1]))
+    sharded = pack_shards([groups, []], [0, 1], Packing(300), check_parity=False)
+    assert len(sharded) == 2 * len(batches) and torch.equal(found, loads_of(sharded, sharded))
 
 
 def test_no_bias_moves_without_an_update_or_a_rate(make_groups) -> None:
