@@ -12,12 +12,14 @@ import argparse
 import gc
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ TOLERANCE, STARTUP_TOLERANCE = 0.02, 0.05
 COLD, WARM = "seed workload, cold", "seed workload, warm"
 GENERATE = {"cuda": ("one", "seed", "seed, top-p", "mid", "mixed"), "cpu": ("cpu", "cpu, no shared prompt")}
 TRAIN = ("all tokens", "the RL step's work")
+ROLES = ("generate", "train")
 
 
 def _benchmark(name: str) -> Any:
@@ -66,6 +69,22 @@ def _training(name: str, device: str) -> Callable[[], object]:
     return train_step.Ours(random_model(arch, device), groups)
 
 
+def _family(name: str, device: str) -> Callable[[], object]:
+    """`ROLE: FAMILY`, a role of the benchmark of families; training leaves the weights as they are, so that what it is
+    given again and again stays the generator's."""
+    families = _benchmark("families")
+    families.LEARNING_RATE = 0.0
+    role, _, chosen = name.partition(": ")
+    known, case = (families.TINY, families.TINY_CASE) if device == "cpu" else (families.FAMILIES, families.CASE)
+    if chosen not in known or role not in ROLES:
+        raise SystemExit(f"--case {name!r}: use {' or '.join(ROLES)}, ': ' and one of {', '.join(known)}")
+    family = known[chosen]
+    takes_config = "config" in inspect.signature(families.Policy).parameters  # an older tree's
+    policy = families.Policy(family.config if takes_config else family, getattr(family, "case", None) or case, device)
+    policy.start(())
+    return partial(policy.generate, 0) if role == ROLES[0] else partial(policy.train, policy.generate(0))
+
+
 def _words(run: Any) -> str | None:
     """Digest of the weights that a step made, where it made any."""
     if not hasattr(run, "trainer"):
@@ -92,7 +111,8 @@ def serve(device: str) -> None:
         if order == "open":
             if device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            run = (_training if name in TRAIN else _generation)(name, device)
+            make = _training if name in TRAIN else _family if ": " in name else _generation
+            run = make(name, device)
             run()  # what a first call makes
         elif order == "run":
             found["seconds"] = seconds(run, device)
@@ -198,7 +218,7 @@ def main() -> int:
     parser.add_argument("before", type=Path, nargs="?", help="the other source tree")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--rounds", type=int, default=5, help="calls of each tree in turn (default: 5)")
-    parser.add_argument("--case", action="append", help="default: all of the device's")
+    parser.add_argument("--case", action="append", help="default: all of the device's; also 'train: FAMILY'")
     parser.add_argument("--seed-rounds", type=int, default=3, help="cold runs of the seed workload (default: 3)")
     parser.add_argument("--warm", type=int, default=2, help="warm runs after each cold one (default: 2)")
     parser.add_argument("--steps", type=int, default=10, help="of the seed workload (default: 10)")

@@ -8,6 +8,8 @@ import json
 import sys
 from pathlib import Path
 
+import lockstep  # noqa: F401 (how threads wait is chosen before torch is imported, as in a run)
+
 CASES = sorted(path.stem for path in (Path(__file__).parent / "cases").glob("*.py"))
 
 
@@ -21,11 +23,15 @@ def main() -> int:
     if sys.argv[2:3] == ["--part"]:
         print(json.dumps(case.part(*sys.argv[3:])))
         return 0
-    from common import Report, arguments  # not before a part, whose imports may be timed
+    import torch  # not before a part, whose imports may be timed
+    from common import Report, arguments
+
+    from lockstep.machine import bound_threads
 
     parser = arguments(case.__doc__.splitlines()[0], prog=f"{Path(__file__).name} {name}")
     case.flags(parser)
     args = parser.parse_args(sys.argv[2:])
+    bound_threads(torch.device(args.device))
     report = Report(name, args.json)
     failed = case.measure(args, report)
     report.finish()

@@ -204,7 +204,9 @@ class RolloutGroup:
     """The samples of one prompt, which all begin with it.
 
     `prompt` is the text or messages, `columns` the data row's other columns. `replaced`: dynamic sampling took another
-    prompt's in its place. `sampled_by`: the rank that has all of it, where others may lack some; None: all ranks do.
+    prompt's in its place. `without_reward`: no reward applies to one of its samples, or its samples are those whose
+    environment failed. Neither is trained on. `sampled_by`: the rank that has all of it, where others may lack some;
+    None: all ranks do.
     """
 
     rollouts: list[Trajectory]
@@ -213,6 +215,7 @@ class RolloutGroup:
     prompt: Any = None
     columns: dict[str, Any] = field(default_factory=dict)
     replaced: bool = False
+    without_reward: bool = False
     sampled_by: int | None = field(default=None, compare=False)
 
     @property

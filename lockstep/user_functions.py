@@ -94,11 +94,16 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def text_of(value: Any, form: Callable[[Any], str] = str) -> str:
+    """The text of a user's own object, whatever its code does."""
+    try:
+        return form(value)
+    except Exception:
+        return f"(a {type(value).__name__} that has no text)"
+
+
 def one_line(value: Any, form: Callable[[Any], str] = str) -> str:
     """The text of `value` for a message: cut when it is long, and with escapes for line ends and control characters."""
-    try:
-        text = form(value)
-    except Exception:  # the value's own code
-        return f"(a {type(value).__name__} that has no text)"
+    text = text_of(value, form)
     text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..errors import LockstepError
+from ..user_functions import text_of
 
 
 @dataclass(frozen=True)
@@ -181,7 +182,7 @@ async def _outcome_of_coroutine(function: Callable[..., Any], arguments: tuple[A
 def _failed(error: BaseException) -> Failure:
     """With its traceback, but of what this package raises, which says all."""
     told = [] if isinstance(error, LockstepError) else traceback.format_exception(error)
-    return Failure(f"{type(error).__name__}: {error}", "".join(told))
+    return Failure(f"{type(error).__name__}: {text_of(error)}", "".join(told))
 
 
 @cache

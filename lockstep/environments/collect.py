@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -154,7 +154,8 @@ class Collector:
         failed_in = [e.environment.variant for episodes in played for e in episodes if e.failure is not None]
         counts = scored.counts | ({"environment/errors": len(failed_in)} if failed_in else {})
         counts |= {f"environment/{name}/errors": failed_in.count(name) for name in failed_in if name}
-        return Collected(scored.groups, scored.without_reward + failed, counts)
+        without = [replace(group, without_reward=True) for group in scored.without_reward + failed]
+        return Collected(scored.groups, without, counts)
 
     def _begin_scoring(
         self, problems: Mapping[int, Problem], samples: int, about: Scoring, episodes: list[Episode]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..errors import InputError, ToolUnavailable, refuse
-from ..user_functions import is_unicode
+from ..user_functions import is_unicode, text_of
 from .calls import awaited, in_the_main_thread
 from .environment import End, Environment, Message, Turn
 
@@ -96,7 +96,7 @@ class ToolEnvironment(Environment):
             for i, result in zip(waiting, found, strict=True):
                 if isinstance(result, ToolUnavailable):
                     raise result
-                results[i] = {"error": str(result)} if isinstance(result, BaseException) else result
+                results[i] = {"error": text_of(result)} if isinstance(result, BaseException) else result
         return [(call["name"], _content(result)) for call, result in zip(calls, results, strict=True)]
 
 
@@ -110,8 +110,8 @@ def _called(tool: Tool | None, call: Mapping[str, Any]) -> Any:
     except ToolUnavailable:
         raise
     except Exception as error:
-        if not str(error).startswith(_OF_MAIN) or _of(tool) in _in_main:
-            return {"error": str(error)}
+        if not text_of(error).startswith(_OF_MAIN) or _of(tool) in _in_main:
+            return {"error": text_of(error)}
         _in_main.add(_of(tool))
         return _called(tool, call)
 

@@ -278,7 +278,7 @@ def _marked(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _thought(message: dict[str, Any]) -> str:
     """What an answer has thought: before `</think>`, or as templates that have a field for it take it."""
-    if message.get("role") != "assistant":
+    if message.get("role") != "assistant" or not isinstance(message.get("content"), str):
         return ""
     thought = message.get("thinking") or message["content"].rpartition(_THOUGHT)[0]
     return thought.strip().removeprefix("<think>").strip()

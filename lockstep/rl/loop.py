@@ -51,7 +51,7 @@ class Loop:
         self.idle_steps = 0
         self.prompts_used = 0  # of the task's, which a checkpoint keeps
         self.spans: list[Span] = []  # of the latest step
-        self.replaced: list[RolloutGroup] = []  # in the latest step, by dynamic sampling
+        self.left_out: list[RolloutGroup] = []  # of the latest step's: replaced by dynamic sampling, or without reward
         task = config.task
         response = config.max_response_length, task.turns, task.environment_timeout
         self._whole_sequences = self.algorithm.indexes_sequences
@@ -123,7 +123,7 @@ class Loop:
         found = step_metrics(self.run, groups, result, [*batches, *checks], version, self.spans)
         if kl:
             found["kl"] = math.fsum(chain.from_iterable(kl.values())) / sum(map(len, kl.values()))
-        self.replaced = [group for group in without_reward if group.replaced]
+        self.left_out = without_reward
         return counts | found | critic, groups
 
     def _collect(self, step: int) -> Collected:

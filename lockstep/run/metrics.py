@@ -107,6 +107,7 @@ _OF_FUNCTIONS = [name.split("<fn>") for name in _TITLES if "<fn>" in name]
 _STEPS_END = 1 << 53  # a step below it is exact as a float too
 
 METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE = "metrics.jsonl", "rollouts.jsonl", "summary.json"
+LEFT_OUT = "replaced", "without_reward"  # what a group's record says where it was not trained on
 WAITS_FILE = "waits.jsonl"  # beside the rollouts, whose bits no clock is in
 
 
@@ -223,17 +224,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str, Any]]:
-    """One record a group for `rollouts.jsonl`: the prompt, and each sample with what scoring made of it. One that
-    dynamic sampling replaced, and that was not trained on, says so. The digest is of the bits of its
-    log-probabilities."""
+    """One record a group for `rollouts.jsonl`: the prompt, and each sample with what scoring made of it. One that was
+    not trained on says why: dynamic sampling `replaced` it, or it is `without_reward`, and samples that have none have
+    null. The digest is of the bits of its log-probabilities."""
     for group in groups:
         samples = [
             {
                 "sample": rollout.identity.sample,
                 "text": rollout.text,
-                "reward": rollout.reward,
+                "reward": rollout.reward if _rewarded(group, rollout) else None,
                 "rewards": rollout.rewards,
-                "advantage": rollout.advantage,
+                "advantage": None if group.without_reward else rollout.advantage,
                 "tokens": len(rollout.token_ids),
                 "token_ids": rollout.token_ids,
                 "finish_reason": rollout.finish_reason,
@@ -244,9 +245,13 @@ def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str,
             }
             for rollout in group.rollouts
         ]
-        replaced = {"replaced": True} if group.replaced else {}
+        left_out = {name: True for name in LEFT_OUT if getattr(group, name)}
         prompt = {"prompt": group.prompt, "prompt_token_ids": group.prompt_ids}
-        yield {"step": step, "group": group.group, **replaced, **prompt, "samples": samples}
+        yield {"step": step, "group": group.group, **left_out, **prompt, "samples": samples}
+
+
+def _rewarded(group: RolloutGroup, rollout: Trajectory) -> bool:
+    return not group.without_reward or any(value is not None for value in rollout.rewards.values())
 
 
 def wait_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str, Any]]:

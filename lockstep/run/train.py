@@ -91,7 +91,7 @@ def _train(
                 if step + 1 == config.steps or (every > 0 and (step + 1) % every == 0):
                     metrics |= recorder.validate(loop, display, step + 1)
                 with loop.run.timings.measured("log"):
-                    recorder.step(step, metrics, groups + loop.replaced)
+                    recorder.step(step, metrics, groups + loop.left_out)
                     display.update(step, metrics)
                 recorder.checkpoint(loop, step + 1)
                 if recorded(step + 1):

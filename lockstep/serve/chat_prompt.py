@@ -49,7 +49,7 @@ def _message(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
         raise refused(where, f"{where} must be an object with role and content")
     role = message.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise refused(f"{where}.role", f"{where}.role is {role!r:.40}; it must be one of {', '.join(sorted(_ROLES))}")
     given = {name: value for name, value in message.items() if value is not None}
     given["role"] = "system" if role == "developer" else role

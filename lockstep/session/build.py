@@ -375,7 +375,7 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
         rounded = f" (whole pages of {page}), {whole} tokens," if given % page else ""
         holders.append((whole, f"generator.kv_cache_tokens of {given}{rounded}"))
     size, holder = min(holders)
-    refuse(size <= completion, f"{what} is {completion}; {holder} must hold it and a prompt")
+    refuse(size <= completion, f"{what} is {completion}; {holder} must hold it and a prompt, so make it smaller")
     if 0 < config.task.max_prompt_length <= size - completion:
         return PromptLimit(config.task.max_prompt_length, "task.max_prompt_length")
     return PromptLimit(size - completion, f"{holder} less {what} of {completion}")

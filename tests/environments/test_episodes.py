@@ -17,7 +17,19 @@ import torch
 from small import CONFIG, FAMILIES, compare, make_model
 
 from lockstep.config import GeneratorConfig
-from lockstep.environments import Collector, End, Environment, Failures, Limits, Next, Problem, RewardSet, Tokens, Turn
+from lockstep.environments import (
+    Branch,
+    Collector,
+    End,
+    Environment,
+    Failures,
+    Limits,
+    Next,
+    Problem,
+    RewardSet,
+    Tokens,
+    Turn,
+)
 from lockstep.environments import collect as collecting
 from lockstep.environments.collect import Collected
 from lockstep.environments.environment import by_name
@@ -30,6 +42,7 @@ from lockstep.generator.request import SharedPrefix
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.tokenizer import byte_tokenizer, encode_following, encode_prompt
 from lockstep.rl.critic import token_rewards
+from lockstep.session.text.policy import Policy
 from lockstep.types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
 
 STOPS = tuple(range(0, 256, 3))  # ends a turn soon
@@ -259,6 +272,32 @@ class ItsProcessIsKilled(Wrong):
         return subprocess.run(["sh", "-c", "kill -9 $$"], check=True)
 
 
+class RewardTooLarge(Wrong):
+    def wrong(self) -> Any:
+        return End(10**400)
+
+
+class RewardOfNoName(Wrong):
+    def wrong(self) -> Any:
+        return Next("on", {1: 0.5})  # type: ignore[dict-item]
+
+
+class ColumnsOfNothing(Wrong):
+    def wrong(self) -> Any:
+        return End(0.5, columns=None)  # type: ignore[arg-type]
+
+
+class RaisesWithoutText(Wrong):
+    instant = False
+
+    class Error(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    def wrong(self) -> Any:
+        raise self.Error
+
+
 class RewardsByNothing(Wrong):
     def wrong(self) -> Any:
         return Next("on", {"a": float("inf")})
@@ -298,6 +337,10 @@ class AnotherVocabulary(Wrong):
         (AnotherVocabulary, f"after what step returned: prompt 5: token id {-1} is outside the model's vocabulary"),
         (ItsProcessIsKilled, "died with <Signals.SIGKILL: 9>"),
         (RewardsByNothing, "its reward is {'a': inf}; it must be a finite number, or several by name"),
+        (RewardTooLarge, "its reward is 1000000"),
+        (RewardOfNoName, "its reward is {1: 0.5}; it must be a finite number, or several by name"),
+        (ColumnsOfNothing, "its End has columns=None; they must be values by name"),
+        (RaisesWithoutText, "Error: (a Error that has no text)"),
         (GarbageInNext, "step returned int 3; it must be text, messages with role and content, token ids or an End"),
         (Raises, "SystemExit: gone"),
         (Hangs, "it took longer than task.environment_timeout, 0.3 s"),
@@ -409,8 +452,13 @@ def test_samples_of_a_group_begin_alike(model: Decoder) -> None:
         def start(self, row: dict[str, Any], seed: int) -> Any:
             return None
 
+    class Array(Talk):
+        def start(self, row: dict[str, Any], seed: int) -> Any:
+            return np.array([1, 2])
+
     for environment, message in (
         (Odd, "other prompts for samples of one group"),
+        (Array, "start returned ndarray array([1, 2]); it must be text"),
         (None_, "start returned NoneType None"),
     ):
         failures = Failures()
@@ -479,6 +527,96 @@ def test_messages_go_on_from_the_sampled_tokens(model: Decoder) -> None:
         assert ("<|im_end|>\n<|im_start|>tool\n<" in text) and text.count("<|im_end|>") == 2
     assert {turn.token_ids[-1] == 258 for turn, _ in after} == {True, False}
     assert ["user", "assistant", "tool", "assistant"] in asked and all(roles[-1] == "assistant" for roles in asked)
+
+
+def test_messages_that_cannot_be_given_leave_their_trajectory_out(model: Decoder) -> None:
+    """A template refuses them, or there is no room for them; the others go on."""
+
+    class Says(Wrong):
+        says: ClassVar[Any]
+
+        def step(self, turn: Turn) -> Any:
+            answer = super().step(turn)
+            return [{"role": "tool", "content": answer}] if isinstance(answer, str) else answer
+
+        def wrong(self) -> Any:
+            return self.says
+
+    refused, huge = [{"role": "tool", "content": [{"type": "text", "text": "parts"}]}], "y" * 50_000
+    problems = [(g, Problem([{"role": "user", "content": f"hi {g}"}])) for g in range(2)]
+    tokens = Policy(model, byte_tokenizer()).tokens
+    for says in (refused, [{"role": "tool", "content": huge}], huge, Branch(huge), Branch(refused)):
+        failures, environment = Failures(), type("Now", (Says,), {"made": 0, "says": says})
+        parts = tokens, lambda *_: engine_of(model), RewardSet([]), 7
+        found = Collector(*parts, environment, LIMITS, failures).collect(problems, SAMPLING, TRAIN_DOMAIN, 3)
+        reasons = [r.finish_reason for g in found.groups + found.without_reward for r in g.rollouts]
+        assert len(reasons) == 6
+        if "parts" in str(says):
+            (told,) = failures.told
+            assert found.counts["environment/errors"] == 1 and "sample 1: its environment failed" in told
+            assert "what step returned cannot be given: the tokenizer's chat template refuses the messages" in told
+        else:
+            assert not failures.told and reasons.count("truncated") == 1
+
+
+def test_what_an_environment_changes_is_its_own(model: Decoder) -> None:
+    """Rows are each sample's, and prompts are what they were when they were given."""
+
+    class Keeps(Talk):
+        def start(self, row: dict[str, Any], seed: int) -> Any:
+            self.messages = row["prompt"]
+            self.messages.insert(0, {"role": "system", "content": "brief"})
+            row["answer"].append(4)
+            return self.messages
+
+        def step(self, turn: Turn) -> Any:
+            self.messages += [turn.message, {"role": "tool", "content": "on"}]
+            self.messages[0]["content"] = "other"
+            return End() if isinstance(super().step(turn), End) else self.messages[-1:]
+
+    seen: list[Any] = []
+
+    def scored(prompts: Any, answer: Any, **_: Any) -> list[float]:
+        seen.extend(zip(prompts, answer, strict=True))
+        return [1.0 for _ in prompts]
+
+    problems = [(0, Problem([{"role": "user", "content": "hi"}], {"answer": [3]}))]
+    parts = Policy(model, byte_tokenizer()).tokens, lambda *_: engine_of(model), RewardSet([Reward("scored", scored)])
+    Collector(*parts, 7, Keeps, LIMITS).collect(problems, SAMPLING, TRAIN_DOMAIN, 3)
+    assert seen == [([{"role": "system", "content": "brief"}, {"role": "user", "content": "hi"}], [3])] * 3
+    assert problems[0][1].prompt == [{"role": "user", "content": "hi"}]
+
+
+def test_code_beside_the_turns_that_raises_is_named(model: Decoder, caplog: pytest.LogCaptureFixture) -> None:
+    class Tools(Talk):
+        @property
+        def tools(self) -> Any:
+            raise KeyError("there")
+
+    class Made(Talk):
+        def __init__(self) -> None:
+            raise SystemExit("gone")
+
+    class Closes(Talk):
+        def close(self) -> None:
+            raise SystemExit("closed")
+
+    class Below(Talk):
+        def start(self, row: dict[str, Any], seed: int) -> Any:
+            return [-1]
+
+    tokens = Policy(model, byte_tokenizer()).tokens
+    for environment, message in (
+        (Tools, r"task\.environment: Tools\.tools raised KeyError: 'there'"),
+        (Made, r"task\.environment: Made\(\) raised SystemExit: gone"),
+        (Below, r"step 4 group 0: start returned token ids that no model has: \[-1\]"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Collector(tokens, lambda *_: engine_of(model), RewardSet([]), 7, environment, LIMITS).collect(
+                PROBLEMS, SAMPLING, TRAIN_DOMAIN, 3
+            )
+    assert len(collect(engine_of(model), Closes).groups) == 2
+    assert "step 4 group 4 sample 2: close raised SystemExit: closed" in caplog.text
 
 
 def test_a_trajectory_that_lacks_sampled_tokens_is_not_handed_on(

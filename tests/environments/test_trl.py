@@ -195,19 +195,25 @@ def test_what_a_tool_returns_can_be_shown_or_is_an_error() -> None:
         def __str__(self) -> str:
             raise KeyError("no")
 
+    class WithoutText(Unshown, Exception):
+        pass
+
     def odd(kind: int) -> object:
         """Odd.
 
         Args:
             kind: Which.
         """
+        if kind == 4:
+            raise WithoutText
         return [Unshown(), "\udcff", 3, [{"type": "text", "text": "\ud800"}]][kind]
 
     environment = tool_environment([odd], "task.tools")()
-    calls = [{"name": "odd", "arguments": {"kind": kind}} for kind in range(4)]
+    calls = [{"name": "odd", "arguments": {"kind": kind}} for kind in range(5)]
     found = [content for _, content in environment._results(calls)]
     unicode = "{'error': 'the result is no valid Unicode'}"
-    assert found == ["{'error': 'KeyError when the result was shown'}", unicode, "3", unicode]
+    raised = "{'error': '(a WithoutText that has no text)'}"
+    assert found == ["{'error': 'KeyError when the result was shown'}", unicode, "3", unicode, raised]
 
 
 def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:

@@ -58,6 +58,15 @@ class Broken(Toy):
         raise KeyError(f"nothing for {len(turn.token_ids)} tokens")
 
 
+class Odd(Toy):
+    """Breaks in its second turn after what has an odd number of letters."""
+
+    async def step(self, turn: Turn) -> Any:
+        if self.said and len(turn.text) % 2:
+            raise KeyError("odd")
+        return await super().step(turn)
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
     """Two steps of a tiny random model, by a copy of this file."""
@@ -143,6 +152,24 @@ def test_tracebacks_are_kept_in_the_run_folder(config: RunConfig, tmp_path: Path
         train(broken, tmp_path / "broken", resume=False)
     kept = (tmp_path / "broken" / "environment_errors.txt").read_text()
     assert kept.count("raise KeyError(") == kept.count("environment failed: KeyError: 'nothing for ") == 2
+
+
+def test_a_trajectory_that_failed_is_recorded_without_a_reward_and_sampled_again(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    odd = replace(config, task=replace(config.task, environment=f"{tmp_path / 'toy.py'}:Odd"))
+    train(replace(odd, steps=1), tmp_path / "odd", resume=False)
+    groups = lines(tmp_path / "odd", "rollouts.jsonl")
+    failed = [(g["group"], sample) for g in groups if g.get("without_reward") for sample in g["samples"]]
+    ended = [sample for g in groups if "without_reward" not in g for sample in g["samples"]]
+    assert failed and ended and len(failed) + len(ended) == 8
+    assert all(s["reward"] is None and s["advantage"] is None and len(s["segments"]) == 4 for _, s in failed)
+    assert all(isinstance(s["reward"], float) for s in ended)
+    (metrics,) = lines(tmp_path / "odd", "metrics.jsonl")
+    assert metrics["environment/errors"] == len(failed)
+    assert metrics["parity/tokens_checked"] == sum(s["tokens"] for s in [*ended, *(s for _, s in failed)])
+    group, sample = failed[0]
+    assert replay(tmp_path / "odd", f"0/{group}/{sample['sample']}").difference == ""
 
 
 def test_what_is_no_environment_is_refused(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_every_function_is_trusted(capture: str, backend: str, mode: str) -> Non
     for title, log in compile_report(runtime)["passes"].items():
         print(f"  {title}: {log}")
     if backend == "inductor":
-        assert len(runtime.builder.backend.regions) > 0
+        assert runtime.builder.backend.regions._made  # type: ignore[attr-defined]
     runtime.close()
 
 

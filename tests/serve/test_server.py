@@ -108,11 +108,13 @@ def test_completions_of_texts_and_of_tokens(served: Running, llm: LLM) -> None:
     names = [[f"token_id:{token}" for token in one.token_ids] for one in flat]
     assert [choice.logprobs.tokens for choice in by_tokens.choices] == names
     assert [choice.text for choice in by_tokens.choices] == [one.text for one in flat]
-    texts = [""] * 4
-    for chunk in served.client.completions.create(**SENT, prompt=prompts, n=2, stream=True):
+    texts, offsets = [""] * 4, [list[int]() for _ in range(4)]
+    for chunk in served.client.completions.create(**SENT, prompt=prompts, n=2, logprobs=0, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
+            offsets[choice.index] += choice.logprobs.text_offset
     assert texts == [one.text for one in flat]
+    assert offsets == [choice.logprobs.text_offset for choice in answer.choices]
     short = served.client.completions.create(model="tiny", prompt="one", seed=7)
     assert short.usage.completion_tokens <= 16
 
@@ -255,6 +257,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat", {}, "messages", "required"),
     ("chat", {"messages": ["hello"]}, "messages[0]", "valid dictionary"),
     ("chat", {"messages": [{"role": "bot", "content": ""}]}, "messages[0].role", "must be one of"),
+    ("chat", {"messages": [{"role": ["user"], "content": ""}]}, "messages[0].role", "must be one of"),
     ("chat", {"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
     ("chat", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "must be a string"),
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "text"),

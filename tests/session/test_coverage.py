@@ -17,6 +17,7 @@ from lockstep.errors import NonFiniteError, ParityError
 from lockstep.rl import loop as loops
 from lockstep.rl.loop import Loop
 from lockstep.run.display import Display
+from lockstep.run.metrics import rollout_records
 from lockstep.run.train import train
 from lockstep.session import parity_check
 from lockstep.session.build import TrainingSession, build
@@ -144,6 +145,10 @@ def test_groups_without_a_reward_are_compared(config: Callable[..., RunConfig]) 
     found = loop.certificate.to_dict()
     assert (found["identical"], found["tokens_checked"], found["tokens_not_covered"]) == (True, 64, 0)
     assert len(loop.evidence()["groups"]) == 2
+    trained, left_out = rollout_records(0, groups + loop.left_out)
+    assert "without_reward" not in trained and left_out["without_reward"] is True
+    of_sample = {(s["reward"], s["advantage"], *s["rewards"].values()) for s in left_out["samples"]}
+    assert (None, None, None) in of_sample and {advantage for _, advantage, _ in of_sample} == {None}
 
 
 def test_a_difference_in_a_group_without_a_reward_stops_the_run(

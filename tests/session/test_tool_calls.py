@@ -62,6 +62,13 @@ def test_calls_are_read(form: ToolFormat, text: str, kept: str, calls: list[Tool
     assert form.parser(text, [TOOL]) == (kept, calls)
 
 
+def test_an_id_that_no_template_takes_is_left_out() -> None:
+    """The model chose it: a template that refuses it would end the conversation."""
+    for named, told in (("abcdefghi", "abcdefghi"), ("1", ""), ("abcdefghij", "")):
+        text = f'[TOOL_CALLS] [{{"name": "a", "arguments": {{}}, "id": "{named}"}}]'
+        assert [call.id for call in MISTRAL.parser(text, [TOOL])[1]] == [told]
+
+
 @pytest.mark.parametrize(
     ("form", "text"),
     [

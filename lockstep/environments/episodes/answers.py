@@ -13,6 +13,13 @@ from ..calls import Failure
 from ..environment import Branch, End, Reward, by_name
 
 
+def own(given: Any) -> Any:
+    """Messages, or a row, as they are now: an environment may change its own afterwards."""
+    if isinstance(given, dict):
+        return {name: own(value) for name, value in given.items()}
+    return list(map(own, given)) if isinstance(given, list) else given
+
+
 def is_chat(given: Any) -> bool:
     return isinstance(given, list) and bool(given) and all(map(_is_message, given))
 
@@ -42,12 +49,11 @@ def wrong_step(given: Any) -> str:
 
 def unlike(given: list[Any], alike: bool) -> Failure | None:
     """What is wrong with the prompts of a group's samples; None if all is well."""
-    same = all(other == given[0] for other in given)
-    for one in given[:1] if same else given:
+    for one in given:
         if not is_given(one):
             kind = f"{type(one).__name__} {one_line(one, repr)}"
             return Failure(f"start returned {kind}; it must be text, messages with role and content, or token ids")
-    if alike and not same:
+    if alike and any(other != given[0] for other in given):
         return Failure("start returned other prompts for samples of one group; it may depend on row and seed alone")
     return None
 
@@ -56,15 +62,24 @@ def wrong_end(end: Any) -> str:
     """What is wrong with an end; nothing if all is well."""
     if not isinstance(end, End):
         return f"cut returned {type(end).__name__} {one_line(end, repr)}; it must be an End"
+    if not isinstance(end.columns, Mapping):
+        return f"its End has columns={one_line(end.columns, repr)}; they must be values by name"
     return "" if end.reward is None else wrong_reward(end.reward)
 
 
 def wrong_reward(reward: Any) -> str:
     """What is wrong with a reward; nothing if all is well."""
-    for value in reward.values() if isinstance(reward, Mapping) else [reward]:
-        if not (isinstance(value, Real) and math.isfinite(value)):
-            return f"its reward is {one_line(reward, repr)}; it must be a finite number, or several by name"
-    return ""
+    named = reward if isinstance(reward, Mapping) else {"reward": reward}
+    if all(isinstance(name, str) for name in named) and all(map(_is_finite, named.values())):
+        return ""
+    return f"its reward is {one_line(reward, repr)}; it must be a finite number, or several by name"
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def count(last: Reward | None, trajectory: Trajectory) -> None:

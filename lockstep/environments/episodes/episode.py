@@ -15,6 +15,7 @@ from ..base import Problem
 from ..calls import Failure
 from ..environment import End, Environment
 from ..tokens import Messages, Tokens
+from .answers import own
 
 FAILURES = 16  # trajectories in a row that their environment fails end the run
 
@@ -118,8 +119,8 @@ class Asked(NamedTuple):
 
     @property
     def row(self) -> dict[str, Any]:
-        """The problem's columns and its prompt."""
-        return {**self.problem.columns, "prompt": self.problem.prompt}
+        """The problem's columns and its prompt, of which each sample has its own."""
+        return own({**self.problem.columns, "prompt": self.problem.prompt})
 
 
 class Round(NamedTuple):

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from ...errors import InputError, RewritesPast
+from ...errors import InputError, PromptTooLong, RewritesPast
 from ...machine import short_turns
 from ...types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ...user_functions import one_line
 from ..calls import Answer, Calls, Failure
-from ..environment import Branch, End, Next, Turn, by_name
+from ..environment import Branch, End, Environment, Next, Turn, by_name
 from ..tokens import answering, said_by
-from .answers import count, is_chat, is_tokens, unlike, wrong_end, wrong_reward, wrong_step
+from .answers import count, is_chat, is_tokens, own, unlike, wrong_end, wrong_reward, wrong_step
 from .episode import Asked, Episode, Round, Sampler
 
 Started = list[tuple[Episode, Any]]  # with what their environments began with
@@ -73,7 +73,7 @@ class Play:
         for episode in self._episodes:
             try:
                 episode.environment.close()
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 _log.warning("%s: close raised %s: %s", self._where(episode), type(error).__name__, one_line(error))
 
     def _where(self, episode: Episode) -> str:
@@ -83,7 +83,7 @@ class Play:
         try:
             self._episodes.append(Episode(self._environment(), group, sample, self._tokens))
             return self._episodes[-1]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             kind = f"task.environment: {self._environment.__name__}()"
             raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
 
@@ -142,12 +142,14 @@ class Play:
         asked, tokens = self._asked[episodes[0].group], self._tokens
         tokenized, chat = is_tokens(given), is_chat(given)
         try:
-            if tokens.with_tools is not None and (tools := episodes[0].environment.tools):
+            if tokens.with_tools is not None and (tools := self._tools(episodes[0].environment)):
                 tokens = tokens.with_tools(tools)
             ids = given if tokenized else tokens.prompt(given)
-            text = tokens.text(given) if tokenized else given
+            text = tokens.text(given) if tokenized else own(given)
         except InputError as error:
             raise InputError(f"{asked.where}: {error}") from error
+        except OverflowError as error:
+            raise InputError(f"{asked.where}: start returned token ids that no model has: {one_line(given)}") from error
         if not ids:
             raise InputError(f"{asked.where}: the prompt has no tokens")
         most = self._limits.prompt_tokens
@@ -156,8 +158,15 @@ class Play:
             raise InputError(f"{asked.where}: the prompt has {len(ids)} tokens; at most {most} are allowed{why}")
         for episode in episodes:
             episode.tokens, episode.prompt = tokens, text
-            episode.messages = list(given) if chat else None
+            episode.messages = own(given) if chat else None
         return ids
+
+    def _tools(self, environment: Environment) -> Sequence[Mapping[str, Any]]:
+        try:
+            return environment.tools
+        except Exception as error:
+            kind = f"task.environment: {self._environment.__name__}.tools"
+            raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
 
     def _request(self, episodes: list[Episode], token_ids: list[int], sampling: SamplingParams) -> None:
         assert self._sampler is not None
@@ -221,27 +230,24 @@ class Play:
         elif trajectory.cut_off:
             self._cut(episode)
         elif episode.turns >= self._limits.turns:
-            trajectory.finish_reason = "truncated"
-            self._cut(episode)
+            self._truncate(episode, trajectory)
         else:
             self._go_on(episode, given)
 
     def _go_on(self, episode: Episode, given: Any) -> None:
         trajectory = episode.trajectory
         assert trajectory is not None
-        anew = isinstance(given, Branch)
         try:
-            ids, text = self._anew(episode, given.given) if anew else self._following(episode, given)
-        except RewritesPast as past:
-            assert episode.messages is not None
-            given = answering(episode.messages[-1], given)
-            (ids, text), anew = self._anew(episode, [*episode.messages, *given]), True
-            episode.messages = [*past.messages, *given]
-        trajectory.segments.append(Segment(ids, text=text, anew=anew))
+            trajectory.segments.append(self._given(episode, given))
+        except PromptTooLong:
+            self._truncate(episode, trajectory)
+            return
+        except InputError as error:  # such as messages that the template refuses
+            self._fail(episode, Failure(f"what step returned cannot be given: {error}"))
+            return
         if (room := self._room(episode, trajectory)) < 1:
             trajectory.segments.pop()
-            trajectory.finish_reason = "truncated"
-            self._cut(episode)
+            self._truncate(episode, trajectory)
             return
         sampling = replace(self._sampling, n=1, max_completion_length=min(room, self._sampling.max_completion_length))
         try:
@@ -271,29 +277,46 @@ class Play:
             )
         return min(room, left)
 
-    def _following(self, episode: Episode, given: Any) -> tuple[list[int], str]:
-        """The tokens of what was given, and its text. What was sampled is never encoded: of a chat's messages, those
-        tokens are taken that come after it."""
+    def _given(self, episode: Episode, given: Any) -> Segment:
+        """What was given, in a branch of its own where the trajectory cannot go on from what was sampled."""
+        if isinstance(given, Branch):
+            return self._anew(episode, given.given)
+        try:
+            return self._following(episode, given)
+        except RewritesPast as past:
+            assert episode.messages is not None
+            given = answering(episode.messages[-1], own(given))
+            segment = self._anew(episode, [*episode.messages, *given])
+            episode.messages = [*past.messages, *given]
+            return segment
+
+    def _following(self, episode: Episode, given: Any) -> Segment:
+        """What was sampled is never encoded: of a chat's messages, those tokens are taken that come after it."""
         if is_tokens(given):
-            return list(given), ""
+            return Segment(list(given))
         assert episode.trajectory is not None
         if isinstance(given, str):
-            return episode.tokens.following(episode.messages, given), given
+            return Segment(episode.tokens.following(episode.messages, given), text=given)
         if episode.messages is not None:
-            given = answering(episode.messages[-1], given)
+            given = answering(episode.messages[-1], own(given))
         ids = episode.tokens.following(episode.messages, given)
         assert episode.messages is not None
         episode.messages += given
         last = episode.trajectory.segments[-1].token_ids[-1]
         ended = episode.trajectory.finish_reason == "stop" and ids[:1] == [last]  # the template closes its answers so
-        return ids[ended:], said_by(given)
+        return Segment(ids[ended:], text=said_by(given))
 
-    def _anew(self, episode: Episode, given: Any) -> tuple[list[int], str]:
-        """The same of what a branch begins with."""
-        episode.messages = list(given) if is_chat(given) else None
+    def _anew(self, episode: Episode, given: Any) -> Segment:
+        """What a branch begins with."""
+        episode.messages = own(given) if is_chat(given) else None
         if is_tokens(given):
-            return list(given), ""
-        return episode.tokens.prompt(given), given if isinstance(given, str) else said_by(given)
+            return Segment(list(given), anew=True)
+        text = given if isinstance(given, str) else said_by(given)
+        return Segment(episode.tokens.prompt(given), text=text, anew=True)
+
+    def _truncate(self, episode: Episode, trajectory: Trajectory) -> None:
+        trajectory.finish_reason = "truncated"
+        self._cut(episode)
 
     def _cut(self, episode: Episode) -> None:
         episode.cut = True

@@ -28,12 +28,12 @@ def recorded_sample(run_dir: Path, step: int, group: int, sample: int) -> tuple[
     path = run_dir / ROLLOUTS_FILE
     refuse(not path.is_file(), f"{run_dir} has no {ROLLOUTS_FILE}: no step was done, or none was to be recorded")
     lines = (line for line in read_lines(path) if line["step"] == step)
-    record = next((line for line in lines if line.get("group") == group), {})
-    samples = record.get("samples", [])
-    for place, found in enumerate(samples if isinstance(samples, list) else [samples]):
-        if not isinstance(found, dict) or found.get("sample", place) == sample:  # one that failed is not there
-            refuse(not _is_whole(found), f"{path}: what it has of trajectory {step}/{group}/{sample} is damaged")
-            return record, found
+    for record in (line for line in lines if line.get("group") == group):  # another has those that failed
+        samples = record.get("samples", [])
+        for place, found in enumerate(samples if isinstance(samples, list) else [samples]):
+            if not isinstance(found, dict) or found.get("sample", place) == sample:
+                refuse(not _is_whole(found), f"{path}: what it has of trajectory {step}/{group}/{sample} is damaged")
+                return record, found
     raise InputError(f"{path} has no trajectory {step}/{group}/{sample}")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..metrics import LEFT_OUT
 from .page import duration, text
 from .record import Record, as_float
 
@@ -38,7 +39,7 @@ def rollouts(record: Record) -> dict[int, list[Sample]]:
 
 
 def _chosen(groups: list[dict[str, Any]], step: int, waits: Mapping[tuple[int, Any, Any], list[Any]]) -> list[Sample]:
-    trained = [group for group in groups if not group.get("replaced")]  # by dynamic sampling
+    trained = [group for group in groups if not any(group.get(name) for name in LEFT_OUT)]
     samples = [(group, sample) for group in trained for sample in group.get("samples", [])]
     found = []
     for title, by, sign in (("Best", "reward", 1), ("Worst", "reward", -1), ("Longest", "tokens", 1)):

@@ -12,7 +12,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from ...config import TEMPLATE_ARGUMENTS
-from ...session.text.tool_calls import ToolCall, ToolFormat
+from ...session.text.tool_calls import CALL_ID, ToolCall, ToolFormat
 from ...types import Trajectory
 from ..batcher import Update
 from ..bodies import ChatBody, read_body
@@ -22,8 +22,6 @@ from ..service import Service
 from ..text import chat_logprobs, visible
 from ..ticket import Ticket
 from .common import TextRequest, drawn_by, head
-
-CALL_ID = 9  # characters of a call's id: Mistral's templates take no others
 
 
 async def chat(service: Service, request: Request) -> Response:

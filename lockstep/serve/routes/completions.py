@@ -67,10 +67,11 @@ def _logprobs(asked: TextRequest, sampled: Trajectory | Update, offset: int) -> 
 
 
 def _chunks(asked: TextRequest, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:
-    shown: Counter[int] = Counter()  # characters, of each choice
+    offsets: Counter[int] = Counter()  # characters of the tokens so far, of each choice: text may be held back
 
     def choice(place: int, update: Update, text: str, _: Any) -> dict[str, Any]:
-        before, shown[place] = shown[place], shown[place] + len(text)
-        return {"text": text, "logprobs": _logprobs(asked, update, before)}
+        logprobs = _logprobs(asked, update, offsets[place])
+        offsets[place] += sum(map(len, logprobs["tokens"])) if logprobs else 0
+        return {"text": text, "logprobs": logprobs}
 
     return asked.chunks(ticket, choice)

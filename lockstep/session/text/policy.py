@@ -50,6 +50,7 @@ class Policy:
     ) -> list[int]:
         """Token ids of what is given after an answer, the last of `messages` (None: the prompt was no chat): text as it
         is, or messages through the model's template."""
+        check_size(given, self.model.config.max_position_embeddings, self.longest_token)
         if isinstance(given, str):
             return encode_text(self.tokenizer, given)
         if messages is None:

@@ -20,6 +20,7 @@ class ToolCall:
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": a JSON schema}}
 _THINK, _THOUGHT = "<think>", "</think>"
 NAMELESS = "unknown"
+CALL_ID = 9  # characters of a call's id: Mistral's templates take no others
 Parsed = tuple[str, list[ToolCall]]  # the text without the calls in it, and these
 
 
@@ -77,7 +78,7 @@ class ToolFormat:
     def _shown(self, number: int, name: str, call: ToolCall | None = None) -> dict[str, Any]:
         arguments = {} if call is None else json.loads(call.arguments)
         shown = {"type": "function", "function": {"name": name, "arguments": arguments}}
-        return {**shown, "id": (call and call.id) or f"{number:09d}"} if self.special else shown
+        return {**shown, "id": (call and call.id) or f"{number:0{CALL_ID}d}"} if self.special else shown
 
     def in_chat(self, text: str, message: dict[str, Any], malformed: bool) -> dict[str, Any]:
         """What stands for a completion among the messages that the chat template is given, to tell what follows it: a
@@ -129,7 +130,8 @@ def before(text: str, wanted: str) -> int:
 
 
 def call_of(value: Any, arguments: tuple[str, ...]) -> ToolCall | None:
-    """A call from its JSON, whose arguments are under one of these names: an object, or its text."""
+    """A call from its JSON, whose arguments are under one of these names: an object, or its text. An id that no
+    template takes is left out."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     given: Any = next((value[name] for name in arguments if name in value), {})
@@ -138,7 +140,8 @@ def call_of(value: Any, arguments: tuple[str, ...]) -> ToolCall | None:
     if not isinstance(given, dict):
         return None
     named = value.get("id")
-    return ToolCall(value["name"], json.dumps(given, ensure_ascii=False), named if isinstance(named, str) else "")
+    called = named if isinstance(named, str) and len(named) == CALL_ID else ""
+    return ToolCall(value["name"], json.dumps(given, ensure_ascii=False), called)
 
 
 def loads(text: str) -> Any:

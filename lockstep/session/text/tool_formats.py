@@ -10,7 +10,18 @@ from typing import Any
 
 from ...errors import InputError
 from ...models.tokenizer import render_chat
-from .tool_calls import Parsed, Tool, ToolCall, ToolFormat, before, begins_thought, call_of, loads, refuse_constant
+from .tool_calls import (
+    CALL_ID,
+    Parsed,
+    Tool,
+    ToolCall,
+    ToolFormat,
+    before,
+    begins_thought,
+    call_of,
+    loads,
+    refuse_constant,
+)
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 
@@ -203,7 +214,7 @@ def tool_format(tokenizer: Any, variables: dict[str, Any] | None = None) -> Tool
     """The format of the tokenizer's chat template with these variables: the one that reads a call out of what the
     template makes of it. None for a template that shows no tools, or calls them in a form that is not known here."""
     user = {"role": "user", "content": _ASKED}
-    calls = [{"type": "function", "id": "0" * 9, "function": _CALLED}]
+    calls = [{"type": "function", "id": "0" * CALL_ID, "function": _CALLED}]
     call = {"role": "assistant", "content": "", "tool_calls": calls}
     try:
         shown = render_chat(tokenizer, [user], {**(variables or {}), "tools": [_PROBE]})
