@@ -9,6 +9,7 @@ from .run import (
     EARLIER,
     Attention,
     RunConfig,
+    idle_in_updates,
     left_behind,
     require_divisor,
     require_ranks,

@@ -193,9 +193,9 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
     groups = ranks // c.parallel.tp
     shards, together = c.parallel.batch_shards or groups, c.parallel.generator_tp or (ranks == 1)
     if shards % groups:
-        what = f"{ranks} processes" if groups == ranks else f"{groups} groups of {c.parallel.tp} processes"
         raise InputError(
-            f"parallel.batch_shards is {shards}, which {what} cannot share evenly; use a multiple of {groups}"
+            f"parallel.batch_shards is {shards}, which {_trainers(c, ranks)} cannot share evenly; use a multiple of "
+            f"{groups}"
         )
     prompts = c.trainer.prompts_per_step
     if prompts % shards:
@@ -211,6 +211,27 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
             f"of {groups}, such as {shards}, which makes one cell of all shards, or a divisor"
         )
     return replace(c, parallel=replace(c.parallel, batch_shards=shards, generator_tp=int(together)))
+
+
+def idle_in_updates(c: RunConfig, ranks: int) -> str | None:
+    """A line for whoever trains `c`, whose shards are filled in, with so many processes: that a mini-batch has too few
+    prompts for each of them to have one, and what has enough."""
+    parts, prompts, shards = c.trainer.num_mini_batches, c.trainer.prompts_per_step, c.parallel.batch_shards
+    groups, least = ranks // c.parallel.tp, prompts // parts
+    if least >= groups:
+        return None
+    enough = -(-parts * groups // shards) * shards
+    return (
+        f"trainer.num_mini_batches is {parts} and trainer.prompts_per_step {prompts}: updates of {least} leave "
+        f"{groups - least} of {_trainers(c, ranks)} nothing to do; use {prompts // groups} mini-batches at most, or "
+        f"{enough} prompts"
+    )
+
+
+def _trainers(c: RunConfig, ranks: int) -> str:
+    """What shards are dealt to."""
+    tp = c.parallel.tp
+    return f"{ranks} processes" if tp == 1 else f"{ranks // tp} groups of {tp} processes"
 
 
 def require_ranks(c: RunConfig, ranks: int) -> None:

@@ -44,6 +44,7 @@ RUN = ["--trainer.prompts-per-step", "2", "--trainer.warmup-steps", "0", "--samp
 RUN += ["--sampling.max-completion-length", "4", "--task.validation-prompts", "0", "--json"]
 RUN += ["--compile.capture", "step", "--compile.verify", "off"]
 CHOOSES = ["train", *RUN[:8], "--steps", "1", "--json", "--checkpoint.interval", "1", "--parallel.generator-tp", "0"]
+CHOOSES += ["--trainer.num-mini-batches", "2"]  # of a prompt each, for two processes
 COMMANDS = {
     "generate": [*GENERATE, "--json"],
     "generate as text": GENERATE,
@@ -223,6 +224,9 @@ def test_how_many_generate_together_is_chosen_told_and_kept(two: Any, folder: Pa
     assert said["resumed"] == said["fast"] and said["fast"]["considered"][1]["exchanges_ms"] == 0
     assert "parallel.generator_tp: chose 1 (" in first["measured"][2] and "parallel.gen" not in second["measured"][2]
     assert "parallel.gen" not in first["resumed"][2]
+    for name in ("measured", "resumed"):
+        told = [found[name][2].count("leave 1 of 2 processes nothing to do; use 1 ") for found in (first, second)]
+        assert told == [1, 0]
     assert "generator_tp: 2" in (folder / "fast" / "config.yaml").read_text()
     steps = [(folder / name / "rollouts.jsonl").read_text().splitlines() for name in ("measured", "fast")]
     assert steps[0] == steps[1][: len(steps[0])] and len(steps[1]) == 2 * len(steps[0]) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from lockstep.config import (
     SamplingConfig,
     TaskConfig,
     TrainerConfig,
+    idle_in_updates,
     resolve_parallel,
 )
 from lockstep.errors import InputError, LockstepError, NonFiniteError, ParityError
@@ -309,6 +311,32 @@ def test_shards_of_a_batch_are_packed_apart_and_train_the_same_groups(config: Ru
     metrics = [steps(loop, 2) for loop in loops]
     assert [m["parity/tokens_checked"] for m in metrics[0]] == [m["parity/tokens_checked"] for m in metrics[1]]
     assert metrics[0][0]["grad_norm"] == pytest.approx(metrics[1][0]["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "parts", "parallel", "said"),
+    [
+        (
+            8,
+            4,
+            ParallelConfig(),
+            "updates of 2 leave 2 of 4 processes nothing to do; use 2 mini-batches at most, or 16 ",
+        ),
+        (8, 3, ParallelConfig(batch_shards=8), "updates of 2 leave 2 of 4 processes nothing to do; use 2 "),
+        (6, 6, ParallelConfig(tp=2), "updates of 1 leave 1 of 2 groups of 2 processes nothing to do; use 3 "),
+    ],
+)
+def test_processes_without_a_prompt_in_an_update_are_told_of(
+    config: RunConfig, prompts: int, parts: int, parallel: ParallelConfig, said: str
+) -> None:
+    trainer = replace(config.trainer, prompts_per_step=prompts, num_mini_batches=parts)
+    config = resolve_parallel(replace(config, trainer=trainer, parallel=parallel), 4)
+    found = idle_in_updates(config, 4)
+    assert found is not None
+    assert found.startswith(f"trainer.num_mini_batches is {parts} and trainer.prompts_per_step {prompts}: {said}")
+    most, enough = map(int, re.findall(r"use (\d+) .*, or (\d+) prompts$", found)[0])
+    for right in ({"num_mini_batches": most}, {"prompts_per_step": enough}):
+        assert idle_in_updates(resolve_parallel(replace(config, trainer=replace(trainer, **right)), 4), 4) is None
 
 
 def test_what_ranks_cannot_share_is_refused(config: RunConfig) -> None:
