@@ -27,6 +27,11 @@ def ran_out(error: BaseException) -> bool:
     return by_name or isinstance(error, MemoryError)
 
 
+def no_more_threads(error: BaseException) -> bool:
+    """Whether it says that the system starts no further thread: for Python, or for a library in Rust."""
+    return any(words in str(error) for words in ("can't start new thread", "ThreadPoolBuildError"))
+
+
 class PromptTooLong(InputError):
     """A prompt that no tokenizer makes short enough for the model's context; `size` is in bytes."""
 

@@ -128,6 +128,19 @@ def require_addresses() -> None:
         )
 
 
+def thread_limits() -> str:
+    """The limits by which no further thread starts, and what would be right."""
+    import resource
+
+    threads, addresses = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_AS))
+    count = "any number of" if threads == resource.RLIM_INFINITY else f"{threads:,}"
+    memory = "any memory" if addresses == resource.RLIM_INFINITY else f"{addresses / 2**30:.2f} GiB"
+    return (
+        f"this user may have {count} processes and threads (ulimit -u), this process may address {memory} (ulimit -v), "
+        "of which each thread takes a stack: raise the limit that is used up, or the container's own (pids.max)"
+    )
+
+
 def many_connections() -> None:
     """Let the process have as many files open as it may, each connection being one: most systems begin at 1024."""
     import resource

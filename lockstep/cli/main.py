@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..errors import InputError, LockstepError, Terminated, ran_out
+from ..errors import InputError, LockstepError, Terminated, no_more_threads, ran_out
 from ..json_file import to_json
-from ..machine import by_torchrun, launched, require_addresses, several_processes
+from ..machine import by_torchrun, launched, require_addresses, several_processes, thread_limits
 from ..run.display import FailsafeStream, RequiredStream
 from .commands import COMMANDS
 from .flags import Eval, Generate, Parity, Precompile, Train
@@ -37,7 +37,8 @@ def entry() -> NoReturn:
     code = main()
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_leave_threads, args=(code,), daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # no further thread starts
+        threading.Thread(target=_leave_threads, args=(code,), daemon=True).start()
     sys.exit(code)
 
 
@@ -107,15 +108,20 @@ def _main(arguments: list[str]) -> int:
         return _fail(_with_notes(f"ended by {stop.args[0].name}", stop), 128 + stop.args[0], _is_not_first())
     except KeyboardInterrupt as stop:
         return _fail(_with_notes("interrupted", stop), 130, _is_not_first())
-    except (MemoryError, RuntimeError, ImportError) as error:
-        if not ran_out(error):
-            raise
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        return _fail(
-            f"error: memory ran out: {said}; ask for less at once, or use a smaller model", 2, _elsewhere(error)
-        )
     except BrokenPipeError:  # whoever read standard output has gone
         return 1
+    except BaseException as error:  # a panic of a library in Rust is no `Exception`
+        if not (lacking := _lacking(error)):
+            raise
+        return _fail(f"error: {lacking}", 2, _elsewhere(error))
+
+
+def _lacking(error: BaseException) -> str:
+    """What ran out, and what would be right; empty for an error of another kind."""
+    said = (str(error) or type(error).__name__).splitlines()[0]
+    if no_more_threads(error):
+        return f"the system starts no further thread: {said}; {thread_limits()}"
+    return f"memory ran out: {said}; ask for less at once, or use a smaller model" if ran_out(error) else ""
 
 
 def _parsed(arguments: list[str]) -> Any:
@@ -178,6 +184,6 @@ def _is_not_first() -> bool:
         return False
 
 
-def _elsewhere(error: Exception) -> bool | None:
+def _elsewhere(error: BaseException) -> bool | None:
     """Whether another process has the same error, and reports it; None: that is not known."""
     return getattr(error, "reported", None if _is_not_first() else False)

@@ -362,6 +362,15 @@ def test_a_process_that_may_address_too_little() -> None:
     assert "this process may address 0.67 GiB of memory (ulimit -v)" in done.stderr
 
 
+def test_a_thread_that_does_not_start_is_told_with_the_limits() -> None:
+    stacks = f"import threading; threading.stack_size({1 << 46})"  # which no process may address
+    code = f"{stacks}; from lockstep.__main__ import entry; entry()"
+    done = finished([sys.executable, "-c", code, "train", "sum-digits", "--steps", "1", "--device", "cpu"])
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1, done.stderr
+    begin = "lockstep: error: the system starts no further thread: can't start new thread; this user may have "
+    assert done.stderr.startswith(begin) and "(ulimit -u)" in done.stderr and "(ulimit -v)" in done.stderr
+
+
 def test_a_reader_that_goes_away_does_not_end_a_run(run: Recorder, tmp_path: Path) -> None:
     """`lockstep train 2>&1 >/dev/null | head -1`: what is said after that goes nowhere, and the run ends well."""
     code = f"""
