@@ -345,8 +345,8 @@ class AnotherVocabulary(Wrong):
         (RaisesWithoutText, "Error: (a Error that has no text)"),
         (GarbageInNext, "step returned int 3; it must be text, messages with role and content, token ids or an End"),
         (Raises, "SystemExit: gone"),
-        (Hangs, "it took longer than task.environment_timeout, 0.3 s"),
-        (HangsInALoop, "it took longer than task.environment_timeout, 0.3 s"),
+        (Hangs, "it took longer than task.environment_timeout, 1.5 s"),
+        (HangsInALoop, "it took longer than task.environment_timeout, 1.5 s"),
         (
             Garbage,
             "step returned dict {'role': 'tool'}; it must be text, messages with role and content, token ids or an End",
@@ -359,7 +359,8 @@ def test_a_failure_leaves_its_trajectory_out(
 ) -> None:
     """It is counted and checked, and no other is touched."""
     environment.made = 0
-    found = collect(engine_of(model), environment, Limits(response_tokens=400, turns=8, timeout=0.3))
+    timeout = 1.5 if environment in (Hangs, HangsInALoop) else 60.0  # the others answer within it on a busy machine too
+    found = collect(engine_of(model), environment, Limits(response_tokens=400, turns=8, timeout=timeout))
     assert found.counts["environment/errors"] == 1
     ((failed,),) = [g.rollouts for g in found.without_reward]
     assert (failed.identity.group, failed.identity.sample, len(failed.turns)) == (4, 1, 2)

@@ -311,7 +311,7 @@ def test_async_functions_run_at_the_same_time() -> None:
     met = asyncio.Event()
 
     async def waits(completions):
-        await asyncio.wait_for(met.wait(), timeout=5)
+        await asyncio.wait_for(met.wait(), timeout=60)
         return [1.0] * len(completions)
 
     async def frees(completions):

@@ -179,7 +179,7 @@ def test_a_coroutine_that_hangs_is_cancelled_and_leaves_no_thread() -> None:
             ended.set()
 
     event_loop()
-    before, calls = set(threading.enumerate()), Calls(0.2, False)
+    before, calls = set(threading.enumerate()), Calls(1.0, False)
     calls.call("late", tool_environment([stuck], "task.tools")().step, turn(call("stuck")))
     calls.call("first", lambda: None)
     assert [answer.key for answer in calls.answers(wait=True)] == ["first"]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from openai import OpenAI
+from processes import DEADLINE
 
 from lockstep.serve.server import Server
 from lockstep.serve.settings import Settings
@@ -34,6 +36,37 @@ class Running:
         """Whether every page is free and nothing runs or waits."""
         cache, scheduler = self.engine.cache, self.engine.scheduler
         return cache.num_free == cache.num_pages and not scheduler.busy and not self.server.service.open_samples
+
+    def metric(self, name: str) -> float:
+        """The value of one that has no labels."""
+        lines = (line.split() for line in self.http.get("/metrics").text.splitlines())
+        return next(float(value) for found, value in filter(lambda line: len(line) == 2, lines) if found == name)
+
+    @contextmanager
+    def held(self, launches: int = 0) -> Iterator[Held]:
+        """Within it the engine launches as often, and waits: on a busy machine too nothing is finished before its
+        time."""
+        advance = Held(self.engine.advance, launches)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.engine, "advance", advance)
+            try:
+                yield advance
+            finally:
+                advance.free.set()
+
+
+class Held:
+    """`Engine.advance`, which after so many launches waits until it is `free`; it has `begun` so many."""
+
+    def __init__(self, advance: Callable[[], Any], launches: int) -> None:
+        self._advance, self._launches = advance, launches
+        self.begun, self.free = 0, threading.Event()
+
+    def __call__(self) -> Any:
+        self.begun += 1
+        if self.begun > self._launches:
+            assert self.free.wait(DEADLINE), "it was never let go"
+        return self._advance()
 
 
 @contextmanager

@@ -233,7 +233,7 @@ def test_a_rollout_that_was_offered_to_who_left_is_offered_again(tmp_path: Path)
                 httpx.post(f"{url}/rollouts", json={"wait": 60}, timeout=httpx.Timeout(60, read=0.2))
         return chats(url, told, http)
 
-    assert trained(tmp_path, "run", leaves, steps=2, environment_timeout=5.0) == [200] * 8
+    assert trained(tmp_path, "run", leaves, steps=2, environment_timeout=60.0) == [200] * 8
     assert len(set(taken)) == 8 == len(samples(tmp_path / "run"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,13 +142,15 @@ def test_other_static_tensors_share_the_trace(runtime_of: Callable[..., Runtime]
     assert runtime.captures == 1 and runtime.launches == {"decode": 6} and runtime.replays == {"decode": 3}
 
 
-def test_start_up_is_split_into_phases(runtime_of: Callable[..., Runtime]):
+def test_start_up_is_split_into_phases(runtime_of: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch):
+    """By the time that this thread computes: others may keep it from that."""
+    monkeypatch.setattr("lockstep.timings.time", SimpleNamespace(perf_counter=time.thread_time))
     runtime = runtime_of(recorded=True)
     function, _ = function_of(runtime)
-    began = time.perf_counter()
+    began = time.thread_time()
     for tokens in (5, 6):
         function(inputs(tokens, 3).user)
-    total = time.perf_counter() - began
+    total = time.thread_time() - began
     seconds = runtime.timings.seconds
     assert {"import_tracer", "trace", "passes", "record"} <= seconds.keys() and all(s > 0 for s in seconds.values())
     assert 0.5 * total < sum(seconds.values()) <= total
