@@ -53,6 +53,7 @@ def in_the_main_thread(function: Callable[[], Any]) -> Any:
             outcome.set_result(function())
         except BaseException as error:
             outcome.set_exception(error)
+            _raise_a_signals(error)
 
     calls.bring(_HERE, here)
     return outcome.result()
@@ -167,7 +168,14 @@ def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     try:
         return function(*arguments)
     except BaseException as error:  # also what would end this thread alone, such as SystemExit
+        _raise_a_signals(error)
         return _failed(error)
+
+
+def _raise_a_signals(error: BaseException) -> None:
+    """Ctrl-C and the like reach the main thread wherever it is, and are no fault of what it called."""
+    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+        raise error
 
 
 async def _outcome_of_coroutine(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

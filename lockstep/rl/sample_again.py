@@ -30,7 +30,7 @@ class Recorded(Environment):
         if not self._left:
             return End(0.0)
         tokens, anew = self._left.pop(0)
-        return Branch(tokens) if anew else tokens
+        return Branch(tokens) if anew else tokens or ""  # an environment may have given nothing
 
     def until(self, sampling: SamplingParams) -> SamplingParams:
         if not self._ends:

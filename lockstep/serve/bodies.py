@@ -202,7 +202,7 @@ async def _content(request: Request, most: int) -> bytearray:
 
 def parse(given: dict[str, Any], kind: type[_Kind]) -> _Kind:
     """The body of a JSON object. Raises `ApiError` naming the field that is wrong."""
-    given = {name: _without_nulls(value) for name, value in given.items() if value is not None}
+    given = {name: _without_nulls(kind, name, value) for name, value in given.items() if value is not None}
     try:
         body = kind.model_validate(given)
     except ValidationError as error:
@@ -215,9 +215,11 @@ def parse(given: dict[str, Any], kind: type[_Kind]) -> _Kind:
     return body
 
 
-def _without_nulls(value: Any) -> Any:
-    """An object of settings without the fields that are null; messages are left as they are."""
-    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+def _without_nulls(kind: type[BaseModel], name: str, value: Any) -> Any:
+    """An object of settings without the fields that are null; messages, and values by name, are left as they are."""
+    field = kind.model_fields.get(name)
+    settings = field is None or (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
+    return {k: v for k, v in value.items() if v is not None} if settings and isinstance(value, dict) else value
 
 
 def _path(place: tuple[int | str, ...]) -> str:

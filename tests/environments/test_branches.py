@@ -70,17 +70,23 @@ def test_bits_do_not_depend_on_who_answers_first_and_a_record_repeats_them() -> 
     samples = record["samples"]
     assert any(segment.get("anew") for sample in samples for segment in sample["segments"])
 
-    played = iter(all_of(groups[:1]))
+    class SaysNothing(Forgets):
+        def step(self, turn: Turn) -> Any:
+            answer = super().step(turn)
+            return "" if self.turns == 1 and not isinstance(answer, End) else answer
 
     class Replayed(Recorded):
         def __init__(self) -> None:
             segments = next(played).segments
             self._left, self._ends = [(s.token_ids, s.anew) for s in segments if not s.sampled], []
 
-    found = collect(engine_of(model), Replayed, problems=PROBLEMS[:1]).groups
-    assert [[(s.token_ids, s.logprobs, s.anew) for s in t.segments] for t in all_of(found)] == [
-        [(s.token_ids, s.logprobs, s.anew) for s in t.segments] for t in all_of(groups[:1])
-    ]
+    for made in (groups[:1], collect(engine_of(model), SaysNothing, problems=PROBLEMS[:1]).groups):
+        played = iter(all_of(made))
+        found = collect(engine_of(model), Replayed, problems=PROBLEMS[:1]).groups
+        assert [[(s.token_ids, s.logprobs, s.anew) for s in t.segments] for t in all_of(found)] == [
+            [(s.token_ids, s.logprobs, s.anew) for s in t.segments] for t in all_of(made)
+        ]
+    assert any(s.token_ids == [] for trajectory in all_of(made) for s in trajectory.segments)
 
 
 def test_a_branch_has_other_random_numbers_and_keeps_to_the_limits(caplog: pytest.LogCaptureFixture) -> None:

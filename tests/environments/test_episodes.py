@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from lockstep.environments import (
     Turn,
 )
 from lockstep.environments import collect as collecting
+from lockstep.environments.calls import in_the_main_thread
 from lockstep.environments.collect import Collected
 from lockstep.environments.environment import by_name
 from lockstep.environments.episodes import FAILURES
@@ -618,6 +620,24 @@ def test_code_beside_the_turns_that_raises_is_named(model: Decoder, caplog: pyte
             )
     assert len(collect(engine_of(model), Closes).groups) == 2
     assert "step 4 group 4 sample 2: close raised SystemExit: closed" in caplog.text
+
+
+def test_a_signal_ends_the_run_wherever_it_comes(model: Decoder) -> None:
+    """Within an environment that is called in the main thread, too, or a function that asked for that."""
+
+    class Instant(Talk):
+        def step(self, turn: Turn) -> Any:
+            signal.raise_signal(signal.SIGINT)
+
+    class InMain(Talk):
+        instant = False
+
+        def step(self, turn: Turn) -> Any:
+            return in_the_main_thread(lambda: signal.raise_signal(signal.SIGINT))
+
+    for environment in (Instant, InMain):
+        with pytest.raises(KeyboardInterrupt):
+            collect(engine_of(model), environment)
 
 
 def test_a_trajectory_that_lacks_sampled_tokens_is_not_handed_on(

@@ -174,7 +174,9 @@ def refuses(url: str, told: dict[str, Any], http: httpx.Client) -> dict[str, Any
     refused(404, "model_not_found", "model", model="another")
     assert http.post("/rollouts/none/v1/chat/completions", json={"messages": FOLLOWING}).status_code in (400, 410)
     assert http.post("/rollouts/none/end", json={"reward": 1}).json()["error"]["code"] == "rollout_over"
-    assert http.post(f"/rollouts/{told['id']}/end", json={"reward": "a"}).json()["error"]["param"].startswith("reward")
+    for reward in ("a", [1], {"a": None}, {"a": "b"}):
+        error = http.post(f"/rollouts/{told['id']}/end", json={"reward": reward}).json()["error"]
+        assert error["param"] == "reward" and "must be a finite number, or several by name" in error["message"]
     with pytest.raises(APIStatusError, match="there are 2 prompts"):
         openai().with_options(base_url=base).completions.create(model="", prompt=["a", "b"])
     asked = {"token_ids": list(b"Is it 5"), "sampling_params": {"logprobs": 1, "stop_token_ids": [258, 511]}}

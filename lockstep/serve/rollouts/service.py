@@ -12,10 +12,11 @@ from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from ...environments.environment import Turn
+from ...environments.episodes.answers import wrong_reward
 from ...environments.remote import BUSY, LIMIT, OVER, Remote, TurnRefused
 from ...session.build import TrainingSession
 from ...session.evaluation import Played
@@ -142,12 +143,18 @@ class TakeBody(BaseModel):
     wait: Annotated[float, Field(ge=0, le=600)] = WAIT
 
 
+def _checked(reward: Any) -> Any:
+    if reward is not None and (wrong := wrong_reward(reward)):
+        raise ValueError(wrong)
+    return reward
+
+
 class EndBody(BaseModel):
     """Of `/rollouts/ID/end`."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    reward: float | dict[str, float] | None = None
+    reward: Annotated[Any, AfterValidator(_checked)] = None
     error: str | None = None
 
 
