@@ -278,6 +278,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat", {"messages": HELLO, "store": True}, "store", "no answer is kept"),
     ("chat", {"messages": HELLO, "parallel_tool_calls": False}, "parallel_tool_calls", "as many calls as the model"),
     ("chat", {"messages": HELLO, "chat_template_kwargs": {"thinkin": 1}}, "chat_template_kwargs.thinkin", "no effect"),
+    ("chat", {"messages": HELLO, "chat_template_kwargs": {"messag": 1}}, "chat_template_kwargs.messag", "no effect"),
     ("generate", {"token_ids": []}, "token_ids", "no tokens"),
     ("generate", {"token_ids": ["a"]}, "token_ids[0]", "valid integer"),
     ("generate", {"token_ids": [1], "sampling_params": {"top_p": 2}}, "sampling_params.top_p", "less than"),

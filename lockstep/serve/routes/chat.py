@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -56,7 +57,7 @@ def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
         where = f"chat_template_kwargs.{name}" if name in body.chat_template_kwargs else name
         if name in (*TEMPLATE_ARGUMENTS, "tools"):
             raise refused(where, f"chat_template_kwargs sets {name}, which is no variable of it")
-        if name not in template:
+        if not re.search(rf"\b{re.escape(name)}\b", template):
             raise refused(where, f"{where} has no effect: the model's chat template does not read it")
     return variables
 
