@@ -6,6 +6,7 @@ Processes are forked from one that has imported everything. What a layout is hel
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,26 +85,11 @@ def assert_cells_agree(family: str, layout: str, folder: Path) -> None:
         assert any(not torch.equal(other["weights"][key], tensor) for key, tensor in one["weights"].items())
 
 
-def run_of(family: str, folder: Path) -> list[str]:
-    """The command of a run with a random tiny model, made here, that four ranks can share."""
+def run_of(family: str, folder: Path, made: Callable[[str, Path], object] | None = None) -> list[str]:
+    """The command of a run with a random tiny model, made here: by `made`, else one that four ranks can share."""
     if not (folder / "in").exists():
-        config = next(iter(FAMILIES[family].architectures.values()))
-        if config.mla is None:
-            config = replace(config, num_heads=8, num_kv_heads=4, head_dim=16)
-        config = replace(config, eos_token_ids=(byte_tokenizer().eos_token_id,))
         (folder / "in").mkdir(parents=True)
-        model = initialize(Decoder(config, torch.float32), 0)
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if model.fills.get(name) == 0:
-                    # Beside what the steps alone made, 1e-5 of the norm would ask for more than float32 has: of a bias
-                    # of keys the gradient falls with the frequency that its elements rotate at, to rounding errors, and
-                    # AdamW makes as large steps of it.
-                    parameter.normal_(0, 0.5, generator=generator)
-                else:
-                    parameter.mul_(4 if parameter.dim() > 1 else 1)  # tokens differ from one another
-        save_model(model, folder / "in")
+        (made or shared_by_four)(family, folder / "in")
         save_tokenizer(byte_tokenizer(), folder / "in")
         (folder / "rewards.py").write_text(REWARD)
         lines = [json.dumps({"prompt": "hello " * (3 + i % 4)}) + "\n" for i in range(19)]
@@ -113,6 +99,25 @@ def run_of(family: str, folder: Path) -> list[str]:
     options += ["--sampling.num-generations", "4", "--sampling.max-completion-length", "8"]
     options += ["--device", "cpu", "--optimizer.learning-rate", "3e-3"]
     return [*options, "--optimizer.epsilon", "1e-6"]  # a gradient of rounding errors alone is not made an update
+
+
+def shared_by_four(family: str, path: Path) -> None:
+    config = next(iter(FAMILIES[family].architectures.values()))
+    if config.mla is None:
+        config = replace(config, num_heads=8, num_kv_heads=4, head_dim=16)
+    config = replace(config, eos_token_ids=(byte_tokenizer().eos_token_id,))
+    model = initialize(Decoder(config, torch.float32), 0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if model.fills.get(name) == 0:
+                # Beside what the steps alone made, 1e-5 of the norm would ask for more than float32 has: of a bias of
+                # keys the gradient falls with the frequency that its elements rotate at, to rounding errors, and AdamW
+                # makes as large steps of it.
+                parameter.normal_(0, 0.5, generator=generator)
+            else:
+                parameter.mul_(4 if parameter.dim() > 1 else 1)  # tokens differ from one another
+    save_model(model, path)
 
 
 def trained(run: Path, count: int, options: list[str]) -> dict[str, Any]:
