@@ -16,6 +16,7 @@ from typing import Any
 from .errors import InputError
 
 MAX_TEXT = 300  # characters of a user's text in a message
+ATOMS = frozenset((int, str, float, bool, type(None)))  # what nobody can change
 MOVED = {  # modules of rewards, by the names that configurations of older versions have
     "lockstep.tasks.gsm8k": "lockstep.environments.tasks.gsm8k",
     "lockstep.tasks.mathematics": "lockstep.environments.rewards.mathematics",
@@ -55,6 +56,14 @@ def load_named(spec: str, what: str, other_forms: str = "", kind: str = "functio
     if not hasattr(module, name):
         raise InputError(f"{what}: {source} has no {kind} {name!r}")
     return getattr(module, name)
+
+
+def own(given: Any) -> Any:
+    """Messages, rows or arguments as they are now, lists and objects copied all the way down: a user's function may
+    change what it is given, and what it gave."""
+    if isinstance(given, dict):
+        return dict(zip(given, own(list(given.values())), strict=True))
+    return [one if type(one) in ATOMS else own(one) for one in given] if isinstance(given, list) else given
 
 
 def _import_module(name: str) -> ModuleType:

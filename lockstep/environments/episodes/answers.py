@@ -13,13 +13,6 @@ from ..calls import Failure
 from ..environment import Branch, End, Reward, by_name
 
 
-def own(given: Any) -> Any:
-    """Messages, or a row, as they are now: an environment may change its own afterwards."""
-    if isinstance(given, dict):
-        return {name: own(value) for name, value in given.items()}
-    return list(map(own, given)) if isinstance(given, list) else given
-
-
 def is_chat(given: Any) -> bool:
     return isinstance(given, list) and bool(given) and all(map(_is_message, given))
 

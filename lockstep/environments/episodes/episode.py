@@ -10,12 +10,11 @@ from typing import Any, NamedTuple, Protocol
 from ...errors import LockstepError
 from ...timings import Timings
 from ...types import SampleIdentity, SamplingParams, Trajectory
-from ...user_functions import one_line
+from ...user_functions import one_line, own
 from ..base import Problem
 from ..calls import Failure
 from ..environment import End, Environment
 from ..tokens import Messages, Tokens
-from .answers import own
 
 FAILURES = 16  # trajectories in a row that their environment fails end the run
 

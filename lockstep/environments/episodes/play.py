@@ -11,11 +11,11 @@ from typing import Any
 from ...errors import InputError, PromptTooLong, RewritesPast
 from ...machine import short_turns
 from ...types import SampleIdentity, SamplingParams, Segment, Trajectory
-from ...user_functions import one_line
+from ...user_functions import one_line, own
 from ..calls import Answer, Calls, Failure
 from ..environment import Branch, End, Environment, Next, Turn, by_name
 from ..tokens import answering, said_by
-from .answers import count, is_chat, is_tokens, own, unlike, wrong_end, wrong_reward, wrong_step
+from .answers import count, is_chat, is_tokens, unlike, wrong_end, wrong_reward, wrong_step
 from .episode import Asked, Episode, Round, Sampler
 
 Started = list[tuple[Episode, Any]]  # with what their environments began with

@@ -23,7 +23,7 @@ from typing import Any
 
 from ...errors import InputError, refuse
 from ...json_file import plain, to_json
-from ...user_functions import one_line
+from ...user_functions import one_line, own
 
 RewardFunction = Callable[..., Any]
 Arguments = dict[str, Any]  # by name: lists with one entry a completion, and TRL's three below
@@ -158,18 +158,9 @@ def started(function: RewardFunction, arguments: Arguments) -> Any:
     """The function's result, its coroutine, or its failure."""
     try:
         with ending_forks():
-            return function(**{name: _own(name, value) for name, value in arguments.items()})
+            return function(**{name: own(value) for name, value in arguments.items()})
     except BaseException as error:
         return raised(error, function)
-
-
-def _own(name: str, value: Any) -> Any:
-    """Lists and objects of a function's own, which it may change: the run and other functions keep theirs."""
-    if name == "completion_ids":  # long, and nothing but numbers
-        return [list(ids) for ids in value]
-    if isinstance(value, list):
-        return [_own("", inner) if isinstance(inner, (list, dict)) else inner for inner in value]
-    return {key: _own("", inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 async def finished(coroutine: Any, function: RewardFunction) -> Any:
