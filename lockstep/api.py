@@ -140,7 +140,9 @@ def _claim(given: Path | None, recipe: str, lock: contextlib.ExitStack) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
         lock.enter_context(run_lock.held(folder))
         if any(path.name != run_lock.LOCK_FILE for path in folder.iterdir()):
-            raise InputError(f"--run-dir {folder} is not empty; name a new folder, or continue with --resume {folder}")
+            begun = (folder / "config.yaml").exists()
+            more = f", or continue with --resume {folder}" if begun else ": it holds no run to go on with"
+            raise InputError(f"--run-dir {folder} is not empty; name a new folder{more}")
         return folder
     except OSError as error:
         raise InputError(f"cannot make the run folder: {error}") from error

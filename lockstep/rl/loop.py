@@ -18,6 +18,7 @@ from typing import Any
 from ..algorithms import SUPERVISED, supervised
 from ..algorithms.policy_terms import KL_ESTIMATORS
 from ..config import RunConfig
+from ..distributed import elsewhere
 from ..environments import Collector, Failures, Limits, worked_trajectories
 from ..environments.collect import Collected
 from ..environments.ranks.rollouts import Holders
@@ -273,12 +274,13 @@ class Loop:
     def _count_idle(self, step: int, trained: bool) -> None:
         self.idle_steps = 0 if trained else self.idle_steps + 1
         if self.idle_steps >= self.config.trainer.max_idle_steps:
-            raise LockstepError(
+            idle = LockstepError(
                 f"step {step + 1}: for {self.idle_steps} steps every group's rewards were all equal, or its "
                 "completions were cut off and masked, so there was nothing to learn from; use easier or harder "
                 "prompts, more samples a prompt, a finer reward, or longer completions (trainer.max_idle_steps sets "
                 "the patience)"
             )
+            raise elsewhere(idle, self.world.rank)
 
     def warmup_step(self, step: int) -> StepResult:
         """One supervised step on worked examples, through the same packed trainer."""

@@ -77,13 +77,14 @@ def _stack_file(path: Path, first: bool) -> Iterator[IO[str]]:
         file = path.open("a", encoding="utf-8")
     except OSError:  # of the first rank the run itself tells
         file = open(os.devnull, "a", encoding="utf-8")  # noqa: SIM115
-    with file:
-        faulthandler.register(_ASK, file=file, all_threads=True)
-        try:
-            with contextlib.nullcontext() if first else stacks_to(file):
-                yield file
-        finally:
-            faulthandler.unregister(_ASK)
+    faulthandler.register(_ASK, file=file, all_threads=True)
+    try:
+        with contextlib.nullcontext() if first else stacks_to(file):
+            yield file
+    finally:
+        faulthandler.unregister(_ASK)
+        with contextlib.suppress(OSError):  # a full disk, of which the run's own error tells
+            file.close()
 
 
 class _Faults:
@@ -112,7 +113,9 @@ class _Faults:
             raise known from error
 
     def _tell(self, error: Any) -> None:
-        traceback.print_exception(error, file=self._file)
+        with contextlib.suppress(OSError):  # a full disk
+            self._file.write("".join(traceback.format_exception(error)))
+            self._file.flush()
         if isinstance(error, LockstepError):
             message = self.told(str(error))
             error.args, error.reported = (message,), not message

@@ -91,7 +91,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int 
         ("--run-dir good.jsonl", "cannot make the run folder: [Errno 17] File exists: 'good.jsonl'"),
         ("--run-dir good.jsonl/sub", "cannot make the run folder: [Errno 20] Not a directory"),
         ("--run-dir /proc/nothing", "cannot make the run folder: [Errno 2]"),
-        ("--run-dir tiny", "--run-dir tiny is not empty; name a new folder, or continue with --resume tiny"),
+        ("--run-dir tiny", "--run-dir tiny is not empty; name a new folder: it holds no run to go on with"),
     ],
 )
 def test_a_flag(place: Path, capsys: pytest.CaptureFixture[str], flags: str, message: str) -> None:

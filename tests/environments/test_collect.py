@@ -168,8 +168,11 @@ def test_a_group_with_a_completion_without_reward_is_left_out() -> None:
     problems = [(g, Problem("p", {"value": value})) for g, value in enumerate([1.0, None, 2.0])]
     groups, _ = run(problems, ["a", "a"], RewardSet([Reward("sometimes", sometimes)]))
     assert [(group.group, [r.reward for r in group.rollouts]) for group in groups] == [(0, [1.0, 1.0]), (2, [2.0, 2.0])]
-    with pytest.raises(InputError, match="step 4: every group has a completion that no reward applies to: sometimes"):
+    with pytest.raises(
+        InputError, match="step 4: every group has a completion that no reward applies to: sometimes"
+    ) as raised:
         run(problems, ["a", "b"], RewardSet([Reward("sometimes", sometimes)]))
+    assert not raised.value.reported  # by this rank; all others have the same error
 
 
 def test_reward_errors_are_counted_a_function() -> None:

@@ -82,6 +82,15 @@ def test_the_first_to_fail_tells_and_the_others_do_not(
     assert first.args[0].startswith("no room\nrank 1 on") and not first.reported
 
 
+def test_a_full_disk_hides_no_message(tmp_path: Path, dead: int) -> None:
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "rank-1.txt").symlink_to("/dev/full")
+    found = run_into(LockstepError("no room"), tmp_path)
+    assert (
+        isinstance(found, LockstepError) and str(found).startswith(f"no room\nrank 0 on {HOST}") and not found.reported
+    )
+
+
 def test_what_all_ranks_have_leaves_nothing(tmp_path: Path, dead: int) -> None:
     shared = LockstepError("shared")
     shared.reported = True
