@@ -279,6 +279,11 @@ class RewardTooLarge(Wrong):
         return End(10**400)
 
 
+class RewardsOfAnInfiniteSum(Wrong):
+    def wrong(self) -> Any:
+        return End({"a": 1.0, "b": 1e308, "c": 1e308})
+
+
 class RewardOfNoName(Wrong):
     def wrong(self) -> Any:
         return Next("on", {1: 0.5})  # type: ignore[dict-item]
@@ -340,6 +345,10 @@ class AnotherVocabulary(Wrong):
         (ItsProcessIsKilled, "died with <Signals.SIGKILL: 9>"),
         (RewardsByNothing, "its reward is {'a': inf}; it must be a finite number, or several by name"),
         (RewardTooLarge, "its reward is 1000000"),
+        (
+            RewardsOfAnInfiniteSum,
+            "'b': 1e+308, 'c': 1e+308}; it must be a finite number, or several by name (at most 1e+38",
+        ),
         (RewardOfNoName, "its reward is {1: 0.5}; it must be a finite number, or several by name"),
         (ColumnsOfNothing, "its End has columns=None; they must be values by name"),
         (RaisesWithoutText, "Error: (a Error that has no text)"),

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,42 @@ def test_what_a_tool_returns_can_be_shown_or_is_an_error() -> None:
     unicode = "{'error': 'the result is no valid Unicode'}"
     raised = "{'error': '(a WithoutText that has no text)'}"
     assert found == ["{'error': 'KeyError when the result was shown'}", unicode, "3", unicode, raised]
+
+
+class Bare:
+    """Without a text of its own."""
+
+
+@dataclass
+class Holds:
+    value: Any
+
+
+@pytest.mark.parametrize(
+    ("result", "kind"),
+    [
+        (Bare(), "Bare"),
+        (["a", {"at": (1, Bare())}], "Bare"),
+        ({Bare(): 1}, "Bare"),
+        (Holds(Bare()), "Holds"),
+        (map(str, "ab"), "map"),
+        (Bare.__init__.__get__(Bare()), "method-wrapper"),
+        ([{"a", "b"}], "set"),
+        (Holds([1, "x"]), None),
+        ({"a": [1.5, None, (True,)], 2: "<Bare object at 0x7f00>"}, None),
+        ("<Bare object at 0x7f00>", None),
+    ],
+)
+def test_what_would_be_shown_in_other_words_in_each_run_is_an_error(result: Any, kind: str | None) -> None:
+    def odd() -> object:
+        """Odd."""
+        return result
+
+    ((_, found),) = tool_environment([odd], "task.tools")()._results([{"name": "odd", "arguments": {}}])
+    if kind is None:
+        assert found == str(result)
+    else:
+        assert found.startswith(f"{{'error': 'odd returned a {kind}, shown in other words in each run; it may return t")
 
 
 def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -11,6 +10,7 @@ from ...types import Trajectory
 from ...user_functions import is_unicode, one_line
 from ..calls import Failure
 from ..environment import Branch, End, Reward, by_name
+from ..rewards.calls import MAX_VALUE
 
 
 def is_chat(given: Any) -> bool:
@@ -63,14 +63,15 @@ def wrong_end(end: Any) -> str:
 def wrong_reward(reward: Any) -> str:
     """What is wrong with a reward; nothing if all is well."""
     named = reward if isinstance(reward, Mapping) else {"reward": reward}
-    if all(isinstance(name, str) for name in named) and all(map(_is_finite, named.values())):
+    if all(isinstance(name, str) for name in named) and all(map(_is_value, named.values())):
         return ""
-    return f"its reward is {one_line(reward, repr)}; it must be a finite number, or several by name"
+    return f"its reward is {one_line(reward, repr)}; it must be a finite number, or several by name (at most {MAX_VALUE:g})"
 
 
-def _is_finite(value: Any) -> bool:
+def _is_value(value: Any) -> bool:
+    """Whether it is a number that the loss can hold: of any number of turns and parts the sum is finite, too."""
     try:
-        return isinstance(value, Real) and math.isfinite(value)
+        return isinstance(value, Real) and abs(float(value)) <= MAX_VALUE  # not for NaN
     except OverflowError:  # a whole number that no float holds
         return False
 
