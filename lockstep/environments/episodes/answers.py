@@ -65,7 +65,8 @@ def wrong_reward(reward: Any) -> str:
     named = reward if isinstance(reward, Mapping) else {"reward": reward}
     if all(isinstance(name, str) for name in named) and all(map(_is_value, named.values())):
         return ""
-    return f"its reward is {one_line(reward, repr)}; it must be a finite number, or several by name (at most {MAX_VALUE:g})"
+    what = f"a finite number, or several by name (at most {MAX_VALUE:g})"
+    return f"its reward is {one_line(reward, repr)}; it must be {what}"
 
 
 def _is_value(value: Any) -> bool:
