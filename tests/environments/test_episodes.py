@@ -279,6 +279,28 @@ class RewardTooLarge(Wrong):
         return End(10**400)
 
 
+def cyclic() -> list[dict[str, Any]]:
+    """A message that contains itself."""
+    message: dict[str, Any] = {"role": "tool", "content": "on"}
+    message["calls"] = [message]
+    return [message]
+
+
+class CyclicBranch(Wrong):
+    def wrong(self) -> Any:
+        return Branch(cyclic())
+
+
+class CyclicCompletion(Wrong):
+    def wrong(self) -> Any:
+        return End(completion=cyclic())
+
+
+class CyclicColumn(Wrong):
+    def wrong(self) -> Any:
+        return End(columns={"rows": cyclic()})
+
+
 class RewardsOfAnInfiniteSum(Wrong):
     def wrong(self) -> Any:
         return End({"a": 1.0, "b": 1e308, "c": 1e308})
@@ -349,6 +371,9 @@ class AnotherVocabulary(Wrong):
             RewardsOfAnInfiniteSum,
             "'b': 1e+308, 'c': 1e+308}; it must be a finite number, or several by name (at most 1e+38",
         ),
+        (CyclicBranch, "what step returned cannot be given: it contains itself, or is nested too deep"),
+        (CyclicCompletion, "its End's completion contains itself, or is nested too deep"),
+        (CyclicColumn, "one of its End's columns contains itself, or is nested too deep"),
         (RewardOfNoName, "its reward is {1: 0.5}; it must be a finite number, or several by name"),
         (ColumnsOfNothing, "its End has columns=None; they must be values by name"),
         (RaisesWithoutText, "Error: (a Error that has no text)"),
@@ -569,6 +594,40 @@ def test_messages_that_cannot_be_given_leave_their_trajectory_out(model: Decoder
             assert "what step returned cannot be given: the tokenizer's chat template refuses the messages" in told
         else:
             assert not failures.told and reasons.count("truncated") == 1
+
+
+def test_what_contains_itself_is_named(model: Decoder) -> None:
+    """Of a row the run ends; of what environments make of it their trajectories are left out."""
+
+    class Starts(Wrong):
+        def start(self, row: dict[str, Any], seed: int) -> Any:
+            return cyclic() if row["prompt"] == "short" else super().start(row, seed)
+
+    class Steps(Wrong):
+        def start(self, row: dict[str, Any], seed: int) -> Any:
+            return [{"role": "user", "content": super().start(row, seed)}]
+
+        def step(self, turn: Turn) -> Any:
+            answer = super().step(turn)
+            return [{"role": "tool", "content": answer}] if isinstance(answer, str) else answer
+
+        def wrong(self) -> Any:
+            return cyclic()
+
+    parts = Policy(model, byte_tokenizer()).tokens, lambda *_: engine_of(model), RewardSet([]), 7
+    for environment, reason, number in (
+        (Starts, "what start returned contains itself, or is nested too deep", 3),
+        (Steps, "what step returned cannot be given: it contains itself, or is nested too deep", 1),
+    ):
+        failures, environment.made = Failures(), 0
+        found = Collector(*parts, environment, LIMITS, failures).collect(PROBLEMS, SAMPLING, TRAIN_DOMAIN, 3)
+        assert found.counts["environment/errors"] == number
+        assert [told.rpartition("failed: ")[2] for told in failures.told] == [reason] * number
+    problems = [(0, Problem("x", {"facts": cyclic()}, origin="rows line 2"))]
+    with pytest.raises(
+        InputError, match=r"^step 4 group 0 \(rows line 2\): facts contains itself, or is nested too deep"
+    ):
+        Collector(*parts, Talk, LIMITS).collect(problems, SAMPLING, TRAIN_DOMAIN, 3)
 
 
 def test_what_an_environment_changes_is_its_own(model: Decoder) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+from ...errors import InputError
 from ...types import Trajectory
-from ...user_functions import is_unicode, one_line
+from ...user_functions import is_unicode, one_line, own
 from ..calls import Failure
 from ..environment import Branch, End, Reward, by_name
 from ..rewards.calls import MAX_VALUE
@@ -57,6 +58,11 @@ def wrong_end(end: Any) -> str:
         return f"cut returned {type(end).__name__} {one_line(end, repr)}; it must be an End"
     if not isinstance(end.columns, Mapping):
         return f"its End has columns={one_line(end.columns, repr)}; they must be values by name"
+    try:
+        own(end.completion, "its End's completion")
+        own(dict(end.columns), "one of its End's columns")
+    except InputError as error:
+        return str(error)
     return "" if end.reward is None else wrong_reward(end.reward)
 
 

@@ -111,6 +111,10 @@ class Play:
 
     def _started(self, episode: Episode, value: Any) -> list[Started]:
         """Note what an environment began with; what can be begun: the group, once all its samples have started."""
+        try:
+            value = own(value, "what start returned") if isinstance(value, list) else value
+        except InputError as error:
+            value = Failure(str(error))
         if not self._environment.begin_together:
             return [[(episode, value)]]
         prompts = self._prompts.setdefault(episode.group, [])
@@ -145,7 +149,7 @@ class Play:
             if tokens.with_tools is not None and (tools := self._tools(episodes[0].environment)):
                 tokens = tokens.with_tools(tools)
             ids = given if tokenized else tokens.prompt(given)
-            text = tokens.text(given) if tokenized else own(given)
+            text = tokens.text(given) if tokenized else given
         except InputError as error:
             raise InputError(f"{asked.where}: {error}") from error
         except OverflowError as error:
@@ -158,7 +162,7 @@ class Play:
             raise InputError(f"{asked.where}: the prompt has {len(ids)} tokens; at most {most} are allowed{why}")
         for episode in episodes:
             episode.tokens, episode.prompt = tokens, text
-            episode.messages = own(given) if chat else None
+            episode.messages = list(given) if chat else None
         return ids
 
     def _tools(self, environment: Environment) -> Sequence[Mapping[str, Any]]:
@@ -285,7 +289,7 @@ class Play:
             return self._following(episode, given)
         except RewritesPast as past:
             assert episode.messages is not None
-            given = answering(episode.messages[-1], own(given))
+            given = answering(episode.messages[-1], own(given, "it"))
             segment = self._anew(episode, [*episode.messages, *given])
             episode.messages = [*past.messages, *given]
             return segment
@@ -298,7 +302,7 @@ class Play:
         if isinstance(given, str):
             return Segment(episode.tokens.following(episode.messages, given), text=given)
         if episode.messages is not None:
-            given = answering(episode.messages[-1], own(given))
+            given = answering(episode.messages[-1], own(given, "it"))
         ids = episode.tokens.following(episode.messages, given)
         assert episode.messages is not None
         episode.messages += given
@@ -308,7 +312,7 @@ class Play:
 
     def _anew(self, episode: Episode, given: Any) -> Segment:
         """What a branch begins with."""
-        episode.messages = own(given) if is_chat(given) else None
+        episode.messages = own(given, "it") if is_chat(given) else None
         if is_tokens(given):
             return Segment(list(given), anew=True)
         text = given if isinstance(given, str) else said_by(given)
