@@ -141,6 +141,8 @@ def trained(folder: Path, name: str | None) -> tuple[dict[str, Any], list[Any]]:
     run = folder / str(name)
     train(config, run, resume=False)
     lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    numbers = [(line["group"], sample["sample"]) for line in lines for sample in line["samples"]]
+    assert len(set(numbers)) == len(numbers)
     return json.loads((run / "parity.json").read_text()), [sample for line in lines for sample in line["samples"]]
 
 

@@ -132,7 +132,7 @@ class RolloutPlay:
 
     def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
         """As `Play.run`; of the first prompt there are further episodes without an end: what was drawn and not given
-        back, which is compared alone.
+        back, which is compared alone, and numbered after its samples.
 
         Raises `LockstepError` when the function fails, and `InputError` for what it may not ask or return.
         """
@@ -151,16 +151,15 @@ class RolloutPlay:
         for i, key in enumerate(keys):
             a = asked[i // sampling.n]
             where = f"{a.where} sample {key.sample}"
-            trajectory = self._trajectory(found, i, generation.drawn, where)
-            trajectory.identity, trajectory.name = key, f"group {key.group} sample {key.sample}"
+            trajectory = _numbered(self._trajectory(found, i, generation.drawn, where), key)
             own = {name: v[i] if isinstance(v, list) else v for name, v in columns.items()}
             episode = Episode(self._environment(), key.group, key.sample, self.tokens, trajectory, a.problem.prompt)
             episode.end = End(columns=own)
             episodes.append(episode)
         groups = [episodes[i * sampling.n : (i + 1) * sampling.n] for i in range(len(asked))]
-        for one in generation.drawn:
-            if not one.used:
-                groups[0].append(Episode(self._environment(), asked[0].group, -1, self.tokens, one.trajectory))
+        for number, one in enumerate((one for one in generation.drawn if not one.used), samples.stop):
+            trajectory = _numbered(one.trajectory, replace(keys[0], sample=number))
+            groups[0].append(Episode(self._environment(), asked[0].group, number, self.tokens, trajectory))
         return groups
 
     def close(self) -> None:
@@ -255,6 +254,12 @@ class RolloutPlay:
                 f"{where}: rollout_func returned {len(rest)} tokens; {self._limits.response_tokens} are allowed"
             )
         return Trajectory(segments, last.trajectory.finish_reason)
+
+
+def _numbered(trajectory: Trajectory, key: SampleIdentity) -> Trajectory:
+    """What was sampled, as it is recorded: whichever numbers its tokens were drawn with, no other has these."""
+    trajectory.identity, trajectory.name = key, f"group {key.group} sample {key.sample}"
+    return trajectory
 
 
 def _joined(drawn: list[_Drawn], prompt: list[int], rest: list[int]) -> list[_Drawn]:
