@@ -62,7 +62,10 @@ class Play:
         """Take answers and sample until all of so many have ended."""
         left = total
         while left:
-            self._answers(self._wait() if not self._sampled else self._calls.answers(wait=False))
+            beside = bool(self._sampled) or self._environment.instant
+            with nullcontext() if beside else self._timings.measured("environment"):
+                answers = self._calls.answers(wait=not self._sampled)
+            self._answers(answers)
             if self._sampled:
                 self._advance()
             left = len(self._sampled) + len(self._calls)
@@ -86,11 +89,6 @@ class Play:
         except (Exception, SystemExit) as error:
             kind = f"task.environment: {self._environment.__name__}()"
             raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
-
-    def _wait(self) -> list[Answer]:
-        """The next answers, when there is nothing to sample without them."""
-        with nullcontext() if self._environment.instant else self._timings.measured("environment"):
-            return self._calls.answers(wait=True)
 
     def _answers(self, answers: list[Answer]) -> None:
         ready: list[Started] = []
@@ -166,17 +164,37 @@ class Play:
         return ids
 
     def _tools(self, environment: Environment) -> Sequence[Mapping[str, Any]]:
+        kind = f"task.environment: {self._environment.__name__}.tools"
         try:
-            return environment.tools
+            tools = environment.tools
         except Exception as error:
-            kind = f"task.environment: {self._environment.__name__}.tools"
             raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
+        if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise InputError(f"{kind} is {one_line(tools, repr)}; it must be a property that lists JSON schemas")
+        return tools
+
+    def _until(self, environment: Environment, sampling: SamplingParams) -> SamplingParams:
+        """How its next turn is sampled. Raises `InputError` for what it may not ask."""
+        kind = f"task.environment: {self._environment.__name__}.until"
+        try:
+            found = environment.until(sampling)
+        except Exception as error:
+            raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
+        most, stops = sampling.max_completion_length, sampling.stop_token_ids
+        if (
+            not isinstance(found, SamplingParams)
+            or replace(found, max_completion_length=most, stop_token_ids=stops) != sampling
+            or not (0 < found.max_completion_length <= most and set(stops) <= set(found.stop_token_ids))
+        ):
+            given = "it may lower max_completion_length and add stop_token_ids to what it is given"
+            raise InputError(f"{kind} returned {one_line(found, repr)}; {given}")
+        return found
 
     def _request(self, episodes: list[Episode], token_ids: list[int], sampling: SamplingParams) -> None:
         assert self._sampler is not None
         first = min(episode.sample for episode in episodes)
         if len(episodes) == 1:
-            sampling = episodes[0].environment.until(sampling)
+            sampling = self._until(episodes[0].environment, sampling)
         trajectory = episodes[0].trajectory
         branch = sum(segment.anew for segment in trajectory.segments) if trajectory is not None else 0
         domain = self._identity.domain + (branch << 8)  # places repeat in a branch, and random numbers must not
