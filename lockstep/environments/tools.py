@@ -30,12 +30,19 @@ def schema(tool: Tool, what: str) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
     try:
-        return get_json_schema(tool)
+        described = get_json_schema(tool)
     except Exception as error:  # the library raises several types, and the function's own annotations may
         raise InputError(
             f"{what}: {_name(tool)} cannot be described to the model: {error}; give each argument a type hint and a "
             "line under Args in the docstring"
         ) from error
+    taken = inspect.signature(tool).parameters.values()
+    unnamed = [p.name for p in taken if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
+    if unnamed:
+        raise InputError(f"{what}: {_name(tool)} takes {unnamed[0]!r} by position; calls give arguments by name")
+    yields = inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool)
+    refuse(yields, f"{what}: {_name(tool)} yields; it must return what the model is to see")
+    return described
 
 
 class ToolEnvironment(Environment):

@@ -262,6 +262,35 @@ def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
         """
         return way
 
+    def by_position(way: str, /) -> str:
+        """Moves.
+
+        Args:
+            way: Where to.
+        """
+        return way
+
+    def any_number(*ways: str) -> str:
+        """Moves.
+
+        Args:
+            ways: Where to.
+        """
+        return "".join(ways)
+
+    def yields(way: str) -> Any:
+        """Moves.
+
+        Args:
+            way: Where to.
+        """
+        yield way
+
+    for tool, why in ((by_position, "takes 'way' by position"), (any_number, "takes 'ways' by position")):
+        with pytest.raises(InputError, match=f"task.tools: {tool.__name__} {why}; calls give arguments by name"):
+            tool_environment([tool], "task.tools")
+    with pytest.raises(InputError, match=r"task\.tools: yields yields; it must return what the model is to see"):
+        tool_environment([yields], "task.tools")
     moves.__name__ = "move"
     with pytest.raises(InputError, match="there are several tools of the name move; rename one"):
         tool_environment([moves, moves], "task.tools")
