@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from ...errors import InputError, LockstepError, refuse
+from ...json_file import plain
 from ...types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ...user_functions import one_line
 from ..environment import End, Environment
@@ -22,6 +23,7 @@ from ..tokens import Tokens
 
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+_LISTS = (*_NEEDED, "env_mask")  # of each prompt one; of the last two perhaps none
 
 
 @dataclass(eq=False)
@@ -141,7 +143,7 @@ class RolloutPlay:
         generation = Generation(self, sampling, keys)
         prompts = [a.problem.prompt for a in asked for _ in samples]
         found = self._called(prompts, _trainer(generation, self.tokens, sampling, identity))
-        columns = {name: values for name, values in found.items() if name not in (*_NEEDED, "env_mask")}
+        columns = {name: values for name, values in found.items() if name not in _LISTS}
         for name, values in columns.items():
             if isinstance(values, list) and len(values) != len(keys):
                 raise InputError(
@@ -194,17 +196,16 @@ class RolloutPlay:
                 found = self._function(prompts, trainer)
         except LockstepError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise LockstepError(f"{name} raised {type(error).__name__}: {one_line(error)}") from error
         missing = [field for field in _NEEDED if not isinstance(found, Mapping) or field not in found]
         if missing:
             raise InputError(f"{name} must return a dict with {', '.join(_NEEDED)}; there is no {missing[0]}")
-        for field in (*_NEEDED, "env_mask"):
-            if field in found and found[field] is not None and len(found[field]) != len(prompts):
-                raise InputError(
-                    f"{name} returned {len(found[field])} {field} for {len(prompts)} prompts; give one each"
-                )
-        return found
+        unnamed = [field for field in found if not isinstance(field, str) or field in ("prompts", "completions")]
+        if unnamed:
+            raise InputError(f"{name} returned a field {unnamed[0]!r}; name it by a text, and not as a reward argument")
+        of_each = {field: _of_each(found.get(field), len(prompts), f"{name} returned", field) for field in _LISTS}
+        return {**found, **of_each}
 
     def _branches(self, turns: list[_Drawn], where: str) -> Trajectory:
         """Turns with prompts of their own, each a branch."""
@@ -222,8 +223,7 @@ class RolloutPlay:
     def _trajectory(self, found: Mapping[str, Any], i: int, drawn: list[_Drawn], where: str) -> Trajectory:
         """Completion `i`, as what was given and what was drawn."""
         prompt, rest = list(found["prompt_ids"][i]), list(found["completion_ids"][i])
-        mask = (found.get("env_mask") or {}) and list(found["env_mask"][i])
-        logprobs = found["logprobs"]
+        mask, logprobs = found["env_mask"] and found["env_mask"][i], found["logprobs"]
         for name, values in (("env_mask", mask), ("logprobs", logprobs and logprobs[i])):
             if values and len(values) != len(rest):
                 raise InputError(f"{where}: rollout_func returned {len(values)} {name} for {len(rest)} tokens")
@@ -254,6 +254,20 @@ class RolloutPlay:
                 f"{where}: rollout_func returned {len(rest)} tokens; {self._limits.response_tokens} are allowed"
             )
         return Trajectory(segments, last.trajectory.finish_reason)
+
+
+def _of_each(values: Any, count: int, what: str, field: str) -> Any:
+    """What was returned of each prompt, tensors and arrays as lists. Raises `InputError` for anything else."""
+    values, ids = plain(values), field in ("prompt_ids", "completion_ids")
+    if values is None and not ids:
+        return None
+    lists = isinstance(values, list) and all(isinstance(one, list) or (one is None and not ids) for one in values)
+    if not lists or (ids and any(type(token) is not int for one in values for token in one)):
+        kind = "token ids" if ids else "numbers"
+        raise InputError(f"{what} {field} {one_line(values, repr)}; they must be a list of {kind} for each prompt")
+    if len(values) != count:
+        raise InputError(f"{what} {len(values)} {field} for {count} prompts; give one each")
+    return values
 
 
 def _numbered(trajectory: Trajectory, key: SampleIdentity) -> Trajectory:
