@@ -154,6 +154,9 @@ def test_an_environment_that_rewards_itself_and_instances_are_reset() -> None:
         assert [message["role"] for message in environment.said] == ["assistant"], (
             "an answer without room is taken back"
         )
+        environment.instance.get_reward = lambda: None
+        assert environment.cut() == End(completion=environment.said), "a reward that does not apply"
+        del environment.instance.get_reward
         environment.close()
     assert Judge.made == before, "one was made to learn its tools, and is reset"
     with pytest.raises(InputError, match="the row's environment is 'other'; it must be one of plain, judge"):
