@@ -1,5 +1,7 @@
 """Exceptions a user can meet. Messages name what was wrong, where, and what would be right."""
 
+import errno
+import os
 from typing import Any
 
 
@@ -27,9 +29,13 @@ def ran_out(error: BaseException) -> bool:
     return by_name or isinstance(error, MemoryError)
 
 
-def no_more_threads(error: BaseException) -> bool:
-    """Whether it says that the system starts no further thread: for Python, or for a library in Rust."""
-    return any(words in str(error) for words in ("can't start new thread", "ThreadPoolBuildError"))
+def no_more(error: BaseException) -> str:
+    """Of what it says that the system starts no further one: a "thread", for Python or for a library in Rust, or a
+    "process"; empty for an error of another kind."""
+    if any(words in str(error) for words in ("can't start new thread", "ThreadPoolBuildError")):
+        return "thread"
+    refused = isinstance(error, BlockingIOError) and error.strerror == os.strerror(errno.EAGAIN)  # as fork says it
+    return "process" if refused else ""
 
 
 class PromptTooLong(InputError):

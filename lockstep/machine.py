@@ -115,13 +115,19 @@ def settled() -> Iterator[None]:
         gc.unfreeze()
 
 
-def require_addresses() -> None:
-    """`InputError` where the process may address less than what it imports takes: libraries then fail to load, or end
-    it with no word of why."""
+def addresses() -> int | None:
+    """Bytes that this process may address (`ulimit -v`); None: without a limit."""
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if 0 <= limit < ADDRESSES:  # not `RLIM_INFINITY`
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def require_addresses() -> None:
+    """`InputError` where the process may address less than what it imports takes: libraries then fail to load, or end
+    it with no word of why."""
+    limit = addresses()
+    if limit is not None and limit < ADDRESSES:
         raise InputError(
             f"this process may address {limit / 2**30:.2f} GiB of memory (ulimit -v); torch alone takes most of 1: "
             "raise the limit, or ulimit -v unlimited"
@@ -129,12 +135,12 @@ def require_addresses() -> None:
 
 
 def thread_limits() -> str:
-    """The limits by which no further thread starts, and what would be right."""
+    """The limits by which no further thread or process starts, and what would be right."""
     import resource
 
-    threads, addresses = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_AS))
+    threads, limit = resource.getrlimit(resource.RLIMIT_NPROC)[0], addresses()
     count = "any number of" if threads == resource.RLIM_INFINITY else f"{threads:,}"
-    memory = "any memory" if addresses == resource.RLIM_INFINITY else f"{addresses / 2**30:.2f} GiB"
+    memory = "any memory" if limit is None else f"{limit / 2**30:.2f} GiB"
     return (
         f"this user may have {count} processes and threads (ulimit -u), this process may address {memory} (ulimit -v), "
         "of which each thread takes a stack: raise the limit that is used up, or the container's own (pids.max)"

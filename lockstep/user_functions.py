@@ -58,12 +58,15 @@ def load_named(spec: str, what: str, other_forms: str = "", kind: str = "functio
     return getattr(module, name)
 
 
-def own(given: Any) -> Any:
+def own(given: Any, what: str) -> Any:
     """Messages, rows or arguments as they are now, lists and objects copied all the way down: a user's function may
-    change what it is given, and what it gave."""
-    if isinstance(given, dict):
-        return dict(zip(given, own(list(given.values())), strict=True))
-    return [one if type(one) in ATOMS else own(one) for one in given] if isinstance(given, list) else given
+    change what it is given, and what it gave. Raises `InputError`, naming `what`, where one of them contains itself."""
+    try:
+        if isinstance(given, dict):
+            return dict(zip(given, own(list(given.values()), what), strict=True))
+        return [one if type(one) in ATOMS else own(one, what) for one in given] if isinstance(given, list) else given
+    except RecursionError:
+        raise InputError(f"{what} contains itself, or is nested too deep") from None
 
 
 def _import_module(name: str) -> ModuleType:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..errors import InputError, LockstepError, Terminated, no_more_threads, ran_out
+from ..errors import InputError, LockstepError, Terminated, no_more, ran_out
 from ..json_file import to_json
 from ..machine import by_torchrun, launched, require_addresses, several_processes, thread_limits
 from ..run.display import FailsafeStream, RequiredStream
@@ -119,8 +119,8 @@ def _main(arguments: list[str]) -> int:
 def _lacking(error: BaseException) -> str:
     """What ran out, and what would be right; empty for an error of another kind."""
     said = (str(error) or type(error).__name__).splitlines()[0]
-    if no_more_threads(error):
-        return f"the system starts no further thread: {said}; {thread_limits()}"
+    if what := no_more(error):
+        return f"the system starts no further {what}: {said}; {thread_limits()}"
     return f"memory ran out: {said}; ask for less at once, or use a smaller model" if ran_out(error) else ""
 
 

@@ -10,6 +10,7 @@ from .run import (
     Attention,
     RunConfig,
     idle_in_updates,
+    idle_in_warmup,
     left_behind,
     require_divisor,
     require_ranks,

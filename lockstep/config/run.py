@@ -228,6 +228,17 @@ def idle_in_updates(c: RunConfig, ranks: int) -> str | None:
     )
 
 
+def idle_in_warmup(c: RunConfig, ranks: int) -> str | None:
+    """The same of a supervised step, which has too few examples."""
+    examples, groups = c.trainer.warmup_batch_size, ranks // c.parallel.tp
+    if not c.trainer.warmup_steps or examples >= groups:
+        return None
+    return (
+        f"trainer.warmup_batch_size is {examples}: supervised steps leave {groups - examples} of "
+        f"{_trainers(c, ranks)} nothing to do; use {groups} at least"
+    )
+
+
 def _trainers(c: RunConfig, ranks: int) -> str:
     """What shards are dealt to."""
     tp = c.parallel.tp

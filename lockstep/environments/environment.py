@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from statistics import mean
 from typing import Any, ClassVar
 
+from ..errors import InputError
 from ..types import FinishReason, SamplingParams, Segment, Trajectory
+from ..user_functions import is_unicode, one_line
 
 # What a trajectory goes on with: text as it is, chat messages through the model's template, or tokens.
 Given = str | list[dict[str, Any]] | list[int]
@@ -141,6 +144,21 @@ class Environment:
             "environment/branches": mean(len(t.branches) - 1 for t in trajectories),
             "environment/truncated": mean(float(t.finish_reason == "truncated") for t in trajectories),
         }
+
+
+def metrics_of(kind: type[Environment], trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """`Environment.metrics`. Raises `InputError` where it raises, or returns something else than numbers by name."""
+    what = f"task.environment: {kind.__name__}.metrics"
+    try:
+        found = kind.metrics(trajectories)
+    except Exception as error:
+        raise InputError(f"{what} raised {type(error).__name__}: {one_line(error)}") from error
+    named = isinstance(found, Mapping) and all(isinstance(name, str) and is_unicode(name) for name in found)
+    if not named or "step" in found or not all(isinstance(value, Real) for value in found.values()):
+        raise InputError(
+            f"{what} returned {one_line(found, repr)}; it must return numbers by name, none of them `step`"
+        )
+    return {name: float(value) for name, value in found.items()}
 
 
 class SingleTurn(Environment):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from .environment import End, Environment, Message, Turn
 Tool = Callable[..., Any]
 
 _MALFORMED = {"error": "the call is malformed: it is not in the form that was asked for"}
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")  # in what Python says of an object that has no text of its own
 _OF_MAIN = "signal only works in main thread"  # how Python begins to say so
 
 _in_main: set[Tool] = set()  # functions that have asked for signals
@@ -28,12 +30,19 @@ def schema(tool: Tool, what: str) -> dict[str, Any]:
     from transformers.utils import get_json_schema
 
     try:
-        return get_json_schema(tool)
+        described = get_json_schema(tool)
     except Exception as error:  # the library raises several types, and the function's own annotations may
         raise InputError(
             f"{what}: {_name(tool)} cannot be described to the model: {error}; give each argument a type hint and a "
             "line under Args in the docstring"
         ) from error
+    taken = inspect.signature(tool).parameters.values()
+    unnamed = [p.name for p in taken if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
+    if unnamed:
+        raise InputError(f"{what}: {_name(tool)} takes {unnamed[0]!r} by position; calls give arguments by name")
+    yields = inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool)
+    refuse(yields, f"{what}: {_name(tool)} yields; it must return what the model is to see")
+    return described
 
 
 class ToolEnvironment(Environment):
@@ -97,7 +106,7 @@ class ToolEnvironment(Environment):
                 if isinstance(result, ToolUnavailable):
                     raise result
                 results[i] = {"error": text_of(result)} if isinstance(result, BaseException) else result
-        return [(call["name"], _content(result)) for call, result in zip(calls, results, strict=True)]
+        return [(call["name"], _content(call["name"], result)) for call, result in zip(calls, results, strict=True)]
 
 
 def _called(tool: Tool | None, call: Mapping[str, Any]) -> Any:
@@ -125,16 +134,32 @@ def _name(tool: Tool) -> str:
     return getattr(tool, "__name__", type(tool).__name__)
 
 
-def _content(result: Any) -> Any:
-    """What reward functions see: lists as they are, anything else as text, and an error where that cannot be had."""
+def _content(tool: str, result: Any) -> Any:
+    """What reward functions see: lists as they are, anything else as text, and an error where that cannot be had, or
+    would be another in each run."""
     try:
         text = str(result)
+        if (kind := _unlike_itself(result)) is not None:
+            may = "text, numbers, lists or dicts of these, or an object whose __str__ says what is in it"
+            return str({"error": f"{tool} returned a {kind}, shown in other words in each run; it may return {may}"})
     except Exception as error:
         return str({"error": f"{type(error).__name__} when the result was shown"})
     texts = [str(part.get("text")) for part in result if isinstance(part, dict)] if isinstance(result, list) else []
     if not all(map(is_unicode, (text, *texts))):
         return str({"error": "the result is no valid Unicode"})
     return result if isinstance(result, list) else text
+
+
+def _unlike_itself(result: Any) -> str | None:
+    """The type of what is shown in other words in each run, in a result or its parts: by its address, or in the order
+    of a set's hashes."""
+    if isinstance(result, str):
+        return None
+    if isinstance(result, (list, tuple, dict)):
+        parts = result.items() if isinstance(result, dict) else result
+        return next((kind for part in parts if (kind := _unlike_itself(part)) is not None), None)
+    varies = isinstance(result, (set, frozenset)) or _ADDRESS.search(str(result))
+    return type(result).__name__ if varies else None
 
 
 def _text(content: Any) -> str:

@@ -41,6 +41,7 @@ from .moe.routing import (
     route_digest,
     router_logits,
     router_probabilities,
+    times_in_sequences,
 )
 from .native.library import cpu_backend, cpu_build
 from .norm.operator import norm_add, rms_norm

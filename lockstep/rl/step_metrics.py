@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..environments import Environment
+from ..environments.environment import metrics_of
 from ..session.build import TrainingSession
 from ..timings import Span, totals
 from ..trainer import StepResult, packed_slots
@@ -55,7 +56,7 @@ def _of_the_step(
     tokens = sum(len(s.token_ids) for r in rollouts for s in r.segments)
     return {
         **reward_metrics(groups),
-        **run.environment.metrics(rollouts),
+        **metrics_of(run.environment, rollouts),
         **(_by_environment(run.environment, rollouts, several) if several else {}),
         "frac_reward_zero_std": mean(map(float, zero_std)),
         **{name: getattr(result, name) for name in ("loss", "grad_norm", "kl", "entropy", "clip_ratio")},
@@ -80,7 +81,7 @@ def _by_environment(
         own = [r for r in rollouts if r.environment == name]
         before = f"environment/{name}"
         found |= {f"{before}/trajectories": len(own), f"{before}/reward/mean": mean(r.reward for r in own)}
-        measured = {key.removeprefix("environment/"): value for key, value in kind.metrics(own).items()}
+        measured = {key.removeprefix("environment/"): value for key, value in metrics_of(kind, own).items()}
         found |= {f"{before}/{key}": value for key, value in measured.items()}
     return found
 

@@ -187,7 +187,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             with loop.run.timings.measured("restore"), self.world.deadline("restoring a checkpoint"):
                 loop.run.trainer.load_state(loaded.by_rank("trainer"), loaded.state["trainer"])
             loop.certificate = Certificate(**loaded.state["certificate"])
-            if changed := changed + resuming.redefined(loaded.state["numerics"]):
+            if changed := changed + resuming.redefined(loaded.state):
                 resumed = loop.certificate.settings.setdefault("resumed_with_other_numerics", [])
                 resumed.append({"steps_done": loaded.step, "changed": changed})
             loop.idle_steps = loaded.state["idle_steps"]

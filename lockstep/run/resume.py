@@ -17,6 +17,7 @@ from ..config import EARLIER, CheckpointConfig, MetricsConfig, RunConfig, yaml_f
 from ..errors import InputError
 from ..json_file import to_json
 from ..models import TEMPLATES, describe_folder
+from ..session.build import resolve_device
 from ..session.golden import GRADIENT_NORM
 from ..user_functions import one_line
 from . import checkpoint
@@ -92,7 +93,7 @@ def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
             found.append(f"{name} does not record {folder}: its files were not compared")
     if "words" not in loaded.state["numerics"]:
         found.append(f"{name} does not record words of its arithmetic: versions and names were compared")
-    found += [f"since {name} was saved, {sentence}" for sentence in redefined(loaded.state["numerics"])]
+    found += [f"since {name} was saved, {sentence}" for sentence in redefined(loaded.state)]
     if new := sorted(_settings(RunConfig()).keys() - config.keys()):
         found.append(f"{name} does not know {', '.join(new)}: they are what they were without a setting")
     metrics = run_dir / METRICS_FILE
@@ -125,14 +126,18 @@ def other_numerics(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     return changed
 
 
-def redefined(then: Mapping[str, Any]) -> list[str]:
-    """What this version computes otherwise than that which wrote a checkpoint with these numerics: a run goes on, and
-    is told so."""
-    if GRADIENT_NORM in then.get("words", ()):
-        return []
-    return [
-        "the gradient norm became the root of an exact sum: its last bits may differ, and where it clips, the weights'"
-    ]
+def redefined(state: Mapping[str, Any]) -> list[str]:
+    """What this version computes otherwise than that which wrote a checkpoint with this state: a run goes on, and is
+    told so."""
+    then, config, found = state["numerics"], state["inputs"]["config"], list[str]()
+    if GRADIENT_NORM not in then.get("words", ()):
+        found.append(
+            "the gradient norm became the root of an exact sum: its last bits may differ, and where it clips, the "
+            "weights'"
+        )
+    if config.get("optimizer.router_bias_rate") and "balanced_by" not in then:  # by other loads
+        found.append("experts became balanced by all tokens of the sequences trained on: biases may move otherwise")
+    return found
 
 
 def _was(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -179,6 +184,8 @@ def _require_same_config(
     run_dir: Path, loaded: checkpoint.LoadedCheckpoint, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> None:
     earlier, steps = _settings(EARLIER), new["steps"]
+    if old.get("device") != new["device"] and resolve_device(new["device"]).type == _device_of(loaded):
+        old = {**old, "device": new["device"]}  # one of the two is `auto`
     if steps < loaded.step:
         raise InputError(
             f"--resume {run_dir}: steps is {steps}, and {loaded.path.name} has done {loaded.step}; give as many or "
@@ -191,6 +198,11 @@ def _require_same_config(
                 f"--resume {run_dir}: {name} was {before!r} when {loaded.path.name} was saved and is {after!r} in "
                 f"config.yaml; {ONLY}"
             )
+
+
+def _device_of(loaded: checkpoint.LoadedCheckpoint) -> str:
+    """The kind of device that it was made on."""
+    return "cuda" if loaded.state["numerics"]["operators"] == "cuda" else "cpu"
 
 
 def _model_files(what: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

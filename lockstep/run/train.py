@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from ..config import RunConfig, idle_in_updates
+from ..config import RunConfig, idle_in_updates, idle_in_warmup
 from ..distributed import ONE, World
 from ..machine import settled
 from ..rl.loop import Loop
@@ -57,8 +57,9 @@ def _train(
 ) -> dict[str, Any]:
     config, run_dir, world = recorder.config, recorder.run_dir, recorder.world
     display.startup(WORDS["import"], recorder.imports_s)
-    if idle := idle_in_updates(config, world.size):
-        display.note(idle)
+    for idle in idle_in_updates(config, world.size), None if loaded else idle_in_warmup(config, world.size):
+        if idle is not None:
+            display.note(idle)
     session = build(config, world, display)
     recorder.planned(session, display)
     loop = Loop(config, session)

@@ -83,12 +83,15 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise refused(f"{where}.function", f"{where}.function must be an object with a name")
-    arguments = function.get("arguments", {})
+    arguments = function.get("arguments") if function.get("arguments") is not None else {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
             raise refused(f"{where}.function.arguments", f"{where}.function.arguments is no JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        what = f"must be an object, or one as JSON text; it is {arguments!r:.40}"
+        raise refused(f"{where}.function.arguments", f"{where}.function.arguments {what}")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
@@ -121,10 +124,10 @@ def encode_chat(
 
 
 def _sampled(message: Message, where: str, vocabulary: int) -> list[int]:
-    """The token ids that a message came with; none of one that was not sampled."""
+    """The token ids that a message came with, or none."""
     token_ids = message.get("token_ids") or []
-    if message["role"] != "assistant":
-        return []
+    if token_ids and message["role"] != "assistant":
+        raise refused(where, f"{where}: the message is of role {message['role']}; only an assistant's was sampled")
     if not isinstance(token_ids, list) or not all(type(t) is int and 0 <= t < vocabulary for t in token_ids):
         raise refused(where, f"{where} must be a list of token ids, each below {vocabulary}")
     return token_ids

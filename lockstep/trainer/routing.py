@@ -29,8 +29,8 @@ class RoutingResult:
         tokens_different: tokens with any other expert, or the same in another order.
         prompt_tokens_checked, prompt_tokens_different: of the prompts' tokens, once for each micro-batch they are in.
         load_imbalance: tokens of a layer's busiest expert over its experts' mean, averaged over layers; 1 is even.
-        min_expert_tokens, max_expert_tokens: of the experts of all layers, in the packed tokens without padding. These
-            three are of what is trained on, so of a check they are 0.
+        min_expert_tokens, max_expert_tokens: of the experts of all layers. These three are of the sequences that are
+            trained on, prompt and response of each, so of a check they are 0.
         aux_loss: the load-balancing loss before its coefficient, averaged over the update's micro-batches, each by its
             packed tokens; None when it is off.
     """
@@ -79,10 +79,12 @@ def routed(routes: Sequence[Routing], batch: PackedBatch) -> Routed:
 
 
 def trained_loads(batch: PackedBatch, r: Routed) -> Tensor:
-    """How many of the tokens that are trained on chose each expert, int64 [L, E]: of a batch that has no share none, as
-    its one token is there because a shard has no more."""
-    trained_T = r.valid_T & (batch.share > 0)
-    return ops.expert_loads(r.experts_TN, trained_T, len(r.logits), r.logits[0].shape[1])
+    """How many tokens of the sequences that are trained on chose each expert, int64 [L, E], a shared prompt's once for
+    each of its responses, so that packing has no part in it. Of a batch that has no share none, as its one token is
+    there because a shard has no more."""
+    layout = batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S
+    times_T = ops.times_in_sequences(batch.tokens_T, *layout) * (batch.share > 0)
+    return ops.expert_loads(r.experts_TN, times_T, len(r.logits), r.logits[0].shape[1])
 
 
 def compare(batch: PackedBatch, r: Routed, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -101,12 +103,13 @@ def compare(batch: PackedBatch, r: Routed, statistics: dict[str, Tensor]) -> tup
     return route_C, elsewhere_C
 
 
-def load_balancing_loss(r: Routed, loads_LE: Tensor) -> Tensor:
+def load_balancing_loss(r: Routed) -> Tensor:
     """The auxiliary loss of Switch Transformers (arXiv 2101.03961, equation 4) over all layers together, as in
     `transformers`: E times the sum over experts of the share of tokens that chose it, times its mean probability.
 
-    Both are means over valid tokens and layers; the loss is K when all experts have the same.
+    Both are means over valid packed tokens and layers; the loss is K when all experts have the same.
     """
+    loads_LE = ops.expert_loads(r.experts_TN, r.valid_T, len(r.logits), r.logits[0].shape[1])
     probabilities_LE = torch.stack([ops.router_probabilities(logits_TE, r.valid_T) for logits_TE in r.logits])
     rows = r.valid_T.sum() * len(r.logits)
     return (loads_LE.sum(0) / rows * (probabilities_LE.sum(0) / rows)).sum() * loads_LE.shape[1]

@@ -162,10 +162,9 @@ def _loss(
         loss_C = loss_C + 0.0 * value_C  # supervised steps: the head's gradient is 0
     loss = (batch.weight_C * loss_C).sum()
     if routed is not None:
-        loads_LE = routing.trained_loads(batch, routed)
-        statistics["loads"].add_(loads_LE.flatten())
+        statistics["loads"].add_(routing.trained_loads(batch, routed).flatten())
         if algorithm.router_aux_loss_coef > 0:
-            aux_loss = routing.load_balancing_loss(routed, loads_LE) * batch.share.sum()  # a mean over what is trained
+            aux_loss = routing.load_balancing_loss(routed) * batch.share.sum()  # a mean over what is trained
             statistics["aux_loss"].add_(aux_loss.detach())
             loss = loss + algorithm.router_aux_loss_coef * model.spread.once(aux_loss)
     statistics["loss"].add_(loss.detach())

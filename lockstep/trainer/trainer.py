@@ -295,6 +295,7 @@ class Trainer:
             "operators": ops.cpu_backend() if on_cpu else "cuda",
             "threads": torch.get_num_threads() if on_cpu else 0,
             "tp": self.world.tp,
+            **({"balanced_by": "sequences"} if self.programs.state.router_biases else {}),
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:

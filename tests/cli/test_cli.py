@@ -371,6 +371,24 @@ def test_a_thread_that_does_not_start_is_told_with_the_limits() -> None:
     assert done.stderr.startswith(begin) and "(ulimit -u)" in done.stderr and "(ulimit -v)" in done.stderr
 
 
+def test_a_process_that_does_not_start_is_told_with_the_limits(tmp_path: Path) -> None:
+    code = f"""
+import os, resource, subprocess, sys, types
+from lockstep.cli.main import main
+def train(*_, **__):
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    os.setuid(os.getuid() or 65534)  # root may have any number
+    subprocess.run(["true"])
+sys.modules["lockstep.run.train"] = types.SimpleNamespace(train=train)
+sys.exit(main(["train", "--run-dir", {str(tmp_path / "run")!r}]))
+"""
+    done = finished([sys.executable, "-c", code])
+    said = "lockstep: error: the system starts no further process: [Errno 11] Resource temporarily unavailable; this "
+    *before, last = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, before) == (2, "", [f"run folder: {tmp_path / 'run'}"]), done.stderr
+    assert last.startswith(f"{said}user may have 0 processes and threads (ulimit -u)")
+
+
 def test_a_reader_that_goes_away_does_not_end_a_run(run: Recorder, tmp_path: Path) -> None:
     """`lockstep train 2>&1 >/dev/null | head -1`: what is said after that goes nowhere, and the run ends well."""
     code = f"""

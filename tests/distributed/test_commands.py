@@ -43,8 +43,9 @@ PARITY = ["parity", "--tokens", "600", "--json"]
 RUN = ["--trainer.prompts-per-step", "2", "--trainer.warmup-steps", "0", "--sampling.num-generations", "2"]
 RUN += ["--sampling.max-completion-length", "4", "--task.validation-prompts", "0", "--json"]
 RUN += ["--compile.capture", "step", "--compile.verify", "off"]
-CHOOSES = ["train", *RUN[:8], "--steps", "1", "--json", "--checkpoint.interval", "1", "--parallel.generator-tp", "0"]
-CHOOSES += ["--trainer.num-mini-batches", "2"]  # of a prompt each, for two processes
+CHOOSES = ["train", *RUN[:2], *RUN[4:8], "--steps", "1", "--json", "--checkpoint.interval", "1"]
+CHOOSES += ["--parallel.generator-tp", "0", "--trainer.num-mini-batches", "2"]  # of a prompt each, for two processes
+CHOOSES += ["--trainer.warmup-steps", "1", "--trainer.warmup-batch-size", "1"]
 COMMANDS = {
     "generate": [*GENERATE, "--json"],
     "generate as text": GENERATE,
@@ -227,6 +228,8 @@ def test_how_many_generate_together_is_chosen_told_and_kept(two: Any, folder: Pa
     for name in ("measured", "resumed"):
         told = [found[name][2].count("leave 1 of 2 processes nothing to do; use 1 ") for found in (first, second)]
         assert told == [1, 0]
+        told = [found[name][2].count("leave 1 of 2 processes nothing to do; use 2 at") for found in (first, second)]
+        assert told == [name == "measured", 0]  # a resumed run has had its warm-up
     assert "generator_tp: 2" in (folder / "fast" / "config.yaml").read_text()
     steps = [(folder / name / "rollouts.jsonl").read_text().splitlines() for name in ("measured", "fast")]
     assert steps[0] == steps[1][: len(steps[0])] and len(steps[1]) == 2 * len(steps[0]) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from lockstep.environments import (
 from lockstep.environments import collect as collecting
 from lockstep.environments.calls import in_the_main_thread
 from lockstep.environments.collect import Collected
-from lockstep.environments.environment import by_name
+from lockstep.environments.environment import by_name, metrics_of
 from lockstep.environments.episodes import FAILURES
 from lockstep.environments.episodes.answers import wrong_reward
 from lockstep.environments.rewards.reward_set import Reward
@@ -279,6 +280,77 @@ class RewardTooLarge(Wrong):
         return End(10**400)
 
 
+def cyclic() -> list[dict[str, Any]]:
+    """A message that contains itself."""
+    message: dict[str, Any] = {"role": "tool", "content": "on"}
+    message["calls"] = [message]
+    return [message]
+
+
+class CyclicBranch(Wrong):
+    def wrong(self) -> Any:
+        return Branch(cyclic())
+
+
+class CyclicCompletion(Wrong):
+    def wrong(self) -> Any:
+        return End(completion=cyclic())
+
+
+class CyclicColumn(Wrong):
+    def wrong(self) -> Any:
+        return End(columns={"rows": cyclic()})
+
+
+class ColumnOfAnArgument(Wrong):
+    def wrong(self) -> Any:
+        return End(columns={"completions": 1})
+
+
+class ColumnOfANumber(Wrong):
+    def wrong(self) -> Any:
+        return End(columns={1: 1})  # type: ignore[dict-item]
+
+
+class CompletionOfNumbers(Wrong):
+    def wrong(self) -> Any:
+        return End(completion=[3])  # type: ignore[list-item]
+
+
+class RewardOfHalfAName(Wrong):
+    def wrong(self) -> Any:
+        return End({"\ud800": 1.0})
+
+
+class Hotter(Wrong):
+    asked = -1
+
+    def until(self, sampling: SamplingParams) -> SamplingParams:
+        self.asked += 1
+        return replace(sampling, temperature=2.0) if (self.asked, self.number) == (1, 4) else sampling
+
+    def wrong(self) -> Any:
+        return "on"
+
+
+class Longer(Hotter):
+    def until(self, sampling: SamplingParams) -> SamplingParams:
+        asked = super().until(sampling)
+        return asked if asked is sampling else replace(sampling, max_completion_length=21)
+
+
+class CannotSay(Hotter):
+    def until(self, sampling: SamplingParams) -> SamplingParams:
+        if super().until(sampling) is not sampling:
+            raise KeyError("until")
+        return sampling
+
+
+class RewardsOfAnInfiniteSum(Wrong):
+    def wrong(self) -> Any:
+        return End({"a": 1.0, "b": 1e308, "c": 1e308})
+
+
 class RewardOfNoName(Wrong):
     def wrong(self) -> Any:
         return Next("on", {1: 0.5})  # type: ignore[dict-item]
@@ -340,6 +412,20 @@ class AnotherVocabulary(Wrong):
         (ItsProcessIsKilled, "died with <Signals.SIGKILL: 9>"),
         (RewardsByNothing, "its reward is {'a': inf}; it must be a finite number, or several by name"),
         (RewardTooLarge, "its reward is 1000000"),
+        (
+            RewardsOfAnInfiniteSum,
+            "'b': 1e+308, 'c': 1e+308}; it must be a finite number, or several by name (at most 1e+38",
+        ),
+        (CyclicBranch, "what step returned cannot be given: it contains itself, or is nested too deep"),
+        (CyclicCompletion, "its End's completion contains itself, or is nested too deep"),
+        (CyclicColumn, "one of its End's columns contains itself, or is nested too deep"),
+        (ColumnOfAnArgument, "its End has the column 'completions', which is the name of a reward argument; rename it"),
+        (ColumnOfANumber, "its End has columns={1: 1}; they must be values by name"),
+        (CompletionOfNumbers, "its End has completion=[3]; it must be messages with role and content"),
+        (RewardOfHalfAName, "it must be a finite number, or several by name"),
+        (Hotter, "; it may lower max_completion_length and add stop_token_ids to what it is given"),
+        (Longer, "; it may lower max_completion_length and add stop_token_ids to what it is given"),
+        (CannotSay, "task.environment: CannotSay.until raised KeyError: 'until'"),
         (RewardOfNoName, "its reward is {1: 0.5}; it must be a finite number, or several by name"),
         (ColumnsOfNothing, "its End has columns=None; they must be values by name"),
         (RaisesWithoutText, "Error: (a Error that has no text)"),
@@ -562,6 +648,40 @@ def test_messages_that_cannot_be_given_leave_their_trajectory_out(model: Decoder
             assert not failures.told and reasons.count("truncated") == 1
 
 
+def test_what_contains_itself_is_named(model: Decoder) -> None:
+    """Of a row the run ends; of what environments make of it their trajectories are left out."""
+
+    class Starts(Wrong):
+        def start(self, row: dict[str, Any], seed: int) -> Any:
+            return cyclic() if row["prompt"] == "short" else super().start(row, seed)
+
+    class Steps(Wrong):
+        def start(self, row: dict[str, Any], seed: int) -> Any:
+            return [{"role": "user", "content": super().start(row, seed)}]
+
+        def step(self, turn: Turn) -> Any:
+            answer = super().step(turn)
+            return [{"role": "tool", "content": answer}] if isinstance(answer, str) else answer
+
+        def wrong(self) -> Any:
+            return cyclic()
+
+    parts = Policy(model, byte_tokenizer()).tokens, lambda *_: engine_of(model), RewardSet([]), 7
+    for environment, reason, number in (
+        (Starts, "what start returned contains itself, or is nested too deep", 3),
+        (Steps, "what step returned cannot be given: it contains itself, or is nested too deep", 1),
+    ):
+        failures, environment.made = Failures(), 0
+        found = Collector(*parts, environment, LIMITS, failures).collect(PROBLEMS, SAMPLING, TRAIN_DOMAIN, 3)
+        assert found.counts["environment/errors"] == number
+        assert [told.rpartition("failed: ")[2] for told in failures.told] == [reason] * number
+    problems = [(0, Problem("x", {"facts": cyclic()}, origin="rows line 2"))]
+    with pytest.raises(
+        InputError, match=r"^step 4 group 0 \(rows line 2\): facts contains itself, or is nested too deep"
+    ):
+        Collector(*parts, Talk, LIMITS).collect(problems, SAMPLING, TRAIN_DOMAIN, 3)
+
+
 def test_what_an_environment_changes_is_its_own(model: Decoder) -> None:
     """Rows are each sample's, and prompts are what they were when they were given."""
 
@@ -596,6 +716,10 @@ def test_code_beside_the_turns_that_raises_is_named(model: Decoder, caplog: pyte
         def tools(self) -> Any:
             raise KeyError("there")
 
+    class ToolsAsAMethod(Talk):
+        def tools(self) -> Any:  # type: ignore[override]
+            return []
+
     class Made(Talk):
         def __init__(self) -> None:
             raise SystemExit("gone")
@@ -611,6 +735,7 @@ def test_code_beside_the_turns_that_raises_is_named(model: Decoder, caplog: pyte
     tokens = Policy(model, byte_tokenizer()).tokens
     for environment, message in (
         (Tools, r"task\.environment: Tools\.tools raised KeyError: 'there'"),
+        (ToolsAsAMethod, r"task\.environment: ToolsAsAMethod\.tools is <bound method .*>; it must be a property that"),
         (Made, r"task\.environment: Made\(\) raised SystemExit: gone"),
         (Below, r"step 4 group 0: start returned token ids that no model has: \[-1\]"),
     ):
@@ -653,6 +778,30 @@ def test_a_trajectory_that_lacks_sampled_tokens_is_not_handed_on(
     monkeypatch.setattr(collecting, "RolloutGroup", shortened)
     with pytest.raises(LockstepError, match=r"step 4: \d+ tokens were sampled, and trajectories have \d+$"):
         collect(engine_of(model), Talk)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (None, "returned None; it must return numbers by name"),
+        ({"a": "x"}, "returned {'a': 'x'}; it must return numbers by name"),
+        ({1: 1.0}, "returned {1: 1.0}; it must return numbers by name"),
+        ({"\ud800": 1.0}, "it must return numbers by name"),
+        ({"step": 9.0}, "returned {'step': 9.0}; it must return numbers by name, none of them `step`"),
+        (KeyError("x"), "raised KeyError: 'x'"),
+    ],
+)
+def test_metrics_of_an_environment_are_numbers_by_name(found: Any, said: str) -> None:
+    class Measured(Talk):
+        @classmethod
+        def metrics(cls, trajectories: Any) -> Any:
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+    with pytest.raises(InputError, match=re.escape(said)) as raised:
+        metrics_of(Measured, [])
+    assert str(raised.value).startswith("task.environment: Measured.metrics r")
 
 
 def test_a_number_of_numpy_is_a_reward() -> None:

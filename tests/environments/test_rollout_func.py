@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scripted import scripted_folder
 
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
@@ -105,6 +106,32 @@ def short(prompts: list[Any], trainer: Any) -> Any:
     return {name: values[:-1] for name, values in echo(prompts, trainer).items()}
 
 
+def tensors(prompts: list[Any], trainer: Any) -> Any:
+    found = echo(prompts, trainer)
+    arrays = {name: [torch.tensor(one) for one in found[name]] for name in ("prompt_ids", "completion_ids", "logprobs")}
+    return found | arrays | {"env_mask": [torch.ones_like(one) for one in arrays["completion_ids"]]}
+
+
+def numbers(prompts: list[Any], trainer: Any) -> Any:
+    return echo(prompts, trainer) | {"completion_ids": [3] * len(prompts)}
+
+
+def floats(prompts: list[Any], trainer: Any) -> Any:
+    return echo(prompts, trainer) | {"prompt_ids": [[0.5]] * len(prompts)}
+
+
+def mask_of_one(prompts: list[Any], trainer: Any) -> Any:
+    return echo(prompts, trainer) | {"env_mask": 1}
+
+
+def named_as_an_argument(prompts: list[Any], trainer: Any) -> Any:
+    return echo(prompts, trainer) | {"completions": prompts}
+
+
+def exits(prompts: list[Any], trainer: Any) -> Any:
+    raise SystemExit(3)
+
+
 def nothing(prompts: list[Any], trainer: Any) -> Any:
     return {"prompt_ids": [], "completion_ids": []}
 
@@ -141,6 +168,8 @@ def trained(folder: Path, name: str | None) -> tuple[dict[str, Any], list[Any]]:
     run = folder / str(name)
     train(config, run, resume=False)
     lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    numbers = [(line["group"], sample["sample"]) for line in lines for sample in line["samples"]]
+    assert len(set(numbers)) == len(numbers)
     return json.loads((run / "parity.json").read_text()), [sample for line in lines for sample in line["samples"]]
 
 
@@ -149,6 +178,7 @@ def test_the_guides_function_has_the_bits_of_no_function_and_forwards_its_fields
     certificate, samples = trained(folder, "echo")
     assert certificate["identical"] and certificate["tokens_checked"] == sum(len(s["token_ids"]) for s in samples)
     assert [s["token_ids"] for s in samples] == [s["token_ids"] for s in plain] and len(samples) == 4
+    assert [s["token_ids"] for s in trained(folder, "tensors")[1]] == [s["token_ids"] for s in plain]
     assert [s["rewards"] for s in samples] == [{"reward_from_env": len(s["text"]) / 10} for s in samples]
 
 
@@ -179,6 +209,14 @@ def test_what_was_drawn_and_not_returned_is_compared_too(folder: Path) -> None:
         ("hotter", "rollout_func asked for temperature 1.5; the run samples with 18.0: pass trainer.temperature"),
         ("short", "short returned 3 prompt_ids for 4 prompts; give one each"),
         ("nothing", "nothing must return a dict with prompt_ids, completion_ids, logprobs; there is no logprobs"),
+        (
+            "numbers",
+            r"numbers returned completion_ids \[3, 3, 3, 3\]; they must be a list of token ids for each prompt",
+        ),
+        ("floats", r"floats returned prompt_ids \[\[0\.5\], .*; they must be a list of token ids for each prompt"),
+        ("mask_of_one", "mask_of_one returned env_mask 1; they must be a list of numbers for each prompt"),
+        ("named_as_an_argument", "named_as_an_argument returned a field 'completions'; name it by a text"),
+        ("exits", "exits raised SystemExit: 3"),
         ("broken", "broken raised AttributeError: .*gather"),
     ],
 )

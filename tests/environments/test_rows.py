@@ -88,6 +88,14 @@ def test_a_prompt_column_comes_before_question_and_answer(tmp_path: Path) -> Non
     assert (problem.prompt, problem.columns) == ("p", {"question": "q", "answer": "a"})
 
 
+def test_an_answer_of_the_past_may_have_calls_alone(tmp_path: Path) -> None:
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+    said = [{"role": "assistant", "tool_calls": calls, **content} for content in ({}, {"content": None})]
+    prompt = [*said, {"role": "tool", "content": "1"}]
+    (problem,) = read_problems(write(tmp_path / "rows.jsonl", [{"prompt": prompt}]))
+    assert problem.prompt == [{"role": "assistant", "tool_calls": calls, "content": ""}] * 2 + prompt[2:]
+
+
 GOOD = '{"prompt": "p"}'
 
 

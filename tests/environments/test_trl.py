@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,9 @@ def test_an_environment_that_rewards_itself_and_instances_are_reset() -> None:
         assert [message["role"] for message in environment.said] == ["assistant"], (
             "an answer without room is taken back"
         )
+        environment.instance.get_reward = lambda: None
+        assert environment.cut() == End(completion=environment.said), "a reward that does not apply"
+        del environment.instance.get_reward
         environment.close()
     assert Judge.made == before, "one was made to learn its tools, and is reset"
     with pytest.raises(InputError, match="the row's environment is 'other'; it must be one of plain, judge"):
@@ -187,7 +191,7 @@ def test_a_coroutine_that_hangs_is_cancelled_and_leaves_no_thread() -> None:
     assert answer.key == "late" and "it took longer than task.environment_timeout" in answer.value.reason
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=60)
-    assert ended.is_set() and set(threading.enumerate()) <= before
+    assert ended.wait(timeout=60) and set(threading.enumerate()) <= before  # the loop ends it in its own time
 
 
 def test_what_a_tool_returns_can_be_shown_or_is_an_error() -> None:
@@ -216,6 +220,42 @@ def test_what_a_tool_returns_can_be_shown_or_is_an_error() -> None:
     assert found == ["{'error': 'KeyError when the result was shown'}", unicode, "3", unicode, raised]
 
 
+class Bare:
+    """Without a text of its own."""
+
+
+@dataclass
+class Holds:
+    value: Any
+
+
+@pytest.mark.parametrize(
+    ("result", "kind"),
+    [
+        (Bare(), "Bare"),
+        (["a", {"at": (1, Bare())}], "Bare"),
+        ({Bare(): 1}, "Bare"),
+        (Holds(Bare()), "Holds"),
+        (map(str, "ab"), "map"),
+        (Bare.__init__.__get__(Bare()), "method-wrapper"),
+        ([{"a", "b"}], "set"),
+        (Holds([1, "x"]), None),
+        ({"a": [1.5, None, (True,)], 2: "<Bare object at 0x7f00>"}, None),
+        ("<Bare object at 0x7f00>", None),
+    ],
+)
+def test_what_would_be_shown_in_other_words_in_each_run_is_an_error(result: Any, kind: str | None) -> None:
+    def odd() -> object:
+        """Odd."""
+        return result
+
+    ((_, found),) = tool_environment([odd], "task.tools")()._results([{"name": "odd", "arguments": {}}])
+    if kind is None:
+        assert found == str(result)
+    else:
+        assert found.startswith(f"{{'error': 'odd returned a {kind}, shown in other words in each run; it may return t")
+
+
 def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
     def moves(way: str) -> str:
         """Moves.
@@ -225,6 +265,35 @@ def test_what_cannot_be_described_is_refused(tmp_path: Path) -> None:
         """
         return way
 
+    def by_position(way: str, /) -> str:
+        """Moves.
+
+        Args:
+            way: Where to.
+        """
+        return way
+
+    def any_number(*ways: str) -> str:
+        """Moves.
+
+        Args:
+            ways: Where to.
+        """
+        return "".join(ways)
+
+    def yields(way: str) -> Any:
+        """Moves.
+
+        Args:
+            way: Where to.
+        """
+        yield way
+
+    for tool, why in ((by_position, "takes 'way' by position"), (any_number, "takes 'ways' by position")):
+        with pytest.raises(InputError, match=f"task.tools: {tool.__name__} {why}; calls give arguments by name"):
+            tool_environment([tool], "task.tools")
+    with pytest.raises(InputError, match=r"task\.tools: yields yields; it must return what the model is to see"):
+        tool_environment([yields], "task.tools")
     moves.__name__ = "move"
     with pytest.raises(InputError, match="there are several tools of the name move; rename one"):
         tool_environment([moves, moves], "task.tools")

@@ -22,14 +22,16 @@ from safetensors.torch import load_file
 
 from lockstep.api import resumed
 from lockstep.cli.main import main
-from lockstep.config import yaml_file
+from lockstep.config import LossConfig, OptimizerConfig, yaml_file
 from lockstep.errors import InputError
+from lockstep.models import Decoder
 from lockstep.models import folder as models_folder
-from lockstep.models.init import init_folder
+from lockstep.models.init import architecture, init_folder, initialize
 from lockstep.ops.native import library
 from lockstep.run import checkpoint, resume
 from lockstep.run.timeline import read_timeline
 from lockstep.session.golden import GRADIENT_NORM
+from lockstep.trainer import Trainer
 
 
 def launch(*arguments: str, kill_after: tuple[int, float] = (0, 0.0)) -> None:
@@ -249,6 +251,32 @@ def test_chat_templates_that_an_earlier_version_did_not_record(
     assert going_on(now["model"]) == []
     with pytest.raises(InputError, match=r"additional_chat_templates/tools\.jinja was no file or folder when"):
         going_on({"files": {}, "additional_chat_templates": True})
+
+
+def test_experts_that_an_earlier_version_balanced_by_other_loads() -> None:
+    config, words = {"optimizer.router_bias_rate": 0.01}, {"words": {GRADIENT_NORM: []}}
+
+    def said(numerics: dict[str, Any], config: dict[str, float]) -> list[str]:
+        return resume.redefined({"numerics": numerics, "inputs": {"config": config}})
+
+    (remark,) = said(words, config)
+    assert "experts became balanced by" in remark
+    balanced = OptimizerConfig(router_bias_rate=0.01)
+    trainer = Trainer(initialize(Decoder(architecture("tiny-glm4-moe"), torch.float32), 0), balanced, LossConfig())
+    assert said(trainer.numerics() | words, config) == said(words, {}) == []
+
+
+def test_the_device_that_a_run_was_on_is_compared_not_what_chose_it(small_run: Path) -> None:
+    loaded = checkpoint.latest(small_run / "checkpoints")
+    assert loaded is not None
+    then, now = loaded.state["inputs"], resume.inputs(yaml_file.load(small_run / "config.yaml"))
+    for before, after in (("auto", "cpu"), ("cpu", "auto")):
+        then["config"]["device"], now["config"]["device"] = before, after
+        resume.require_same(small_run, loaded, now)
+    then["config"]["device"], now["config"]["device"] = "auto", "cpu"
+    loaded.state["numerics"]["operators"] = "cuda"  # it was a GPU
+    with pytest.raises(InputError, match="device was 'auto' when step_2 was saved and is 'cpu'"):
+        resume.require_same(small_run, loaded, now)
 
 
 @pytest.fixture(scope="module")

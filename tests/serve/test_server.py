@@ -263,6 +263,16 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "text"),
     ("chat", {"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "together they may be 512"),
     ("chat", {"messages": [{"role": "assistant", "content": "", "token_ids": [999]}]}, "messages[0].token_ids", "512"),
+    ("chat", {"messages": [{"role": "user", "content": "", "token_ids": [1]}]}, "messages[0].token_ids", "role user"),
+    *[
+        (
+            "chat",
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+            "must be an object",
+        )
+        for arguments in ("[1]", '"x"', "null", [1], 3)
+    ],
     ("chat", {"messages": [{"role": "assistant", "token_ids": [9], "content": ""}] * 600}, "messages", "more than 512"),
     ("completions", {"prompt": ""}, "prompt", "no tokens"),
     ("completions", {"prompt": []}, "prompt", "must be a string"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -186,6 +187,15 @@ def batches_of(model: Decoder, max_tokens: int = 512, check_parity: bool = True)
     return pack(groups, max_tokens=max_tokens, check_parity=check_parity, shapes=[shape])
 
 
+def times_of(batch: PackedBatch) -> list[int]:
+    """Of each row how many sequences it is part of, a prompt's of all its samples."""
+    times = [1] * int(batch.cu_seqlens[-1])
+    prompts = zip(batch.prefix_start_S.tolist(), batch.prefix_len_S.tolist(), strict=True)
+    for start, samples in Counter((start, start + length) for start, length in prompts if length).items():
+        times[slice(*start)] = [samples] * (start[1] - start[0])
+    return times
+
+
 @pytest.mark.parametrize("capture", ["none", "step"])
 def test_loads_are_those_of_a_hand_count_without_padding(capture: str) -> None:
     model = make_model(torch.float32, config=MOE)
@@ -195,11 +205,12 @@ def test_loads_are_those_of_a_hand_count_without_padding(capture: str) -> None:
     for batch in batches:
         routes, valid = route(model, batch)
         assert valid < len(batch.tokens_T)
-        tokens += valid
+        times = times_of(batch)
+        tokens += sum(times)
         for layer, found in enumerate(routes):
-            for row in found.experts_TK[:valid].tolist():
+            for row, time in zip(found.experts_TK[:valid].tolist(), times, strict=True):
                 for expert in row:
-                    loads[layer][expert] += 1
+                    loads[layer][expert] += time
     assert len(batches) > 1 and [sum(layer) for layer in loads] == [2 * tokens, 2 * tokens]
     trainer.check(checked)  # which counts for nothing
     for batch in batches:

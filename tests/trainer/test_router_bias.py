@@ -13,7 +13,7 @@ from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import Packing, Trainer, pack, pack_shards, routing
-from lockstep.types import PackedBatch, RolloutGroup
+from lockstep.types import PackedBatch, RolloutGroup, Segment
 
 EXPERTS = MoEConfig(4, 2, 24, sigmoid=True, router_bias=True)
 BALANCED = OptimizerConfig(router_bias_rate=0.01)
@@ -61,11 +61,24 @@ def test_what_is_checked_and_shards_without_prompts_count_for_nothing(make_group
     groups = make_groups()
     batches = pack(groups, max_tokens=300, check_parity=False)
     found = loads_of(batches, [])
-    rows = sum(int(batch.cu_seqlens[-1]) for batch in batches)
-    assert found.view(2, 4).sum(1).tolist() == [2 * rows] * 2  # two experts a token
+    lengths = [len(t.segments[0].token_ids) + t.length - 1 for group in groups for t in group.rollouts]
+    assert found.view(2, 4).sum(1).tolist() == [2 * sum(lengths)] * 2  # two experts a token; the last predicts nothing
     assert torch.equal(found, loads_of(batches, batches[:1]))
     sharded = pack_shards([groups, []], [0, 1], Packing(300), check_parity=False)
     assert len(sharded) == 2 * len(batches) and torch.equal(found, loads_of(sharded, sharded))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [Packing(130), Packing(300, "per_sample"), Packing(300, share_prefix=False), Packing(140, whole_sequences=True)],
+)
+def test_what_is_counted_does_not_depend_on_packing(make_groups, how: Packing) -> None:
+    """Where a prompt stands in several micro-batches, once for all of its responses, or before each."""
+    groups = make_groups()
+    groups[0].rollouts[2].segments += [Segment([1] * 5, anew=True), Segment([2, 3], True)]  # a branch
+    (together,) = pack(groups, max_tokens=4096, check_parity=False)
+    batches = pack_shards([groups], [0], how, check_parity=False)
+    assert len(batches) > 1 and torch.equal(loads_of(batches, []), loads_of([together], []))
 
 
 def test_no_bias_moves_without_an_update_or_a_rate(make_groups) -> None:

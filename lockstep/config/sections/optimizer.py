@@ -39,7 +39,8 @@ class OptimizerConfig(Section):
     """Other weight decays as PATTERN=DECAY, of norm weights too; the last that matches."""
     router_bias_rate: float = between(0, 1, default=0.0)
     """Balance experts that are chosen with a bias (DeepSeek-V3): with each update an expert's bias goes up by this when
-    it had fewer of the tokens trained on than the mean, and down when it had more; 0 leaves the biases as they are."""
+    it had fewer of the tokens trained on than the mean, and down when it had more, a prompt's counted once for each of
+    its samples; 0 leaves the biases as they are."""
 
     offload: bool = False
     """Keep the masters and moments in the host's memory, 12 bytes a parameter, and bring them to the GPU in chunks for

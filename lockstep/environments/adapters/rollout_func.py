@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from ...errors import InputError, LockstepError, refuse
+from ...json_file import plain
 from ...types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ...user_functions import one_line
 from ..environment import End, Environment
@@ -22,6 +23,7 @@ from ..tokens import Tokens
 
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
+_LISTS = (*_NEEDED, "env_mask")  # of each prompt one; of the last two perhaps none
 
 
 @dataclass(eq=False)
@@ -132,7 +134,7 @@ class RolloutPlay:
 
     def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
         """As `Play.run`; of the first prompt there are further episodes without an end: what was drawn and not given
-        back, which is compared alone.
+        back, which is compared alone, and numbered after its samples.
 
         Raises `LockstepError` when the function fails, and `InputError` for what it may not ask or return.
         """
@@ -141,7 +143,7 @@ class RolloutPlay:
         generation = Generation(self, sampling, keys)
         prompts = [a.problem.prompt for a in asked for _ in samples]
         found = self._called(prompts, _trainer(generation, self.tokens, sampling, identity))
-        columns = {name: values for name, values in found.items() if name not in (*_NEEDED, "env_mask")}
+        columns = {name: values for name, values in found.items() if name not in _LISTS}
         for name, values in columns.items():
             if isinstance(values, list) and len(values) != len(keys):
                 raise InputError(
@@ -151,16 +153,15 @@ class RolloutPlay:
         for i, key in enumerate(keys):
             a = asked[i // sampling.n]
             where = f"{a.where} sample {key.sample}"
-            trajectory = self._trajectory(found, i, generation.drawn, where)
-            trajectory.identity, trajectory.name = key, f"group {key.group} sample {key.sample}"
+            trajectory = _numbered(self._trajectory(found, i, generation.drawn, where), key)
             own = {name: v[i] if isinstance(v, list) else v for name, v in columns.items()}
             episode = Episode(self._environment(), key.group, key.sample, self.tokens, trajectory, a.problem.prompt)
             episode.end = End(columns=own)
             episodes.append(episode)
         groups = [episodes[i * sampling.n : (i + 1) * sampling.n] for i in range(len(asked))]
-        for one in generation.drawn:
-            if not one.used:
-                groups[0].append(Episode(self._environment(), asked[0].group, -1, self.tokens, one.trajectory))
+        for number, one in enumerate((one for one in generation.drawn if not one.used), samples.stop):
+            trajectory = _numbered(one.trajectory, replace(keys[0], sample=number))
+            groups[0].append(Episode(self._environment(), asked[0].group, number, self.tokens, trajectory))
         return groups
 
     def close(self) -> None:
@@ -195,17 +196,16 @@ class RolloutPlay:
                 found = self._function(prompts, trainer)
         except LockstepError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise LockstepError(f"{name} raised {type(error).__name__}: {one_line(error)}") from error
         missing = [field for field in _NEEDED if not isinstance(found, Mapping) or field not in found]
         if missing:
             raise InputError(f"{name} must return a dict with {', '.join(_NEEDED)}; there is no {missing[0]}")
-        for field in (*_NEEDED, "env_mask"):
-            if field in found and found[field] is not None and len(found[field]) != len(prompts):
-                raise InputError(
-                    f"{name} returned {len(found[field])} {field} for {len(prompts)} prompts; give one each"
-                )
-        return found
+        unnamed = [field for field in found if not isinstance(field, str) or field in ("prompts", "completions")]
+        if unnamed:
+            raise InputError(f"{name} returned a field {unnamed[0]!r}; name it by a text, and not as a reward argument")
+        of_each = {field: _of_each(found.get(field), len(prompts), f"{name} returned", field) for field in _LISTS}
+        return {**found, **of_each}
 
     def _branches(self, turns: list[_Drawn], where: str) -> Trajectory:
         """Turns with prompts of their own, each a branch."""
@@ -223,8 +223,7 @@ class RolloutPlay:
     def _trajectory(self, found: Mapping[str, Any], i: int, drawn: list[_Drawn], where: str) -> Trajectory:
         """Completion `i`, as what was given and what was drawn."""
         prompt, rest = list(found["prompt_ids"][i]), list(found["completion_ids"][i])
-        mask = (found.get("env_mask") or {}) and list(found["env_mask"][i])
-        logprobs = found["logprobs"]
+        mask, logprobs = found["env_mask"] and found["env_mask"][i], found["logprobs"]
         for name, values in (("env_mask", mask), ("logprobs", logprobs and logprobs[i])):
             if values and len(values) != len(rest):
                 raise InputError(f"{where}: rollout_func returned {len(values)} {name} for {len(rest)} tokens")
@@ -255,6 +254,26 @@ class RolloutPlay:
                 f"{where}: rollout_func returned {len(rest)} tokens; {self._limits.response_tokens} are allowed"
             )
         return Trajectory(segments, last.trajectory.finish_reason)
+
+
+def _of_each(values: Any, count: int, what: str, field: str) -> Any:
+    """What was returned of each prompt, tensors and arrays as lists. Raises `InputError` for anything else."""
+    values, ids = plain(values), field in ("prompt_ids", "completion_ids")
+    if values is None and not ids:
+        return None
+    lists = isinstance(values, list) and all(isinstance(one, list) or (one is None and not ids) for one in values)
+    if not lists or (ids and any(type(token) is not int for one in values for token in one)):
+        kind = "token ids" if ids else "numbers"
+        raise InputError(f"{what} {field} {one_line(values, repr)}; they must be a list of {kind} for each prompt")
+    if len(values) != count:
+        raise InputError(f"{what} {len(values)} {field} for {count} prompts; give one each")
+    return values
+
+
+def _numbered(trajectory: Trajectory, key: SampleIdentity) -> Trajectory:
+    """What was sampled, as it is recorded: whichever numbers its tokens were drawn with, no other has these."""
+    trajectory.identity, trajectory.name = key, f"group {key.group} sample {key.sample}"
+    return trajectory
 
 
 def _joined(drawn: list[_Drawn], prompt: list[int], rest: list[int]) -> list[_Drawn]:

@@ -73,7 +73,8 @@ class TrlEnvironment(ToolEnvironment):
         if hasattr(type(self.instance), "get_reward"):
             reward = self.instance.get_reward()
             reward = awaited(reward) if inspect.iscoroutine(reward) else reward
-            end = End({type(self.instance).__name__: reward}, functions=True, completion=self.said)
+            if reward is not None:  # which says that it does not apply
+                end = End({type(self.instance).__name__: reward}, functions=True, completion=self.said)
         self._ended = True
         return end
 

@@ -175,11 +175,17 @@ def _checked_prompt(prompt: Any, where: str) -> Prompt:
             found = "half a surrogate pair, which is no text"
         raise InputError(f"{where} is {found}; it must be a text or a list of chat messages")
     for index, message in enumerate(prompt):
-        if not isinstance(message, dict) or not all(_is_text(message.get(key)) for key in ("role", "content")):
+        texts = ["role"] if _calls_alone(message) else ["role", "content"]
+        if not isinstance(message, dict) or not all(_is_text(message.get(key)) for key in texts):
             raise InputError(f"{where} message {index} must be an object with role and content, both texts")
     if prompt[-1]["role"] == "assistant":
         raise InputError(f"{where}: the last message is the assistant's; the completion comes there, so remove it")
-    return prompt
+    return [{**message, "content": ""} if _calls_alone(message) else message for message in prompt]
+
+
+def _calls_alone(message: Any) -> bool:
+    """Whether this is an answer of the past that calls tools, and says nothing."""
+    return isinstance(message, dict) and bool(message.get("tool_calls")) and message.get("content") in (None, "")
 
 
 def _is_text(value: Any) -> TypeGuard[str]:

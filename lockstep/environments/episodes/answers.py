@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
+from ...errors import InputError
 from ...types import Trajectory
-from ...user_functions import is_unicode, one_line
+from ...user_functions import is_unicode, one_line, own
 from ..calls import Failure
 from ..environment import Branch, End, Reward, by_name
+from ..rewards.calls import MAX_VALUE, RESERVED_NAMES
 
 
 def is_chat(given: Any) -> bool:
@@ -20,6 +21,10 @@ def is_chat(given: Any) -> bool:
 def _is_message(message: Any) -> bool:
     content = message.get("content", "") if isinstance(message, dict) else None
     return isinstance(content, (str, list)) and isinstance(message.get("role"), str)
+
+
+def _has_role(message: Any) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str)
 
 
 def is_tokens(given: Any) -> bool:
@@ -55,22 +60,34 @@ def wrong_end(end: Any) -> str:
     """What is wrong with an end; nothing if all is well."""
     if not isinstance(end, End):
         return f"cut returned {type(end).__name__} {one_line(end, repr)}; it must be an End"
-    if not isinstance(end.columns, Mapping):
+    if not isinstance(end.columns, Mapping) or not all(isinstance(name, str) for name in end.columns):
         return f"its End has columns={one_line(end.columns, repr)}; they must be values by name"
+    if taken := [name for name in RESERVED_NAMES if name in end.columns]:
+        return f"its End has the column {taken[0]!r}, which is the name of a reward argument; rename it"
+    said = end.completion
+    if not (said is None or isinstance(said, str) or (isinstance(said, list) and all(map(_has_role, said)))):
+        return f"its End has completion={one_line(said, repr)}; it must be messages with role and content"
+    try:
+        own(end.completion, "its End's completion")
+        own(dict(end.columns), "one of its End's columns")
+    except InputError as error:
+        return str(error)
     return "" if end.reward is None else wrong_reward(end.reward)
 
 
 def wrong_reward(reward: Any) -> str:
     """What is wrong with a reward; nothing if all is well."""
     named = reward if isinstance(reward, Mapping) else {"reward": reward}
-    if all(isinstance(name, str) for name in named) and all(map(_is_finite, named.values())):
+    if all(isinstance(name, str) and is_unicode(name) for name in named) and all(map(_is_value, named.values())):
         return ""
-    return f"its reward is {one_line(reward, repr)}; it must be a finite number, or several by name"
+    what = f"a finite number, or several by name (at most {MAX_VALUE:g})"
+    return f"its reward is {one_line(reward, repr)}; it must be {what}"
 
 
-def _is_finite(value: Any) -> bool:
+def _is_value(value: Any) -> bool:
+    """Whether it is a number that the loss can hold: of any number of turns and parts the sum is finite, too."""
     try:
-        return isinstance(value, Real) and math.isfinite(value)
+        return isinstance(value, Real) and abs(float(value)) <= MAX_VALUE  # not for NaN
     except OverflowError:  # a whole number that no float holds
         return False
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from ...errors import LockstepError
 from ...timings import Timings
 from ...types import SampleIdentity, SamplingParams, Trajectory
-from ...user_functions import one_line, own
+from ...user_functions import ATOMS, one_line, own
 from ..base import Problem
 from ..calls import Failure
 from ..environment import End, Environment
@@ -118,8 +118,9 @@ class Asked(NamedTuple):
 
     @property
     def row(self) -> dict[str, Any]:
-        """The problem's columns and its prompt, of which each sample has its own."""
-        return own({**self.problem.columns, "prompt": self.problem.prompt})
+        """The problem's columns and its prompt, of which each sample has its own. `InputError`: one contains itself."""
+        columns = {**self.problem.columns, "prompt": self.problem.prompt}
+        return {n: v if type(v) in ATOMS else own(v, f"{self.where}: {n}") for n, v in columns.items()}
 
 
 class Round(NamedTuple):

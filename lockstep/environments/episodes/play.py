@@ -62,7 +62,10 @@ class Play:
         """Take answers and sample until all of so many have ended."""
         left = total
         while left:
-            self._answers(self._wait() if not self._sampled else self._calls.answers(wait=False))
+            beside = bool(self._sampled) or self._environment.instant
+            with nullcontext() if beside else self._timings.measured("environment"):
+                answers = self._calls.answers(wait=not self._sampled)
+            self._answers(answers)
             if self._sampled:
                 self._advance()
             left = len(self._sampled) + len(self._calls)
@@ -87,11 +90,6 @@ class Play:
             kind = f"task.environment: {self._environment.__name__}()"
             raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
 
-    def _wait(self) -> list[Answer]:
-        """The next answers, when there is nothing to sample without them."""
-        with nullcontext() if self._environment.instant else self._timings.measured("environment"):
-            return self._calls.answers(wait=True)
-
     def _answers(self, answers: list[Answer]) -> None:
         ready: list[Started] = []
         for answer in answers:
@@ -111,6 +109,10 @@ class Play:
 
     def _started(self, episode: Episode, value: Any) -> list[Started]:
         """Note what an environment began with; what can be begun: the group, once all its samples have started."""
+        try:
+            value = own(value, "what start returned") if isinstance(value, list) else value
+        except InputError as error:
+            value = Failure(str(error))
         if not self._environment.begin_together:
             return [[(episode, value)]]
         prompts = self._prompts.setdefault(episode.group, [])
@@ -145,7 +147,7 @@ class Play:
             if tokens.with_tools is not None and (tools := self._tools(episodes[0].environment)):
                 tokens = tokens.with_tools(tools)
             ids = given if tokenized else tokens.prompt(given)
-            text = tokens.text(given) if tokenized else own(given)
+            text = tokens.text(given) if tokenized else given
         except InputError as error:
             raise InputError(f"{asked.where}: {error}") from error
         except OverflowError as error:
@@ -158,21 +160,41 @@ class Play:
             raise InputError(f"{asked.where}: the prompt has {len(ids)} tokens; at most {most} are allowed{why}")
         for episode in episodes:
             episode.tokens, episode.prompt = tokens, text
-            episode.messages = own(given) if chat else None
+            episode.messages = list(given) if chat else None
         return ids
 
     def _tools(self, environment: Environment) -> Sequence[Mapping[str, Any]]:
+        kind = f"task.environment: {self._environment.__name__}.tools"
         try:
-            return environment.tools
+            tools = environment.tools
         except Exception as error:
-            kind = f"task.environment: {self._environment.__name__}.tools"
             raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
+        if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise InputError(f"{kind} is {one_line(tools, repr)}; it must be a property that lists JSON schemas")
+        return tools
+
+    def _until(self, environment: Environment, sampling: SamplingParams) -> SamplingParams:
+        """How its next turn is sampled. Raises `InputError` for what it may not ask."""
+        kind = f"task.environment: {self._environment.__name__}.until"
+        try:
+            found = environment.until(sampling)
+        except Exception as error:
+            raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
+        most, stops = sampling.max_completion_length, sampling.stop_token_ids
+        if (
+            not isinstance(found, SamplingParams)
+            or replace(found, max_completion_length=most, stop_token_ids=stops) != sampling
+            or not (0 < found.max_completion_length <= most and set(stops) <= set(found.stop_token_ids))
+        ):
+            given = "it may lower max_completion_length and add stop_token_ids to what it is given"
+            raise InputError(f"{kind} returned {one_line(found, repr)}; {given}")
+        return found
 
     def _request(self, episodes: list[Episode], token_ids: list[int], sampling: SamplingParams) -> None:
         assert self._sampler is not None
         first = min(episode.sample for episode in episodes)
         if len(episodes) == 1:
-            sampling = episodes[0].environment.until(sampling)
+            sampling = self._until(episodes[0].environment, sampling)
         trajectory = episodes[0].trajectory
         branch = sum(segment.anew for segment in trajectory.segments) if trajectory is not None else 0
         domain = self._identity.domain + (branch << 8)  # places repeat in a branch, and random numbers must not
@@ -285,7 +307,7 @@ class Play:
             return self._following(episode, given)
         except RewritesPast as past:
             assert episode.messages is not None
-            given = answering(episode.messages[-1], own(given))
+            given = answering(episode.messages[-1], own(given, "it"))
             segment = self._anew(episode, [*episode.messages, *given])
             episode.messages = [*past.messages, *given]
             return segment
@@ -298,7 +320,7 @@ class Play:
         if isinstance(given, str):
             return Segment(episode.tokens.following(episode.messages, given), text=given)
         if episode.messages is not None:
-            given = answering(episode.messages[-1], own(given))
+            given = answering(episode.messages[-1], own(given, "it"))
         ids = episode.tokens.following(episode.messages, given)
         assert episode.messages is not None
         episode.messages += given
@@ -308,7 +330,7 @@ class Play:
 
     def _anew(self, episode: Episode, given: Any) -> Segment:
         """What a branch begins with."""
-        episode.messages = own(given) if is_chat(given) else None
+        episode.messages = own(given, "it") if is_chat(given) else None
         if is_tokens(given):
             return Segment(list(given), anew=True)
         text = given if isinstance(given, str) else said_by(given)

@@ -158,7 +158,7 @@ def started(function: RewardFunction, arguments: Arguments) -> Any:
     """The function's result, its coroutine, or its failure."""
     try:
         with ending_forks():
-            return function(**{name: own(value) for name, value in arguments.items()})
+            return function(**{name: own(value, f"argument {name}") for name, value in arguments.items()})
     except BaseException as error:
         return raised(error, function)
 

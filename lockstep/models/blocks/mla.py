@@ -52,8 +52,8 @@ class LatentAttention(nn.Module):
             latent_TR, k_rope_TP = self.spread.together(latent_TR, k_rope_TP)
         else:
             q_TE, latent_TR, k_rope_TP = self.spread.together(q_TE, latent_TR, k_rope_TP)
-            q_TE = ops.norm_linear(q_TE.contiguous(), self.q_norm, self.q_up, LATENT_EPS)
-        latent_TR = ops.rms_norm(latent_TR.contiguous(), self.kv_norm, LATENT_EPS)
+            q_TE = ops.norm_linear(q_TE, self.q_norm, self.q_up, LATENT_EPS)
+        latent_TR = ops.rms_norm(latent_TR, self.kv_norm, LATENT_EPS)
         q_TNH, q_rope_TNP = q_TE.unflatten(1, (heads, -1)).split((m.nope_dim, m.rope_dim), dim=2)
         rotary_TE = torch.cat((q_rope_TNP.flatten(1), k_rope_TP), dim=1)
         rotated = ops.qk_norm_rope(rotary_TE, ops.Rotation(None, None, rope_TH, heads, 1, 0.0))

@@ -205,16 +205,30 @@ def route_digest(experts_TN: Tensor) -> Tensor:
 
 @operator(
     cuda=SAME,
-    fake=lambda experts_TN, valid_T, layers, experts: experts_TN.new_empty(layers, experts),
+    fake=lambda experts_TN, times_T, layers, experts: experts_TN.new_empty(layers, experts),
 )
-def expert_loads(experts_TN: Tensor, valid_T: Tensor, layers: int, experts: int) -> Tensor:
-    """How many of the valid tokens (bool) chose each expert, int64 [L, E]; the layers' choices (int64) are side by
-    side."""
+def expert_loads(experts_TN: Tensor, times_T: Tensor, layers: int, experts: int) -> Tensor:
+    """How many of the tokens chose each expert, each counted so many times (int64, or bool), int64 [L, E]; the layers'
+    choices (int64) are side by side."""
     first_L1 = torch.arange(layers, device=experts_TN.device).unsqueeze(1) * experts
     places_TLK = experts_TN.unflatten(1, (layers, -1)) + first_L1
-    ones_TLK = valid_T.long().view(-1, 1, 1).expand_as(places_TLK)
+    times_TLK = times_T.long().view(-1, 1, 1).expand_as(places_TLK)
     counts = torch.zeros(layers * experts, dtype=torch.int64, device=experts_TN.device)
-    return counts.scatter_add_(0, places_TLK.flatten(), ones_TLK.flatten()).view(layers, experts)  # integers: exact
+    return counts.scatter_add_(0, places_TLK.flatten(), times_TLK.flatten()).view(layers, experts)  # integers: exact
+
+
+@operator(
+    cuda=SAME,
+    fake=lambda tokens_T, cu_seqlens, prefix_start_S, prefix_len_S: torch.empty_like(tokens_T, dtype=torch.int64),
+)
+def times_in_sequences(tokens_T: Tensor, cu_seqlens: Tensor, prefix_start_S: Tensor, prefix_len_S: Tensor) -> Tensor:
+    """Of how many sequences each packed token is one (`Packed`), int64 [T]: of one, a shared prefix's of all that begin
+    with it, and padding of none."""
+    begin_S, shares_S = prefix_start_S.long(), (prefix_len_S > 0).long()
+    changes = torch.zeros(len(tokens_T) + 1, dtype=torch.int64, device=tokens_T.device)
+    changes.scatter_add_(0, begin_S, shares_S).scatter_add_(0, begin_S + prefix_len_S, -shares_S)  # integers: exact
+    times_T = changes.cumsum(0)[:-1].clamp(min=1)
+    return times_T * (torch.arange(len(tokens_T), device=tokens_T.device) < cu_seqlens[-1])
 
 
 @operator(cuda=SAME, fake=like(1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from ...distributed import ONE, World
 from ...errors import InputError, LockstepError, ran_out
 from ...generator import KVCache
 from ...graph import Runtime
-from ...machine import processes_here
+from ...machine import addresses, processes_here
 from ...models import ModelConfig, resolve_folder
 from ...models.checks import memory_bytes
 from ...models.folder import read_config
@@ -50,9 +49,8 @@ def memory_at_hand(device: torch.device, world: World = ONE) -> int:
     but what the processes of `world` talk through; of a host its part among the processes of one machine, or less where
     its addresses are limited."""
     if device.type != "cuda":
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`: of one process
-        share = memory_bytes(device) // processes_here()
-        return share if limit == resource.RLIM_INFINITY else min(share, limit)
+        share, limit = memory_bytes(device) // processes_here(), addresses()
+        return share if limit is None else min(share, limit)
     torch.cuda.empty_cache()  # what measuring links left is nobody's
     free, total = torch.cuda.mem_get_info(device)
     own = CONTEXT + COMMUNICATOR * len(world.axes)

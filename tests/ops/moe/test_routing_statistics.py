@@ -68,3 +68,10 @@ def test_probabilities_are_summed_over_valid_tokens_and_differentiable() -> None
     mine = logits.requires_grad_()
     (grad,) = torch.autograd.grad(ops.router_probabilities(mine, valid), mine, torch.arange(5.0))
     assert (grad[5:] == 0).all() and grad[:5].abs().sum() > 0
+
+
+def test_a_shared_prefix_counts_once_for_each_sequence() -> None:
+    """Of packed tokens: a prefix of two sequences, of which the second has no rows, both these, one alone, padding."""
+    layout = [[0, 3, 5, 5, 9, 9, 9], [0, 0, 0, 0, 0, 0], [0, 3, 3, 0, 0, 0]]
+    times = ops.times_in_sequences(torch.zeros(11, dtype=torch.int64), *(torch.tensor(x).int() for x in layout))
+    assert times.tolist() == [2, 2, 2, 1, 1, 1, 1, 1, 1, 0, 0]
