@@ -3,4 +3,4 @@
 from .collectives import exchange, exchange_in_cells, gather, unshard
 from .join import in_groups, join
 from .mesh import Axis, Mesh
-from .ranks import ONE, World, elsewhere
+from .ranks import ONE, World

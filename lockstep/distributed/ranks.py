@@ -117,9 +117,13 @@ class World:
             raised = error if rank == self.rank and error is not None else found
             if isinstance(raised, LockstepError) and len(failed) < self.size:
                 raised.args = (f"{raised} (on rank {rank}, {host})",)
-            raise elsewhere(raised, self.rank)
+            raise self.on_all(raised)
         outcomes[self.rank] = value, None, ""
         return [found for found, *_ in outcomes]  # type: ignore[misc]
+
+    def on_all(self, error: Exception) -> Exception:
+        """`error`, which every rank raises, as one that the first alone reports."""
+        return elsewhere(error, self.rank)
 
     def each(self, make: Callable[[], T]) -> T:
         """What `make` returns on this rank. What it raises on any is raised on all."""
@@ -139,7 +143,7 @@ class World:
         if not self.first:
             value, error = box[0]
         if error is not None:
-            raise elsewhere(error, self.rank)
+            raise self.on_all(error)
         return value  # type: ignore[return-value]
 
     def transfer(
@@ -215,12 +219,11 @@ class World:
             values = [one.get(name, "missing") for one in all_described]
             odd = [rank for rank, value in enumerate(values) if value != values[0]]
             if odd:
-                raise elsewhere(
+                raise self.on_all(
                     InputError(
                         f"{what}: {name} is {values[odd[0]]!r} on rank {odd[0]} and {values[0]!r} on rank 0; every "
                         "process must run the same program on the same inputs"
-                    ),
-                    self.rank,
+                    )
                 )
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from ..distributed import ONE, World, elsewhere
+from ..distributed import ONE, World
 from ..errors import InputError, LockstepError
 from ..timings import Timings
 from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams
@@ -95,7 +95,7 @@ class Collector:
         without = sorted((group for of_rank in found for group in of_rank.without_reward), key=attrgetter("group"))
         counts = added([of_rank.counts for of_rank in found])
         if problems and not groups and required:
-            raise elsewhere(InputError(self._nothing_scored(where, counts)), self.world.rank)
+            raise self.world.on_all(InputError(self._nothing_scored(where, counts)))
         return Collected(groups, without, counts)
 
     def _of(self, problems: Problems, sampling: SamplingParams, domain: int, step: int, where: str) -> Collected:

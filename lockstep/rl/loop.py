@@ -18,7 +18,6 @@ from typing import Any
 from ..algorithms import SUPERVISED, supervised
 from ..algorithms.policy_terms import KL_ESTIMATORS
 from ..config import RunConfig
-from ..distributed import elsewhere
 from ..environments import Collector, Failures, Limits, worked_trajectories
 from ..environments.collect import Collected
 from ..environments.ranks.rollouts import Holders
@@ -280,7 +279,7 @@ class Loop:
                 "prompts, more samples a prompt, a finer reward, or longer completions (trainer.max_idle_steps sets "
                 "the patience)"
             )
-            raise elsewhere(idle, self.world.rank)
+            raise self.world.on_all(idle)
 
     def warmup_step(self, step: int) -> StepResult:
         """One supervised step on worked examples, through the same packed trainer."""

@@ -84,7 +84,8 @@ def fit(captured: Captured, budget: int) -> tuple[Captured, str]:
     if after > budget:
         raise GraphError(
             f"{captured.title}: {after / 2**30:.3f} GiB are kept for the backward pass with everything that can be "
-            f"computed again left out; {budget / 2**30:.3f} are allowed: raise that, or train on fewer tokens at once"
+            f"computed again left out; {budget / 2**30:.3f} are allowed: raise "
+            "compile.activation_memory_gib, or train on fewer tokens at once"
         )
     note = f"{before / 2**20:.1f} -> {after / 2**20:.1f} MiB kept for the backward pass, {budget / 2**20:.1f} allowed"
     return result, f"{count} of {len(modules)} modules computed again, {note}"
