@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -103,12 +104,14 @@ class LLM(Session):
         self.__exit__(None, None, None)
 
     def _free(self) -> None:
-        self._engine = None
+        had, self._engine = self._engine is not None, None
         self._room = (0, 0)
         self._warm.clear()
         if not self.runtime.eager:
             self.runtime.close()
             self.renew()
+        if had:
+            gc.collect()  # programs and what runs them refer to one another, and to the cache
 
     @property
     def context(self) -> int:

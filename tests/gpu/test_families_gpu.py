@@ -2,6 +2,8 @@
 generator's bits, before and after an update.
 """
 
+import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +31,13 @@ MODELS = {
     "mixtral-8x7b, 2 layers": replace(ARCHITECTURES["mixtral-8x7b"], num_layers=2, vocab_size=4096),
     "glm4.5-air, 2 layers": replace(ARCHITECTURES["glm4.5-air"], num_layers=2, vocab_size=4096),
 }
+
+
+@pytest.fixture(autouse=True)
+def freed() -> Iterator[None]:
+    """A model before the next one is made: programs and what runs them refer to one another."""
+    yield
+    gc.collect()
 
 
 @pytest.mark.parametrize("name", MODELS)

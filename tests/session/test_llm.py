@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +41,20 @@ def test_stream_adds_up_to_what_generate_returns(llm: LLM) -> None:
     assert finished.keys() == texts.keys() == {(p, s) for p in range(3) for s in range(2)}
     for (p, s), completion in finished.items():
         assert completion == expected[p][s] and texts[p, s] == completion.text
+
+
+def test_a_cache_is_freed_before_a_larger_one_is_planned(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, alive = LLM(model, device="cpu"), []
+    llm.generate("one", SHORT)
+    cache = weakref.ref(llm.engine_for(1, 8).cache.k)
+    planned = llm.cache_tokens
+    monkeypatch.setattr(llm, "cache_tokens", lambda *room: (alive.append(cache()), planned(*room))[1])
+    gc.disable()
+    try:
+        llm.generate("one", replace(SHORT, n=64))
+    finally:
+        gc.enable()
+    assert alive == [None]
 
 
 def test_text_comes_before_the_end(model: Path) -> None:

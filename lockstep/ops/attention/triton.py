@@ -242,6 +242,6 @@ def paged(
         return triton_decode.decode(q_TNH, cache, contexts, groups, scores)
     _, page_size, _, head_dim = cache.k_cache.shape
     k_RKH, v_RKH = (pages.view(-1, *pages.shape[2:]) for pages in cache)
-    tile = _tile(by.max_context_len, head_dim, q_TNH.dtype)
+    tile = _tile(1, head_dim, q_TNH.dtype)  # segments of prompts are short, and rows that decode have one token
     scale, others = triton_scores.arguments(scores, head_dim)
     return launch((q_TNH, k_RKH, v_RKH), scale, by, page_size, tile, **others, **triton_scores.sinks(scores))[0]

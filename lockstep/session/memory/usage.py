@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ def memory_at_hand(device: torch.device, world: World = ONE) -> int:
     if device.type != "cuda":
         share, limit = memory_bytes(device) // processes_here(), addresses()
         return share if limit is None else min(share, limit)
+    if torch.cuda.memory_allocated(device):
+        gc.collect()  # models of before lie in cycles with the programs that ran them
     torch.cuda.empty_cache()  # what measuring links left is nobody's
     free, total = torch.cuda.mem_get_info(device)
     own = CONTEXT + COMMUNICATOR * len(world.axes)
