@@ -23,9 +23,8 @@ from .request import Prefill, Sequence, SharedPrefix
 from .running_batch import RunningBatch
 
 MAX_PROMPTS = 64  # that a step runs tokens of
-ADMISSION_SHARE = 4  # a mixed step takes as long as several: prompts wait for one in so many of those that run
-ADMISSION_STEPS = 16  # that late comers wait for company, after a mixed step
-SLOT_SHARE = 16  # and for one in so many of the slots
+ADMISSION_SHARE = 16  # a mixed step takes as long as several: prompts wait for one slot, or one that runs, in so many
+ADMISSION_STEPS = 8  # that late comers wait for company, after a mixed step
 SLOT_STEPS = 64  # that prompts wait for their share of the slots while some are free, after one
 AHEAD = 128  # tokens that pages are given out for at a time, while there are plenty
 
@@ -110,7 +109,7 @@ class Scheduler:
             if samples > max(slots, share):
                 break
         waited = self.clock - self._mixed_at
-        full = slots < min(samples, self.config.max_num_seqs // SLOT_SHARE) and waited < SLOT_STEPS
+        full = slots < min(samples, self.config.max_num_seqs // ADMISSION_SHARE) and waited < SLOT_STEPS
         return not full and (samples >= share or waited >= ADMISSION_STEPS)
 
     def _start(self, version: int) -> Prefill | None:

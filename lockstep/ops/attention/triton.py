@@ -39,7 +39,8 @@ from .triton_tiles import (
 )
 
 TILE = AttentionTile(64, 4, 3)
-LONG_TILE = AttentionTile(128, 8, 3)  # above `LONG` keys
+LONG_TILE = AttentionTile(128, 8, 3)  # above `LONG` keys, or `PAGED_LONG`
+PAGED_LONG = 4096  # where rows that decode, of one token each, are beside prompts
 SMALL_TILE = AttentionTile(64, 4, 1)  # for float32 and for head dims above 128
 
 
@@ -187,10 +188,10 @@ def _attention_kernel(
     tl.store(lse_ptr + row_M, shift_M + tl.log2(sum_M), mask=inside_M)
 
 
-def _tile(max_context: int, head_dim: int, dtype: torch.dtype) -> AttentionTile:
+def _tile(max_context: int, head_dim: int, dtype: torch.dtype, long: int = LONG) -> AttentionTile:
     if dtype.itemsize > 2 or head_dim > 128:
         return SMALL_TILE
-    return LONG_TILE if max_context > LONG else TILE
+    return LONG_TILE if max_context > long else TILE
 
 
 def launch(
@@ -242,6 +243,6 @@ def paged(
         return triton_decode.decode(q_TNH, cache, contexts, groups, scores)
     _, page_size, _, head_dim = cache.k_cache.shape
     k_RKH, v_RKH = (pages.view(-1, *pages.shape[2:]) for pages in cache)
-    tile = _tile(1, head_dim, q_TNH.dtype)  # segments of prompts are short, and rows that decode have one token
+    tile = _tile(by.max_context_len, head_dim, q_TNH.dtype, PAGED_LONG)
     scale, others = triton_scores.arguments(scores, head_dim)
     return launch((q_TNH, k_RKH, v_RKH), scale, by, page_size, tile, **others, **triton_scores.sinks(scores))[0]
