@@ -22,8 +22,9 @@ class KVCache:
     """Keys and values of `num_pages` pages, and who holds them.
 
     A page that nobody holds keeps its contents until it is handed out again, least recently used first. A full page is
-    registered under a digest of the weights' version and every token up to its end. One page more, `null_page`, is
-    nobody's: rows of a batch without a sequence write there.
+    registered under a digest of the weights' version and every token up to its end, a sequence's last page, which has
+    room left, under that of the pages before it: who goes on from there, as a later turn does, takes it over. One page
+    more, `null_page`, is nobody's: rows of a batch without a sequence write there.
 
     Of a model with experts `routes` keeps the word that tells which experts a position's token went to
     (`ops.route_digest`). With `cleared`, values are zero in a page that is handed out: for attention that multiplies
@@ -53,6 +54,8 @@ class KVCache:
         self._digests: list[bytes | None] = [None] * num_pages
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._by_digest: dict[bytes, int] = {}
+        self._parts: dict[bytes, tuple[int, list[int]]] = {}  # pages with room, and the tokens that they begin with
+        self._part_of: dict[int, bytes] = {}  # by page, where it is found among those
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"k": self.k, "v": self.v} | ({} if self.routes is None else {"routes": self.routes})
@@ -71,6 +74,7 @@ class KVCache:
         pages = [self._free.popitem(last=False)[0] for _ in range(count)]
         for page in pages:
             self._references[page] = 1
+            self._forget_part(page)
             if digest := self._digests[page]:
                 del self._by_digest[digest]
                 self._digests[page] = None
@@ -99,30 +103,52 @@ class KVCache:
             self.routes.index_copy_(0, target, self.routes.index_select(0, source))
 
     def register(self, tokens: list[int], pages: list[int], version: int) -> None:
-        """Make the full pages of a sequence findable; `tokens` are those whose keys and values are in place."""
-        known = next((i for i, page in enumerate(pages) if self._digests[page] is None), len(pages))
-        begin = self._digests[pages[known - 1]] if known else None  # of all pages up to there
-        new = self._digest_chain(tokens[known * self.page_size :], version, begin)
-        for digest, page in zip(new, pages[known:], strict=False):
-            if self._digests[page] is None and digest not in self._by_digest:
-                self._digests[page] = digest
-                self._by_digest[digest] = page
+        """Make the pages of a sequence findable; `tokens` are those whose keys and values are in place."""
+        full = len(tokens) // self.page_size
+        known = next((i for i, page in enumerate(pages[:full]) if self._digests[page] is None), full)
+        last = (known and self._digests[pages[known - 1]]) or _root(version)  # of all pages up to there
+        for last, page in zip(self._chain(tokens[known * self.page_size :], last), pages[known:], strict=False):
+            self._forget_part(page)
+            if self._digests[page] is None and last not in self._by_digest:
+                self._digests[page] = last
+                self._by_digest[last] = page
+        if part := tokens[full * self.page_size :]:
+            self._forget_part(pages[full])
+            if last in self._parts:
+                self._forget_part(self._parts[last][0])
+            self._parts[last], self._part_of[pages[full]] = (pages[full], part), last
 
-    def match(self, tokens: list[int], version: int) -> list[int]:
-        """The longest run of registered pages that are a prefix of `tokens`, with a reference added to each."""
-        pages = []
-        for digest in self._digest_chain(tokens, version):
-            page = self._by_digest.get(digest)
-            if page is None:
+    def match(self, tokens: list[int], version: int) -> tuple[list[int], int]:
+        """The longest run of registered pages that are a prefix of `tokens`, with a reference added to each, and how
+        many of `tokens` are in place there. If the last of the pages has room, it is now the caller's alone."""
+        pages, last = [], _root(version)
+        for digest in self._chain(tokens, last):
+            if (page := self._by_digest.get(digest)) is None:
                 break
             pages.append(page)
+            last = digest
+        found = len(pages) * self.page_size
+        page, part = self._parts.get(last, (self.null_page, []))
+        if part and self._references[page] == 0 and tokens[found : found + len(part)] == part:
+            pages.append(page)
+            found += len(part)
+            if self.cleared:
+                self.v[:, page, len(part) :].zero_()
         self.share(pages)
-        return pages
+        return pages, found
 
-    def _digest_chain(self, tokens: list[int], version: int, after: bytes | None = None) -> Iterator[bytes]:
-        """Of each full page of `tokens`, which come after what has the digest `after`, or first."""
-        digest = after or version.to_bytes(8, "little", signed=True)
+    def _forget_part(self, page: int) -> None:
+        if digest := self._part_of.pop(page, None):
+            del self._parts[digest]
+
+    def _chain(self, tokens: list[int], after: bytes) -> Iterator[bytes]:
+        """The digest of each full page of `tokens`, which come after what has the digest `after`."""
         data, size = array("q", tokens).tobytes(), 8 * self.page_size
         for i in range(0, len(data) - size + 1, size):
-            digest = hashlib.blake2b(digest + data[i : i + size], digest_size=16).digest()
-            yield digest
+            after = hashlib.blake2b(after + data[i : i + size], digest_size=16).digest()
+            yield after
+
+
+def _root(version: int) -> bytes:
+    """What stands before the first page's tokens."""
+    return version.to_bytes(8, "little", signed=True)

@@ -118,7 +118,7 @@ class Scheduler:
         at once."""
         prefill = self.waiting[0]
         cacheable = prefill.token_ids[:-1]  # the last token always runs: its hidden state is needed
-        hits = self.cache.match(cacheable, version)
+        hits, cached = self.cache.match(cacheable, version)
         needed = self.cache.pages_for(len(prefill.token_ids)) - len(hits)
         pages = self.cache.allocate(needed) if self.cache.num_free >= needed + len(self.running) else None
         if pages is None:
@@ -126,7 +126,7 @@ class Scheduler:
             return None
         self.waiting.popleft()
         prefill.pages = hits + pages
-        prefill.num_cached = len(hits) * self.cache.page_size
+        prefill.num_cached = cached
         self.cached_tokens += prefill.num_cached
         prefill.cache_version = version
         prefill.row = self.rows.take()
@@ -222,7 +222,7 @@ class Scheduler:
         self.waiting.appendleft(Prefill(sequence.prompt_ids + sequence.token_ids, [sequence]))
 
     def release(self, sequence: Sequence, register: bool = True) -> None:
-        """Take a sequence out of the running ones; registered, its full pages can be found again by their tokens."""
+        """Take a sequence out of the running ones; registered, its pages can be found again by their tokens."""
         self.running.remove(sequence)
         if register:
             tokens = (sequence.prompt_ids + sequence.token_ids)[:-1]

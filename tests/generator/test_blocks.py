@@ -142,7 +142,7 @@ def test_tokens_carry_the_version_that_drew_them_and_pages_of_two_are_not_shared
         done |= finished(blocks)
     (completion,) = done[request]
     assert completion.weight_versions == [3] * 5 + [4] * 35  # a mixed step, and a block
-    assert blocks.cache.match((prompt + completion.token_ids)[:64], 4) == []
+    assert blocks.cache.match((prompt + completion.token_ids)[:64], 4) == ([], 0)
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(before[name])

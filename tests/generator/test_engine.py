@@ -185,7 +185,7 @@ def test_a_prompt_that_two_versions_ran_is_not_found_again(model, versions: tupl
     version = versions[1]
     while engine.scheduler.busy:
         engine.advance()
-    assert len(engine.cache.match(prompt, version)) == found
+    assert len(engine.cache.match(prompt, version)[0]) == found
 
 
 def test_a_page_is_found_behind_the_tokens_before_it_alone() -> None:
@@ -194,8 +194,46 @@ def test_a_page_is_found_behind_the_tokens_before_it_alone() -> None:
     pages = cache.allocate(2)
     assert pages is not None
     cache.register(first + second, pages, 0)
-    assert cache.match(first + second, 0) == pages and cache.match(first + first, 0) == pages[:1]
-    assert cache.match(second, 0) == cache.match(second + first, 0) == cache.match(first + second, 1) == []
+    assert cache.match(first + second, 0) == (pages, 8) and cache.match(first + first, 0) == (pages[:1], 4)
+    assert cache.match(second, 0) == cache.match(second + first, 0) == cache.match(first + second, 1) == ([], 0)
+
+
+def test_a_page_with_room_is_taken_over_by_one_that_goes_on_from_it() -> None:
+    cache = KVCache(CONFIG, 8, 4, torch.float32, torch.device("cpu"))
+    tokens, pages = [1, 2, 3, 4, 5, 6], cache.allocate(2)
+    assert pages is not None
+    cache.register(tokens, pages, 0)
+    longer = [*tokens, 7, 8, 9]
+    assert cache.match(longer, 0) == (pages[:1], 4), "who made it still has it"
+    cache.release(pages[:1])
+    cache.release(pages)
+    assert cache.match([1, 2, 3, 4, 5, 7], 0) == (pages[:1], 4), "of other tokens"
+    assert cache.match([1, 2, 3, 4, 5], 0) == (pages[:1], 4), "it has more"
+    assert cache.match(longer, 1) == ([], 0)
+    assert cache.match(longer, 0) == (pages, 6)
+    assert cache.match(longer, 0) == (pages[:1], 4), "another has it"
+    cache.register(longer, [*pages, *(cache.allocate(1) or [])], 0)
+    for _ in range(4):
+        cache.release(pages[:1])
+    cache.release(pages[1:])
+    assert cache.match(longer[:8], 0) == (pages, 8), "it is full now"
+    assert cache.match([*tokens, 9], 0) == (pages[:1], 4), "and has no room"
+
+
+def test_a_page_with_room_is_forgotten_when_it_is_handed_out_or_another_is_found_in_its_place() -> None:
+    cache = KVCache(CONFIG, 3, 4, torch.float32, torch.device("cpu"), cleared=True)
+    for page in (0, 1):
+        assert cache.allocate(1) == [page]
+        cache.v[:, page] = float("inf")
+        cache.register([1, 2], [page], 0)
+    cache.release([0])
+    cache.release([1])
+    assert cache.match([1, 2, 3], 0) == ([1], 2), "the later one"
+    assert cache.v[:, 1, :2].isinf().all() and not cache.v[:, 1, 2:].any(), "what is not finite is gone"
+    cache.release([1])
+    assert cache.allocate(3) == [2, 0, 1]
+    cache.release([1])
+    assert cache.match([1, 2, 3], 0) == ([], 0)
 
 
 @pytest.mark.parametrize(
