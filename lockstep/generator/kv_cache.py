@@ -107,11 +107,12 @@ class KVCache:
         full = len(tokens) // self.page_size
         known = next((i for i, page in enumerate(pages[:full]) if self._digests[page] is None), full)
         last = (known and self._digests[pages[known - 1]]) or _root(version)  # of all pages up to there
-        for last, page in zip(self._chain(tokens[known * self.page_size :], last), pages[known:], strict=False):
+        for digest, page in zip(self._chain(tokens[known * self.page_size :], last), pages[known:], strict=False):
             self._forget_part(page)
-            if self._digests[page] is None and last not in self._by_digest:
-                self._digests[page] = last
-                self._by_digest[last] = page
+            if self._digests[page] is None and digest not in self._by_digest:
+                self._digests[page] = digest
+                self._by_digest[digest] = page
+            last = digest
         if part := tokens[full * self.page_size :]:
             self._forget_part(pages[full])
             if last in self._parts:

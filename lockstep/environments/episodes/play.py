@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,6 +22,8 @@ from .episode import Asked, Episode, Round, Sampler
 Started = list[tuple[Episode, Any]]  # with what their environments began with
 _log = logging.getLogger("lockstep")
 
+TURNS = 64  # that end together are handled before the generator goes on, where environments answer at once
+
 
 class Play:
     """One round: the samples of some prompts, from their start to their end."""
@@ -30,6 +33,7 @@ class Play:
         self._calls = Calls(by.limits.timeout, by.environment.instant)
         self._sampler: Sampler | None = None
         self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those with the generator
+        self._done: deque[tuple[Episode, Trajectory]] = deque()  # those that it has finished, and nobody has looked at
         self.sampled_tokens = 0  # by the generator, of all turns
         self._warned = False  # that branches do not fit together
         self._episodes: list[Episode] = []
@@ -62,13 +66,15 @@ class Play:
         """Take answers and sample until all of so many have ended."""
         left = total
         while left:
-            beside = bool(self._sampled) or self._environment.instant
-            with nullcontext() if beside else self._timings.measured("environment"):
-                answers = self._calls.answers(wait=not self._sampled)
+            busy = bool(self._sampled or self._done)
+            with nullcontext() if busy or self._environment.instant else self._timings.measured("environment"):
+                answers = self._calls.answers(wait=not busy)
             self._answers(answers)
             if self._sampled:
                 self._advance()
-            left = len(self._sampled) + len(self._calls)
+            for _ in range(min(len(self._done), TURNS) if self._environment.instant else len(self._done)):
+                self._take(*self._done.popleft())
+            left = len(self._sampled) + len(self._done) + len(self._calls)
             self._timings.tell(f"{total - left} of {total}")
 
     def close(self) -> None:
@@ -208,7 +214,7 @@ class Play:
             episode = self._sampled.get((grown.request_id, grown.identity.sample))  # None: another's
             if episode is not None and grown.completion is not None:
                 del self._sampled[grown.request_id, grown.identity.sample]
-                self._take(episode, grown.completion)
+                self._done.append((episode, grown.completion))
 
     def _take(self, episode: Episode, made: Trajectory) -> None:
         """Add a turn, and ask the environment what follows it."""
