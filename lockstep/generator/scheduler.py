@@ -58,6 +58,7 @@ class Scheduler:
         self._ending: list[Prefill] = []  # so do these, which end in the step that is being planned
         self._leases: list[tuple[int, int, Sequence]] = []  # heap: the clock that a sequence's pages last to
         self._lease = itertools.count(1)
+        self._admitted = 0  # prefills that wait, and need not any more: a step's tokens or prompts had no room for them
         self._mixed_at = -ADMISSION_STEPS  # the clock after the latest mixed step
         self._drawn: SampleIdentity | None = None  # the step that what follows is of
         self._prefixes: dict[int, SharedPrefix] = {}  # by group, those of its prompts
@@ -77,11 +78,12 @@ class Scheduler:
         """Prompt tokens for this step within the token budget; at most the last prefill stays unfinished."""
         budget = self.max_tokens
         slots = self.config.max_num_seqs - len(self.running)
-        admit = self._worth_admitting(slots)
+        self._admitted = min(self._admitted, len(self.waiting)) or self._worth_admitting(slots)
         chunks: list[Chunk] = []
-        while budget > 0 and len(chunks) < MAX_PROMPTS and (self._active or (admit and self.waiting and slots > 0)):
+        while budget > 0 and len(chunks) < MAX_PROMPTS and (self._active or (self._admitted and slots > 0)):
             prefill = self._active or self._start(version)
             if prefill is None:
+                self._admitted = 0
                 break
             if prefill.cache_version != version:
                 prefill.cache_version = -1
@@ -98,19 +100,20 @@ class Scheduler:
             self._mixed_at = self.clock + 1
         return chunks
 
-    def _worth_admitting(self, slots: int) -> bool:
-        """Whether there is enough to admit, of what waits and of slots for it, to interrupt the decoding of those that
-        run. Prompts that come one by one, as after tools of many lengths, are read some together."""
-        if not self.running:
-            return True
-        share, samples = len(self.running) // ADMISSION_SHARE, 0
+    def _worth_admitting(self, slots: int) -> int:
+        """How many of those that wait to admit; none where they and the slots for them are not worth interrupting the
+        decoding of those that run. Prompts that come one by one, as after tools of many lengths, are read some
+        together."""
+        share, samples, fitting = len(self.running) // ADMISSION_SHARE, 0, 0
         for prefill in self.waiting:
+            fitting += samples < slots
             samples += len(prefill.samples)
             if samples > max(slots, share):
                 break
         waited = self.clock - self._mixed_at
         full = slots < min(samples, self.config.max_num_seqs // ADMISSION_SHARE) and waited < SLOT_STEPS
-        return not full and (samples >= share or waited >= ADMISSION_STEPS)
+        enough = samples >= share or waited >= ADMISSION_STEPS
+        return fitting if not self.running or (enough and not full) else 0
 
     def _start(self, version: int) -> Prefill | None:
         """Give the first waiting prefill its pages, prefix hits included, and a row; None when they do not fit now. A
@@ -125,6 +128,7 @@ class Scheduler:
             self.cache.release(hits)
             return None
         self.waiting.popleft()
+        self._admitted -= 1
         prefill.pages = hits + pages
         prefill.num_cached = cached
         self.cached_tokens += prefill.num_cached

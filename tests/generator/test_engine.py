@@ -89,6 +89,22 @@ def test_truncated_log_probs_are_of_the_distribution_that_was_sampled(model, eng
             assert torch.isfinite(other)
 
 
+def test_prompts_that_are_worth_a_step_are_all_read_before_another_token_is_drawn(model, engine_of: EngineOf) -> None:
+    """A few that a step has no room for do not wait for company again."""
+    engine, read = engine_of(model, max_num_batched_tokens=64, max_num_seqs=64), list[int]()
+    schedule = engine.scheduler.schedule_prefill
+    engine.scheduler.schedule_prefill = lambda version: [*map(lambda c: read.append(c.count) or c, schedule(version))]
+    sampling, identity = SamplingParams(max_completion_length=40, ignore_eos=True), SampleIdentity(0, 0, 0, 0)
+    engine.add_request(PROMPT, SamplingParams(n=48, max_completion_length=40, ignore_eos=True), identity)
+    engine.advance()
+    for token in range(5):
+        engine.add_request([token] * 30, sampling, identity)
+    for _ in range(3):
+        engine.advance()
+    assert read == [30, 30, 30, 4, 26, 30, 8, 22]
+    assert engine.scheduler.clock == 4
+
+
 def test_stop_tokens_and_strings_end_a_sample_where_they_occur(model) -> None:
     engine = Engine(SharedWeights(model), GeneratorConfig(steps_per_sync=8), 16384, text)
     whole = run(engine, ignore_eos=True)[0]
