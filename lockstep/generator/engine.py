@@ -129,7 +129,9 @@ class Engine:
         self._make_room(tokens)
         sequences = min(sequences, self.config.max_num_seqs)
         longest_prompt = max(1, tokens - sampling.max_completion_length)
-        self.scheduler.max_tokens = self.runner.warm_up(sequences, longest_prompt, sampling)
+        self.scheduler.sizes = self.runner.warm_up(sequences, longest_prompt, sampling)
+        if self.scheduler.sizes:
+            self.scheduler.max_tokens = self.scheduler.sizes[0]
 
     def trust_cases(self) -> Work:
         """Launches on which the graphs of the warm-ups are to be checked against eager; before the first request."""

@@ -143,15 +143,16 @@ class Runner:
         return Block(sequences, steps, version, words, ready, ended, prompt_words)
 
     @torch.inference_mode()
-    def warm_up(self, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> int:
+    def warm_up(self, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> list[int]:
         """Make the graphs for up to so many sequences, and prompts of so many tokens, with no row in use, the largest
-        first. Returns the prompt tokens that a step may have from now on; more are run in several steps."""
+        first. Returns the numbers of prompt tokens that steps have graphs for from now on; more are run in several
+        steps."""
         for sizes in self._sizes.mixed_to_make(sequences, prompt_tokens, sampling.n):
             self._run_mixed([], sizes, {})
         for rows, statics in self._sizes.decodes_to_make(sequences, prompt_tokens, sampling):
             self.rows.flush()
             self._decode_program(rows)({}, **statics)
-        return self._sizes.max_tokens
+        return [tokens for tokens in self._sizes.tokens if tokens <= self._sizes.max_tokens]
 
     def _decode_program(self, rows: int) -> graph.Program:
         if rows not in self._decode:

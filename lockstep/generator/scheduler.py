@@ -26,6 +26,8 @@ MAX_PROMPTS = 64  # that a step runs tokens of
 ADMISSION_SHARE = 16  # a mixed step takes as long as several: prompts wait for one slot, or one that runs, in so many
 ADMISSION_STEPS = 8  # that late comers wait for company, after a mixed step
 SLOT_STEPS = 64  # that prompts wait for their share of the slots while some are free, after one
+LEAST_FILLED = 0.75  # of the prompt tokens of a mixed graph of more than so many, whose time is that of its tokens
+FILLED_FROM = 1024
 AHEAD = 128  # tokens that pages are given out for at a time, while there are plenty
 
 
@@ -45,6 +47,7 @@ class Scheduler:
     Attributes:
         clock: decode steps planned so far, mixed ones included.
         max_tokens: prompt tokens that a step may run.
+        sizes: of prompt tokens that steps have graphs for, largest first; empty: any number runs as it is.
         cached_tokens: those of prompts that were found in the cache.
     """
 
@@ -54,7 +57,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = self.cached_tokens = self.clock = 0
         self.max_tokens = config.max_num_batched_tokens
-        self._active: Prefill | None = None  # started, and holding pages and a row
+        self.sizes: list[int] = []
+        self._active: deque[Prefill] = deque()  # started, and holding pages and a row
         self._ending: list[Prefill] = []  # so do these, which end in the step that is being planned
         self._leases: list[tuple[int, int, Sequence]] = []  # heap: the clock that a sequence's pages last to
         self._lease = itertools.count(1)
@@ -75,13 +79,14 @@ class Scheduler:
         return hashlib.blake2b(repr(state).encode(), digest_size=16).hexdigest()
 
     def schedule_prefill(self, version: int) -> list[Chunk]:
-        """Prompt tokens for this step within the token budget; at most the last prefill stays unfinished."""
+        """Prompt tokens for this step within the token budget. Started prefills that it has no room for come first in
+        the next."""
         budget = self.max_tokens
         slots = self.config.max_num_seqs - len(self.running)
         self._admitted = min(self._admitted, len(self.waiting)) or self._worth_admitting(slots)
         chunks: list[Chunk] = []
         while budget > 0 and len(chunks) < MAX_PROMPTS and (self._active or (self._admitted and slots > 0)):
-            prefill = self._active or self._start(version)
+            prefill = self._active.popleft() if self._active else self._start(version)
             if prefill is None:
                 self._admitted = 0
                 break
@@ -90,15 +95,30 @@ class Scheduler:
             remaining = prefill.remaining
             count = min(budget, remaining)
             chunks.append(Chunk(prefill, prefill.num_cached, count))
-            prefill.num_cached += count
             budget -= count
-            self._active = prefill if count < remaining else None
-            if self._active is None:
-                self._ending.append(prefill)
             slots -= len(prefill.samples)
-        if chunks:
+        self._put_off(chunks, sum(chunk.count for chunk in chunks))
+        for chunk in chunks:
+            chunk.prefill.num_cached += chunk.count
+            if not chunk.prefill.remaining:
+                self._ending.append(chunk.prefill)
+            elif chunk.prefill not in self._active:
+                self._active.appendleft(chunk.prefill)
             self._mixed_at = self.clock + 1
         return chunks
+
+    def _put_off(self, chunks: list[Chunk], tokens: int) -> None:
+        """Leave to the next step what would begin to fill a larger graph, beside sequences that run: padding costs as
+        much as tokens."""
+        size = min((size for size in self.sizes if size >= tokens), default=tokens)
+        filled = max((size for size in self.sizes if FILLED_FROM <= size <= tokens), default=0)
+        over = tokens - filled if filled and self.running and tokens < LEAST_FILLED * size else 0
+        while over:
+            chunk = chunks[-1]
+            count = min(over, chunk.count)
+            over, chunk.count = over - count, chunk.count - count
+            if not chunk.count:
+                self._active.appendleft(chunks.pop().prefill)
 
     def _worth_admitting(self, slots: int) -> int:
         """How many of those that wait to admit; none where they and the slots for them are not worth interrupting the
@@ -244,11 +264,10 @@ class Scheduler:
         for prefill in [p for p in self.waiting if p.samples[0].request_id == request_id]:
             self.waiting.remove(prefill)
             dropped += prefill.samples
-        started = [*self._ending, *([self._active] if self._active else [])]
-        for prefill in [p for p in started if p.samples[0].request_id == request_id]:
+        for prefill in [p for p in (*self._ending, *self._active) if p.samples[0].request_id == request_id]:
             self.cache.release(prefill.pages)
             self.rows.release(prefill.row)
             self._ending = [p for p in self._ending if p is not prefill]
-            self._active = None if self._active is prefill else self._active
+            self._active = deque(p for p in self._active if p is not prefill)
             dropped += prefill.samples
         return dropped

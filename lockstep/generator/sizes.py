@@ -79,7 +79,7 @@ class ExactSizes:
     few = False
 
     def __init__(self, rows: RunningBatch, cache: KVCache, max_tokens: int) -> None:
-        self._rows, self._cache, self.max_tokens = rows, cache, max_tokens
+        self._rows, self._cache, self.max_tokens, self.tokens = rows, cache, max_tokens, list[int]()
 
     def rows_for(self, sequences: int) -> int:
         return sequences

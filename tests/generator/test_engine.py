@@ -105,6 +105,38 @@ def test_prompts_that_are_worth_a_step_are_all_read_before_another_token_is_draw
     assert engine.scheduler.clock == 4
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_mixed_step_fills_its_graph_and_leaves_the_rest_to_the_next(
+    model, engine_of: EngineOf, dropped: bool
+) -> None:
+    engine, read = engine_of(model, max_num_seqs=64), list[int]()
+    free, schedule = engine.cache.num_free, engine.scheduler.schedule_prefill
+
+    def counted(version: int) -> list:
+        chunks = schedule(version)
+        read.append(sum(chunk.count for chunk in chunks))
+        return chunks
+
+    engine.scheduler.schedule_prefill, engine.scheduler.sizes = counted, [2048, 1024, 512]
+    sampling = SamplingParams(max_completion_length=4, ignore_eos=True)
+    prompts = [[token] * 30 for token in range(41)]
+    ids = [engine.add_request(prompts[0], sampling, SampleIdentity(0, 0, 0, 0))]
+    found = finished(engine)
+    ids += [engine.add_request(p, sampling, SampleIdentity(0, 0, 0, i + 1)) for i, p in enumerate(prompts[1:])]
+    found |= finished(engine)
+    assert read == [30, 1024]
+    for i in ids[-6:] if dropped else []:  # the first of them read in part, the others started
+        engine.abort(i)
+    while engine.scheduler.busy:
+        found |= finished(engine)
+    assert read[:3] == [30, 1024, 0 if dropped else 176]
+    assert engine.cache.num_free == free
+    identities = [SampleIdentity(0, 0, 0, i) for i in range(41)]
+    alone = engine_of(model).generate(prompts, [sampling] * 41, identities)
+    assert len(found) == (35 if dropped else 41)
+    assert all(words([found[i]]) == words([alone[n]]) for n, i in enumerate(ids) if i in found)
+
+
 def test_stop_tokens_and_strings_end_a_sample_where_they_occur(model) -> None:
     engine = Engine(SharedWeights(model), GeneratorConfig(steps_per_sync=8), 16384, text)
     whole = run(engine, ignore_eos=True)[0]

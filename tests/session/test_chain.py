@@ -12,7 +12,7 @@ from c_library import using
 from small import compare, generate, make_model, requests, train_groups, words
 
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
-from lockstep.generator import Engine, KVCache, SharedWeights
+from lockstep.generator import Engine, SharedWeights, kv_cache
 from lockstep.models import Decoder
 from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.linear.operator import linear
@@ -123,8 +123,7 @@ def test_parity_holds_after_every_update(dtype: torch.dtype) -> None:
 
 def test_a_stale_prefix_page_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache whose digests forget the weights' version serves pages of the weights before the update."""
-    chain = KVCache._digest_chain
-    monkeypatch.setattr(KVCache, "_digest_chain", lambda self, tokens, version, *after: chain(self, tokens, 0, *after))
+    monkeypatch.setattr(kv_cache, "_root", lambda version, root=kv_cache._root: root(0))
     model = make_model(torch.float32)
     trainer = Trainer(model, OptimizerConfig(), LossConfig())
     engine = Engine(SharedWeights(model, lambda: trainer.weights_version), GeneratorConfig(page_size=4), 16384)
