@@ -6,20 +6,22 @@ Random weights; every turn has exactly so many tokens, and every tool answer too
 - instant tools: each turn is answered at once.
 - slow tools: each answer takes a time that is drawn, lognormal between two bounds. The bits must be those of instant
   ones. Beside it a replay of the same trajectories with the times that their tools took, in which decoding runs at the
-  rate that was measured for each number of live rows, and nothing else takes any time.
+  rate that was measured for each number of live rows (in rounds of fewer prompts and shorter turns, at contexts of the
+  same mean), and nothing else takes any time.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
 import functools
 import math
 import random
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +31,7 @@ from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.environments import End, Environment, Failures, Limits, Problem, Tokens, Turn
 from lockstep.environments.episodes import Asked, Episode, Play, Round
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
-from lockstep.generator.sizes import bucket, row_buckets
+from lockstep.generator.sizes import row_buckets
 from lockstep.graph import Runtime
 from lockstep.timings import Timings, totals
 from lockstep.types import TRAIN_DOMAIN, SampleIdentity, SamplingParams
@@ -59,6 +61,13 @@ class Case:
     def response(self) -> int:
         """Tokens after the prompt."""
         return self.turns * self.new + (self.turns - 1) * self.answer
+
+    def shorter(self, prompts: int) -> Case:
+        """So many prompts with an eighth of the sampled tokens, at contexts of the same mean and end."""
+        new = max(1, self.new // 8)
+        return replace(
+            self, prompts=prompts, new=new, answer=self.answer + (self.new - new) * self.turns // (self.turns - 1)
+        )
 
 
 CASES = {"cpu": Case(2, 4, 80, 3, 16, 8, 0.01, 0.03, 0.1), "h200": Case(32, 8, 256, 4, 256, 128)}
@@ -134,17 +143,17 @@ class Rounds:
         """Exactly so many tokens."""
         return SamplingParams(n=self.case.samples, max_completion_length=new, ignore_eos=True)
 
-    def play(self, kind: type[Instant], number: int) -> list[Episode]:
+    def play(self, kind: type[Instant], number: int, case: Case | None = None) -> list[Episode]:
         """Play round `number`, whose prompts and random numbers are the same for every kind."""
         self.version += 1
-        draw = random.Random(number)
-        made = type(kind.__name__, (kind,), {"case": self.case})
-        prompts = [draw.choices(range(256), k=self.case.prompt) for _ in range(self.case.prompts)]
+        draw, case = random.Random(number), case or self.case
+        made = type(kind.__name__, (kind,), {"case": case})
+        prompts = [draw.choices(range(256), k=case.prompt) for _ in range(case.prompts)]
         asked = [Asked(g, Problem(prompt), g, f"group {g}") for g, prompt in enumerate(prompts)]
-        sampler, limits = WholeTurns(self.engine), Limits(turns=self.case.turns)
+        sampler, limits = WholeTurns(self.engine), Limits(turns=case.turns)
         tokens = Tokens(list, lambda messages, given: list(given))
         play = Play(Round(made, tokens, lambda *_: sampler, limits, Failures(), self.timings))
-        found = play.run(asked, self.sampling(self.case.new), SampleIdentity(0, TRAIN_DOMAIN, number, 0))
+        found = play.run(asked, self.sampling(case.new), SampleIdentity(0, TRAIN_DOMAIN, number, 0))
         return [episode for episodes in found for episode in episodes]
 
     def one_turn(self, number: int) -> None:
@@ -154,6 +163,18 @@ class Rounds:
         prompts = [draw.choices(range(256), k=self.case.prompt) for _ in range(count)]
         identities = [SampleIdentity(0, TRAIN_DOMAIN, number, g) for g in range(count)]
         self.engine.generate(prompts, [self.sampling(self.case.response)] * count, identities)
+
+    def step_times(self) -> list[tuple[int, float]]:
+        """Numbers of sequences and the seconds of a decode step: where each graph of more than a quarter of all begins
+        and ends, and where each smaller one ends."""
+        samples, most, counts = self.case.samples, self.case.prompts, set[int]()
+        for rows in row_buckets(self.case.trajectories):
+            counts |= {rows // samples, rows // samples + (rows >= self.case.trajectories // 4)}
+        found: list[tuple[int, float]] = []
+        for count in sorted(min(max(count, 1), most) for count in counts):
+            figures, _ = self.timed(lambda n=count: self.play(Instant, -2, self.case.shorter(n)), 0)
+            found += [point for point in figures["live"] if point[0] == count * samples]
+        return found
 
     def timed(self, run: Callable[[], Any], sampled: int) -> tuple[dict[str, Any], Any]:
         """Seconds of a round with its phases, those of the device as it counts, and tokens a second; and its result."""
@@ -177,23 +198,20 @@ class Rounds:
         return figures, found[0]
 
 
-def step_times(live: Sequence[tuple[int, float]], sizes: list[int]) -> Callable[[int], float]:
-    """Seconds of a decode step by the number of live rows, from those measured: a line through the steps of each of the
-    `sizes` that graphs have, or their mean where they had one number of rows."""
-    of_size: dict[int, list[tuple[int, float]]] = {}
+def step_times(live: Sequence[tuple[int, float]]) -> Callable[[int], float]:
+    """Seconds of a decode step by the number of live rows: means of what was measured, as a step's time grows with what
+    its rows have behind them, and lines between them."""
+    by_rows: dict[int, list[float]] = {}
     for rows, time in live:
-        if rows:
-            of_size.setdefault(bucket(sizes, rows), []).append((rows, time))
-    lines = {}
-    for size, points in of_size.items():
-        x, y = zip(*points, strict=True)
-        slope, start = statistics.linear_regression(x, y) if len(set(x)) > 1 else (0.0, statistics.mean(y))
-        lines[size] = max(slope, 0.0), start if slope > 0 else statistics.mean(y)
+        by_rows.setdefault(rows, []).append(time)
+    known = sorted((rows, statistics.mean(times)) for rows, times in by_rows.items() if rows)
 
     def at(rows: int) -> float:
-        size = min((size for size in lines if size >= rows), default=max(lines))
-        slope, start = lines[size]
-        return start + slope * rows
+        i = bisect.bisect_left(known, (rows, 0.0))
+        if i == 0 or i == len(known):
+            return known[min(i, len(known) - 1)][1]
+        (before, low), (after, high) = known[i - 1], known[i]
+        return low + (high - low) * (rows - before) / (after - before)
 
     return at
 
@@ -239,12 +257,11 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
     report.figures |= {"arch": arch, **vars(case), "rounds": measured, "same_bits": True}
     rounds.one_turn(-1)
     rounds.play(Instant, -1)
+    step_s = step_times(rounds.step_times())
     for i in range(args.repeats):
         print(f"round {i + 1}", file=sys.stderr, flush=True)
-        one_round(rounds, i, measured, report.figures)
+        one_round(rounds, i, measured, report.figures, step_s)
         report.save()
-    live = [point for of_kind in measured.values() for one in of_kind for point in one.pop("live")]
-    step_s = step_times(live, row_buckets(case.trajectories))
     rate = {kind: statistics.median(one["tokens_per_s"] for one in measured[kind]) for kind in KINDS}
     report.figures |= {
         "tokens_per_s": rate,
@@ -257,18 +274,24 @@ def measure(args: argparse.Namespace, report: Report) -> bool:
     return not report.figures["same_bits"]
 
 
-def one_round(rounds: Rounds, number: int, measured: dict[str, list[dict[str, Any]]], figures: dict[str, Any]) -> None:
-    """Time each kind once; slow tools beside their replay, by the decode steps of this round."""
+def one_round(
+    rounds: Rounds,
+    number: int,
+    measured: dict[str, list[dict[str, Any]]],
+    figures: dict[str, Any],
+    step_s: Callable[[int], float],
+) -> None:
+    """Time each kind once; slow tools beside their replay, whose decode steps take `step_s`."""
     case = rounds.case
     sampled = case.turns * case.new
     one, _ = rounds.timed(lambda: rounds.one_turn(number), case.response)
     instant, fast = rounds.timed(lambda: rounds.play(Instant, number), sampled)
     slow, late = rounds.timed(lambda: rounds.play(Slow, number), sampled)
-    step_s = step_times(slow["live"] + instant["live"], row_buckets(case.trajectories))
     replay = replayed_s([e.environment.waited for e in late], case.new, step_s)
     slow |= {"replayed_s": replay, "of_replay": replay / slow["seconds"]}
     figures["same_bits"] &= bits(fast) == bits(late) and len(bits(fast)) == case.trajectories
     for kind, found in zip(KINDS, (one, instant, slow), strict=True):
+        del found["live"]
         measured[kind].append(found)
 
 

@@ -74,7 +74,8 @@ class KVCache:
         pages = [self._free.popitem(last=False)[0] for _ in range(count)]
         for page in pages:
             self._references[page] = 1
-            self._forget_part(page)
+            if page in self._part_of:
+                self._forget_part(page)
             if digest := self._digests[page]:
                 del self._by_digest[digest]
                 self._digests[page] = None
@@ -108,15 +109,16 @@ class KVCache:
         known = next((i for i, page in enumerate(pages[:full]) if self._digests[page] is None), full)
         last = (known and self._digests[pages[known - 1]]) or _root(version)  # of all pages up to there
         for digest, page in zip(self._chain(tokens[known * self.page_size :], last), pages[known:], strict=False):
-            self._forget_part(page)
+            if page in self._part_of:
+                self._forget_part(page)
             if self._digests[page] is None and digest not in self._by_digest:
                 self._digests[page] = digest
                 self._by_digest[digest] = page
             last = digest
         if part := tokens[full * self.page_size :]:
-            self._forget_part(pages[full])
-            if last in self._parts:
-                self._forget_part(self._parts[last][0])
+            for page in (pages[full], *self._parts.get(last, ())[:1]):
+                if page in self._part_of:
+                    self._forget_part(page)
             self._parts[last], self._part_of[pages[full]] = (pages[full], part), last
 
     def match(self, tokens: list[int], version: int) -> tuple[list[int], int]:
@@ -139,8 +141,7 @@ class KVCache:
         return pages, found
 
     def _forget_part(self, page: int) -> None:
-        if digest := self._part_of.pop(page, None):
-            del self._parts[digest]
+        del self._parts[self._part_of.pop(page)]
 
     def _chain(self, tokens: list[int], after: bytes) -> Iterator[bytes]:
         """The digest of each full page of `tokens`, which come after what has the digest `after`."""

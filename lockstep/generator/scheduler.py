@@ -97,7 +97,8 @@ class Scheduler:
             chunks.append(Chunk(prefill, prefill.num_cached, count))
             budget -= count
             slots -= len(prefill.samples)
-        self._put_off(chunks, sum(chunk.count for chunk in chunks))
+        if self.sizes and self.running:
+            self._put_off(chunks, self.max_tokens - budget)
         for chunk in chunks:
             chunk.prefill.num_cached += chunk.count
             if not chunk.prefill.remaining:
@@ -112,7 +113,7 @@ class Scheduler:
         much as tokens."""
         size = min((size for size in self.sizes if size >= tokens), default=tokens)
         filled = max((size for size in self.sizes if FILLED_FROM <= size <= tokens), default=0)
-        over = tokens - filled if filled and self.running and tokens < LEAST_FILLED * size else 0
+        over = tokens - filled if filled and tokens < LEAST_FILLED * size else 0
         while over:
             chunk = chunks[-1]
             count = min(over, chunk.count)
