@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 import torch
 
 from ..models import ModelConfig
+
+_root = struct.Struct("<q").pack  # of a version: what stands before the first page's tokens
 
 
 def upload(values: list, device: torch.device) -> torch.Tensor:
@@ -75,7 +78,7 @@ class KVCache:
         for page in pages:
             self._references[page] = 1
             if page in self._part_of:
-                self._forget_part(page)
+                del self._parts[self._part_of.pop(page)]
             if digest := self._digests[page]:
                 del self._by_digest[digest]
                 self._digests[page] = None
@@ -110,7 +113,7 @@ class KVCache:
         last = (known and self._digests[pages[known - 1]]) or _root(version)  # of all pages up to there
         for digest, page in zip(self._chain(tokens[known * self.page_size :], last), pages[known:], strict=False):
             if page in self._part_of:
-                self._forget_part(page)
+                del self._parts[self._part_of.pop(page)]
             if self._digests[page] is None and digest not in self._by_digest:
                 self._digests[page] = digest
                 self._by_digest[digest] = page
@@ -118,7 +121,7 @@ class KVCache:
         if part := tokens[full * self.page_size :]:
             for page in (pages[full], *self._parts.get(last, ())[:1]):
                 if page in self._part_of:
-                    self._forget_part(page)
+                    del self._parts[self._part_of.pop(page)]
             self._parts[last], self._part_of[pages[full]] = (pages[full], part), last
 
     def match(self, tokens: list[int], version: int) -> tuple[list[int], int]:
@@ -140,17 +143,9 @@ class KVCache:
         self.share(pages)
         return pages, found
 
-    def _forget_part(self, page: int) -> None:
-        del self._parts[self._part_of.pop(page)]
-
     def _chain(self, tokens: list[int], after: bytes) -> Iterator[bytes]:
         """The digest of each full page of `tokens`, which come after what has the digest `after`."""
         data, size = array("q", tokens).tobytes(), 8 * self.page_size
         for i in range(0, len(data) - size + 1, size):
             after = hashlib.blake2b(after + data[i : i + size], digest_size=16).digest()
             yield after
-
-
-def _root(version: int) -> bytes:
-    """What stands before the first page's tokens."""
-    return version.to_bytes(8, "little", signed=True)

@@ -101,7 +101,7 @@ class Scheduler:
             self._put_off(chunks, self.max_tokens - budget)
         for chunk in chunks:
             chunk.prefill.num_cached += chunk.count
-            if not chunk.prefill.remaining:
+            if chunk.prefill.num_cached == len(chunk.prefill.token_ids):
                 self._ending.append(chunk.prefill)
             elif chunk.prefill not in self._active:
                 self._active.appendleft(chunk.prefill)
