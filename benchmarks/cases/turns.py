@@ -6,8 +6,8 @@ Random weights; every turn has exactly so many tokens, and every tool answer too
 - instant tools: each turn is answered at once.
 - slow tools: each answer takes a time that is drawn, lognormal between two bounds. The bits must be those of instant
   ones. Beside it a replay of the same trajectories with the times that their tools took, in which decoding runs at the
-  rate that was measured for each number of live rows (in rounds of fewer prompts and shorter turns, at contexts of the
-  same mean), and nothing else takes any time.
+  rate that was measured for each number of live rows (in rounds with instant tools, of as many turns and tokens and of
+  fewer prompts), and nothing else takes any time.
 """
 
 from __future__ import annotations
@@ -61,13 +61,6 @@ class Case:
     def response(self) -> int:
         """Tokens after the prompt."""
         return self.turns * self.new + (self.turns - 1) * self.answer
-
-    def shorter(self, prompts: int) -> Case:
-        """So many prompts with an eighth of the sampled tokens, at contexts of the same mean and end."""
-        new = max(1, self.new // 8)
-        return replace(
-            self, prompts=prompts, new=new, answer=self.answer + (self.new - new) * self.turns // (self.turns - 1)
-        )
 
 
 CASES = {"cpu": Case(2, 4, 80, 3, 16, 8, 0.01, 0.03, 0.1), "h200": Case(32, 8, 256, 4, 256, 128)}
@@ -165,15 +158,15 @@ class Rounds:
         self.engine.generate(prompts, [self.sampling(self.case.response)] * count, identities)
 
     def step_times(self) -> list[tuple[int, float]]:
-        """Numbers of sequences and the seconds of a decode step: where each graph of more than a quarter of all begins
-        and ends, and where each smaller one ends."""
-        samples, most, counts = self.case.samples, self.case.prompts, set[int]()
-        for rows in row_buckets(self.case.trajectories):
-            counts |= {rows // samples, rows // samples + (rows >= self.case.trajectories // 4)}
+        """Numbers of sequences and the seconds of a decode step, over turns as long as those that are replayed: where
+        each graph ends, and where each of more than half of all sequences begins."""
+        case, counts = self.case, set[int]()
+        for rows in row_buckets(case.trajectories):
+            counts |= {rows // case.samples, rows // case.samples + (2 * rows >= case.trajectories)}
         found: list[tuple[int, float]] = []
-        for count in sorted(min(max(count, 1), most) for count in counts):
-            figures, _ = self.timed(lambda n=count: self.play(Instant, -2, self.case.shorter(n)), 0)
-            found += [point for point in figures["live"] if point[0] == count * samples]
+        for count in sorted({min(max(count, 1), case.prompts) for count in counts}):
+            figures, _ = self.timed(lambda n=count: self.play(Instant, -2, replace(case, prompts=n)), 0)
+            found += [point for point in figures["live"] if point[0] == count * case.samples]
         return found
 
     def timed(self, run: Callable[[], Any], sampled: int) -> tuple[dict[str, Any], Any]:
