@@ -83,7 +83,7 @@ class Scheduler:
         the next."""
         budget = self.max_tokens
         slots = self.config.max_num_seqs - len(self.running)
-        self._admitted = min(self._admitted, len(self.waiting)) or self._worth_admitting(slots)
+        self._admitted = max(min(self._admitted, len(self.waiting)), self._worth_admitting(slots))
         chunks: list[Chunk] = []
         while budget > 0 and len(chunks) < MAX_PROMPTS and (self._active or (self._admitted and slots > 0)):
             prefill = self._active.popleft() if self._active else self._start(version)
