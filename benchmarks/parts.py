@@ -101,6 +101,7 @@ PARTS = (
     Part("serve", _case("serve", "--minutes", "2", "--repeats", "3"), 300, 500),
     Part("generate-peer", _case("generate", "--peer", "transformers", "--case", "seed"), 50, 100),
     Part("fsdp", _case("fsdp"), 400, 600, "cuda-x2"),
+    Part("scaling", _case("scaling", "--warm"), 100, 300, "cuda-x2"),
     Part("checkpoints-x2", _case("checkpoints", "--processes", "1", "2"), 80, 200, "cuda-x2"),
     # Every script at its smallest, to see here what would fail there.
     Part("cpu-decode_layer", _case("decode_layer", "--rows", "2"), 2, 200, "cpu"),
@@ -133,6 +134,8 @@ PARTS = (
                                    "--task.validation-prompts", "4"), 8, 60, "cpu"),
     Part("cpu-settings", _case("settings", "--only", "plain", "checkpoints"), 30, 120, "cpu"),
     Part("cpu-fsdp", _case("fsdp", "--steps", "2", "--only", "one process", "sharded"), 40, 120, "cpu"),
+    Part("cpu-scaling", _case("scaling", "--arch", "tiny", "--prompts", "2", "--samples", "4", "--tokens", "8", "--steps",
+                              "2"), 40, 120, "cpu"),
     Part("cpu-turns", _case("turns", "--repeats", "1"), 8, 60, "cpu"),
     Part("cpu-offload", _case("offload", "--arch", "tiny", "--repeats", "1"), 5, 60, "cpu"),
     Part("cpu-checkpoints", _case("checkpoints", "--processes", "1", "2", "--arch", "tiny", "--repeats", "1"), 20, 120,

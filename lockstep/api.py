@@ -67,7 +67,6 @@ def train(
         raise InputError("run_dir is missing: name the folder of the run to resume")
     if resume_with_other_numerics and not resume:
         raise InputError("--resume-with-other-numerics has no effect without --resume; remove it")
-    machine.own_gpu()
     with machine.told("importing torch"):  # from the run's folder on, the display does so
         from .session.processes import together
         from .session.signals import ended_by_signals

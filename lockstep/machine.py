@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 ADDRESSES = 1 << 30  # bytes, of which what is imported takes most
 FILES = 1 << 16  # that a process of a server has open at most
 LONG = 10.0  # seconds after which what is being done is said
+_own: tuple[int, str] | None = None  # this process's number on its machine, and the GPU that it has
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets")
 
 
@@ -219,13 +220,15 @@ def told(doing: str) -> Iterator[None]:
 
 def own_gpu() -> None:
     """Let a process of several see its GPU alone, so that it is `cuda:0` in every process and every graph; before
-    anything asks CUDA how many there are."""
-    launch = launched()
-    if launch.processes == 1:
+    anything asks CUDA how many there are. Asking again changes nothing."""
+    global _own
+    launch, given = launched(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if launch.processes == 1 or (launch.local_rank, given) == _own:
         return
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = [str(i) for i in range(launch.local_rank + 1)] if given is None else given.split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible[launch.local_rank] if launch.local_rank < len(visible) else ""
+    own = visible[launch.local_rank] if launch.local_rank < len(visible) else ""
+    os.environ["CUDA_VISIBLE_DEVICES"] = own
+    _own = launch.local_rank, own
 
 
 def prepare_nccl(communicators: int = 1) -> None:

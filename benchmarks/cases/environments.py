@@ -225,7 +225,7 @@ def outcome(config: RunConfig, folder: Path) -> dict[str, Any]:
     """What a run came to: steps, sampled tokens and those that were compared, turns, rewards."""
     began = time.perf_counter()
     summary = train(config, folder, resume=False)
-    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "rollouts.jsonl").read_bytes().splitlines()]
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     samples = [sample for line in lines for sample in line["samples"]]
     certificate = json.loads((folder / "parity.json").read_text())

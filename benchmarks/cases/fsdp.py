@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cases import seed_workload
@@ -50,19 +50,35 @@ SHARED = "products shared"  # their sums in gradients have another order: weight
 def command(name: str, folder: Path, given: argparse.Namespace) -> list[str]:
     """Of a way, on the model and the prompts in `folder`, which its run folder is made in."""
     (several, own), on_gpu = WAYS[name], given.device == "cuda"
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(given.processes)] if several else []
-    own += ("--parallel.timeout", "120") if several else ()
     prompts, samples, tokens = (16, 8, 256) if on_gpu else (4, 4, 12)
     if given.ranks_share_gpu:
         tokens, own = 32, (*own, "--generator.kv-cache-tokens", str(KV_CACHE_TOKENS))
+    size = Size(prompts, samples, tokens, given.steps)
+    own += ("--parallel.batch-shards", str(given.processes), "--optimizer.learning-rate", "1e-5")
+    return training(run_dir(name, folder), given.device, given.processes if several else 1, size, *own)
+
+
+class Size(NamedTuple):
+    """Of a run: prompts a step, samples of each, tokens of a sample, steps."""
+
+    prompts: int
+    samples: int
+    tokens: int
+    steps: int
+
+
+def training(run: Path, device: str, processes: int, size: Size, *own: str) -> list[str]:
+    """`lockstep train` in so many processes, on the model and the prompts beside its run folder; samples are as long
+    as they may be."""
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
     return [
-        *(sys.executable, *start, "-m", "lockstep", "train", "dataset", "--run-dir", str(run_dir(name, folder))),
-        *("--model", str(folder / "model"), "--data", str(folder / "prompts.jsonl"), "--device", given.device),
-        *("--reward", f"{seed_workload.__file__}:coin", "--steps", str(given.steps), "--compile.capture", "step"),
-        *("--trainer.prompts-per-step", str(prompts), "--sampling.num-generations", str(samples)),
-        *("--sampling.max-completion-length", str(tokens), "--sampling.ignore-eos"),
-        *("--task.validation-prompts", "0", "--parallel.batch-shards", str(given.processes)),
-        *("--optimizer.learning-rate", "1e-5", "--metrics.no-progress", *own),
+        *(sys.executable, *start, "-m", "lockstep", "train", "dataset", "--run-dir", str(run)),
+        *("--model", str(run.parent / "model"), "--data", str(run.parent / "prompts.jsonl"), "--device", device),
+        *("--reward", f"{seed_workload.__file__}:coin", "--steps", str(size.steps), "--compile.capture", "step"),
+        *("--trainer.prompts-per-step", str(size.prompts), "--sampling.num-generations", str(size.samples)),
+        *("--sampling.max-completion-length", str(size.tokens), "--sampling.ignore-eos"),
+        *("--task.validation-prompts", "0", "--metrics.no-progress", *own),
+        *(("--parallel.timeout", "120") if processes > 1 else ()),
     ]
 
 
@@ -72,13 +88,17 @@ def run_dir(name: str, folder: Path) -> Path:
 
 def run_way(name: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """One way, from its run folder."""
-    words = command(name, folder, given)
     shared = on_one_gpu(given.processes) if given.ranks_share_gpu and WAYS[name][0] else {}
+    return trained(run_dir(name, folder), command(name, folder, given), **shared)
+
+
+def trained(run: Path, words: list[str], **environment: str) -> dict[str, Any]:
+    """What a run comes to that this command makes."""
     to_here: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(words, timeout=LIMIT_S, env=os.environ | shared, **to_here)
+    done = subprocess.run(words, timeout=LIMIT_S, env=os.environ | environment, **to_here)
     if done.returncode != 0:
-        raise SystemExit(f"{name}: ended with {done.returncode}\n{done.stdout[-4000:]}")
-    return outcome(run_dir(name, folder))
+        raise SystemExit(f"{run.name}: ended with {done.returncode}\n{done.stdout[-4000:]}")
+    return outcome(run)
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
@@ -88,7 +108,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     certificate = json.loads((run_dir / "parity.json").read_text())
     later = steps[1:] or steps
     model = sorted((run_dir / "model").glob("*.safetensors"))
-    rollouts = (run_dir / "rollouts.jsonl").read_text().splitlines(keepends=True)
+    rollouts = (run_dir / "rollouts.jsonl").read_bytes().splitlines()  # of a text, other characters end lines too
     return {
         "steps": len(steps),
         "startup_s": summary["startup_s"],
@@ -106,8 +126,8 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _digest(lines: list[str]) -> str:
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+def _digest(lines: list[bytes]) -> str:
+    return hashlib.sha256(b"".join(lines)).hexdigest()
 
 
 def flags(parser: argparse.ArgumentParser) -> None:

@@ -78,8 +78,9 @@ def test_a_process_sees_its_gpu_alone(monkeypatch: pytest.MonkeyPatch, given, lo
         monkeypatch.setenv(name, value)
     if given is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
-    machine.own_gpu()
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+    for _ in range(2):  # a script that joins the others again asks again
+        machine.own_gpu()
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
 def test_expandable_segments_and_registered_buffers_do_not_go_together(monkeypatch: pytest.MonkeyPatch) -> None:

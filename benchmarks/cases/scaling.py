@@ -1,0 +1,93 @@
+"""Weak scaling: the same work a GPU on one and on more, whole steps of reinforcement learning by `lockstep train`.
+
+Each process has so many prompts of 145 tokens, a step, with samples of equal lengths. A rate is that of one GPU: the
+seconds of the fewest processes over those of more. What more processes add to a training step (`forward_backward`) is
+at least what their collectives take that is not hidden behind computing, so no other run without collectives is needed
+for a bound. Beside it stands the share of the products' operations in what the GPUs can do, 989 TFLOP/s each by the
+vendor's sheet: 6 for each weight and packed token but the input embedding's, the head's for scored tokens alone;
+neither attention nor what is computed again. Nothing but the sizes is set, unless `--flags` says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import seed_workload
+from cases.fsdp import Size, run_dir, trained, training
+from common import Report
+
+from lockstep.models import num_parameters
+from lockstep.models.init import architecture
+
+PEAK = 989e12  # bf16 operations a second of an H100 or H200
+PHASES = "generate", "forward_backward"
+
+
+def operations(arch: str, size: Size) -> float:
+    """Of the products of a training step: a prompt's tokens once, and the head where a completion's are scored."""
+    config = architecture(arch)
+    head = config.vocab_size * config.hidden_size
+    body = num_parameters(config) - head * (1 if config.tie_word_embeddings else 2)
+    scored = size.prompts * size.samples * size.tokens
+    return 6.0 * (body * (scored + size.prompts * seed_workload.PROMPT_TOKENS) + head * scored)
+
+
+def measured(count: int, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """So many processes, each with its part of `count` times the work; `repeat` is a second start, warm."""
+    size = Size(given.prompts * count, given.samples, given.tokens, given.steps)
+    found: dict[str, Any] = {}
+    for again in range(2 if given.warm else 1):
+        run = run_dir(f"{count} processes{' warm' * again}", folder)
+        way = trained(run, training(run, given.device, count, size, *shlex.split(given.flags)))
+        summary = json.loads((run / "summary.json").read_text())
+        way["startup"] = {k.removeprefix("startup/"): v for k, v in summary.items() if k.startswith("startup/")}
+        way["memory"], way["parallel"] = summary.get("memory"), summary.get("parallel")
+        found = found | {"warm": way} if again else way
+    share = operations(given.arch, size) / (found["forward_backward_s"] * count * PEAK)
+    return {"processes": count, "of_peak": share, **found}
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--arch", default="qwen3-0.6b" if torch.cuda.is_available() else "tiny")
+    parser.add_argument("--prompts", type=int, default=16, help="of a process, a step")
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--warm", action="store_true", help="start each a second time, for the seconds of a warm start")
+    parser.add_argument("--flags", default="", help="more flags of `lockstep train`, in one word")
+
+
+def measure(given: argparse.Namespace, report: Report) -> bool:
+    if given.device == "cuda" and (there := torch.cuda.device_count()) < max(given.processes):
+        raise SystemExit(f"--processes is {max(given.processes)} at most, and there are {there} GPUs")
+    settings = {name: value for name, value in vars(given).items() if name != "json"}
+    report.figures |= {**settings, "counts": []}
+    heads = [f"{phase} ms" for phase in PHASES] + [f"{phase}, rate" for phase in PHASES]
+    rows = [["processes", *heads, "of 989", "step ms", "GiB", "start s", "different"]]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        seed_workload.prepare(folder, given.arch)
+        gc.collect()
+        if given.device == "cuda":
+            torch.cuda.empty_cache()  # the runs' processes plan with what is free
+        for count in given.processes:
+            report.figures["counts"].append(way := measured(count, folder, given))
+            first = report.figures["counts"][0]
+            way["rate"] = {phase: first[f"{phase}_s"] / way[f"{phase}_s"] for phase in PHASES}
+            report.save()
+            times = [f"{way[f'{phase}_s'] * 1e3:.1f}" for phase in PHASES]
+            rates = [f"{way['rate'][phase]:.3f}" for phase in PHASES]
+            about = [f"{way['of_peak']:.3f}", f"{way['step_s'] * 1e3:.0f}", f"{way['peak_gib']:.2f}"]
+            start = " ".join(f"{one['startup_s']:.1f}" for one in (way, way.get("warm")) if one)
+            different = f"{way['tokens_different']} of {way['tokens_checked']:,}"
+            rows.append([str(count), *times, *rates, *about, start, different])
+    report.tables.append(rows)
+    return any(way["tokens_different"] or way["recompiles"] for way in report.figures["counts"])
