@@ -16,8 +16,8 @@ from ..config import ParallelConfig, require_divisor
 from ..errors import refuse
 from . import torch_private
 from .cells import Cells
-from .collectives import gather
-from .mesh import Axis
+from .collectives import exchange, gather
+from .mesh import Axis, exchanging
 from .push.memory import share_memory
 from .ranks import ONE, World
 
@@ -86,7 +86,10 @@ def _bind(world: World, axis: Axis) -> None:
     group = _own_group(world, axis, *backend)
     world.bind(axis, group)
     device = torch.device("cuda", torch.cuda.current_device()) if world.on_gpu else torch.device("cpu")
-    gather(torch.zeros(1, device=device), axis)  # a communicator is made at its first use
+    probe = torch.zeros(axis.size, device=device)
+    gather(probe, axis)  # a communicator is made at its first use, and its buffers, which memory is planned beside
+    if axis in exchanging(world.axes):
+        exchange(probe, 1, axis)
     if axis.pushes and world.on_gpu:
         share_memory(axis.group, group, device, world.timeout)
 

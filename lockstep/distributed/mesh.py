@@ -75,3 +75,10 @@ class Mesh:
 
 
 ALONE = Mesh()
+
+
+def exchanging(axes: Sequence[Axis]) -> list[Axis]:
+    """Those of all that graphs have collectives along on which every rank sends every other one its part: along `fsdp`
+    they do so within cells and between these, where there are several."""
+    in_cells = any(axis.name == "cell" for axis in axes)
+    return [axis for axis in axes if not (axis.name == "fsdp" and in_cells)]

@@ -271,18 +271,23 @@ def test_a_graph_that_gathers_weights_takes_more_than_one_that_reads_them_whole(
 
 
 def test_every_axis_has_a_communicator_that_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    found, buffers = [], []
     for settings in ({"cell": 64}, {"tp": 2}, {"tp": 2, "generator_tp": 4}, {"tp": 16}, {"cell": 4}):
         w = workload("qwen3-8b", 16)
         w = replace(w, config=replace(w.config, parallel=replace(w.config.parallel, batch_shards=0, **settings)))
-        found.append(w.communicators)
-        assert terms.context(w) == terms.CONTEXT + w.communicators * terms.COMMUNICATOR
-        free, kept = H200 - terms.context(w) - GIB, [GIB]  # one that another process uses, one of the allocator's
+        found.append([axis.size for axis in w.axes])
+        talking = terms.communicators(w.axes)
+        assert terms.context(w) == terms.CONTEXT + talking
+        taken = terms.BEGUN + talking + GIB  # by another process, or by buffers that nobody planned
+        free, kept = H200 - taken, [GIB]  # one of the allocator's
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free, kept=kept: (free - sum(kept), H200))
         monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
         world = World(size=16, tp=w.tp, generator_tp=w.config.parallel.generator_tp, lanes=w.cells.lanes)
         assert memory_at_hand(torch.device("cuda"), world) == H200 - GIB
-    assert found == [1, 2, 3, 1, 3] and terms.context(workload("qwen3-8b", 1)) == terms.CONTEXT
+        buffers.append(talking / GIB)
+    assert found == [[16], [8, 2], [8, 2, 4], [16], [16, 4, 4]]
+    assert buffers == [4, 4 + 1, 4 + 1 + 2, 4, 0.5 + 2 + 2]  # in cells no parts are exchanged among all sixteen
+    assert terms.context(workload("qwen3-8b", 1)) == terms.CONTEXT
 
 
 def test_what_does_not_fit_is_refused_and_every_remedy_fits() -> None:
@@ -476,7 +481,7 @@ def test_the_command_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixt
     assert main([*asked, "141", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["memory_gib"] == 141 and found["fits"] and found["terms_gib"]["weights"] == 15.256
-    assert main([*asked, "36"]) == 2
+    assert main([*asked, "39"]) == 2
     said = capsys.readouterr().err.partition("What would fit: ")[2]
     assert "--optimizer.offload, with 11.4 GiB" in said and "; 16 GPUs (torchrun)" in said  # two generating together
     assert main([*given, "--world", "7", "--device-memory-gib", "141"]) == 2

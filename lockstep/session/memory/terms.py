@@ -9,8 +9,10 @@ them a token. `kept` and what a backward pass writes beside it are those of the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...cache.tensor_file import CHUNK_BYTES
-from ...distributed.mesh import ALONE
+from ...distributed.mesh import ALONE, Axis, exchanging
 from ...generator.cache_capacity import bytes_per_token
 from ...models import ModelConfig, num_parameters
 from ...models.checks import divides
@@ -21,7 +23,9 @@ GIB = 1 << 30
 LOGIT_ROWS = 1024  # at a time (`ops.logprobs.operator.CHUNK`)
 GRADIENT_CHUNK = 256 << 20  # of logits (`ops.logprobs.triton_backward.CHUNK_BYTES`)
 CONTEXT = int(0.9 * GIB)  # CUDA's context, the libraries' workspaces, loaded kernels
-COMMUNICATOR = int(1.0 * GIB)  # NCCL's buffers, of each axis
+BEGUN = int(0.5 * GIB)  # of it, before anything is loaded
+RING = PEER = int(0.5 * GIB)  # NCCL's buffers of an axis; and of each other rank on it, with which parts are exchanged
+MOST_PEERS = 7  # of one host
 ALLOCATOR = 1 / 64  # of what is allocated: blocks rounded up, and holes between them
 STATE_ON_HOST, SAVED_COPY, READING = "masters and moments", "copy for checkpoints", "weights being read"
 COPIED = "copies while checking"
@@ -298,4 +302,10 @@ def copies_here(w: Workload) -> int:
 
 def context(w: Workload) -> int:
     """CUDA's own, and NCCL's, a communicator an axis; what other processes use is not of the plan's memory."""
-    return (CONTEXT + COMMUNICATOR * w.communicators) if w.on_gpu else 0
+    return CONTEXT + communicators(w.axes) if w.on_gpu else 0
+
+
+def communicators(axes: Sequence[Axis]) -> int:
+    """NCCL's buffers of axes that graphs have collectives along (2.0 GiB of one of four, on four H100)."""
+    peers = (min(axis.size - 1, MOST_PEERS) for axis in exchanging(axes))
+    return RING * len(axes) + PEER * sum(peers)

@@ -22,7 +22,7 @@ from ...models.init import architecture
 from ...trainer import Trainer
 from .plan import MemoryPlan, plan
 from .remedies import refusal
-from .terms import COMMUNICATOR, CONTEXT, GIB, STATE_ON_HOST
+from .terms import BEGUN, GIB, STATE_ON_HOST, communicators
 from .workload import Workload
 
 
@@ -47,8 +47,8 @@ def workload(config: RunConfig, ranks: int, on_gpu: bool, model: ModelConfig | N
 
 def memory_at_hand(device: torch.device, world: World = ONE) -> int:
     """Bytes that this process may take: of a GPU all that others do not use, which is asked before anything is loaded
-    but what the processes of `world` talk through; of a host its part among the processes of one machine, or less where
-    its addresses are limited."""
+    but what the processes of `world` talk through (what that has beyond its plan counts as others'); of a host its part
+    among the processes of one machine, or less where its addresses are limited."""
     if device.type != "cuda":
         share, limit = memory_bytes(device) // processes_here(), addresses()
         return share if limit is None else min(share, limit)
@@ -56,8 +56,7 @@ def memory_at_hand(device: torch.device, world: World = ONE) -> int:
         gc.collect()  # models of before lie in cycles with the programs that ran them
     torch.cuda.empty_cache()  # what measuring links left is nobody's
     free, total = torch.cuda.mem_get_info(device)
-    own = CONTEXT + COMMUNICATOR * len(world.axes)
-    return total - max(0, total - free - own)
+    return total - max(0, total - free - BEGUN - communicators(world.axes))
 
 
 def require_room(w: Workload, memory: int) -> MemoryPlan:

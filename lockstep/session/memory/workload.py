@@ -92,10 +92,10 @@ class Workload:
         return self.config.parallel.tp == self.config.parallel.generator_tp == 1
 
     @property
-    def communicators(self) -> int:
-        """Groups of processes that graphs have collectives in, and this process is of."""
+    def axes(self) -> Sequence[Axis]:
+        """Those that graphs have collectives along."""
         together, lanes = self.config.parallel.generator_tp, self.cells.lanes
-        return len(World(size=self.ranks, tp=self.tp, generator_tp=together, lanes=lanes).axes)
+        return World(size=self.ranks, tp=self.tp, generator_tp=together, lanes=lanes).axes
 
     @property
     def cells(self) -> Cells:
