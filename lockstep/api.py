@@ -10,16 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import machine
 from .config import EARLIER, RunConfig, validate, yaml_file
-from .errors import InputError, refuse
+from .errors import InputError
 from .run import lock as run_lock
 from .run.closing import from_here, interrupted
-
-if TYPE_CHECKING:
-    from .distributed import World
 
 
 def train(
@@ -75,7 +72,9 @@ def train(
 
         lock.enter_context(ended_by_signals())
         if resume and named is not None:
-            world.share(lambda: _require_unchanged(named, config, world))
+            from .run.resume import require_unchanged
+
+            world.share(lambda: require_unchanged(named, resumed(named), config, world.size))
             folder = named
             world.from_first(lambda: lock.enter_context(run_lock.held(folder)))
         else:
@@ -92,22 +91,6 @@ def train(
                 if isinstance(error, KeyboardInterrupt) and folder.exists():
                     error.add_note(interrupted(folder, world.size))
             raise
-
-
-def _require_unchanged(run_dir: Path, config: RunConfig, world: World) -> None:
-    from .run.resume import FREE, LAYOUT, ONLY
-    from .session.build import resolve
-
-    old = resumed(run_dir)
-    of_batches = {k: v for k, v in vars(old.parallel).items() if f"parallel.{k}" not in LAYOUT}
-    layout = replace(config.parallel, **of_batches)  # any, of the same batches
-    before, now = resolve(replace(old, parallel=layout), world.size), resolve(config, world.size)
-    was = yaml_file.flat(before)
-    for name, value in yaml_file.flat(now).items():
-        refuse(
-            name not in FREE and value != was[name],
-            f"--resume {run_dir}: {name} is {was[name]!r} there and {value!r} here; {ONLY}",
-        )
 
 
 def _spec(kind: str, function: Callable[..., Any]) -> str:

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "user_functions": set(),
     "cache": set(),
     "machine": set(),
-    "distributed": {"machine"},
+    "distributed": {"machine", "ops"},
     "algorithms": {"ops"},
     "ops": {"cache"},
     "models": {"cache", "distributed", "ops"},
@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "rl": {"algorithms", "environments", "session", "trainer"},
     "serve": {"environments", "generator", "machine", "models", "session"},
     "run": {"cache", "distributed", "machine", "models", "rl", "serve", "session"},
-    "api": {"distributed", "machine", "run", "session"},
+    "api": {"machine", "run", "session"},
     "cli": {"api", "environments", "machine", "models", "run", "serve", "session"},
     "__main__": {"cli", "session"},
     # lockstep/__init__.py: the version, which every room may read, and the public names, imported on first use.

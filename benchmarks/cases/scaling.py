@@ -11,7 +11,6 @@ neither attention nor what is computed again. Nothing but the sizes is set, unle
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import shlex
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from cases import seed_workload
 from cases.fsdp import Size, run_dir, trained, training
-from common import Report
+from common import Report, in_a_process
 
 from lockstep.models import num_parameters
 from lockstep.models.init import architecture
@@ -40,7 +39,7 @@ def operations(arch: str, size: Size) -> float:
 
 
 def measured(count: int, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """So many processes, each with its part of `count` times the work; `repeat` is a second start, warm."""
+    """So many processes, each with its part of `count` times the work; with `--warm` a second start's figures, too."""
     size = Size(given.prompts * count, given.samples, given.tokens, given.steps)
     found: dict[str, Any] = {}
     for again in range(2 if given.warm else 1):
@@ -52,6 +51,12 @@ def measured(count: int, folder: Path, given: argparse.Namespace) -> dict[str, A
         found = found | {"warm": way} if again else way
     share = operations(given.arch, size) / (found["forward_backward_s"] * count * PEAK)
     return {"processes": count, "of_peak": share, **found}
+
+
+def part(folder: str, arch: str) -> dict[str, Any]:
+    """The model and the prompts of all runs."""
+    seed_workload.prepare(Path(folder), arch)
+    return {}
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -74,10 +79,7 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
     rows = [["processes", *heads, "of 989", "step ms", "GiB", "start s", "different"]]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        seed_workload.prepare(folder, given.arch)
-        gc.collect()
-        if given.device == "cuda":
-            torch.cuda.empty_cache()  # the runs' processes plan with what is free
+        in_a_process("scaling", folder, given.arch)  # which leaves nothing on the GPU that the runs plan with
         for count in given.processes:
             report.figures["counts"].append(way := measured(count, folder, given))
             first = report.figures["counts"][0]

@@ -9,15 +9,16 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..cache.file_hashes import fingerprints
 from ..config import EARLIER, CheckpointConfig, MetricsConfig, RunConfig, yaml_file
-from ..errors import InputError
+from ..errors import InputError, refuse
 from ..json_file import to_json
 from ..models import TEMPLATES, describe_folder
-from ..session.build import resolve_device
+from ..session.build import resolve, resolve_device
 from ..session.golden import GRADIENT_NORM
 from ..user_functions import one_line
 from . import checkpoint
@@ -178,6 +179,19 @@ def _require_records(run_dir: Path, steps: int) -> None:
                     f"{metrics}, line {number}: {field} is {one_line(value, repr)}, not a number; delete the line, "
                     "which then counts as lost"
                 )
+
+
+def require_unchanged(run_dir: Path, old: RunConfig, config: RunConfig, ranks: int) -> None:
+    """`InputError` where a run that is gone on with, on so many processes, has another configuration than it had."""
+    of_batches = {k: v for k, v in vars(old.parallel).items() if f"parallel.{k}" not in LAYOUT}
+    layout = replace(config.parallel, **of_batches)  # any, of the same batches
+    before, now = resolve(replace(old, parallel=layout), ranks), resolve(config, ranks)
+    was = yaml_file.flat(before)
+    for name, value in yaml_file.flat(now).items():
+        refuse(
+            name not in FREE and value != was[name],
+            f"--resume {run_dir}: {name} is {was[name]!r} there and {value!r} here; {ONLY}",
+        )
 
 
 def _require_same_config(

@@ -6,6 +6,9 @@ A launch has a number, one more than the last one's, the same on all ranks. It i
 never set back, and launches of a replayed graph need nothing of the host. Slots alternate: a rank stores at launch
 n + 2 only after it has got the words of launch n + 1 of the other, who had laid out those of launch n before that.
 
+A launch releases its dependents at once (`ops.pdl`): the product behind it loads weights while words are on their way.
+All its programs have begun by then, so what begins early takes no place that one of them needs.
+
 No program waits for ever: one whose words do not come in time tells the host and ends all work on the device, so no
 word that did not come is read.
 """
@@ -17,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...ops import pdl
 from .memory import CHUNKS, PARITIES, SLOT, SharedMemory, shared_memory
 from .operator import by_collective
 
@@ -80,8 +84,9 @@ def _lay_out(source_ptr, out_ptr, begin, end, width, other, RANKS: tl.constexpr,
 def _push_kernel(
     x_ptr, out_ptr, addresses_ptr, state_ptr, rank, rows, width, patience,
     TO_OWNERS: tl.constexpr, RANKS: tl.constexpr, CHUNKS: tl.constexpr, PARITIES: tl.constexpr, SLOT: tl.constexpr,
-    BLOCK: tl.constexpr, POLLS: tl.constexpr, STORE: tl.constexpr, TAKE: tl.constexpr,
+    BLOCK: tl.constexpr, POLLS: tl.constexpr, STORE: tl.constexpr, TAKE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl.begin(PDL)
     other, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     launch = tl.load(state_ptr) + 1
     parity = launch % PARITIES
@@ -139,7 +144,7 @@ def pushed(x: Tensor, to_owners: bool, memory: SharedMemory, store: bool = True,
     _push_kernel[(memory.ranks, chunks)](
         words, out, memory.addresses, memory.state, memory.rank, rows, width, memory.patience,
         TO_OWNERS=to_owners, RANKS=memory.ranks, CHUNKS=CHUNKS, PARITIES=PARITIES, SLOT=SLOT, BLOCK=BLOCK, POLLS=POLLS,
-        STORE=store, TAKE=take, num_warps=NUM_WARPS,
+        STORE=store, TAKE=take, **pdl.options(words, num_warps=NUM_WARPS),
     )  # fmt: skip
     return out.view(x.dtype)
 
