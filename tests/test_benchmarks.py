@@ -19,7 +19,7 @@ from calls import wrong_calls
 from processes import DEADLINE, finished, running, wait_for
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-NO_SCRIPTS = {"common", "http_clients", "ops_common", "ops_attention", "parts", "targets"}
+NO_SCRIPTS = {"common", "http_clients", "lengths", "ops_common", "ops_attention", "parts", "targets"}
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in NO_SCRIPTS)
 
 

@@ -69,14 +69,12 @@ class Bench:
     """What one process knows: the completions of each of the generator's layouts, and the figures."""
 
     def __init__(self, about: dict[str, Any], device: str) -> None:
-        from lockstep.models.init import RandomWeights
-
         self.about, self.device, self.size = about, device, SIZES[device]
         self.config = first_layers(about["arch"], about["layers"])
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.drawn: dict[str, list[Any]] = {}
         self.figures: dict[str, Any] = {"generator": {}, "trainer": {}, "processes": about["processes"]}
-        self.source = _drawn_on(device)(self.config, 0) if device == "cuda" else RandomWeights(self.config, 0)
+        self.source = drawn_weights(device, self.config)
 
     @contextmanager
     def joined(self, **layout: Any) -> Iterator[tuple[Any, Any, Any]]:
@@ -214,8 +212,8 @@ def kinds(samples: int) -> list[Any]:
     return [plain, replace(plain, top_p=0.95)]
 
 
-def _drawn_on(device: str) -> type:
-    """Random weights that are drawn there, each whole by a seed of its own, so that any layout has the same."""
+def drawn_weights(device: str, config: Any) -> Any:
+    """Random weights; on a GPU they are drawn there, each whole by a seed of its own: the same in any layout."""
     from lockstep.models import Decoder
     from lockstep.models.init import INITIALIZER_RANGE, RandomWeights
 
@@ -234,7 +232,7 @@ def _drawn_on(device: str) -> type:
                 for values, first in wanted[name]:
                     values.copy_(drawn[first : first + values.numel()])
 
-    return Drawn
+    return (Drawn if device == "cuda" else RandomWeights)(config, 0)
 
 
 def _machine(model: Any) -> list[str]:

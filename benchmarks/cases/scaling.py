@@ -1,11 +1,13 @@
 """Weak scaling: the same work a GPU on one and on more, whole steps of reinforcement learning by `lockstep train`.
 
-Each process has so many prompts of 145 tokens, a step, with samples of equal lengths. A rate is that of one GPU: the
-seconds of the fewest processes over those of more. What more processes add to a training step (`forward_backward`) is
-at least what their collectives take that is not hidden behind computing, so no other run without collectives is needed
-for a bound. Beside it stands the share of the products' operations in what the GPUs can do, 989 TFLOP/s each by the
-vendor's sheet: 6 for each weight and packed token but the input embedding's, the head's for scored tokens alone;
-neither attention nor what is computed again. Nothing but the sizes is set, unless `--flags` says so.
+Each process has so many prompts a step, with samples of equal lengths, or of lengths that are drawn (lognormal). A
+rate is that of one GPU: the seconds of the fewest processes over those of more. Tokens a second are a step's, a
+prompt's once for each of its samples, by the time of a step and all GPUs. What more processes add to a training step
+(`forward_backward`) is at least what their collectives take that is not hidden behind computing, so no other run
+without collectives is needed for a bound. Beside it stands the share of the products' operations in what the GPUs can
+do, 989 TFLOP/s each by the vendor's sheet: 6 for each weight and packed token but the input embedding's, the head's
+for scored tokens alone; neither attention nor what is computed again. Nothing but the sizes is set, unless `--flags`
+says so.
 """
 
 from __future__ import annotations
@@ -25,17 +27,19 @@ from common import Report, in_a_process
 from lockstep.models import num_parameters
 from lockstep.models.init import architecture
 
+LENGTHS = Path(__file__).parents[1] / "lengths.py"
 PEAK = 989e12  # bf16 operations a second of an H100 or H200
 PHASES = "generate", "forward_backward"
 
 
-def operations(arch: str, size: Size) -> float:
-    """Of the products of a training step: a prompt's tokens once, and the head where a completion's are scored."""
+def operations(arch: str, size: Size, prompt: int, response: float) -> float:
+    """Of the products of a training step: of prompts of so many tokens each once, and the head where a completion's are
+    scored, so many each on average."""
     config = architecture(arch)
     head = config.vocab_size * config.hidden_size
     body = num_parameters(config) - head * (1 if config.tie_word_embeddings else 2)
-    scored = size.prompts * size.samples * size.tokens
-    return 6.0 * (body * (scored + size.prompts * seed_workload.PROMPT_TOKENS) + head * scored)
+    scored = size.prompts * size.samples * response
+    return 6.0 * (body * (scored + size.prompts * prompt) + head * scored)
 
 
 def measured(count: int, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
@@ -44,18 +48,24 @@ def measured(count: int, folder: Path, given: argparse.Namespace) -> dict[str, A
     found: dict[str, Any] = {}
     for again in range(2 if given.warm else 1):
         run = run_dir(f"{count} processes{' warm' * again}", folder)
-        way = trained(run, training(run, given.device, count, size, *shlex.split(given.flags)))
+        drawn = ("--task.environment", f"{LENGTHS}:Lognormal") if given.mean else ()
+        way = trained(run, training(run, given.device, count, size, *drawn, *shlex.split(given.flags)))
         summary = json.loads((run / "summary.json").read_text())
         way["startup"] = {k.removeprefix("startup/"): v for k, v in summary.items() if k.startswith("startup/")}
         way["memory"], way["parallel"] = summary.get("memory"), summary.get("parallel")
         found = found | {"warm": way} if again else way
-    share = operations(given.arch, size) / (found["forward_backward_s"] * count * PEAK)
+    response = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["response_length/mean"]
+    done = operations(given.arch, size, given.prompt, response)
+    share, found["response"] = done / (found["forward_backward_s"] * count * PEAK), response
     return {"processes": count, "of_peak": share, **found}
 
 
-def part(folder: str, arch: str) -> dict[str, Any]:
+def part(folder: str, arch: str, prompt: str, mean: str, sigma: str) -> dict[str, Any]:
     """The model and the prompts of all runs."""
     seed_workload.prepare(Path(folder), arch)
+    texts = [(text * (1 + int(prompt) // len(text)))[-int(prompt) :] for text in seed_workload.prompts()]
+    rows = [json.dumps({"prompt": text, "mean": float(mean), "sigma": float(sigma)}) for text in texts]
+    (Path(folder) / "prompts.jsonl").write_text("\n".join(rows) + "\n")
     return {}
 
 
@@ -64,7 +74,10 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", default="qwen3-0.6b" if torch.cuda.is_available() else "tiny")
     parser.add_argument("--prompts", type=int, default=16, help="of a process, a step")
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=seed_workload.PROMPT_TOKENS, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=256, help="of a sample, or the most that it may have")
+    parser.add_argument("--mean", type=float, default=0.0, help="of samples' tokens, lognormal (default: all alike)")
+    parser.add_argument("--sigma", type=float, default=0.8, help="of the logarithm of --mean")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--warm", action="store_true", help="start each a second time, for the seconds of a warm start")
     parser.add_argument("--flags", default="", help="more flags of `lockstep train`, in one word")
@@ -76,10 +89,12 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
     settings = {name: value for name, value in vars(given).items() if name != "json"}
     report.figures |= {**settings, "counts": []}
     heads = [f"{phase} ms" for phase in PHASES] + [f"{phase}, rate" for phase in PHASES]
-    rows = [["processes", *heads, "of 989", "step ms", "GiB", "start s", "different"]]
+    rows = [["processes", *heads, "tokens/s/GPU", "of 989", "step ms", "GiB", "start s", "different"]]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        in_a_process("scaling", folder, given.arch)  # which leaves nothing on the GPU that the runs plan with
+        in_a_process(
+            "scaling", folder, given.arch, given.prompt, given.mean, given.sigma
+        )  # which leaves nothing on the GPU that the runs plan with
         for count in given.processes:
             report.figures["counts"].append(way := measured(count, folder, given))
             first = report.figures["counts"][0]
@@ -87,7 +102,12 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
             report.save()
             times = [f"{way[f'{phase}_s'] * 1e3:.1f}" for phase in PHASES]
             rates = [f"{way['rate'][phase]:.3f}" for phase in PHASES]
-            about = [f"{way['of_peak']:.3f}", f"{way['step_s'] * 1e3:.0f}", f"{way['peak_gib']:.2f}"]
+            about = [
+                f"{way['tokens_per_s_per_gpu']:,.0f}",
+                f"{way['of_peak']:.3f}",
+                f"{way['step_s'] * 1e3:.0f}",
+                f"{way['peak_gib']:.2f}",
+            ]
             start = " ".join(f"{one['startup_s']:.1f}" for one in (way, way.get("warm")) if one)
             different = f"{way['tokens_different']} of {way['tokens_checked']:,}"
             rows.append([str(count), *times, *rates, *about, start, different])
