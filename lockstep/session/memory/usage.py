@@ -25,6 +25,8 @@ from .remedies import refusal
 from .terms import BEGUN, GIB, STATE_ON_HOST, communicators
 from .workload import Workload
 
+STEP = GIB // 8  # of what is not at hand: a plan, which graphs are kept for, does not follow the driver's every page
+
 
 def model_config(config: RunConfig) -> ModelConfig:
     """That of the run's model, of which nothing else is read."""
@@ -56,7 +58,8 @@ def memory_at_hand(device: torch.device, world: World = ONE) -> int:
         gc.collect()  # models of before lie in cycles with the programs that ran them
     torch.cuda.empty_cache()  # what measuring links left is nobody's
     free, total = torch.cuda.mem_get_info(device)
-    return total - max(0, total - free - BEGUN - communicators(world.axes))
+    beyond = max(0, total - free - BEGUN - communicators(world.axes))
+    return total - -(-beyond // STEP) * STEP
 
 
 def require_room(w: Workload, memory: int) -> MemoryPlan:
