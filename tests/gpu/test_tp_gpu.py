@@ -37,3 +37,14 @@ def test_words_are_those_of_one_process_before_and_after_an_update(found: Any, m
 def test_pushed_words_change_nothing(found: Any, model: str) -> None:
     moved, pushed = (found[f"{model}, {way}"] for way in ("collectives", "pushes"))
     assert moved["updates"] == pushed["updates"] and moved["drawn"] == pushed["drawn"]
+
+
+@pytest.mark.parametrize("model", ["llama", "deepseek_v3"])
+def test_gradients_of_a_captured_step_are_those_of_an_eager_one(found: Any, model: str) -> None:
+    for of_rank in found[f"gradients, {model}"]["of ranks"]:
+        eager, captured = of_rank["eager"], of_rank["captured"]
+        assert eager["not zero"] and eager["gradients"] == captured["gradients"]
+    print(
+        f"{model} {found[f'gradients, {model}']['axes']}: {eager['seconds'] * 1e3:.1f} ms eager, "
+        f"{captured['seconds'] * 1e3:.1f} captured"
+    )

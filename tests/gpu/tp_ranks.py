@@ -1,12 +1,15 @@
 """Run by torchrun on GPUs, or on a CPU with `cpu`: a model whose products two share in the trainer and all share in the
 generator, in graphs. The first prints what was found, a JSON object: whether they draw what one process draws, and what
-two updates find of it, of a shard for each two ranks.
+two updates find of it, of a shard for each two ranks; and of models of other families whether a captured step's
+gradients are an eager one's, and what both take.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from small import requests, train_groups
+from small import DEEPSEEK, completed, requests, train_group, train_groups
 
 from lockstep import machine
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
@@ -23,11 +26,12 @@ from lockstep.distributed import ONE, World, join
 from lockstep.distributed.mesh import ALONE
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime, check_against_eager
+from lockstep.graph.check.fingerprints import fingerprint
 from lockstep.models import Decoder, ModelConfig, load_part
-from lockstep.models.config import MoEConfig
+from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import RandomWeights
 from lockstep.trainer import BatchShape, Packing, Trainer, pack_shards
-from lockstep.types import RolloutGroup, SampleIdentity
+from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams
 
 DEVICE = torch.device("cpu" if sys.argv[1:] == ["cpu"] else "cuda")
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
@@ -37,7 +41,16 @@ EXPERTS = ModelConfig(
     *SIZES[:2], SIZES[2] // 2, *SIZES[3:], rope_theta=1e4, max_position_embeddings=512, family="qwen3_moe",
     tie_word_embeddings=False, moe=MoEConfig(8, 2, SIZES[2] // 2),
 )  # fmt: skip
+assert DEEPSEEK.moe is not None
+LATENT = replace(DEEPSEEK, num_heads=4, head_dim=8, mla=MLAConfig(24, 12, 8, 16, 32), max_position_embeddings=512)
+if DEVICE.type == "cuda":
+    LATENT = replace(
+        LATENT, vocab_size=4096, hidden_size=512, intermediate_size=1024, num_heads=8, head_dim=64,
+        mla=MLAConfig(512, 64, 64, 128, 256), moe=replace(DEEPSEEK.moe, intermediate_size=256),
+    )  # fmt: skip
+OTHERS = {"llama": replace(DENSE, family="llama", tie_word_embeddings=False), "deepseek_v3": LATENT}
 SMALL = GeneratorConfig(max_num_seqs=16, page_size=16, max_num_batched_tokens=256)
+SAMPLING = SamplingParams(temperature=1.0, n=3, max_completion_length=40)
 SHAPE = BatchShape(1024, 512, 32, 256)
 WAYS: dict[str, dict[str, Any]] = {"collectives": {}}
 if DEVICE.type == "cuda":
@@ -97,6 +110,43 @@ def roles(config: ModelConfig, world: World, shards: int) -> tuple[list[Any], li
     return found, results, levels
 
 
+def gradients(config: ModelConfig, world: World) -> dict[str, Any]:
+    """Digests of a step's gradients, eager and captured, and seconds of it."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(0, config.vocab_size, (4, 4, 40), generator=generator).tolist()
+    groups = [
+        train_group(prompt, [completed(ids, (-1.0) ** i, 0.01) for i, ids in enumerate(samples)], SAMPLING)
+        for prompt, *samples in words
+    ]
+    shards = world.mesh.fsdp
+    dealt = [groups[i :: shards.size] for i in range(shards.size)]
+    found: dict[str, Any] = {}
+    for level in ("eager", "captured"):
+        recorded = CompileConfig("step", "full") if DEVICE.type == "cuda" else CompileConfig("step")
+        runtime = EAGER if level == "eager" else Runtime(recorded, DEVICE, mesh=world.sizes, peers=world)
+        source = Louder(config, 0)
+        model = load_part(source, DTYPE, DEVICE, world.generator)
+        trainer = Trainer(model, OptimizerConfig(), LossConfig(), world=world, runtime=runtime, source=source)
+        if runtime is not EAGER:
+            trainer.warm_up([SHAPE], SAMPLING, check_parity=False)
+        own = shards.own(range(shards.size))
+        batches = [b.to(DEVICE) for b in pack_shards(dealt, own, Packing(1024, shapes=[SHAPE]), check_parity=False)]
+        times = []
+        for repeat in range(6):
+            began = time.perf_counter()
+            for batch in batches:
+                trainer.forward_backward(batch)
+            torch.get_device_module(DEVICE).synchronize()
+            times.append(time.perf_counter() - began)
+            if not repeat:
+                digest = fingerprint(trainer.flat.grad).tolist()
+                found[level] = {"gradients": digest, "not zero": bool(trainer.flat.grad.any())}
+        found[level]["seconds"] = statistics.median(times[1:])
+        trainer.finish_check(0)
+        runtime.close()
+    return found
+
+
 def main() -> None:
     machine.own_gpu()
     torch.set_num_threads(1)
@@ -118,6 +168,9 @@ def main() -> None:
                 "levels": levels,
                 "drawn": shared[1],
             }
+        for name, config in OTHERS.items() if way == "collectives" else ():
+            of_ranks = world.gather(gradients(config, world))
+            found[f"gradients, {name}"] = {"of ranks": of_ranks, "axes": world.sizes}
         world.close()
     if world.first:
         print(json.dumps(found), flush=True)
