@@ -1,6 +1,7 @@
 """Run by torchrun on GPUs of one host: words that are pushed are those that collectives move, launch after launch, and
 a rank that stays away ends the others. The first rank prints what was found, a JSON object. `shared`: the ranks have
 one GPU, which runs their kernels in turn, so that a push takes milliseconds; few are made then, and none is timed.
+`long`: ten million pushes, 100 a graph, and a million replays of a graph of eight, what two layers push; two minutes.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from lockstep.errors import PeerLost
 SHAPES = ((8, 512, torch.bfloat16), (64, 768, torch.bfloat16), (64, 19008, torch.float32), (1, 24, torch.int32))
 SHARED = sys.argv[1:] == ["shared"]
 ROUNDS, REPLAYS, IN_A_GRAPH = (2, 20, 20) if SHARED else (20, 10_000, 100)
+MANY = {"replays": (REPLAYS, IN_A_GRAPH)}  # of a graph of so many pushes
+if sys.argv[1:] == ["long"]:
+    MANY |= {"ten million": (100_000, 100), "a million replays": (1_000_000, 8)}
 PATIENCE_S = 20
 
 
@@ -87,12 +91,12 @@ def differing(world: World, shape: tuple[int, int, torch.dtype]) -> dict[str, An
     return {"different": wrong, "push_us": microseconds(pushed), "nccl_us": microseconds(collective)}
 
 
-def replayed(world: World) -> dict[str, Any]:
-    """Seconds of many replays of a graph of small messages, and words that differ after the last."""
-    inputs = [words(SHAPES[0], 1000 * world.rank + i) for i in range(IN_A_GRAPH)]
+def replayed(world: World, replays: int, pushes: int) -> dict[str, Any]:
+    """Seconds of so many replays of a graph of small messages, and words that differ after the last."""
+    inputs = [words(SHAPES[0], 1000 * world.rank + i) for i in range(pushes)]
     graph, found = graph_of(world, push_columns, inputs)
     begun = time.monotonic()
-    for i in range(REPLAYS):
+    for i in range(replays):
         graph.replay()
         if i % 500 == 0:
             torch.cuda.synchronize()
@@ -100,7 +104,7 @@ def replayed(world: World) -> dict[str, Any]:
     axis = world.generator.tp
     expected = [by_collective(x, axis.size, axis.group, bool(i % 2)) for i, x in enumerate(inputs)]
     wrong = sum(not torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    return {"boundaries": REPLAYS * IN_A_GRAPH, "different": wrong, "seconds": time.monotonic() - begun}
+    return {"boundaries": replays * pushes, "different": wrong, "seconds": time.monotonic() - begun}
 
 
 def late(world: World) -> dict[str, Any]:
@@ -123,7 +127,7 @@ def main() -> None:
     ranks = machine.launched().processes
     world = join(ParallelConfig(generator_tp=ranks, symmetric_memory=True, timeout=PATIENCE_S), "cuda")
     found: dict[str, Any] = {f"{shape[0]} x {shape[1]} {shape[2]}": differing(world, shape) for shape in SHAPES}
-    found["replays"] = replayed(world)
+    found |= {name: replayed(world, *size) for name, size in MANY.items()}
     every = world.gather(found)
     told = late(world)  # after it the device does nothing more
     if world.first:
