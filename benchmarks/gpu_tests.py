@@ -26,7 +26,7 @@ from sharing import WHERE
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "gpu"
 REPORT_CHARACTERS = 3000  # kept of a failure
-SEVERAL = {"fsdp": 2, "push": 2, "tp": 4}  # GPUs that a file's tests have use for
+SEVERAL = {"fsdp": (2,), "push": (2,), "tp": (2, 4)}  # GPUs that a file's tests need; of several `N_gpus` are apart
 SLOWEST = "fsdp", "scores", "families", "tp", "attention_backward", "fused", "flex"  # begin first
 FIRST_PORT = 29600  # of torchrun's, a number further for each that runs beside others
 POLL_S = 0.5
@@ -59,48 +59,69 @@ class Saved:
 
 
 class Part(NamedTuple):
-    """A file's process, the GPUs that it sees, and where it writes."""
+    """A file's tests that need so many GPUs, of those whose names fit."""
 
-    name: str
+    file: str
+    gpus: int
+    expression: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}, {self.gpus} GPUs" if self.gpus > 1 else self.file
+
+
+class Running(NamedTuple):
+    """A part's process, the GPUs that it sees, and where it writes."""
+
+    part: Part
     process: subprocess.Popen[bytes]
     gpus: list[str]
     outcome: Path
 
 
+def parts_of(name: str, gpus: int, expression: str) -> list[Part]:
+    """Those of a file; one that needs more GPUs than there are has what there is, and skips its tests."""
+    sizes = SEVERAL.get(name, (1,))
+    apart = len(sizes) > 1
+    fits = [" and ".join(filter(None, (expression, f"{size}_gpus" * apart))) for size in sizes]
+    return [Part(name, min(size, gpus), fit) for size, fit in zip(sizes, fits, strict=True)]
+
+
 def side_by_side(names: Sequence[str], gpus: int, expression: str, path: Path | None) -> int:
     """Run each file on as many GPUs as it needs, the slowest first; how many failed or did not come to their end."""
-    waiting = sorted(names, key=lambda name: SLOWEST.index(name) if name in SLOWEST else len(SLOWEST))
-    free, running, ended, bad, began = list(map(str, range(gpus))), list[Part](), list[Part](), 0, time.perf_counter()
+    order = sorted(names, key=lambda name: SLOWEST.index(name) if name in SLOWEST else len(SLOWEST))
+    waiting = [part for name in order for part in parts_of(name, gpus, expression)]
+    free, running, ended, bad, began = (
+        list(map(str, range(gpus))),
+        list[Running](),
+        list[Path](),
+        0,
+        time.perf_counter(),
+    )
     with tempfile.TemporaryDirectory() as scratch:
         while waiting or running:
-            for name in list(waiting):
-                if (count := needed(name, gpus)) <= len(free):
-                    waiting.remove(name)
-                    own, free = free[:count], free[count:]
-                    running.append(started(name, own, expression, Path(scratch)))
+            for part in list(waiting):
+                if part.gpus <= len(free):
+                    waiting.remove(part)
+                    own, free = free[: part.gpus], free[part.gpus :]
+                    running.append(started(part, own, Path(scratch)))
             time.sleep(POLL_S)
-            for part in [part for part in running if part.process.poll() is not None]:
-                running.remove(part)
-                free += part.gpus
-                bad += part.process.returncode not in (0, int(pytest.ExitCode.NO_TESTS_COLLECTED))
-                ended.append(part)
-                figures = merged([one.outcome for one in ended])
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                free += one.gpus
+                ended.append(one.outcome)
+                bad += one.process.returncode not in (0, int(pytest.ExitCode.NO_TESTS_COLLECTED))
                 about = {"gpus": gpus, "seconds": time.perf_counter() - began, "ended_badly": bad}
-                save("gpu_tests", {**figures, **about, "complete": not (waiting or running)}, path)
-                print(f"{part.name}: {part.process.returncode}, {about['seconds']:.0f} s", flush=True)
+                save("gpu_tests", {**merged(ended), **about, "complete": not (waiting or running)}, path)
+                print(f"{one.part.name}: {one.process.returncode}, {about['seconds']:.0f} s", flush=True)
     return bad
 
 
-def needed(name: str, gpus: int) -> int:
-    """GPUs of a file, or as many as there are."""
-    return min(SEVERAL.get(name, 1), gpus)
-
-
-def started(name: str, gpus: list[str], expression: str, scratch: Path) -> Part:
-    outcome = scratch / f"{name}.json"
+def started(part: Part, gpus: list[str], scratch: Path) -> Running:
+    outcome = scratch / f"{part.name}.json"
     given = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PET_MASTER_PORT": str(FIRST_PORT + int(gpus[0]))}
-    command = [sys.executable, __file__, name, "-k", expression, "--json", str(outcome)]
-    return Part(name, subprocess.Popen(command, env=os.environ | given, stdout=subprocess.DEVNULL), gpus, outcome)
+    command = [sys.executable, __file__, part.file, "-k", part.expression, "--json", str(outcome)]
+    return Running(part, subprocess.Popen(command, env=os.environ | given, stdout=subprocess.DEVNULL), gpus, outcome)
 
 
 def merged(outcomes: Sequence[Path]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ RANKS = Path(__file__).with_name("tp_ranks.py")
 assert RANKS.is_file()
 
 
-TWO, FOUR = (pytest.param(ranks, marks=pytest.mark.gpus(ranks), id=f"{ranks} GPUs") for ranks in (2, 4))
+TWO, FOUR = (pytest.param(ranks, marks=pytest.mark.gpus(ranks), id=f"{ranks}_gpus") for ranks in (2, 4))
 
 
 @pytest.fixture(scope="module", params=[TWO, FOUR])
