@@ -31,6 +31,7 @@ import torch
 from common import Report, bandwidth, first_layers, write_json
 
 LIMIT_S = 570.0
+MOST_KERNELS = 16  # told of a decode step
 PUSHED = "pushed"
 DecodeCase = tuple[str, int, int, int]  # name, prompts, samples of each, tokens of a prompt
 SIZES: dict[str, dict[str, Any]] = {
@@ -127,8 +128,10 @@ class Bench:
         self.figures["generator"][f"{degree}{', ' + PUSHED if pushed else ''}"] = found
         self.save(world)
 
-    def decode(self, engine: Any, model: Any, world: Any, case: DecodeCase) -> dict[str, float]:
-        """Milliseconds of a step, the slowest process's median, and of its bytes alone."""
+    def decode(self, engine: Any, model: Any, world: Any, case: DecodeCase) -> dict[str, Any]:
+        """Milliseconds of a step, the slowest process's median, and of its bytes alone; and this process's kernels."""
+        from cases.kernels import kernels
+
         from lockstep.types import SampleIdentity, SamplingParams
 
         _, prompts, samples, length = case
@@ -144,6 +147,7 @@ class Bench:
 
         run(few)
         times = [(run(more) - run(few)) / self.size["steps"] for _ in range(self.about["repeats"])]
+        launched = kernels(lambda: run(more) and more, self.device)  # prompts among them
         slowest = max(world.gather(statistics.median(times)))
         weights = sum(p.nbytes for name, p in model.named_parameters() if name != "embed")
         if self.config.tie_word_embeddings:  # of which each computes with its share
@@ -151,7 +155,8 @@ class Bench:
         cache = engine.cache
         token = (cache.k.nbytes + cache.v.nbytes) / cache.num_pages / cache.page_size
         read = weights + token * (prompts * length + prompts * samples * (few + more) / 2)
-        return {"ms": slowest * 1e3, "floor_ms": read / self.about["bandwidth"] * 1e3}
+        top = [{"kernel": name, "us": us, "launches": count} for name, us, count in launched[:MOST_KERNELS]]
+        return {"ms": slowest * 1e3, "floor_ms": read / self.about["bandwidth"] * 1e3, "kernels": top}
 
     def draw(self, engine: Any) -> tuple[list[Any], float]:
         """Groups as the trainer takes them, and the seconds."""
