@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -18,7 +19,9 @@ from .values import Value, value_of
 
 Role = Literal["param", "grad", "buffer", "optimizer", "kv", "user"]
 Level = str  # how a program runs: a recording by its name (`config.RECORDINGS`), "captured" or "eager"
+Origins = Mapping[fx.Node, frozenset[fx.Node]]  # see `origins`
 Static = bool | int | float | str | None
+Place = tuple[int, str]  # of an argument of an operator: its number and its name
 Dynamic = Mapping[str, tuple[str | None, ...]]  # input: the names of its open sizes, None for a fixed one
 
 BACKWARD_TAG = "remat_pass_tag"  # what torch's own rematerialization passes read, in every version
@@ -237,7 +240,7 @@ def described(node: fx.Node) -> str:
 
 
 def written(node: fx.Node) -> list[fx.Node]:
-    return [a for argument, values in _bound(node) if argument.is_write for a in values]
+    return _given(node, _written_places)
 
 
 def mutates(node: fx.Node) -> bool:
@@ -254,13 +257,10 @@ def viewed(node: fx.Node) -> list[fx.Node]:
         return [node.args[0]]  # type: ignore[list-item]
     if op_name(node) in _UNDECLARED_VIEWS:
         return list(node.all_input_nodes[:1])
-    if not torch_trace.is_operator(node.target):
-        return []
-    shared = frozenset().union(*(result.aliases for result in torch_trace.results(node.target)))
-    return [a for argument, values in _bound(node) if argument.aliases & shared for a in values]
+    return _given(node, _viewed_places)
 
 
-def origins(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+def origins(graph: fx.Graph) -> Origins:
     """For each node the nodes whose memory its result lies in: placeholders, constants, or calls that allocate."""
     found: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
@@ -269,11 +269,25 @@ def origins(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
     return found
 
 
-def _bound(node: fx.Node) -> Iterator[tuple[torch_trace.Argument, list[fx.Node]]]:
-    """A call's declared arguments with the nodes that it passes for each."""
+@functools.cache
+def _written_places(op: Any) -> tuple[Place, ...]:
+    """The arguments that a call of an operator writes."""
+    return tuple((i, a.name) for i, a in enumerate(torch_trace.arguments(op)) if a.is_write)
+
+
+@functools.cache
+def _viewed_places(op: Any) -> tuple[Place, ...]:
+    """Those whose memory its results share."""
+    shared = frozenset().union(*(result.aliases for result in torch_trace.results(op)))
+    return tuple((i, a.name) for i, a in enumerate(torch_trace.arguments(op)) if a.aliases & shared)
+
+
+def _given(node: fx.Node, places: Callable[[Any], tuple[Place, ...]]) -> list[fx.Node]:
+    """The nodes that a call passes for these arguments."""
     if node.op != "call_function" or not torch_trace.is_operator(node.target):
-        return
-    for i, argument in enumerate(torch_trace.arguments(node.target)):
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        values = value if isinstance(value, (list, tuple)) else [value]
-        yield argument, [v for v in values if isinstance(v, fx.Node)]
+        return []
+    found: list[fx.Node] = []
+    for i, name in places(node.target):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        found += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
+    return found

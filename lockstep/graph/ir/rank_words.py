@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ..torch_private.collectives import GATHER, GATHER_MANY, WAIT
-from .captured import Captured, op_name, origins, written
+from .captured import Captured, Origins, op_name, written
 from .values import TensorValue, tensors_in
 
 COLLECTIVES = "_c10d_functional."
@@ -79,8 +79,9 @@ def communicates(node: fx.Node) -> bool:
 class RankWords:
     """The words of several ranks in each result of a graph, node by node."""
 
-    def __init__(self, captured: Captured) -> None:
-        self._captured, self._lies_in = captured, origins(captured.graph)
+    def __init__(self, captured: Captured, lies_in: Origins) -> None:
+        """`lies_in`: the graph's `origins`."""
+        self._captured, self._lies_in = captured, lies_in
         self._words: dict[fx.Node, _Words] = {}
         self._computed: set[fx.Node] = set()  # the others are inputs and constants, or are laid out from such
         self._memory: dict[fx.Node, frozenset[str]] = {}  # of what was written into an allocation

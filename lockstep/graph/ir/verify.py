@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from ..torch_private import trace as torch_trace
-from .captured import Captured, GraphError, described, is_backward, op_name, origins, written
+from .captured import Captured, GraphError, Origins, described, is_backward, op_name, origins, written
 from .rank_words import RankWords, communicates
 from .values import TensorValue, tensors_in
 
@@ -40,9 +40,11 @@ COMPARED = "logprob_C", "model_logprob_C", "route_C"  # outputs that are held to
 
 def verify(captured: Captured) -> Captured:
     """Return `captured` if it is sound. `GraphError`: naming each node at fault and what would be right."""
-    problems = list(_signature(captured))
+    lies_in = origins(captured.graph)
+    problems = [*_signature(captured), *_outputs(captured, lies_in)]
     if not problems:  # the other checks rely on it
-        problems = [*_constants(captured), *_numerics(captured), *_sums_of_ranks(captured), *_writes(captured)]
+        problems = [*_constants(captured), *_numerics(captured), *_sums_of_ranks(captured, lies_in)]
+        problems += _writes(captured, lies_in)
         problems += _recordable(captured) if captured.recorded else []
     if problems:
         shown = "\n  ".join(problems[:MAX_PROBLEMS])
@@ -67,15 +69,13 @@ def _signature(captured: Captured) -> Iterator[str]:
     for node in captured.graph.nodes:
         if node.op in ("call_module", "call_method"):
             yield f"{described(node)} is not an operator; a flat graph has only operators"
-    yield from _outputs(captured)
 
 
-def _outputs(captured: Captured) -> Iterator[str]:
+def _outputs(captured: Captured, lies_in: Origins) -> Iterator[str]:
     values = captured.graph.output_node().args[0]
     if not isinstance(values, (list, tuple)) or len(values) != len(captured.outputs):
         yield f"the graph returns {values!r}, its signature names {len(captured.outputs)} outputs"
         return
-    lies_in = origins(captured.graph)
     for name, value in zip(captured.outputs, values, strict=True):
         if not isinstance(value, fx.Node) or not isinstance(captured.value(value), TensorValue):
             yield f"output {name!r} is {value!r}; an output must be a tensor that the graph computes"
@@ -101,11 +101,11 @@ def _numerics(captured: Captured) -> Iterator[str]:
             yield f"{described(node)}: the forward pass must use {due}, whose bits are fixed"
 
 
-def _sums_of_ranks(captured: Captured) -> Iterator[str]:
+def _sums_of_ranks(captured: Captured, lies_in: Origins) -> Iterator[str]:
     """Nothing that is compared bit by bit, and no key or value, follows from floats added across ranks."""
     if not any(map(communicates, captured.graph.nodes)):
         return
-    specs, lies_in, words = dict(captured.placeholders()), origins(captured.graph), RankWords(captured)
+    specs, words = dict(captured.placeholders()), RankWords(captured, lies_in)
     sums: dict[fx.Node, fx.Node] = {}  # what follows from one, and memory that holds such: the sum
 
     def sum_in(node: fx.Node) -> fx.Node | None:
@@ -134,10 +134,9 @@ def _added(found: fx.Node, what: str) -> str:
     return f"{adds}, and {what}; gather finished words, and lay them side by side"
 
 
-def _writes(captured: Captured) -> Iterator[str]:
+def _writes(captured: Captured, lies_in: Origins) -> Iterator[str]:
     """In-place writes reach only what the graph allocated and inputs of the declared roles."""
     specs = dict(captured.placeholders())
-    lies_in = origins(captured.graph)
     for node in captured.graph.nodes:
         for argument in written(node):
             for origin in lies_in[argument]:
