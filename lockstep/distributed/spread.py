@@ -59,12 +59,15 @@ class Spread(nn.Module):
 
     def stream(self, x_TV: Tensor) -> Stream:
         """Of a tensor that all ranks have whole."""
-        return Stream(x_TV, self.own(x_TV))
+        return Stream(x_TV, x_TV if self.index is None else self.own(x_TV))
 
     def added(
         self, product: Callable[..., Tensor], x_TW: Tensor, weight: Tensor, stream: Stream, bias: Tensor | None
     ) -> Stream:
         """`product(x, weight, own, bias)` of what the ranks have columns of and a stream's own columns: a stream."""
+        if self.index is None:
+            x_TV = product(x_TW, weight, stream.own_TW, bias)
+            return Stream(x_TV, x_TV)
         own_TW = product(self.columns(x_TW), weight, stream.own_TW, bias)
         return Stream(self.columns(own_TW), own_TW)
 
