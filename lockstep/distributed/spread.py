@@ -9,20 +9,13 @@ Shape suffixes: T tokens, W a rank's columns, R rows, V all columns, C rows with
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .collectives import gather, gather_columns, gather_rows, own_columns, rows_of_sum, rows_to_owners
 from .mesh import Axis
-
-
-class Stream(NamedTuple):
-    """What is added to, whole and this rank's columns of it; one tensor on an axis of one."""
-
-    whole_TV: Tensor
-    own_TW: Tensor
 
 
 class Spread(nn.Module):
@@ -57,19 +50,23 @@ class Spread(nn.Module):
         """This rank's columns of a tensor that all have whole, [T, W]."""
         return x_TV if self.index is None else own_columns(x_TV, self.index, self.axis)
 
-    def stream(self, x_TV: Tensor) -> Stream:
-        """Of a tensor that all ranks have whole."""
-        return Stream(x_TV, x_TV if self.index is None else self.own(x_TV))
-
     def added(
-        self, product: Callable[..., Tensor], x_TW: Tensor, weight: Tensor, stream: Stream, bias: Tensor | None
-    ) -> Stream:
-        """`product(x, weight, own, bias)` of what the ranks have columns of and a stream's own columns: a stream."""
+        self,
+        product: Callable[..., Tensor],
+        x_TW: Tensor,
+        weight: Tensor,
+        stream_TV: Tensor,
+        bias: Tensor | None,
+        own_TW: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`product(x, weight, stream, bias)` of what the ranks have columns of and a stream that all have whole: whole,
+        [T, V], and where there are several ranks this one's columns of it. `own_TW`: those of the stream, if they are
+        at hand."""
         if self.index is None:
-            x_TV = product(x_TW, weight, stream.own_TW, bias)
-            return Stream(x_TV, x_TV)
-        own_TW = product(self.columns(x_TW), weight, stream.own_TW, bias)
-        return Stream(self.columns(own_TW), own_TW)
+            return product(x_TW, weight, stream_TV, bias), None
+        own_TW = self.own(stream_TV) if own_TW is None else own_TW
+        found_TW = product(self.columns(x_TW), weight, own_TW, bias)
+        return self.columns(found_TW), found_TW
 
     def own_rows(self, *tensors: Tensor) -> Sequence[Tensor]:
         """This rank's share of the rows of tensors that all have whole, [ceil(R / ranks), ...]; those beyond the last

@@ -71,12 +71,11 @@ class Layer(nn.Module):
         eps, offset = self.config.rms_norm_eps, self.norm_offset
         added = self.spread.added
         attended_TW = self.attention(index, x_TD, rope_TH, attend)
-        stream = added(ops.linear_add, attended_TW, self.o, self.spread.stream(x_TD), self.o_bias)
-        x_TD = stream.whole_TV
+        x_TD, own_TW = added(ops.linear_add, attended_TW, self.o, x_TD, self.o_bias)
         if self.moe is not None:
             return x_TD + self.moe(ops.rms_norm(x_TD, self.mlp_norm, eps, offset), routes)
         gated_TF = ops.norm_gate_up(x_TD, self.mlp_norm, self.gate_up, eps, offset, self.activation)
-        return added(ops.linear_add, gated_TF, self.down, stream, None).whole_TV
+        return added(ops.linear_add, gated_TF, self.down, x_TD, None, own_TW)[0]
 
     def product(self, x_TW: Tensor, weight: Tensor) -> Tensor:
         return self.spread.columns(ops.linear(self.spread.columns(x_TW), weight))
