@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cached_property, partial
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 CHUNK_BYTES = 32 << 20  # that are on their way at one time
+_PART_BYTES = 1 << 20  # of a file that a thread reads at one time
 _DTYPES = {  # the library's order, in which wider ones come first
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -114,7 +116,7 @@ class OpenTensorFile:
     def read(self, name: str, first: int, count: int) -> Tensor:
         """So many elements of a tensor, from `first` on, flat."""
         found = torch.empty(count, dtype=self._file.entries[name].dtype)
-        _read(self._descriptor, self._file.begin(name, first), found, f"{self._file.path} ends within {name}")
+        _read(self._descriptor, self._file.begin(name, first), _bytes(found), f"{self._file.path} ends within {name}")
         return found
 
     def flush(self) -> None:
@@ -138,11 +140,41 @@ class Stored(NamedTuple):
     fill: Fill
 
 
+class Staging:
+    """What the ranges of any number of files are read with, one at a time: threads, side by side, and `chunk`, memory
+    on the way to another device or dtype."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(torch.get_num_threads())
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown()
+
+    @cached_property
+    def chunk(self) -> Tensor:
+        return torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+
+    def read(self, descriptor: int, begin: int, values: Tensor, told: str) -> None:
+        """Fill a flat tensor of the host from byte `begin` of a file; `told` is the error where that ends."""
+        data = _bytes(values)
+        if len(data) <= _PART_BYTES:
+            _read(descriptor, begin, data, told)
+            return
+        parts = range(0, len(data), _PART_BYTES)
+        reads = [self._threads.submit(_read, descriptor, begin + i, data[i : i + _PART_BYTES], told) for i in parts]
+        wait(reads)
+        for read in reads:
+            read.result()
+
+
 class TensorReader:
     """A file that anyone has written, whose tensors are read in ranges as long as it is open; `tensors` are those in
     it, by name. `SafetensorError`: it is not a whole file of tensors; `OSError`: it cannot be opened."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, staging: Staging) -> None:
         from safetensors import safe_open
 
         path.open("rb").close()  # of any that it cannot open safetensors says that there is none
@@ -152,7 +184,7 @@ class TensorReader:
         size = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
         header = json.loads(os.pread(self._descriptor, size, 8))
         self._begins = {name: 8 + size + header[name]["data_offsets"][0] for name in entries}
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._staging = staging
         self.tensors = {name: Stored(entry, partial(self._fill, name, entry.dtype)) for name, entry in entries.items()}
 
     def close(self) -> None:
@@ -165,24 +197,20 @@ class TensorReader:
         if step:
             assert values.dtype == dtype
             for i, row in enumerate(values.unbind()):
-                _read(self._descriptor, begin + i * step * dtype.itemsize, row, told)
+                _read(self._descriptor, begin + i * step * dtype.itemsize, _bytes(row), told)
             return
         if values.device.type == "cpu" and values.dtype == dtype:
-            _read(self._descriptor, begin, values, told)
+            self._staging.read(self._descriptor, begin, values, told)
             return
         for part in values.split(CHUNK_BYTES // dtype.itemsize):
-            size = part.numel() * dtype.itemsize
-            if self._room.numel() < size:
-                self._room = torch.empty(size, dtype=torch.uint8)
-            found = self._room[:size].view(dtype)
-            _read(self._descriptor, begin, found, told)
+            found = self._staging.chunk[: part.numel() * dtype.itemsize].view(dtype)
+            self._staging.read(self._descriptor, begin, found, told)
             part.copy_(found)
-            begin += size
+            begin += part.numel() * dtype.itemsize
 
 
-def _read(descriptor: int, begin: int, values: Tensor, told: str) -> None:
-    """Fill a flat tensor of the host from byte `begin` of a file; `told` is the error where that ends."""
-    data = _bytes(values)
+def _read(descriptor: int, begin: int, data: memoryview, told: str) -> None:
+    """Fill `data` from byte `begin` of a file; `told` is the error where that ends."""
     while data:
         done = os.preadv(descriptor, [data], begin)
         if not done:

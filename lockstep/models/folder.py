@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..cache.file_hashes import fingerprints, glance
-from ..cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, TensorFile, TensorReader, cut
+from ..cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, Staging, TensorFile, TensorReader, cut
 from ..errors import InputError, LockstepError, refuse
 from ..json_file import read_object
 from .blocks.weight_slices import WeightSlice
@@ -170,7 +170,7 @@ class FolderWeights:
         if not path.exists():
             return []
         try:
-            reader = TensorReader(path)
+            reader = TensorReader(path, opened.enter_context(Staging()))
             stored = reader.tensors["value_head"]
         except (OSError, SafetensorError, KeyError) as error:
             raise InputError(f"{path}: not a safetensors file with a value_head ({error})") from error

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.tensor_file import Stored, TensorReader
+from ..cache.tensor_file import Staging, Stored, TensorReader
 from ..errors import InputError
 from ..json_file import read_object
 from . import mxfp4
@@ -47,13 +47,14 @@ def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterat
 
     once, pairs = _Once(config), mxfp4.Pairs()
     name_of = of_text if is_wrapped(read_object(folder / "config.json")) else str
+    staging = opened.enter_context(Staging())
     for file in _files(folder, config, name_of):
         if not file.is_file():
             index = weights_path(folder).name
             named = "a model folder needs it, or an index and shards" if index == file.name else f"{index} names it"
             raise InputError(f"{file}: {_what_is_there(file)} ({named})")
         try:
-            reader = TensorReader(file)
+            reader = TensorReader(file, staging)
         except OSError as error:
             raise InputError(f"{file}: cannot be read ({error.strerror})") from error
         except SafetensorError as error:
