@@ -20,7 +20,10 @@ def runs(on: Placement, mesh: Mesh, shape: tuple[int, ...]) -> Iterator[tuple[in
     """The contiguous pieces of a rank's part, in order: where each begins in the part and in a whole parameter of this
     shape, both flat, and its elements."""
     cut = [dim for dim, axis in ((on.ep, mesh.ep), (on.tp, mesh.tp)) if dim is not None and axis.size > 1]
-    dims = max(cut) + 1 if cut else 0
+    if not cut:
+        yield 0, 0, prod(shape)
+        return
+    dims = max(cut) + 1
     row = prod(shape[dims:])
     rows = on.cut(torch.arange(prod(shape[:dims])).view(shape[:dims]), mesh).flatten()
     breaks = (rows.diff() != 1).nonzero().flatten().add(1).tolist()
