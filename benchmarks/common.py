@@ -197,6 +197,17 @@ def in_a_process(case: str, *given: object, environment: dict[str, str] | None =
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def torchrun(processes: int) -> list[str]:
+    """The words that start so many processes of a script, whose words follow."""
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+
+
+def require_gpus(device: str, processes: int) -> None:
+    """`SystemExit` where there are not as many GPUs."""
+    if device == "cuda" and (there := torch.cuda.device_count()) < processes:
+        raise SystemExit(f"--processes is {processes}, and there are {there} GPUs")
+
+
 def peer_environment(**more: str) -> dict[str, str]:
     """Variables for a peer's process: how threads wait, which importing lockstep chose for this one, is left to it."""
     chosen = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"

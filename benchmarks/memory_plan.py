@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from common import arguments, save
+from common import arguments, save, torchrun
 
 from lockstep.config import (
     CompileConfig,
@@ -37,7 +37,7 @@ from lockstep.models import Decoder, Ranges
 from lockstep.models.init import INITIALIZER_RANGE, RandomWeights
 from lockstep.session.memory import plan as planning
 from lockstep.session.memory.plan import CACHE, CHECK, GENERATION, KEPT, TRANSIT, WORKING
-from lockstep.session.memory.terms import CONTEXT, GIB
+from lockstep.session.memory.terms import BEGUN, CONTEXT, GIB
 
 
 class Case(NamedTuple):
@@ -135,7 +135,7 @@ def _shrink(limit: int) -> None:
     """Have the allocator, and whoever asks for free memory, believe in a device of so many bytes."""
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction((limit - CONTEXT) / total)
-    torch.cuda.mem_get_info = lambda _=None: (limit - CONTEXT - torch.cuda.memory_reserved(), limit)  # type: ignore
+    torch.cuda.mem_get_info = lambda _=None: (limit - BEGUN - torch.cuda.memory_reserved(), limit)  # type: ignore
 
 
 def _reserved(device: str) -> dict[str, float]:
@@ -150,9 +150,9 @@ def _reserved(device: str) -> dict[str, float]:
 def in_a_process(case: Case, device: str, gpus: int, limit: int = 0, timeout: float = 400) -> dict[str, Any]:
     """`measured`, by a new process or several; `error` where it did not end well."""
     own = [str(Path(__file__)), "--device", device, "--one", json.dumps(case), "--limit", str(limit)]
-    several = ["-m", "torch.distributed.run", "--nproc-per-node", str(gpus)] if gpus > 1 else []
+    start = torchrun(gpus) if gpus > 1 else [sys.executable]
     try:
-        done = subprocess.run([sys.executable, *several, *own], capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run([*start, *own], capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:
         return {"error": f"not done after {timeout:.0f} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"plan"')]

@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common import Report, random_model
+from common import Report, random_model, require_gpus, torchrun
 
 LIMIT_S = 300.0
 
@@ -112,8 +111,7 @@ def _copy_s(size: int) -> float:
 def processes(count: int, arch: str, device: str, repeats: int) -> dict[str, Any]:
     """The figures of so many: the slowest's seconds, and the most bytes of any."""
     with tempfile.TemporaryDirectory() as folder:
-        start = ["-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-        command = [sys.executable, *start, str(Path(__file__).parents[1] / "run.py"), "checkpoints", "--part"]
+        command = [*torchrun(count), str(Path(__file__).parents[1] / "run.py"), "checkpoints", "--part"]
         given = [arch, device, folder, str(repeats)]
         subprocess.run([*command, *given], check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
         ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
@@ -126,8 +124,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(given: argparse.Namespace, report: Report) -> None:
-    if given.device == "cuda" and torch.cuda.device_count() < (most := max(given.processes)):
-        raise SystemExit(f"--processes is {most} at most, and there are {torch.cuda.device_count()} GPUs")
+    require_gpus(given.device, max(given.processes))
     report.figures |= {"arch": given.arch, "cores": os.cpu_count(), "rows": []}
     rows = [
         [

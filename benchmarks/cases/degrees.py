@@ -16,7 +16,6 @@ import hashlib
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import zlib
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Report, bandwidth, first_layers, write_json
+from common import Report, bandwidth, first_layers, require_gpus, torchrun, write_json
 
 LIMIT_S = 570.0
 MOST_KERNELS = 16  # told of a decode step
@@ -86,6 +85,9 @@ class Bench:
         from lockstep.models import load_part
 
         where = torch.device(self.device)
+        gc.collect()  # the last layout's model and its programs refer to one another
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
         world = join(ParallelConfig(timeout=200, **layout), self.device)
         mode = "full" if self.device == "cuda" else "none"
         runtime = Runtime(CompileConfig("step", cudagraph_mode=mode), where, mesh=world.sizes, peers=world)
@@ -95,10 +97,6 @@ class Bench:
         finally:
             runtime.close()
             world.close()
-            del model, runtime
-            gc.collect()
-            if where.type == "cuda":
-                torch.cuda.empty_cache()
 
     def generator(self, degree: int, pushed: bool) -> None:
         """Decode in groups of so many, timed and compared with the other degrees."""
@@ -263,8 +261,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(given: argparse.Namespace, report: Report) -> bool:
-    if given.device == "cuda" and (there := torch.cuda.device_count()) < given.processes:
-        raise SystemExit(f"--processes is {given.processes}, and there are {there} GPUs")
+    require_gpus(given.device, given.processes)
     ways = [(degree, False) for degree in given.generator] + [(degree, True) for degree in given.pushed]
     about = {key: getattr(given, key) for key in ("arch", "layers", "trainer", "processes", "repeats")}
     about |= {"generator": ways, "bandwidth": bandwidth(given.device)}
@@ -272,8 +269,13 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
         torch.cuda.empty_cache()
     report.figures |= about
     with tempfile.TemporaryDirectory() as folder:
-        start = ["-m", "torch.distributed.run", "--nproc-per-node", str(given.processes)]
-        command = [sys.executable, *start, str(Path(__file__).parents[1] / "run.py"), "degrees", "--part", given.device]
+        command = [
+            *torchrun(given.processes),
+            str(Path(__file__).parents[1] / "run.py"),
+            "degrees",
+            "--part",
+            given.device,
+        ]
         process = subprocess.Popen([*command, json.dumps({**about, "folder": folder})], stdout=subprocess.DEVNULL)
         _watched(process, Path(folder) / "found.json", partial(_keep, report))
     return _told(report)
@@ -292,10 +294,11 @@ def _watched(process: subprocess.Popen[bytes], path: Path, keep: Callable[[dict[
         if path.exists():
             keep(json.loads(path.read_text()))
     process.terminate()
+    process.wait()
     if path.exists():
         keep(json.loads(path.read_text()))
-    if code:
-        raise SystemExit(f"the processes ended with {code}")
+    if code != 0:
+        raise SystemExit(f"not done after {LIMIT_S:.0f} s" if code is None else f"the processes ended with {code}")
 
 
 def _told(report: Report) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from cases import seed_workload
-from common import Report
+from common import Report, torchrun
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from sharing import KV_CACHE_TOKENS, WHERE, on_one_gpu
@@ -70,9 +70,9 @@ class Size(NamedTuple):
 def training(run: Path, device: str, processes: int, size: Size, *own: str) -> list[str]:
     """`lockstep train` in so many processes, on the model and the prompts beside its run folder; samples are as long
     as they may be."""
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+    start = torchrun(processes) if processes > 1 else [sys.executable]
     return [
-        *(sys.executable, *start, "-m", "lockstep", "train", "dataset", "--run-dir", str(run)),
+        *(*start, "-m", "lockstep", "train", "dataset", "--run-dir", str(run)),
         *("--model", str(run.parent / "model"), "--data", str(run.parent / "prompts.jsonl"), "--device", device),
         *("--reward", f"{seed_workload.__file__}:coin", "--steps", str(size.steps), "--compile.capture", "step"),
         *("--trainer.prompts-per-step", str(size.prompts), "--sampling.num-generations", str(size.samples)),

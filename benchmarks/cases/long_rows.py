@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 from cases.degrees import LIMIT_S, drawn_weights
-from common import Report, first_layers, product_rate, write_json
+from common import Report, first_layers, product_rate, require_gpus, torchrun, write_json
 
 from lockstep.models import num_parameters
 
@@ -103,8 +102,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(given: argparse.Namespace, report: Report) -> None:
-    if given.device == "cuda" and (there := torch.cuda.device_count()) < given.processes:
-        raise SystemExit(f"--processes is {given.processes}, and there are {there} GPUs")
+    require_gpus(given.device, given.processes)
     about = {key: getattr(given, key) for key in ("arch", "layers", "rows", "length", "repeats", "processes")}
     rate = product_rate(given.device, torch.bfloat16)
     floor = floor_s(given.arch, given.layers, given.rows, given.length, rate)
@@ -126,8 +124,13 @@ def measure(given: argparse.Namespace, report: Report) -> None:
 def launched(device: str, about: dict[str, Any]) -> dict[str, Any]:
     """What the slowest of the processes measured."""
     with tempfile.TemporaryDirectory() as folder:
-        start = ["-m", "torch.distributed.run", "--nproc-per-node", str(about["processes"])]
-        command = [sys.executable, *start, str(Path(__file__).parents[1] / "run.py"), "long_rows", "--part", device]
+        command = [
+            *torchrun(about["processes"]),
+            str(Path(__file__).parents[1] / "run.py"),
+            "long_rows",
+            "--part",
+            device,
+        ]
         given = json.dumps({**about, "folder": folder})
         subprocess.run([*command, given], check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
         return json.loads((Path(folder) / "found.json").read_text())

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from cases import seed_workload
 from cases.fsdp import Size, run_dir, trained, training
-from common import Report, in_a_process
+from common import Report, in_a_process, require_gpus
 
 from lockstep.models import num_parameters
 from lockstep.models.init import architecture
@@ -84,17 +84,15 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(given: argparse.Namespace, report: Report) -> bool:
-    if given.device == "cuda" and (there := torch.cuda.device_count()) < max(given.processes):
-        raise SystemExit(f"--processes is {max(given.processes)} at most, and there are {there} GPUs")
+    require_gpus(given.device, max(given.processes))
     settings = {name: value for name, value in vars(given).items() if name != "json"}
     report.figures |= {**settings, "counts": []}
     heads = [f"{phase} ms" for phase in PHASES] + [f"{phase}, rate" for phase in PHASES]
     rows = [["processes", *heads, "tokens/s/GPU", "of 989", "step ms", "GiB", "start s", "different"]]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        in_a_process(
-            "scaling", folder, given.arch, given.prompt, given.mean, given.sigma
-        )  # which leaves nothing on the GPU that the runs plan with
+        # By a process that leaves nothing on the GPU that the runs plan with.
+        in_a_process("scaling", folder, given.arch, given.prompt, given.mean, given.sigma)
         for count in given.processes:
             report.figures["counts"].append(way := measured(count, folder, given))
             first = report.figures["counts"][0]
