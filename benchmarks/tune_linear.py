@@ -43,6 +43,7 @@ ARCHITECTURES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
 OWN = [name for name in KERNELS if name != "library"]
 PROBES = {  # bound on the rows: rows measured
     1: (1,),
+    4: (2, 4),
     8: (8,),
     16: (16,),
     32: (24, 32),
@@ -77,9 +78,11 @@ def product(kind: Kind, choice: Choice, x: Tensor, weight: Tensor, norm: Tensor,
 
 
 def tiles(kind: Kind, bucket: int, columns: int, depth: int, kernels: Sequence[str], few: bool = False) -> list[Choice]:
-    """Candidates of these kernels; `few`: of each tile the one with the most stages, which releases early."""
+    """Candidates of these kernels; `few`: of each tile the one with the most stages, which releases early, and by TMA
+    those of which a multiprocessor has several."""
     found = [c for name in kernels for c in KERNELS[name].candidates(kind, PROBES[bucket], columns, depth)]
-    deepest = {c[:4]: c for c in sorted(found, key=lambda c: (c.num_stages, c.early))}
+    ordered = sorted(found, key=lambda c: (c.num_stages, c.early))
+    deepest = {(*c[:4], c.kernel == "tma" and c.num_stages): c for c in ordered}
     return list(deepest.values()) if few else found
 
 

@@ -64,12 +64,11 @@ def train(
         raise InputError("run_dir is missing: name the folder of the run to resume")
     if resume_with_other_numerics and not resume:
         raise InputError("--resume-with-other-numerics has no effect without --resume; remove it")
-    with machine.told("importing torch"):  # from the run's folder on, the display does so
+    with machine.told("importing torch"), machine.first_imports():  # from the run's folder on, the display tells
+        from .run.train import train as run
         from .session.processes import together
         from .session.signals import ended_by_signals
     with together(config) as world, contextlib.ExitStack() as lock:
-        from .run.train import train as run
-
         lock.enter_context(ended_by_signals())
         if resume and named is not None:
             from .run.resume import require_unchanged

@@ -108,3 +108,26 @@ def test_a_server_may_have_more_connections_than_a_process_begins_with() -> None
     program += "print(resource.getrlimit(kind) == (min(hard if hard > 0 else 1 << 16, 1 << 16), hard))"
     done = finished([sys.executable, "-c", program])
     assert done.stdout == "True\n", done.stderr
+
+
+IMPORTED = """
+import gc
+from lockstep import machine
+seen = []
+gc.callbacks.append(lambda phase, info: seen.append(phase))
+with machine.first_imports():
+    import torch
+found = len(seen), gc.isenabled(), gc.get_freeze_count() > 100_000
+with machine.first_imports():
+    again = gc.isenabled()
+gc.disable()
+with machine.first_imports():
+    pass
+print(*found, again, gc.isenabled())
+"""
+
+
+def test_the_collector_waits_for_the_first_imports_alone() -> None:
+    """Not where torch is there already, and it stays off where the user turned it off."""
+    done = finished([sys.executable, "-c", IMPORTED])
+    assert done.stdout.split() == ["0", "True", "True", "True", "False"], done.stderr

@@ -100,13 +100,12 @@ def configuration(folder: Path, parity: Parity, extra: dict[str, Any], count: in
 
 def ours(folder: Path, began: float, parity: Parity, extra: dict[str, Any], count: int) -> dict[str, Any]:
     """`lockstep train` on the folder, run folder and report included."""
-    from lockstep.run.timeline import TIMELINE_FILE, read_timeline
-    from lockstep.run.train import train
+    from lockstep import train
 
-    config = configuration(folder, parity, extra, count)
-    imported = time.time() - began
-    summary = train(config, folder / "run", resume=False)
+    summary = train(configuration(folder, parity, extra, count), folder / "run")
     ended = time.time()
+    from lockstep.run.timeline import TIMELINE_FILE, read_timeline
+
     spans = read_timeline(folder / "run" / TIMELINE_FILE)
     export = sum(span.seconds for _, span in spans if span.name == "save_model")
     steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -114,7 +113,6 @@ def ours(folder: Path, began: float, parity: Parity, extra: dict[str, Any], coun
     spent = sum(s["time/step"] for s in steps)
     return {
         "startup_s": ended - began - spent - export,
-        "import_s": imported,
         "startup": {k.removeprefix("startup/"): v for k, v in summary.items() if k.startswith("startup/")},
         "generate_s": summary["generator_s"],
         "train_s": summary["trainer_s"],

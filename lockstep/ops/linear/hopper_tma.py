@@ -1,11 +1,12 @@
-"""Matrix products whose tiles the copy engine brings (TMA), multiplied by `wgmma`: contract C1, for 33 rows and more.
+"""Matrix products whose tiles the copy engine brings (TMA), multiplied by `wgmma`: contract C1, for 8 rows and more.
 
 With some dozens of rows it is not the weights that take longest to read, but the rows, from the L2 cache, once for each
 program. Here one thread asks for a whole tile, so a program has time for wide ones, and there are fewer programs.
 
-The engine takes long for rows that are not there. So a block is two halves that overlap where there are fewer rows than
-two halves have, and the last block begins early: what is multiplied twice has the same bits. GATED, ADD and what
-`hopper_async` says of weights asked for ahead hold here.
+The engine takes long for rows that are not there. So a block is two pieces that overlap where there are fewer rows than
+both have, the two again and again where a block has more, and the last block begins early: what is multiplied twice has
+the same bits. With a few rows this is for narrow weights: a program has little of them to read, and all of the chain of
+MMAs to go. GATED, ADD and what `hopper_async` says of weights asked for ahead hold here.
 
 Shape suffixes: M rows, N columns of the result, K depth.
 """
@@ -30,7 +31,8 @@ from .hopper_async import STAGES_KIB, asks_ahead, barrier, biased, operands, rou
 from .hopper_async import supports as supports
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by Triton's version
-WEIGHTS, HALVES = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 3)
+WEIGHTS, PIECES = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 4)
+FEWEST = 8  # rows that are worth it: fewer are asked for in too many pieces
 
 
 @gluon.jit
@@ -45,7 +47,7 @@ def _ask_weights(w, columns, first_n, k, tiles, stage, ready, GATED: gl.constexp
 
 @gluon.jit(do_not_specialize=["rows", "ahead"])
 def _tma_kernel(
-    x,  # [2, max(rows, BLOCK_M) - half, DEPTH]: all rows but for the last half block, and those half a block further on
+    x,  # [BLOCK_M // (2 * PIECE), 2, max(rows - PIECE, PIECE), DEPTH]: rows, and those a piece further on; repeated
     w,  # [columns, DEPTH], or [2 * columns, DEPTH] when GATED
     residual_ptr,  # [rows, columns], read if ADD
     out_ptr,  # [rows, columns], contiguous
@@ -59,6 +61,7 @@ def _tma_kernel(
     ACTIVATION: gl.constexpr,  # of the gate
     ADD: gl.constexpr,
     BLOCK_M: gl.constexpr,
+    PIECE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
@@ -71,11 +74,11 @@ def _tma_kernel(
     size: gl.constexpr = 2 * BLOCK_K * (BLOCK_M + parts * BLOCK_N)
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, BLOCK_N, 16])
-    half: gl.constexpr = BLOCK_M // 2
+    pieces: gl.constexpr = BLOCK_M // (2 * PIECE)
     blocks_m = gl.cdiv(rows, BLOCK_M)
     first_m = min(gl.program_id(0) % blocks_m * BLOCK_M, max(rows - BLOCK_M, 0))
     first_n = gl.program_id(0) // blocks_m * BLOCK_N
-    x_tiles = gl.allocate_shared_memory(dtype, [STAGES, 2, half, BLOCK_K], x.layout)
+    x_tiles = gl.allocate_shared_memory(dtype, [STAGES, pieces, 2, PIECE, BLOCK_K], x.layout)
     w_tiles = gl.allocate_shared_memory(dtype, [STAGES * parts, BLOCK_N, BLOCK_K], w.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -90,13 +93,14 @@ def _tma_kernel(
     if PDL:
         pdl.gdc_wait()
     for i in gl.static_range(lead):
-        _copy(x, [0, first_m, i * BLOCK_K], ready.index(i), x_tiles.index(i))
+        _copy(x, [0, 0, first_m, i * BLOCK_K], ready.index(i), x_tiles.index(i))
     lanes: gl.constexpr = max(1, min(BLOCK_N // 8, 4))
     rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
     m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, rowwise))
-    m = first_m + m // half * min(half, rows - half) + m % half
+    own = m < 2 * PIECE  # not repeated
+    m = first_m + m // PIECE * min(PIECE, rows - PIECE) + m % PIECE
     n = first_n + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, rowwise))
-    inside = gl.expand_dims(m < rows, 1) & gl.expand_dims(n < columns, 0)
+    inside = gl.expand_dims(own & (m < rows), 1) & gl.expand_dims(n < columns, 0)
     if ADD:
         at = residual_ptr + m.to(gl.int64)[:, None] * residual_stride + n[None, :]
         residual = gl.load(at, mask=inside, other=0.0)
@@ -119,7 +123,7 @@ def _tma_kernel(
             free = after % STAGES
             mbarrier.expect(ready.index(free), size)
             _ask_weights(w, columns, first_n, after * BLOCK_K, w_tiles, free, ready.index(free), GATED)
-            _copy(x, [0, first_m, after * BLOCK_K], ready.index(free), x_tiles.index(free))
+            _copy(x, [0, 0, first_m, after * BLOCK_K], ready.index(free), x_tiles.index(free))
     if GATED:
         acc, up = hopper.warpgroup_mma_wait(0, deps=(acc, up))
         value = gl.convert_layout(rounded_gated(acc, up, ACTIVATION, dtype), rowwise)
@@ -140,7 +144,7 @@ def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> lis
     parts = tiles_of_weight(kind)
     for block_m, block_n, block_k in itertools.product((64, 128), (16, 32, 64, 128), (64, 128, 256)):
         programs = -(-rows[0] // block_m) * (columns // parts // block_n)
-        if rows[0] <= block_m // 2 or not 28 <= programs <= 420 or depth % block_k:
+        if rows[0] < (FEWEST if block_m == 64 else 65) or not 28 <= programs <= 420 or depth % block_k:
             continue
         for kib in STAGES_KIB:
             stages = min(kib * 1024 // (2 * block_k * (block_m + parts * block_n)), depth // block_k + 1, 12)
@@ -157,19 +161,20 @@ def run(
     residual_MN: Tensor | None = None,
     epilogue: Epilogue = PLAIN_EPILOGUE,
 ) -> Tensor:
-    """As `hopper_async.run`, for more rows than half of `choice.block_m` (64 or 128), in two steps and stages at
-    least."""
+    """As `hopper_async.run`, in blocks of 64 or 128 rows, in two steps and stages at least."""
     x_MK, out_MN, residual = operands(kind, x_MK, weight_NK, residual_MN)
-    (rows, depth), columns, half = x_MK.shape, out_MN.shape[1], choice.block_m // 2
-    assert rows > half and depth % choice.block_k == 0 and depth > choice.block_k and choice.num_stages > 1
-    further = min(half, rows - half) * x_MK.stride(0)
-    halves = x_MK.as_strided((2, max(rows - half, half), depth), (further, *x_MK.stride()))
+    (rows, depth), columns = x_MK.shape, out_MN.shape[1]
+    piece = min(choice.block_m // 2, 1 << (rows.bit_length() - 1))  # so that two have all
+    assert depth % choice.block_k == 0 and depth > choice.block_k and choice.num_stages > 1
+    further = min(piece, rows - piece) * x_MK.stride(0)
+    shape = choice.block_m // (2 * piece), 2, max(rows - piece, piece), depth
+    pieces = x_MK.as_strided(shape, (0, further, *x_MK.stride()))
     _tma_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
-        TensorDescriptor.from_tensor(halves, [2, half, choice.block_k], HALVES),
+        TensorDescriptor.from_tensor(pieces, [shape[0], 2, piece, choice.block_k], PIECES),
         TensorDescriptor.from_tensor(weight_NK, [choice.block_n, choice.block_k], WEIGHTS), residual, out_MN,
         epilogue.contiguous_bias, rows, columns, residual.stride(0), asks_ahead(kind),
         DEPTH=depth, GATED=kind == "norm_gate_up", ACTIVATION=epilogue.activation, ADD=residual_MN is not None,
-        BLOCK_M=choice.block_m, BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, STAGES=choice.num_stages,
+        BLOCK_M=choice.block_m, PIECE=piece, BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, STAGES=choice.num_stages,
         **pdl.options(x_MK, num_warps=choice.num_warps),
     )  # fmt: skip
     return out_MN
