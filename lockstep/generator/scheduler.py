@@ -23,10 +23,11 @@ from .request import Prefill, Sequence, SharedPrefix
 from .running_batch import RunningBatch
 
 MAX_PROMPTS = 64  # that a step runs tokens of
-ADMISSION_SHARE = 16  # a mixed step takes as long as several: prompts wait for one slot, or one that runs, in so many
-ADMISSION_STEPS = 8  # that late comers wait for company, after a mixed step
+ADMISSION_SHARE = 16  # a mixed step takes as long as several: prompts wait for one slot in so many
+COMPANY = 3  # while there are slots they wait for one another, till there is one for so many that run
+ADMISSION_STEPS = 16  # that late comers wait for company, after a mixed step
 SLOT_STEPS = 64  # that prompts wait for their share of the slots while some are free, after one
-LEAST_FILLED = 0.75  # of the prompt tokens of a mixed graph of more than so many, whose time is that of its tokens
+LEAST_FILLED = 0.85  # of the prompt tokens of a mixed graph of more than so many, whose time is that of its tokens
 FILLED_FROM = 1024
 AHEAD = 128  # tokens that pages are given out for at a time, while there are plenty
 
@@ -125,7 +126,7 @@ class Scheduler:
         """How many of those that wait to admit; none where they and the slots for them are not worth interrupting the
         decoding of those that run. Prompts that come one by one, as after tools of many lengths, are read some
         together."""
-        share, samples, fitting = len(self.running) // ADMISSION_SHARE, 0, 0
+        share, samples, fitting = len(self.running) // COMPANY, 0, 0
         for prefill in self.waiting:
             fitting += samples < slots
             samples += len(prefill.samples)
@@ -133,7 +134,7 @@ class Scheduler:
                 break
         waited = self.clock - self._mixed_at
         full = slots < min(samples, self.config.max_num_seqs // ADMISSION_SHARE) and waited < SLOT_STEPS
-        enough = samples >= share or waited >= ADMISSION_STEPS
+        enough = samples >= share or samples > slots or waited >= ADMISSION_STEPS
         return fitting if not self.running or (enough and not full) else 0
 
     def _start(self, version: int) -> Prefill | None:

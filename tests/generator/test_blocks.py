@@ -297,18 +297,18 @@ def test_a_free_slot_is_not_waited_beside_for_long(model: Decoder) -> None:
 
 
 def test_late_comers_are_read_together(model: Decoder) -> None:
-    """A sixteenth of those that run need not wait; fewer wait for company where a prompt was read just before."""
+    """A third of those that run need not wait; fewer wait for company where a prompt was read just before."""
     blocks = engine(model, max_num_seqs=64, steps_per_sync=1)
 
-    def waiting(group: int, samples: int = 1, length: int = 4) -> int:
+    def waiting(group: int, samples: int = 1, length: int = 1) -> int:
         """That request comes, and a step is run."""
         params = SamplingParams(n=samples, max_completion_length=length, ignore_eos=True)
         blocks.add_request([group] * 8, params, SampleIdentity(0, 0, 0, group))
         blocks.advance()
         return len(blocks.scheduler.waiting)
 
-    assert waiting(0, samples=48, length=90) == 0
-    assert [waiting(group) for group in range(1, 13)] == [1, 2, 0] * 4  # three are a sixteenth of 48
+    assert waiting(0, samples=10, length=90) == 0
+    assert [waiting(group) for group in range(1, 13)] == [1, 2, 0] * 4  # three are a third of 10
     assert waiting(13) == 1
     steps = 1
     while blocks.scheduler.waiting:

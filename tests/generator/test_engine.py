@@ -95,7 +95,7 @@ def test_prompts_that_are_worth_a_step_are_all_read_before_another_token_is_draw
     schedule = engine.scheduler.schedule_prefill
     engine.scheduler.schedule_prefill = lambda version: [*map(lambda c: read.append(c.count) or c, schedule(version))]
     sampling, identity = SamplingParams(max_completion_length=40, ignore_eos=True), SampleIdentity(0, 0, 0, 0)
-    engine.add_request(PROMPT, SamplingParams(n=48, max_completion_length=40, ignore_eos=True), identity)
+    engine.add_request(PROMPT, SamplingParams(n=10, max_completion_length=40, ignore_eos=True), identity)
     engine.advance()
     for token in range(5):
         engine.add_request([token] * 30, sampling, identity)
