@@ -38,6 +38,8 @@ from lockstep.generator.kv_cache import KVCache
 from lockstep.generator.prefill_batch import MixedBatch, MixedSizes
 from lockstep.generator.running_batch import RunningBatch
 from lockstep.graph import Inputs
+from lockstep.graph.check.fingerprints import GOLDEN
+from lockstep.graph.check.triton_hash import add_hash
 from lockstep.graph.torch_private.trace import NO_STAND_IN
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import architecture
@@ -171,6 +173,7 @@ def train(model: Decoder) -> None:
                 score(model, batch)
     sequence_sum(batch.old_logprob_C, batch.cu_seqlens)  # of losses with terms of whole sequences
     trainer.programs.by_name["optim_step"]()
+    add_hash(torch.empty((), dtype=torch.int64), torch.empty(9, dtype=torch.int64), 1, GOLDEN)
     for rows, cell in ((torch.empty(8, 4096, dtype=torch.bfloat16), 0), (torch.empty(16, 4096), 8)):
         fold_rows(torch.empty(4096), rows, cell)  # of several ranks
     if model.config.mla is None:

@@ -10,6 +10,7 @@ import torch
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import CudaRecorder, GraphError, Runtime, check_against_eager, compile_report
+from lockstep.graph.check.fingerprints import fingerprint
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, Trainer
@@ -50,6 +51,16 @@ def test_every_function_gives_eagers_bits(mode: str) -> None:
     expected = "captured" if mode == "none" else mode
     assert all(v.level == expected and not v.faults for v in verdicts)
     runtime.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.bool])
+def test_hashes_are_those_of_the_host(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for shape in ((), (1,), (7,), (1 << 20,), (3001, 1003)):
+        x = torch.randn(shape).mul(3).to(dtype)
+        assert int(fingerprint(x.cuda())) == int(fingerprint(x))
+    pages = torch.randn(3, 9, 64, 1024).to(dtype)
+    assert int(fingerprint(pages.cuda()[:, 2:7])) == int(fingerprint(pages[:, 2:7]))
 
 
 class Stale(CudaRecorder):

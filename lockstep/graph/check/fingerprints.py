@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 22  # words hashed at once; bounds the memory that hashing takes
+CHUNK = 1 << 22  # words hashed at once on a host; bounds the memory that hashing takes
 ROW = 1 << 20  # bytes from which on it is hashed by itself
 GOLDEN = -7046029254386353131  # 2**64 divided by the golden ratio, odd, as a signed word
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -19,15 +19,27 @@ def fingerprint(tensor: Tensor) -> Tensor:
     Two tensors of one shape and dtype that differ in one element never have the same hash; others have it by chance
     alone, once in about 2 ** 63.
     """
-    total, count = torch.zeros((), dtype=torch.int64, device=tensor.device), 0
+    total, first = torch.zeros((), dtype=torch.int64, device=tensor.device), 1
     for words in map(_words, _in_one_piece(tensor.detach())):
-        for begin in range(0, words.numel(), CHUNK):
-            chunk, first = words[begin : begin + CHUNK].long(), count + begin + 1
-            key = torch.arange(first, first + chunk.numel(), device=tensor.device) * GOLDEN
-            mixed = chunk * ((key ^ ((key >> 29) & 0x7FFFFFFFF)) | 1)  # an odd factor loses nothing
-            mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * GOLDEN  # one pass would leave two changed signs to cancel
-            total = total + (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)).sum()
-        count += words.numel()
+        if words.is_cuda:
+            from .triton_hash import add_hash
+
+            add_hash(total, words, first, GOLDEN)
+        else:
+            total += _hash(words, first)
+        first += words.numel()
+    return total
+
+
+def _hash(words: Tensor, first: int) -> Tensor:
+    """The sum of the mixed words, of which the first has the number `first`."""
+    total = torch.zeros((), dtype=torch.int64)
+    for chunk in words.split(CHUNK):
+        key = torch.arange(first, first + chunk.numel()) * GOLDEN
+        mixed = chunk.long() * ((key ^ ((key >> 29) & 0x7FFFFFFFF)) | 1)  # an odd factor loses nothing
+        mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * GOLDEN  # one pass would leave two changed signs to cancel
+        total += (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)).sum()
+        first += chunk.numel()
     return total
 
 
