@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -222,6 +223,18 @@ def write_json(content: Any, path: Path) -> None:
     beside.replace(path)
 
 
+def command(words: Sequence[str]) -> str:
+    """How figures are made again: this process's words, but for the file that figures go to; of what lies elsewhere
+    the name alone."""
+    script, *given = words
+    if "--json" in given:
+        at = given.index("--json")
+        given = given[:at] + given[at + 2 :]
+    return shlex.join(
+        ["python", f"benchmarks/{Path(script).name}", *(word if word[:1] != "/" else Path(word).name for word in given)]
+    )
+
+
 @functools.cache
 def made_by() -> dict[str, Any]:
     """When, where and from which commit figures are."""
@@ -230,6 +243,7 @@ def made_by() -> dict[str, Any]:
     commit = given or subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     return {
+        "command": command(sys.argv),
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit,
         "torch": torch.__version__,

@@ -172,6 +172,11 @@ def test_every_result_is_a_parts_or_says_its_command(driver: ModuleType) -> None
             assert not [line for line in driver.key_figures(figures) if line.startswith("incomplete")], path.name
 
 
+def test_figures_say_how_they_are_made_again(scripts: None) -> None:
+    words = ["/here/benchmarks/run.py", "turns", "--json", "/there/turns.json", "--flags", "--seed 1", "/tmp/tree"]
+    assert importlib.import_module("common").command(words) == "python benchmarks/run.py turns --flags '--seed 1' tree"
+
+
 def test_every_part_names_a_script_and_an_unknown_part_is_refused(driver: ModuleType) -> None:
     assert len({part.name for part in driver.PARTS}) == len(driver.PARTS)
     for part in driver.PARTS:
