@@ -225,9 +225,9 @@ def _score(
         for (_, rollout), value in zip(rows, column, strict=True):
             rollout.extra[name] = value
     without = set()
-    for (group, rollout), values, total in zip(rows, scores.values, scores.totals, strict=True):
+    for (group, rollout), values, total, unknown in zip(rows, *scores[:3], strict=True):
         given, rollout.rewards = rollout.rewards, {**values, **rollout.rewards}
-        if total is None and not given:
+        if unknown or (total is None and not given):
             without.add(group.group)
         else:
             rollout.reward += total or 0.0

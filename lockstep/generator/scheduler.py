@@ -26,7 +26,7 @@ MAX_PROMPTS = 64  # that a step runs tokens of
 ADMISSION_SHARE = 16  # a mixed step takes as long as several: prompts wait for one slot in so many
 COMPANY = 3  # while there are slots they wait for one another, till there is one for so many that run
 ADMISSION_STEPS = 16  # that late comers wait for company, after a mixed step
-SLOT_STEPS = 64  # that prompts wait for their share of the slots while some are free, after one
+SLOT_STEPS = 64  # that prompts wait for their share of the slots while more come free, after one
 LEAST_FILLED = 0.85  # of the prompt tokens of a mixed graph of more than so many, whose time is that of its tokens
 FILLED_FROM = 1024
 AHEAD = 128  # tokens that pages are given out for at a time, while there are plenty
@@ -65,6 +65,7 @@ class Scheduler:
         self._lease = itertools.count(1)
         self._admitted = 0  # prefills that wait, and need not any more: a step's tokens or prompts had no room for them
         self._mixed_at = -ADMISSION_STEPS  # the clock after the latest mixed step
+        self._ended_at = -ADMISSION_STEPS  # and when a sequence last left its slot
         self._drawn: SampleIdentity | None = None  # the step that what follows is of
         self._prefixes: dict[int, SharedPrefix] = {}  # by group, those of its prompts
 
@@ -133,7 +134,8 @@ class Scheduler:
             if samples > max(slots, share):
                 break
         waited = self.clock - self._mixed_at
-        full = slots < min(samples, self.config.max_num_seqs // ADMISSION_SHARE) and waited < SLOT_STEPS
+        turning = waited < SLOT_STEPS and self.clock - self._ended_at < ADMISSION_STEPS  # more come free
+        full = slots < min(samples, self.config.max_num_seqs // ADMISSION_SHARE) and turning
         enough = samples >= share or samples > slots or waited >= ADMISSION_STEPS
         return fitting if not self.running or (enough and not full) else 0
 
@@ -250,6 +252,7 @@ class Scheduler:
     def release(self, sequence: Sequence, register: bool = True) -> None:
         """Take a sequence out of the running ones; registered, its pages can be found again by their tokens."""
         self.running.remove(sequence)
+        self._ended_at = self.clock
         if register:
             tokens = (sequence.prompt_ids + sequence.token_ids)[:-1]
             self.register(tokens, sequence.pages, sequence.cache_version)

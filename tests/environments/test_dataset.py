@@ -115,7 +115,7 @@ def test_every_real_row_rewards_its_own_answer_and_no_other() -> None:
     task = make_task(CONFIG, 5)
     problem = task.train_problem(0, 0)
     number = final_number(problem.columns["answer"])
-    values, totals, _ = task.rewards.score(
+    values, totals, *_ = task.rewards.score(
         Completions([problem.prompt], [f"So it is {number}."], [[1]], [problem.columns])
     )
     assert (values, totals) == ([{"correct": 1.0}], [1.0])
@@ -168,7 +168,7 @@ def test_a_dataset_takes_the_users_rewards_with_weights(tmp_path: Path) -> None:
     task = make_task(config, 5)
     rows = [problem.columns for problem in task.validation_problems()]
     assert len(rows) == 20
-    values, totals, _ = task.rewards.score(Completions(["p"] * 20, [row["answer"] for row in rows], [[1]] * 20, rows))
+    values, totals, *_ = task.rewards.score(Completions(["p"] * 20, [row["answer"] for row in rows], [[1]] * 20, rows))
     assert values[0] == {"half": 0.5, "gsm8k_reward": 1.0} and totals == [11.0] * 20
 
 

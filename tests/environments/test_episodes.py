@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 import random
 import re
 import signal
@@ -397,6 +399,9 @@ class NoRole(Wrong):
         return [{}]
 
 
+FORMS = "text, messages with role and content, token ids, a Branch of these, Next(given, reward) or an End"
+
+
 class AnotherVocabulary(Wrong):
     def wrong(self) -> Any:
         return [1 << 70, -1]
@@ -429,13 +434,16 @@ class AnotherVocabulary(Wrong):
         (RewardOfNoName, "its reward is {1: 0.5}; it must be a finite number, or several by name"),
         (ColumnsOfNothing, "its End has columns=None; they must be values by name"),
         (RaisesWithoutText, "Error: (a Error that has no text)"),
-        (GarbageInNext, "step returned int 3; it must be text, messages with role and content, token ids or an End"),
+        (
+            GarbageInNext,
+            f"step returned int 3; it must be {FORMS}",
+        ),
         (Raises, "SystemExit: gone"),
         (Hangs, "it took longer than task.environment_timeout, 1.5 s"),
         (HangsInALoop, "it took longer than task.environment_timeout, 1.5 s"),
         (
             Garbage,
-            "step returned dict {'role': 'tool'}; it must be text, messages with role and content, token ids or an End",
+            f"step returned dict {{'role': 'tool'}}; it must be {FORMS}",
         ),
         (NotANumber, "its reward is {'a': 1.0, 'b': nan}; it must be a finite number"),
     ],
@@ -474,6 +482,36 @@ def test_many_failures_in_a_row_end_the_run_with_the_first_ones_traceback(model:
     told = failures.take()
     assert len(told) == FAILURES and traceback in told[0] and failures.take() == []
     assert all(" sample " in one.splitlines()[-1] for one in told), "what happened stands last"
+
+
+def test_a_cut_trajectory_went_well_between_failures(model: Decoder) -> None:
+    """Each is cut by the limit of turns, or fails: never two failures in a row for long."""
+
+    class Half(Talk):
+        def step(self, turn: Turn) -> Any:
+            self.count = next(calls)
+            assert self.count % 3
+            return "on"
+
+    calls, failures, engine = itertools.count(), Failures(allowed=5), engine_of(model)
+    for _ in range(4):
+        assert collect(engine, Half, replace(LIMITS, turns=1), failures=failures).counts["environment/errors"] == 2
+
+
+@pytest.mark.parametrize("grades", [[1.0, math.nan, 3.0], None])
+def test_a_failed_grader_is_no_zero_beside_an_environments_reward(model: Decoder, grades: list[float] | None) -> None:
+    class Both(Talk):
+        def step(self, turn: Turn) -> Any:
+            return End(0.5, functions=True)
+
+    def grade(completions: list[str]) -> list[float | None]:
+        return [None] * len(completions) if grades is None else grades * (len(completions) // 3)
+
+    found = collect(engine_of(model), Both, rewards=RewardSet([Reward("grade", grade)], on_error="skip"))
+    if grades is None:  # it does not apply
+        assert [r.reward for g in found.groups for r in g.rollouts] == [0.5] * 6
+    else:
+        assert not found.groups and found.counts["groups_without_reward"] == 2
 
 
 @pytest.mark.parametrize(

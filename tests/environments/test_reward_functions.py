@@ -168,7 +168,7 @@ def test_verls_signature_is_adapted(source: Path, function: str, expected: list[
     rewards = load_rewards([f"{source}:{function}"])
     messages = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     for prompts in (PROMPTS, messages):
-        values, totals, _ = rewards.score(Completions(prompts, TEXTS, IDS, VERL_ROWS))
+        values, totals, *_ = rewards.score(Completions(prompts, TEXTS, IDS, VERL_ROWS))
         assert totals == expected and list(values[0]) == [function]
 
 

@@ -30,7 +30,7 @@ def test_a_function_gets_the_arguments_it_names() -> None:
         assert (completion_ids, answer, unknown) == (IDS, [1, 1, 2], 5)
         return [1.0, 2.0, 3.0]
 
-    assert score(named) == ([{"named": 1.0}, {"named": 2.0}, {"named": 3.0}], [1.0, 2.0, 3.0], {})
+    assert score(named) == ([{"named": 1.0}, {"named": 2.0}, {"named": 3.0}], [1.0, 2.0, 3.0], [False] * 3, {})
 
 
 def test_kwargs_get_every_column_that_all_rows_have() -> None:
@@ -106,7 +106,7 @@ def test_what_a_function_sets_of_torch_ends_with_its_call() -> None:
 
 
 def test_weighted_sum_over_the_functions_that_apply() -> None:
-    values, totals, _ = score(length, slow_half, only_last, weights=(1.0, 2.0, 0.25))
+    values, totals, *_ = score(length, slow_half, only_last, weights=(1.0, 2.0, 0.25))
     assert values[0] == {"length": 1.0, "slow_half": 0.5, "only_last": None}
     assert totals == [2.0, 3.0, 5.0]
 
@@ -137,7 +137,7 @@ def test_the_functions_are_told_as_they_are_called() -> None:
 
 
 def test_nothing_to_score_calls_nothing() -> None:
-    assert RewardSet([Reward("raises", lambda **_: 1 / 0)]).score(Completions([], [], [], [])) == ([], [], {})
+    assert RewardSet([Reward("raises", lambda **_: 1 / 0)]).score(Completions([], [], [], [])) == ([], [], [], {})
 
 
 # What a function returns.
@@ -285,10 +285,12 @@ def one_bad(completions):
 @pytest.mark.parametrize("function", [broken, broken_later])
 def test_failures_count_as_zero_or_as_none(function: Any, caplog: pytest.LogCaptureFixture) -> None:
     name = function.__name__
-    values, totals, errors = score(function, length, on_error="zero")
+    values, totals, unknown, errors = score(function, length, on_error="zero")
     assert [row[name] for row in values] == [0.0] * 3 and totals == [1.0, 2.0, 3.0] and errors == {name: 3}
-    values, totals, errors = score(function, on_error="skip")
+    assert not any(unknown)
+    values, totals, unknown, errors = score(function, on_error="skip")
     assert [row[name] for row in values] == totals == [None] * 3 and errors == {name: 3}
+    assert all(unknown) and not any(score(function, length, on_error="skip").unknown)
     assert f"reward {name} raised" in caplog.text and "; such values are left out" in caplog.text
 
 
@@ -296,9 +298,10 @@ def test_one_bad_value_fails_alone() -> None:
     assert score(one_bad, on_error="zero") == (
         [{"one_bad": v} for v in (1.0, 0.0, 3.0)],
         [1.0, 0.0, 3.0],
+        [False] * 3,
         {"one_bad": 1},
     )
-    assert score(one_bad, on_error="skip").totals == [1.0, None, 3.0]
+    assert score(one_bad, on_error="skip")[1:3] == ([1.0, None, 3.0], [False, True, False])
 
 
 @pytest.mark.parametrize("on_error", ["zero", "skip"])

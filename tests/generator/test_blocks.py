@@ -296,6 +296,22 @@ def test_a_free_slot_is_not_waited_beside_for_long(model: Decoder) -> None:
     assert 10 < steps <= SLOT_STEPS + 2
 
 
+def test_short_requests_do_not_starve_beside_a_few_free_slots(model: Decoder) -> None:
+    """Nobody who runs ends soon, so there is no share of the slots to wait for."""
+    blocks = engine(model, max_num_seqs=64, steps_per_sync=1)
+    params = SamplingParams(n=61, max_completion_length=400, ignore_eos=True)
+    blocks.add_request([1] * 8, params, SampleIdentity(0, 0, 0, 0))
+    blocks.advance()
+    for group in range(1, 10):
+        params = SamplingParams(max_completion_length=4, ignore_eos=True)
+        blocks.add_request([group] * 8, params, SampleIdentity(0, 0, 0, group))
+    steps = 0
+    while blocks.scheduler.waiting:
+        blocks.advance()
+        steps += 1
+    assert steps < SLOT_STEPS
+
+
 def test_late_comers_are_read_together(model: Decoder) -> None:
     """A third of those that run need not wait; fewer wait for company where a prompt was read just before."""
     blocks = engine(model, max_num_seqs=64, steps_per_sync=1)

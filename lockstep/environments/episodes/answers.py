@@ -40,7 +40,8 @@ def wrong_step(given: Any) -> str:
     given = given.given if isinstance(given, Branch) else given
     if not is_given(given):
         kind = f"{type(given).__name__} {one_line(given, repr)}"
-        return f"step returned {kind}; it must be text, messages with role and content, token ids or an End"
+        forms = "text, messages with role and content, token ids, a Branch of these, Next(given, reward) or an End"
+        return f"step returned {kind}; it must be {forms}"
     texts = [given] if isinstance(given, str) else [str(m.get("content")) for m in given if isinstance(m, dict)]
     return "" if all(map(is_unicode, texts)) else "step returned text that is no valid Unicode (half a surrogate pair)"
 
@@ -88,7 +89,7 @@ def _is_value(value: Any) -> bool:
     """Whether it is a number that the loss can hold: of any number of turns and parts the sum is finite, too."""
     try:
         return isinstance(value, Real) and abs(float(value)) <= MAX_VALUE  # not for NaN
-    except OverflowError:  # a whole number that no float holds
+    except Exception:  # a whole number that no float holds, or a user's own number
         return False
 
 

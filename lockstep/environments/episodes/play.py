@@ -347,7 +347,7 @@ class Play:
         self._cut(episode)
 
     def _cut(self, episode: Episode) -> None:
-        episode.cut = True
+        episode.cut, self._failures.in_a_row = True, 0
         self._calls.call(episode, episode.environment.cut)
 
     def _end(self, episode: Episode, end: Any) -> None:

@@ -16,7 +16,18 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ...errors import InputError, refuse
-from .calls import MAX_WEIGHT, Arguments, Failed, Logged, Outcome, RewardFunction, TrainerState, accepted, call_all
+from .calls import (
+    MAX_WEIGHT,
+    Arguments,
+    Failed,
+    Logged,
+    Outcome,
+    RewardFunction,
+    TrainerState,
+    Values,
+    accepted,
+    call_all,
+)
 from .workers import RewardWorkers
 
 OnError = Literal["raise", "zero", "skip"]
@@ -63,11 +74,13 @@ class Completions(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What scoring found, one entry a completion: each function's value by name, and the weighted sum over those that
-    apply (None: none does). `errors` counts the values that each function failed to give."""
+    """What scoring found, one entry a completion: each function's value by name, the weighted sum over those that apply
+    (None: none does), and whether that is so because one failed. `errors` counts the values that each function failed
+    to give."""
 
     values: list[dict[str, float | None]]
     totals: list[float | None]
+    unknown: list[bool]
     errors: dict[str, int]
 
 
@@ -184,10 +197,10 @@ class RewardSet:
         """
         count, about = len(made.prompts), about or Scoring()
         if not count:
-            return Scores([], [], {})
+            return Scores([], [], [], {})
         self.logged = Logged(count)
         if not self.rewards:
-            return Scores([{} for _ in range(count)], [0.0] * count, {})
+            return Scores([{} for _ in range(count)], [0.0] * count, [False] * count, {})
         offered = {
             "trainer_state": TrainerState(about.step),
             "log_metric": self.logged.log_metric,
@@ -197,12 +210,17 @@ class RewardSet:
         columns, arguments = made.arguments()
         batches = self._batches(arguments, count, about)
         errors: Counter[str] = Counter()
-        values: dict[str, list[float | None]] = {reward.name: [] for reward in self.rewards}
+        values: dict[str, list[float | None | Failed]] = {reward.name: [] for reward in self.rewards}
         calls = list(itertools.product(self.rewards, batches))
         for (reward, batch), outcome in zip(calls, self._call(calls, columns, offered, about.tell), strict=True):
             values[reward.name] += self._accept(reward, batch, outcome, errors)
-        rows = [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
-        return Scores(rows, [self._total(row) for row in rows], dict(errors))
+        given = list(zip(*values.values(), strict=True))
+        known = [[None if isinstance(value, Failed) else value for value in row] for row in given]
+        rows = [dict(zip(values, row, strict=True)) for row in known]
+        totals = [self._total(row) for row in rows]
+        failed = [any(isinstance(value, Failed) for value in row) for row in given]
+        unknown = [total is None and one for total, one in zip(totals, failed, strict=True)]
+        return Scores(rows, totals, unknown, dict(errors))
 
     def _batches(self, arguments: Arguments, total: int, about: Scoring) -> list[_Batch]:
         """The whole as one batch, or for workers a batch a prompt."""
@@ -252,7 +270,7 @@ class RewardSet:
         with torch_settings.kept():
             return call_all(list(zip(functions, given, counts, strict=True)), began)
 
-    def _accept(self, reward: Reward, batch: _Batch, outcome: Outcome, errors: Counter[str]) -> list[float | None]:
+    def _accept(self, reward: Reward, batch: _Batch, outcome: Outcome, errors: Counter[str]) -> Values:
         """The call's values, with `on_error` applied to the failures among them."""
         count = len(batch.origins)
         if isinstance(outcome, Failed):
@@ -261,7 +279,7 @@ class RewardSet:
         else:
             failures = [(index, value) for index, value in enumerate(outcome) if isinstance(value, Failed)]
             if not failures:
-                return outcome  # type: ignore[return-value]  # no Failed is in it
+                return outcome
             index, first = failures[0]
             origin = f" ({batch.origins[index]})" if batch.origins[index] else ""
             what = f"completion {index} of the {batch.where}{origin}"
@@ -270,8 +288,7 @@ class RewardSet:
         if reward.name not in errors:  # the first of a batch; `errors` counts them all
             _log.warning("%s; such values %s", message, "count as 0" if self._on_error == "zero" else "are left out")
         errors[reward.name] += sum(isinstance(value, Failed) for value in outcome)
-        stand_in = 0.0 if self._on_error == "zero" else None
-        return [stand_in if isinstance(value, Failed) else value for value in outcome]
+        return [0.0 if isinstance(value, Failed) and self._on_error == "zero" else value for value in outcome]
 
     def _total(self, row: dict[str, float | None]) -> float | None:
         terms = [r.weight * value for r in self.rewards if (value := row[r.name]) is not None]
