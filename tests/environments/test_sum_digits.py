@@ -117,5 +117,5 @@ def test_make_task_takes_every_field() -> None:
     assert made.train_problem(4, 1) == expected.train_problem(4, 1)
     assert made.validation_problems() == expected.validation_problems()
     assert len(made.validation_problems()) == 3
-    _, totals, _ = made.rewards.score(Completions(["12 34="], ["<answer>10</answer>"], [[1]], [{"answer": 10}]))
+    _, totals, *_ = made.rewards.score(Completions(["12 34="], ["<answer>10</answer>"], [[1]], [{"answer": 10}]))
     assert totals == [1.3]

@@ -17,7 +17,7 @@ def numbers(text: str) -> list[int]:
 def test_worked_examples_are_right_and_earn_the_full_reward() -> None:
     problems = [TASK.train_problem(s, g) for s in range(20) for g in range(10)]
     texts = [p.worked_example or "" for p in problems]
-    _, totals, _ = TASK.rewards.score(
+    _, totals, *_ = TASK.rewards.score(
         Completions([p.prompt for p in problems], texts, [[] for _ in texts], [p.columns for p in problems])
     )
     assert totals == [1.3] * 200
