@@ -225,7 +225,8 @@ def _score(
         for (_, rollout), value in zip(rows, column, strict=True):
             rollout.extra[name] = value
     without = set()
-    for (group, rollout), values, total, unknown in zip(rows, *scores[:3], strict=True):
+    found = zip(rows, scores.values, scores.totals, scores.unknown, strict=True)
+    for (group, rollout), values, total, unknown in found:
         given, rollout.rewards = rollout.rewards, {**values, **rollout.rewards}
         if unknown or (total is None and not given):
             without.add(group.group)

@@ -218,7 +218,7 @@ class RewardSet:
         known = [[None if isinstance(value, Failed) else value for value in row] for row in given]
         rows = [dict(zip(values, row, strict=True)) for row in known]
         totals = [self._total(row) for row in rows]
-        failed = [any(isinstance(value, Failed) for value in row) for row in given]
+        failed = (any(isinstance(value, Failed) for value in row) for row in given)
         unknown = [total is None and one for total, one in zip(totals, failed, strict=True)]
         return Scores(rows, totals, unknown, dict(errors))
 

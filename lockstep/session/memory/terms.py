@@ -23,9 +23,8 @@ GIB = 1 << 30
 LOGIT_ROWS = 1024  # at a time (`ops.logprobs.operator.CHUNK`)
 GRADIENT_CHUNK = 256 << 20  # of logits (`ops.logprobs.triton_backward.CHUNK_BYTES`)
 CONTEXT = int(0.9 * GIB)  # CUDA's context, the libraries' workspaces, loaded kernels
-BEGUN = int(
-    0.7 * GIB
-)  # of it, before anything is loaded; not measured, and less than it has in the end (0.78 GiB on an H200)
+# Of it, before anything is loaded; not measured, and less than it has in the end (0.78 GiB on an H200).
+BEGUN = int(0.7 * GIB)
 RING = PEER = int(0.5 * GIB)  # NCCL's buffers of an axis; and of each other rank on it, with which parts are exchanged
 MOST_PEERS = 7  # of one host
 ALLOCATOR = 1 / 64  # of what is allocated: blocks rounded up, and holes between them
