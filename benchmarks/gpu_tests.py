@@ -1,11 +1,13 @@
 """Tests of `tests/gpu`, by file: what passed, what failed and why, and what they printed; saved after every test.
 
-With `--gpus` files run side by side on a machine's GPUs, each in a process that sees as many as it needs.
+With `--gpus` files run side by side on a machine's GPUs, each in a process that sees as many as it needs; with
+`--share` each GPU has several at once, as most of a test's time is compiling.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -28,7 +30,7 @@ FOLDER = ROOT / "tests" / "gpu"
 REPORT_CHARACTERS = 3000  # kept of a failure
 SEVERAL = {"fsdp": (2,), "push": (2,), "tp": (2, 4)}  # GPUs that a file's tests need; of several `N_gpus` are apart
 SLOWEST = "fsdp", "scores", "families", "tp", "attention_backward", "fused", "flex"  # begin first
-FIRST_PORT = 29600  # of torchrun's, a number further for each that runs beside others
+_PORTS = itertools.count(29600)  # torchrun's, another for each file
 POLL_S = 0.5
 
 
@@ -87,39 +89,37 @@ def parts_of(name: str, gpus: int, expression: str) -> list[Part]:
     return [Part(name, min(size, gpus), fit) for size, fit in zip(sizes, fits, strict=True)]
 
 
-def side_by_side(names: Sequence[str], gpus: int, expression: str, path: Path | None) -> int:
-    """Run each file on as many GPUs as it needs, the slowest first; how many failed or did not come to their end."""
+def side_by_side(names: Sequence[str], gpus: int, share: int, expression: str, path: Path | None) -> int:
+    """Run each file on as many GPUs as it needs, of which each has `share` at once, the slowest first; how many failed
+    or did not come to their end."""
     order = sorted(names, key=lambda name: SLOWEST.index(name) if name in SLOWEST else len(SLOWEST))
     waiting = [part for name in order for part in parts_of(name, gpus, expression)]
-    free, running, ended, bad, began = (
-        list(map(str, range(gpus))),
-        list[Running](),
-        list[Path](),
-        0,
-        time.perf_counter(),
-    )
+    free = Counter({str(gpu): share for gpu in range(gpus)})
+    running, ended, bad, began = list[Running](), list[Path](), 0, time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         while waiting or running:
             for part in list(waiting):
-                if part.gpus <= len(free):
+                own = [gpu for gpu, _ in (+free).most_common(part.gpus)]  # those with the fewest
+                if len(own) == part.gpus:
                     waiting.remove(part)
-                    own, free = free[: part.gpus], free[part.gpus :]
+                    free.subtract(own)
                     running.append(started(part, own, Path(scratch)))
             time.sleep(POLL_S)
             for one in [one for one in running if one.process.poll() is not None]:
                 running.remove(one)
-                free += one.gpus
+                free.update(one.gpus)
                 ended.append(one.outcome)
                 bad += one.process.returncode not in (0, int(pytest.ExitCode.NO_TESTS_COLLECTED))
-                about = {"gpus": gpus, "seconds": time.perf_counter() - began, "ended_badly": bad}
-                save("gpu_tests", {**merged(ended), **about, "complete": not (waiting or running)}, path)
+                about = {"gpus": gpus, "share": share, "seconds": time.perf_counter() - began, "ended_badly": bad}
+                begun = [*ended, *(one.outcome for one in running)]
+                save("gpu_tests", {**merged(begun), **about, "complete": not (waiting or running)}, path)
                 print(f"{one.part.name}: {one.process.returncode}, {about['seconds']:.0f} s", flush=True)
     return bad
 
 
 def started(part: Part, gpus: list[str], scratch: Path) -> Running:
     outcome = scratch / f"{part.name}.json"
-    given = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PET_MASTER_PORT": str(FIRST_PORT + int(gpus[0]))}
+    given = {"CUDA_VISIBLE_DEVICES": ",".join(sorted(gpus)), "PET_MASTER_PORT": str(next(_PORTS))}
     command = [sys.executable, __file__, part.file, "-k", part.expression, "--json", str(outcome)]
     return Running(part, subprocess.Popen(command, env=os.environ | given, stdout=subprocess.DEVNULL), gpus, outcome)
 
@@ -144,17 +144,20 @@ def main() -> int:
     parser.add_argument("-k", metavar="EXPRESSION", default="", help="only tests whose names fit (pytest's own)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the outcomes here")
     parser.add_argument("--gpus", type=int, default=0, help="files side by side on so many; default: one by one")
-    share = "--ranks-share-gpu"
-    parser.add_argument(share, action="store_true", help="ranks of tests of several GPUs share the first; NCCL 2.30 on")
+    parser.add_argument("--share", type=int, default=1, help="files that each of these has at once; default: 1")
+    on_one = "--ranks-share-gpu"
+    parser.add_argument(
+        on_one, action="store_true", help="ranks of tests of several GPUs share the first; NCCL 2.30 on"
+    )
     args = parser.parse_args()
     if args.gpus:
         names = args.files or [path.name[len("test_") : -len("_gpu.py")] for path in FOLDER.glob("test_*_gpu.py")]
-        return int(side_by_side(names, args.gpus, args.k, args.json) > 0)
+        return int(side_by_side(names, args.gpus, args.share, args.k, args.json) > 0)
     files = [FOLDER / f"test_{name}_gpu.py" for name in args.files] or [FOLDER]
     saved = Saved(args.json, **({"where": WHERE} if args.ranks_share_gpu else {}))
     began = time.perf_counter()
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-k", args.k]
-    code = pytest.main([*options, *([share] if args.ranks_share_gpu else []), *map(str, files)], plugins=[saved])
+    code = pytest.main([*options, *([on_one] if args.ranks_share_gpu else []), *map(str, files)], plugins=[saved])
     saved.figures["seconds"] = time.perf_counter() - began
     save("gpu_tests", {**saved.figures, "complete": True}, args.json)
     return int(code)
