@@ -1,7 +1,7 @@
 """Tests of `tests/gpu`, by file: what passed, what failed and why, and what they printed; saved after every test.
 
 With `--gpus` files run side by side on a machine's GPUs, each in a process that sees as many as it needs; with
-`--share` each GPU has several at once, as most of a test's time is compiling.
+`--share` each GPU has several at once, as most of a test's time is compiling, and tests that are timed come last.
 """
 
 from __future__ import annotations
@@ -61,15 +61,17 @@ class Saved:
 
 
 class Part(NamedTuple):
-    """A file's tests that need so many GPUs, of those whose names fit."""
+    """Tests of these files that need so many GPUs, of those whose names and marks fit."""
 
-    file: str
+    files: Sequence[str]
     gpus: int
     expression: str
+    marks: str
 
     @property
     def name(self) -> str:
-        return f"{self.file}, {self.gpus} GPUs" if self.gpus > 1 else self.file
+        name = self.files[0] if len(self.files) == 1 else self.marks
+        return f"{name}, {self.gpus} GPUs" if self.gpus > 1 else name
 
 
 class Running(NamedTuple):
@@ -81,23 +83,26 @@ class Running(NamedTuple):
     outcome: Path
 
 
-def parts_of(name: str, gpus: int, expression: str) -> list[Part]:
+def parts_of(name: str, gpus: int, expression: str, marks: str) -> list[Part]:
     """Those of a file; one that needs more GPUs than there are has what there is, and skips its tests."""
     sizes = SEVERAL.get(name, (1,))
     apart = len(sizes) > 1
     fits = [" and ".join(filter(None, (expression, f"{size}_gpus" * apart))) for size in sizes]
-    return [Part(name, min(size, gpus), fit) for size, fit in zip(sizes, fits, strict=True)]
+    return [Part([name], min(size, gpus), fit, marks) for size, fit in zip(sizes, fits, strict=True)]
 
 
 def side_by_side(names: Sequence[str], gpus: int, share: int, expression: str, path: Path | None) -> int:
     """Run each file on as many GPUs as it needs, of which each has `share` at once, the slowest first; how many failed
     or did not come to their end."""
     order = sorted(names, key=lambda name: SLOWEST.index(name) if name in SLOWEST else len(SLOWEST))
-    waiting = [part for name in order for part in parts_of(name, gpus, expression)]
+    waiting = [part for name in order for part in parts_of(name, gpus, expression, "not timed" if share > 1 else "")]
+    last = [Part(order, 1, expression, "timed")] if share > 1 else []
     free = Counter({str(gpu): share for gpu in range(gpus)})
     running, ended, bad, began = list[Running](), list[Path](), 0, time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
-        while waiting or running:
+        while waiting or running or last:
+            if not (waiting or running):
+                waiting, last = last, []
             for part in list(waiting):
                 own = [gpu for gpu, _ in (+free).most_common(part.gpus)]  # those with the fewest
                 if len(own) == part.gpus:
@@ -112,7 +117,7 @@ def side_by_side(names: Sequence[str], gpus: int, share: int, expression: str, p
                 bad += one.process.returncode not in (0, int(pytest.ExitCode.NO_TESTS_COLLECTED))
                 about = {"gpus": gpus, "share": share, "seconds": time.perf_counter() - began, "ended_badly": bad}
                 begun = [*ended, *(one.outcome for one in running)]
-                save("gpu_tests", {**merged(begun), **about, "complete": not (waiting or running)}, path)
+                save("gpu_tests", {**merged(begun), **about, "complete": not (waiting or running or last)}, path)
                 print(f"{one.part.name}: {one.process.returncode}, {about['seconds']:.0f} s", flush=True)
     return bad
 
@@ -120,7 +125,7 @@ def side_by_side(names: Sequence[str], gpus: int, share: int, expression: str, p
 def started(part: Part, gpus: list[str], scratch: Path) -> Running:
     outcome = scratch / f"{part.name}.json"
     given = {"CUDA_VISIBLE_DEVICES": ",".join(sorted(gpus)), "PET_MASTER_PORT": str(next(_PORTS))}
-    command = [sys.executable, __file__, part.file, "-k", part.expression, "--json", str(outcome)]
+    command = [sys.executable, __file__, *part.files, "-k", part.expression, "-m", part.marks, "--json", str(outcome)]
     return Running(part, subprocess.Popen(command, env=os.environ | given, stdout=subprocess.DEVNULL), gpus, outcome)
 
 
@@ -142,6 +147,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", help="names in tests/gpu without test_ and _gpu.py; default: all")
     parser.add_argument("-k", metavar="EXPRESSION", default="", help="only tests whose names fit (pytest's own)")
+    parser.add_argument("-m", metavar="MARKS", default="", help="only tests whose marks fit (pytest's own)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the outcomes here")
     parser.add_argument("--gpus", type=int, default=0, help="files side by side on so many; default: one by one")
     parser.add_argument("--share", type=int, default=1, help="files that each of these has at once; default: 1")
@@ -156,7 +162,7 @@ def main() -> int:
     files = [FOLDER / f"test_{name}_gpu.py" for name in args.files] or [FOLDER]
     saved = Saved(args.json, **({"where": WHERE} if args.ranks_share_gpu else {}))
     began = time.perf_counter()
-    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-k", args.k]
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-k", args.k, "-m", args.m]
     code = pytest.main([*options, *([on_one] if args.ranks_share_gpu else []), *map(str, files)], plugins=[saved])
     saved.figures["seconds"] = time.perf_counter() - began
     save("gpu_tests", {**saved.figures, "complete": True}, args.json)

@@ -20,6 +20,8 @@ import math
 import random
 import statistics
 import sys
+import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -35,6 +37,8 @@ from lockstep.generator.sizes import row_buckets
 from lockstep.graph import Runtime
 from lockstep.timings import Timings, totals
 from lockstep.types import TRAIN_DOMAIN, SampleIdentity, SamplingParams
+
+_SPREAD = 0.7  # of the logarithm of a tool's time
 
 
 @dataclass(frozen=True)
@@ -62,17 +66,25 @@ class Case:
         """Tokens after the prompt."""
         return self.turns * self.new + (self.turns - 1) * self.answer
 
+    def answers(self, count: int) -> list[tuple[float, list[int]]]:
+        """So many, with the times that they take."""
+        draw = random.Random(count)
+        times = [math.exp(draw.gauss(math.log(self.median), _SPREAD)) for _ in range(count)]
+        return [(min(max(time, self.fastest), self.slowest), draw.choices(range(256), k=self.answer)) for time in times]
+
 
 CASES = {"cpu": Case(2, 4, 80, 3, 16, 8, 0.01, 0.03, 0.1), "h200": Case(32, 8, 256, 4, 256, 128)}
 KINDS = "one_turn", "instant", "slow"
-_SPREAD = 0.7  # of the logarithm of a tool's time
+_ANSWERS = 4096  # that tools have to choose from
 
 
 class Instant(Environment):
-    """Answers each turn with tokens that depend on its tokens alone."""
+    """Answers each turn with tokens that depend on its tokens alone, one of `answers`, drawn beforehand: it takes no
+    time of its own."""
 
     instant: ClassVar[bool] = True
     case: ClassVar[Case]
+    answers: ClassVar[list[tuple[float, list[int]]]]  # with the time that a slow tool takes
 
     def __init__(self) -> None:
         self.waited: list[float] = []
@@ -80,10 +92,9 @@ class Instant(Environment):
     def step(self, turn: Turn) -> Any:
         if len(self.waited) == self.case.turns - 1:
             return End(0.0)
-        draw = random.Random(str(turn.token_ids))
-        time = math.exp(draw.gauss(math.log(self.case.median), _SPREAD))
-        self.waited.append(min(max(time, self.case.fastest), self.case.slowest))
-        return draw.choices(range(256), k=self.case.answer)
+        time, answer = self.answers[zlib.crc32(array("q", turn.token_ids)) % len(self.answers)]
+        self.waited.append(time)
+        return list(answer)
 
 
 class Slow(Instant):
@@ -117,7 +128,7 @@ class Rounds:
     that none finds pages of another."""
 
     def __init__(self, case: Case, arch: str, device: str) -> None:
-        self.case, self.version = case, 0
+        self.case, self.version, self.answers = case, 0, case.answers(_ANSWERS)
         model = random_model(arch, device)
         event: Any = functools.partial(torch.cuda.Event, enable_timing=True) if device == "cuda" else None
         self.timings = Timings(keep_spans=True, event=event)
@@ -140,7 +151,7 @@ class Rounds:
         """Play round `number`, whose prompts and random numbers are the same for every kind."""
         self.version += 1
         draw, case = random.Random(number), case or self.case
-        made = type(kind.__name__, (kind,), {"case": case})
+        made = type(kind.__name__, (kind,), {"case": case, "answers": self.answers})
         prompts = [draw.choices(range(256), k=case.prompt) for _ in range(case.prompts)]
         asked = [Asked(g, Problem(prompt), g, f"group {g}") for g, prompt in enumerate(prompts)]
         sampler, limits = WholeTurns(self.engine), Limits(turns=case.turns)

@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpus(count): needs so many GPUs, or one that its ranks share")
+    config.addinivalue_line("markers", "timed: measures what a GPU takes, which nothing else may use meanwhile")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -211,6 +211,7 @@ def flash_milliseconds(packing: Packing) -> float:
         )
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("name", "packing", "limit"),
     [

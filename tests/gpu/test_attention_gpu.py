@@ -137,6 +137,7 @@ def test_groups_change_no_bit(census, shared, width):
 # Time
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(("count", "length"), [(40, 245), (16, 2048), (2, 16384)])
 def test_forward_is_as_fast_as_flash_attention(count, length):
     q, k, v = qkv_rows(count * length)
@@ -185,6 +186,7 @@ class Batch:
         return captured_milliseconds(lambda: ops.attention_paged(self.q, cache, by, shared))
 
 
+@pytest.mark.timed
 def test_decode_reads_at_the_memory_s_speed():
     ms = Batch(256, 1024).milliseconds()
     gb = 256 * 1024 * KV_HEADS * HEAD_DIM * 4 / 1e9
@@ -192,6 +194,7 @@ def test_decode_reads_at_the_memory_s_speed():
     assert gb / ms * 1e3 > 0.8 * READ_GBPS
 
 
+@pytest.mark.timed
 def test_a_shared_prompt_is_read_once():
     shared = Batch(256, 1088, shared=1024)
     grouped, same_pages, apart = (
@@ -203,6 +206,7 @@ def test_a_shared_prompt_is_read_once():
     assert grouped < same_pages / 2 and grouped < apart / 3
 
 
+@pytest.mark.timed
 def test_splits_fill_the_card():
     """One sequence: 64 programs instead of 8."""
     one, long = Batch(8, 4096).milliseconds(), Batch(1, 32768)

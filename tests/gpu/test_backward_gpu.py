@@ -239,6 +239,7 @@ def captured_milliseconds(function: Callable, calls: int = 5) -> float:
     return min(times[1:]) / calls
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("name", CASES)
 def test_speed_of_rows(name):
     """Within three times what memory allows, or 25 us."""
@@ -260,6 +261,7 @@ def test_speed_of_rows(name):
     assert ours < max(3 * floor, 0.025)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("kind", ["plain", "truncated", "support"])
 def test_speed_of_logprobs(kind):
     """Within 2.2 times the three matrix products at the measured peak, both log-probabilities differentiated."""

@@ -140,6 +140,7 @@ def shown(what: str, ms: float, flops: float, read: float) -> float:
 TILES = [(64, 8, 2), (64, 8, 1), (32, 8, 2)]
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("tile", TILES)
 def test_time_of_decode(monkeypatch, tile):
     from lockstep.ops.mla import triton as mla_triton
@@ -158,6 +159,7 @@ def test_time_of_decode(monkeypatch, tile):
     assert shown(f"decode {sequences} x {context}, tile {tile}", ms, flops, cache.numel() * 2) < 12
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("tile", TILES)
 def test_time_of_packed(monkeypatch, tile):
     from lockstep.ops.mla import triton as mla_triton
@@ -168,6 +170,7 @@ def test_time_of_packed(monkeypatch, tile):
     assert shown(f"4 x 1024 tokens, tile {tile}", captured_milliseconds(lambda: packed(case), 3), flops, 0) < 8
 
 
+@pytest.mark.timed
 def test_time_of_the_backward():
     case = make([1024] * 4)
     out, lse = operators._packed(case.latents, case.layout)
@@ -177,6 +180,7 @@ def test_time_of_the_backward():
     assert shown("backward, 4 x 1024 tokens", ms, flops, 0) < 30
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("rows", [64, 1024, 4096])
 def test_time_of_products_a_head(rows):
     x = torch.randn(rows, HEADS, NOPE_DIM, device=DEVICE).bfloat16()

@@ -106,6 +106,7 @@ def test_gradients_through_the_layer(census):
         assert relative_error(mine, wanted) < 2e-2
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("tokens", [64, 1024, 9800])
 @pytest.mark.parametrize(("columns", "depth"), [(2 * FEED_FORWARD, DIM), (DIM, FEED_FORWARD)])
 def test_grouped_products_are_as_fast_as_torchs(tokens, columns, depth):
@@ -126,6 +127,7 @@ def test_grouped_products_are_as_fast_as_torchs(tokens, columns, depth):
     assert ours < 1.1 * theirs
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("tokens", [1, 64, 9800])
 def test_time_of_routing(tokens):
     """What a layer does around its grouped products; the floor is reading and writing each row once."""

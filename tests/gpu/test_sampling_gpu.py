@@ -74,6 +74,7 @@ def test_noise_is_bounded_for_every_word():
     assert not count.any() and 0.05 < gap.max() < 0.07
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(("top_p", "limit"), [(1.0, 0.08), (0.95, 0.15)])
 def test_speed_of_sampling(top_p, limit):
     """40 rows after the LM head, in milliseconds of a CUDA graph."""

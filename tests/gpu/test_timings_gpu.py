@@ -14,6 +14,7 @@ def work(matrix: torch.Tensor, times: int) -> None:
         torch.mm(matrix, matrix)
 
 
+@pytest.mark.timed
 def test_the_device_measures_what_the_host_would_by_waiting() -> None:
     matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     work(matrix, 3)
