@@ -28,7 +28,7 @@ def _has_role(message: Any) -> bool:
 
 
 def is_tokens(given: Any) -> bool:
-    return isinstance(given, list) and bool(given) and all(type(token) is int for token in given)
+    return isinstance(given, list) and set(map(type, given)) == {int}
 
 
 def is_given(given: Any) -> bool:
