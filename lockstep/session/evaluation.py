@@ -136,9 +136,9 @@ class _Reporting:
         self._finished, self._said = 0, time.monotonic()
         self.add_request, self.abort = engine.add_request, engine.abort
 
-    def advance(self) -> Sequence[NewTokens]:
+    def advance(self, expecting: bool = False) -> Sequence[NewTokens]:
         """As `Engine.advance`. Raises `NonFiniteError` for log-probabilities that are no numbers."""
-        grown = self._engine.advance()
+        grown = self._engine.advance(expecting)
         for one in grown:
             if one.completion is not None:
                 require_numbers(one.identity.group, one.completion)
