@@ -28,7 +28,6 @@ from .weights import SharedWeights
 
 AGREED = 64  # launches
 AHEAD = 1  # blocks launched on a GPU whose results have not been read when the next is launched
-WAITING, EXPECTING = 2, 4  # blocks are so many times shorter while requests wait, and while some are expected
 MIN_CONTEXT = 64  # tokens that a sequence has room for; doubled as longer requests come
 
 
@@ -224,7 +223,7 @@ class Engine:
         running, clock = self.scheduler.running, self.scheduler.clock
         steps = min(self.config.steps_per_sync, max((s.end for s in running), default=clock) - clock)
         if self.scheduler.waiting or expecting:  # what is free or has come is found earlier
-            steps = min(steps, max(1, self.config.steps_per_sync // (EXPECTING if expecting else WAITING)))
+            steps = min(steps, max(1, self.config.steps_per_sync // 2))
         steps = self._reserve(steps) if steps > 0 else 0
         if steps < 1:
             return None

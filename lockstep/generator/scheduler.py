@@ -25,9 +25,10 @@ from .running_batch import RunningBatch
 MAX_PROMPTS = 64  # that a step runs tokens of
 ADMISSION_SHARE = 16  # a mixed step takes as long as several: prompts wait for one slot in so many
 COMPANY = 3  # while there are slots they wait for one another, till there is one for so many that run
-ADMISSION_STEPS = 8  # that late comers wait for company, after a mixed step
+ADMISSION_STEPS = 16  # that late comers wait for company, after a mixed step
 SLOT_STEPS = 64  # that prompts wait for their share of the slots while more come free, after one
-PADDING = 128  # tokens of a mixed graph that may be nobody's: more take longer than another step
+LEAST_FILLED = 0.85  # of the prompt tokens of a mixed graph of more than so many, whose time is that of its tokens
+FILLED_FROM = 1024
 AHEAD = 128  # tokens that pages are given out for at a time, while there are plenty
 
 
@@ -113,8 +114,8 @@ class Scheduler:
         """Leave to the next step what would begin to fill a larger graph, beside sequences that run: padding costs as
         much as tokens."""
         size = min((size for size in self.sizes if size >= tokens), default=tokens)
-        filled = max((size for size in self.sizes if size <= tokens), default=tokens)
-        over = tokens - filled if size - tokens > PADDING else 0
+        filled = max((size for size in self.sizes if FILLED_FROM <= size <= tokens), default=0)
+        over = tokens - filled if filled and tokens < LEAST_FILLED * size else 0
         while over:
             chunk = chunks[-1]
             count = min(over, chunk.count)
