@@ -112,7 +112,7 @@ def run_interpreted(file: str) -> None:
     if tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) < INTERPRETER:
         pytest.skip("Triton's interpreter before 3.9 has no unsigned -1, no switches as numbers, or no numpy 2.4")
     arguments = ["-q", "-o", "addopts=", "-o", "python_classes=Interpreted", "-p", "no:cacheprovider"]
-    arguments += ["-W", "ignore::RuntimeWarning", f"{file}::Interpreted"]
+    arguments += ["-p", "interpreter", "-W", "ignore::RuntimeWarning", f"{file}::Interpreted"]
     with tempfile.NamedTemporaryFile() as said, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         process = _interpreters().Process(target=_pytest, args=(arguments, said.name, dict(os.environ)))
