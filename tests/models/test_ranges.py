@@ -35,13 +35,16 @@ class Peak(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        made, more = func(*args, **(kwargs or {})), False
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
-                self._live.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
-        self.bytes = max(self.bytes, sum(size for _, size in self._live.values()))
+                known = self._live.get(storage._cdata)
+                if known is None or known[0].expired():
+                    self._live[storage._cdata], more = (StorageWeakRef(storage), storage.nbytes()), True
+        if more:  # else there is less than before
+            self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
+            self.bytes = max(self.bytes, sum(size for _, size in self._live.values()))
         return made
 
 
