@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,23 @@ OTHER = {"qwen3": "llama", "qwen3_moe": "llama", "deepseek_v3": "qwen3", "llama3
 
 LOSS, ADAMW = LossConfig(beta=0.1, epsilon=0.2), OptimizerConfig()
 WANTED = ("forward_backward", "optim_step")
-Key = tuple[str, str]  # the file that a graph is kept in, and the graph's digest
 
 
-def key_and_digest(function: Program, user: Mapping[str, torch.Tensor], **statics: Any) -> Key:
+@dataclass(frozen=True)
+class Key:
+    """The file that a graph is kept in, and the graph, which is traced when its digest is asked for."""
+
+    file: str
+    function: Program
+    user: Mapping[str, torch.Tensor]
+    statics: Mapping[str, Any]
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(self.function.graph(self.user, self.statics).captured)
+
+
+def key_of_call(function: Program, user: Mapping[str, torch.Tensor], **statics: Any) -> Key:
     """Of the graph that a call would launch."""
     request = replace(function.request(replace(function.inputs, user=user), statics), dynamic={})
     assert function.constants is not None
@@ -62,7 +76,7 @@ def key_and_digest(function: Program, user: Mapping[str, torch.Tensor], **static
     key = key_of(request, "captured", settings, [])
     function.one_shape = True
     assert key is not None, f"{function.name} is not stored"
-    return key.file, digest(function.graph(user, statics).captured)
+    return Key(key.file, function, user, statics)
 
 
 def traced(
@@ -90,7 +104,7 @@ def traced(
     statics |= {"check": dict(case.statics), "reference_logprobs": dict(case.statics), "optim_step": {}}
     functions = trainer.programs.by_name
     return {
-        name: key_and_digest(functions[name], {} if name == "optim_step" else case.user, **statics[name])
+        name: key_of_call(functions[name], {} if name == "optim_step" else case.user, **statics[name])
         for name in wanted
     }
 
@@ -109,7 +123,7 @@ def decoded(
     decoder.masks = masks
     weights = SharedWeights(decoder)
     Engine(weights, config, cache_tokens, runtime=runtime).warm_up(1, context, SamplingParams())
-    return {f.name: key_and_digest(f, {}, **s) for f in runtime.programs for s in [statics_of(f)]}
+    return {f.name: key_of_call(f, {}, **s) for f in runtime.programs for s in [statics_of(f)]}
 
 
 def statics_of(function: Program) -> dict[str, Any]:
@@ -148,15 +162,21 @@ def changed(value: Any, name: str) -> Any:
     return value * 2 if isinstance(value, int) else value * 0.5 or 0.5
 
 
-def compare(base: dict[str, Key], now: dict[str, Key], what: str) -> bool:
-    """Whether any graph changed; one that did must have another key."""
+def compare(base: dict[str, Key], now: dict[str, Key], what: str) -> None:
+    """A graph that changed must have another key."""
     for name in now.keys() & base.keys():
-        (key, found), (old_key, old) = now[name], base[name]
-        if found != old:
-            assert key != old_key, f"{name}: {what} is in the graph, and not among the constants it declares"
+        same = now[name].file == base[name].file
+        if same:
+            in_the_graph = f"{name}: {what} is in the graph, and not among the constants it declares"
+            assert now[name].digest == base[name].digest, in_the_graph
         if what in NOT_IN_THE_GRAPH:
-            assert key == old_key, f"{name}: {what} is not in the graph, but a change of it traces anew"
-    return any(now[name][1] != base[name][1] for name in now.keys() & base.keys())
+            assert same, f"{name}: {what} is not in the graph, but a change of it traces anew"
+
+
+def changes(base: dict[str, Key], now: dict[str, Key], what: str) -> bool:
+    """Whether any graph changed, with what `compare` holds against that."""
+    compare(base, now, what)
+    return any(now[name].digest != base[name].digest for name in now.keys() & base.keys())
 
 
 @pytest.mark.parametrize(
@@ -179,20 +199,22 @@ def test_every_field_of_a_model(model: ModelConfig, in_the_graph: set[str]) -> N
             now = graphs(other)
         except (LockstepError, RuntimeError, AssertionError):
             continue  # not a model
-        if compare(base, now, what):
-            seen.add(what.removeprefix("model."))
+        compare(base, now, what)
+        name = what.removeprefix("model.")
+        seen.add(name)
+        assert name not in in_the_graph or changes(base, now, what)
     assert seen >= in_the_graph
 
 
 def test_every_field_of_the_loss_and_the_optimizer() -> None:
     base, seen = traced(), set()
     for what, other in variants(LOSS, "loss"):
-        if what != "loss.router_aux_loss_coef" and compare(base, traced(loss=other, wanted=WANTED[:1]), what):
+        if what != "loss.router_aux_loss_coef" and changes(base, traced(loss=other, wanted=WANTED[:1]), what):
             seen.add(what)
     for what, other in variants(ADAMW, "optimizer"):
-        if what != "optimizer.router_bias_rate" and compare(base, traced(optimizer=other, wanted=WANTED[1:]), what):
+        if what != "optimizer.router_bias_rate" and changes(base, traced(optimizer=other, wanted=WANTED[1:]), what):
             seen.add(what)
-    assert compare(base, traced(enforce_parity=False), "enforce_parity")
+    assert changes(base, traced(enforce_parity=False), "enforce_parity")
     assert seen == {
         *("loss.loss_type", "loss.epsilon", "loss.epsilon_high", "loss.beta", "optimizer.beta1", "optimizer.beta2"),
         *("optimizer.epsilon", "optimizer.weight_decay", "optimizer.max_grad_norm", "optimizer.offload"),
@@ -215,15 +237,15 @@ def test_what_experts_add_to_the_loss_and_the_update() -> None:
         other = replace(loss, router_aux_loss_coef=loss.router_aux_loss_coef / 2)
         rate = replace(optimizer, router_bias_rate=optimizer.router_bias_rate / 2)
         base = traced(model, loss, optimizer)
-        assert compare(base, traced(model, other, rate), "of the experts")
+        assert changes(base, traced(model, other, rate), "of the experts")
 
 
 def test_every_number_of_the_generator() -> None:
     base = decoded()
-    assert compare(base, decoded(replace(DENSE, rms_norm_eps=1e-5)), "model.rms_norm_eps")
-    assert compare(base, decoded(page_size=32, cache_tokens=512), "page_size")
-    assert compare(base, decoded(cache_tokens=512), "null_page")
-    assert compare(base, decoded(context=200), "max_context")
+    assert changes(base, decoded(replace(DENSE, rms_norm_eps=1e-5)), "model.rms_norm_eps")
+    assert changes(base, decoded(page_size=32, cache_tokens=512), "page_size")
+    assert changes(base, decoded(cache_tokens=512), "null_page")
+    assert changes(base, decoded(context=200), "max_context")
 
 
 def test_windows_and_masks() -> None:
@@ -233,7 +255,7 @@ def test_windows_and_masks() -> None:
         base, before = graphs(), None
         for masks in (Masks(none), Masks((7, *none[1:])), Masks(none, "some")):
             now = graphs(masks=masks)
-            assert compare(base, now, "masks") and (before is None or compare(before, now, "masks"))
+            assert changes(base, now, "masks") and (before is None or changes(before, now, "masks"))
             before = now
 
 
