@@ -74,6 +74,12 @@ def evidence(completions: list[list[Trajectory]]) -> list[Any]:
     return [words(completions), [[(c.finish_reason, c.text, c.weight_versions) for c in g] for g in completions]]
 
 
+@pytest.fixture(scope="module")
+def single_steps(model: Decoder) -> list[list[Any]]:
+    """`evidence` of the requests of each seed, decoded step by step."""
+    return [evidence(run(engine(model, steps_per_sync=1), requests(seed))) for seed in range(3)]
+
+
 @pytest.mark.parametrize(
     ("ahead", "arriving", "fields"),
     [
@@ -93,14 +99,15 @@ def evidence(completions: list[list[Trajectory]]) -> list[Any]:
         "one prompt token at a time",
     ],
 )
-def test_blocks_give_the_bits_of_single_steps(model: Decoder, ahead: int, arriving: bool, fields: dict) -> None:
+def test_blocks_give_the_bits_of_single_steps(
+    model: Decoder, single_steps: list[list[Any]], ahead: int, arriving: bool, fields: dict
+) -> None:
     reasons, preemptions = set(), 0
-    for seed in range(3):
-        expected = run(engine(model, steps_per_sync=1), requests(seed))
+    for seed, expected in enumerate(single_steps):
         blocks = engine(model, ahead, **fields)
         found = run(blocks, requests(seed), random.Random(seed) if arriving else None)
-        assert evidence(found) == evidence(expected)
-        assert evidence(run(blocks, requests(seed)[::-1])[::-1]) == evidence(expected)  # prefix hits, other rows
+        assert evidence(found) == expected
+        assert evidence(run(blocks, requests(seed)[::-1])[::-1]) == expected  # prefix hits, other rows
         reasons |= {c.finish_reason for group in found for c in group}
         preemptions += blocks.scheduler.preemptions
     assert reasons == {"stop", "length"}
