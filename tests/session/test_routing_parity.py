@@ -54,6 +54,13 @@ def runtime_of(capture: str) -> Runtime:
     return Runtime(CompileConfig("step"), torch.device("cpu")) if capture == "step" else EAGER
 
 
+def of_one_shape(trainer: Trainer) -> Trainer:
+    """Whose graphs are traced with fixed sizes, in half the time: its batches have one shape."""
+    for program in trainer.programs.by_name.values():
+        program.one_shape = True
+    return trainer
+
+
 def twins() -> Decoder:
     """A model whose experts 2i and 2i + 1 are the same, so that a token may go to either without a bit changing."""
     model = make_model(torch.float32, config=TWINS)
@@ -89,7 +96,7 @@ def test_other_experts_stop_a_strict_run_though_log_probs_are_equal(
         if mutant == "ties":
             patch.setattr(routing, "_top", higher_index_wins)
         completions = generate(Engine(weights, GeneratorConfig(), 16384, runtime=runtime), prompts, sampling)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
+    trainer = of_one_shape(Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime))
     before = trainer.flat.data.clone()
     for batch in pack(train_groups(prompts, sampling, completions), max_tokens=4096, check_parity=True):
         trainer.forward_backward(batch)
@@ -199,7 +206,7 @@ def times_of(batch: PackedBatch) -> list[int]:
 @pytest.mark.parametrize("capture", ["none", "step"])
 def test_loads_are_those_of_a_hand_count_without_padding(capture: str) -> None:
     model = make_model(torch.float32, config=MOE)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(capture))
+    trainer = of_one_shape(Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(capture)))
     checked, *batches = batches_of(model, max_tokens=160)
     loads, tokens = [[0] * 6, [0] * 6], 0
     for batch in batches:
@@ -236,6 +243,8 @@ def test_balancing_loss_and_gradient_are_those_of_transformers(capture: str) -> 
     grads, losses = [], []
     for loss in (LossConfig(), LossConfig(router_aux_loss_coef=coefficient)):
         trainer = Trainer(model, OptimizerConfig(), loss, runtime=runtime_of(capture))
+        if not loss.router_aux_loss_coef:  # the other's sizes are open
+            of_one_shape(trainer)
         for batch in batches:
             trainer.forward_backward(batch)
         grads.append([grad.clone() for grad in trainer.flat.grads])
