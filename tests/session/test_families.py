@@ -55,9 +55,14 @@ def test_odd_sizes_agree(sizes: str, dtype: torch.dtype, path: str, engine_of: C
     assert result.tokens_different == 0 < result.tokens_checked
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("capture", ["none", "step"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "capture", "dtype"),
+    [
+        *((family, "none", dtype) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)),
+        *((family, "step", torch.bfloat16) for family in FAMILIES),
+        *((family, "step", torch.float32) for family in ("qwen3", "deepseek_v3")),  # `tests/matrix.py` has the others
+    ],
+)
 def test_generator_and_trainer_agree_over_updates(family: str, capture: str, dtype: torch.dtype) -> None:
     completions, different = family_rounds(family, capture, dtype)
     assert different == [0, 0, 0]
@@ -74,7 +79,7 @@ def test_captured_is_eager(family: str) -> None:
 def test_no_schedule_or_packing_changes_a_bit(
     family: str, dtype: torch.dtype, engine_of: Callable[..., Engine]
 ) -> None:
-    assert_no_schedule_changes_a_bit(make_model(dtype, config=FAMILIES[family]), engine_of, count=8, page_size=7)
+    assert_no_schedule_changes_a_bit(make_model(dtype, config=FAMILIES[family]), engine_of, count=5, page_size=7)
 
 
 def test_balanced_biases_are_the_same_captured_and_change_no_parity() -> None:
