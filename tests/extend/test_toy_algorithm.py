@@ -46,10 +46,11 @@ class Toy(Algorithm):
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
+def config(tmp_path: Path, shallow: Path) -> RunConfig:
     """Two steps of two updates of a tiny random model, by a copy of this file."""
     shutil.copy(__file__, tmp_path / "toy.py")
     return RunConfig(
+        model=str(shallow),
         steps=2,
         task=TaskConfig(easy=True, validation_prompts=0),
         sampling=SamplingConfig(num_generations=4, max_completion_length=8),

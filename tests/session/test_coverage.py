@@ -38,7 +38,7 @@ def of_hello(prompts, **_):
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Callable[..., RunConfig]:
+def config(tmp_path: Path, shallow: Path) -> Callable[..., RunConfig]:
     """`config(reward, **fields)`: a tiny model, two prompts of four samples of eight tokens."""
     (tmp_path / "rewards.py").write_text(REWARD)
     (tmp_path / "data.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "a longer prompt than that"}\n')
@@ -46,6 +46,7 @@ def config(tmp_path: Path) -> Callable[..., RunConfig]:
     def make(reward: str, **fields) -> RunConfig:
         return RunConfig(
             recipe="dataset",
+            model=str(shallow),
             steps=2,
             task=TaskConfig(
                 *("dataset", str(tmp_path / "data.jsonl")),

@@ -30,8 +30,9 @@ from lockstep.session.build import Session, TrainingSession, build
 from lockstep.timings import Timings
 
 
-def config_of(parity: str = "strict", captured: bool = False) -> RunConfig:
+def config_of(parity: str = "strict", captured: bool = False, model: Path | None = None) -> RunConfig:
     return RunConfig(
+        model=model and str(model),
         parity=parity,  # type: ignore[arg-type]
         device="cpu",
         task=TaskConfig(validation_prompts=1),
@@ -63,11 +64,11 @@ def test_warn_says_so_and_off_does_not_look(broken: None, caplog: pytest.LogCapt
         assert ("does not keep the bitwise contract" in caplog.text) == said
 
 
-def test_graphs_are_made_again_with_what_the_check_replaced(monkeypatch, tmp_path: Path) -> None:
+def test_graphs_are_made_again_with_what_the_check_replaced(monkeypatch, tmp_path: Path, shallow: Path) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     monkeypatch.setattr(linear_choice, "overrides", {})
     monkeypatch.setattr(machine_check, "_check", lambda *_: "replaced")
-    config = config_of(captured=True)
+    config = config_of(captured=True, model=shallow)
     run = build(config)
     launches = warm_up(run)
     assert linear_choice.overrides and {"forward_backward", "decode", "mixed"} <= launches.keys()
@@ -75,9 +76,9 @@ def test_graphs_are_made_again_with_what_the_check_replaced(monkeypatch, tmp_pat
     assert again == {name: 2 * n for name, n in launches.items()} and min(launches.values()) > 0
 
 
-def test_where_nothing_is_recorded_graphs_are_made_and_not_launched(monkeypatch, tmp_path: Path) -> None:
+def test_where_nothing_is_recorded_graphs_are_made_and_not_launched(monkeypatch, tmp_path: Path, shallow: Path) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
-    config = config_of(captured=True)
+    config = config_of(captured=True, model=shallow)
     run = build(config)
     session_warm_up.warm_up(run)
     made = [graph for function in run.runtime.programs for graph in function.graphs.values()]
@@ -132,8 +133,8 @@ def test_of_a_hosts_processes_the_first_compiles_ahead_of_validation_too(monkeyp
     assert done == [local_rank == 0, "made", "gathered", *[["kernel"]] * local_rank, "made"]
 
 
-def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch, caplog) -> None:
-    config = config_of(captured=True)
+def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch, caplog, shallow: Path) -> None:
+    config = config_of(captured=True, model=shallow)
     run = build(config)
 
     def fails(compiles: bool) -> None:
@@ -146,9 +147,9 @@ def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch,
     assert min(warm_up(run).values()) > 0
 
 
-def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch, tmp_path: Path) -> None:
+def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch, tmp_path: Path, shallow: Path) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
-    config = config_of(captured=True)
+    config = config_of(captured=True, model=shallow)
     run = build(config)
     rehearsed: list[int] = []
 
@@ -241,9 +242,9 @@ def test_a_failure_beside_the_weights_is_left_to_the_warm_up(loaded: list, monke
     assert kernel_lists.preload_async(config, "cuda", 1, Timings())() is None
 
 
-def test_what_was_loaded_beside_the_weights_is_not_loaded_again(monkeypatch, tmp_path: Path) -> None:
+def test_what_was_loaded_beside_the_weights_is_not_loaded_again(monkeypatch, tmp_path: Path, shallow: Path) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
-    config = config_of(captured=True)
+    config = config_of(captured=True, model=shallow)
     run = build(config)
     assert run.preloaded is None
     asked: list[object] = []

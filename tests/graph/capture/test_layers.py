@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,8 +38,9 @@ from lockstep.session import warm_up
 from lockstep.trainer import Trainer, pack
 
 
-def config(capture: str) -> RunConfig:
+def config(capture: str, model: Path | None = None) -> RunConfig:
     return RunConfig(
+        model=model and str(model),
         device="cpu",
         compile=CompileConfig(capture),  # type: ignore[arg-type]
         task=TaskConfig(validation_prompts=2),
@@ -48,8 +50,8 @@ def config(capture: str) -> RunConfig:
     )
 
 
-def train(capture: str) -> tuple[list[Any], list[Tensor], build_room.TrainingSession]:
-    c = config(capture)
+def train(capture: str, model: Path) -> tuple[list[Any], list[Tensor], build_room.TrainingSession]:
+    c = config(capture, model)
     run = build_room.build(c)
     warm_up.warm_up(run)
     loop, seen = Loop(c, run), []
@@ -60,9 +62,9 @@ def train(capture: str) -> tuple[list[Any], list[Tensor], build_room.TrainingSes
     return seen, [p.detach().clone() for p in run.policy.model.parameters()], run
 
 
-def test_a_run_is_the_eager_run_and_compiles_nothing_late() -> None:
-    eager, eager_weights, _ = train("none")
-    seen, weights, run = train("layer")
+def test_a_run_is_the_eager_run_and_compiles_nothing_late(shallow: Path) -> None:
+    eager, eager_weights, _ = train("none", shallow)
+    seen, weights, run = train("layer", shallow)
     assert seen == eager and all(map(torch.equal, weights, eager_weights))
     assert [m["recompiles"] for m in seen[::2]] == [0, 0, 0] and seen[-2]["parity/tokens_different"] == 0
     assert run.runtime.layers is not None and 0 < run.runtime.captures <= 5
