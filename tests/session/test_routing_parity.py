@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from fake_recorder import FakeRecorder
-from small import CONFIG, compare, generate, make_model, requests, train_groups
+from small import CONFIG, compare, generate, make_model, of_one_shape, requests, train_groups
 
 from lockstep import ops
 from lockstep.config import (
@@ -52,13 +52,6 @@ SHAPE = BatchShape(512, 128, 16, 200)
 
 def runtime_of(capture: str) -> Runtime:
     return Runtime(CompileConfig("step"), torch.device("cpu")) if capture == "step" else EAGER
-
-
-def of_one_shape(trainer: Trainer) -> Trainer:
-    """Whose graphs are traced with fixed sizes, in half the time: its batches have one shape."""
-    for program in trainer.programs.by_name.values():
-        program.one_shape = True
-    return trainer
 
 
 def twins() -> Decoder:

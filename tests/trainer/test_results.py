@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_recorder import FakeRecorder
+from small import of_one_shape
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from updates import LR, NoHostReads, bits, make_trainer, one_batch, same
@@ -33,7 +34,7 @@ def trained(request: pytest.FixtureRequest, make_model, make_groups, record) -> 
     def make(**options: Any) -> tuple[Trainer, Callable[[], None]]:
         model = make_model()
         batch = one_batch(record(model, make_groups()), check_parity=False)
-        trainer = make_trainer(model, runtime=request.param(), **options)
+        trainer = of_one_shape(make_trainer(model, runtime=request.param(), **options))
         return trainer, lambda: trainer.forward_backward(batch)
 
     return make
