@@ -11,7 +11,7 @@ from small import make_model
 
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import Runtime
+from lockstep.graph import Runtime, Store
 from lockstep.models import Decoder, ModelConfig
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams
 
@@ -21,11 +21,14 @@ FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=3, max_complet
 
 @pytest.fixture(scope="session")
 def runtime_of() -> Callable[..., Runtime]:
-    """`runtime_of(recorded=False, recompute=())`; recorded ones replay in a `FakeRecorder`."""
+    """`runtime_of(recorded=False, recompute=())`; recorded ones replay in a `FakeRecorder`, `stored` ones take the
+    graphs that an earlier one made."""
 
-    def make(recorded: bool = False, recompute: tuple[str, ...] = (), canonicalize: bool = True) -> Runtime:
+    def make(
+        recorded: bool = False, recompute: tuple[str, ...] = (), canonicalize: bool = True, stored: bool = False
+    ) -> Runtime:
         config = CompileConfig("step", "full" if recorded else "none", canonicalize, recompute)
-        return Runtime(config, CPU, recorder=FakeRecorder())
+        return Runtime(config, CPU, recorder=FakeRecorder(), store=Store() if stored else None)
 
     return make
 

@@ -20,6 +20,7 @@ from lockstep.graph import (
     GraphError,
     Inputs,
     Runtime,
+    Store,
     compile_report,
     module_inputs,
     substituted,
@@ -133,7 +134,7 @@ def test_every_algorithm_s_graphs_compute_what_eager_does(decoder, rollout, runt
         assert results[0].tokens_different == 0 == results[0].clip_ratio
         return [*results, trainer.flat.data]
 
-    assert same(run(runtime_of()), run(EAGER))
+    assert same(run(runtime_of(stored=True)), run(EAGER))
 
 
 @pytest.mark.parametrize("other", ["dapo", "ppo"])
@@ -163,7 +164,7 @@ def test_a_flipped_bit_stops_the_update_inside_the_graph_and_is_named(decoder, r
     groups = rollout(model, 0)
     values = groups[0].rollouts[1].logprobs
     trainer_value, values[2] = values[2], float(torch.tensor(values[2]).nextafter(torch.tensor(0.0)))
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True, stored=True))
     before = trainer.flat.data.clone()
     for batch in pack(groups, max_tokens=44, check_parity=True):
         trainer.forward_backward(batch)
@@ -199,7 +200,7 @@ SHAPES = {"several": [BatchShape(256, 64, 16, 64), BatchShape(320, 64, 16, 64)],
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("mode", ["none", "full", "piecewise"])
 def test_mismatches_of_any_micro_batch_are_named(decoder, rollout, shapes: str, mode: str) -> None:
-    runtime = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder())
+    runtime = Runtime(CompileConfig("step", mode), torch.device("cpu"), recorder=FakeRecorder(), store=Store())
     expected = mismatches_of_two(decoder, rollout, EAGER, SHAPES[shapes])
     assert [(m.position, m.kind) for m in expected[:2]] == [(1, "sampled"), (1, "model")]
     assert same(mismatches_of_two(decoder, rollout, runtime, SHAPES[shapes]), expected)
@@ -208,7 +209,7 @@ def test_mismatches_of_any_micro_batch_are_named(decoder, rollout, shapes: str, 
 def test_a_result_taken_after_the_next_steps_launch_names_its_own_mismatches(decoder, rollout, runtime_of) -> None:
     model = decoder(layers=1)
     groups = rollout(model, 0)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True, stored=True))
     right, values = groups[0].rollouts[0].logprobs, []
     for i in range(3):
         groups[0].rollouts[0].turns[0].logprobs = [*right[:i], right[i] * 2, *right[i + 1 :]]
@@ -242,7 +243,7 @@ def test_keeping_outputs_across_launches_would_be_noticed(decoder, rollout, monk
 
 def test_weights_that_moved_are_noticed(decoder, rollout, runtime_of) -> None:
     model = decoder(layers=1)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True))
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime_of(recorded=True, stored=True))
     (batch,) = pack(rollout(model, 0), max_tokens=256, check_parity=True)
     trainer.forward_backward(batch)
     model.layers[0].down.data = model.layers[0].down.data.clone()

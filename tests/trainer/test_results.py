@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from updates import LR, NoHostReads, bits, make_trainer, one_batch, same
 
 from lockstep.config import CompileConfig
-from lockstep.graph import EAGER, Runtime, check_against_eager
+from lockstep.graph import EAGER, Runtime, Store, check_against_eager
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.result import ROWS
 from lockstep.types import SamplingParams
@@ -24,7 +24,8 @@ SHAPES = [BatchShape(320, 224, 16, 160)]
 
 
 def recorded() -> Runtime:
-    return Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
+    """With the graphs that an earlier one made."""
+    return Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder(), store=Store())
 
 
 @pytest.fixture(params=[lambda: EAGER, recorded], ids=["eager", "recorded"])
