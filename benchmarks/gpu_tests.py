@@ -123,8 +123,9 @@ def side_by_side(names: Sequence[str], gpus: int, share: int, expression: str, p
 
 
 def started(part: Part, gpus: list[str], scratch: Path) -> Running:
-    outcome = scratch / f"{part.name}.json"
-    given = {"CUDA_VISIBLE_DEVICES": ",".join(sorted(gpus)), "PET_MASTER_PORT": str(next(_PORTS))}
+    port = next(_PORTS)
+    outcome = scratch / f"{port}.json"
+    given = {"CUDA_VISIBLE_DEVICES": ",".join(sorted(gpus)), "PET_MASTER_PORT": str(port)}
     command = [sys.executable, __file__, *part.files, "-k", part.expression, "-m", part.marks, "--json", str(outcome)]
     return Running(part, subprocess.Popen(command, env=os.environ | given, stdout=subprocess.DEVNULL), gpus, outcome)
 
