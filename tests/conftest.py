@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import tyro
 from hypothesis import HealthCheck, settings
 
+from lockstep import machine
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.models import Decoder, save_model
@@ -23,6 +28,13 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that they start
 # What a trace of two layers keeps of them is found anew in less time than it is looked up.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+
+# A run that ends unfreezes all, and every look of the collector would be at pytest and at what was imported.
+machine.settled = contextlib.nullcontext  # type: ignore[assignment]
+# Which parses the source of each class again for each command line, and under pytest some of them once more.
+with contextlib.suppress(AttributeError):  # of another version
+    tyro._unsafe_cache.sys = SimpleNamespace(modules={})  # type: ignore[assignment]
+    tyro._docstrings._ClassTokenization.make = staticmethod(functools.cache(tyro._docstrings._ClassTokenization.make))
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
