@@ -26,16 +26,24 @@ import pytest
 from processes import finished
 
 import lockstep
+from lockstep import check_model, evaluate
 from lockstep.cli import elsewhere, flags
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, recipes, yaml_file
-from lockstep.models.init import init_folder
+from lockstep.models.init import ARCHITECTURES, init_folder
 
 ROOT = Path(lockstep.__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "first-run", "models", "gpu", "parallel"))]
 PAGES += [DOCS / f"{name}.md" for name in ("parity", "resume", "recipes", "generate", "reports", "python", "attention")]
 MADE = {"README.md": ("runs/first", "runs/second"), "first-run.md": ("runs/first",), "resume.md": ("runs/second",)}
+# What makes other commands small, whatever the page gives.
+MEASURED = {
+    "eval": {"--prompts": "2", "--max-completion-length": "8"},
+    "parity": {"--tokens": "200"},
+    "generate": {"--max-completion-length": "8"},
+    "chat": {"--max-completion-length": "8"},
+}
 # What makes a `train` small; a flag that the page gives itself keeps the page's value.
 SMALL = {
     "--trainer.prompts-per-step": "2",
@@ -65,6 +73,17 @@ def blocks(page: Path) -> list[Block]:
     return [Block(language, code, note) for note, language, code in found]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def shallow_models() -> Iterator[None]:
+    """Models that are made here have two layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, config in ARCHITECTURES.items():
+            sliding = tuple(layer for layer in config.sliding_layers if layer < 2)
+            if name.startswith("tiny"):
+                patch.setitem(ARCHITECTURES, name, dataclasses.replace(config, num_layers=2, sliding_layers=sliding))
+        yield
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What pages take for given: a finished run, a model folder, data and a reward."""
@@ -88,23 +107,36 @@ def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     shutil.copytree(prepared, tmp_path / "work")
     monkeypatch.chdir(tmp_path / "work")
     monkeypatch.setattr(recipes, "sum_digits", lambda model: small_config(model))
+    monkeypatch.setattr(lockstep, "evaluate", lambda config, **given: evaluate(small_evaluation(config), **given))
+    monkeypatch.setattr(lockstep, "check_model", lambda model, **given: check_model(model, **given | {"tokens": 200}))
     return tmp_path / "work"
 
 
 def small_config(model: str | None) -> RunConfig:
     config = recipes.RECIPES["sum-digits"](model)
-    few = dataclasses.replace(config.trainer, prompts_per_step=2, warmup_steps=2, max_idle_steps=100)
+    few = dataclasses.replace(
+        config.trainer, prompts_per_step=2, warmup_steps=2, warmup_batch_size=4, max_idle_steps=100
+    )
     return dataclasses.replace(
         config, steps=3, trainer=few, task=dataclasses.replace(config.task, validation_prompts=2)
+    )
+
+
+def small_evaluation(config: RunConfig) -> RunConfig:
+    few, brief = {"validation_prompts": 2}, {"max_completion_length": 8}
+    return dataclasses.replace(
+        config, task=dataclasses.replace(config.task, **few), sampling=dataclasses.replace(config.sampling, **brief)
     )
 
 
 def small(arguments: list[str]) -> list[str]:
     """A command of the page, at a size that takes a second."""
     arguments = [argument.replace("Qwen/Qwen3-0.6B", "tiny-model") for argument in arguments]
-    measured = {"eval": ("--prompts", "3"), "parity": ("--tokens", "300")}
-    if arguments[0] in measured and measured[arguments[0]][0] not in arguments:
-        arguments += measured[arguments[0]]
+    for flag, value in MEASURED.get(arguments[0], {}).items():
+        if flag in arguments:
+            arguments[arguments.index(flag) + 1] = value
+        else:
+            arguments += [flag, value]
     if arguments[0] == "precompile":
         return [*arguments, *(text for flag in {**SMALL, "--arch": "tiny-llama"}.items() for text in flag)]
     if arguments[0] != "train" or "--help" in arguments:
@@ -119,7 +151,7 @@ def small(arguments: list[str]) -> list[str]:
     of_hub = {"gsm8k", "dataset"} & set(arguments)
     extra = {"--model": "tiny-model"} if of_hub else {}
     if not of_hub and "--config" not in arguments:
-        extra = {"--trainer.warmup-steps": "2"}
+        extra = {"--trainer.warmup-steps": "2", "--trainer.warmup-batch-size": "4"}
     for flag, value in (SMALL | extra).items():
         arguments += [] if flag in arguments else [flag, value]
     return arguments
