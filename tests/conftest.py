@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +15,13 @@ import pytest
 import torch
 import tyro
 from hypothesis import HealthCheck, settings
+from small import two_layers
 
 from lockstep import machine
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.models import Decoder, save_model
-from lockstep.models.init import architecture, init_folder, initialize
+from lockstep.models.init import ARCHITECTURES, architecture, init_folder, initialize
 from lockstep.models.tokenizer import byte_tokenizer, save_tokenizer
 
 # Tests run beside each other and beside other work; threads that spin for each other would be many times slower.
@@ -63,6 +64,15 @@ def engine_of() -> Callable[..., Engine]:
         return Engine(SharedWeights(model), GeneratorConfig(**fields), cache_tokens)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def shallow_models() -> Iterator[None]:
+    """Random models that are made in this process have two layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, config in two_layers().items():
+            patch.setitem(ARCHITECTURES, name, config)
+        yield
 
 
 @pytest.fixture(scope="session")

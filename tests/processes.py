@@ -167,11 +167,14 @@ class Forked:
 
 
 @contextmanager
-def running_lockstep(arguments: Sequence[str], cwd: Path | None = None, **environment: str) -> Iterator[Forked]:
-    """`lockstep` with these arguments as `running` has it, in a process that need not import anything."""
+def running_lockstep(
+    arguments: Sequence[str], cwd: Path | None = None, shallow: bool = False, **environment: str
+) -> Iterator[Forked]:
+    """`lockstep` with these arguments as `running` has it, in a process that need not import anything; `shallow`: its
+    random models have two layers."""
     with tempfile.NamedTemporaryFile() as said:
         variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
-        given = list(arguments), str(cwd or Path.cwd()), said.name, variables
+        given = list(arguments), str(cwd or Path.cwd()), said.name, variables, shallow
         process = _interpreters().Process(target=_lockstep, args=given)
         process.start()
         try:
@@ -182,7 +185,7 @@ def running_lockstep(arguments: Sequence[str], cwd: Path | None = None, **enviro
             process.join()
 
 
-def _lockstep(arguments: list[str], folder: str, said: str, environment: dict[str, str]) -> None:
+def _lockstep(arguments: list[str], folder: str, said: str, environment: dict[str, str], shallow: bool) -> None:
     """The command in this process, which is left as an interpreter that ends is left."""
     _take_over(environment, said)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -192,6 +195,12 @@ def _lockstep(arguments: list[str], folder: str, said: str, environment: dict[st
     sys.argv = ["lockstep", *arguments]
     from lockstep.__main__ import entry
 
+    if shallow:
+        from small import two_layers
+
+        from lockstep.models.init import ARCHITECTURES
+
+        ARCHITECTURES.update(two_layers())
     entry()
 
 

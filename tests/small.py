@@ -13,7 +13,7 @@ from lockstep.generator import Engine
 from lockstep.models import Decoder, FolderWeights, ModelConfig, load_part
 from lockstep.models.blocks.rope import RopeScaling, YarnScaling
 from lockstep.models.config import MLAConfig, MoEConfig
-from lockstep.models.init import initialize
+from lockstep.models.init import ARCHITECTURES, initialize
 from lockstep.trainer import AdamW, StepResult, Trainer, pack
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 
@@ -38,6 +38,16 @@ FAMILIES = {
     "llama, scaled positions, tied": replace(LLAMA, rope_scaling=SCALING, tie_word_embeddings=True),
     "deepseek_v3": DEEPSEEK,
 }
+
+
+def two_layers() -> dict[str, ModelConfig]:
+    """The tiny architectures, cut to two layers; `ARCHITECTURES` is updated with them where runs need no more."""
+    found = {}
+    for name, config in ARCHITECTURES.items():
+        sliding = tuple(layer for layer in config.sliding_layers if layer < 2)
+        if name.startswith("tiny"):
+            found[name] = replace(config, num_layers=2, sliding_layers=sliding)
+    return found
 
 
 def make_model(dtype: torch.dtype, seed: int = 0, config: ModelConfig = CONFIG, scale: float = 6.0) -> Decoder:

@@ -30,8 +30,9 @@ from lockstep import check_model, evaluate
 from lockstep.cli import elsewhere, flags
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, recipes, yaml_file
-from lockstep.models.init import ARCHITECTURES, init_folder
+from lockstep.models.init import init_folder
 
+pytestmark = pytest.mark.usefixtures("shallow_models")
 ROOT = Path(lockstep.__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *(DOCS / f"{name}.md" for name in ("index", "first-run", "models", "gpu", "parallel"))]
@@ -71,17 +72,6 @@ class Block:
 def blocks(page: Path) -> list[Block]:
     found = re.findall(r"(?:<!-- ([^\n]*?) -->\n)?```(\w+)\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     return [Block(language, code, note) for note, language, code in found]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shallow_models() -> Iterator[None]:
-    """Models that are made here have two layers."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, config in ARCHITECTURES.items():
-            sliding = tuple(layer for layer in config.sliding_layers if layer < 2)
-            if name.startswith("tiny"):
-                patch.setitem(ARCHITECTURES, name, dataclasses.replace(config, num_layers=2, sliding_layers=sliding))
-        yield
 
 
 @pytest.fixture(scope="module")

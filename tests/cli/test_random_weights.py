@@ -116,6 +116,7 @@ def test_one_line_says_why_and_flags_win(
     assert "random weights" not in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("shallow_models")
 @pytest.mark.parametrize("arch", TINY)
 def test_a_random_folder_of_every_family_is_taught(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -7,10 +7,12 @@ import signal
 import string
 from pathlib import Path
 
+import pytest
 from processes import DEADLINE, running_lockstep
 
 from lockstep.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("shallow_models")
 AGENT = Path(__file__).parents[1] / "data" / "agents.py"
 FLAGS = [
     *("train", "sum-digits", "--steps", "4", "--seed", "3", "--device", "cpu", "--trainer.warmup-steps", "0"),
@@ -25,7 +27,7 @@ def test_a_run_killed_within_a_step_goes_on_with_the_same_bits(tmp_path: Path) -
     """In the third step, one of whose trajectories had its second turn; the tool is called again and answers the same.
     No prompt is lost, and none is there twice."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    with running_lockstep([*FLAGS, "--run-dir", str(killed)], KILL_AFTER="42 0") as process:
+    with running_lockstep([*FLAGS, "--run-dir", str(killed)], shallow=True, KILL_AFTER="42 0") as process:
         _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == -signal.SIGKILL, errors
     done = (killed / "rollouts.jsonl").read_text().splitlines()

@@ -33,6 +33,7 @@ from lockstep.session.build import TrainingSession, build, resolve
 from lockstep.timings import Timings
 from lockstep.trainer.result import PendingResult
 
+pytestmark = pytest.mark.usefixtures("shallow_models")
 REWARD = """
 def letters(completion_ids, **_):
     "The share of lower-case letters."
@@ -84,15 +85,15 @@ def steps(loop: Loop, count: int) -> list[dict]:
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 def test_reward_rises_and_every_token_is_checked(config: RunConfig, loss_type: str) -> None:
-    sampling, optimizer = replace(config.sampling, num_generations=32), OptimizerConfig(learning_rate=1e-2)
+    sampling, optimizer = replace(config.sampling, num_generations=16), OptimizerConfig(learning_rate=2e-2)
     config = replace(config, sampling=sampling, optimizer=optimizer, loss=LossConfig(loss_type))  # type: ignore[arg-type]
     loop = Loop(config, build(config))
-    metrics = steps(loop, 10)
+    metrics = steps(loop, 7)
     rewards = [m["reward/mean"] for m in metrics]
     assert rewards[0] < 0.1 and rewards[-1] > 0.3
     for m in metrics:
         assert m["parity/tokens_different"] == 0
-        assert m["parity/tokens_checked"] == 64 * m["response_length/mean"]
+        assert m["parity/tokens_checked"] == 32 * m["response_length/mean"]
     assert loop.certificate.to_dict()["identical"] is True
 
 

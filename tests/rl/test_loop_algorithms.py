@@ -26,11 +26,14 @@ from lockstep.config import (
 )
 from lockstep.errors import InputError
 from lockstep.models import Decoder, PackedAttention
+from lockstep.models.families import FAMILIES
+from lockstep.models.init import ARCHITECTURES
 from lockstep.rl.loop import Loop
 from lockstep.run.metrics import listed
 from lockstep.run.train import train
 from lockstep.session.build import build, load_policy, load_teacher, save_policy
 
+pytestmark = pytest.mark.usefixtures("shallow_models")
 REWARD = """
 def letters(completion_ids, **_):
     "The share of lower-case letters."
@@ -246,7 +249,13 @@ def test_a_group_that_is_masked_whole_has_no_signal(config: RunConfig, monkeypat
     assert found["dynamic_sampling/prompts"] == 6 and found["parity/tokens_not_covered"] == 0
 
 
-def test_a_model_becomes_like_its_teacher(config: RunConfig, teacher: str) -> None:
+@pytest.fixture
+def four_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the models that are made here have all."""
+    monkeypatch.setitem(ARCHITECTURES, "tiny", FAMILIES["qwen3"].architectures["tiny"])
+
+
+def test_a_model_becomes_like_its_teacher(four_layers: None, config: RunConfig, teacher: str) -> None:
     """The loss is the divergence in nats a token: it falls, and so does what the vocabulary's sum says."""
     made = distilled(config, teacher)
     sampling = replace(made.sampling, num_generations=16, top_k=0)
@@ -271,7 +280,7 @@ def test_the_critic_comes_to_know_the_rewards(config: RunConfig, tmp_path: Path)
     optimizer = replace(config.optimizer, lr_scales=("value_head=2",))
     made = replace(config, sampling=sampling, trainer=trainer, optimizer=optimizer, loss=LossConfig("ppo", vf_coef=1.0))
     loop = Loop(made, run := build(made))
-    found = [loop.step(i) for i in range(10)]
+    found = [loop.step(i) for i in range(8)]
     metrics = [m for m, _ in found]
     assert metrics[0]["critic/value/mean"] == 0 == metrics[0]["critic/explained_variance"]
     assert abs(metrics[-1]["critic/value/mean"] - metrics[-1]["critic/return/mean"]) < 0.15

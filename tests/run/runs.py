@@ -15,8 +15,9 @@ from lockstep.run import checkpoint
 
 DATA = Path(__file__).parents[1] / "data"
 SMALL = [
-    *("--steps", "8", "--seed", "3", "--trainer.warmup-steps", "6", "--trainer.prompts-per-step", "2"),
+    *("--steps", "8", "--seed", "3", "--trainer.warmup-steps", "2", "--trainer.prompts-per-step", "2"),
     *("--sampling.num-generations", "4", "--checkpoint.interval", "2", "--task.validation-prompts", "4"),
+    *("--sampling.max-completion-length", "8"),
     *("--trainer.warmup-batch-size", "8", "--sampling.top-p", "0.95", "--trainer.num-iterations", "2"),
     *("--sampling.temperature", "0.9", "--reward", f"{DATA / 'rewards.py'}:spread"),
 ]

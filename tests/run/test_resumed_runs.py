@@ -33,12 +33,14 @@ from lockstep.run.timeline import read_timeline
 from lockstep.session.golden import GRADIENT_NORM
 from lockstep.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("shallow_models")
+
 
 def launch(*arguments: str, kill_after: tuple[int, float] = (0, 0.0)) -> None:
     """Run to the end or, so many seconds after so many calls of the reward function, until it is killed."""
     command = [*COMMAND, *arguments] if "--resume" not in arguments else [*COMMAND[:4], *arguments]
     calls, seconds = kill_after
-    with running_lockstep(command[3:], KILL_AFTER=f"{calls} {seconds}") as process:
+    with running_lockstep(command[3:], shallow=True, KILL_AFTER=f"{calls} {seconds}") as process:
         _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == (-signal.SIGKILL if calls else 0), errors
 
