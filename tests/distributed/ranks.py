@@ -21,11 +21,13 @@ import rank_updates
 from fake_recorder import FakeRecorder
 from processes import PATIENCE
 from rank_setup import CHECKS, DEVICE
+from small import two_layers
 
 from lockstep import machine
 from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.distributed import join
 from lockstep.graph import Runtime
+from lockstep.models.init import ARCHITECTURES
 
 MODULES = rank_updates, rank_graphs, rank_agreement  # whose checks are in `CHECKS`
 
@@ -51,6 +53,7 @@ def checked() -> dict[str, Any]:
     machine.own_gpu()
     world = join(ParallelConfig(timeout=PATIENCE), DEVICE.type)
     torch.set_num_threads(1)
+    ARCHITECTURES.update(two_layers())
     found: dict[str, Any] = {}
     for name, function in CHECKS.items():
         try:

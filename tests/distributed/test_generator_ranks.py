@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import PATIENCE, on_ranks
+from small import two_layers
 from torch import Tensor
 
 from lockstep import ops
@@ -32,7 +33,7 @@ from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, ModelConfig, ResidentWeights, load_part, ranges_of
 from lockstep.models.checks import require_degree
-from lockstep.models.init import architecture, initialize
+from lockstep.models.init import ARCHITECTURES, architecture, initialize
 from lockstep.rl.loop import Loop
 from lockstep.session.build import build
 from lockstep.session.memory import used
@@ -52,9 +53,7 @@ SMALL = GeneratorConfig(max_num_seqs=5, page_size=16, max_num_batched_tokens=24,
 
 def decoder(arch: str, dtype: torch.dtype) -> Decoder:
     """Two layers of random weights that make the tokens differ from one another, norms and biases among them."""
-    config = architecture(arch)
-    sliding = tuple(layer for layer in config.sliding_layers if layer < 2)
-    model = initialize(Decoder(replace(config, num_layers=2, sliding_layers=sliding), dtype), 0)
+    model = initialize(Decoder(two_layers()[arch], dtype), 0)
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
@@ -97,14 +96,21 @@ class Parts(SharedWeights):
         return super().version
 
 
-def differing(world: World, arch: str, dtype: torch.dtype, capture: str, tokens: int, pushes: bool) -> tuple[int, int]:
+def alone(arch: str, dtype: torch.dtype, _: str, tokens: int, __: bool) -> list[Any]:
+    """What one process makes in a case."""
+    model = decoder(arch, dtype)
+    return generated(model, lambda version: SharedWeights(model, version), tokens)
+
+
+def differing(
+    one: list[Any], world: World, arch: str, dtype: torch.dtype, capture: str, tokens: int, pushes: bool
+) -> tuple[int, int]:
     """How many samples differ from those of one process, and how many were preempted."""
     world = replace(world, pushes=pushes)
     config = CompileConfig(capture, cudagraph_mode="none")  # type: ignore[arg-type]
     runtime = Runtime(config, torch.device("cpu"), mesh=world.sizes, peers=world)
-    model, other = decoder(arch, dtype), decoder(arch, dtype)
-    *one, preempted = generated(model, lambda version: SharedWeights(model, version), tokens)
-    *several, again = generated(other, partial(Parts, other, world), tokens, runtime)
+    model, (*one, preempted) = decoder(arch, dtype), one
+    *several, again = generated(model, partial(Parts, model, world), tokens, runtime)
     assert preempted == again
     return sum(a != b for a, b in zip(one, several, strict=True)), preempted
 
@@ -178,6 +184,7 @@ def runs(folder: Path) -> dict[str, Any]:
     """Steps of one turn and of two, and of a reward that fails on the rank that scores."""
     world = join(ParallelConfig(generator_tp=2, timeout=PATIENCE), "cpu")
     torch.set_num_threads(1)
+    ARCHITECTURES.update(two_layers())
     found: dict[str, Any] = {f"{turns} turns": stepped(folder, turns, world) for turns in (1, 2)}
     try:
         stepped(folder, 2, world, reward="fails")
@@ -192,6 +199,7 @@ def assert_same(one: list[Any], other: list[Any]) -> None:
         assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
+@pytest.mark.usefixtures("shallow_models")
 def test_runs_on_two_ranks_are_those_of_one(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     prompts = [json.dumps({"prompt": "hello " * (1 + i % 4)}) for i in range(9)]
@@ -206,24 +214,25 @@ def test_runs_on_two_ranks_are_those_of_one(tmp_path: Path) -> None:
     assert all("no reward today" in found["fails"] for found in several)
 
 
-def every_case(ranks: int) -> dict[str, Any]:
-    world = join(ParallelConfig(generator_tp=ranks, timeout=PATIENCE), "cpu")
+def every_case() -> dict[str, Any]:
+    world = join(ParallelConfig(generator_tp=2, timeout=PATIENCE), "cpu")
     torch.set_num_threads(1)
-    found: dict[str, Any] = {arch: differing(world, arch, *case) for arch, *case in CASES[: 5 if ranks == 2 else 0]}
     wrong, right = ("tiny", torch.float32, "none", 400, False), collectives._side_by_side
+    *known, of_wrong = world.from_first(lambda: [alone(*case) for case in (*CASES, wrong)])
+    found: dict[str, Any] = {case[0]: differing(one, world, *case) for one, case in zip(known, CASES, strict=True)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_side_by_side", lambda parts: right(parts.flip(0)))
-        found["by rank in reverse"] = differing(world, *wrong)[0]
+        found["by rank in reverse"] = differing(of_wrong, world, *wrong)[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Parts, "__init__", partialmethod(_then, Parts.__init__, patch, world))
-        found["a sum over ranks"] = differing(world, *wrong)[0]
+        found["a sum over ranks"] = differing(of_wrong, world, *wrong)[0]
     world.agree("a number", 5)
     try:
         world.agree("the generator's schedule", world.rank)
     except LockstepError as error:
         found["agree"] = str(error)
     found["groups"] = []
-    for together in (1, 2, 2, 1) if ranks == 2 else ():
+    for together in (1, 2, 2, 1):
         world = in_groups(world, together)
         world.agree("a number", 5)
         found["groups"].append(len(dist.distributed_c10d._world.pg_map))
@@ -246,7 +255,7 @@ def _then(weights: Parts, made: Any, patch: pytest.MonkeyPatch, world: World, *a
 
 
 def test_two_ranks_generate_what_one_does() -> None:
-    first, second = on_ranks(2, every_case, 2)
+    first, second = on_ranks(2, every_case)
     for found in (first, second):
         assert [found[arch][0] for arch, *_ in CASES] == [0] * len(CASES), found
         assert sum(found[arch][1] > 0 for arch, *_ in CASES) >= 2, found  # preempted
