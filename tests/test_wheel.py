@@ -17,8 +17,9 @@ from lockstep.ops.native import library
 
 PACKAGE = Path(lockstep.__file__).parent
 MADE = ("__pycache__", "*.so")
-FIRST = ["train", "--steps", "2", "--trainer.warmup-steps", "2", "--trainer.prompts-per-step", "2"]
-FIRST += ["--sampling.num-generations", "2", "--sampling.max-completion-length", "4", "--task.validation-prompts", "2"]
+FIRST = ["train", "--steps", "2", "--trainer.warmup-steps", "2", "--trainer.warmup-batch-size", "4"]
+FIRST += ["--trainer.prompts-per-step", "2", "--sampling.num-generations", "2"]
+FIRST += ["--sampling.max-completion-length", "4", "--task.validation-prompts", "2"]
 
 
 def python(*command: str, cwd: Path, **environment: str) -> str:
