@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that they star
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 # A run that ends unfreezes all, and every look of the collector would be at pytest and at what was imported.
-machine.settled = contextlib.nullcontext  # type: ignore[assignment]
+SETTLED, machine.settled = machine.settled, contextlib.nullcontext  # type: ignore[assignment]
 # Which parses the source of each class again for each command line, and under pytest some of them once more.
 with contextlib.suppress(AttributeError):  # of another version
     tyro._unsafe_cache.sys = SimpleNamespace(modules={})  # type: ignore[assignment]
@@ -54,6 +55,15 @@ def pytest_collection_finish() -> None:
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verdicts on captured graphs are kept for this session's tests alone."""
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def settled_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs freeze what there is, and at their end unfreeze all, as they do elsewhere."""
+    monkeypatch.setattr(importlib.import_module("lockstep.run.train"), "settled", SETTLED)
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from runs import COMMAND, DATA, SMALL, SUM, records
 from lockstep.cli.main import main
 from lockstep.rl.loop import Loop
 
+pytestmark = pytest.mark.usefixtures("shallow_models")
+
 
 def test_a_cache_that_cannot_be_written_is_said_in_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -26,7 +28,9 @@ def test_a_cache_that_cannot_be_written_is_said_in_a_line(
     assert [message[:50] for message in caplog.messages] == ["the cache /dev/null/cache cannot be written ([Errn"]
 
 
-def test_a_reward_may_change_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_may_change_the_working_directory(
+    settled_runs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "moves.py").write_text(
         "import os\ndef root(completions, **_):\n    os.chdir('/')\n    return [0.0] * len(completions)\n"
     )
@@ -80,7 +84,7 @@ def test_the_screen_of_a_run_without_a_terminal(tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr()
     first, *lines = printed.err.splitlines()
     assert first == f"run folder: {run}"
-    beginnings = ["warm-up: at most 6", "warm-up: loss", "validation after 0", "step 1/2"]
+    beginnings = ["warm-up: at most 2", "warm-up: loss", "validation after 0", "step 1/2"]
     beginnings += ["validation after 2", "step 2/2"]
     assert [line for line in lines if not line.startswith("start-up: ")] == [
         next(line for line in lines if line.startswith(beginning)) for beginning in beginnings
