@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -59,8 +59,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def settled_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs freeze what there is, and at their end unfreeze all, as they do elsewhere."""
-    monkeypatch.setattr(importlib.import_module("lockstep.run.train"), "settled", SETTLED)
+    """Runs and servers freeze what there is, and at their end unfreeze all, as they do elsewhere; nothing is before."""
+    for name in ("lockstep.run.train", "lockstep.serve.server"):
+        if importlib.util.find_spec("fastapi") is not None or "serve" not in name:
+            monkeypatch.setattr(importlib.import_module(name), "settled", SETTLED)
+    gc.unfreeze()
     yield
     gc.collect()
     gc.freeze()

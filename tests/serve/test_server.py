@@ -505,7 +505,7 @@ def test_what_is_more_than_may_wait_is_refused_before_it_is_encoded(
         assert small.http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
 
 
-def test_a_server_that_is_stopped_lets_requests_finish(model: Path, llm: LLM) -> None:
+def test_a_server_that_is_stopped_lets_requests_finish(settled_runs: None, model: Path, llm: LLM) -> None:
     with running(model) as served, ThreadPoolExecutor(1) as pool:
         body = {"prompt": "one", "max_tokens": 100, "ignore_eos": True, "seed": 7}
         with served.held():
