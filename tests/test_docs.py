@@ -29,6 +29,7 @@ import lockstep
 from lockstep import check_model, evaluate
 from lockstep.cli import elsewhere, flags
 from lockstep.cli.main import main
+from lockstep.cli.resolve import parse
 from lockstep.config import RunConfig, recipes, yaml_file
 from lockstep.models.init import init_folder
 
@@ -158,6 +159,8 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
         runpy.run_path(words[1], run_name="__main__")
         return
     assert words[0] == "lockstep", f"the test cannot run {line!r}; say why under <!-- not run: REASON -->"
+    if words[1] in MEASURED:
+        assert not isinstance(parse(words[1:]), int), "what is made small is a value that it takes"
     assert main(small(words[1:])) == 0, line
 
 
