@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -54,7 +55,9 @@ def load_named(spec: str, what: str, other_forms: str = "", kind: str = "functio
     except BaseException as error:
         raise InputError(f"{what}: importing {source} raised {type(error).__name__}: {one_line(error)}") from error
     if not hasattr(module, name):
-        raise InputError(f"{what}: {source} has no {kind} {name!r}")
+        near = difflib.get_close_matches(name, [there for there in vars(module) if not there.startswith("_")], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise InputError(f"{what}: {source} has no {kind} {name!r}{hint}")
     return getattr(module, name)
 
 

@@ -109,6 +109,6 @@ def warn_if_missing() -> None:
     """Say, once a process, that float32 on this CPU is computed without the C library."""
     if current is None:
         _log.warning(
-            "the C operators are missing (no C compiler when this package was installed, or another CPU): steps "
-            "take two to three times as long; install a C compiler and this package again"
+            "the C operators are missing (no C compiler when this package was installed, or another CPU): generation "
+            "takes two to three times as long; install a C compiler and this package again"
         )
