@@ -115,8 +115,8 @@ class WholeTurns:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.add_request, self.abort = engine, engine.add_request, engine.abort
 
-    def advance(self, expecting: bool = False) -> Any:
-        grown = self.engine.advance(expecting)
+    def advance(self) -> Any:
+        grown = self.engine.advance()
         for one in grown:
             if one.completion is not None:
                 one.completion.finish_reason = "stop"

@@ -39,7 +39,7 @@ class _Script:
         self._waiting.append(_Told(self._requests, identity, made))
         return self._requests
 
-    def advance(self, expecting: bool = False) -> Sequence[_Told]:
+    def advance(self) -> Sequence[_Told]:
         waiting, self._waiting = self._waiting, []
         return waiting
 

@@ -164,13 +164,11 @@ class Engine:
         self._grown = [s for s in self._grown if s.request_id != request_id]
         return [s.completion for s in self.requests.pop(request_id, []) if s.completion is not None]
 
-    def advance(self, expecting: bool = False) -> list[Sequence]:
-        """Launch one mixed step, or several decode steps when no prompt can start: fewer where the caller is
-        `expecting` requests to come meanwhile, as those of a turn after a tool, which wait for their end. Returns the
-        samples that have new tokens, of the launch before on a GPU: all that each has so far, which is added to as it
-        goes on, and its `completion` once it is finished. After an exception the requests that were running must be
-        aborted."""
-        grown = self._launch(expecting)
+    def advance(self) -> list[Sequence]:
+        """Launch one mixed step, or several decode steps when no prompt can start; returns the samples that have new
+        tokens, of the launch before on a GPU: all that each has so far, which is added to as it goes on, and its
+        `completion` once it is finished. After an exception the requests that were running must be aborted."""
+        grown = self._launch()
         for request_id in {sample.request_id for sample in grown if sample.completion is not None}:
             if all(sample.completion is not None for sample in self.requests[request_id]):
                 del self.requests[request_id]
@@ -181,12 +179,12 @@ class Engine:
         """Whether the device has something to do that is not read yet."""
         return bool(self._flight)
 
-    def _launch(self, expecting: bool) -> list[Sequence]:
+    def _launch(self) -> list[Sequence]:
         version = self.runner.weights.version
         if any(block.version != version for block in self._flight):
             self.drain()
         chunks = self.scheduler.schedule_prefill(version)
-        block = self._launch_mixed(chunks) if chunks else self._launch_decode(expecting)
+        block = self._launch_mixed(chunks) if chunks else self._launch_decode()
         if block is None:
             assert self._flight or self._grown or not self.scheduler.busy, "a waiting request must fit an idle cache"
             self.drain()
@@ -218,11 +216,11 @@ class Engine:
             self.cache.copy_pages(*map(list, zip(*copies, strict=True)))
         return block
 
-    def _launch_decode(self, expecting: bool) -> Block | None:
+    def _launch_decode(self) -> Block | None:
         """A block of decode steps; None when all that run are known to have their last token by then."""
         running, clock = self.scheduler.running, self.scheduler.clock
         steps = min(self.config.steps_per_sync, max((s.end for s in running), default=clock) - clock)
-        if self.scheduler.waiting or expecting:  # what is free or has come is found earlier
+        if self.scheduler.waiting:  # for slots or pages: look earlier for some that are free
             steps = min(steps, max(1, self.config.steps_per_sync // 2))
         steps = self._reserve(steps) if steps > 0 else 0
         if steps < 1:

@@ -136,9 +136,9 @@ class _Reporting:
         self._finished, self._said = 0, time.monotonic()
         self.add_request, self.abort = engine.add_request, engine.abort
 
-    def advance(self, expecting: bool = False) -> Sequence[NewTokens]:
+    def advance(self) -> Sequence[NewTokens]:
         """As `Engine.advance`. Raises `NonFiniteError` for log-probabilities that are no numbers."""
-        grown = self._engine.advance(expecting)
+        grown = self._engine.advance()
         for one in grown:
             if one.completion is not None:
                 require_numbers(one.identity.group, one.completion)

@@ -55,7 +55,7 @@ class Answering:
             self._new.append(SimpleNamespace(request_id=len(self.asked), identity=own, completion=made))
         return len(self.asked)
 
-    def advance(self, expecting: bool = False) -> list[Any]:
+    def advance(self) -> list[Any]:
         new, self._new = self._new, []
         return new
 
@@ -212,7 +212,7 @@ class OneByOne(Answering):
         super().__init__(["a", "bb"])
         self.folder, self.finished = folder, list[str]()
 
-    def advance(self, expecting: bool = False) -> list[Any]:
+    def advance(self) -> list[Any]:
         for name in self.finished:
             wait_for((self.folder / name).exists)
         now = [one for one in self._new if one.request_id == self._new[0].request_id]
@@ -245,7 +245,7 @@ def test_workers_score_what_is_finished_while_others_are_sampled(
 
 def test_a_call_that_hangs_does_not_hold_up_what_fails_beside_it(elsewhere: Callable[[str], RewardSet]) -> None:
     class Fails(Answering):
-        def advance(self, expecting: bool = False) -> list[Any]:
+        def advance(self) -> list[Any]:
             if len(self._new) < 4:
                 raise LockstepError("the generator fails")
             return [self._new.pop(0), self._new.pop(0)]

@@ -139,33 +139,28 @@ class Shared:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.abort, self.launches = engine, engine.abort, 0
-        self.expecting: set[bool] = set()
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
         return self.engine.add_request(prompt_ids, sampling, identity)
 
-    def advance(self, expecting: bool = False) -> Any:
+    def advance(self) -> Any:
         self.launches += 1
-        self.expecting.add(expecting)
         if self.launches % 3 == 1:
             other = SampleIdentity(9, TRAIN_DOMAIN, 3, self.launches)
             self.engine.add_request([self.launches, 1, 2], replace(SAMPLING, n=2, stop_token_ids=()), other)
         running = self.engine.scheduler.running
         if self.launches % 2 == 0 and running:
             self.engine.scheduler.preempt(running[self.launches % len(running)])
-        return self.engine.advance(expecting)
+        return self.engine.advance()
 
 
 @pytest.mark.parametrize("environment", [Slow, SlowCoroutine])
 def test_the_bits_are_those_of_instant_answers(model: Decoder, expected: list[Any], environment: Any) -> None:
-    """In whatever order tools answer, with other pages, among others' requests, and after preemption. The generator is
-    told when answers are to come."""
+    """In whatever order tools answer, with other pages, among others' requests, and after preemption."""
     assert bits(collect(engine_of(model), environment).groups) == expected
     shared = Shared(engine_of(model, page_size=4))
     assert bits(collect(shared, environment, problems=PROBLEMS[::-1]).groups) == expected
-    assert shared.engine.scheduler.preemptions > 0 and shared.expecting >= {True}
-    at_once = Shared(engine_of(model, page_size=4))
-    assert bits(collect(at_once, Talk).groups) == expected and at_once.expecting == {False}
+    assert shared.engine.scheduler.preemptions > 0
 
 
 @pytest.mark.parametrize("config", [CONFIG, FAMILIES["qwen3_moe"]])

@@ -177,25 +177,6 @@ def test_a_stopped_sequence_is_idle_on_the_device_and_marks_what_follows(model: 
     assert completion.token_ids == whole.token_ids[: at + 1] and completion.finish_reason == "stop"
 
 
-def test_blocks_are_shorter_while_a_request_is_expected_or_waits(model: Decoder) -> None:
-    """And what is drawn is the same."""
-    params, identity = SamplingParams(max_completion_length=60, ignore_eos=True), SampleIdentity(0, 0, 0, 0)
-    expected = run(engine(model), [([5] * 20, params, identity)])[0][0]
-    for expecting, waiting, steps in ((False, False, 8), (True, False, 4), (False, True, 4), (True, True, 4)):
-        blocks = engine(model, steps_per_sync=8, max_num_seqs=1)
-        first = blocks.add_request([5] * 20, params, identity)
-        other = blocks.add_request([6], params, replace(identity, group=1)) if waiting else None
-        lengths, found = [], None
-        while found is None:
-            before = blocks.scheduler.clock
-            grown = blocks.advance(expecting)
-            lengths.append(blocks.scheduler.clock - before)
-            found = next((one.completion for one in grown if one.request_id == first), None)
-        assert lengths[:3] == [1, steps, steps] and found.token_ids == expected.token_ids
-        if other is not None:
-            blocks.abort(other)
-
-
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_wherever_it_is_interrupted_nothing_is_left_behind(
     model: Decoder, ahead: int, monkeypatch: pytest.MonkeyPatch

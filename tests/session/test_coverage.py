@@ -159,8 +159,8 @@ def test_a_difference_in_a_group_without_a_reward_stops_the_run(
     run = build(made)
     loop, before, collect = Loop(made, run), weights(run), run.engine.advance
 
-    def planted(**how):
-        grown = collect(**how)
+    def planted():
+        grown = collect()
         for one in grown:
             if one.completion is not None and len(one.completion.prompt.token_ids) > 10 and one.identity.sample == 3:
                 one.completion.logprobs[2] += 1e-3

@@ -362,8 +362,8 @@ def test_a_run_records_its_routing_and_stops_at_other_experts(
     assert certificate["identical"] is True and certificate["expert_choices_checked"] == 64 * 4 * 2
     collect = run.engine.advance
 
-    def planted(**how):
-        grown = collect(**how)
+    def planted():
+        grown = collect()
         for one in grown:
             if one.completion is not None and (one.identity.group, one.identity.sample) == (1, 2):
                 one.completion.route_digests[5] ^= 1

@@ -210,7 +210,7 @@ class Play:
 
     def _advance(self) -> None:
         assert self._sampler is not None
-        for grown in self._sampler.advance(expecting=len(self._calls) > 0):
+        for grown in self._sampler.advance():
             episode = self._sampled.get((grown.request_id, grown.identity.sample))  # None: another's
             if episode is not None and grown.completion is not None:
                 del self._sampled[grown.request_id, grown.identity.sample]

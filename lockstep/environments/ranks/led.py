@@ -30,8 +30,8 @@ class _Counted:
         self.left[request_id] = sampling.n
         return request_id
 
-    def advance(self, expecting: bool = False) -> Sequence[NewTokens]:
-        grown = self._sampler.advance(expecting)
+    def advance(self) -> Sequence[NewTokens]:
+        grown = self._sampler.advance()
         self._launched()
         for one in grown:
             self.left[one.request_id] -= one.completion is not None
@@ -72,12 +72,12 @@ class Leader(_Counted):
             self._to_come -= sampling.n
         return request_id
 
-    def advance(self, expecting: bool = False) -> Sequence[NewTokens]:
+    def advance(self) -> Sequence[NewTokens]:
         if not self._alone:
             self._alone = self._to_come == 0
-            self._tell([*self._untold, ("finish",) if self._alone else ("advance", expecting)])
+            self._tell([*self._untold, ("finish",) if self._alone else ("advance",)])
             self._untold = []
-        return super().advance(expecting and not self._alone)
+        return super().advance()
 
     def abort(self, request_id: int) -> list[Trajectory]:
         """What the others finish by themselves is finished here as well."""
