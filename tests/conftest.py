@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import tyro
 from hypothesis import HealthCheck, settings
 from small import two_layers
 
@@ -33,10 +30,6 @@ os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 # A run that ends unfreezes all, and every look of the collector would be at pytest and at what was imported.
 SETTLED, machine.settled = machine.settled, contextlib.nullcontext  # type: ignore[assignment]
-# Which parses the source of each class again for each command line, and under pytest some of them once more.
-with contextlib.suppress(AttributeError):  # of another version
-    tyro._unsafe_cache.sys = SimpleNamespace(modules={})  # type: ignore[assignment]
-    tyro._docstrings._ClassTokenization.make = staticmethod(functools.cache(tyro._docstrings._ClassTokenization.make))
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])

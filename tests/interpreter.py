@@ -1,5 +1,5 @@
-"""A plugin of pytest for the processes that run Triton's interpreter (`processes.run_interpreted`): the same words at
-four times its speed."""
+"""A plugin of pytest for the processes that run Triton's interpreter (`processes.run_interpreted`): the same words, and
+sooner."""
 
 from __future__ import annotations
 
