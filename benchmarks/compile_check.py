@@ -212,7 +212,7 @@ def generate(model: Decoder) -> None:
         prompt = MixedBatch.view(torch.zeros(sum(sizes.fields), dtype=torch.int64), sizes)._asdict()
         prompt = {f"prompt.{name}": tensor for name, tensor in prompt.items()}
         buffer = {**inputs.buffer, **prompt, "tables": rows.table}
-        mixed_step(model, replace(inputs, buffer=buffer), paging, True, True)
+        mixed_step(model, replace(inputs, buffer=buffer), paging, True, True, True)
     chain = torch.empty(128, config.hidden_size, dtype=model.embed.dtype)
     linear_triton.chain(chain, chain)
     linear_triton.chain(chain, chain, "linear_fp32")

@@ -84,7 +84,7 @@ class Check:
     def _load_mixed(self, batch: Tensor, sizes: MixedSizes, pages: _Pages, tokens: int) -> None:
         """Put so many prompt tokens into the batch, of a sample in row 0, and all other rows to work."""
         rows, chunks = self.rows, []
-        self._load(sizes.rows, pages, pages.rows, truncated=True, greedy=True)
+        self._load(sizes.rows, pages, pages.rows, truncated=True, greedy=True, grouped=True)
         if tokens:
             sample = Sequence(0, [], SamplingParams(), SampleIdentity(0, 0, 0, 0), frozenset(), row=0)
             prompt = Prefill([(7 * i + 3) % self.vocabulary for i in range(tokens)], [sample], row=0)

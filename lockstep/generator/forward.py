@@ -51,15 +51,14 @@ def decode_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool,
     b, kv = inputs.buffer, inputs.kv
     position, table = b["position"], b["table"]
     slots, context = ops.decode_slots(position, b["remaining"], table, paging.page_size, paging.null_page)
-    groups = ops.PrefixGroups(b["groups"], b["shared_len"]) if grouped else ops.ALONE
     paged = ops.Paged(table, b["cu_seqlens"], context, 1, paging.max_context)
     contexts = ops.Contexts(table, context, paging.max_context)
-    attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, contexts, groups, model.masks)
+    attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, contexts, _groups(b, grouped), model.masks)
     hidden, route = _forward(model, b["token"], position, attend, kv.get("routes"))
     _draw(model, b, hidden, route, truncated, greedy)
 
 
-def mixed_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, greedy: bool) -> None:
+def mixed_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, greedy: bool, grouped: bool) -> None:
     """Run prompt tokens and every row's token but of those whose prompt ends here; then draw each row's next token.
 
     Args:
@@ -71,21 +70,25 @@ def mixed_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, 
     row, page_size, null_row = b["ordinal"], paging.page_size, table.shape[0] - 1
     resting = (b["remaining"] == 0) | (prompt["source"] != row)
     own_position = b["position"].masked_fill(resting, 0)
-    own_row = row.masked_fill(resting, null_row)
+    written = row.masked_fill(resting, null_row)  # by its own token; it reads its own pages, as decode steps do
     position = torch.cat((own_position, prompt["position"]))
-    entry = torch.cat((own_row, prompt["row"])) * table.shape[1] + position // page_size
+    entry = torch.cat((written, prompt["row"])) * table.shape[1] + position // page_size
     slots = table.flatten().index_select(0, entry).long() * page_size + position % page_size
     paged = ops.Paged(
-        table.index_select(0, torch.cat((own_row, prompt["segment_row"]))),
+        table.index_select(0, torch.cat((row, prompt["segment_row"]))),
         torch.cat((row, prompt["segment_start"])).int(),
         torch.cat((own_position + 1, prompt["segment_context"])).int(),
         SEGMENT,
         paging.max_context,
     )
-    attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, masks=model.masks)
+    attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, groups=_groups(b, grouped), masks=model.masks)
     tokens = torch.cat((b["token"], prompt["token"]))
     hidden, route = _forward(model, tokens, position, attend, kv.get("routes"), prompt["source"])
     _draw(model, b, hidden, route, truncated, greedy)
+
+
+def _groups(b: State, grouped: bool) -> ops.PrefixGroups:
+    return ops.PrefixGroups(b["groups"], b["shared_len"]) if grouped else ops.ALONE
 
 
 def _forward(

@@ -187,9 +187,11 @@ class Runner:
             decode_step(self._model, inputs, self._decode_paging, **statics)
         return {}
 
-    def _mixed_body(self, inputs: graph.Inputs, truncated: bool = True, greedy: bool = True) -> dict[str, Tensor]:
+    def _mixed_body(
+        self, inputs: graph.Inputs, truncated: bool = True, greedy: bool = True, grouped: bool = True
+    ) -> dict[str, Tensor]:
         with graph.substituted(self._model, inputs):
-            mixed_step(self._model, inputs, self._paging, truncated, greedy)
+            mixed_step(self._model, inputs, self._paging, truncated, greedy, grouped)
         return {}
 
     def trust_cases(self) -> Work:

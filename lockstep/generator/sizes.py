@@ -85,8 +85,8 @@ class ExactSizes:
         return sequences
 
     def mixed(self, chunks: list[Chunk]) -> tuple[MixedSizes, dict[str, bool]]:
-        """Of a mixed step of these chunks, and what its sampling covers, where it is not every kind."""
-        covers = {"truncated": self._rows.truncated > 0, "greedy": self._rows.greedy > 0}
+        """Of a mixed step of these chunks, and what it leaves out of all that its graph would have."""
+        covers = {"truncated": self._rows.truncated > 0, "greedy": self._rows.greedy > 0, "grouped": False}
         return MixedSizes.exactly(self._rows.used, chunks), covers
 
     def decode_context(self, rows: int) -> int:
@@ -135,6 +135,7 @@ class BucketSizes(ExactSizes):
 
     def mixed(self, chunks: list[Chunk]) -> tuple[MixedSizes, dict[str, bool]]:
         rows = self.rows_for(max(self._rows.used, self.rows[0]))
+        self._rows.group(rows)
         return MixedSizes.holding(rows, bucket(self.tokens, sum(chunk.count for chunk in chunks))), {}
 
     def decode_context(self, rows: int) -> int:

@@ -94,6 +94,14 @@ class Paged(NamedTuple):
             return Contexts(self.block_table, self.context_len_S, self.max_context_len)
         return None
 
+    def divided(self, single: int) -> tuple[Contexts, Paged]:
+        """The first sequences, so many, which have one new token each, and the others, at the rows where they are."""
+        table, starts, context_len_S, _, max_context_len = self
+        first = Contexts(table[:single], context_len_S[:single], max_context_len)
+        return first, self._replace(
+            block_table=table[single:], cu_seqlens=starts[single:], context_len_S=context_len_S[single:]
+        )
+
 
 class PrefixGroups(NamedTuple):
     """Which sequences with one new token read the same first pages, so that a GPU reads those once a group; no bit
@@ -102,12 +110,18 @@ class PrefixGroups(NamedTuple):
     Attributes:
         group_rows_CW: int32, the group's sequences and then -1 (a group may be all -1); a sequence is in one group at
             most.
-        shared_len_S: int32, the positions that all of the sequence's group have in common and see, the same number for
-            each of them, and 0 for a sequence without a group. Whole key tiles of them are shared.
+        shared_len_S: int32, the positions that all of the sequence's group have in common, the same number for each of
+            them, and 0 for a sequence without a group. Whole key tiles of them are shared. One that does not see them
+            all is at rest: what it attends to means nothing.
     """
 
     group_rows_CW: Tensor | None = None
     shared_len_S: Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        """That they are of: all that have one new token."""
+        return 0 if self.shared_len_S is None else self.shared_len_S.shape[0]
 
 
 ALONE = PrefixGroups()

@@ -12,6 +12,7 @@ from attention_cases import (
     KV_HEADS,
     PEAK_TFLOPS,
     READ_GBPS,
+    cache_of,
     captured_milliseconds,
     decoded,
     int32,
@@ -132,6 +133,31 @@ def test_groups_change_no_bit(census, shared, width):
     shared_len = [shared] * (len(rows) - 2) + [0, 0]
     out = decoded(q, k, v, 16, rows, groups.to(DEVICE), int32(*shared_len))
     assert census("attention: grouped = alone", out, decoded(q, k, v, 16, rows)) == 0
+
+
+@pytest.mark.parametrize("shared", [64, 145, 4500])
+def test_rows_beside_prompts_have_their_bits(census, shared):
+    """Rows of one token, in groups and not, and at rest, in one batch with pieces of a prompt and padding."""
+    length, cuts, single = 9000, [*range(700, 1341, 64), 1341], len(EDGES) + 2
+    q, k, v = qkv_rows(length)
+    rows = [*(max(row, shared) for row in EDGES), 0, 63]
+    table = torch.randperm(-(-length // 16), device=DEVICE).int()
+    cache = ops.KVPages(*(cache_of(x, table, 16) for x in (k, v)))
+    tables = table.expand(single + len(cuts) - 1, -1).contiguous()
+    starts = int32(*range(single), *(single + cut - cuts[0] for cut in cuts))
+    context = int32(*(row + 1 for row in rows), *cuts[1:])
+    groups = torch.full((4, 8), -1, dtype=torch.int32)
+    groups.view(-1)[: len(rows) - 1] = torch.arange(len(rows) - 1).roll(1)  # the first is at rest
+    shared_len = int32(*[shared] * (len(rows) - 1), 0)
+    inputs = torch.cat((q[rows], q[cuts[0] : cuts[-1]], q[:7]))
+    out, alone = (
+        ops.attention_paged(inputs, cache, ops.Paged(tables, starts, context, 64, length), by)
+        for by in (ops.PrefixGroups(groups.to(DEVICE), shared_len), ops.ALONE)
+    )
+    busy = [i for i, row in enumerate(rows) if row]
+    assert census("attention: rows beside a prompt, grouped = alone", out[busy], alone[busy]) == 0
+    assert census("attention: rows beside a prompt = decoded", out[busy], decoded(q, k, v, 16, rows)[busy]) == 0
+    assert census("attention: the prompt beside grouped rows = alone", out[single:], alone[single:]) == 0
 
 
 # Time

@@ -102,7 +102,7 @@ class PagedAttention:
             return ops.attention_decode(qkv_TE, by, cache, self.slots_T, *by_sequence, scores, weight_offset)
         q_TNH = ops.qk_norm_rope_write_kv(qkv_TE, by, cache, self.slots_T, weight_offset)
         if self.masks is None:
-            return ops.attention_paged(q_TNH, cache, self.paged, ops.ALONE, scores)
+            return ops.attention_paged(q_TNH, cache, self.paged, self.groups, scores)
         return ops.flex_paged(q_TNH, cache, self.paged, self.masks.of(layer, self.tiles, scores))
 
     def latent(self, layer: int, x: ops.Latent) -> Tensor:

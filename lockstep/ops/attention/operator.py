@@ -103,8 +103,9 @@ def attention_sinks_packed_backward(
 def attention_paged(
     q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE, scores: AttentionScores = PLAIN
 ) -> Tensor:
-    """Attention of new tokens over a paged cache that already holds their keys and values; [T, N, H]. With groups every
-    sequence has one new token, and T is S. With a window, pages that lie before it are not read."""
+    """Attention of new tokens over a paged cache that already holds their keys and values; [T, N, H]. With groups the
+    first sequences, as many as these are of, have one new token each. With a window, pages that lie before it are not
+    read."""
     return reference.paged(q_TNH, cache, by, scores)
 
 

@@ -245,4 +245,9 @@ def paged(
     k_RKH, v_RKH = (pages.view(-1, *pages.shape[2:]) for pages in cache)
     tile = _tile(by.max_context_len, head_dim, q_TNH.dtype, PAGED_LONG)
     scale, others = triton_scores.arguments(scores, head_dim)
-    return launch((q_TNH, k_RKH, v_RKH), scale, by, page_size, tile, **others, **triton_scores.sinks(scores))[0]
+    single, pieces = by.divided(groups.sequences)
+    out_TNH, _ = launch((q_TNH, k_RKH, v_RKH), scale, pieces, page_size, tile, **others, **triton_scores.sinks(scores))
+    if groups.sequences:
+        out_SNH = out_TNH[: groups.sequences]
+        triton_decode.decode(q_TNH[: groups.sequences], cache, single, groups, scores, out_SNH)
+    return out_TNH

@@ -18,6 +18,7 @@ program, L keys of a tile.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -285,20 +286,29 @@ def _rows_and_warps(rows: int) -> tuple[int, int]:
     return block(rows), max(block(rows) // 16, 4)
 
 
+class Projected(NamedTuple):
+    """Fused projections of the tokens, [S, (N + 2K) * H], and what `operator.attention_decode` does with them first."""
+
+    qkv_SE: Tensor
+    rotation: Rotation
+    slots_S: Tensor
+    weight_offset: float
+
+
 def decode(
-    q: Tensor,
+    queries: Tensor | Projected,
     cache: KVPages,
     by: Contexts,
     groups: PrefixGroups = ALONE,
     scores: AttentionScores = PLAIN,
-    projection: tuple[Rotation, Tensor, float] | None = None,
+    out_SNH: Tensor | None = None,
 ) -> Tensor:
-    """See `attention.operator.attention_paged`: row s of `q` is the query of sequence s's last token, [S, N, H]. Or,
-    with a rotation, slots and an offset of norms' weights, see `operator.attention_decode`: it is that token's fused
-    projection, [S, (N + 2K) * H]."""
+    """See `attention.operator.attention_paged`: row s of the queries is that of sequence s's last token, [S, N, H]; or
+    see `operator.attention_decode`. The result goes to `out`, contiguous, if it is given."""
+    projected = isinstance(queries, Projected)
+    q, rotation, slots_S, offset = queries if projected else (queries, None, None, 0.0)
     (sequences, *_), (_, page_size, kv_heads, head_dim) = q.shape, cache.k_cache.shape
-    rotation, slots_S, offset = projection or (None, None, 0.0)
-    projected, group_rows_CW = rotation is not None, groups.group_rows_CW
+    group_rows_CW = groups.group_rows_CW
     heads, device = rotation.num_heads if rotation else q.shape[1], q.device
     group, splits = heads // kv_heads, max(triton.cdiv(by.max_context_len, KEY_SPLIT), 1)
     k_RKH, v_RKH = (unit_inner(pages.view(-1, *pages.shape[2:])) for pages in cache)
@@ -307,7 +317,8 @@ def decode(
     grouped = group_rows_CW is not None and group_rows_CW.numel() > 0
     assert not (grouped and projected), "what groups read is rotated before"
     stored = (splits, sequences, heads) if grouped or splits > 1 else (0,)
-    out_SNH = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=device)
+    if out_SNH is None:
+        out_SNH = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=device)
     acc = torch.empty((*stored, head_dim), dtype=torch.float32, device=device)
     statistics = torch.empty((2, *stored), dtype=torch.float32, device=device)
     strides = (block_table.stride(0), *(stride for x in (q, k_RKH, v_RKH) for stride in x.stride()[:2]))
@@ -363,6 +374,6 @@ def attention_decode(
     weight_offset: float = 0.0,
 ) -> Tensor:
     if groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0:
-        return decode(qkv_SE, cache, contexts, ALONE, scores, (by, slots_S, weight_offset))
+        return decode(Projected(qkv_SE, by, slots_S, weight_offset), cache, contexts, ALONE, scores)
     q_SNH = qk_norm_rope(qkv_SE, by, cache, slots_S, weight_offset)  # each query is in two programs
     return decode(q_SNH, cache, contexts, groups, scores)

@@ -13,7 +13,7 @@ from processes import run_interpreted
 from torch import Tensor
 
 from lockstep.ops.attention import reference as attention_reference
-from lockstep.ops.records import PLAIN, AttentionScores, Contexts, KVPages, Packed, Paged, PrefixGroups, Rotation
+from lockstep.ops.records import ALONE, PLAIN, AttentionScores, Contexts, KVPages, Packed, Paged, PrefixGroups, Rotation
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import triton
@@ -97,6 +97,17 @@ class Pages:
         by = Paged(self.table[sequences], starts, context, 1, LENGTH)
         return attention_triton.paged(q, KVPages(self.k_cache, self.v_cache), by, PrefixGroups(*groups), self.scores)
 
+    def beside_a_prompt(self, sequences: list[int], rows: list[int], groups: PrefixGroups) -> tuple[Tensor, Tensor]:
+        """The same, and in the same batch the first sequence's queries from 90 on in pieces, and padding; then what
+        those are."""
+        cuts, single = [90, 154, 200, 200], len(rows)
+        places = torch.tensor([*range(single), *(single + cut - cuts[0] for cut in cuts)]).int()
+        table = self.table[sequences + [0] * (len(cuts) - 1)]
+        by = Paged(table, places, int32(*(row + 1 for row in rows), *cuts[1:]), 64, LENGTH)
+        q = torch.cat((self.q[sequences, rows], self.q[0, cuts[0] : cuts[-1]], torch.full((5, HEADS, HEAD_DIM), 1.0)))
+        out = attention_triton.paged(q, KVPages(self.k_cache, self.v_cache), by, groups, self.scores)
+        return out[:single], out[single:]
+
 
 class Interpreted:
     @pytest.fixture(autouse=True)
@@ -165,8 +176,23 @@ class Interpreted:
         pages = Pages(4, 270, SCORES["all"])
         sequences, rows = [0, 3, 1, 2, 0], [270, 299, 285, 271, 299]
         alone = pages.decoded(sequences, rows)
-        groups = torch.tensor([[0, 2, 3, 1, 4, -1]], dtype=torch.int32)
-        assert same_bits(pages.decoded(sequences, rows, groups, int32(*[270] * 5)), alone)
+        groups = torch.tensor([[0, 2, 3, 1, 4, -1]], dtype=torch.int32), int32(*[270] * 5)
+        assert same_bits(pages.decoded(sequences, rows, *groups), alone)
+        beside = pages.beside_a_prompt(sequences, rows, PrefixGroups(*groups))
+        assert all(map(same_bits, beside, pages.beside_a_prompt(sequences, rows, ALONE)))
+        assert same_bits(beside[0], alone)
+
+    @pytest.mark.parametrize("scores", [PLAIN, SCORES["all"]])
+    def test_rows_of_one_token_beside_prompts_have_their_bits(self, scores):
+        """With groups another kernel does them, grouped or not, at rest or not; and what is padding stays zero."""
+        pages = Pages(4, 145, scores)
+        sequences, rows = [0, 3, 1, 2, 0], [270, 0, 285, 146, 20]  # the second and the last one are at rest
+        groups = torch.tensor([[1, 0, 2, 3, -1], [-1] * 5], dtype=torch.int32), int32(144, 144, 144, 144, 0)
+        singles, prompt = pages.beside_a_prompt(sequences, rows, PrefixGroups(*groups))
+        busy, alone = [0, 2, 3, 4], pages.beside_a_prompt(sequences, rows, ALONE)
+        assert same_bits(singles[busy], alone[0][busy]) and same_bits(prompt, alone[1])
+        assert same_bits(singles[busy], pages.decoded(sequences, rows)[busy])
+        assert same_bits(prompt[:110], pages.packed()[90:200]) and not prompt[110:].any()
 
     @pytest.mark.parametrize(("shared", "max_rows"), [(63, 64), (145, 16), (270, 64)])
     def test_groups_change_no_bit(self, shared, max_rows, monkeypatch):
