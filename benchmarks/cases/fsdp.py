@@ -92,22 +92,22 @@ def run_way(name: str, folder: Path, given: argparse.Namespace) -> dict[str, Any
     return trained(run_dir(name, folder), command(name, folder, given), **shared)
 
 
-def trained(run: Path, words: list[str], **environment: str) -> dict[str, Any]:
-    """What a run comes to that this command makes."""
+def trained(run: Path, words: list[str], weights: bool = True, **environment: str) -> dict[str, Any]:
+    """What a run comes to that this command makes, its weights' digest included or not."""
     to_here: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(words, timeout=LIMIT_S, env=os.environ | environment, **to_here)
     if done.returncode != 0:
         raise SystemExit(f"{run.name}: ended with {done.returncode}\n{done.stdout[-4000:]}")
-    return outcome(run)
+    return outcome(run, weights)
 
 
-def outcome(run_dir: Path) -> dict[str, Any]:
-    """Figures of a run that came to its end."""
+def outcome(run_dir: Path, weights: bool = True) -> dict[str, Any]:
+    """Figures of a run that came to its end, its weights' digest included or not."""
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run_dir / "summary.json").read_text())
     certificate = json.loads((run_dir / "parity.json").read_text())
     later = steps[1:] or steps
-    model = sorted((run_dir / "model").glob("*.safetensors"))
+    model = sorted((run_dir / "model").glob("*.safetensors")) if weights else []
     rollouts = (run_dir / "rollouts.jsonl").read_bytes().splitlines()  # of a text, other characters end lines too
     return {
         "steps": len(steps),
@@ -122,7 +122,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
         "tokens_different": certificate["tokens_different"],
         "rollouts_sha256": _digest(rollouts),
         "first_rollouts_sha256": _digest([line for line in rollouts if json.loads(line)["step"] == 0]),
-        "weights_sha256": hashlib.sha256(b"".join(file.read_bytes() for file in model)).hexdigest(),
+        **({"weights_sha256": hashlib.sha256(b"".join(map(Path.read_bytes, model))).hexdigest()} if weights else {}),
     }
 
 

@@ -49,7 +49,8 @@ def measured(count: int, folder: Path, given: argparse.Namespace) -> dict[str, A
     for again in range(2 if given.warm else 1):
         run = run_dir(f"{count} processes{' warm' * again}", folder)
         drawn = ("--task.environment", f"{LENGTHS}:Lognormal") if given.mean else ()
-        way = trained(run, training(run, given.device, count, size, *drawn, *shlex.split(given.flags)))
+        words = training(run, given.device, count, size, *drawn, *shlex.split(given.flags))
+        way = trained(run, words, weights=False)
         summary = json.loads((run / "summary.json").read_text())
         way["startup"] = {k.removeprefix("startup/"): v for k, v in summary.items() if k.startswith("startup/")}
         way["memory"], way["parallel"] = summary.get("memory"), summary.get("parallel")
