@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ..errors import InputError, LockstepError, PeerLost
 from . import torch_private
-from .mesh import Axis, Mesh
+from .mesh import ALONE, Axis, Mesh
 from .push.memory import forget_memory, late_group
 
 T = TypeVar("T")
@@ -76,6 +76,12 @@ class World:
         group share a model along `tp`."""
         ranks, (group, place) = self.generator_tp, divmod(self.rank, self.generator_tp)
         return Mesh(fsdp=Axis("fsdp", self.size // ranks, group), tp=Axis("generator_tp", ranks, place, self.pushes))
+
+    @cached_property
+    def copies(self) -> Axis:
+        """Ranks that generate with the same part of a model, and have collectives: along the trainer's `fsdp`, unless
+        more ranks generate together than train together."""
+        return self.mesh.fsdp if self.tp % self.generator_tp == 0 else ALONE.fsdp
 
     @cached_property
     def leads(self) -> bool:

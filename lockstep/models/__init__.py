@@ -5,5 +5,5 @@ from .blocks.moe import Routing
 from .config import ModelConfig
 from .decoder import Decoder, num_parameters
 from .folder import TEMPLATES, FolderWeights, describe_folder, glances, resolve_folder, save_model
-from .parts import Held, Ranges, ResidentWeights, WeightSource, load_part, ranges_of
+from .parts import Held, Ranges, ResidentWeights, WeightSource, complete, load_part, ranges_of
 from .patterns import by_pattern

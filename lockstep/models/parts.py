@@ -10,11 +10,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..distributed.mesh import ALONE, Mesh
+from ..distributed.collectives import gather
+from ..distributed.mesh import ALONE, Axis, Mesh
 from ..distributed.pieces import Shares, whole_shape
 from ..distributed.placement import ROWS, WHOLE
 from .config import ModelConfig
 from .decoder import Decoder
+
+LEAST = 1 << 20  # elements of a range from which on those that all want alike read a share of it each
 
 
 class Held(NamedTuple):
@@ -82,13 +85,37 @@ class ResidentWeights:
                 values.copy_(held.values[first : first + values.numel()])
 
 
-def load_part(source: WeightSource, dtype: torch.dtype, device: torch.device | str, mesh: Mesh = ALONE) -> Decoder:
+def load_part(
+    source: WeightSource,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    mesh: Mesh = ALONE,
+    copies: Axis = ALONE.fsdp,
+) -> Decoder:
     """What a rank generates with: its part of a model, or the whole. Of ranks that share a model each has rows of the
-    head; of a tied one they are those of its table."""
+    head; of a tied one they are those of its table. Of the ranks along `copies`, which have the same part, each reads a
+    share of it, and `complete` gives it the others'."""
     model = Decoder(source.config, dtype, device, mesh)
     if model.lm_head is model.embed and mesh.tp.size > 1:
         model.lm_head = nn.Parameter(ROWS.cut(model.embed.detach(), mesh))
         model.placements["lm_head"] = ROWS
     with torch.no_grad():
-        source.fill(ranges_of(model))
+        wanted = ranges_of(model)
+        source.fill({name: [_share(one, copies) for one in held] for name, held in wanted.items()})
     return model
+
+
+@torch.no_grad()
+def complete(model: Decoder, copies: Axis) -> None:
+    """Give the ranks along `copies`, each of which calls this, what the others have read (`load_part`)."""
+    for one in [one for held in ranges_of(model).values() for one in held]:
+        if (own := _share(one, copies)) is not one:
+            one.values.view(copies.size, -1).copy_(gather(own.values, copies))
+
+
+def _share(held: Held, copies: Axis) -> Held:
+    """What one of several ranks reads of what all want alike: an even share, or all of what is small or has none."""
+    share, rest = divmod(held.values.numel(), copies.size)
+    if copies.size == 1 or rest or held.values.numel() < LEAST:
+        return held
+    return Held(held.values.view(copies.size, -1)[copies.rank], held.first + share * copies.rank)

@@ -24,7 +24,7 @@ from ..config import (
     template_variables,
 )
 from ..distributed import ONE, World
-from ..distributed.mesh import ALONE, Mesh
+from ..distributed.mesh import ALONE, Axis, Mesh
 from ..environments import PromptLimit, make_environment, make_task
 from ..errors import InputError, refuse
 from ..generator import Engine, SharedWeights, plan_cache_tokens
@@ -37,6 +37,7 @@ from ..models import (
     Ranges,
     ResidentWeights,
     WeightSource,
+    complete,
     load_part,
     ranges_of,
     resolve_folder,
@@ -77,6 +78,8 @@ class Session:
         self.config, self.timings, self.world = config, timings or Timings(), world
         with self.timings.measured("load"):
             self.policy = world.each(lambda: _loaded(config, world))
+            with world.peers(), world.deadline("sharing the weights that each has read"):
+                complete(self.policy.model, world.copies)
         self.verdicts: list[Verdict] = []
         self.preloaded: Path | None = None
         self.renew()
@@ -116,7 +119,7 @@ class Session:
 def _loaded(config: RunConfig, world: World) -> Policy:
     for name in ("tp", "generator_tp") if world.size > 1 else ():
         require_degree(model_config(config), getattr(world, name), f"parallel.{name}")
-    return load_policy(config, world.generator)
+    return load_policy(config, world.generator, copies=world.copies)
 
 
 class TrainingSession(Session):
@@ -254,9 +257,10 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def load_policy(config: RunConfig, mesh: Mesh = ALONE, memory: bool = True) -> Policy:
+def load_policy(config: RunConfig, mesh: Mesh = ALONE, memory: bool = True, copies: Axis = ALONE.fsdp) -> Policy:
     """Load a Hugging Face folder or hub id, or make the named random model with a byte-level tokenizer; in both roles
-    the model has the attention of `config`. Of ranks that share it, along the mesh's `tp`, each has its part.
+    the model has the attention of `config`. Of ranks that share it, along the mesh's `tp`, each has its part; along
+    `copies` each has a share of that alone until it is `complete`.
 
     Args:
         memory: its parameters have some; otherwise nothing of its `source` is read.
@@ -269,7 +273,7 @@ def load_policy(config: RunConfig, mesh: Mesh = ALONE, memory: bool = True) -> P
         if not memory:
             return Decoder(source.config, kind, place, mesh, memory=False)
         require_memory(source.config, kind, place, where, mesh)
-        return load_part(source, kind, place, mesh)
+        return load_part(source, kind, place, mesh, copies)
 
     if config.model is not None:
         folder = resolve_folder(config.model)

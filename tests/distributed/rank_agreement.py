@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rank_setup import FILTERED, OPTIMIZER, batches, check, decoder, on_all, rollout
+from rank_setup import DEVICE, DTYPE, FILTERED, OPTIMIZER, batches, check, decoder, on_all, rollout
 
+from lockstep.cache import tensor_file
 from lockstep.config import LossConfig
 from lockstep.distributed import World
+from lockstep.distributed.mesh import ALONE
 from lockstep.environments.ranks.rollouts import COLUMNS, Holders, outline
 from lockstep.errors import InputError, LockstepError
+from lockstep.models import Decoder, FolderWeights, complete, load_part, parts, save_model
 from lockstep.trainer import Trainer
 from lockstep.types import RolloutGroup, SampleIdentity, Segment, Trajectory
 
@@ -46,6 +51,38 @@ def a_loss_that_is_not_finite_on_one_rank(world: World) -> Any:
     trainer.forward_backward(batch)
     result = trainer.optim_step(1e-2)
     return on_all(world, [result.applied, result.finite, torch.equal(trainer.flat.data, before)])
+
+
+@check
+def weights_read_in_shares(world: World) -> Any:
+    """Whether the ranks have all of a folder's weights, bytes that this one read and of all, and of those too small for
+    it; and what is said of a number in the second half of a table that is none."""
+    whole, counts, read, least = decoder(), list[int](), tensor_file._read, parts.LEAST
+    tensor_file._read = lambda *given: (counts.append(given[2].nbytes), read(*given))[1]
+    with TemporaryDirectory() as made:
+        folder = Path(world.from_first(lambda: made))
+        world.from_first(lambda: save_model(whole, folder))
+        parts.LEAST = 4 * whole.config.hidden_size
+        model = read_in_shares(folder, world)
+        same = all(map(torch.equal, model.parameters(), whole.parameters()))
+        tensors = [p for p in whole.parameters() if p.numel() < parts.LEAST]
+        sizes = [sum(counts), sum(p.nbytes for p in whole.parameters())], sum(p.nbytes for p in tensors)
+        with torch.no_grad():
+            whole.embed[-1, -1] = math.nan
+        world.from_first(lambda: save_model(whole, folder))
+        try:
+            message = str(read_in_shares(folder, world))
+        except InputError as error:
+            message = str(error)
+        world.gather(None)
+    tensor_file._read, parts.LEAST = read, least
+    return on_all(world, [same, *sizes, message])
+
+
+def read_in_shares(folder: Path, world: World) -> Decoder:
+    model = world.each(lambda: load_part(FolderWeights(folder), DTYPE, DEVICE, ALONE, world.copies))
+    complete(model, world.copies)
+    return model
 
 
 @check

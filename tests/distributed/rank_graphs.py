@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from fake_recorder import FakeRecorder
 from rank_setup import DEVICE, FILTERED, OPTIMIZER, check, decoder, different, on_all, run
 from torch import Tensor
 
 from lockstep.config import CompileConfig, LossConfig
 from lockstep.distributed import World
-from lockstep.graph import Captured, GraphError, Runtime, check_against_eager, digest
+from lockstep.graph import Captured, GraphError, Inputs, Runtime, check_against_eager, digest
 from lockstep.graph.check import comparison
 from lockstep.graph.passes.collectives import gradient_exchanges, weight_gathers
 from lockstep.graph.torch_private import trace
@@ -64,8 +65,8 @@ def flattened(value: Any) -> list[Any]:
 
 @check
 def a_graph_that_is_wrong_on_one_rank(world: World) -> Any:
-    """The check before the first step passes; then eager's update is another on the last rank: all ranks are told. Of
-    the weights that are gathered nothing is copied to be put back."""
+    """The check before the first step passes; then eager's update is another on the last rank, always and of tiny
+    gradients alone: all ranks are told. Of the weights that are gathered nothing is copied to be put back."""
     runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
     trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, runtime=runtime)
     shapes = [BatchShape(64, 32, 4, 64)]
@@ -76,11 +77,18 @@ def a_graph_that_is_wrong_on_one_rank(world: World) -> Any:
     verdict, _ = check_against_eager(runtime, work, "strict")
     comparison.Snapshot = snapshot  # type: ignore[misc]
     assert len(copied) == verdict.cases
-    if world.rank == 1:
-        function = trainer.programs.by_name["optim_step"]
-        body = function.body
-        function.body = lambda inputs: body(replace(inputs, buffer={**inputs.buffer, "lr": 2 * inputs.buffer["lr"]}))
-    try:
-        check_against_eager(runtime, work, "strict")
-    except GraphError as error:
-        return on_all(world, [verdict.cases, str(error)])
+    function = trainer.programs.by_name["optim_step"]
+    body, messages = function.body, []
+    for least in (0.0, 1e-6):
+
+        def wrong(inputs: Inputs, least: float = least) -> Any:
+            rate = inputs.buffer["lr"]
+            odd = world.rank == 1 and bool(inputs.grad["grad"].abs().max() < (least or torch.inf))
+            return body(replace(inputs, buffer={**inputs.buffer, "lr": 2 * rate}) if odd else inputs)
+
+        function.body = wrong
+        try:
+            check_against_eager(runtime, work, "strict")
+        except GraphError as error:
+            messages.append(str(error))
+    return on_all(world, [verdict.cases, *messages])

@@ -95,9 +95,19 @@ def test_weights_that_lie_whole_are_not_gathered_in_a_micro_batch(found: dict[st
 
 
 def test_a_graph_that_is_wrong_on_one_rank_is_refused_on_all(found: dict[str, Any]) -> None:
-    for cases, message in found["a_graph_that_is_wrong_on_one_rank"]:
-        assert cases == 5 and message.startswith("optim_step(), case 'first': ")
-        assert "differs from eager in" in message and "on rank 1" in message and "on rank 0" not in message
+    for cases, *messages in found["a_graph_that_is_wrong_on_one_rank"]:
+        assert cases == 5
+        for case, message in zip(("first", "tiny"), messages, strict=True):
+            assert message.startswith(f"optim_step(), case '{case}': the graph differs from eager in")
+            assert "on rank 1" in message and "on rank 0" not in message
+
+
+def test_what_all_ranks_need_of_a_folder_is_read_once(found: dict[str, Any]) -> None:
+    """And what one finds damaged stops all."""
+    for whole, (read, of), small, message in found["weights_read_in_shares"]:
+        assert whole and small < read < 0.6 * of
+        assert "model.safetensors: model.embed_tokens.weight has values that are NaN" in message
+        assert message.endswith(f"(on rank 1, {platform.node()})")
 
 
 def test_a_flipped_bit_on_one_rank_stops_the_update_on_all(found: dict[str, Any]) -> None:

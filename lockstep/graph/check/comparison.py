@@ -100,14 +100,16 @@ class Comparison:
         what = first_difference(captured.prints, launched.prints)
         return self._faulty_replay(what) if what else None
 
-    def fault_of_any(self, peers: World) -> str | None:
-        """What differs in which process. All run the same, whatever is found, as their collectives must meet; so the
-        node is not looked for."""
+    def fault_of_any(self, peers: World, interpret: bool) -> str | None:
+        """What differs in which process; `interpret` as in `fault`. All run the same, whatever one finds, as their
+        collectives must meet; so the node is not looked for."""
         eager = self._around(lambda: self._seen(lambda: self._in_pool(self._eager), frozenset()))
-        captured = self._results(self._captured)
         if not self._graph.launches:
             self._around(self._launch)
         launched = self._around(lambda: self._seen(self._launch, self._loose))
+        if not interpret and not any(peers.gather(self._differs(eager, launched) is not None)):
+            return None
+        captured = self._results(self._captured)
         ways = {"the graph": captured, "its launch": launched}
         here = [f"{way} differs from eager in {at}" for way, seen in ways.items() if (at := self._differs(eager, seen))]
         if at := first_difference(captured.prints, launched.prints):
