@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -64,8 +65,24 @@ def test_warn_says_so_and_off_does_not_look(broken: None, caplog: pytest.LogCapt
         assert ("does not keep the bitwise contract" in caplog.text) == said
 
 
-def test_graphs_are_made_again_with_what_the_check_replaced(monkeypatch, tmp_path: Path, shallow: Path) -> None:
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, shallow: Path) -> Path:
+    """A folder of the graphs of such a run, made once."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCKSTEP_CACHE", str(folder))
+        session_warm_up.warm_up(build(config_of(captured=True, model=shallow)))
+    return folder / "graphs"
+
+
+@pytest.fixture
+def traced(made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A test's own cache, with these graphs in it and nothing else."""
+    shutil.copytree(made, tmp_path / "cache" / "graphs")
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path / "cache"))
+
+
+def test_graphs_are_made_again_with_what_the_check_replaced(monkeypatch, traced: None, shallow: Path) -> None:
     monkeypatch.setattr(linear_choice, "overrides", {})
     monkeypatch.setattr(machine_check, "_check", lambda *_: "replaced")
     config = config_of(captured=True, model=shallow)
@@ -76,8 +93,7 @@ def test_graphs_are_made_again_with_what_the_check_replaced(monkeypatch, tmp_pat
     assert again == {name: 2 * n for name, n in launches.items()} and min(launches.values()) > 0
 
 
-def test_where_nothing_is_recorded_graphs_are_made_and_not_launched(monkeypatch, tmp_path: Path, shallow: Path) -> None:
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+def test_where_nothing_is_recorded_graphs_are_made_and_not_launched(traced: None, shallow: Path) -> None:
     config = config_of(captured=True, model=shallow)
     run = build(config)
     session_warm_up.warm_up(run)
@@ -133,7 +149,9 @@ def test_of_a_hosts_processes_the_first_compiles_ahead_of_validation_too(monkeyp
     assert done == [local_rank == 0, "made", "gathered", *[["kernel"]] * local_rank, "made"]
 
 
-def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch, caplog, shallow: Path) -> None:
+def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(
+    monkeypatch, caplog, traced: None, shallow: Path
+) -> None:
     config = config_of(captured=True, model=shallow)
     run = build(config)
 
@@ -147,8 +165,7 @@ def test_without_a_rehearsal_kernels_are_compiled_at_their_launches(monkeypatch,
     assert min(warm_up(run).values()) > 0
 
 
-def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch, tmp_path: Path, shallow: Path) -> None:
-    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
+def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch, traced: None, shallow: Path) -> None:
     config = config_of(captured=True, model=shallow)
     run = build(config)
     rehearsed: list[int] = []
