@@ -24,7 +24,7 @@ from small import (
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import EAGER, Runtime
+from lockstep.graph import EAGER, Runtime, Store
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.ops.native import library
@@ -110,7 +110,7 @@ def rounds(
 ) -> tuple[list, list[int]]:
     """Three on-policy updates: what was generated, and how many tokens differed."""
     model = model or make_model(dtype, config=config)
-    runtime = Runtime(CompileConfig("step"), torch.device("cpu")) if capture == "step" else EAGER
+    runtime = Runtime(CompileConfig("step"), torch.device("cpu"), store=Store()) if capture == "step" else EAGER
     trainer = Trainer(model, optimizer or OptimizerConfig(), LossConfig(), runtime=runtime)
     weights = SharedWeights(model, lambda: trainer.weights_version)
     engine = Engine(weights, GeneratorConfig(), 16384, runtime=runtime)

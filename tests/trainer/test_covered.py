@@ -7,12 +7,12 @@ import torch
 from updates import LR, NoHostReads, bits, make_trainer, one_batch, same
 
 from lockstep.config import CompileConfig
-from lockstep.graph import EAGER, Runtime
+from lockstep.graph import EAGER, Runtime, Store
 from lockstep.trainer import pack, step
 
 
 def runtime_of(capture):
-    return Runtime(CompileConfig("step"), torch.device("cpu")) if capture == "step" else EAGER
+    return Runtime(CompileConfig("step"), torch.device("cpu"), store=Store()) if capture == "step" else EAGER
 
 
 def tokens_of(groups):
