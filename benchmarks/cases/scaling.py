@@ -53,6 +53,8 @@ def measured(count: int, folder: Path, given: argparse.Namespace) -> dict[str, A
         way = trained(run, words, weights=False)
         summary = json.loads((run / "summary.json").read_text())
         way["startup"] = {k.removeprefix("startup/"): v for k, v in summary.items() if k.startswith("startup/")}
+        functions = summary.get("compile", {}).get("functions", {})
+        way["checks_s"] = {name: function.get("check_s") for name, function in functions.items()}
         way["memory"], way["parallel"] = summary.get("memory"), summary.get("parallel")
         found = found | {"warm": way} if again else way
     response = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["response_length/mean"]
