@@ -191,6 +191,8 @@ LONG_SIGNATURES = {
 NO_ROOM = {"gpu", "data", "odd_inputs", "extend"}
 MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 26, 12, 120
 
+ASKED_FOR = (ast.Import, ast.ImportFrom, ast.keyword, ast.ClassDef, ast.For, ast.comprehension, ast.Constant)
+
 # What only the command line and data may import: everything else works with torch alone.
 HEAVY = {"transformers", "tokenizers", "datasets", "tyro", "rich"}
 MAY_IMPORT_HEAVY_AT_TOP = {"cli", "environments", "__main__"}
@@ -201,12 +203,24 @@ def room_of(module: str) -> str:
     return module.split(".")[0]
 
 
+@cache
+def tree_of(source: str) -> ast.Module:
+    """`source`, which several tests read, parsed once."""
+    return ast.parse(source)
+
+
+@cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """All of its nodes that some test asks for, in the order of `ast.walk`."""
+    return tuple(node for node in ast.walk(tree_of(source)) if isinstance(node, ASKED_FOR))
+
+
 def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     """(line, module relative to the package) for every import of the package's own modules in `source`."""
     package = ["lockstep", *module.split(".")] if module else ["lockstep"]
     if not is_package:
         package = package[:-1]
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -389,8 +403,8 @@ def test_folders_are_small() -> None:
 
 
 def test_a_class_name_stands_once() -> None:
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for _, path in modules()]
-    names = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    sources = [path.read_text(encoding="utf-8") for _, path in modules()]
+    names = Counter(node.name for source in sources for node in nodes(source) if isinstance(node, ast.ClassDef))
     assert [name for name, number in names.items() if number > 1] == []
 
 
@@ -413,9 +427,7 @@ def signatures(module: str, node: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def test_signatures_are_short() -> None:
-    all_of_them = [
-        found for m, path in modules() for found in signatures(m, ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    all_of_them = [found for m, path in modules() for found in signatures(m, tree_of(path.read_text(encoding="utf-8")))]
     assert {name for name, count in all_of_them if count > MOST_ARGUMENTS} == LONG_SIGNATURES
 
 
@@ -474,7 +486,7 @@ def test_the_house_is_low() -> None:
 def top_level_imports(source: str) -> set[str]:
     """Distributions that importing the module imports (not those under `TYPE_CHECKING` or in functions)."""
     names: set[str] = set()
-    for node in ast.parse(source).body:
+    for node in tree_of(source).body:
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -518,8 +530,7 @@ def test_a_planted_heavy_import_is_caught() -> None:
 
 def loops_over_texts(source: str) -> list[int]:
     """Lines of loops over a set of texts: their order is another in each process, and ranks must call alike."""
-    tree = ast.parse(source)
-    over = [n.iter for n in ast.walk(tree) if isinstance(n, ast.For | ast.comprehension)]
+    over = [n.iter for n in nodes(source) if isinstance(n, ast.For | ast.comprehension)]
     parts = [(loop, p) for loop in over for p in ([loop.left, loop.right] if isinstance(loop, ast.BinOp) else [loop])]
     sets = [(loop, p.elts) for loop, p in parts if isinstance(p, ast.Set)]
     return [loop.lineno for loop, of in sets if any(isinstance(getattr(e, "value", None), str) for e in of)]
@@ -537,7 +548,7 @@ def test_a_familys_name_stands_in_its_file_alone() -> None:
     for _, path in modules():
         if path.is_relative_to(families):
             continue
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        found = nodes(path.read_text(encoding="utf-8"))
+        strings = {node.value for node in found if isinstance(node, ast.Constant)}
+        imported = {alias.name for node in found if isinstance(node, ast.ImportFrom) for alias in node.names}
         assert not names & (strings | imported), path
