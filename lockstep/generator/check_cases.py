@@ -93,8 +93,9 @@ class Check:
             rows.table[0].fill_(self.cache.null_page)[: pages.prompt].copy_(held)
             b = rows.tensors(sizes.rows)
             b["position"][0] = tokens - 1
-            b["groups"].fill_(-1)  # row 0 may have been in one
-            b["shared_len"].zero_()
+            if pages.rows <= GROUP:  # row 0 is in the group
+                b["groups"].fill_(-1)
+                b["shared_len"].zero_()
         batch.copy_(lay_out(chunks, sizes, rows.null_row, pinned=False))
 
     def _null_page(self) -> list[Tensor]:

@@ -148,8 +148,10 @@ class Runner:
         first. Returns the numbers of prompt tokens that steps have graphs for from now on; more are run in several
         steps."""
         for sizes in self._sizes.mixed_to_make(sequences, prompt_tokens, sampling.n):
+            self.rows.group(sizes.rows)  # of more rows there may be groups left
             self._run_mixed([], sizes, {})
         for rows, statics in self._sizes.decodes_to_make(sequences, prompt_tokens, sampling):
+            self.rows.group(rows)
             self.rows.flush()
             self._decode_program(rows)({}, **statics)
         return [tokens for tokens in self._sizes.tokens if tokens <= self._sizes.max_tokens]

@@ -80,6 +80,8 @@ class Session:
             self.policy = world.each(lambda: _loaded(config, world))
             with world.peers(), world.deadline("sharing the weights that each has read"):
                 complete(self.policy.model, world.copies)
+            if world.on_gpu:
+                torch.cuda.empty_cache()  # a cache is planned by what is free
         self.verdicts: list[Verdict] = []
         self.preloaded: Path | None = None
         self.renew()

@@ -11,7 +11,7 @@ from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import GraphError, Runtime, check_against_eager
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
-from lockstep.types import SamplingParams
+from lockstep.types import SampleIdentity, SamplingParams
 
 SAMPLING = SamplingParams(temperature=0.8, top_p=0.9, n=3, max_completion_length=40)
 
@@ -37,6 +37,25 @@ def test_every_graph_passes_and_the_cache_is_as_it_was(mode: str, cache_tokens: 
     assert verdicts["decode"].cases >= 6 and verdicts["mixed"].cases >= 3
     after = [cache.k, cache.v, rows.table, *rows.tensors(4).values()]
     assert all(map(torch.equal, after, before))
+
+
+def test_a_warm_up_after_generations_launches_with_none_of_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of fewer rows would read and write at rows that they do not have."""
+    _, engine = make("none", 4096)
+    runner, groups, n = engine.runner, list[int](), 8
+    sampling = SamplingParams(n=n, max_completion_length=4, ignore_eos=True)
+    identities = [SampleIdentity(0, 0, 0, group) for group in range(3)]
+    engine.generate([[token] * 100 for token in range(3)], [sampling] * 3, identities)
+    assert runner.rows.tensors(3 * n)["groups"].max() == 3 * n - 1  # left behind
+
+    def seen(rows: int) -> None:
+        groups.append(int(runner.rows.tensors(rows)["groups"].max()))
+
+    decode, mixed = runner._decode_program, runner._mixed_program
+    monkeypatch.setattr(runner, "_decode_program", lambda rows: (seen(rows), decode(rows))[1])
+    monkeypatch.setattr(runner, "_mixed_program", lambda sizes: (seen(sizes.rows), mixed(sizes))[1])
+    engine.warm_up(5, 120, SAMPLING)
+    assert len(groups) > 4 and set(groups) == {-1}
 
 
 class Stale(FakeRecorder):
