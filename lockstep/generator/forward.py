@@ -51,9 +51,10 @@ def decode_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool,
     b, kv = inputs.buffer, inputs.kv
     position, table = b["position"], b["table"]
     slots, context = ops.decode_slots(position, b["remaining"], table, paging.page_size, paging.null_page)
+    groups = ops.PrefixGroups(b["groups"], b["shared_len"]) if grouped else ops.ALONE
     paged = ops.Paged(table, b["cu_seqlens"], context, 1, paging.max_context)
     contexts = ops.Contexts(table, context, paging.max_context)
-    attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, contexts, _groups(b, grouped), model.masks)
+    attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, contexts, groups, model.masks)
     hidden, route = _forward(model, b["token"], position, attend, kv.get("routes"))
     _draw(model, b, hidden, route, truncated, greedy)
 
@@ -81,14 +82,11 @@ def mixed_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, 
         SEGMENT,
         paging.max_context,
     )
-    attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, groups=_groups(b, grouped), masks=model.masks)
+    groups = ops.PrefixGroups(b["groups"], b["shared_len"]) if grouped else ops.ALONE
+    attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, groups=groups, masks=model.masks)
     tokens = torch.cat((b["token"], prompt["token"]))
     hidden, route = _forward(model, tokens, position, attend, kv.get("routes"), prompt["source"])
     _draw(model, b, hidden, route, truncated, greedy)
-
-
-def _groups(b: State, grouped: bool) -> ops.PrefixGroups:
-    return ops.PrefixGroups(b["groups"], b["shared_len"]) if grouped else ops.ALONE
 
 
 def _forward(
