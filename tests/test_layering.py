@@ -191,8 +191,6 @@ LONG_SIGNATURES = {
 NO_ROOM = {"gpu", "data", "odd_inputs", "extend"}
 MOST_ROOMS, MOST_FLOORS, MOST_ARROWS = 26, 12, 120
 
-ASKED_FOR = (ast.Import, ast.ImportFrom, ast.keyword, ast.ClassDef, ast.For, ast.comprehension, ast.Constant)
-
 # What only the command line and data may import: everything else works with torch alone.
 HEAVY = {"transformers", "tokenizers", "datasets", "tyro", "rich"}
 MAY_IMPORT_HEAVY_AT_TOP = {"cli", "environments", "__main__"}
@@ -211,8 +209,8 @@ def tree_of(source: str) -> ast.Module:
 
 @cache
 def nodes(source: str) -> tuple[ast.AST, ...]:
-    """All of its nodes that some test asks for, in the order of `ast.walk`."""
-    return tuple(node for node in ast.walk(tree_of(source)) if isinstance(node, ASKED_FOR))
+    """All of its nodes, walked once."""
+    return tuple(ast.walk(tree_of(source)))
 
 
 def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
