@@ -216,7 +216,7 @@ def generate(model: Decoder) -> None:
     chain = torch.empty(128, config.hidden_size, dtype=model.embed.dtype)
     linear_triton.chain(chain, chain)
     linear_triton.chain(chain, chain, "linear_fp32")
-    table, state = torch.empty(17, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
+    table, state = torch.empty(9, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
     for rank, to_owners in itertools.product((0, 1, 7), (False, True)):  # of eight that generate together
         pushed(chain, to_owners, SharedMemory(rank, 8, 10**9, table, state, torch.empty(1, dtype=torch.int64)))
     one_step = torch.empty(128, 128, dtype=model.embed.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     from lockstep.distributed.push import triton as kernels
-    from lockstep.distributed.push.memory import CHUNKS, PARITIES, SLOT, SharedMemory
+    from lockstep.distributed.push.memory import PARITIES, SLOT, SharedMemory
 
 SHAPES = [
     (1, 8, torch.bfloat16),
@@ -28,13 +29,11 @@ def test_kernel_under_the_interpreter() -> None:
 
 def group(ranks: int) -> list[SharedMemory]:
     """The memory of ranks of this process."""
-    slots = torch.full((ranks, PARITIES * ranks * SLOT), 0x7F, dtype=torch.uint8)
-    signals, late = torch.zeros(ranks, ranks * CHUNKS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    pointers = [*(x.data_ptr() for x in slots), *(x.data_ptr() for x in signals), late.data_ptr()]
-    held = (slots, signals)
+    slots = torch.full((ranks, PARITIES * ranks * SLOT), 0x7F7F7F7F7F7F7F7F)
+    late = torch.zeros(1, dtype=torch.int64)
+    pointers = torch.tensor([*(x.data_ptr() for x in slots), late.data_ptr()])
     return [
-        SharedMemory(rank, ranks, 0, torch.tensor(pointers), torch.zeros(2, dtype=torch.int64), late, held)
-        for rank in range(ranks)
+        SharedMemory(rank, ranks, 0, pointers, torch.zeros(2, dtype=torch.int64), late, slots) for rank in range(ranks)
     ]
 
 
@@ -92,3 +91,27 @@ class Interpreted:
             kernels.pushed(x, False, memory, take=False)
         found = kernels.pushed(own[0], False, memories[0], store=False)
         assert torch.equal(found, torch.cat(own, dim=1))
+
+    def test_no_word_is_taken_before_its_mark_has_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(kernels, "POLLS", 1 << 40)  # never look at the clock, which the interpreter has none of
+        memory, other = group(2)
+        own = [words(rank, (8, 24, torch.bfloat16), 0) for rank in range(2)]
+        for x in own:  # launches before, whose words lie in the slots
+            earlier = -x
+            kernels.pushed(earlier, False, memory, take=False)
+            kernels.pushed(earlier, False, other, take=False)
+            kernels.pushed(earlier, False, memory, store=False)
+            kernels.pushed(earlier, False, other, store=False)
+        kernels.pushed(own[0], False, memory, take=False)
+        kernels.pushed(own[1], False, other, take=False)
+        slot = memory.held[0].view(PARITIES, 2, SLOT)[1, 1]  # of the third launch, from the other
+        came = slot[: 8 * 12].clone()
+        slot[7 : 8 * 12] = came[7:] ^ (1 << 33)  # only some are there; the others have another launch's mark
+        found: list[Tensor] = []
+        taking = threading.Thread(target=lambda: found.append(kernels.pushed(own[0], False, memory, store=False)))
+        taking.start()
+        taking.join(0.3)
+        assert taking.is_alive() and not found
+        slot[7 : 8 * 12] = came[7:]
+        taking.join(60)
+        assert torch.equal(found[0], torch.cat(own, dim=1))

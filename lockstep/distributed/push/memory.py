@@ -11,8 +11,8 @@ from torch import Tensor
 from ...errors import InputError
 from .. import torch_private
 
-SLOT = 1 << 20  # bytes that a rank stores at once into another's memory; of more, a collective is as fast
-CHUNKS = 16  # programs at most that store to one rank, each with a signal of its own
+SLOT = 1 << 18  # words that a rank stores at once into another's memory; of more, a collective is as fast
+WORD_BYTES = 8  # of a word with its mark
 PARITIES = 2  # slots a pair of ranks has: a rank is at most one launch ahead of another, which still reads
 
 
@@ -23,8 +23,8 @@ class SharedMemory:
     Attributes:
         rank, ranks: this one's place in the group, and how many there are.
         patience: nanoseconds that a launch waits for the words of others.
-        addresses: int64 [2 * ranks + 1]: of each rank's slots, [PARITIES, ranks, SLOT] bytes, in which the place of a
-            slot is its sender's rank; of each rank's signals, int64 [ranks, CHUNKS], in the same order; and of `late`.
+        addresses: int64 [ranks + 1]: of each rank's slots, int64 [PARITIES, ranks, SLOT], in which the place of a slot
+            is its sender's rank; and of `late`.
         state: int64 [2]: launches so far, and this launch's programs that have ended.
         late: on the host and written by the device: 0, or the launch at which words did not come in time.
         held: what `addresses` points into.
@@ -36,7 +36,7 @@ class SharedMemory:
     addresses: Tensor
     state: Tensor
     late: Tensor
-    held: tuple[object, ...] = ()
+    held: object = None
 
 
 _BY_GROUP: dict[str, SharedMemory] = {}
@@ -52,21 +52,20 @@ def share_memory(name: str, group: dist.ProcessGroup, device: torch.device, time
         InputError: the GPUs of the group cannot write to one another's memory.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    sizes = PARITIES * ranks * SLOT, 8 * ranks * CHUNKS
     try:
-        slots, signals = (torch_private.symmetric_memory(size, device, group) for size in sizes)
+        slots = torch_private.symmetric_memory(WORD_BYTES * PARITIES * ranks * SLOT, device, group)
     except RuntimeError as error:
         raise InputError(
             "parallel.symmetric_memory: the GPUs of processes that generate together cannot write to one another's "
             f"memory ({str(error).splitlines()[0]}); leave it off, and NCCL moves their words"
         ) from error
     late = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-    addresses = torch.tensor([*slots.addresses, *signals.addresses, late.data_ptr()], device=device)
+    addresses = torch.tensor([*slots.addresses, late.data_ptr()], device=device)
     state = torch.zeros(2, dtype=torch.int64, device=device)
-    signals.words.zero_()
+    slots.words.zero_()  # marks of no launch
     torch.cuda.synchronize(device)
-    dist.barrier(group)  # nobody stores before all signals are zero
-    made = SharedMemory(rank, ranks, int(timeout * 1e9), addresses, state, late, (slots, signals))
+    dist.barrier(group)  # nobody stores before
+    made = SharedMemory(rank, ranks, int(timeout * 1e9), addresses, state, late, slots)
     _BY_GROUP[name] = made
     return made
 

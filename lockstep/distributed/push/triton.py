@@ -1,10 +1,12 @@
 """`push_columns` on GPUs that reach one another's memory: every program stores a piece of this rank's words into one
-other's memory, signals it, waits for the same piece of that one's words, and lays them out. Meaning:
-`push/operator.py`.
+other's memory, waits for the same piece of that one's words, and lays them out. Meaning: `push/operator.py`.
 
-A launch has a number, one more than the last one's, the same on all ranks. It is what is signalled, so signals are
-never set back, and launches of a replayed graph need nothing of the host. Slots alternate: a rank stores at launch
-n + 2 only after it has got the words of launch n + 1 of the other, who had laid out those of launch n before that.
+A launch has a number, one more than the last one's, the same on all ranks. Each word of 32 bits travels beside it, its
+mark, in one store of 64, which arrives whole: whoever finds the mark has the word. So a push takes the way of a store
+and no more: no fence, and no signal behind it. Marks are never set back, and launches of a replayed graph need nothing
+of the host. Slots alternate: a rank stores at launch n + 2 only after it has got the words of launch n + 1 of the
+other, who had laid out those of launch n before that. Slots hold marked words alone, so that no other word is taken
+for a mark.
 
 A launch releases its dependents at once (`ops.pdl`): the product behind it loads weights while words are on their way.
 All its programs have begun by then, so what begins early takes no place that one of them needs.
@@ -21,12 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...ops import pdl
-from .memory import CHUNKS, PARITIES, SLOT, SharedMemory, shared_memory
+from .memory import PARITIES, SLOT, SharedMemory, shared_memory
 from .operator import by_collective
 
-BLOCK, NUM_WARPS = 2048, 4
-PIECE = 1 << 14  # bytes that a program stores at least
-POLLS = 256  # of a signal, about 0.1 ms, between two looks at the clock
+BLOCK, NUM_WARPS = 1024, 4  # words at a time, and who moves them
+CHUNKS = 64  # programs at most that store to one rank
+POLLS = 256  # of words, about 0.1 ms, between two looks at the clock
 
 
 @triton.jit
@@ -48,12 +50,19 @@ def _end_all_work(late_ptr, launch):
 
 
 @triton.jit
-def _wait(signal_ptr, launch, patience, late_ptr, POLLS: tl.constexpr):
-    """Until the signal is at least the launch's number."""
-    seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+def _all_marked(words, launch):
+    """Whether each word that was read is one of this launch's."""
+    return tl.max(((words >> 32).to(tl.int32) != launch.to(tl.int32)).to(tl.int32), axis=0) == 0
+
+
+@triton.jit
+def _awaited(from_ptr, at, inside, launch, patience, late_ptr, POLLS: tl.constexpr):
+    """Words with the launch's mark, as soon as all are there."""
+    unread = launch << 32
+    words = tl.load(from_ptr + at, mask=inside, other=unread, volatile=True)
     polls, until = 0, tl.zeros([], tl.int64)
-    while seen < launch:
-        seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+    while not _all_marked(words, launch):
+        words = tl.load(from_ptr + at, mask=inside, other=unread, volatile=True)
         polls += 1
         if polls == POLLS:
             polls = 0
@@ -62,61 +71,60 @@ def _wait(signal_ptr, launch, patience, late_ptr, POLLS: tl.constexpr):
                 until = now + patience
             if now > until:
                 _end_all_work(late_ptr, launch)
+    return words
 
 
 @triton.jit
-def _slot(address_ptr, sender, parity, kind: tl.constexpr, RANKS: tl.constexpr, SLOT: tl.constexpr):
-    address = tl.load(address_ptr) + (parity * RANKS + sender) * SLOT
-    return tl.multiple_of(address.to(kind), 16)
+def _slot(address_ptr, sender, SLOT: tl.constexpr):
+    """Of a sender in the memory at an address: the first of its two."""
+    return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(tl.int64)), 16) + sender * SLOT
 
 
 @triton.jit
-def _lay_out(source_ptr, out_ptr, begin, end, width, other, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """A rank's words, one after another, as its columns of [R, RANKS * W]."""
-    for start in range(begin, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        words = tl.load(source_ptr + at, mask=at < end, cache_modifier=".cg")  # others wrote them: not of L1
-        to = (at // width).to(tl.int64) * (RANKS * width) + other * width + at % width
-        tl.store(out_ptr + to, words, mask=at < end)
+def _place(at, width, sender, RANKS: tl.constexpr):
+    """Where a sender's words, one after another, lie as its columns of [R, RANKS * W]."""
+    return (at // width).to(tl.int64) * (RANKS * width) + sender * width + at % width
 
 
 @triton.jit(do_not_specialize=["rank"])  # of a host's ranks the first compiles it for all
 def _push_kernel(
     x_ptr, out_ptr, addresses_ptr, state_ptr, rank, rows, width, patience,
-    TO_OWNERS: tl.constexpr, RANKS: tl.constexpr, CHUNKS: tl.constexpr, PARITIES: tl.constexpr, SLOT: tl.constexpr,
+    TO_OWNERS: tl.constexpr, RANKS: tl.constexpr, PARITIES: tl.constexpr, SLOT: tl.constexpr,
     BLOCK: tl.constexpr, POLLS: tl.constexpr, STORE: tl.constexpr, TAKE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl.begin(PDL)
+    if PDL:
+        pdl.gdc_launch_dependents()
     other, chunk, chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    launch = tl.load(state_ptr) + 1
-    parity = launch % PARITIES
     size = rows * width
     piece = tl.cdiv(tl.cdiv(size, chunks), BLOCK) * BLOCK
     begin = chunk * piece
     end = tl.minimum(begin + piece, size)
+    to_ptr = _slot(addresses_ptr + other, rank, SLOT)
+    from_ptr = _slot(addresses_ptr + rank, other, SLOT)
+    late_ptr = tl.load(addresses_ptr + RANKS).to(tl.pointer_type(tl.int64))
     own_ptr = x_ptr
     if TO_OWNERS:
         own_ptr += other * size
+    if PDL:
+        pdl.gdc_wait()
+    launch = tl.load(state_ptr) + 1
+    parity = launch % PARITIES * (RANKS * SLOT)
 
     if STORE and other != rank:
-        to_ptr = _slot(addresses_ptr + other, rank, parity, x_ptr.dtype, RANKS, SLOT)
         for start in range(begin, end, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            tl.store(to_ptr + at, tl.load(own_ptr + at, mask=at < end), mask=at < end)
-        tl.debug_barrier()  # all threads' words before the one signal
-        signals_ptr = tl.load(addresses_ptr + RANKS + other).to(tl.pointer_type(tl.int64))
-        tl.atomic_xchg(signals_ptr + rank * CHUNKS + chunk, launch, sem="release", scope="sys")
+            word = tl.load(own_ptr + at, mask=at < end).to(tl.int64) & 0xFFFFFFFF
+            tl.store(to_ptr + parity + at, word | (launch << 32), mask=at < end, cache_modifier=".wt")
 
     if TAKE:
-        if other == rank:
-            _lay_out(own_ptr, out_ptr, begin, end, width, other, RANKS, BLOCK)
-        else:
-            signals_ptr = tl.load(addresses_ptr + RANKS + rank).to(tl.pointer_type(tl.int64))
-            late_ptr = tl.load(addresses_ptr + 2 * RANKS).to(tl.pointer_type(tl.int64))
-            _wait(signals_ptr + other * CHUNKS + chunk, launch, patience, late_ptr, POLLS)
-            tl.debug_barrier()
-            from_ptr = _slot(addresses_ptr + rank, other, parity, x_ptr.dtype, RANKS, SLOT)
-            _lay_out(from_ptr, out_ptr, begin, end, width, other, RANKS, BLOCK)
+        for start in range(begin, end, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            if other == rank:
+                words = tl.load(own_ptr + at, mask=at < end)
+            else:
+                marked = _awaited(from_ptr + parity, at, at < end, launch, patience, late_ptr, POLLS)
+                words = marked.to(x_ptr.dtype.element_ty)
+            tl.store(out_ptr + _place(at, width, other, RANKS), words, mask=at < end)
         tl.debug_barrier()
         if tl.atomic_add(state_ptr + 1, 1) == RANKS * chunks - 1:  # the last to end: all have read the number
             tl.store(state_ptr + 1, tl.zeros([], tl.int64))
@@ -125,8 +133,7 @@ def _push_kernel(
 
 def push_columns(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
     """See `push.operator.push_columns`. What does not fit into a slot is moved by a collective."""
-    share = x.numel() * x.element_size() // (ranks if to_owners else 1)
-    if share > SLOT:
+    if _words(x).numel() // (ranks if to_owners else 1) > SLOT:
         return by_collective(x, ranks, group, to_owners)
     return pushed(x, to_owners, shared_memory(group))
 
@@ -137,20 +144,21 @@ def pushed(x: Tensor, to_owners: bool, memory: SharedMemory, store: bool = True,
     Args:
         store: store this rank's words. take: wait for those of others, and count the launch.
     """
-    words = _words(x.contiguous())
+    words = _words(x)
     rows, width = words.shape[0] // (memory.ranks if to_owners else 1), words.shape[1]
     out = words.new_empty(rows, memory.ranks * width)
-    chunks = min(CHUNKS, max(1, rows * width * words.element_size() // PIECE))
+    chunks = min(CHUNKS, max(1, triton.cdiv(rows * width, BLOCK)))
     _push_kernel[(memory.ranks, chunks)](
         words, out, memory.addresses, memory.state, memory.rank, rows, width, memory.patience,
-        TO_OWNERS=to_owners, RANKS=memory.ranks, CHUNKS=CHUNKS, PARITIES=PARITIES, SLOT=SLOT, BLOCK=BLOCK, POLLS=POLLS,
+        TO_OWNERS=to_owners, RANKS=memory.ranks, PARITIES=PARITIES, SLOT=SLOT, BLOCK=BLOCK, POLLS=POLLS,
         STORE=store, TAKE=take, **pdl.options(words, num_warps=NUM_WARPS),
     )  # fmt: skip
     return out.view(x.dtype)
 
 
 def _words(x: Tensor) -> Tensor:
-    """[R, W] as the widest integers that rows consist of: fewer, longer stores."""
+    """[R, W], contiguous, as the widest integers of 32 bits at most that rows consist of: each travels in 64."""
+    x = x.contiguous()
     row = x.shape[1] * x.element_size()
     if x.data_ptr() % 4 == 0 and row % 4 == 0:
         return x.view(torch.int32)
