@@ -66,7 +66,10 @@ def gather_columns(pieces: Sequence[Tensor], axis: Axis) -> Sequence[Tensor]:
     """
     if not axis.pushes:
         return _Columns.apply(axis, *pieces)
-    all_TRW = push_columns(_joined(pieces), axis.size, axis.group, False).unflatten(1, (axis.size, -1))
+    whole_TV = push_columns(_joined(pieces), axis.size, axis.group, False)
+    if len(pieces) == 1:
+        return [whole_TV]
+    all_TRW = whole_TV.unflatten(1, (axis.size, -1))
     return [own_TRW.flatten(1) for own_TRW in all_TRW.split([piece.shape[1] for piece in pieces], dim=2)]
 
 

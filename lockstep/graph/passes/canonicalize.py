@@ -1,24 +1,60 @@
-"""Removing what no output and no write depends on, and the copies in name that autograd leaves."""
+"""Removing what no output and no write depends on, the copies in name that autograd leaves, and a rank's own columns
+copied out of the whole that they were put into."""
 
 from __future__ import annotations
 
-from ..ir.captured import Captured, mutates, op_name
-from .rewrite import rewritten
+from typing import Any, cast
+
+from torch import fx
+
+from ..ir.captured import Captured, mutates, op_name, origins, written
+from ..ir.rank_words import PUSH
+from .rewrite import called, rewritten
 
 SAME_TENSOR = ("aten.detach", "aten.alias")  # graphs run without autograd, where these are their argument
 
 
 def canonicalize(captured: Captured) -> tuple[Captured, str]:
-    """Drop dead calls and aliases. Calls that write in place stay, and so does the order."""
+    """Drop dead calls and aliases, and take own columns from where they were. Calls that write in place stay, and so
+    does the order."""
     result = rewritten(captured)
-    aliases = dead = 0
+    aliases = own = dead = 0
     for node in list(result.graph.nodes):
         if op_name(node) in SAME_TENSOR:
             node.replace_all_uses_with(node.args[0])
             result.graph.erase_node(node)
             aliases += 1
+    for node, source in _own_columns(result):
+        node.replace_all_uses_with(source)
+        own += 1
     for node in reversed(list(result.graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users and not mutates(node):
             result.graph.erase_node(node)
             dead += 1
-    return result, f"{dead} dead, {aliases} aliases removed"
+    taken = f", {own} own columns not copied" if own else ""
+    return result, f"{dead} dead, {aliases} aliases removed{taken}"
+
+
+def _own_columns(captured: Captured) -> list[tuple[fx.Node, fx.Node]]:
+    """Each copy of a rank's own columns out of those of all, and what the rank pushed: the same words, unless one of
+    them is written later."""
+    places = {node for node, spec in captured.placeholders() if spec.role != "user"}
+    found = [(n, source) for n in captured.graph.nodes if (source := _pushed(n, places))]
+    if not found:
+        return []
+    lies_in = origins(captured.graph)
+    changed = frozenset().union(*(lies_in[a] for node in captured.graph.nodes for a in written(node)))
+    return [(n, source) for n, source in found if changed.isdisjoint(lies_in[n] | lies_in[source])]
+
+
+def _pushed(node: fx.Node, places: set[fx.Node]) -> fx.Node | None:
+    """The argument of the push whose result `collectives.own_columns` takes a rank's columns from, by its place."""
+    chosen = called(node.args[0], "aten.index_select") if op_name(node) == "aten.squeeze" else None
+    parted = called(chosen.args[0], "aten.view") if chosen and node.args[1:] == (1,) else None
+    pushed = called(parted.args[0], PUSH) if parted else None
+    if not (chosen and parted and pushed):
+        return None
+    source, ranks, _, to_owners = pushed.args
+    shape: Any = parted.args[1]
+    by_rank = not to_owners and len(shape) == 3 and shape[1] == ranks
+    return cast(fx.Node, source) if by_rank and chosen.args[1] == 1 and chosen.args[2] in places else None

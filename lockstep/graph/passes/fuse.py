@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from ...ops.records import PLAIN, AttentionGradient, Packed, Rotation
 from ..ir.captured import Captured, op_name
 from ..torch_private import trace as torch_trace
-from .rewrite import rewritten
+from .rewrite import called, rewritten
 
 ATTENTION_ARGS = len(AttentionGradient._fields) + len(Packed._fields)  # before those of its scores
 ROTATION_ARGS = 2 + len(Rotation._fields)  # of a rotation's gradients: theirs, the projection, how it is rotated
@@ -41,12 +41,12 @@ def fuse(captured: Captured) -> tuple[Captured, str]:
 def _join_rotation(rotation: fx.Node) -> bool:
     if op_name(rotation) != "lockstep.qk_norm_rope_backward":
         return False
-    laid, first = _call(rotation.args[0], "aten.cat"), _item(rotation, 0)
+    laid, first = called(rotation.args[0], "aten.cat"), _item(rotation, 0)
     total = first and _only_user(first, "aten.add")
     if not (laid and first and total and _is_alone(laid)):
         return False
     parts: Any = laid.args[0]
-    attention = _call(_source(parts[0]), "lockstep.attention_packed_backward")
+    attention = called(_source(parts[0]), "lockstep.attention_packed_backward")
     if not attention or [_item(attention, 0), _item(attention, 1)] != parts or not all(map(_is_alone, parts)):
         return False
     values = _item(attention, 2)
@@ -86,7 +86,7 @@ def _join_table(gather: fx.Node) -> bool:
     table = total and _other_term(total, gather)
     if not (total and table and table < gather and _is_alone(table)):
         return False
-    if not _call(_source(table), "lockstep.token_logprobs_backward"):
+    if not called(_source(table), "lockstep.token_logprobs_backward"):
         return False
     with gather.graph.inserting_before(gather):
         name = torch_trace.operator_named("lockstep.add_gathered_rows.default")
@@ -138,10 +138,6 @@ def _erase(*nodes: fx.Node) -> None:
         node.graph.erase_node(node)
 
 
-def _call(value: object, name: str) -> fx.Node | None:
-    return value if isinstance(value, fx.Node) and op_name(value) == name else None
-
-
 def _source(value: object) -> object:
     return value.args[0] if isinstance(value, fx.Node) and value.target is operator.getitem else None
 
@@ -153,7 +149,7 @@ def _item(node: fx.Node, index: int) -> fx.Node | None:
 
 def _only_user(node: fx.Node, name: str) -> fx.Node | None:
     """The only reader of a node, if it calls this operator."""
-    return _call(next(iter(node.users)), name) if _is_alone(node) else None
+    return called(next(iter(node.users)), name) if _is_alone(node) else None
 
 
 def _is_alone(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..ir.captured import Captured
+from ..ir.captured import Captured, op_name
 
 
 def rewritten(captured: Captured) -> Captured:
@@ -16,6 +16,11 @@ def rewritten(captured: Captured) -> Captured:
     output = graph.graph_copy(captured.graph, {})
     graph.output(output).meta.update(captured.graph.output_node().meta)
     return replace(captured, module=fx.GraphModule(captured.module, graph))
+
+
+def called(value: object, name: str) -> fx.Node | None:
+    """A node that calls this operator."""
+    return value if isinstance(value, fx.Node) and op_name(value) == name else None
 
 
 def reached(

@@ -11,6 +11,8 @@ from torch import Tensor, fx, nn
 
 from lockstep import ops
 from lockstep.config import CompileConfig
+from lockstep.distributed.collectives import gather_columns, own_columns
+from lockstep.distributed.mesh import Axis
 from lockstep.graph import (
     GraphError,
     Inputs,
@@ -132,6 +134,30 @@ def test_canonicalize_drops_the_dead_and_keeps_writes_and_order() -> None:
     assert digest(twice) == digest(once) != digest(before) and diff(once, twice) == ""
     assert "-cos: float32[6, 8] = aten.cos.default(arg" in diff(before, once)
     assert once.log == (f"canonicalize: {len(names)} -> {len(kept)} nodes; {dead} dead, 1 aliases removed",)
+
+
+def own_after_push(t: Inputs, late: str = "") -> dict[str, Tensor]:
+    """A layer's sum, pushed, of which the next layer takes this rank's columns again."""
+    axis, place = Axis("tp", 2, 1, pushes=True), t.buffer["spread.index"]
+    found = t.user["x"] * 2
+    (whole,) = gather_columns((found,), axis)
+    own = own_columns(whole, t.user["rows"][:1] if late == "of a user" else place, axis)
+    if late == "written":
+        t.buffer["total"].copy_(found.mul_(3))
+    return {"own": own + 1, "whole": whole * 3}
+
+
+@pytest.mark.parametrize(("late", "copied"), [("", 0), ("written", 1), ("of a user", 1)])
+def test_own_columns_are_not_copied_out_of_what_was_pushed(late: str, copied: int) -> None:
+    buffers = {"spread.index": torch.tensor([1]), "total": torch.zeros(4, 3)}
+    inputs = Inputs(user={"x": torch.randn(4, 3), "rows": torch.tensor([1])}, buffer=buffers)
+    before = capture("f", own_after_push, inputs, statics={"late": late}, writes={"buffer"})
+    after = run_passes(before, pipeline())
+    assert (count(before, "aten.index_select"), count(after, "aten.index_select")) == (1, copied)
+    assert ("1 own columns not copied" in after.log[-1]) == (not copied)
+    if not copied:
+        (add,) = (node for node in after.graph.nodes if op_name(node) == "aten.add")
+        assert op_name(add.args[0]) == "aten.mul" and count(after, "lockstep.push_columns") == 1
 
 
 def test_recompute_keeps_what_leaves_a_layer_and_frees_what_does_not() -> None:
