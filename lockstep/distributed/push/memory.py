@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import InputError
 from .. import torch_private
 
-SLOT = 1 << 18  # words that a rank stores at once into another's memory; of more, a collective is as fast
+SLOT = 1 << 19  # words that a rank stores at once into another's memory; of more, a collective is as fast
 WORD_BYTES = 8  # of a word with its mark
 PARITIES = 2  # slots a pair of ranks has: a rank is at most one launch ahead of another, which still reads
 
