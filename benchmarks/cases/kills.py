@@ -43,7 +43,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--generator-tp", type=int, default=1)
-    parser.add_argument("--pushed", action="store_true", help="processes that generate together push their words")
+    parser.add_argument("--collectives", action="store_true", help="which move the words that GPUs would push")
     parser.add_argument("--tries", type=int, default=10, help="runs that are killed")
     parser.add_argument("--kills", type=int, default=2, help="of each, unless it ends before")
     parser.add_argument("--steps", type=int, default=6)
@@ -161,7 +161,7 @@ def _start(given: argparse.Namespace, folder: Path, run: Path) -> list[subproces
         *("--sampling.max-completion-length", "12", "--trainer.max-tokens-per-micro-batch", "128"),
         *("--checkpoint.interval", "1", "--parallel.batch-shards", str(given.processes // given.tp)),
         *("--parallel.tp", str(given.tp), "--parallel.generator-tp", str(given.generator_tp)),
-        *["--parallel.symmetric-memory"] * given.pushed,
+        *["--parallel.no-symmetric-memory"] * given.collectives,
         *("--parallel.timeout", str(TIMEOUT_S), "--metrics.no-progress", "--optimizer.learning-rate", "1e-3"),
     ]
     more = ["--resume", str(run)] if (run / "config.yaml").exists() else new

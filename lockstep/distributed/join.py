@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import platform
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -18,9 +20,10 @@ from . import torch_private
 from .cells import Cells
 from .collectives import exchange, gather
 from .mesh import Axis, exchanging
-from .push.memory import share_memory
+from .push.memory import forget_memory, share_memory
 from .ranks import ONE, World
 
+_log = logging.getLogger("lockstep")
 _joined = itertools.count()  # of this process: it may join the same others again, whose addresses are then new ones
 _NCCL_TIMEOUTS = 20  # NCCL's own deadline aborts the process without a word for the user: `World.deadline` comes first
 
@@ -43,17 +46,12 @@ def join(config: ParallelConfig, device_type: str) -> World:
         "as llm",
     )
     on_gpu = device_type == "cuda"
-    refuse(
-        config.symmetric_memory and not on_gpu,
-        "parallel.symmetric_memory is of GPUs that write to one another's memory, and the processes are on CPUs: leave "
-        "it off",
-    )
     timeout = timedelta(seconds=config.timeout)
     tp = config.tp
     groups = launch.processes // tp
     lanes = Cells(config.batch_shards or groups, config.cell, groups).lanes
     rank, count = launch.rank, launch.processes
-    pushes, local_rank = config.symmetric_memory, launch.local_rank
+    pushes, local_rank = config.symmetric_memory and on_gpu, launch.local_rank
     world = World(rank, count, config.timeout, on_gpu, tp, pushes=pushes, lanes=lanes, local_rank=local_rank)
     if on_gpu:
         machine.prepare_nccl(len(world.mesh.in_graphs))
@@ -75,12 +73,14 @@ def in_groups(world: World, ranks: int) -> World:
         if ranks == 1:
             return made
         axis = made.generator.tp
-        _bind(made, axis)
+        group = _bind(made, axis)
+        if made.pushes and made.on_gpu and not _share(made, axis, group):
+            made = replace(made, pushes=False)
         return replace(made, together=_own_group(made, axis, "gloo", timedelta(seconds=world.timeout)))
 
 
-def _bind(world: World, axis: Axis) -> None:
-    """Make the groups along an axis, whose processes have collectives in graphs."""
+def _bind(world: World, axis: Axis) -> dist.ProcessGroup:
+    """Make the groups along an axis, whose processes have collectives in graphs; this one's."""
     timeout = timedelta(seconds=world.timeout)
     backend = ("nccl", _NCCL_TIMEOUTS * timeout) if world.on_gpu else (torch_private.GLOO_IN_ORDER, timeout)
     group = _own_group(world, axis, *backend)
@@ -90,8 +90,29 @@ def _bind(world: World, axis: Axis) -> None:
     gather(probe, axis)  # a communicator is made at its first use, and its buffers, which memory is planned beside
     if axis in exchanging(world.axes):
         exchange(probe, 1, axis)
-    if axis.pushes and world.on_gpu:
-        share_memory(axis.group, group, device, world.timeout)
+    return group
+
+
+def _share(world: World, axis: Axis, group: dist.ProcessGroup) -> bool:
+    """Have each group's ranks write to one another's memory. Unless all can, none does, and a warning says why."""
+    hosts = world.gather(platform.node())
+    apart = any(len(set(hosts[i : i + axis.size])) > 1 for i in range(0, world.size, axis.size))
+    fault = "they are of several hosts" if apart else None
+    if not apart:
+        try:
+            share_memory(axis.group, group, torch.device("cuda", torch.cuda.current_device()), world.timeout)
+        except RuntimeError as error:
+            fault = str(error).splitlines()[0]
+    faults = [found for found in world.gather(fault) if found]  # when all are here, all memory is ready
+    if faults:
+        forget_memory(axis.group)
+        if world.first:
+            _log.warning(
+                "parallel.symmetric_memory: processes that generate together cannot write to one another's memory, and "
+                "NCCL moves their words, which takes longer (%s)",
+                faults[0],
+            )
+    return not faults
 
 
 @cache

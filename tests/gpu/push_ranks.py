@@ -125,7 +125,7 @@ def late(world: World) -> dict[str, Any]:
 def main() -> None:
     machine.own_gpu()
     ranks = machine.launched().processes
-    world = join(ParallelConfig(generator_tp=ranks, symmetric_memory=True, timeout=PATIENCE_S), "cuda")
+    world = join(ParallelConfig(generator_tp=ranks, timeout=PATIENCE_S), "cuda")
     found: dict[str, Any] = {f"{shape[0]} x {shape[1]} {shape[2]}": differing(world, shape) for shape in SHAPES}
     found |= {name: replayed(world, *size) for name, size in MANY.items()}
     every = world.gather(found)

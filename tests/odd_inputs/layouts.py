@@ -26,7 +26,7 @@ def layouts() -> Iterator[Odd]:
         for value in values:
             yield Odd(f"{TRAIN}\0--parallel.{name}\0{value}".replace(" ", "\0"), (name.partition("-")[0],))
     for flags, word in [
-        ("--parallel.symmetric-memory", "parallel.symmetric_memory"),
+        ("--parallel.no-symmetric-memory", "parallel.symmetric_memory"),
         ("--parallel.zero-stage 2 --parallel.tp 2", "parallel.zero_stage is 2 and parallel.tp 2"),
         ("--parallel.zero-stage 2 --parallel.generator-tp 4", "parallel.zero_stage is 2 and parallel.generator_tp 4"),
         ("--parallel.tp 2 --parallel.fsdp 2", "parallel.tp is 2"),
@@ -92,7 +92,7 @@ def parts_of_a_layout() -> Iterator[Odd]:
             ("--parallel.generator-tp -1", "parallel.generator_tp is -1"),
             ("--parallel.generator-tp 99", "parallel.generator_tp is 99"),
             ("--parallel.generator-tp x", "x"),
-            ("--parallel.symmetric-memory", "parallel.symmetric_memory"),
+            ("--parallel.no-symmetric-memory", "parallel.symmetric_memory"),
             ("--parallel.timeout 20", "parallel.timeout"),
             ("--parallel.zero-stage 3", "--parallel.zero-stage is for training"),
             ("--parallel.batch-shards 1", "--parallel.batch-shards is for training"),

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import InputError
 from .. import torch_private
 
 SLOT = 1 << 19  # words that a rank stores at once into another's memory; of more, a collective is as fast
@@ -44,27 +43,21 @@ _BY_GROUP: dict[str, SharedMemory] = {}
 
 def share_memory(name: str, group: dist.ProcessGroup, device: torch.device, timeout: float) -> SharedMemory:
     """Make the memory of a group's ranks, all of which call this, for those that ask for it by the group's name.
+    It may be used when all have returned.
 
     Args:
         timeout: seconds that a launch waits for the words of others.
 
     Raises:
-        InputError: the GPUs of the group cannot write to one another's memory.
+        RuntimeError: the GPUs of the group do not reach one another's memory.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    try:
-        slots = torch_private.symmetric_memory(WORD_BYTES * PARITIES * ranks * SLOT, device, group)
-    except RuntimeError as error:
-        raise InputError(
-            "parallel.symmetric_memory: the GPUs of processes that generate together cannot write to one another's "
-            f"memory ({str(error).splitlines()[0]}); leave it off, and NCCL moves their words"
-        ) from error
+    slots = torch_private.symmetric_memory(WORD_BYTES * PARITIES * ranks * SLOT, device, group)
     late = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     addresses = torch.tensor([*slots.addresses, late.data_ptr()], device=device)
     state = torch.zeros(2, dtype=torch.int64, device=device)
     slots.words.zero_()  # marks of no launch
     torch.cuda.synchronize(device)
-    dist.barrier(group)  # nobody stores before
     made = SharedMemory(rank, ranks, int(timeout * 1e9), addresses, state, late, slots)
     _BY_GROUP[name] = made
     return made
