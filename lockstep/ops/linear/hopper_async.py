@@ -40,7 +40,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 ALIGNMENT = 16  # bytes: of what one instruction copies
 WGMMA_ROWS = 64  # of a block, from which on it is multiplied so
 STAGES = {64: (4, 8), 128: (3, 4), 256: (3, 4)}  # of the rows, by the depth of one; the weights fill the rest
-STAGES_KIB = (74, 110, 220)  # three programs a multiprocessor, two, or one
+STAGES_KIB = (74, 110, 224)  # three programs a multiprocessor, two, or one
 MIN_COPIED = 8  # rows that are copied at least: the period of the shared layouts
 
 
