@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -97,6 +98,21 @@ def graph_us(run: Callable[[], object], replays: int = 10, samples: int = 7) -> 
     return statistics.median(1e6 * replay_s(graph, replays) for _ in range(samples))
 
 
+def streak_us(run: Callable[[], object], replays: int = 3, samples: int = 5) -> float:
+    """`graph_us` of a graph that waits for those of other processes, which call this too: replays follow one another
+    without a pause, and the first, in which the processes come together, are not timed."""
+    if not torch.cuda.is_available():
+        return 1e6 * seconds(run, "cpu")
+    graph = cuda_graph([run])
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(samples + 1)]
+    for mark in marks:
+        for _ in range(replays):
+            graph.replay()
+        mark.record()
+    marks[-1].synchronize()
+    return statistics.median(1e3 * a.elapsed_time(b) / replays for a, b in itertools.pairwise(marks))
+
+
 def cuda_graph(runs: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     """A graph of these calls in turn; the first is called once before."""
     stream = torch.cuda.Stream()
@@ -105,7 +121,7 @@ def cuda_graph(runs: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
         runs[0]()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # another thread may ask for NCCL's events
         for run in runs:
             run()
     return graph

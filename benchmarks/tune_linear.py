@@ -5,6 +5,10 @@ decoder layer are tuned one after the other inside the whole layer (but for its 
 products are tuned alone; beside ours stands the faster of cuBLAS and cuBLASLt as torch calls them, free to split K,
 which the contract forbids. With `--alone` so are a layer's, with one pipeline a tile: many models in a few minutes.
 
+Started by torchrun, one process a GPU, it tunes layers that all of them share, with the pushes between products: a
+kernel that asks for weights while words are on their way is worth more there than alone. What pushes cost is told by
+the same layer whose words stay where they are.
+
 An entry of the table serves a range of rows, and is measured at each number of them that graphs are made for. The
 library's choice of kernels can be far off at single numbers (for 1,024 x 3,072 at exactly 48, 64 and 96), so it is
 taken only where no multiple of eight in the range takes much longer than the others.
@@ -12,7 +16,6 @@ taken only where no multiple of eight in the range takes much longer than the ot
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
@@ -20,7 +23,8 @@ import multiprocessing
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,10 +32,13 @@ from typing import Any
 import torch
 import triton
 from cases.decode_layer import BANDWIDTH, DEVICE, DTYPE, EPS, Stack, contract, stock
-from common import arguments, finish, graph_us
+from common import arguments, bandwidth, finish, graph_us, save, streak_us
 from torch import Tensor
 
-from lockstep import ops
+from lockstep import machine, ops
+from lockstep.config import ParallelConfig
+from lockstep.distributed import World, join
+from lockstep.distributed.push.operator import push_columns
 from lockstep.models.init import architecture
 from lockstep.ops.linear import choice as linear_choice
 from lockstep.ops.linear.choice import LIBRARY, Choice, Kind
@@ -41,6 +48,7 @@ from lockstep.ops.norm import triton as norm_triton
 
 ARCHITECTURES = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-8b", "qwen3-32b")
 OWN = [name for name in KERNELS if name != "library"]
+VARIED_ALONE, VARIED_SHARED = ("tma",), ("async", "tma")  # kernels of which all pipelines are tried, where not of all
 PROBES = {  # bound on the rows: rows measured
     1: (1,),
     4: (2, 4),
@@ -61,9 +69,11 @@ LAYER: dict[str, Kind] = {
 UNEVEN = 1.5  # the library's slowest over its median within a range, from which on it is not taken
 LARGE = (512, 1024, 2048, 4096, 8192)  # left to the library; measured for the report
 COLD_BYTES = 250 * 2**20  # weights that one graph reads
-MIN_LAYERS, MAX_LAYERS = 3, 12
+MIN_LAYERS, MAX_LAYERS = (3, 12) if DEVICE == "cuda" else (2, 2)
 AGAIN = 6  # of the fastest tiles, tried once more when the other products have theirs
 GAIN = 0.997  # what a change must bring to be taken
+COMPARED = 5  # times that what was found is timed beside what there was
+TIMEOUT_S = 600  # that processes wait for one another: the first compiles for all
 
 Configuration = dict[str, Choice]
 
@@ -77,39 +87,45 @@ def product(kind: Kind, choice: Choice, x: Tensor, weight: Tensor, norm: Tensor,
     return KERNELS[choice.kernel].run(kind, choice, x, weight, residual if kind == "linear_add" else None)
 
 
-def tiles(kind: Kind, bucket: int, columns: int, depth: int, kernels: Sequence[str], few: bool = False) -> list[Choice]:
-    """Candidates of these kernels; `few`: of each tile the one with the most stages, which releases early, and by TMA
-    those of which a multiprocessor has several."""
+def tiles(
+    kind: Kind, bucket: int, columns: int, depth: int, kernels: Sequence[str], varied: Sequence[str] = OWN
+) -> list[Choice]:
+    """Candidates of these kernels. Of each tile of a kernel that is not `varied`, the one with the most stages, which
+    releases early."""
     found = [c for name in kernels for c in KERNELS[name].candidates(kind, PROBES[bucket], columns, depth)]
     ordered = sorted(found, key=lambda c: (c.num_stages, c.early))
-    deepest = {(*c[:4], c.kernel == "tma" and c.num_stages): c for c in ordered}
-    return list(deepest.values()) if few else found
+    return list({(c if c.kernel in varied else c[:4]): c for c in ordered}.values())
+
+
+Call = Callable[[str, Tensor, Tensor], Tensor]  # of a product: its name, rows and residual
 
 
 class LayerProblem:
-    """The layers of an architecture at a number of rows."""
+    """The layers of an architecture at a number of rows, or a rank's part of them."""
 
-    def __init__(self, arch: str, bucket: int, kernels: Sequence[str]) -> None:
-        size = sum(2 * w.numel() for w in Stack(arch, 1, 1, "meta").layers[0])
-        self.stack = Stack(arch, 1, max(MIN_LAYERS, min(MAX_LAYERS, COLD_BYTES // size)))
+    varied: Sequence[str] = OWN
+    least_layers = MIN_LAYERS
+
+    def __init__(self, arch: str, bucket: int, kernels: Sequence[str], ranks: int = 1) -> None:
+        size = sum(2 * w.numel() for w in Stack(arch, 1, 1, "meta", ranks).layers[0])
+        self.stack = Stack(arch, 1, max(self.least_layers, min(MAX_LAYERS, COLD_BYTES // size)), ranks=ranks)
         self.probes = [self.stack.with_rows(rows) for rows in PROBES[bucket]]
         self.shapes = {name: tuple(w.shape) for name, w in zip(LAYER, self.stack.layers[0], strict=True)}
         self.bucket, self.kernels = bucket, kernels
+        self.even: dict[str, bool] = {}
+        self.tried: dict[str, dict[Choice, float]] = {}  # of each product, the first time: microseconds a layer
 
-    @functools.cache  # noqa: B019 (as many problems as there are ranges)
     def library_is_even(self, name: str) -> bool:
         """Whether the library may be taken for this product."""
-        weight = self.stack.layers[0][list(LAYER).index(name)]
-        return is_even(LAYER[name], weight.unsqueeze(0), self.bucket)
+        if name not in self.even:
+            weight = self.stack.layers[0][list(LAYER).index(name)]
+            self.even[name] = is_even(LAYER[name], weight.unsqueeze(0), self.bucket)
+        return self.even[name]
 
     def run(self, s: Stack, chosen: Configuration) -> None:
         x = s.x
         for layer in s.layers:
-            weight = dict(zip(LAYER, layer, strict=True))
-
-            def call(name: str, y: Tensor, residual: Tensor, weight: dict[str, Tensor] = weight) -> Tensor:
-                return product(LAYER[name], chosen[name], y, weight[name], s.norm, residual)
-
+            call = self._products(s, layer, chosen)
             q = ops.qk_norm_rope_write_kv(call("qkv", x, x), s.heads(), ops.KVPages(*s.cache), s.slots)
             x = call("o", q.flatten(1), x)
             x = call("down", call("gate_up", x, x), x)
@@ -119,12 +135,14 @@ class LayerProblem:
         times = [graph_us(lambda s=s: self.run(s, chosen), 3, 5) for s in self.probes]
         return sum(times) / len(times) / len(self.stack.layers)
 
+    def present(self) -> Configuration:
+        """By the present table or its rule."""
+        return {n: linear_choice.choose(LAYER[n], PROBES[self.bucket][-1], *shape) for n, shape in self.shapes.items()}
+
     def tune(self) -> tuple[Configuration, float]:
         """The best configuration that a descent from the present table finds; microseconds a layer."""
         m = PROBES[self.bucket][-1]
-        best: Configuration = {
-            name: linear_choice.choose(LAYER[name], m, *shape) for name, shape in self.shapes.items()
-        }
+        best = self.present()
         for name, shape in self.shapes.items():
             if best[name] == LIBRARY and not self.library_is_even(name):
                 best[name] = linear_choice.by_rule(LAYER[name], min(m, linear_choice.MAX_ROWS), *shape)
@@ -136,21 +154,75 @@ class LayerProblem:
                 tries[name] = sorted(times, key=times.__getitem__)[:AGAIN]
                 flags = self._flags(tries[name][0])
                 times |= {choice: self.us({**best, name: choice}) for choice in flags}
+                self.tried.setdefault(name, times)
                 choice = min(times, key=times.__getitem__)
                 if times[choice] < GAIN * time:
                     best, time = {**best, name: choice}, times[choice]
         return best, time
 
+    @staticmethod
+    def _products(s: Stack, layer: tuple[Tensor, ...], chosen: Configuration) -> Call:
+        weights = dict(zip(LAYER, layer, strict=True))
+        return lambda name, x, residual: product(LAYER[name], chosen[name], x, weights[name], s.norm, residual)
+
     def _tiles(self, name: str) -> list[Choice]:
         """Tiles, and the library."""
         library = [LIBRARY] if self.library_is_even(name) else []
-        return [*library, *tiles(LAYER[name], self.bucket, *self.shapes[name], self.kernels)]
+        return [*library, *tiles(LAYER[name], self.bucket, *self.shapes[name], self.kernels, self.varied)]
 
     def _flags(self, choice: Choice) -> list[Choice]:
         """The tile of `choice` with other flags."""
         if choice.kernel != "pipelined":
             return []
         return [choice._replace(early=early) for early in (False, True)]
+
+
+class SharedLayerProblem(LayerProblem):
+    """The layers shared by the processes of a world, each of which has its columns and heads: words go to all behind
+    attention and every product. All try the same at the same time, and a time is the longest of theirs."""
+
+    varied = VARIED_SHARED
+    least_layers = MAX_LAYERS  # between two replays there is a gap
+
+    def __init__(self, arch: str, bucket: int, kernels: Sequence[str], world: World) -> None:
+        super().__init__(arch, bucket, kernels, world.size)
+        self.world, self.axis = world, world.generator.tp
+        self.whole: dict[tuple[int, int], Tensor] = {}
+
+    def library_is_even(self, name: str) -> bool:
+        """Whether it is on all."""
+        return all(self.world.gather(super().library_is_even(name)))
+
+    def run(self, s: Stack, chosen: Configuration, pushes: bool = True) -> None:
+        move = self._pushed if pushes else self._unmoved
+        x, own = s.x, s.x.chunk(self.axis.size, dim=1)[self.axis.rank]
+        for layer in s.layers:
+            call = self._products(s, layer, chosen)
+            q = ops.qk_norm_rope_write_kv(call("qkv", x, x), s.heads(), ops.KVPages(*s.cache), s.slots)
+            own = call("o", move(q.flatten(1)), own)
+            own = call("down", move(call("gate_up", move(own), own)), own)
+            x = move(own)
+
+    def us(self, chosen: Configuration, pushes: bool = True) -> float:
+        times = [streak_us(lambda s=s: self.run(s, chosen, pushes)) for s in self.probes]
+        return max(self.world.gather(sum(times) / len(times) / len(self.stack.layers)))
+
+    def compare(self, before: Configuration, after: Configuration) -> tuple[float, float, float]:
+        """Microseconds a layer, timed in turn: before, after, and after without pushes."""
+        runs = (before, True), (after, True), (after, False)
+        rounds = [[self.us(*run) for run in runs] for _ in range(COMPARED)]
+        first, second, third = map(statistics.median, zip(*rounds, strict=True))
+        return first, second, third
+
+    def _pushed(self, x: Tensor) -> Tensor:
+        return push_columns(x, self.axis.size, self.axis.group, False)
+
+    def _unmoved(self, x: Tensor) -> Tensor:
+        """Random words of the shape that all ranks' columns have, the same each time."""
+        shape = x.shape[0], self.axis.size * x.shape[1]
+        if shape not in self.whole:
+            self.whole[shape] = torch.randn(shape, device=DEVICE).to(DTYPE)
+        return self.whole[shape]
 
 
 def range_of(bucket: int) -> range:
@@ -214,7 +286,7 @@ class PlainProblem:
         """Microseconds, the mean over the rows, of the present choice, the tiles and the library; fastest first."""
         of, probes = (self.kind, bucket, self.columns, self.depth), PROBES[bucket]
         now = linear_choice.choose(self.kind, probes[-1], self.columns, self.depth)
-        choices = tiles(*of, self.kernels, self.few)
+        choices = tiles(*of, self.kernels, VARIED_ALONE if self.few else OWN)
         if now != LIBRARY:
             choices.append(now)
         if not choices or is_even(self.kind, self.weights, bucket):
@@ -239,12 +311,12 @@ def compile_one(job: tuple[Kind, int, int, int, Choice]) -> None:
 
 
 def compile_all(
-    shapes: list[tuple[Kind, int, int]], bounds: list[int], kernels: Sequence[str], few: bool = False
+    shapes: Sequence[tuple[Kind, int, int]], bounds: list[int], kernels: Sequence[str], varied: Sequence[str] = OWN
 ) -> int:
     """Compile what will be timed, on all processors."""
     jobs: dict[object, tuple[Kind, int, int, int, Choice]] = {}
     for (kind, *shape), bucket in itertools.product(shapes, bounds):
-        for choice, m in itertools.product(tiles(kind, bucket, *shape, kernels, few), PROBES[bucket]):
+        for choice, m in itertools.product(tiles(kind, bucket, *shape, kernels, varied), PROBES[bucket]):
             key: list[object] = [kind.removeprefix("norm_"), choice]
             if choice.kernel != "pipelined":
                 key += shape
@@ -265,7 +337,8 @@ def entry(choice: Choice) -> list[str | int]:
 class Table:
     """What was chosen, kind by kind, shape by shape, for each bound on the rows; other shapes keep what they have."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: bool = True) -> None:
+        self.told = told  # whether this process says and writes it
         self.entries: dict[str, dict[str, dict[int, Choice]]] = {
             kind: {f"{n}x{k}": dict(found) for (n, k), found in shapes.items()}
             for kind, shapes in linear_choice.table().items()
@@ -278,10 +351,13 @@ class Table:
 
     def line(self, *cells: object) -> None:
         self.lines.append([f"{c:.2f}" if isinstance(c, float) else str(c) for c in cells])
-        print("  ".join(self.lines[-1]), file=sys.stderr, flush=True)
+        if self.told:
+            print("  ".join(self.lines[-1]), file=sys.stderr, flush=True)
 
     def write(self, path: Path) -> None:
         """One line a shape."""
+        if not self.told:
+            return
         gpu, capability = linear_choice.this_gpu()
         parts = [f'  "gpu": {json.dumps(gpu)}', f'  "capability": {json.dumps(capability)}']
         for kind, shapes in self.entries.items():
@@ -303,6 +379,33 @@ def tune_layers(arch: str, bounds: list[int], kernels: Sequence[str], table: Tab
         table.line("layer", arch, bucket, us, "", floor, {n: entry(c) for n, c in chosen.items()})
         for name, shape in problem.shapes.items():
             table.add(LAYER[name], shape, bucket, chosen[name])
+
+
+def tune_shared(arch: str, bucket: int, kernels: Sequence[str], world: World, rate: float, table: Table) -> None:
+    """Of the layer that all processes share, the table's kernels or those found: what is faster when timed in turn.
+    `rate`: bytes a second that a sum reads here."""
+    began, problem = time.perf_counter(), SharedLayerProblem(arch, bucket, kernels, world)
+    present, (found, _) = problem.present(), problem.tune()
+    before, after, unmoved = problem.compare(present, found)
+    chosen = found if after < before else present
+    floor = 1e6 * sum(w.nbytes for w in problem.stack.layers[0]) / rate
+    seconds = time.perf_counter() - began
+    told = f"before {before:.2f}, without pushes {unmoved:.2f}"
+    what = f"layer of {world.size}"
+    table.line(what, arch, bucket, min(before, after), told, floor, {n: entry(c) for n, c in chosen.items()})
+    us = {"before_us": before, "after_us": after, "without_pushes_us": unmoved, "floor_us": floor}
+    choices = {when: {n: entry(c) for n, c in of.items()} for when, of in (("before", present), ("after", found))}
+    tried = {name: fastest(times) for name, times in problem.tried.items()}
+    about = {"arch": arch, "shared_by": world.size, "rows": bucket, "seconds": seconds}
+    table.measured.append({**about, **us, **choices, "fastest_us": tried})
+    for name, shape in problem.shapes.items():
+        table.add(LAYER[name], shape, bucket, chosen[name])
+
+
+def fastest(times: dict[Choice, float]) -> dict[str, list[Any]]:
+    """Of each kernel."""
+    ordered = sorted(times.items(), key=lambda item: -item[1])
+    return {choice.kernel: [entry(choice), us] for choice, us in ordered}
 
 
 def tune_plain(
@@ -348,7 +451,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=table_path, help="default: this GPU's table in the package")
     parser.add_argument("--layers", action="store_true", help="leave the plain products as they are")
     parser.add_argument("--alone", action="store_true", help="products one by one, without plain ones")
-    parser.add_argument("--shared-by", type=int, nargs="*", default=[1], help="GPUs that share columns (default: 1)")
+    processes = machine.launched().processes
+    parser.add_argument(
+        "--shared-by", type=int, nargs="*", default=[processes], help="GPUs that share columns (default: the processes)"
+    )
     bounds = list(PROBES)
     parser.add_argument(
         "--bounds", type=int, nargs="*", choices=bounds, default=bounds, help="of the rows; default: all"
@@ -358,10 +464,15 @@ def main() -> int:
     if DEVICE == "cpu" and args.out == table_path:
         parser.error("torch sees no GPU: give an --out, the table in the package is not measured on a CPU")
     configs = [architecture(name) for name in args.arch]
+    if processes > 1 and (args.alone or not args.layers or args.shared_by != [processes]):
+        parser.error(f"{processes} processes tune the layers that they share: give --layers, and no --alone")
+    for (name, config), gpus in itertools.product(zip(args.arch, configs, strict=True), args.shared_by):
+        if config.num_kv_heads % gpus:
+            parser.error(f"{gpus} GPUs cannot share {name}, which has {config.num_kv_heads} heads of keys and values")
     layers = {
-        (LAYER[n], w.shape[0] // gpus, w.shape[1])
+        (LAYER[n], *w.shape)
         for a, gpus in itertools.product(args.arch, args.shared_by)
-        for n, w in zip(LAYER, Stack(a, 1, 1, "meta").layers[0], strict=True)
+        for n, w in zip(LAYER, Stack(a, 1, 1, "meta", gpus).layers[0], strict=True)
     }
     plain: list[tuple[Kind, int, int]] = sorted({("linear", *shape[1:]) for shape in layers})
     plain += sorted({("linear_fp32", c.vocab_size // n, c.hidden_size) for c in configs for n in args.shared_by})
@@ -372,15 +483,26 @@ def main() -> int:
         for kind, *shape in sorted(layers) + plain
         if kind != "linear" and tuple(shape) not in known[kind]
     ]
-    compiled = compile_all(alone if args.alone else [*sorted(layers), *plain], args.bounds, args.kernels, args.alone)
-    print(f"{compiled} kernels compiled", file=sys.stderr, flush=True)
+    varied = VARIED_ALONE if args.alone else VARIED_SHARED if processes > 1 else OWN
+    shapes = alone if args.alone else [*sorted(layers), *plain]
+    pushes = processes > 1 and DEVICE == "cuda"
+    world = join(ParallelConfig(generator_tp=processes, symmetric_memory=pushes, timeout=TIMEOUT_S), DEVICE)
+    compiled = world.from_first(lambda: compile_all(shapes, args.bounds, args.kernels, varied))
+    if world.first:
+        print(f"{compiled} kernels compiled", file=sys.stderr, flush=True)
     contract()
-    table, ratios = Table(), []
+    table, ratios = Table(told=world.first), []
     with torch.inference_mode():
         for problem in alone if args.alone else ():
             ratios += tune_alone(*problem, args.bounds, args.kernels, table)
             table.write(args.out)
-        for arch in () if args.alone else args.arch:
+        rate = bandwidth(DEVICE) if processes > 1 else 0.0
+        for arch, bucket in itertools.product(args.arch, args.bounds) if processes > 1 else ():
+            tune_shared(arch, bucket, args.kernels, world, rate, table)
+            table.write(args.out)
+            if world.first:
+                save("tune_linear", {"measured": table.measured}, args.json)
+        for arch in () if args.alone or processes > 1 else args.arch:
             tune_layers(arch, args.bounds, args.kernels, table)
             table.write(args.out)
         for problem in () if args.alone else plain:
@@ -388,7 +510,9 @@ def main() -> int:
             ratios += found if problem[0] == "linear" else []
     table.write(args.out)
     figures = {"geometric_mean": math.prod(ratios) ** (1 / len(ratios)), "worst": max(ratios)} if ratios else {}
-    finish("tune_linear", {**figures, "rows": table.lines, "measured": table.measured}, table.lines, args.json)
+    if world.first:
+        finish("tune_linear", {**figures, "rows": table.lines, "measured": table.measured}, table.lines, args.json)
+    world.close()
     if figures:
         of = "the rule over the fastest" if args.alone else "linear over the library"
         print(f"{of}: geometric mean {figures['geometric_mean']:.3f}, worst {figures['worst']:.3f}")

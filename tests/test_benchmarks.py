@@ -257,6 +257,26 @@ def test_a_run_on_several_processes_keeps_its_passes(scripts: None, tmp_path: Pa
     assert importlib.import_module("cases.fsdp").outcome(tmp_path)["passes"] == summary["compile"]["passes"]
 
 
+def test_kernels_of_layers_that_processes_share_are_tuned_beside_pushes(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    found, table = tmp_path / "found.json", tmp_path / "table.json"
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    flags = ("--layers", "--arch", "tiny", "--bounds", "8", "--out", str(table), "--json", str(found))
+    done = run(*ranks, str(FOLDER / "tune_linear.py"), *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("kernels compiled") == 1, "one process does"
+    (measured,) = json.loads(found.read_text())["measured"]
+    times = [measured.pop(f"{name}_us") for name in ("before", "after", "without_pushes", "floor")]
+    assert (measured["shared_by"], measured["rows"]) == (2, 8) and min(times) > 0
+    chosen = measured["after" if times[1] < times[0] else "before"]
+    halves = {"qkv": "norm_linear 128x128", "o": "linear_add 64x128", "gate_up": "norm_gate_up 384x128",
+              "down": "linear_add 64x384"}  # fmt: skip
+    written = json.loads(table.read_text())
+    for name, shape in halves.items():
+        kind, _, size = shape.partition(" ")
+        assert written[kind][size] == [[8, chosen[name]]], name
+
+
 def test_what_a_run_takes_stands_beside_its_plan(scripts: None) -> None:
     memory_plan = importlib.import_module("memory_plan")
     found = memory_plan.measured(memory_plan.CASES["cpu"][0], "cpu", 0)

@@ -15,30 +15,33 @@ import torch.nn.functional as F
 from common import Report, graph_us
 from torch import Tensor
 
-from lockstep import ops
+from lockstep import machine, ops
 from lockstep.models.init import architecture
 from lockstep.ops.linear import cublas
 
+machine.own_gpu()  # of several processes each has one
 EPS, PAGE_SIZE = 1e-6, 16
 BANDWIDTH = 4.4e6  # bytes a microsecond, measured on an H200
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
 
 class Stack:
-    """Random weights of `count` layers (default: all), a cache, and the operands of a step."""
+    """Random weights of `count` layers (default: all), a cache, and the operands of a step. Of `ranks` that share the
+    layers one has its part of each weight's columns and of the heads; what goes into a product is whole."""
 
-    def __init__(self, arch: str, rows: int, count: int | None = None, device: str = DEVICE) -> None:
+    def __init__(self, arch: str, rows: int, count: int | None = None, device: str = DEVICE, ranks: int = 1) -> None:
         c = self.config = architecture(arch)
         self.device = device
+        self.num_heads, self.num_kv_heads = c.num_heads // ranks, c.num_kv_heads // ranks
         random = self._random
 
         heads, kv_heads = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         self.layers = [
             (
-                random(heads + 2 * kv_heads, c.hidden_size),
-                random(c.hidden_size, heads),
-                random(2 * c.intermediate_size, c.hidden_size),
-                random(c.hidden_size, c.intermediate_size),
+                random((heads + 2 * kv_heads) // ranks, c.hidden_size),
+                random(c.hidden_size // ranks, heads),
+                random(2 * c.intermediate_size // ranks, c.hidden_size),
+                random(c.hidden_size // ranks, c.intermediate_size),
             )
             for _ in range(count or c.num_layers)
         ]
@@ -51,7 +54,7 @@ class Stack:
     def _set_rows(self, rows: int) -> None:
         c = self.config
         self.x, self.rope = self._random(rows, c.hidden_size), torch.randn(rows, c.head_dim, device=self.device)
-        self.cache = [self._random(rows + 1, PAGE_SIZE, c.num_kv_heads, c.head_dim) for _ in range(2)]
+        self.cache = [self._random(rows + 1, PAGE_SIZE, self.num_kv_heads, c.head_dim) for _ in range(2)]
         self.slots = torch.arange(rows, device=self.device) * PAGE_SIZE
 
     def with_rows(self, rows: int) -> Stack:
@@ -61,8 +64,7 @@ class Stack:
         return other
 
     def heads(self) -> ops.Rotation:
-        c = self.config
-        return ops.Rotation(self.head_norm, self.head_norm, self.rope, c.num_heads, c.num_kv_heads, EPS)
+        return ops.Rotation(self.head_norm, self.head_norm, self.rope, self.num_heads, self.num_kv_heads, EPS)
 
     def parts(self, fused: bool) -> dict[str, Callable[[], object]]:
         """Each part over all layers, and all of them in turn."""
@@ -101,7 +103,7 @@ class Stack:
 
         def rope(x: Tensor, _: tuple) -> Tensor:
             qk = ops.qk_norm_rope(x, self.heads())
-            heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
+            heads, kv_heads = self.num_heads, self.num_kv_heads
             v = x[:, qk.shape[1] * qk.shape[2] :].unflatten(1, (kv_heads, qk.shape[2]))
             for cache, new in zip(self.cache, (qk[:, heads:], v), strict=True):
                 cache.flatten(0, 1).index_copy_(0, self.slots, new)
