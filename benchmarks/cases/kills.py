@@ -67,7 +67,9 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
         report.figures |= {**settings, "whole": whole, "tries": []}
         for number in range(given.tries):
             found = tried(given, folder, number, chance)
-            found["same"] = not any(found["exit_codes"]) and left(folder / f"killed-{number}") == whole
+            here = folder / f"killed-{number}"
+            found["differ"] = [] if any(found["exit_codes"]) else differing(folder / "whole", here)
+            found["same"] = not any(found["exit_codes"]) and left(here) == whole
             if not (found["same"] and all(kill["in_order"] for kill in found["kills"])):
                 found["said"] = (folder / f"killed-{number}.log").read_text()[-4000:]
             report.figures["tries"].append(found)
@@ -188,10 +190,25 @@ def _ended(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
             rank.kill()
 
 
+def differing(whole: Path, other: Path) -> list[str]:
+    """Which of a run's parts are not as the other's, and of the metrics which and where first."""
+    parts = left(whole)
+    found = [name for name, words in left(other).items() if words != parts[name]]
+    for line, (a, b) in enumerate(zip(_metrics(whole), _metrics(other), strict=False)):
+        names = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+        if names:
+            return [*found, *(f"line {line}, {name}: {a.get(name)} and {b.get(name)}" for name in names)]
+    return found
+
+
+def _metrics(run: Path) -> list[dict[str, Any]]:
+    """All but what is measured."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
+
+
 def left(run: Path) -> dict[str, str]:
     """SHA-256 of what a run left."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
-    parts = {"metrics": json.dumps(metrics).encode(), "rollouts": (run / "rollouts.jsonl").read_bytes()}
+    parts = {"metrics": json.dumps(_metrics(run)).encode(), "rollouts": (run / "rollouts.jsonl").read_bytes()}
     parts["model"] = b"".join(path.read_bytes() for path in sorted((run / "model").glob("*.safetensors")))
     return {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()}
