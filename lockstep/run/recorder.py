@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -371,7 +371,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         }
         if self._loop is not None:
             run = self._loop.run
-            self.summary["memory"]["used_gib"] = used(run.trainer, run.engine.cache, run.runtime)
+            with suppress(RuntimeError):  # of a device that has ended all work
+                self.summary["memory"]["used_gib"] = used(run.trainer, run.engine.cache, run.runtime)
         self.summary["total_s"] = self._total_seconds()
         write_json(self.run_dir / SUMMARY_FILE, self.summary)
         with writing(self.run_dir / "report.html"):
