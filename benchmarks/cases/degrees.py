@@ -110,7 +110,7 @@ class Bench:
             config = GeneratorConfig(prefix_caching=False, max_num_seqs=rows)
             engine = Engine(SharedWeights(model), config, self.size["cache_tokens"], runtime=runtime)
             longest = max(p + self.size["steps"] + 8 for *_, p in self.size["decode"])
-            for kind in kinds(1):
+            for kind in kinds(samples):
                 engine.warm_up(rows, max(longest, sum(self.size["drawn"][2:])), kind)
             runtime.end_warm_up()
             found: dict[str, Any] = {"ready_s": time.perf_counter() - began, "replaced": _machine(model)}

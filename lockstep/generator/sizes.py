@@ -72,6 +72,11 @@ def rows_of(config: GeneratorConfig, least: int) -> int:
     return rows
 
 
+def pays_by_group(rows: int, prompt_tokens: int, samples: int) -> bool:
+    """Whether so many rows, so many of a prompt, are to read their prefixes once a group."""
+    return (rows - -(-rows // min(samples, GROUP))) * prompt_tokens >= MIN_SAVED
+
+
 class ExactSizes:
     """Sizes of steps that are called as they are, of at most `max_tokens` prompt tokens: what there is, and nothing
     else. `few`: they come again, and what is made for one is kept."""
@@ -156,11 +161,12 @@ class BucketSizes(ExactSizes):
     def decodes_to_make(
         self, sequences: int, prompt_tokens: int, sampling: SamplingParams
     ) -> Iterator[tuple[int, dict[str, bool]]]:
-        truncated, greedy, group = sampling.truncated, sampling.temperature == 0, min(sampling.n, GROUP)
+        truncated, greedy = sampling.truncated, sampling.temperature == 0
         for rows in self.rows:
             if rows <= self.rows_for(sequences):
-                saved = (rows - -(-rows // group)) * prompt_tokens
-                grouped = self.groups.setdefault((rows, truncated, greedy), saved >= MIN_SAVED)
+                before = self.groups.get((rows, truncated, greedy), False)
+                grouped = before or pays_by_group(rows, prompt_tokens, sampling.n)
+                self.groups[rows, truncated, greedy] = grouped
                 yield rows, {"truncated": truncated, "greedy": greedy, "grouped": grouped}
 
 

@@ -125,8 +125,9 @@ class Runtime:
         return list({id(p.made): p.made for p in (self.programs if programs is None else programs)}.values())
 
     def begin_warm_up(self, peers: World) -> None:
-        """From here on graphs are made together with these."""
+        """From here on graphs are made together with these, and count as no recompiles."""
         self.peers = self.builder.peers = peers
+        self.warm_up.ended = False
 
     def end_warm_up(self) -> None:
         """From here on a new graph counts as a recompile; what only a check needs is let go of."""

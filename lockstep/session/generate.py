@@ -25,7 +25,7 @@ from ..config import (
     validate,
 )
 from ..errors import InputError, LockstepError, NonFiniteError, refuse
-from ..generator import Engine
+from ..generator import Engine, pays_by_group
 from ..models.tokenizer import TextStream
 from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams, Trajectory
 from .build import Session, resolve
@@ -89,7 +89,7 @@ class LLM(Session):
             self._joined, self._left = joined.pop_all(), False
         self._engine: Engine | None = None
         self._room = (0, 0)  # sequences and tokens a sequence that the engine was planned for
-        self._warm: set[tuple[bool, bool]] = set()  # kinds of sampling that its graphs were made for
+        self._warm: dict[tuple[bool, bool], bool] = {}  # kinds of sampling with graphs, and whether these group rows
 
     def __enter__(self) -> LLM:
         return self
@@ -228,14 +228,14 @@ class LLM(Session):
     def _ready(self, engine: Engine, kinds: Sequence[SamplingParams]) -> Engine:
         """Make the engine's graphs for these kinds of sampling; a mix of kinds, and so many tokens at once as no
         request has yet brought, are captured when they come."""
-        sequences, tokens = self._room
+        sequences, tokens = self._room[0], min(self._room[1], self.context)
         for params in kinds if self.runtime.compiles else ():
-            kind = params.truncated, params.temperature == 0
-            if kind not in self._warm:
-                make_graphs = partial(engine.warm_up, sequences, min(tokens, self.context), params)
+            kind, grouped = (params.truncated, params.temperature == 0), pays_by_group(sequences, tokens, params.n)
+            if kind not in self._warm or (grouped and not self._warm[kind]):
+                make_graphs = partial(engine.warm_up, sequences, tokens, params)
                 about = self.config.generator, self.config.compile, self._room, params.n, kind
                 make_ready(self, make_graphs, engine.trust_cases, self.kernel_list(*about))
-                self._warm.add(kind)
+                self._warm[kind] = grouped
         return engine
 
     def _requests(

@@ -16,6 +16,7 @@ from processes import finished
 from lockstep.cli.main import main
 from lockstep.config import CompileConfig, GeneratorConfig, RunConfig, SamplingConfig, TaskConfig
 from lockstep.errors import InputError
+from lockstep.generator import sizes
 from lockstep.run.evaluate import evaluate
 from lockstep.session import parity_check
 from lockstep.session.generate import LLM
@@ -62,6 +63,25 @@ def test_graphs_give_the_bits_of_the_model_called(model: Path) -> None:
         launches = llm.compile_report()["functions"]
         assert min(launches[name]["launches"] for name in ("decode", "mixed")) > 10
         assert {about["level"] for about in launches.values()} == {"captured"}
+
+
+def test_samples_that_share_a_prompt_are_grouped_whatever_was_sampled_before(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizes, "MIN_SAVED", 100)
+    prompt, alone, together = "a prompt of a page and more, " * 4, replace(SHORT, n=1), replace(SHORT, n=4)
+    plain = loaded(model, None)
+    with loaded(model) as llm:
+        engines = []
+        for prompts, params, grouped in (
+            ([prompt] * 4, alone, False),
+            ([prompt], together, True),
+            ([prompt], alone, True),
+        ):
+            assert llm.generate(prompts, params) == plain.generate(prompts, params)
+            engines.append(llm._engine)
+            assert any(engines[-1].runner._sizes.groups.values()) == grouped
+        assert engines == [engines[0]] * 3 and llm.runtime.recompiles == 0
 
 
 def test_another_process_loads_the_stored_graphs(model: Path) -> None:
