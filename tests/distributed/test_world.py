@@ -145,6 +145,38 @@ def test_the_first_of_those_that_generate_together_tells(monkeypatch: pytest.Mon
     assert tellers == [0, 0, 2, 2]
 
 
+@pytest.mark.parametrize(
+    ("hosts", "fault", "told"),
+    [
+        (["a", "a"], None, ""),
+        (["a", "b"], None, "they are of several hosts"),
+        (["a", "a"], "CUDA driver error: peer access is not supported", "peer access is not supported"),
+    ],
+)
+def test_ranks_push_words_only_where_all_reach_one_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hosts: list[str], fault: str | None, told: str
+) -> None:
+    """The other rank finds what this one does."""
+    shared: list[str] = []
+
+    def share(name: str, *_: object) -> None:
+        if fault:
+            raise RuntimeError(f"{fault}\nmore of it")
+        shared.append(name)
+
+    rooms = sys.modules["lockstep.distributed.join"]
+    monkeypatch.setattr(rooms, "share_memory", share)
+    monkeypatch.setattr(rooms, "forget_memory", lambda name: shared.clear())
+    for made in ("_bind", "_own_group"):
+        monkeypatch.setattr(rooms, made, lambda *_: None)
+    monkeypatch.setattr(World, "gather", lambda _, x: hosts if x == rooms.platform.node() else [x, x])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    world = rooms.in_groups(World(0, 2, 30.0, on_gpu=True, pushes=True), 2)
+    assert world.pushes == world.generator.tp.pushes == (not told) == bool(shared)
+    assert ("NCCL moves their words" in caplog.text and told in caplog.text) == bool(told)
+
+
 def test_what_another_rank_alone_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "share", lambda self, make: [make(), {"a": 1, "b": 2}])
     with pytest.raises(InputError, match=r"the files: b is 2 on rank 1 and 'missing' on rank 0"):
