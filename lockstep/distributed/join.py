@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 import platform
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from .. import machine
@@ -20,7 +22,7 @@ from . import torch_private
 from .cells import Cells
 from .collectives import exchange, gather
 from .mesh import Axis, exchanging
-from .push.memory import forget_memory, share_memory
+from .push.memory import forget_memory, own_slots, share_memory
 from .ranks import ONE, World
 
 _log = logging.getLogger("lockstep")
@@ -67,7 +69,7 @@ def join(config: ParallelConfig, device_type: str) -> World:
 def in_groups(world: World, ranks: int) -> World:
     """`world` with so many neighbours that generate together; whoever did before does no longer, and their graphs are
     closed. Every rank of it calls this."""
-    made = replace(world, generator_tp=ranks, together=None)
+    made = replace(world, generator_tp=ranks, together=None, apart=False)
     with made.peers(), made.deadline("joining those that generate together"):
         world.end_groups()
         if ranks == 1:
@@ -75,7 +77,7 @@ def in_groups(world: World, ranks: int) -> World:
         axis = made.generator.tp
         group = _bind(made, axis)
         if made.pushes and made.on_gpu and not _share(made, axis, group):
-            made = replace(made, pushes=False)
+            made = replace(made, apart=True)
         return replace(made, together=_own_group(made, axis, "gloo", timedelta(seconds=world.timeout)))
 
 
@@ -96,23 +98,37 @@ def _bind(world: World, axis: Axis) -> dist.ProcessGroup:
 def _share(world: World, axis: Axis, group: dist.ProcessGroup) -> bool:
     """Have each group's ranks write to one another's memory. Unless all can, none does, and a warning says why."""
     hosts = world.gather(platform.node())
-    apart = any(len(set(hosts[i : i + axis.size])) > 1 for i in range(0, world.size, axis.size))
-    fault = "they are of several hosts" if apart else None
-    if not apart:
-        try:
-            share_memory(axis.group, group, torch.device("cuda", torch.cuda.current_device()), world.timeout)
-        except RuntimeError as error:
-            fault = str(error).splitlines()[0]
-    faults = [found for found in world.gather(fault) if found]  # when all are here, all memory is ready
-    if faults:
-        forget_memory(axis.group)
-        if world.first:
-            _log.warning(
-                "parallel.symmetric_memory: processes that generate together cannot write to one another's memory, and "
-                "NCCL moves their words, which takes longer (%s)",
-                faults[0],
-            )
-    return not faults
+    groups = [hosts[i : i + axis.size] for i in range(0, world.size, axis.size)]
+    memory: list[Tensor] = []
+
+    def allocate() -> None:
+        if any(len(set(of)) > 1 for of in groups):
+            raise RuntimeError("they are of several hosts")
+        memory.append(own_slots(axis.size, torch.device("cuda", torch.cuda.current_device())))
+
+    # The second is a collective. When all are here again, all memory is ready.
+    for attempt in (allocate, lambda: share_memory(axis.group, group, memory[0], world.timeout)):
+        if faults := [fault for fault in world.gather(_fault(attempt)) if fault]:
+            break
+    else:
+        return True
+    forget_memory(axis.group)
+    if world.first:
+        _log.warning(
+            "parallel.symmetric_memory: processes that generate together cannot write to one another's memory, and "
+            "NCCL moves their words, which takes longer (%s)",
+            faults[0],
+        )
+    return False
+
+
+def _fault(attempt: Callable[[], object]) -> str:
+    """What it failed of, in a line; nothing where it did not."""
+    try:
+        attempt()
+        return ""
+    except RuntimeError as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @cache

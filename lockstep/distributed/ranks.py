@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import InputError, LockstepError, PeerLost
+from ..errors import InputError, LockstepError, PeerLost, ran_out
 from . import torch_private
 from .mesh import ALONE, Axis, Mesh
 from .push.memory import forget_memory, late_group
@@ -45,8 +45,8 @@ class World:
         on_gpu: whether they train on GPUs.
         tp: neighbours that share each product of the trainer; it divides `size`.
         generator_tp: neighbours that generate together; it divides `size`.
-        pushes: whether those store words into one another's memory (`Axis.pushes`).
-        lanes: see `Mesh`. local_rank: its number among those of its host.
+        pushes: whether those are to store words into one another's memory (`Axis.pushes`), and do where they can.
+        apart: they cannot. lanes: see `Mesh`. local_rank: its number among those of its host.
         together: the group of those that generate together, for what goes through the host.
     """
 
@@ -57,6 +57,7 @@ class World:
     tp: int = 1
     generator_tp: int = 1
     pushes: bool = False
+    apart: bool = False
     lanes: int = 1
     local_rank: int = 0
     together: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
@@ -75,7 +76,8 @@ class World:
         """The same as the generator has them: prompts are dealt out along `fsdp` to groups of ranks, and those of a
         group share a model along `tp`."""
         ranks, (group, place) = self.generator_tp, divmod(self.rank, self.generator_tp)
-        return Mesh(fsdp=Axis("fsdp", self.size // ranks, group), tp=Axis("generator_tp", ranks, place, self.pushes))
+        together = Axis("generator_tp", ranks, place, self.pushes and not self.apart)
+        return Mesh(fsdp=Axis("fsdp", self.size // ranks, group), tp=together)
 
     @cached_property
     def copies(self) -> Axis:
@@ -239,7 +241,7 @@ class World:
             yield
         except RuntimeError as error:
             lost = torch_private.is_peer_failure(error) or late_group() is not None
-            if self.size == 1 or isinstance(error, LockstepError) or not lost:
+            if self.size == 1 or isinstance(error, LockstepError) or ran_out(error) or not lost:
                 raise
             said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             said = said.partition(" This is typically caused by")[0]

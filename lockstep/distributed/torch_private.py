@@ -71,12 +71,18 @@ class SymmetricMemory:
     handle: Any
 
 
-def symmetric_memory(size: int, device: torch.device, group: dist.ProcessGroup) -> SymmetricMemory:
-    """So many bytes on each rank of a group, all of which call this. `RuntimeError`: the devices do not reach one
-    another's memory."""
+def symmetric_bytes(size: int, device: torch.device) -> Tensor:
+    """So many bytes, uint8, that others can be given (`symmetric_memory`)."""
     import torch.distributed._symmetric_memory as symmetric
 
-    words = symmetric.empty(size, dtype=torch.uint8, device=device)
+    return symmetric.empty(size, dtype=torch.uint8, device=device)
+
+
+def symmetric_memory(words: Tensor, group: dist.ProcessGroup) -> SymmetricMemory:
+    """The `symmetric_bytes` of all ranks of a group, each of which calls this. `RuntimeError`: the devices do not reach
+    one another's memory."""
+    import torch.distributed._symmetric_memory as symmetric
+
     handle = symmetric.rendezvous(words, group)
     return SymmetricMemory(words, list(handle.buffer_ptrs), handle)
 

@@ -110,7 +110,7 @@ class Session:
         """Where the kernels of what depends on these, on the model and on how processes share it are listed; None on a
         CPU, which has none."""
         model, world = self.policy.model, self.world
-        layout = world.sizes, world.pushes, self.config.parallel.zero_stage
+        layout = world.sizes, world.generator.tp.pushes, self.config.parallel.zero_stage
         return kernel_list(model.config, model.embed.dtype, *layout, *about) if model.embed.is_cuda else None
 
     def compile_report(self) -> dict[str, Any]:

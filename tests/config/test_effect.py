@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
-from lockstep.config import LOSS_TYPES, READ_BY, RunConfig, TaskConfig, TrainerConfig, unread, validate, yaml_file
+from lockstep.config import (
+    LOSS_TYPES,
+    READ_BY,
+    ParallelConfig,
+    RunConfig,
+    TaskConfig,
+    TrainerConfig,
+    unread,
+    validate,
+    yaml_file,
+)
 from lockstep.config.recipes import RECIPES
 from lockstep.errors import InputError
 
@@ -81,6 +91,14 @@ def test_what_a_recipe_left_behind_is_refused_only_where_it_is_given() -> None:
     assert validate(config) is config  # its warmup_learning_rate stays
     assert "trainer.warmup_learning_rate" in dict(unread(config))
     assert "trainer.warmup_learning_rate" not in dict(unread(begin))
+
+
+def test_a_run_of_when_pushes_were_off_by_themselves_is_gone_on_with(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    config = replace(RECIPES["sum-digits"](None), parallel=ParallelConfig(symmetric_memory=False))
+    yaml_file.save(config, file)
+    assert validate(yaml_file.load(file)) == config
+    assert "parallel.symmetric_memory" in dict(unread(config))
 
 
 def test_every_field_that_may_be_without_effect_is_one() -> None:

@@ -84,6 +84,20 @@ class Interpreted:
             found = kernels.pushed(second[memory.rank], False, memory, store=False)
             assert torch.equal(found, torch.cat(second, dim=1))
 
+    def test_rows_of_any_stride_are_pushed_whole(self) -> None:
+        memories = group(2)
+        own = [words(rank, (1, 7, torch.bfloat16), 0)[:, :6] for rank in range(2)]  # as contiguous as one row is
+        for memory, x in zip(memories, own, strict=True):
+            kernels.pushed(x, False, memory, take=False)
+        assert torch.equal(kernels.pushed(own[0], False, memories[0], store=False), torch.cat(own, dim=1))
+
+    def test_nothing_is_no_launch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        (memory, _), moved = group(2), []
+        monkeypatch.setattr(kernels, "shared_memory", lambda _: memory)
+        monkeypatch.setattr(kernels, "by_collective", lambda x, *_: moved.append(x.shape))
+        kernels.push_columns(torch.empty(0, 6), 2, "@tp", False)
+        assert moved == [(0, 6)] and memory.state.tolist() == [0, 0]
+
     def test_more_than_a_program_stores(self) -> None:
         memories = group(2)
         own = [words(rank, (64, 3000, torch.bfloat16), 0) for rank in range(2)]

@@ -158,8 +158,10 @@ def test_ranks_push_words_only_where_all_reach_one_another(
 ) -> None:
     """The other rank finds what this one does."""
     shared: list[str] = []
+    reaching: tuple[list[str], str | None] = (hosts, fault)
 
     def share(name: str, *_: object) -> None:
+        fault = reaching[1]
         if fault:
             raise RuntimeError(f"{fault}\nmore of it")
         shared.append(name)
@@ -167,14 +169,17 @@ def test_ranks_push_words_only_where_all_reach_one_another(
     rooms = sys.modules["lockstep.distributed.join"]
     monkeypatch.setattr(rooms, "share_memory", share)
     monkeypatch.setattr(rooms, "forget_memory", lambda name: shared.clear())
+    monkeypatch.setattr(rooms, "own_slots", lambda *_: torch.zeros(1))
     for made in ("_bind", "_own_group"):
         monkeypatch.setattr(rooms, made, lambda *_: None)
-    monkeypatch.setattr(World, "gather", lambda _, x: hosts if x == rooms.platform.node() else [x, x])
+    monkeypatch.setattr(World, "gather", lambda _, x: reaching[0] if x == rooms.platform.node() else [x, x])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     world = rooms.in_groups(World(0, 2, 30.0, on_gpu=True, pushes=True), 2)
-    assert world.pushes == world.generator.tp.pushes == (not told) == bool(shared)
+    assert world.generator.tp.pushes == (not told) == bool(shared)
     assert ("NCCL moves their words" in caplog.text and told in caplog.text) == bool(told)
+    reaching = ["a", "a"], None  # as fewer ranks together may
+    assert rooms.in_groups(world, 2).generator.tp.pushes and shared
 
 
 def test_what_another_rank_alone_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +197,8 @@ def test_torchs_errors_about_peers_are_told_apart() -> None:
         raise RuntimeError("Application timeout caused pair closure")
     with pytest.raises(RuntimeError, match="shape"), world.peers():
         raise RuntimeError("shape '[3]' is invalid")
+    with pytest.raises(RuntimeError, match="out of memory"), world.peers():  # which the plan answers
+        raise dist.DistBackendError("NCCL error: unhandled cuda error. Cuda failure 2 'out of memory'")
     with pytest.raises(RuntimeError, match="gloo"), ONE.peers():
         raise RuntimeError("gloo")
 

@@ -50,7 +50,8 @@ class ParallelConfig(Section):
                 "the weights, which lie whole nowhere; leave parallel.zero_stage out, or set it to 3",
             )
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
+    def unread(self) -> Iterator[tuple[str, str]]:
+        yield from super().unread()
         if self.generator_tp == 1:
             yield "symmetric_memory", "with parallel.generator_tp 1: no process generates together with another"
 

@@ -41,9 +41,14 @@ class SharedMemory:
 _BY_GROUP: dict[str, SharedMemory] = {}
 
 
-def share_memory(name: str, group: dist.ProcessGroup, device: torch.device, timeout: float) -> SharedMemory:
-    """Make the memory of a group's ranks, all of which call this, for those that ask for it by the group's name.
-    It may be used when all have returned.
+def own_slots(ranks: int, device: torch.device) -> Tensor:
+    """Memory that the ranks of a group can be given, for `share_memory`."""
+    return torch_private.symmetric_bytes(WORD_BYTES * PARITIES * ranks * SLOT, device)
+
+
+def share_memory(name: str, group: dist.ProcessGroup, own: Tensor, timeout: float) -> SharedMemory:
+    """Share the slots of a group's ranks, all of which call this, for those that ask for them by the group's name. They
+    may be used when all have returned.
 
     Args:
         timeout: seconds that a launch waits for the words of others.
@@ -52,7 +57,7 @@ def share_memory(name: str, group: dist.ProcessGroup, device: torch.device, time
         RuntimeError: the GPUs of the group do not reach one another's memory.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    slots = torch_private.symmetric_memory(WORD_BYTES * PARITIES * ranks * SLOT, device, group)
+    slots, device = torch_private.symmetric_memory(own, group), own.device
     late = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     addresses = torch.tensor([*slots.addresses, late.data_ptr()], device=device)
     state = torch.zeros(2, dtype=torch.int64, device=device)

@@ -9,8 +9,10 @@ from torch import fx
 
 from ..ir.captured import Captured, mutates, op_name, origins, written
 from ..ir.rank_words import PUSH
+from ..torch_private import trace as torch_trace
 from .rewrite import called, rewritten
 
+PLACE = "spread.index"  # an input of graphs that is a rank's place among those that share products
 SAME_TENSOR = ("aten.detach", "aten.alias")  # graphs run without autograd, where these are their argument
 
 
@@ -36,15 +38,21 @@ def canonicalize(captured: Captured) -> tuple[Captured, str]:
 
 
 def _own_columns(captured: Captured) -> list[tuple[fx.Node, fx.Node]]:
-    """Each copy of a rank's own columns out of those of all, and what the rank pushed: the same words, unless one of
-    them is written later."""
-    places = {node for node, spec in captured.placeholders() if spec.role != "user"}
+    """Each copy of a rank's own columns out of those of all, and what the rank pushed: the same words in the same
+    layout and in memory of their own, unless one of them is written later."""
+    places = {node for node, spec in captured.placeholders() if spec.name.endswith(PLACE) and spec.shape == (1,)}
     found = [(n, source) for n in captured.graph.nodes if (source := _pushed(n, places))]
     if not found:
         return []
     lies_in = origins(captured.graph)
     changed = frozenset().union(*(lies_in[a] for node in captured.graph.nodes for a in written(node)))
-    return [(n, source) for n, source in found if changed.isdisjoint(lies_in[n] | lies_in[source])]
+
+    def is_alike(a: fx.Node, b: fx.Node) -> bool:
+        strides = [torch_trace.fake_value(node).stride() for node in (a, b)]
+        return captured.value(a) == captured.value(b) and strides[0] == strides[1]
+
+    fresh = [(n, source) for n, source in found if source.op == "call_function" and lies_in[source] == {source}]
+    return [(n, x) for n, x in fresh if is_alike(n, x) and changed.isdisjoint(lies_in[n] | {x})]
 
 
 def _pushed(node: fx.Node, places: set[fx.Node]) -> fx.Node | None:

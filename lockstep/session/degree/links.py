@@ -46,7 +46,7 @@ def exchanged(world: World, compile: CompileConfig, model: ModelConfig, x: Tenso
     logits = {"logits": torch.zeros(rows, model.vocab_size // ranks, device=device)}
     exchanges = _Exchanges(Spread(world.generator.tp, device))
     runtime = Runtime(compile, device, store=Store(), mesh=world.sizes, peers=world)
-    constants = {"pushes": world.pushes}
+    constants = {"pushes": world.generator.tp.pushes}
     try:
         layer = runtime.program("exchange_layer", exchanges.layer, Inputs(buffer=columns), constants=constants)
         head = runtime.program("exchange_head", exchanges.head, Inputs(buffer=logits), constants=constants)

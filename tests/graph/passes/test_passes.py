@@ -140,16 +140,24 @@ def own_after_push(t: Inputs, late: str = "") -> dict[str, Tensor]:
     """A layer's sum, pushed, of which the next layer takes this rank's columns again."""
     axis, place = Axis("tp", 2, 1, pushes=True), t.buffer["spread.index"]
     found = t.user["x"] * 2
-    (whole,) = gather_columns((found,), axis)
-    own = own_columns(whole, t.user["rows"][:1] if late == "of a user" else place, axis)
+    if late == "a view":
+        found = found[:, :2]
+    if late == "turned":
+        found = (t.user["x"].t() * 2).t()
+    (whole,) = gather_columns((t.user["x"] if late == "an input" else found,), axis)
+    chosen = {"of a user": t.user["rows"], "of another": t.buffer["other.index"]}.get(late, place)
+    own = own_columns(whole, chosen, axis)
     if late == "written":
         t.buffer["total"].copy_(found.mul_(3))
     return {"own": own + 1, "whole": whole * 3}
 
 
-@pytest.mark.parametrize(("late", "copied"), [("", 0), ("written", 1), ("of a user", 1)])
+@pytest.mark.parametrize(
+    ("late", "copied"),
+    [("", 0), *((odd, 1) for odd in ("written", "a view", "turned", "an input", "of a user", "of another"))],
+)
 def test_own_columns_are_not_copied_out_of_what_was_pushed(late: str, copied: int) -> None:
-    buffers = {"spread.index": torch.tensor([1]), "total": torch.zeros(4, 3)}
+    buffers = {"spread.index": torch.tensor([1]), "other.index": torch.tensor([1]), "total": torch.zeros(4, 3)}
     inputs = Inputs(user={"x": torch.randn(4, 3), "rows": torch.tensor([1])}, buffer=buffers)
     before = capture("f", own_after_push, inputs, statics={"late": late}, writes={"buffer"})
     after = run_passes(before, pipeline())
