@@ -56,10 +56,10 @@ def test_of_norm_and_rotation(tokens: int, head_dim: int, normed: bool) -> None:
     weights = (torch.randn(head_dim), torch.randn(head_dim)) if normed else (None, None)
     table = torch.rand(tokens, head_dim) * 2 - 1
     by = Rotation(*weights, table, 3, 2, 1e-6)
-    compute = {None: rope._gradients}
+    compute = {None: rope.qk_norm_rope_backward.__wrapped__}
     for offset in (0.0, 1.0):
-        of_both(lambda offset=offset: compute.get(library.current, rope._native_gradients)(grad, qkv, by, offset))
-    assert not rope._native_gradients(grad, qkv, by)[0][:, 5 * head_dim :].any()
+        of_both(lambda offset=offset: compute.get(library.current, rope._native_backward)(grad, qkv, by, offset))
+    assert not rope._native_backward(grad, qkv, by)[0][:, 5 * head_dim :].any()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3)])

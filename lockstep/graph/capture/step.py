@@ -47,11 +47,11 @@ class Differentiated:
 
 def backward() -> AbstractContextManager[None]:
     """Marks what is traced within as the backward pass; put it around `torch.autograd.grad`."""
-    return torch_trace.annotate(**{BACKWARD_TAG: BACKWARD})
+    return torch_trace.annotate({BACKWARD_TAG: BACKWARD})
 
 
 def in_module(path: str) -> AbstractContextManager[None]:
-    return torch_trace.annotate(**{MODULE_TAG: path})
+    return torch_trace.annotate({MODULE_TAG: path})
 
 
 def capture(
@@ -133,7 +133,7 @@ def _tagged(module: nn.Module) -> Iterator[None]:
 
     def enter(path: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            contexts.append(torch_trace.annotate(**{MODULE_TAG: path}))
+            contexts.append(torch_trace.annotate({MODULE_TAG: path}))
             contexts[-1].__enter__()
 
         return hook

@@ -175,9 +175,7 @@ def _no_addresses() -> Iterator[None]:
         torch.set_warn_always(always)
 
 
-def annotate(**tags: str) -> AbstractContextManager[None]:
-    """Nodes traced within carry these tags, those of enclosing contexts too."""
-    return traceback.annotate(tags)
+annotate = traceback.annotate  # nodes traced within carry the tags of a dict, and those of enclosing contexts too
 
 
 def tags(node: fx.Node) -> dict[str, str]:

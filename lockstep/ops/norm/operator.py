@@ -14,16 +14,18 @@ from ..operator import in_c, like, operator, saved
 
 def _backward(ctx, grad_TD: Tensor):
     x_TD, weight_D, eps, offset = saved(ctx)
-    if x_TD.is_cuda:
-        return rms_norm_backward(grad_TD, x_TD, weight_D, eps, offset)
-    if in_c(x_TD):
-        out_TD, x_TD = torch.empty(x_TD.shape), x_TD.contiguous()
-        weight_1D = weight_D.unsqueeze(0)
-        weight_1D = weight_1D + offset if offset else weight_1D
-        grad_w = native.norm_backward(x_TD, weight_1D, grad_TD.unsqueeze(1), eps, out_TD)
-        return out_TD, grad_w.squeeze(1).sum(0)
-    grad_x, grad_w = normalized_backward(x_TD.float(), _factors(weight_D, offset), grad_TD.float(), eps)
-    return grad_x.to(x_TD.dtype), grad_w.sum(0).to(weight_D.dtype)
+    compute = _native_backward if in_c(x_TD) else rms_norm_backward
+    return compute(grad_TD, x_TD, weight_D, eps, offset)
+
+
+def _native_backward(
+    grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm_backward` in C, with its bits."""
+    out_TD, weight_1D = torch.empty(x_TD.shape), weight_D.unsqueeze(0)
+    weight_1D = weight_1D + weight_offset if weight_offset else weight_1D
+    grad_w = native.norm_backward(x_TD.contiguous(), weight_1D, grad_TD.unsqueeze(1), eps, out_TD)
+    return out_TD, grad_w.squeeze(1).sum(0)
 
 
 @operator(native=native.rms_norm, cuda="triton:rms_norm", fake=like(0), backward=_backward)
@@ -49,12 +51,14 @@ def norm_add(x_TD: Tensor, weight_D: Tensor, residual_TD: Tensor, eps: float, we
     return rms_norm.on_cpu[x_TD.dtype](x_TD, weight_D, eps, weight_offset).add_(residual_TD)
 
 
-@operator(gpu_only=True, cuda="triton:rms_norm_backward", fake=like(1, 2, contiguous=True))
-def rms_norm_backward(  # type: ignore[empty-body]
+@operator(native=_native_backward, cuda="triton:rms_norm_backward", fake=like(1, 2, contiguous=True))
+def rms_norm_backward(
     grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm` for x, [T, D], and for the weight, [D]. A trace keeps it whole; on a CPU it is plain
-    torch. Neither is under the forward's contract; both give the same bits every time."""
+    """Gradients of `rms_norm` for x, [T, D], and for the weight, [D]. A trace keeps it whole. It is not under the
+    forward's contract, and gives the same bits every time."""
+    grad_x, grad_w = normalized_backward(x_TD.float(), _factors(weight_D, weight_offset), grad_TD.float(), eps)
+    return grad_x.to(x_TD.dtype), grad_w.sum(0).to(weight_D.dtype)
 
 
 def _factors(weight: Tensor, offset: float) -> Tensor:

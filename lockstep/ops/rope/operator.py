@@ -18,44 +18,24 @@ from ..records import Rotation
 def _backward(ctx, grad: Tensor):
     qkv_TE, *fields, offset = saved(ctx)
     by = Rotation(*fields)
-    if qkv_TE.is_cuda:
-        grads = qk_norm_rope_backward(grad, qkv_TE, by, offset)
-        return tuple(g if x is not None else None for g, x in zip(grads, (qkv_TE, *by), strict=False))
-    compute = _native_gradients if in_c(qkv_TE) else _gradients
-    return compute(grad, qkv_TE, by, offset)
+    compute = _native_backward if in_c(qkv_TE) else qk_norm_rope_backward
+    grads = compute(grad, qkv_TE, by, offset)
+    return grads if by.q_weight_H is not None else grads[:1]
 
 
-def _gradients(
-    grad: Tensor, qkv_TE: Tensor, by: Rotation, offset: float = 0.0
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    tokens, head_dim = by.cos_sin_TH.shape
-    heads = by.num_heads + by.num_kv_heads
-    cos, sin = by.cos_sin_TH.unsqueeze(1).chunk(2, dim=-1)
-    first, second = grad.float().chunk(2, dim=-1)
-    grad_qk = torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
-    of_weights: tuple[Tensor | None, Tensor | None] = (None, None)
-    if by.q_weight_H is not None and by.k_weight_H is not None:
-        qk = qkv_TE[:, : heads * head_dim].view(tokens, heads, head_dim).float()
-        grad_qk, grad_weight = normalized_backward(qk, _head_weights(by, offset), grad_qk, by.eps)
-        of_weights = _of_weights(grad_weight, by)
-    grad_qkv = torch.zeros_like(qkv_TE)
-    grad_qkv[:, : heads * head_dim] = grad_qk.reshape(tokens, heads * head_dim).to(qkv_TE.dtype)
-    return grad_qkv, *of_weights
-
-
-def _native_gradients(
-    grad: Tensor, qkv_TE: Tensor, by: Rotation, offset: float = 0.0
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`_gradients` in C, with its bits."""
+def _native_backward(
+    grad: Tensor, qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`qk_norm_rope_backward` in C, with its bits."""
     qkv_TE = qkv_TE.contiguous()
     grad_qkv, width = torch.empty_like(qkv_TE), grad.shape[1] * grad.shape[2]
     grad_qkv[:, width:] = 0
     if by.q_weight_H is None or by.k_weight_H is None:
         native.rotate_back(grad, by.cos_sin_TH, grad_qkv)
-        return grad_qkv, None, None
+        return grad_qkv, qkv_TE.new_empty(0), qkv_TE.new_empty(0)
     rotated = torch.empty(grad.shape)
     native.rotate_back(grad, by.cos_sin_TH, rotated.flatten(1))
-    grad_weight = native.norm_backward(qkv_TE, _head_weights(by, offset), rotated, by.eps, grad_qkv)
+    grad_weight = native.norm_backward(qkv_TE, _head_weights(by, weight_offset), rotated, by.eps, grad_qkv)
     return grad_qkv, *_of_weights(grad_weight, by)
 
 
@@ -113,13 +93,26 @@ def _backward_fake(grad, qkv_TE, by, *_):
     return qkv_TE.new_empty(qkv_TE.shape), qkv_TE.new_empty(size, dtype=q_dtype), qkv_TE.new_empty(size, dtype=k_dtype)
 
 
-@operator(gpu_only=True, cuda="triton:qk_norm_rope_backward", fake=_backward_fake)
-def qk_norm_rope_backward(  # type: ignore[empty-body]
+@operator(native=_native_backward, cuda="triton:qk_norm_rope_backward", fake=_backward_fake)
+def qk_norm_rope_backward(
     grad: Tensor, qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `qk_norm_rope` for qkv, [T, (N + 2K) * H] with zeros for v, and for both weights, [H]; the latter
-    are empty where there are no weights. A trace keeps it whole; on a CPU it is plain torch. Neither is under the
-    forward's contract; both give the same bits every time."""
+    are empty where there are no weights. A trace keeps it whole. It is not under the forward's contract, and gives the
+    same bits every time."""
+    tokens, head_dim = by.cos_sin_TH.shape
+    heads = by.num_heads + by.num_kv_heads
+    cos, sin = by.cos_sin_TH.unsqueeze(1).chunk(2, dim=-1)
+    first, second = grad.float().chunk(2, dim=-1)
+    grad_qk = torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+    of_weights = qkv_TE.new_empty(0), qkv_TE.new_empty(0)
+    if by.q_weight_H is not None and by.k_weight_H is not None:
+        qk = qkv_TE[:, : heads * head_dim].view(tokens, heads, head_dim).float()
+        grad_qk, grad_weight = normalized_backward(qk, _head_weights(by, weight_offset), grad_qk, by.eps)
+        of_weights = _of_weights(grad_weight, by)
+    grad_qkv = torch.zeros_like(qkv_TE)
+    grad_qkv[:, : heads * head_dim] = grad_qk.reshape(tokens, heads * head_dim).to(qkv_TE.dtype)
+    return grad_qkv, *of_weights
 
 
 @operator(
