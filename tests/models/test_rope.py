@@ -68,7 +68,10 @@ def test_which_field_of_a_config_wins() -> None:
 def test_kinds_of_layers_have_what_transformers_gives_them(values: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     ours = FAMILIES["olmo3"].rope(Raw({"rope_theta": 5e5} | copy.deepcopy(values), "config.json"))
-    theirs = transformers.Olmo3Config(**copy.deepcopy(values)).rope_parameters
+    try:
+        theirs = transformers.Olmo3Config(**copy.deepcopy(values)).rope_parameters
+    except AttributeError:
+        pytest.skip(f"transformers {transformers.__version__} reads no such file")
     scaling = scaling_to_hf(ours["rope_scaling"])
     assert scaling == {name: theirs[FULL].get(name, scaling[name]) for name in scaling}
     assert ours["rope_theta"] == theirs[FULL]["rope_theta"]

@@ -57,6 +57,7 @@ from lockstep.session.memory import (
     require_host_room,
     running_out_named,
     terms,
+    usage,
     used,
 )
 from lockstep.session.memory.plan import CACHE, CHECK, KEPT
@@ -359,7 +360,8 @@ def test_several_processes_have_a_part_of_a_reference_each_and_whole_layers_at_a
     assert terms.scoring(w, False) - terms.scoring(w, True) > whole / 2  # called eagerly it is gathered at once
 
 
-def test_a_state_on_the_host_is_planned_there_and_proposed() -> None:
+def test_a_state_on_the_host_is_planned_there_and_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "memory_at_hand", lambda _: 128 << 30)
     w = workload("qwen3-8b", 1, max_tokens_per_micro_batch=4096)
     refused = plan(w, H200)
     (offered,) = (one for one in remedies(w, H200) if "offload" in one)
