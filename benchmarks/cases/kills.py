@@ -67,9 +67,9 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
         report.figures |= {**settings, "whole": whole, "tries": []}
         for number in range(given.tries):
             found = tried(given, folder, number, chance)
-            here = folder / f"killed-{number}"
-            found["differ"] = [] if any(found["exit_codes"]) else differing(folder / "whole", here)
-            found["same"] = not any(found["exit_codes"]) and left(here) == whole
+            ended = not any(found["exit_codes"])
+            found["differ"] = differing(folder / "whole", folder / f"killed-{number}") if ended else []
+            found["same"] = ended and not found["differ"]
             if not (found["same"] and all(kill["in_order"] for kill in found["kills"])):
                 found["said"] = (folder / f"killed-{number}.log").read_text()[-4000:]
             report.figures["tries"].append(found)

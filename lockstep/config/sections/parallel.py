@@ -28,8 +28,8 @@ class ParallelConfig(Section):
     where they lie whole, as they do for the generator. 3: weights too, which are gathered layer by layer. Left out: 2
     with `tp` and `generator_tp` 1, and 3 otherwise. No bit depends on it."""
     symmetric_memory: bool = True
-    """Whether processes that generate together store their words straight into one another's memory, where all are of
-    one host and their GPUs reach it, which takes less time than a collective. No bit depends on it."""
+    """Whether processes that generate together store their words straight into one another's memory, which takes less
+    time than a collective, where all are of one host and their GPUs reach it. No bit depends on it."""
     batch_shards: int = between(0, 1 << 16, default=0)
     """Parts that a step's prompts are dealt into, each packed by itself; 0 is one a process, or a group of `tp`. Bits
     depend on this number and not on that of the processes, which must divide it."""

@@ -134,9 +134,10 @@ def _push_kernel(
 def push_columns(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
     """See `push.operator.push_columns`. What does not fit into a slot is moved by a collective; so is nothing, as a
     launch without words would not wait for the others."""
-    if not 0 < _words(x).numel() // (ranks if to_owners else 1) <= SLOT:
+    words = _words(x)
+    if not 0 < words.numel() // (ranks if to_owners else 1) <= SLOT:
         return by_collective(x, ranks, group, to_owners)
-    return pushed(x, to_owners, shared_memory(group))
+    return pushed(words, to_owners, shared_memory(group)).view(x.dtype)
 
 
 def pushed(x: Tensor, to_owners: bool, memory: SharedMemory, store: bool = True, take: bool = True) -> Tensor:
@@ -160,6 +161,6 @@ def pushed(x: Tensor, to_owners: bool, memory: SharedMemory, store: bool = True,
 def _words(x: Tensor) -> Tensor:
     """[R, W], contiguous, as the widest integers of 32 bits at most that rows consist of: each travels in 64."""
     (rows, width), flat = x.shape, x.contiguous().view(-1)
-    whole = x.data_ptr() % 4 == 0 and width * x.element_size() % 4 == 0
+    whole = flat.data_ptr() % 4 == 0 and width * x.element_size() % 4 == 0
     kind = torch.int32 if whole else {1: torch.int8, 2: torch.int16}[x.element_size()]
     return flat.view(kind).view(rows, width * x.element_size() // kind.itemsize)

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from lockstep import ops
 from lockstep.config import CompileConfig
 from lockstep.distributed.collectives import gather_columns, own_columns
-from lockstep.distributed.mesh import Axis
+from lockstep.distributed.mesh import Axis, Mesh
 from lockstep.graph import (
     GraphError,
     Inputs,
@@ -30,7 +30,10 @@ from lockstep.graph import (
 from lockstep.graph.ir.captured import Captured, op_name
 from lockstep.graph.ir.text import write_stages
 from lockstep.graph.passes import saved_bytes
+from lockstep.graph.passes.canonicalize import PLACE
 from lockstep.graph.passes.rewrite import rewritten
+from lockstep.models import Decoder
+from lockstep.models.init import architecture
 
 
 class Layer(nn.Module):
@@ -166,6 +169,12 @@ def test_own_columns_are_not_copied_out_of_what_was_pushed(late: str, copied: in
     if not copied:
         (add,) = (node for node in after.graph.nodes if op_name(node) == "aten.add")
         assert op_name(add.args[0]) == "aten.mul" and count(after, "lockstep.push_columns") == 1
+
+
+def test_a_ranks_place_is_known_by_its_name_among_a_models_inputs() -> None:
+    model = Decoder(architecture("tiny"), torch.float32, mesh=Mesh(tp=Axis("tp", 2, 1, pushes=True)))
+    places = {name: tensor for name, tensor in module_inputs(model).buffer.items() if name.endswith(PLACE)}
+    assert places and all(tensor is model.spread.index for tensor in places.values())
 
 
 def test_recompute_keeps_what_leaves_a_layer_and_frees_what_does_not() -> None:
