@@ -125,7 +125,8 @@ def side_by_side(names: Sequence[str], gpus: int, share: int, expression: str, p
 def started(part: Part, gpus: list[str], scratch: Path) -> Running:
     port = next(_PORTS)
     outcome = scratch / f"{port}.json"
-    given = {"CUDA_VISIBLE_DEVICES": ",".join(sorted(gpus)), "PET_MASTER_PORT": str(port)}
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # by whoever began this, from tests of a CPU
+    given = {"CUDA_VISIBLE_DEVICES": "" if hidden else ",".join(sorted(gpus)), "PET_MASTER_PORT": str(port)}
     command = [sys.executable, __file__, *part.files, "-k", part.expression, "-m", part.marks, "--json", str(outcome)]
     return Running(part, subprocess.Popen(command, env=os.environ | given, stdout=subprocess.DEVNULL), gpus, outcome)
 
