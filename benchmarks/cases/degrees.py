@@ -35,7 +35,7 @@ PUSHED = "pushed"
 DecodeCase = tuple[str, int, int, int]  # name, prompts, samples of each, tokens of a prompt
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
-        "decode": [("8 rows", 8, 1, 64), ("64 rows, context 1,200", 8, 8, 1136)],
+        "decode": [("1 row", 1, 1, 64), ("8 rows", 8, 1, 64), ("64 rows, context 1,200", 8, 8, 1136)],
         "steps": 128,
         "drawn": (16, 8, 96, 448),  # prompts, samples, tokens of a prompt, of a sample; twice
         "micro_batch": 2048,

@@ -438,12 +438,15 @@ def rows_of(name: str, f: dict[str, Any]) -> list[list[str]]:
 def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="default: tiny on a CPU, qwen3-0.6b on a GPU")
     parser.add_argument("--sms", type=int, nargs="*", default=[32, 16, 48], help="for decoding (default: 32 16 48)")
+    parser.add_argument("--rows", type=int, nargs="+", help="live ones (default: 4 16 64 128)")
+    parser.add_argument("--groups", type=int, help="of eight samples, of a round (default: 64)")
     parser.add_argument("--budget", type=float, default=75, help="seconds after which no way is begun (default: 75)")
 
 
 def measure(args: argparse.Namespace, report: Report) -> bool:
     began, on_cpu = time.perf_counter(), args.device == "cpu"
     round_ = SMALL if on_cpu else ROUND
+    round_ = replace(round_, rows=tuple(args.rows or round_.rows), groups=args.groups or round_.groups)
     bench = Bench(args.arch or ("tiny" if on_cpu else "qwen3-0.6b"), round_, args.device)
     report.figures |= {"round": vars(round_), "startup_s": time.perf_counter() - began, "ways": {}}
     figures: dict[str, Any] = report.figures["ways"]
