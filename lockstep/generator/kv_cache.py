@@ -50,6 +50,7 @@ class KVCache:
         routed = config.moe_layers > 0
         self.routes = torch.zeros(num_pages + 1, page_size, dtype=torch.int32, device=device) if routed else None
         self.page_size = page_size
+        self.kv_heads = heads
         self.num_pages = num_pages
         self.null_page = num_pages
         self.cleared = cleared

@@ -16,6 +16,8 @@ from .scheduler import Chunk
 
 SMALLEST_BATCH = 128  # prompt tokens
 MIN_SAVED = 16384  # positions that need not be read again, from which on reading prefixes by group pays for a kernel
+AT_ONCE = 264  # rows times kv heads that a GPU attends for at once: so few read short prefixes sooner for themselves
+SHORT = 4096  # positions: what attention goes through in one chain
 
 # Sizes that differ from graph to graph of one function, by input and dimension.
 DECODE: graph.Dynamic = {
@@ -72,9 +74,14 @@ def rows_of(config: GeneratorConfig, least: int) -> int:
     return rows
 
 
-def pays_by_group(rows: int, prompt_tokens: int, samples: int) -> bool:
+def pays_by_group(rows: int, prompt_tokens: int, samples: int, kv_heads: int) -> bool:
     """Whether so many rows, so many of a prompt, are to read their prefixes once a group."""
-    return (rows - -(-rows // min(samples, GROUP))) * prompt_tokens >= MIN_SAVED
+    return _pays(rows, kv_heads, (rows - -(-rows // min(samples, GROUP))) * prompt_tokens)
+
+
+def _pays(rows: int, kv_heads: int, saved: int) -> bool:
+    """The same, of positions that need not be read again."""
+    return saved >= MIN_SAVED and (rows * kv_heads > AT_ONCE or saved >= rows * SHORT)
 
 
 class ExactSizes:
@@ -148,7 +155,8 @@ class BucketSizes(ExactSizes):
 
     def grouped(self, rows: int, truncated: bool, greedy: bool) -> bool:
         self._rows.group(rows)
-        return self.groups.get((rows, truncated, greedy), self._rows.saved >= MIN_SAVED)
+        pays = _pays(rows, self._cache.kv_heads, self._rows.saved)
+        return self.groups.get((rows, truncated, greedy), pays)
 
     def mixed_to_make(self, sequences: int, prompt_tokens: int, samples: int) -> Iterable[MixedSizes]:
         if not self.max_tokens or sequences > self.rows[0]:
@@ -165,7 +173,7 @@ class BucketSizes(ExactSizes):
         for rows in self.rows:
             if rows <= self.rows_for(sequences):
                 before = self.groups.get((rows, truncated, greedy), False)
-                grouped = before or pays_by_group(rows, prompt_tokens, sampling.n)
+                grouped = before or pays_by_group(rows, prompt_tokens, sampling.n, self._cache.kv_heads)
                 self.groups[rows, truncated, greedy] = grouped
                 yield rows, {"truncated": truncated, "greedy": greedy, "grouped": grouped}
 

@@ -230,7 +230,8 @@ class LLM(Session):
         request has yet brought, are captured when they come."""
         sequences, tokens = self._room[0], min(self._room[1], self.context)
         for params in kinds if self.runtime.compiles else ():
-            kind, grouped = (params.truncated, params.temperature == 0), pays_by_group(sequences, tokens, params.n)
+            kind = params.truncated, params.temperature == 0
+            grouped = pays_by_group(sequences, tokens, params.n, engine.cache.kv_heads)
             if kind not in self._warm or (grouped and not self._warm[kind]):
                 make_graphs = partial(engine.warm_up, sequences, tokens, params)
                 about = self.config.generator, self.config.compile, self._room, params.n, kind

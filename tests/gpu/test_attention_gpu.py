@@ -114,12 +114,15 @@ def test_tiles_warps_and_stages_change_no_bit(census, monkeypatch):
     length = 700
     q, k, v = qkv_rows(length)
     whole, rows = packed(q, k, v, [length]), list(range(0, length, 7))
+    members = [i for i, row in enumerate(rows) if row >= 256]
+    shared = torch.tensor([members], device=DEVICE).int(), int32(*[256 * (row >= 256) for row in rows])
     for tile in ((16, 1, 2), (32, 2, 3), (64, 4, 1), (128, 8, 2)):
         monkeypatch.setattr(attention_triton, "_tile", lambda *_, tile=tile: attention_triton.AttentionTile(*tile))
         assert census("attention: other tiles", packed(q, k, v, [length]), whole) == 0
-        monkeypatch.setattr(triton_decode, "_rows_and_warps", lambda _, tile=tile: tile[:2])
-        monkeypatch.setattr(triton_decode, "STAGES", tile[2])
+        monkeypatch.setattr(triton_decode, "_tile", lambda *_, tile=tile: attention_triton.AttentionTile(*tile))
         assert census("attention: other tiles, decode", decoded(q, k, v, 16, rows), whole[rows]) == 0
+        monkeypatch.setattr(triton_decode, "_group_tile", lambda *_, tile=tile: attention_triton.AttentionTile(*tile))
+        assert census("attention: other tiles, groups", decoded(q, k, v, 16, rows, *shared), whole[rows]) == 0
 
 
 @pytest.mark.parametrize("width", [8, 20])

@@ -30,11 +30,13 @@ from ..records import ALONE, PLAIN, AttentionScores, Contexts, KVPages, PrefixGr
 from ..rope.triton import qk_norm_rope, rotated_heads
 from ..rows import aligned_rows, unit_inner
 from . import triton_prefetch, triton_scores
-from .reference import KEY_SPLIT
+from .reference import KEY_SPLIT, KEY_TILE
 from .triton_scores import beside_sinks, first_tile
 from .triton_tiles import (
     BLOCK_L,
+    MIN_BLOCK,
     AttentionForm,
+    AttentionTile,
     Keys,
     attend,
     block,
@@ -46,8 +48,10 @@ from .triton_tiles import (
     store_state,
 )
 
-STAGES = 3
 MAX_GROUP_ROWS = 64  # query rows of a tile: a larger group takes several
+MULTIPROCESSORS = 132  # of an H100 and an H200
+FEW = 32  # programs up to which no more tiles need be on their way
+SHARED_BYTES = 200 << 10  # of one, for the tiles on their way
 
 
 @triton.jit
@@ -110,6 +114,8 @@ def _group_kernel(
     row_M = tl.program_id(1) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     member_M = row_M // GROUP
     sequence_M = tl.load(group_rows_ptr + member_M, mask=member_M < WIDTH, other=-1)
+    if tl.max(sequence_M, axis=0) < 0:
+        return
     last_M = row_M  # none is needed where all see all
     lowest = 0
     if WINDOW > 0:
@@ -281,9 +287,30 @@ def _merge_kernel(
     store_rows(out_ptr, acc_MH / sum_M[:, None], state_M * HEAD_DIM, mask_M, HEAD_DIM)
 
 
-def _rows_and_warps(rows: int) -> tuple[int, int]:
-    """Of a query tile."""
-    return block(rows), max(block(rows) // 16, 4)
+def _tile(rows: int, programs: int, key_bytes: int) -> AttentionTile:
+    """For so many query rows, of so many programs; `key_bytes`: of a tile of keys and values.
+
+    A program waits for its tiles, one after the other: where a multiprocessor has few programs, more of them are on
+    their way; where it has many, fewer warps wait for one another, if these have registers enough.
+    """
+    together = triton.cdiv(programs, MULTIPROCESSORS)
+    warps = 2 if together > 1 and key_bytes <= 32 << 10 else 4
+    stages = 3 if together > 2 or programs <= FEW else 4 if together > 1 else 5
+    return AttentionTile(block(rows), max(block(rows) // 16, warps), max(_fitting(stages, together * key_bytes), 3))
+
+
+def _group_tile(rows: int, groups: int, key_bytes: int) -> AttentionTile:
+    """For room for `groups` of so many query rows, all kv heads counted, of which half are mostly none: small tiles as
+    long as they run at once."""
+    if groups * triton.cdiv(rows, MIN_BLOCK) <= 2 * MULTIPROCESSORS:
+        return AttentionTile(MIN_BLOCK, 4, max(_fitting(5, key_bytes), 3))
+    size = block(min(rows, MAX_GROUP_ROWS))
+    return AttentionTile(size, max(size // 16, 4), 3)
+
+
+def _fitting(stages: int, key_bytes: int) -> int:
+    """At most so many that the tiles, one fewer, have room."""
+    return min(stages, 1 + SHARED_BYTES // key_bytes)
 
 
 class Projected(NamedTuple):
@@ -326,25 +353,25 @@ def decode(
     scale, at_end = factor * math.log2(math.e), triton_scores.sinks(scores)
     merged = {name: x for name, x in others.items() if name == "WINDOW"}
     dims = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block(head_dim), "SPLIT": KEY_SPLIT, **pdl.options(q)}
-    tiles = {**dims, "PAGE_SIZE": page_size, "num_stages": STAGES}
+    tiles, key_bytes = {**dims, "PAGE_SIZE": page_size}, 2 * KEY_TILE * dims["BLOCK_H"] * q.element_size()
     if grouped:
         count, width = group_rows_CW.shape
-        rows, warps = _rows_and_warps(min(width * group, MAX_GROUP_ROWS))
+        rows, warps, stages, _ = _group_tile(width * group, kv_heads * count * splits, key_bytes)
         grid = (kv_heads, count * triton.cdiv(width * group, rows), splits)
         members = (group_rows_CW.contiguous(), groups.shared_len_S, sequences)
         _group_kernel[grid](
             q, k_RKH, v_RKH, acc, statistics, block_table, *members, *strides, scale, WIDTH=width,
-            BLOCK_M=rows, num_warps=warps, **tiles, **others,
+            BLOCK_M=rows, num_warps=warps, num_stages=stages, **tiles, **others,
             **({"context_len_ptr": by.context_len_S} if scores.window else {}),
         )  # fmt: skip
-    rows, warps = _rows_and_warps(group + projected)
+    rows, warps, stages, _ = _tile(group + projected, kv_heads * sequences * splits, key_bytes)
     lengths = (by.context_len_S, groups.shared_len_S if grouped else None)
     bounds = block_table.shape[1], k_RKH.shape[0]
     ahead = triton_prefetch.keys(kv_heads * sequences * splits, k_RKH, v_RKH) if dims["PDL"] and not grouped else 0
     _decode_kernel[kv_heads, sequences, splits](
         q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *_rotation(rotation, slots_S), *bounds,
-        *strides, scale, AHEAD=ahead, SPLITS=splits > 1, BLOCK_M=rows, num_warps=warps, **tiles, **others,
-        **({} if splits > 1 else at_end), **({"OFFSET": offset} if offset else {}),
+        *strides, scale, AHEAD=ahead, SPLITS=splits > 1, BLOCK_M=rows, num_warps=warps, num_stages=stages, **tiles,
+        **others, **({} if splits > 1 else at_end), **({"OFFSET": offset} if offset else {}),
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[kv_heads, sequences](

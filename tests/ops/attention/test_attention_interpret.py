@@ -196,7 +196,8 @@ class Interpreted:
 
     @pytest.mark.parametrize(("shared", "max_rows"), [(63, 64), (145, 16), (270, 64)])
     def test_groups_change_no_bit(self, shared, max_rows, monkeypatch):
-        monkeypatch.setattr(triton_decode, "MAX_GROUP_ROWS", max_rows)
+        tile = triton_tiles.AttentionTile(max_rows, 4, 1)
+        monkeypatch.setattr(triton_decode, "_group_tile", lambda *_: tile)
         pages = Pages(4, shared)
         sequences, rows = [0, 3, 1, 2, 0, 1, 3], [270, 299, 285, 271, 299, 276, 5]
         alone = pages.decoded(sequences, rows)
