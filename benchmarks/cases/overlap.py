@@ -74,7 +74,7 @@ class Round:
 
     def context(self, rows: int) -> int:
         """The length that so many samples of the round are expected to reach, or the longest that can be measured."""
-        reached = 1 - rows / (self.groups * self.samples)
+        reached = 1 - min(rows / (self.groups * self.samples), 0.99)
         length = math.exp(statistics.NormalDist(self.mu, self.sigma).inv_cdf(reached))
         return min(int(length), self.cap - self.new)
 
