@@ -14,6 +14,7 @@ from typing import Any
 SETTINGS = {  # nothing is fetched or reported; no kernels of packages that compile them at first use
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # multicast, which a host may not offer; its own all-reduce stays
 }  # fmt: skip
 MEMORY = 0.6  # of the GPU, which another process may use as well
 SEED = 3
@@ -47,6 +48,8 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder")
     parser.add_argument("--cases", required=True, help="fields of each case by name, as JSON")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--dummy", action="store_true", help="weights of its own, as the folder has none")
     parser.add_argument("--json", required=True, metavar="PATH", help="the times by case, written after each")
     args = parser.parse_args()
     os.environ.update(SETTINGS)
@@ -55,7 +58,8 @@ def main() -> None:
 
     engine = vllm.LLM(
         args.model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096, gpu_memory_utilization=MEMORY,
-        max_num_seqs=512, enable_prefix_caching=True, max_logprobs=1,
+        max_num_seqs=512, enable_prefix_caching=True, max_logprobs=1, tensor_parallel_size=args.tensor_parallel,
+        load_format="dummy" if args.dummy else "auto",
     )  # fmt: skip
     found: dict[str, Any] = {"version": vllm.__version__, "start_s": time.perf_counter() - began, "cases": {}}
     for name, case in json.loads(args.cases).items():

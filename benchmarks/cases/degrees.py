@@ -5,7 +5,9 @@ The processes join in one layout after the other. In each of the generator's, gr
 completions, half of them by top-p, whose tokens and log-probabilities must be those of all other degrees; then each of
 the trainer's scores what each of the generator's drew, in its training graph. Weights are random and have their real
 shapes. A decode step's time is that of some tokens more, over them, behind prompts that are read before; beside it
-stands the time of reading its weights and keys and values at the bandwidth that a plain sum has here.
+stands the time of reading its weights and keys and values at the bandwidth that a plain sum has here. With `--vllm`
+its decode steps on so many GPUs stand beside them: its fastest ones, which are not batch invariant, timed in the same
+way, with weights of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import hashlib
 import json
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 import zlib
@@ -27,10 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Report, bandwidth, first_layers, require_gpus, torchrun, write_json
+from common import Report, bandwidth, first_layers, peer_environment, require_gpus, torchrun, write_json
+
+from lockstep.models.hf_config import to_hf
 
 LIMIT_S = 570.0
 MOST_KERNELS = 16  # told of a decode step
+FEW = 8  # tokens that are drawn before those that are timed
 PUSHED = "pushed"
 DecodeCase = tuple[str, int, int, int]  # name, prompts, samples of each, tokens of a prompt
 SIZES: dict[str, dict[str, Any]] = {
@@ -134,7 +140,7 @@ class Bench:
 
         _, prompts, samples, length = case
         ids = [[(31 * i + j) % 256 for j in range(length)] for i in range(prompts)]
-        few, more = 8, 8 + self.size["steps"]
+        few, more = FEW, FEW + self.size["steps"]
 
         def run(tokens: int) -> float:
             params = SamplingParams(n=samples, max_completion_length=tokens, ignore_eos=True)
@@ -258,6 +264,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--generator", type=int, nargs="*", default=[1, 2], help="degrees (default: 1 2)")
     parser.add_argument("--pushed", type=int, nargs="*", default=[2] if on_gpu else [], help="degrees, words pushed")
     parser.add_argument("--trainer", type=int, nargs="*", default=[1, 2], help="degrees (default: 1 2)")
+    parser.add_argument("--vllm", type=int, nargs="*", default=[], help="its degrees (default: none)")
 
 
 def measure(given: argparse.Namespace, report: Report) -> bool:
@@ -278,7 +285,37 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
         ]
         process = subprocess.Popen([*command, json.dumps({**about, "folder": folder})], stdout=subprocess.DEVNULL)
         _watched(process, Path(folder) / "found.json", partial(_keep, report))
+    for degree in given.vllm:
+        report.figures.setdefault("vllm", {})[str(degree)] = vllm_decode(given, degree)
+        report.save()
     return _told(report)
+
+
+def vllm_decode(given: argparse.Namespace, degree: int) -> dict[str, Any]:
+    """Its milliseconds of a decode step by case, over the same steps as ours, and its version."""
+    size = SIZES["cuda"]
+    tokens = {"few": FEW, "more": FEW + size["steps"]}
+    cases = {
+        f"{name}: {which}": {
+            "prompts": prompts, "samples": samples, "prompt": length, "new": new, "temperature": 1.0, "top_p": 1.0,
+        }
+        for name, prompts, samples, length in size["decode"] for which, new in tokens.items()
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        write_json(to_hf(first_layers(given.arch, given.layers), "bfloat16"), model / "config.json")
+        command = [sys.executable, str(Path(__file__).parents[1] / "peer_vllm.py"), "--dummy", "--model", str(model)]
+        command += ["--tensor-parallel", str(degree), "--cases", json.dumps(cases), "--json", f"{folder}/found.json"]
+        command += ["--repeats", str(given.repeats)]
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=peer_environment()
+        )
+        if done.returncode:
+            return {"failed": done.stdout[-3000:]}
+        found = json.loads(Path(folder, "found.json").read_text())
+    times = {name: statistics.median(of) for name, of in found.pop("cases").items()}
+    steps = {case[0]: times[f"{case[0]}: more"] - times[f"{case[0]}: few"] for case in size["decode"]}
+    return {**found, "ms": {name: 1e3 * seconds / size["steps"] for name, seconds in steps.items()}}
 
 
 def _keep(report: Report, found: dict[str, Any]) -> None:
@@ -312,6 +349,9 @@ def _told(report: Report) -> bool:
         times = [f"{case['ms']:.3f}" if case else "-" for case in cases]
         floor = " ".join(f"{case['floor_ms']:.2f}" for case in cases if case)
         rows.append([name, *times, floor, f"{way['ready_s']:.0f}", f"{way['tokens']:,}"])
+    for degree, peer in report.figures.get("vllm", {}).items():
+        times = [f"{peer['ms'][case[0]]:.3f}" if "ms" in peer else "failed" for case in SIZES["cuda"]["decode"]]
+        rows.append([f"vLLM, {degree}", *times, "", f"{peer.get('start_s', 0):.0f}", ""])
     report.tables.append(rows)
     pairs = [["trainer", *(f"generator {degree}: different of" for degree in found_degrees(found))]]
     different = 0
