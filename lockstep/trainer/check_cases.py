@@ -1,7 +1,7 @@
 """The launches on which the trainer's graphs are held to eager's bits before the first step (`check.against_eager`).
 
-Every shape is filled to its edges; the largest is also tried almost empty, with the longest sequence it can hold alone,
-and ragged.
+Every shape is filled to its edges; the largest is also tried almost empty, and with ragged sequences beside the longest
+one that it can hold, or with either where it has no room for both.
 """
 
 from __future__ import annotations
@@ -98,11 +98,8 @@ def _batches(
     draw = torch.Generator().manual_seed(0)
     largest = shapes[0]
     drafts = [("filled", shape, _filled(shape)) for shape in shapes]
-    drafts += [
-        ("ragged", largest, _ragged(largest, draw)),
-        ("longest sequence", largest, _longest(largest)),
-        ("one token", largest, (1, [1])),
-    ]
+    drafts += [(name, largest, lengths) for name, lengths in _edges(largest, draw)]
+    drafts.append(("one token", largest, (1, [1])))
     for name, shape, (prompt, completions) in drafts:
         group = _group(prompt, completions, sampling, vocabulary, draw)
         if routed:
@@ -120,9 +117,16 @@ def _filled(shape: BatchShape) -> tuple[int, list[int]]:
     return max(1, prompt), [completion] * sequences
 
 
-def _ragged(shape: BatchShape, draw: torch.Generator) -> tuple[int, list[int]]:
-    prompt, completions = _filled(shape)
-    return prompt, [int(torch.randint(1, length + 1, (), generator=draw)) for length in completions]
+def _edges(shape: BatchShape, draw: torch.Generator) -> list[tuple[str, tuple[int, list[int]]]]:
+    """Ragged completions, and the longest sequence: in one batch if that has room for both."""
+    prompt, filled = _filled(shape)
+    ragged = [int(torch.randint(1, length + 1, (), generator=draw)) for length in filled]
+    longest_prompt, longest = _longest(shape)
+    both = longest + ragged[1:]
+    tokens, completion_tokens = longest_prompt + sum(both) - len(both), sum(both)
+    if len(ragged) > 1 and tokens <= shape.tokens and completion_tokens <= shape.completion_tokens:
+        return [("ragged beside the longest sequence", (longest_prompt, both))]
+    return [("ragged", (prompt, ragged)), ("longest sequence", (longest_prompt, longest))]
 
 
 def _longest(shape: BatchShape) -> tuple[int, list[int]]:
