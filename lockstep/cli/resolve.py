@@ -20,6 +20,8 @@ from .flags import Plan, Precompile, Train, refuse_unknown, spelled_out
 _Run = Train | Precompile | Plan  # commands whose flags are a run's configuration
 _KINDS: dict[str, Any] = {kind.__name__.lower(): kind for kind in COMMANDS}
 _DESCRIPTION = "Reinforcement learning for language models: one model definition generates and trains, bit for bit."
+# Help is of docstrings alone: for comments tyro would read and tokenize every source at each parse.
+_TEXTS = (tyro.conf.HelptextFromCommentsOff,)
 
 
 def parse(arguments: list[str]) -> Any:
@@ -38,8 +40,8 @@ def parse(arguments: list[str]) -> Any:
         if kind is None:  # help, or no such command
             name: Any = tyro.conf.subcommand
             commands: Any = functools.reduce(operator.or_, (Annotated[k, name(n)] for n, k in _KINDS.items()))
-            return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION)
-        given: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}"}
+            return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION, config=_TEXTS)
+        given: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}", "config": _TEXTS}
         if kind not in (Train, Precompile, Plan):
             return tyro.cli(kind, **given)
         named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
