@@ -30,7 +30,8 @@ import pytest
 T = TypeVar("T")
 # What `_interpreters` have imported.
 PRELOADED = ["pytest", "hypothesis", "torch", "torch._dynamo", "triton", "transformers", "lockstep.rl.loop"]
-PRELOADED += ["lockstep.session.build", "processes"]
+PRELOADED += ["torch.export._trace", "triton.experimental.gluon"]  # which a trace and the interpreter begin with
+PRELOADED += ["lockstep.session.build", "lockstep.cli.main", "lockstep.run.train", "processes"]
 DEADLINE = 480.0  # seconds, on a busy machine; below `faulthandler_timeout`, which ends everything
 INTERPRETER = (3, 9)  # the first Triton whose interpreter runs every kernel; compiled, they run from 3.6 on
 PATIENCE = 400.0  # seconds that ranks wait for one another; below `DEADLINE`, so that they say who is late
