@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -38,7 +39,11 @@ settings.register_profile("thorough", max_examples=5000)  # pytest --hypothesis-
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays, so the garbage collector, which a trace starts often, leaves it out."""
+    """What was imported and collected stays, so the garbage collector, which a trace starts often, leaves it out; in a
+    process that runs many files, with what the first trace and tokenizer would import."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        for name in ("torch.export._trace", "torch._dynamo", "transformers", "lockstep.session.build"):
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
