@@ -167,7 +167,7 @@ def assert_no_schedule_changes_a_bit(
     expected, groups = words(completions), train_groups(prompts, sampling, completions)
     for fields in (
         {"page_size": page_size},
-        {"max_num_batched_tokens": 5, "prefix_caching": False},
+        {"max_num_batched_tokens": 9, "prefix_caching": False},
         {"page_size": 4, "cache_tokens": 180},
     ):
         engine = engine_of(model, **fields)
