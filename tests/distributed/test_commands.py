@@ -42,9 +42,10 @@ CALCULATE += ["--max-completion-length", "5", "--temperature", "1", "--json"]
 PARITY = ["parity", "--tokens", "600", "--json"]
 RUN = ["--trainer.prompts-per-step", "2", "--trainer.warmup-steps", "0", "--sampling.num-generations", "2"]
 RUN += ["--sampling.max-completion-length", "4", "--task.validation-prompts", "0", "--json"]
-RUN += ["--compile.capture", "step", "--compile.verify", "off"]
+RUN += ["--compile.capture", "step", "--compile.verify", "off", "--task.easy"]
 CHOOSES = ["train", *RUN[:2], *RUN[4:8], "--steps", "1", "--json", "--checkpoint.interval", "1"]
-CHOOSES += ["--parallel.generator-tp", "0", "--trainer.num-mini-batches", "2"]  # of a prompt each, for two processes
+CHOOSES += ["--task.easy", "--parallel.generator-tp", "0"]
+CHOOSES += ["--trainer.num-mini-batches", "2"]  # of a prompt each, for two processes
 CHOOSES += ["--trainer.warmup-steps", "1", "--trainer.warmup-batch-size", "1"]
 COMMANDS = {
     "generate": [*GENERATE, "--json"],
