@@ -36,7 +36,7 @@ def config_of(parity: str = "strict", captured: bool = False, model: Path | None
         model=model and str(model),
         parity=parity,  # type: ignore[arg-type]
         device="cpu",
-        task=TaskConfig(validation_prompts=1),
+        task=TaskConfig(easy=True, validation_prompts=1),
         sampling=SamplingConfig(num_generations=2, max_completion_length=4),
         trainer=TrainerConfig(prompts_per_step=1),
         compile=CompileConfig("step", verify="off") if captured else CompileConfig(),

@@ -43,7 +43,7 @@ def config(capture: str, model: Path | None = None) -> RunConfig:
         model=model and str(model),
         device="cpu",
         compile=CompileConfig(capture),  # type: ignore[arg-type]
-        task=TaskConfig(validation_prompts=2),
+        task=TaskConfig(easy=True, validation_prompts=2),
         sampling=SamplingConfig(num_generations=3, max_completion_length=7, top_p=0.9),
         trainer=TrainerConfig(prompts_per_step=2, skip_zero_variance=False),
         optimizer=OptimizerConfig(learning_rate=1e-2),
