@@ -138,9 +138,12 @@ def whole_steps(world: World) -> Any:
         config = of_a_run(Path(folder))
         for name, loss in losses.items():
             made = replace(config, loss=loss, trainer=replace(config.trainer, num_mini_batches=1 + (name == "ppo")))
-            both = [stepped(made, others, world.first) for others in (ONE, world)]
-            metrics, replaced = both[0][:2]
-            found[name] = on_all(world, [different(*both), sum(map(len, replaced)), metrics[1]["kl"]])
+            one = world.from_first(lambda made=made: stepped(made, ONE, whole=True))
+            metrics, replaced, sampled, *weights = one
+            if not world.first:  # it has not all of each group
+                replaced, sampled = ([[group[:1] for group in step] for step in steps] for steps in (replaced, sampled))
+            unlike = different(stepped(made, world, world.first), [metrics, replaced, sampled, *weights])
+            found[name] = on_all(world, [unlike, sum(map(len, replaced)), metrics[1]["kl"]])
     return found
 
 
@@ -160,7 +163,8 @@ def balanced_experts(world: World) -> Any:
         config = replace(of_a_run(Path(folder)), arch="tiny-glm4-moe")
         optimizer = replace(config.optimizer, router_bias_rate=0.01)
         config = replace(config, optimizer=optimizer, trainer=replace(config.trainer, num_mini_batches=2))
-        one, two = after_steps(config, ONE), after_steps(replace(config, parity="off"), world)
+        one = world.from_first(lambda: after_steps(config, ONE))
+        two = after_steps(replace(config, parity="off"), world)
     assert one.keys() == two.keys()
     return on_all(world, [name for name in one if not torch.equal(one[name], two[name])])
 
@@ -202,12 +206,14 @@ def stepped(config: RunConfig, world: World, whole: bool) -> list[Any]:
 
 
 def of_group(group: RolloutGroup, whole: bool) -> Any:
-    """All of a group but the seconds that its environment took and the rank that sampled it."""
+    """What every rank has of a group; `whole`: and all but the seconds that its environment took and the rank that
+    sampled it."""
+    known = [(r.identity, r.rewards, r.reward, r.advantage, r.length, r.finish_reason) for r in group.rollouts]
     if not whole:
-        return [(r.identity, r.rewards, r.reward, r.advantage, r.length, r.finish_reason) for r in group.rollouts]
+        return [known]
     for segment in (segment for rollout in group.rollouts for segment in rollout.segments):
         segment.wait_s = 0.0
-    return asdict(replace(group, sampled_by=None))
+    return [known, asdict(replace(group, sampled_by=None))]
 
 
 @check
