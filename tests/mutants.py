@@ -168,7 +168,7 @@ def control(outcomes: dict[str, dict[str, Any]], place: Checkout) -> list[str]:
     place.failing |= set(place.without_edit(tests)) if tests else set()
     for found in open_ones:
         found["controlled"] = True
-    return [name for name, found in outcomes.items() if place.failing.intersection(found["by"])]
+    return [name for name, found in outcomes.items() if place.failing.intersection(found.get("by", ()))]
 
 
 def is_known(mutant: Mutant, found: dict[str, Any] | None, commit: str) -> bool:
