@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -229,6 +229,32 @@ def peer_environment(**more: str) -> dict[str, str]:
     """Variables for a peer's process: how threads wait, which importing lockstep chose for this one, is left to it."""
     chosen = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
     return {name: value for name, value in os.environ.items() if name not in chosen} | more
+
+
+def vllm_times(model: Path, cases: Mapping[str, Any], repeats: int, *more: str, **environment: str) -> dict[str, Any]:
+    """What `peer_vllm.py` finds in a process of its own: `version`, `start_s`, and the times of the `cases` that it
+    came to; where it failed, `failed` is the end of what it printed.
+
+    Args:
+        model: its folder, beside which the figures are written.
+        more: further flags.
+    """
+    path = model.with_suffix(".json")
+    path.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("peer_vllm.py")),
+        "--model",
+        str(model),
+        "--json",
+        str(path),
+    ]
+    command += ["--repeats", str(repeats), "--cases", json.dumps(cases), *more]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=peer_environment(**environment)
+    )
+    found = json.loads(path.read_text()) if path.exists() else {"cases": {}}
+    return found | ({"failed": done.stdout[-3000:]} if done.returncode else {})
 
 
 def write_json(content: Any, path: Path) -> None:

@@ -18,7 +18,6 @@ import hashlib
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import zlib
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Report, bandwidth, first_layers, peer_environment, require_gpus, torchrun, write_json
+from common import Report, bandwidth, first_layers, require_gpus, torchrun, vllm_times, write_json
 
 from lockstep.models.hf_config import to_hf
 
@@ -304,15 +303,9 @@ def vllm_decode(given: argparse.Namespace, degree: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         write_json(to_hf(first_layers(given.arch, given.layers), "bfloat16"), model / "config.json")
-        command = [sys.executable, str(Path(__file__).parents[1] / "peer_vllm.py"), "--dummy", "--model", str(model)]
-        command += ["--tensor-parallel", str(degree), "--cases", json.dumps(cases), "--json", f"{folder}/found.json"]
-        command += ["--repeats", str(given.repeats)]
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=peer_environment()
-        )
-        if done.returncode:
-            return {"failed": done.stdout[-3000:]}
-        found = json.loads(Path(folder, "found.json").read_text())
+        found = vllm_times(model, cases, given.repeats, "--dummy", "--tensor-parallel", str(degree))
+    if "failed" in found:
+        return found
     times = {name: statistics.median(of) for name, of in found.pop("cases").items()}
     steps = {case[0]: times[f"{case[0]}: more"] - times[f"{case[0]}: few"] for case in size["decode"]}
     return {**found, "ms": {name: 1e3 * seconds / size["steps"] for name, seconds in steps.items()}}

@@ -10,10 +10,8 @@ plain sum; on a CPU it is the time of the matrix products alone.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Report, alternate, bandwidth, peer_environment, random_model, summary
+from common import Report, alternate, bandwidth, random_model, summary, vllm_times
 
 from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
@@ -244,18 +242,9 @@ def vllm_systems(model: Decoder, names: list[str], repeats: int) -> dict[str, di
     with tempfile.TemporaryDirectory() as folder:
         save_model(model, Path(folder) / "model")
         for mode, switch in (("vLLM", "0"), ("vLLM, batch invariant", "1")):
-            path = Path(folder) / f"{switch}.json"
-            command = [sys.executable, str(Path(__file__).parents[1] / "peer_vllm.py"), "--repeats", str(repeats)]
-            command += ["--model", f"{folder}/model", "--json", str(path)]
-            command += ["--cases", json.dumps({name: vars(CASES[name]) for name in names})]
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                env=peer_environment(VLLM_BATCH_INVARIANT=switch),
-            )  # fmt: skip
-            found = json.loads(path.read_text()) if path.exists() else {"cases": {}}
-            print(f"{mode}: exit code {done.returncode}, {list(found['cases'])}", file=sys.stderr, flush=True)
-            if done.returncode:
-                print(done.stdout[-3000:], file=sys.stderr, flush=True)
+            cases = {name: vars(CASES[name]) for name in names}
+            found = vllm_times(Path(folder) / "model", cases, repeats, VLLM_BATCH_INVARIANT=switch)
+            print(f"{mode}: {list(found['cases'])} {found.get('failed', '')}", file=sys.stderr, flush=True)
             for name, times in found["cases"].items():
                 about = {"version": found["version"], "start_s": found["start_s"]}
                 rate = CASES[name].sequences * CASES[name].new / statistics.median(times)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from .. import graph
 from ..config import GeneratorConfig
 from ..errors import refuse
-from ..ops import MAX_SEQUENCES
+from ..ops import KEY_SPLIT, MAX_SEQUENCES
 from ..types import SamplingParams
 from .kv_cache import KVCache
 from .prefill_batch import MixedSizes
@@ -16,8 +16,7 @@ from .scheduler import Chunk
 
 SMALLEST_BATCH = 128  # prompt tokens
 MIN_SAVED = 16384  # positions that need not be read again, from which on reading prefixes by group pays for a kernel
-AT_ONCE = 264  # rows times kv heads that a GPU attends for at once: so few read short prefixes sooner for themselves
-SHORT = 4096  # positions: what attention goes through in one chain
+AT_ONCE = 264  # rows times kv heads that a GPU attends for at once: so few read sooner for themselves what is one split
 
 # Sizes that differ from graph to graph of one function, by input and dimension.
 DECODE: graph.Dynamic = {
@@ -81,7 +80,7 @@ def pays_by_group(rows: int, prompt_tokens: int, samples: int, kv_heads: int) ->
 
 def _pays(rows: int, kv_heads: int, saved: int) -> bool:
     """The same, of positions that need not be read again."""
-    return saved >= MIN_SAVED and (rows * kv_heads > AT_ONCE or saved >= rows * SHORT)
+    return saved >= MIN_SAVED and (rows * kv_heads > AT_ONCE or saved >= rows * KEY_SPLIT)
 
 
 class ExactSizes:

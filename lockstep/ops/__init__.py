@@ -15,6 +15,7 @@ from .adamw.operator import adamw, exact_sum, root_of_sum, square_sums
 from .attention.flex import flex_packed, flex_paged, flex_tiles_packed, flex_tiles_paged
 from .attention.masks import MaskFunction, register_mask, visibility
 from .attention.operator import (
+    KEY_SPLIT,
     KEY_TILE,
     MAX_SEQUENCES,
     attention_decode,
