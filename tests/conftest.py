@@ -23,6 +23,9 @@ from lockstep.models import Decoder, save_model
 from lockstep.models.init import ARCHITECTURES, architecture, init_folder, initialize
 from lockstep.models.tokenizer import byte_tokenizer, save_tokenizer
 
+# What is imported and collected stays; the collector looks through it seldom.
+gc.set_threshold(20_000, 20, 50)
+
 # Tests run beside each other and beside other work; threads that spin for each other would be many times slower.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that they start
@@ -46,7 +49,6 @@ def pytest_collection_finish() -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)
