@@ -3,6 +3,7 @@ sooner."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,12 +20,15 @@ def replace_the_language_once_a_launch() -> None:
     replace: Callable[[Any], Any] = interpreter._patch_lang
     replaced: set[int] = set()
 
+    @functools.cache
+    def seen(function: Any) -> set[int]:
+        return {id(value) for value in function.__globals__.values() if value is language or value is language.core}
+
     def once(function: Any) -> Any:
-        seen = {id(value) for value in function.__globals__.values() if value is language or value is language.core}
-        if seen <= replaced:
+        if seen(function) <= replaced:
             return interpreter._LangPatchScope()
         outermost, scope = not replaced, replace(function)
-        replaced.update(seen)
+        replaced.update(seen(function))
         undo = scope.restore
         if outermost:
             scope.restore = lambda: (replaced.clear(), undo())
@@ -95,7 +99,9 @@ def share(of: type, key: Callable[..., Any], *own: str) -> None:
             build(self, *args)
             known[name] = {k: v for k, v in vars(self).items() if k not in own}
         else:
-            vars(self).update(known[name], **dict(zip(own, args, strict=False)))
+            attributes = known[name].copy()
+            attributes.update(zip(own, args, strict=False))
+            self.__dict__ = attributes
 
     of.__init__ = init  # type: ignore[misc]
 
