@@ -19,7 +19,7 @@ LIBRARIES = (
 REFERENCE = next(iter(LIBRARIES.values()))  # whose error stands beside ours
 ACCURACY_LENGTH = 512  # of the sequences whose gradients are compared with float64's
 PACKED = ((40, 245), (16, 2048), (2, 16384)) if ON_GPU else ((3, 40),)  # sequences, length
-DECODED = ((1, 8192), (40, 245), (256, 1024)) if ON_GPU else ((3, 40),)
+DECODED = ((1, 4096), (1, 8192), (8, 1200), (16, 8192), (40, 245), (256, 1024)) if ON_GPU else ((3, 40),)
 SHARED = (32, 8, 1024, 1088) if ON_GPU else (2, 2, 32, 48)  # groups, samples, shared and all keys
 
 
