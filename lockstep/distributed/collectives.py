@@ -152,6 +152,8 @@ class _Columns(torch.autograd.Function):
     def forward(ctx: Any, axis: Axis, *pieces: Tensor) -> tuple[Tensor, ...]:
         ctx.axis = axis
         all_ranks = gather(_joined(pieces), axis)
+        if len(pieces) == 1:
+            return (_side_by_side(all_ranks),)
         widths = [piece.shape[1] for piece in pieces]
         ends = accumulate(widths)
         return tuple(_side_by_side(all_ranks[:, :, end - width : end]) for end, width in zip(ends, widths, strict=True))

@@ -47,13 +47,18 @@ class Sizes:
     names: tuple[str, ...] = ()
     conditions: tuple[Condition, ...] = ()
     symbols: Mapping[Any, str] = field(default_factory=dict, compare=False)
+    _texts: dict[Any, str] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # they are asked for often
 
     def name(self, size: int | torch.SymInt) -> int | str:
         """A size of a traced tensor: its value, or an expression in the names of open ones."""
         if isinstance(size, int):
             return size
         found = size.node.expr
-        return self.symbols.get(found) or self.text(found)
+        if found not in self._texts:
+            self._texts[found] = self.symbols.get(found) or self.text(found)
+        return self._texts[found]
 
     def shape(self, tensor: Tensor) -> tuple[int | str, ...]:
         return tuple(map(self.name, tensor.shape))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lockstep import ops
-from lockstep.graph import GraphError, Inputs, Runtime, capture, digest, dump
+from lockstep.graph import GraphError, Inputs, Runtime, capture, digest, dump, verify
+from lockstep.graph.ir.sizes import Sizes
 
 DYNAMIC = {"x": ("T", None), "rows": ("C",)}
 
@@ -55,6 +56,16 @@ def test_equal_sizes_at_the_trace_stay_two():
     text = dump(captured)
     assert "float32[C, 4]" in text and "float32[2*T]" in text and "int C" in text
     assert digest(captured) == digest(capture("f", body, inputs(9, 3), writes={"buffer"}, dynamic=DYNAMIC))
+
+
+def test_an_expression_of_sizes_is_written_out_once(monkeypatch: pytest.MonkeyPatch):
+    """Every check asks for every node's shape, some of them more than once."""
+    written, text = [], Sizes.text
+    monkeypatch.setattr(Sizes, "text", lambda sizes, found: (written.append(found), text(sizes, found))[1])
+    captured = capture("f", body, inputs(6, 6), writes={"buffer"}, dynamic=DYNAMIC)
+    for _ in range(3):
+        verify(captured)
+    assert len(written) == len(set(written)) > 0
 
 
 def test_a_size_of_one_has_a_trace_of_its_own(runtime_of: Callable[..., Runtime]):
