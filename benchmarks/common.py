@@ -241,14 +241,8 @@ def vllm_times(model: Path, cases: Mapping[str, Any], repeats: int, *more: str, 
     """
     path = model.with_suffix(".json")
     path.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        str(Path(__file__).with_name("peer_vllm.py")),
-        "--model",
-        str(model),
-        "--json",
-        str(path),
-    ]
+    peer = str(Path(__file__).with_name("peer_vllm.py"))
+    command = [sys.executable, peer, "--model", str(model), "--json", str(path)]
     command += ["--repeats", str(repeats), "--cases", json.dumps(cases), *more]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=peer_environment(**environment)

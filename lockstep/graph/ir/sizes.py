@@ -47,18 +47,16 @@ class Sizes:
     names: tuple[str, ...] = ()
     conditions: tuple[Condition, ...] = ()
     symbols: Mapping[Any, str] = field(default_factory=dict, compare=False)
-    _texts: dict[Any, str] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )  # they are asked for often
+    _names: dict[Any, str] = field(default_factory=dict, init=False, repr=False, compare=False)  # of what was asked for
 
     def name(self, size: int | torch.SymInt) -> int | str:
         """A size of a traced tensor: its value, or an expression in the names of open ones."""
         if isinstance(size, int):
             return size
         found = size.node.expr
-        if found not in self._texts:
-            self._texts[found] = self.symbols.get(found) or self.text(found)
-        return self._texts[found]
+        if found not in self._names:  # every check asks for every node's
+            self._names[found] = self.symbols.get(found) or self.text(found)
+        return self._names[found]
 
     def shape(self, tensor: Tensor) -> tuple[int | str, ...]:
         return tuple(map(self.name, tensor.shape))
