@@ -124,7 +124,7 @@ def test_fixed_numbers_are_exact() -> None:
 
 _WORDS = """
 import hashlib, torch
-from lockstep.session import golden; from lockstep import ops
+from lockstep.session import golden; from lockstep import graph, ops  # graph: operators need no torch._dynamo then
 def said(*tensors):
     return hashlib.sha256(b"".join(x.contiguous().numpy().tobytes() for x in tensors)).hexdigest()
 torch.manual_seed(0)
