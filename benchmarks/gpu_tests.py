@@ -1,8 +1,9 @@
 """Tests of `tests/gpu`, by file: what passed, what failed and why, and what they printed; saved after every test.
 
-With `--gpus` files run side by side on a machine's GPUs, each in a process that sees as many as it needs; with
-`--share` each GPU has several at once, as most of a test's time is compiling, and tests that are timed come last. With
-`--go-on` a run that ended early is gone on with: what passed, of the same sources on a GPU of the same name, is kept.
+With `--gpus` files run side by side on a machine's GPUs, each in a process that sees as many as it needs, the longest
+in shards; with `--share` each GPU has several at once, as most of a test's time is compiling, and tests that are timed
+come last. With `--go-on` a run that ended early is gone on with: what passed, of the same sources on a GPU of the same
+name, is kept, and the figures' seconds are those of the last run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ FOLDER = ROOT / "tests" / "gpu"
 REPORT_CHARACTERS = 3000  # kept of a failure
 SEVERAL = {"fsdp": (2,), "push": (2,), "tp": (2, 4)}  # GPUs that a file's tests need; of several `N_gpus` are apart
 SLOWEST = "fsdp", "scores", "families", "tp", "attention_backward", "fused", "flex"  # begin first
-PIECES = {"scores": 3, "families": 2, "fused": 2}  # of the files that take longest, side by side
+SHARDS = {"scores": 3, "families": 2, "fused": 2}  # of the files that take longest
 _PORTS = itertools.count(29600)  # torchrun's, another for each file
 POLL_S = 0.5
 KNOWN = "known.json"  # beside the outcomes of a run: what passed before it
@@ -43,25 +44,23 @@ class Saved:
     """A plugin of pytest's: writes the outcome of each test as it comes, and the words compared (`census`).
 
     Args:
-        known: the figures of tests that passed before, which are left out.
-        piece: the I-th of so many equal ones of what there is to run.
+        known: names of tests that passed before, which are left out.
+        shard: "I/N", the I-th of N equal parts of what there is to run.
     """
 
-    def __init__(
-        self, path: Path | None, known: dict[str, Any] | None = None, piece: tuple[int, int] = (1, 1), **about: str
-    ) -> None:
-        self.path, self.piece = path, piece
-        self.known = frozenset((known or {}).get("tests", ()))
+    def __init__(self, path: Path | None, known: Collection[str] = (), shard: str = "1/1", **about: str) -> None:
+        self.path, self.known, self.shard = path, known, shard
         self.figures: dict[str, Any] = {**about, "passed": 0, "failed": 0, "skipped": 0, "words": {}}
         self.figures |= {"tests": {}, "failures": {}}
 
     @pytest.hookimpl(trylast=True)  # after names and marks were looked at
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        part, parts = self.piece
-        size = -(-len(items) // parts)
-        own = {item for item in items[(part - 1) * size : part * size] if item.nodeid not in self.known}
-        config.hook.pytest_deselected(items=[item for item in items if item not in own])
-        items[:] = [item for item in items if item in own]
+        part, parts = map(int, self.shard.split("/"))
+        left = [item for item in items if item.nodeid not in self.known]
+        size = -(-len(left) // parts)
+        own = left[(part - 1) * size : part * size]
+        config.hook.pytest_deselected(items=list({*items} - {*own}))
+        items[:] = own
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
@@ -82,18 +81,18 @@ class Saved:
 
 
 class Part(NamedTuple):
-    """Tests of these files that need so many GPUs, of those whose names and marks fit: all, or a piece as "1/3"."""
+    """Tests of these files that need so many GPUs, of those whose names and marks fit; or a shard of these."""
 
     files: Sequence[str]
     gpus: int
     expression: str
     marks: str
-    piece: str = "1/1"
+    shard: str = "1/1"
 
     @property
     def name(self) -> str:
         name = self.files[0] if len(self.files) == 1 else self.marks
-        name += f" {self.piece}" * (self.piece != "1/1")
+        name += f" {self.shard}" * (self.shard != "1/1")
         return f"{name}, {self.gpus} GPUs" if self.gpus > 1 else name
 
 
@@ -111,11 +110,11 @@ def parts_of(name: str, gpus: int, expression: str, marks: str) -> list[Part]:
     sizes = SEVERAL.get(name, (1,))
     apart = len(sizes) > 1
     fits = [" and ".join(filter(None, (expression, f"{size}_gpus" * apart))) for size in sizes]
-    pieces = PIECES.get(name, 1)
+    shards = SHARDS.get(name, 1)
     return [
-        Part([name], min(size, gpus), fit, marks, f"{piece + 1}/{pieces}")
+        Part([name], min(size, gpus), fit, marks, f"{shard}/{shards}")
         for size, fit in zip(sizes, fits, strict=True)
-        for piece in range(pieces)
+        for shard in range(1, shards + 1)
     ]
 
 
@@ -127,30 +126,29 @@ def sources() -> str:
     )
 
 
-def passed_before(path: Path) -> dict[str, Any]:
-    """What passed in a run that is gone on with, as figures; nothing if it is of other sources, or of another GPU. (The
-    words that a test compared before it failed are counted with those of its next run.)"""
-    if not path.exists():
-        return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
+def passed_before(path: Path | None) -> dict[str, Any]:
+    """What passed in the run of this file, as figures; nothing if there is none, or it is of other sources or another
+    GPU. (The words that a test compared before it failed are counted with those of its next run.)"""
+    found = json.loads(path.read_text(encoding="utf-8")) if path and path.exists() else {}
     if (found.get("sources"), found.get("device")) != (sources(), made_by()["device"]):
-        return {}
+        found = {"tests": {}, "words": {}}
     tests = {name: test for name, test in found["tests"].items() if test["outcome"] == "passed"}
     return {"passed": len(tests), "failed": 0, "skipped": 0, "tests": tests, "failures": {}, "words": found["words"]}
 
 
-def side_by_side(names: Sequence[str], gpus: int, share: int, expression: str, path: Path | None, go_on: bool) -> int:
-    """Run each file on as many GPUs as it needs, of which each has `share` at once, the slowest first; how many failed
-    or did not come to their end."""
+def side_by_side(
+    names: Sequence[str], gpus: int, share: int, expression: str, path: Path | None, before: dict[str, Any]
+) -> int:
+    """Run each file on as many GPUs as it needs, of which each has `share` at once, the slowest first, but for what
+    passed `before`; how many failed or did not come to their end."""
     order = sorted(names, key=lambda name: SLOWEST.index(name) if name in SLOWEST else len(SLOWEST))
     waiting = [part for name in order for part in parts_of(name, gpus, expression, "not timed" if share > 1 else "")]
     last = [Part(order, 1, expression, "timed")] if share > 1 else []
     free = Counter({str(gpu): share for gpu in range(gpus)})
-    running, ended, bad, began = list[Running](), list[Path](), 0, time.perf_counter()
+    running, bad, began, made_of = list[Running](), 0, time.perf_counter(), {"sources": sources()}
     with tempfile.TemporaryDirectory() as scratch:
-        if go_on and path is not None and (before := passed_before(path)):
-            ended.append(Path(scratch) / KNOWN)
-            ended[0].write_text(json.dumps(before))
+        ended = [Path(scratch, KNOWN)]
+        ended[0].write_text(json.dumps(before))
         while waiting or running or last:
             if not (waiting or running):
                 waiting, last = last, []
@@ -166,15 +164,10 @@ def side_by_side(names: Sequence[str], gpus: int, share: int, expression: str, p
                 free.update(one.gpus)
                 ended.append(one.outcome)
                 bad += one.process.returncode not in (0, int(pytest.ExitCode.NO_TESTS_COLLECTED))
-                about = {
-                    "sources": sources(),
-                    "gpus": gpus,
-                    "share": share,
-                    "seconds": time.perf_counter() - began,
-                    "ended_badly": bad,
-                }
+                about = {"gpus": gpus, "share": share, "seconds": time.perf_counter() - began, "ended_badly": bad}
                 begun = [*ended, *(one.outcome for one in running)]
-                save("gpu_tests", {**merged(begun), **about, "complete": not (waiting or running or last)}, path)
+                figures = {**merged(begun), **made_of, **about}
+                save("gpu_tests", {**figures, "complete": not (waiting or running or last)}, path)
                 print(f"{one.part.name}: {one.process.returncode}, {about['seconds']:.0f} s", flush=True)
     return bad
 
@@ -185,7 +178,7 @@ def started(part: Part, gpus: list[str], scratch: Path) -> Running:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # by whoever began this, from tests of a CPU
     given = {"CUDA_VISIBLE_DEVICES": "" if hidden else ",".join(sorted(gpus)), "PET_MASTER_PORT": str(port)}
     command = [sys.executable, __file__, *part.files, "-k", part.expression, "-m", part.marks, "--json", str(outcome)]
-    command += ["--piece", part.piece, "--known", str(scratch / KNOWN)]
+    command += ["--shard", part.shard, "--known", str(scratch / KNOWN)]
     return Running(part, subprocess.Popen(command, env=os.environ | given, stdout=subprocess.DEVNULL), gpus, outcome)
 
 
@@ -211,21 +204,25 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the outcomes here")
     parser.add_argument("--gpus", type=int, default=0, help="files side by side on so many; default: one by one")
     parser.add_argument("--share", type=int, default=1, help="files that each of these has at once; default: 1")
-    parser.add_argument("--go-on", action="store_true", help="with --gpus: what passed by the file of --json is kept")
-    parser.add_argument("--piece", default="1/1", help=argparse.SUPPRESS)
+    parser.add_argument("--go-on", action="store_true", help="with --gpus: leave out what passed by the file of --json")
+    parser.add_argument("--shard", default="1/1", help=argparse.SUPPRESS)
     parser.add_argument("--known", type=Path, help=argparse.SUPPRESS)
     on_one = "--ranks-share-gpu"
     parser.add_argument(
         on_one, action="store_true", help="ranks of tests of several GPUs share the first; NCCL 2.30 on"
     )
     args = parser.parse_args()
+    if args.go_on and not (args.gpus and args.json):
+        parser.error("--go-on needs --gpus, and --json with the file of the run that is gone on with")
     if args.gpus:
+        before = passed_before(args.json if args.go_on else None)
+        if args.go_on:
+            print(f"{before['passed']} tests passed before, of these sources on such a GPU", flush=True)
         names = args.files or [path.name[len("test_") : -len("_gpu.py")] for path in FOLDER.glob("test_*_gpu.py")]
-        return int(side_by_side(names, args.gpus, args.share, args.k, args.json, args.go_on) > 0)
+        return int(side_by_side(names, args.gpus, args.share, args.k, args.json, before) > 0)
     files = [FOLDER / f"test_{name}_gpu.py" for name in args.files] or [FOLDER]
-    known = json.loads(args.known.read_text("utf-8")) if args.known and args.known.exists() else {}
-    part, parts = map(int, args.piece.split("/"))
-    saved = Saved(args.json, known, (part, parts), **({"where": WHERE} if args.ranks_share_gpu else {}))
+    known = json.loads(args.known.read_text("utf-8"))["tests"] if args.known else ()
+    saved = Saved(args.json, known, args.shard, **({"where": WHERE} if args.ranks_share_gpu else {}))
     began = time.perf_counter()
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-k", args.k, "-m", args.m]
     code = pytest.main([*options, *([on_one] if args.ranks_share_gpu else []), *map(str, files)], plugins=[saved])

@@ -178,34 +178,39 @@ def test_figures_say_how_they_are_made_again(scripts: None) -> None:
     assert importlib.import_module("common").command(words) == "python benchmarks/run.py turns --flags '--seed 1' tree"
 
 
-def test_tests_of_gpus_are_gone_on_with_and_cut_in_pieces(scripts: None, tmp_path: Path) -> None:
+def test_tests_of_gpus_are_gone_on_with_and_run_in_shards(
+    scripts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu_tests, path = importlib.import_module("gpu_tests"), tmp_path / "tests.json"
-    assert gpu_tests.passed_before(path) == {}
+    nothing = gpu_tests.passed_before(None)
+    assert not any(nothing.values()) and gpu_tests.passed_before(path) == nothing
     outcomes = {"0": "passed", "4": "passed", "5": "failed", "6": "skipped"}
     about = {"sources": gpu_tests.sources(), "tests": {name: {"outcome": found} for name, found in outcomes.items()}}
     gpu_tests.save("gpu_tests", {**about, "failures": {"5": "why"}, "words": {"all": [7, 0]}}, path)
     before = gpu_tests.passed_before(path)
-    assert (before["passed"], list(before["tests"]), before["failures"], before["words"]) == (
-        2,
-        ["0", "4"],
-        {},
-        {"all": [7, 0]},
-    )
+    passed = {name: about["tests"][name] for name in ("0", "4")}
+    assert before == {**nothing, "passed": 2, "tests": passed, "words": {"all": [7, 0]}}
 
     class Item(NamedTuple):
         nodeid: str
 
     run, others = [], []
     config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: others.extend(items)))
-    for piece in range(1, 4):
+    for shard in ("1/3", "2/3", "3/3"):
         items = [Item(str(i)) for i in range(8)]
-        gpu_tests.Saved(None, before, (piece, 3)).pytest_collection_modifyitems(config, items)
+        gpu_tests.Saved(None, before["tests"], shard).pytest_collection_modifyitems(config, items)
         run.append("".join(item.nodeid for item in items))
     assert run == ["12", "35", "67"] and len(others) == 3 * 8 - 6
     [whole] = gpu_tests.parts_of("fold", 1, "", "")
-    assert (whole.piece, [part.piece for part in gpu_tests.parts_of("families", 1, "", "")]) == ("1/1", ["1/2", "2/2"])
-    gpu_tests.save("gpu_tests", json.loads(path.read_text()) | {"sources": "others"}, path)
-    assert gpu_tests.passed_before(path) == {}
+    assert (whole.shard, [part.shard for part in gpu_tests.parts_of("families", 1, "", "")]) == ("1/1", ["1/2", "2/2"])
+    for other in ({"sources": "others"}, {"device": "another GPU"}):
+        gpu_tests.save("gpu_tests", {**json.loads(path.read_text()), "sources": gpu_tests.sources()} | other, path)
+        assert gpu_tests.passed_before(path) == nothing
+    for lacking in (["--gpus", "1"], ["--json", str(path)]):
+        monkeypatch.setattr(sys, "argv", ["gpu_tests.py", "--go-on", *lacking])
+        with pytest.raises(SystemExit) as ended:
+            gpu_tests.main()
+        assert ended.value.code == 2
 
 
 def test_every_part_names_a_script_and_an_unknown_part_is_refused(driver: ModuleType) -> None:
