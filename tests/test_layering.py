@@ -75,7 +75,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "cache": ("fingerprint file_hashes tensor_file user_folder", "tokenizers"),
     "distributed": ("cells mesh torch_private", "push", "collectives placement ranks", "join pieces spread", "."),
     "ops": (
-        "native.library pdl precompile records rows",
+        "compile_processes native.library pdl records rows",
+        "precompile",
         "logprobs.philox operator",
         "logprobs.reference",
         "native",

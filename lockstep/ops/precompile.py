@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -14,23 +15,35 @@ import torch
 from triton import AsyncCompileMode, knobs
 from triton.runtime.jit import JITFunction
 
-MAX_WORKERS = 32
-_PACKAGE = __package__.partition(".")[0] + "."
+from .compile_processes import PACKAGE, CompileProcesses, Kernel
 
-Kernel = tuple[str, str, str]  # module, name, and Triton's own description of its arguments, constants and options
+MAX_WORKERS = 32
+FEW_CORES = 4  # of which a process more is no use
 
 
 class _Pool(ThreadPoolExecutor):
     """Threads that also ready each kernel for its launch: some versions of Triton have a C compiler build a launcher,
-    which takes as long as the kernel."""
+    which takes as long as the kernel.
 
-    def __init__(self) -> None:
+    Attributes:
+        noted: the kernel that is submitted next, if it is known.
+    """
+
+    def __init__(self, processes: CompileProcesses | None = None) -> None:
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
-        super().__init__(workers, initializer=_use, initargs=(device,))
+        super().__init__(_workers(), initializer=_use, initargs=(device,))
+        self._processes = processes
+        self.noted: Kernel | None = None
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
-        return super().submit(_ready, compile_kernel)
+        kernel, self.noted = self.noted, None
+        if self._processes is None or kernel is None:
+            return super().submit(_ready, compile_kernel)
+        return super().submit(_ready, compile_kernel, partial(self._processes.compile, kernel))
+
+
+def _workers() -> int:
+    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
 def _use(device: int | None) -> None:
@@ -38,8 +51,9 @@ def _use(device: int | None) -> None:
         torch.cuda.set_device(device)
 
 
-def _ready(compile_kernel: Callable[[], Any]) -> Any:
-    kernel = compile_kernel()
+def _ready(compile_kernel: Callable[[], Any], elsewhere: Callable[[], None] = lambda: None) -> Any:
+    elsewhere()
+    kernel = compile_kernel()  # if not there, then here
     assert kernel.run is not None  # builds the launcher and loads the binary
     return kernel
 
@@ -47,7 +61,7 @@ def _ready(compile_kernel: Callable[[], Any]) -> Any:
 @contextmanager
 def compiling_only(compiles: bool = True) -> Iterator[list[Kernel]]:
     """Within, a launch only has its kernel compiled and loaded, on any core; at the end all are. If it `compiles`
-    nothing, kernels are listed alone.
+    nothing, kernels are listed alone. With enough cores, kernels of this package are compiled in other processes.
 
     One that does not compile or load is left to its first launch, which says why. Triton has no switch that turns
     launches off, so for this long `JITFunction.run` is another function; no other thread may launch.
@@ -60,15 +74,21 @@ def compiling_only(compiles: bool = True) -> Iterator[list[Kernel]]:
     listed: list[Kernel] = []
 
     def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        pool.noted = None
         try:
-            with _noted(found, compiles):
+            with _noted(note):
                 return run(kernel, *args, grid=grid, warmup=True, **kwargs)
         except TypeError:  # it has a constant that cannot be described
             return run(kernel, *args, grid=grid, warmup=True, **kwargs)
 
+    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        pool.noted = fn.module, fn.name, compile["specialization_data"]
+        found[pool.noted] = None
+        return not compiles
+
     JITFunction.run = compile_only
     try:
-        with _Pool() as pool, AsyncCompileMode(pool, ignore_errors=True):
+        with _processes(compiles) as processes, _Pool(processes) as pool, AsyncCompileMode(pool, ignore_errors=True):
             yield listed
     finally:
         listed += found
@@ -76,13 +96,18 @@ def compiling_only(compiles: bool = True) -> Iterator[list[Kernel]]:
 
 
 @contextmanager
-def _noted(found: dict[Kernel, None], compiles: bool) -> Iterator[None]:
-    """Kernels that this process does not have yet are added."""
+def _processes(compiles: bool) -> Iterator[CompileProcesses | None]:
+    """Some that compile kernels, where there is a use for them."""
+    if not compiles or _workers() < FEW_CORES:
+        yield None
+        return
+    with closing(CompileProcesses(_workers())) as processes:
+        yield processes
 
-    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        found[fn.module, fn.name, compile["specialization_data"]] = None
-        return not compiles
 
+@contextmanager
+def _noted(note: Callable[..., bool]) -> Iterator[None]:
+    """Kernels that this process does not have yet are told to `note`, unless another hook is there."""
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = before or note
     try:
@@ -100,7 +125,7 @@ def preload(kernels: Iterable[Kernel]) -> int:
     with _Pool() as pool, AsyncCompileMode(pool, ignore_errors=True):
         for module, name, description in kernels:
             with suppress(Exception):
-                if module.startswith(_PACKAGE):
+                if module.startswith(PACKAGE):
                     getattr(import_module(module), name).preload(description)
                     count += 1
     return count
@@ -111,7 +136,7 @@ def preload_beside(kernels: Iterable[Kernel]) -> Future[int]:
     there. Modules are imported here, so that no two threads import the same."""
     kernels = list(kernels)
     for module in {module for module, *_ in kernels}:
-        if module.startswith(_PACKAGE):
+        if module.startswith(PACKAGE):
             with suppress(ImportError):
                 import_module(module)
     device = torch.cuda.current_device() if torch.cuda.is_available() else None

@@ -146,6 +146,50 @@ def test_kernels_that_were_listed_are_loaded_by_another_process(tmp_path: Path) 
     assert missed == [1, 1]  # all but the one that was not listed are there, and loaded, at once or beside
 
 
+ELSEWHERE = (
+    DRIVER
+    + """
+import signal
+from lockstep.ops import compile_processes, precompile
+from lockstep.ops.adamw import triton as adamw
+
+def made(*warps):
+    "How many of these kernels this process had to compile, and how many it has."
+    hits.clear()
+    with compiling_only() as kernels:
+        for count in warps:
+            adamw._square_sums_kernel[(4,)](x, x, 4096, ROWS=8, WIDTH=128, num_warps=count)
+            if then := after.get(count):
+                then()
+    return [hits.count(False), len(kernels)]
+
+class Known(compile_processes.CompileProcesses):
+    def __init__(self, count):
+        super().__init__(count)
+        begun.append(self._process.pid)
+
+def hit(number):
+    os.kill(begun[-1], number)
+
+x, hits, begun, after = torch.zeros(4096), [], [], {}
+triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+precompile._workers, precompile.CompileProcesses = lambda: 4, Known
+whole = made(1, 2)
+after = {4: lambda: hit(signal.SIGKILL)}
+without = made(4, 8)
+compile_processes.LIMIT_S, after = 1.0, {16: lambda: hit(signal.SIGSTOP)}
+waiting = made(16)
+hit(signal.SIGKILL)
+print(json.dumps([whole, without, waiting, len(cubins())]))
+"""
+)
+
+
+def test_kernels_are_compiled_in_other_processes_and_here_where_these_have_ended(tmp_path: Path) -> None:
+    whole, without, waiting, count = ended_well(ELSEWHERE, tmp_path)
+    assert whole == [0, 2] and without == [2, 2] and waiting == [1, 1] and count == 5
+
+
 GLUON = (
     DRIVER
     + """

@@ -1,0 +1,137 @@
+"""Processes that compile Triton kernels into Triton's cache on disk, for one that has other work meanwhile.
+
+A compiler holds Python's lock for a part of its time. Threads that compile take it from a thread beside them that
+traces a model, again and again: a first start of a 0.6B model on 16 cores took a quarter longer for it.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
+from multiprocessing import get_context
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.cache import triton_key
+
+PACKAGE = __package__.partition(".")[0] + "."
+LIMIT_S = 120.0  # that a kernel may take
+LOOK_S = 1.0  # between looks whether the parent is there
+
+Kernel = tuple[str, str, str]  # module, name, and Triton's own description of its arguments, constants and options
+
+
+class CompileProcesses:
+    """So many processes, forked from one that has imported what they need, which starts beside the caller's work.
+
+    Whatever happens to them, a call of `compile` returns; what is not in the cache then, the caller compiles. They end
+    when this is closed, or when its process has ended.
+    """
+
+    def __init__(self, count: int) -> None:
+        target = driver.active.get_current_target()
+        about = json.dumps([count, target.backend, target.arch, target.warp_size])
+        path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))  # imports as here
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, about],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # what goes wrong is met again, and told, where the caller compiles
+            text=True,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the parent, whose end is theirs
+        )
+        self._numbers, self._sending = itertools.count(), threading.Lock()
+        self._asked: dict[int, threading.Event] = {}
+        self._ended = False
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def compile(self, kernel: Kernel) -> None:
+        """Wait until a kernel of this package has been compiled, or could not be."""
+        if not kernel[0].startswith(PACKAGE):
+            return
+        done, number = threading.Event(), next(self._numbers)
+        self._asked[number] = done
+        assert self._process.stdin is not None
+        with self._sending, suppress(OSError, ValueError):  # it has ended, or was closed
+            print(json.dumps([number, *kernel]), file=self._process.stdin, flush=True)
+        if not self._ended:
+            done.wait(LIMIT_S)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with self._sending, suppress(OSError):
+            self._process.stdin.close()
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._asked.pop(int(line)).set()
+        self._ended = True
+        for done in list(self._asked.values()):
+            done.set()
+        self._process.wait()
+
+
+class _Driver:
+    """All that compiling asks of a driver."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def _serve(count: int, *target: Any) -> None:
+    """Compile what the lines of standard input name; answer with their numbers."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever else prints
+    driver.set_active(_Driver(GPUTarget(*target)))
+    triton_key()  # a hash of all of Triton, kept from here on
+    with ProcessPoolExecutor(count, mp_context=get_context("fork"), initializer=_begin) as pool:
+        for line in sys.stdin:
+            number, *kernel = json.loads(line)
+            pool.submit(_compile, *kernel).add_done_callback(partial(_answer, answers, number))
+
+
+def _answer(answers: int, number: int, _: Future[None]) -> None:
+    with suppress(OSError):  # the parent is gone
+        os.write(answers, f"{number}\n".encode())
+
+
+def _begin() -> None:
+    gc.disable()  # each look through all of torch
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    os._exit(1)
+
+
+def _compile(module: str, name: str, description: str) -> None:
+    kernel = getattr(import_module(module), name).preload(description)
+    with suppress(Exception):  # where there is no such GPU's library
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        CudaLauncher(kernel.src, kernel.metadata)  # some versions of Triton have a C compiler build it
+
+
+if __name__ == "__main__":
+    _serve(*json.loads(sys.argv[1]))
