@@ -13,6 +13,8 @@ from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
 
+from torch import Tensor
+
 from ..config import GeneratorConfig
 from ..errors import InputError
 from ..graph import EAGER, Runtime
@@ -136,6 +138,10 @@ class Engine:
     def trust_cases(self) -> Work:
         """Launches on which the graphs of the warm-ups are to be checked against eager; before the first request."""
         return self.runner.trust_cases()
+
+    def lend(self) -> list[Tensor]:
+        """A GPU's memory that the cache has no use for before the first request: zero, and to be left so."""
+        return self.runner.cache.lend() if self.runner.cache.k.is_cuda else []
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
         """Queue a request; returns its id. Its samples are `identity.sample` and those that follow it, n in all.

@@ -68,6 +68,19 @@ class KVCache:
     def num_free(self) -> int:
         return len(self._free)
 
+    def lend(self) -> list[torch.Tensor]:
+        """The memory of all pages, zero, in contiguous pieces, while nobody holds one: to be left zero before the next
+        request. What was to be found in them is forgotten. Nothing if a page is held."""
+        if self.num_free < self.num_pages:
+            return []
+        self._digests = [None] * self.num_pages
+        for found in (self._by_digest, self._parts, self._part_of):
+            found.clear()
+        lent = [layer[: self.num_pages] for cache in (self.k, self.v) for layer in cache]
+        for memory in lent:
+            memory.zero_()
+        return lent
+
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 

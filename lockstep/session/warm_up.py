@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..cache import user_folder
 from ..errors import LockstepError
@@ -25,6 +26,16 @@ _log = logging.getLogger("lockstep")
 
 _HeadShapes = list[machine_check.HeadShape | machine_check.LatentHeadShape]
 _Checked = tuple[list[machine_check.Product], _HeadShapes, torch.device, torch.dtype]
+
+
+class MachineCheck(NamedTuple):
+    """`rehearse` launches the kernels of the check; `check` tells whether it replaced one that graphs may hold."""
+
+    rehearse: Callable[[], None]
+    check: Callable[[], bool]
+
+
+NO_CHECK = MachineCheck(lambda: None, lambda: False)
 
 
 def prepare_machine(session: Session) -> None:
@@ -57,8 +68,8 @@ def warm_up(run: TrainingSession) -> None:
         partial(_make_graphs, run),
         lambda: [*cases(), *run.engine.trust_cases()],
         kernels,
-        rehearse_check=partial(_rehearse_check, run),
-        check_machine=partial(_check_machine, run),
+        MachineCheck(partial(_rehearse_check, run), partial(_check_machine, run)),
+        spare=run.engine.lend,
     )
     if kernels is not None and kernels != run.preloaded and run.world.first:
         remember(run.config, kernels)
@@ -78,9 +89,8 @@ def make_ready(
     make_graphs: Callable[[], None],
     trust_cases: Callable[[], Work],
     kernels: Path | None,
-    *,
-    rehearse_check: Callable[[], None] = lambda: None,
-    check_machine: Callable[[], bool] = lambda: False,
+    machine: MachineCheck = NO_CHECK,
+    spare: Callable[[], Sequence[Tensor]] = tuple,
 ) -> list[Verdict]:
     """Make graphs and hold them to eager's bits; those made later count as recompiles.
 
@@ -88,27 +98,29 @@ def make_ready(
         make_graphs: calls each function whose graphs are needed; called again when all are to be made anew.
         trust_cases: launches of them to check, unless `compile.verify` is off.
         kernels: where the kernels they launch are listed (`Session.kernel_list`); None where none are compiled.
-        check_machine: whether a check of this machine, of what was launched, replaced a kernel that graphs may hold.
-        rehearse_check: launches the kernels of that check.
+        machine: the check of this machine, of what was launched.
+        spare: memory for the check of graphs (`check_against_eager`).
     """
     runtime, verify = session.runtime, session.config.compile.verify
     runtime.begin_warm_up(session.world)
     if runtime.eager:
         make_graphs()
-        check_machine()
+        machine.check()
         runtime.end_warm_up()
         return []
     if kernels is not None and kernels != session.preloaded:
-        _precompile(session, kernels, make_graphs, rehearse_check)
+        _precompile(session, kernels, make_graphs, machine.rehearse)
     with runtime.warm_up.making():
         make_graphs()
     shared = runtime.share()
-    if check_machine() or shared:
+    if machine.check() or shared:
         for function in runtime.programs:
             function.close()
         with runtime.warm_up.making():
             make_graphs()
-    verdicts = [] if verify == "off" else check_against_eager(runtime, trust_cases(), verify, PassedChecks())
+    verdicts = []
+    if verify != "off":
+        verdicts = check_against_eager(runtime, trust_cases(), verify, PassedChecks(), spare())
     runtime.end_warm_up()
     return verdicts
 

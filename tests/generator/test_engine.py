@@ -284,6 +284,20 @@ def test_a_page_with_room_is_forgotten_when_it_is_handed_out_or_another_is_found
     assert cache.match([1, 2, 3], 0) == ([], 0)
 
 
+def test_memory_that_no_request_holds_is_lent_zero_and_what_was_in_it_forgotten() -> None:
+    cache = KVCache(CONFIG, 3, 4, torch.float32, torch.device("cpu"))
+    cache.k.fill_(1.0)
+    pages = cache.allocate(2)
+    assert pages is not None and cache.lend() == []
+    cache.register([1, 2, 3, 4, 5, 6], pages, 0)
+    cache.release(pages)
+    lent = cache.lend()
+    assert cache.match([1, 2, 3, 4, 5, 6], 0) == ([], 0) and cache.num_free == 3
+    assert sum(memory.nbytes for memory in lent) == 3 * (cache.k.nbytes + cache.v.nbytes) // 4
+    assert all(memory.is_contiguous() and not memory.any() for memory in lent)
+    assert cache.k[:, cache.null_page].eq(1).all()  # nobody's page stays as it is
+
+
 @pytest.mark.parametrize(
     ("prompt", "fields", "message"),
     [

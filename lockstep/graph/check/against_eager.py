@@ -70,7 +70,11 @@ Work = Sequence[tuple[Program, Sequence[Case]]]
 
 
 def check_against_eager(
-    runtime: Runtime, work: Work, mode: Mode, verdicts: PassedChecks | None = None
+    runtime: Runtime,
+    work: Work,
+    mode: Mode,
+    verdicts: PassedChecks | None = None,
+    spare: Sequence[Tensor] = (),
 ) -> list[Verdict]:
     """Check every function on its cases; those of one name together.
 
@@ -78,6 +82,8 @@ def check_against_eager(
         mode: what a difference does. strict: it is an error. warn: the function is checked again one level further
             down.
         verdicts: checks that passed before are not repeated; None repeats all.
+        spare: memory that is zero and that no function uses whose cases make state; the state is kept there, and it is
+            zero again at the end.
 
     Raises:
         GraphError: strict, and a way differs from eager: names function, case, step and node. In either mode: a run
@@ -85,7 +91,7 @@ def check_against_eager(
     """
     functions = [function for function, _ in work]
     with runtime.timings.measured("verify"):
-        state = _State(functions)
+        state = _State(functions, spare)
         names = dict.fromkeys(function.name for function in functions)
         found = []
         for name in names:
@@ -146,8 +152,8 @@ def _first_fault(
 class _State:
     """What all functions work on, as it was before the first run; nothing is looked at if there is none."""
 
-    def __init__(self, functions: Iterable[Program]) -> None:
-        self._functions = list(functions)
+    def __init__(self, functions: Iterable[Program], spare: Sequence[Tensor]) -> None:
+        self._functions, self._spare = list(functions), spare
         self._before: dict[str, Tensor] | None = None
         self._made: Work = ()
         self._held: Snapshot | None = None
@@ -156,7 +162,7 @@ class _State:
         if self._before is None:
             self._before = _all_state(self._functions)
         if self._held is None:
-            self._held = Snapshot(held(self._made))
+            self._held = Snapshot(held(self._made), self._spare)
 
     @contextmanager
     def put_back(self, work: Work) -> Iterator[None]:

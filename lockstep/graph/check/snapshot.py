@@ -10,7 +10,8 @@ from torch import Tensor
 from .fingerprints import WORDS
 
 PART = 1 << 26  # bytes that are looked at, or on their way between a device and the host, at one time
-MOST = 1 << 28  # bytes of copies on the device; what is beyond them is on the host
+ALIGNMENT = 16  # bytes
+MOST = 1 << 28  # bytes of copies on the device, besides what is lent; what is beyond them is on the host
 
 
 class Snapshot:
@@ -19,20 +20,26 @@ class Snapshot:
     Before the first update gradients and moments are 0, and float32 masters have the lower halves of their words 0, as
     they are made from bfloat16. So of what is 0 throughout a part, whole words or halves of them, nothing is kept.
 
+    Args:
+        spare: contiguous memory of the device to keep copies in; it is zero, and is again when all was put back.
+
     Attributes:
         nbytes: that are kept.
     """
 
     @torch.no_grad()
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor], spare: Sequence[Tensor] = ()) -> None:
         self._zero, self._kept = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        self._spare, self._taken = [memory.view(-1).view(torch.uint8) for memory in spare], list[Tensor]()
         self.nbytes = 0
         for part, used in (found for tensor in tensors for own in _pieces(tensor.detach()) for found in _parts(own)):
             if not used:
                 self._zero.append(part)
                 continue
             self.nbytes += part.numel() * part.element_size()
-            copy = torch.empty(part.shape, dtype=part.dtype, device="cpu" if self.nbytes > MOST else part.device)
+            copy = self._lent(part)
+            if copy is None:
+                copy = torch.empty(part.shape, dtype=part.dtype, device="cpu" if self.nbytes > MOST else part.device)
             copied(copy, part)
             self._kept.append((part, copy))
 
@@ -42,6 +49,18 @@ class Snapshot:
             part.zero_()
         for part, copy in self._kept:
             copied(part, copy)
+        for taken in self._taken:
+            taken.zero_()
+
+    def _lent(self, part: Tensor) -> Tensor | None:
+        """Room for a copy in the spare memory, if it has any."""
+        size = part.numel() * part.element_size()
+        for i, memory in enumerate(self._spare):
+            if len(memory) >= size and memory.device == part.device:
+                self._spare[i] = memory[-(-size // ALIGNMENT) * ALIGNMENT :]
+                self._taken.append(memory[:size])
+                return memory[:size].view(part.dtype).view(part.shape)
+        return None
 
 
 def copied(target: Tensor, source: Tensor) -> None:

@@ -395,6 +395,18 @@ def test_a_snapshot_keeps_nothing_of_what_is_zero() -> None:
     assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(tensors, before, strict=True))
 
 
+def test_a_snapshot_lies_in_spare_memory_that_is_zero_again() -> None:
+    odd, halves, more = torch.arange(3, dtype=torch.bfloat16), torch.tensor([1.5, -2.0]), torch.arange(5.0) + 0.1
+    spare = [torch.zeros(2, 2), torch.zeros(16, dtype=torch.int16)]
+    before, kept = [x.clone() for x in (odd, halves, more)], Snapshot([odd, halves, more], spare)
+    assert spare[0].any() and spare[1].any() and kept.nbytes == 6 + 4 + 20
+    for x in (odd, halves, more):
+        x.fill_(7)
+    kept.restore()
+    assert all(torch.equal(x, y) for x, y in zip((odd, halves, more), before, strict=True))
+    assert not any(memory.any() for memory in spare)
+
+
 def test_what_goes_from_one_device_to_another_goes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies apart is laid out on its device for it, which may have no room for all."""
     monkeypatch.setattr(snapshot, "PART", 64)
