@@ -206,7 +206,9 @@ def test_of_a_hosts_processes_the_first_compiles_and_the_others_load(monkeypatch
             return make()
 
     warm_up = SimpleNamespace(rehearsal=rehearsal, preload=lambda kernels: done.append([*kernels]) or len(kernels))
-    session = SimpleNamespace(runtime=SimpleNamespace(warm_up=warm_up), world=Others(1, 2, local_rank=local_rank))
+    policy = SimpleNamespace(model=SimpleNamespace(embed=torch.zeros(1)))
+    world, runtime = Others(1, 2, local_rank=local_rank), SimpleNamespace(warm_up=warm_up)
+    session = SimpleNamespace(runtime=runtime, world=world, policy=policy)
     session_warm_up._precompile(session, tmp_path / "list", lambda: None, lambda: None)
     assert done == [[], "met", not local_rank, "met", *[["a kernel"]] * local_rank]
 
