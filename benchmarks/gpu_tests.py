@@ -2,8 +2,8 @@
 
 With `--gpus` files run side by side on a machine's GPUs, each in a process that sees as many as it needs, the longest
 in shards; with `--share` each GPU has several at once, as most of a test's time is compiling, and tests that are timed
-come last. With `--go-on` a run that ended early is gone on with: what passed, of the same sources on a GPU of the same
-name, is kept, and the figures' seconds are those of the last run.
+come last, one at a time on each. With `--go-on` a run that ended early is gone on with: what passed, of the same
+sources on a GPU of the same name, is kept, and the figures' seconds are those of the last run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEVERAL = {"fsdp": (2,), "push": (2,), "tp": (2, 4)}  # GPUs that a file's tests
 SLOWEST = "fsdp", "scores", "families", "tp", "attention_backward", "fused", "flex"  # begin first
 SHARDS = {"scores": 3, "families": 2, "fused": 2}  # of the files that take longest
 _PORTS = itertools.count(29600)  # torchrun's, another for each file
-POLL_S = 0.5
+POLL_S, SAVE_S = 0.5, 10.0
 KNOWN = "known.json"  # beside the outcomes of a run: what passed before it
 
 
@@ -136,19 +136,58 @@ def passed_before(path: Path | None) -> dict[str, Any]:
     return {"passed": len(tests), "failed": 0, "skipped": 0, "tests": tests, "failures": {}, "words": found["words"]}
 
 
+def listed(names: Sequence[str]) -> dict[str, dict[str, bool]]:
+    """The tests of files, by file, and whether each is timed."""
+    files = [str(FOLDER / f"test_{name}_gpu.py") for name in names]
+    done = subprocess.run([sys.executable, __file__, "--list", *files], capture_output=True, text=True, check=True)
+    found: dict[str, dict[str, bool]] = {name: {} for name in names}
+    for test, timed in json.loads(done.stdout.splitlines()[-1]).items():
+        found[Path(test.partition("::")[0]).stem[len("test_") : -len("_gpu")]][test] = timed
+    return found
+
+
+def list_tests(files: Sequence[str]) -> int:
+    """Print what `listed` reads."""
+    found: dict[str, bool] = {}
+
+    class Listed:
+        def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+            found.update({item.nodeid: item.get_closest_marker("timed") is not None for item in items})
+
+    quiet = ["-q", "--collect-only", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    code = pytest.main([*quiet, *files], plugins=[Listed()])
+    print(f"\n{json.dumps(found)}")
+    return int(code)
+
+
+def work(
+    names: Sequence[str], gpus: int, share: int, expression: str, before: dict[str, Any]
+) -> tuple[list[Part], list[Part]]:
+    """The parts of files, the slowest first, and those that come when these are done; without files of which all that
+    is asked for passed `before`."""
+    order = sorted(names, key=lambda name: SLOWEST.index(name) if name in SLOWEST else len(SLOWEST))
+    tests = listed(order) if before["tests"] else {}
+    left = {name: [timed for test, timed in of.items() if test not in before["tests"]] for name, of in tests.items()}
+    apart = share > 1  # timed tests
+    begun = [name for name in order if name not in left or not all(left[name]) or not apart and left[name]]
+    first = [part for name in begun for part in parts_of(name, gpus, expression, "not timed" if apart else "")]
+    timed = [name for name in order if name not in left or any(left[name])] if apart else []
+    shards = [Part(timed, 1, expression, "timed", f"{shard}/{gpus}") for shard in range(1, gpus + 1)] if timed else []
+    return first, shards
+
+
 def side_by_side(
     names: Sequence[str], gpus: int, share: int, expression: str, path: Path | None, before: dict[str, Any]
 ) -> int:
-    """Run each file on as many GPUs as it needs, of which each has `share` at once, the slowest first, but for what
-    passed `before`; how many failed or did not come to their end."""
-    order = sorted(names, key=lambda name: SLOWEST.index(name) if name in SLOWEST else len(SLOWEST))
-    waiting = [part for name in order for part in parts_of(name, gpus, expression, "not timed" if share > 1 else "")]
-    last = [Part(order, 1, expression, "timed")] if share > 1 else []
+    """Run each file on as many GPUs as it needs, of which each has `share` at once, but for what passed `before`; how
+    many failed or did not come to their end. Of what is running when this is ended, the last few seconds are lost."""
+    waiting, last = work(names, gpus, share, expression, before)
     free = Counter({str(gpu): share for gpu in range(gpus)})
     running, bad, began, made_of = list[Running](), 0, time.perf_counter(), {"sources": sources()}
     with tempfile.TemporaryDirectory() as scratch:
         ended = [Path(scratch, KNOWN)]
         ended[0].write_text(json.dumps(before))
+        saved = began
         while waiting or running or last:
             if not (waiting or running):
                 waiting, last = last, []
@@ -159,16 +198,18 @@ def side_by_side(
                     free.subtract(own)
                     running.append(started(part, own, Path(scratch)))
             time.sleep(POLL_S)
-            for one in [one for one in running if one.process.poll() is not None]:
+            gone = [one for one in running if one.process.poll() is not None]
+            for one in gone:
                 running.remove(one)
                 free.update(one.gpus)
                 ended.append(one.outcome)
                 bad += one.process.returncode not in (0, int(pytest.ExitCode.NO_TESTS_COLLECTED))
-                about = {"gpus": gpus, "share": share, "seconds": time.perf_counter() - began, "ended_badly": bad}
-                begun = [*ended, *(one.outcome for one in running)]
-                figures = {**merged(begun), **made_of, **about}
+                print(f"{one.part.name}: {one.process.returncode}, {time.perf_counter() - began:.0f} s", flush=True)
+            if gone or time.perf_counter() > saved + SAVE_S:
+                saved = time.perf_counter()
+                about = {"gpus": gpus, "share": share, "seconds": saved - began, "ended_badly": bad}
+                figures = {**merged([*ended, *(one.outcome for one in running)]), **made_of, **about}
                 save("gpu_tests", {**figures, "complete": not (waiting or running or last)}, path)
-                print(f"{one.part.name}: {one.process.returncode}, {about['seconds']:.0f} s", flush=True)
     return bad
 
 
@@ -205,6 +246,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=0, help="files side by side on so many; default: one by one")
     parser.add_argument("--share", type=int, default=1, help="files that each of these has at once; default: 1")
     parser.add_argument("--go-on", action="store_true", help="with --gpus: leave out what passed by the file of --json")
+    parser.add_argument("--list", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--shard", default="1/1", help=argparse.SUPPRESS)
     parser.add_argument("--known", type=Path, help=argparse.SUPPRESS)
     on_one = "--ranks-share-gpu"
@@ -212,6 +254,8 @@ def main() -> int:
         on_one, action="store_true", help="ranks of tests of several GPUs share the first; NCCL 2.30 on"
     )
     args = parser.parse_args()
+    if args.list:
+        return list_tests(args.files)
     if args.go_on and not (args.gpus and args.json):
         parser.error("--go-on needs --gpus, and --json with the file of the run that is gone on with")
     if args.gpus:

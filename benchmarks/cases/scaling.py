@@ -48,7 +48,7 @@ def measured(count: int, folder: Path, given: argparse.Namespace) -> dict[str, A
     found: dict[str, Any] = {}
     for again in range(2 if given.warm else 1):
         run = run_dir(f"{count} processes{' warm' * again}", folder)
-        drawn = ("--task.environment", f"{LENGTHS}:Lognormal") if given.mean else ()
+        drawn = ("--task.environment", f"{LENGTHS}:Lognormal", "--task.max-turns", "1") if given.mean else ()
         words = training(run, given.device, count, size, *drawn, *shlex.split(given.flags))
         way = trained(run, words, weights=False)
         summary = json.loads((run / "summary.json").read_text())
