@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ..errors import InputError, LockstepError, PeerLost, ran_out
 from . import torch_private
 from .mesh import ALONE, Axis, Mesh
-from .push.memory import forget_memory, late_group
+from .push.memory import forget_memory, late_words
 
 T = TypeVar("T")
 
@@ -240,15 +240,15 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            lost = torch_private.is_peer_failure(error) or late_group() is not None
+            late = late_words()
+            lost = torch_private.is_peer_failure(error) or late is not None
             if self.size == 1 or isinstance(error, LockstepError) or ran_out(error) or not lost:
                 raise
             said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             said = said.partition(" This is typically caused by")[0]
-            raise PeerLost(
-                f"rank {self.rank} of {self.size}: another process of the run is gone, or did not come within "
-                f"{self.timeout:g} s (parallel.timeout): {said}"
-            ) from error
+            what = "another process of the run is gone, or" if late is None else f"words that rank {late.rank} pushes"
+            within = f"within {self.timeout:g} s (parallel.timeout)"
+            raise PeerLost(f"rank {self.rank} of {self.size}: {what} did not come {within}: {said}") from error
 
     @contextlib.contextmanager
     def deadline(self, doing: str, timeouts: float = 1.0) -> Iterator[None]:

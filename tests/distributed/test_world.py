@@ -203,6 +203,20 @@ def test_torchs_errors_about_peers_are_told_apart() -> None:
         raise RuntimeError("gloo")
 
 
+def test_the_rank_whose_words_did_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, none = World(4, 8, timeout=30.0), torch.empty(0)
+    shared = [
+        memory.SharedMemory(1, 2, 0, none, none, torch.zeros(1).long(), members=pair) for pair in ((1, 5), (4, 6))
+    ]
+    monkeypatch.setattr(memory, "_BY_GROUP", dict(zip(("@tp", "@generator_tp"), shared, strict=True)))
+    assert memory.late_words() is None
+    shared[1].late.fill_(1291 * 2 + 1)
+    assert memory.late_words() == (6, "@generator_tp", 1291)
+    told = r"^rank 4 of 8: words that rank 6 pushes did not come within 30 s \(parallel.timeout\): CUDA error"
+    with pytest.raises(PeerLost, match=told), world.peers():
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+
 @pytest.mark.parametrize("error", [PeerLost("rank 1 is gone"), RuntimeError("gloo: Timed out waiting 30000ms")])
 def test_that_another_rank_is_lost_is_not_shared_with_it(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail() -> None:

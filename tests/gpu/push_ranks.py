@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep import machine
 from lockstep.config import ParallelConfig
 from lockstep.distributed import World, join
-from lockstep.distributed.push.memory import late_group
+from lockstep.distributed.push.memory import late_words
 from lockstep.distributed.push.operator import by_collective, push_columns
 from lockstep.errors import PeerLost
 
@@ -118,7 +118,7 @@ def late(world: World) -> dict[str, Any]:
             push_columns(words(SHAPES[0], 0), axis.size, axis.group, False)
             torch.cuda.synchronize()
     except PeerLost as error:
-        return {"seconds": time.monotonic() - begun, "group": late_group(), "message": str(error)}
+        return {"seconds": time.monotonic() - begun, "late": late_words(), "message": str(error)}
     return {"seconds": time.monotonic() - begun, "message": "nothing was noticed"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,10 @@ class SharedMemory:
         addresses: int64 [ranks + 1]: of each rank's slots, int64 [PARITIES, ranks, SLOT], in which the place of a slot
             is its sender's rank; and of `late`.
         state: int64 [2]: launches so far, and this launch's programs that have ended.
-        late: on the host and written by the device: 0, or the launch at which words did not come in time.
+        late: on the host and written by the device: 0, or the number of the launch at which words did not come in time,
+            times `ranks`, and whose words they are.
         held: what `addresses` points into.
+        members: of the group, as the whole run numbers them.
     """
 
     rank: int
@@ -36,6 +39,15 @@ class SharedMemory:
     state: Tensor
     late: Tensor
     held: object = None
+    members: tuple[int, ...] = ()
+
+
+class LateWords(NamedTuple):
+    """Words that did not come in time: of which rank of the run, in which group, at which of the group's launches."""
+
+    rank: int
+    group: str
+    launch: int
 
 
 _BY_GROUP: dict[str, SharedMemory] = {}
@@ -63,7 +75,8 @@ def share_memory(name: str, group: dist.ProcessGroup, own: Tensor, timeout: floa
     state = torch.zeros(2, dtype=torch.int64, device=device)
     slots.words.zero_()  # marks of no launch
     torch.cuda.synchronize(device)
-    made = SharedMemory(rank, ranks, int(timeout * 1e9), addresses, state, late, slots)
+    members = tuple(dist.get_process_group_ranks(group))
+    made = SharedMemory(rank, ranks, int(timeout * 1e9), addresses, state, late, slots, members)
     _BY_GROUP[name] = made
     return made
 
@@ -78,6 +91,9 @@ def forget_memory(group: str) -> None:
     _BY_GROUP.pop(group, None)
 
 
-def late_group() -> str | None:
-    """The group whose words did not come in time, if any: the device's later errors follow from that."""
-    return next((name for name, memory in _BY_GROUP.items() if int(memory.late)), None)
+def late_words() -> LateWords | None:
+    """Those that this process waited for in vain, if any: the device's later errors follow from that."""
+    for name, memory in _BY_GROUP.items():
+        if late := int(memory.late):
+            return LateWords(memory.members[late % memory.ranks], name, late // memory.ranks)
+    return None

@@ -41,9 +41,9 @@ def _now():
 
 
 @triton.jit
-def _end_all_work(late_ptr, launch):
+def _end_all_work(late_ptr, late):
     """Tell the host first."""
-    tl.store(late_ptr, launch)
+    tl.store(late_ptr, late)
     tl.inline_asm_elementwise("fence.sc.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
     tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
@@ -56,8 +56,8 @@ def _all_marked(words, launch):
 
 
 @triton.jit
-def _awaited(from_ptr, at, inside, launch, patience, late_ptr, POLLS: tl.constexpr):
-    """Words with the launch's mark, as soon as all are there."""
+def _awaited(from_ptr, at, inside, launch, patience, late_ptr, late, POLLS: tl.constexpr):
+    """Words with the launch's mark, as soon as all are there; `late` is for the host, should they not come."""
     unread = launch << 32
     words = tl.load(from_ptr + at, mask=inside, other=unread, volatile=True)
     polls, until = 0, tl.zeros([], tl.int64)
@@ -70,7 +70,7 @@ def _awaited(from_ptr, at, inside, launch, patience, late_ptr, POLLS: tl.constex
             if until == 0:
                 until = now + patience
             if now > until:
-                _end_all_work(late_ptr, launch)
+                _end_all_work(late_ptr, late)
     return words
 
 
@@ -122,7 +122,8 @@ def _push_kernel(
             if other == rank:
                 words = tl.load(own_ptr + at, mask=at < end)
             else:
-                marked = _awaited(from_ptr + parity, at, at < end, launch, patience, late_ptr, POLLS)
+                late = launch * RANKS + other
+                marked = _awaited(from_ptr + parity, at, at < end, launch, patience, late_ptr, late, POLLS)
                 words = marked.to(x_ptr.dtype.element_ty)
             tl.store(out_ptr + _place(at, width, other, RANKS), words, mask=at < end)
         tl.debug_barrier()
