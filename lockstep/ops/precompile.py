@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 from .compile_processes import PACKAGE, CompileProcesses, Kernel
 
 MAX_WORKERS = 32
-FEW_CORES = 4  # of which a process more is no use
+FEW_CORES = 4  # fewer are busy without more processes
 
 
 class _Pool(ThreadPoolExecutor):
@@ -97,11 +97,12 @@ def compiling_only(compiles: bool = True) -> Iterator[list[Kernel]]:
 
 @contextmanager
 def _processes(compiles: bool) -> Iterator[CompileProcesses | None]:
-    """Some that compile kernels, where there is a use for them."""
-    if not compiles or _workers() < FEW_CORES:
-        yield None
-        return
-    with closing(CompileProcesses(_workers())) as processes:
+    """Some that compile kernels, where there is a use for them and they can be started."""
+    with ExitStack() as stack:
+        processes = None
+        if compiles and _workers() >= FEW_CORES:
+            with suppress(OSError):
+                processes = stack.enter_context(closing(CompileProcesses(_workers())))
         yield processes
 
 
