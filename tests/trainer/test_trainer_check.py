@@ -75,8 +75,8 @@ def test_what_is_copied_to_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, at first half of each word of the masters; later the moments, too. Gradients never, nor weights."""
 
     class Counted(comparison.Snapshot):
-        def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-            super().__init__(tensors)
+        def __init__(self, tensors: Iterable[torch.Tensor], *spare: Any) -> None:
+            super().__init__(tensors, *spare)
             copied.append(self.nbytes)
 
     for module in (comparison, against_eager):
