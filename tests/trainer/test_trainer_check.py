@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_what_is_copied_to_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, at first half of each word of the masters; later the moments, too. Gradients never, nor weights."""
 
     class Counted(comparison.Snapshot):
-        def __init__(self, tensors: Iterable[torch.Tensor], *spare: Any) -> None:
+        def __init__(self, tensors: Iterable[torch.Tensor], *spare: Sequence[torch.Tensor]) -> None:
             super().__init__(tensors, *spare)
             copied.append(self.nbytes)
 
