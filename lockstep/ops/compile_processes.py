@@ -23,10 +23,10 @@ from typing import Any
 
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime.cache import triton_key
 
 PACKAGE = __package__.partition(".")[0] + "."
-LIMIT_S = 120.0  # that a kernel may take
+LIMIT_S = 120.0  # that a kernel may take; then no other is asked for
+PIPE = 1 << 19  # bytes, so that no thread waits to ask: each has asked for one kernel at most
 LOOK_S = 1.0  # between looks whether the parent is there
 
 Kernel = tuple[str, str, str]  # module, name, and Triton's own description of its arguments, constants and options
@@ -47,6 +47,7 @@ class CompileProcesses:
             [sys.executable, "-P", "-m", __name__, about],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            pipesize=PIPE,
             stderr=subprocess.DEVNULL,  # what goes wrong is met again, and told, where the caller compiles
             text=True,
             env=os.environ | {"PYTHONPATH": path},
@@ -59,15 +60,15 @@ class CompileProcesses:
 
     def compile(self, kernel: Kernel) -> None:
         """Wait until a kernel of this package has been compiled, or could not be."""
-        if not kernel[0].startswith(PACKAGE):
+        if self._ended or not kernel[0].startswith(PACKAGE):
             return
         done, number = threading.Event(), next(self._numbers)
         self._asked[number] = done
         assert self._process.stdin is not None
         with self._sending, suppress(OSError, ValueError):  # it has ended, or was closed
             print(json.dumps([number, *kernel]), file=self._process.stdin, flush=True)
-        if not self._ended:
-            done.wait(LIMIT_S)
+        if not self._ended and not done.wait(LIMIT_S):
+            self._ended = True
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -102,7 +103,10 @@ def _serve(count: int, *target: Any) -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever else prints
     driver.set_active(_Driver(GPUTarget(*target)))
-    triton_key()  # a hash of all of Triton, kept from here on
+    with suppress(ImportError):  # where it lies elsewhere each computes it
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # a hash of all of Triton, kept from here on
     with ProcessPoolExecutor(count, mp_context=get_context("fork"), initializer=_begin) as pool:
         for line in sys.stdin:
             number, *kernel = json.loads(line)

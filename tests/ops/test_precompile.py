@@ -149,16 +149,16 @@ def test_kernels_that_were_listed_are_loaded_by_another_process(tmp_path: Path) 
 ELSEWHERE = (
     DRIVER
     + """
-import signal, sys
+import signal, sys, time
 from lockstep.ops import compile_processes, precompile
 from lockstep.ops.adamw import triton as adamw
 
-def made(*warps):
+def made(*warps, rows=8):
     "How many of these kernels this process had to compile, and how many it has."
     hits.clear()
     with compiling_only() as kernels:
         for count in warps:
-            adamw._square_sums_kernel[(4,)](x, x, 4096, ROWS=8, WIDTH=128, num_warps=count)
+            adamw._square_sums_kernel[(4,)](x, x, 4096, ROWS=rows, WIDTH=128, num_warps=count)
             if then := after.get(count):
                 then()
     return [hits.count(False), len(kernels)]
@@ -177,18 +177,19 @@ precompile._workers, precompile.CompileProcesses = lambda: 4, Known
 whole = made(1, 2)
 after = {4: lambda: hit(signal.SIGKILL)}
 without = made(4, 8)
-compile_processes.LIMIT_S, after = 1.0, {16: lambda: hit(signal.SIGSTOP)}
-waiting = made(16)
+compile_processes.LIMIT_S, after = 2.0, {16: lambda: hit(signal.SIGSTOP)}
+begun_at, waiting = time.monotonic(), made(16, 32)
+waited = time.monotonic() - begun_at
 hit(signal.SIGKILL)
 sys.executable = "/nowhere/python"
-print(json.dumps([whole, without, waiting, made(32), len(cubins())]))
+print(json.dumps([whole, without, waiting, made(1, rows=16), waited < 6, len(cubins())]))
 """
 )
 
 
 def test_kernels_are_compiled_in_other_processes_and_here_where_these_have_ended(tmp_path: Path) -> None:
-    whole, without, waiting, none, count = ended_well(ELSEWHERE, tmp_path)
-    assert whole == [0, 2] and without == [2, 2] and waiting == none == [1, 1] and count == 6
+    whole, without, waiting, none, once, count = ended_well(ELSEWHERE, tmp_path)
+    assert whole == [0, 2] and without == waiting == [2, 2] and none == [1, 1] and once and count == 7
 
 
 GLUON = (
