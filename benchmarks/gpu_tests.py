@@ -188,6 +188,12 @@ def side_by_side(
         ended = [Path(scratch, KNOWN)]
         ended[0].write_text(json.dumps(before))
         saved = began
+
+        def save_all() -> None:
+            about = {"gpus": gpus, "share": share, "seconds": time.perf_counter() - began, "ended_badly": bad}
+            figures = {**merged([*ended, *(one.outcome for one in running)]), **made_of, **about}
+            save("gpu_tests", {**figures, "complete": not (waiting or running or last)}, path)
+
         while waiting or running or last:
             if not (waiting or running):
                 waiting, last = last, []
@@ -207,9 +213,8 @@ def side_by_side(
                 print(f"{one.part.name}: {one.process.returncode}, {time.perf_counter() - began:.0f} s", flush=True)
             if gone or time.perf_counter() > saved + SAVE_S:
                 saved = time.perf_counter()
-                about = {"gpus": gpus, "share": share, "seconds": saved - began, "ended_badly": bad}
-                figures = {**merged([*ended, *(one.outcome for one in running)]), **made_of, **about}
-                save("gpu_tests", {**figures, "complete": not (waiting or running or last)}, path)
+                save_all()
+        save_all()
     return bad
 
 

@@ -78,7 +78,8 @@ class CompileProcesses:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._asked.pop(int(line)).set()
+            with suppress(ValueError, KeyError):  # something else that printed as it was imported
+                self._asked.pop(int(line)).set()
         self._ended = True
         for done in list(self._asked.values()):
             done.set()
@@ -107,10 +108,13 @@ def _serve(count: int, *target: Any) -> None:
         from triton.runtime.cache import triton_key
 
         triton_key()  # a hash of all of Triton, kept from here on
-    with ProcessPoolExecutor(count, mp_context=get_context("fork"), initializer=_begin) as pool:
+    pool = ProcessPoolExecutor(count, mp_context=get_context("fork"), initializer=_begin, initargs=(os.getpid(),))
+    try:
         for line in sys.stdin:
             number, *kernel = json.loads(line)
             pool.submit(_compile, *kernel).add_done_callback(partial(_answer, answers, number))
+    finally:
+        os._exit(0)  # waits for none of the others, which end with it
 
 
 def _answer(answers: int, number: int, _: Future[None]) -> None:
@@ -118,9 +122,9 @@ def _answer(answers: int, number: int, _: Future[None]) -> None:
         os.write(answers, f"{number}\n".encode())
 
 
-def _begin() -> None:
+def _begin(parent: int) -> None:
     gc.disable()  # each look through all of torch
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:

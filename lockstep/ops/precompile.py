@@ -101,7 +101,7 @@ def _processes(compiles: bool) -> Iterator[CompileProcesses | None]:
     with ExitStack() as stack:
         processes = None
         if compiles and _workers() >= FEW_CORES:
-            with suppress(OSError):
+            with suppress(Exception):
                 processes = stack.enter_context(closing(CompileProcesses(_workers())))
         yield processes
 

@@ -286,7 +286,8 @@ def test_a_page_with_room_is_forgotten_when_it_is_handed_out_or_another_is_found
 
 def test_memory_that_no_request_holds_is_lent_zero_and_what_was_in_it_forgotten() -> None:
     cache = KVCache(CONFIG, 3, 4, torch.float32, torch.device("cpu"))
-    cache.k.fill_(1.0)
+    for values in (cache.k, cache.v):
+        values.fill_(1.0)
     pages = cache.allocate(2)
     assert pages is not None and cache.lend() == []
     cache.register([1, 2, 3, 4, 5, 6], pages, 0)

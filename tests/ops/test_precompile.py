@@ -149,7 +149,7 @@ def test_kernels_that_were_listed_are_loaded_by_another_process(tmp_path: Path) 
 ELSEWHERE = (
     DRIVER
     + """
-import signal, sys, time
+import contextlib, signal, sys, time
 from lockstep.ops import compile_processes, precompile
 from lockstep.ops.adamw import triton as adamw
 
@@ -171,10 +171,33 @@ class Known(compile_processes.CompileProcesses):
 def hit(number):
     os.kill(begun[-1], number)
 
+def ended(first):
+    "Whether it and all that it began are gone in time; they are a session of their own."
+    def there(stat):
+        with contextlib.suppress(OSError):  # gone while it is looked at
+            state, _, _, session, *_ = stat.read_text().rpartition(")")[2].split()
+            return int(session) == first and state != "Z"
+    until = time.monotonic() + 10
+    while time.monotonic() < until and (some := any(map(there, Path("/proc").glob("[0-9]*/stat")))):
+        time.sleep(0.1)
+    return not some
+
+def began_by_one_that_is_killed():
+    reads, writes = os.pipe()
+    if os.fork() == 0:
+        processes = compile_processes.CompileProcesses(2)
+        processes.compile(("lockstep.ops.adamw.triton", "absent", "{}"))
+        os.write(writes, str(processes._process.pid).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.wait()
+    return int(os.read(reads, 20))
+
+gone = [ended(began_by_one_that_is_killed())]
 x, hits, begun, after = torch.zeros(4096), [], [], {}
 triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
 precompile._workers, precompile.CompileProcesses = lambda: 4, Known
 whole = made(1, 2)
+gone.append(ended(begun[-1]))
 after = {4: lambda: hit(signal.SIGKILL)}
 without = made(4, 8)
 compile_processes.LIMIT_S, after = 2.0, {16: lambda: hit(signal.SIGSTOP)}
@@ -182,14 +205,15 @@ begun_at, waiting = time.monotonic(), made(16, 32)
 waited = time.monotonic() - begun_at
 hit(signal.SIGKILL)
 sys.executable = "/nowhere/python"
-print(json.dumps([whole, without, waiting, made(1, rows=16), waited < 6, len(cubins())]))
+print(json.dumps([whole, without, waiting, made(1, rows=16), waited < 6, gone, len(cubins())]))
 """
 )
 
 
 def test_kernels_are_compiled_in_other_processes_and_here_where_these_have_ended(tmp_path: Path) -> None:
-    whole, without, waiting, none, once, count = ended_well(ELSEWHERE, tmp_path)
+    whole, without, waiting, none, once, gone, count = ended_well(ELSEWHERE, tmp_path)
     assert whole == [0, 2] and without == waiting == [2, 2] and none == [1, 1] and once and count == 7
+    assert gone == [True, True]
 
 
 GLUON = (

@@ -186,11 +186,21 @@ def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch,
     assert rehearsed == [0, 1] and preloaded == [[], [["module", "kernel", "{}"]], []]
 
 
+def test_the_check_of_graphs_is_given_what_the_engine_lends(monkeypatch, traced: None, shallow: Path) -> None:
+    config = replace(config_of(model=shallow), compile=CompileConfig("step"))
+    run, lent, given = build(config), [torch.zeros(4)], []
+    monkeypatch.setattr(run.engine, "lend", lambda: lent)
+    monkeypatch.setattr(session_warm_up, "check_against_eager", lambda *arguments: given.append(arguments[-1]) or [])
+    warm_up(run)
+    assert len(given) == 1 and given[0] is lent
+
+
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_of_a_hosts_processes_the_first_compiles_and_the_others_load(monkeypatch, tmp_path, local_rank: int) -> None:
     """The others when it has compiled."""
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     done: list[Any] = []
+    monkeypatch.setattr(session_warm_up, "fingerprint", lambda words: done.append(words.dtype))
 
     @contextmanager
     def rehearsal(compiles: bool) -> Iterator[list[str]]:
@@ -210,7 +220,7 @@ def test_of_a_hosts_processes_the_first_compiles_and_the_others_load(monkeypatch
     world, runtime = Others(1, 2, local_rank=local_rank), SimpleNamespace(warm_up=warm_up)
     session = SimpleNamespace(runtime=runtime, world=world, policy=policy)
     session_warm_up._precompile(session, tmp_path / "list", lambda: None, lambda: None)
-    assert done == [[], "met", not local_rank, "met", *[["a kernel"]] * local_rank]
+    assert done == [[], "met", not local_rank, torch.int64, "met", *[["a kernel"]] * local_rank]
 
 
 @pytest.fixture

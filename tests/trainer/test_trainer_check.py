@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,6 +93,24 @@ def test_what_is_copied_to_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
             check_against_eager(runtime, work, "strict")
             found.append(sum(copied) / trainer.flat.layout.size)
     assert found == pytest.approx([0, 2, 0, 10], abs=0.2)
+
+
+def test_what_is_put_back_is_kept_in_spare_memory_meanwhile() -> None:
+    runtime, trainer = make("none", dtype=torch.bfloat16)
+    before, spare, kept = everything(trainer), torch.zeros(2 * trainer.flat.layout.size, dtype=torch.uint8), []
+    [(program, cases)] = [w for w in trainer.trust_cases(SHAPES[1:], TOP_P, check_parity=True) if len(w[1]) == 5]
+
+    def loading(load: Callable[[], object]) -> Callable[[], None]:
+        def loads() -> None:
+            kept.append(bool(spare.any()))
+            load()
+
+        return loads
+
+    work = [(program, [replace(case, load=loading(case.load)) for case in cases])]
+    check_against_eager(runtime, work, "strict", None, [spare])
+    assert program.name == "optim_step" and len(kept) > 5 and all(kept) and not spare.any()
+    assert all(map(torch.equal, everything(trainer), before))
 
 
 @pytest.mark.parametrize("fault", ["first", "middle", "last", "swapped"])

@@ -30,6 +30,7 @@ class Snapshot:
     @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor], spare: Sequence[Tensor] = ()) -> None:
         self._zero, self._kept = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        here = 0  # bytes on the device that were not lent
         self._spare, self._taken = [memory.view(-1).view(torch.uint8) for memory in spare], list[Tensor]()
         self.nbytes = 0
         for part, used in (found for tensor in tensors for own in _pieces(tensor.detach()) for found in _parts(own)):
@@ -39,7 +40,8 @@ class Snapshot:
             self.nbytes += part.numel() * part.element_size()
             copy = self._lent(part)
             if copy is None:
-                copy = torch.empty(part.shape, dtype=part.dtype, device="cpu" if self.nbytes > MOST else part.device)
+                here += part.numel() * part.element_size()
+                copy = torch.empty(part.shape, dtype=part.dtype, device="cpu" if here > MOST else part.device)
             copied(copy, part)
             self._kept.append((part, copy))
 
