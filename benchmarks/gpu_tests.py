@@ -166,12 +166,17 @@ def work(
     """The parts of files, the slowest first, and those that come when these are done; without files of which all that
     is asked for passed `before`."""
     order = sorted(names, key=lambda name: SLOWEST.index(name) if name in SLOWEST else len(SLOWEST))
-    tests = listed(order) if before["tests"] else {}
-    left = {name: [timed for test, timed in of.items() if test not in before["tests"]] for name, of in tests.items()}
-    apart = share > 1  # timed tests
-    begun = [name for name in order if name not in left or not all(left[name]) or not apart and left[name]]
+    tests, passed, apart = listed(order) if before["tests"] else {}, before["tests"], share > 1
+
+    def lacking(name: str, timed: bool) -> bool:
+        """Whether there may be tests of a file left that did not pass, of this kind where kinds are apart."""
+        return name not in tests or any(
+            test not in passed and (not apart or is_timed == timed) for test, is_timed in tests[name].items()
+        )
+
+    begun = [name for name in order if lacking(name, False)]
     first = [part for name in begun for part in parts_of(name, gpus, expression, "not timed" if apart else "")]
-    timed = [name for name in order if name not in left or any(left[name])] if apart else []
+    timed = [name for name in order if apart and lacking(name, True)]
     shards = [Part(timed, 1, expression, "timed", f"{shard}/{gpus}") for shard in range(1, gpus + 1)] if timed else []
     return first, shards
 

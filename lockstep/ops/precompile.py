@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -37,9 +36,7 @@ class _Pool(ThreadPoolExecutor):
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         kernel, self.noted = self.noted, None
-        if self._processes is None or kernel is None:
-            return super().submit(_ready, compile_kernel)
-        return super().submit(_ready, compile_kernel, partial(self._processes.compile, kernel))
+        return super().submit(_ready, compile_kernel, self._processes, kernel)
 
 
 def _workers() -> int:
@@ -51,11 +48,12 @@ def _use(device: int | None) -> None:
         torch.cuda.set_device(device)
 
 
-def _ready(compile_kernel: Callable[[], Any], elsewhere: Callable[[], None] = lambda: None) -> Any:
-    elsewhere()
-    kernel = compile_kernel()  # if not there, then here
-    assert kernel.run is not None  # builds the launcher and loads the binary
-    return kernel
+def _ready(compile_kernel: Callable[[], Any], processes: CompileProcesses | None, kernel: Kernel | None) -> Any:
+    if processes is not None and kernel is not None:
+        processes.compile(kernel)
+    compiled = compile_kernel()  # if not there, then here
+    assert compiled.run is not None  # builds the launcher and loads the binary
+    return compiled
 
 
 @contextmanager

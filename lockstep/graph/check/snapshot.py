@@ -37,10 +37,10 @@ class Snapshot:
             if not used:
                 self._zero.append(part)
                 continue
-            self.nbytes += part.numel() * part.element_size()
+            self.nbytes += part.nbytes
             copy = self._lent(part)
             if copy is None:
-                here += part.numel() * part.element_size()
+                here += part.nbytes
                 copy = torch.empty(part.shape, dtype=part.dtype, device="cpu" if here > MOST else part.device)
             copied(copy, part)
             self._kept.append((part, copy))
@@ -56,7 +56,7 @@ class Snapshot:
 
     def _lent(self, part: Tensor) -> Tensor | None:
         """Room for a copy in the spare memory, if it has any."""
-        size = part.numel() * part.element_size()
+        size = part.nbytes
         for i, memory in enumerate(self._spare):
             if len(memory) >= size and memory.device == part.device:
                 self._spare[i] = memory[-(-size // ALIGNMENT) * ALIGNMENT :]
