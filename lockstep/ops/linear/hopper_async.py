@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -29,18 +28,14 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .. import pdl
-from ..activation.triton import gated
 from ..records import PLAIN_EPILOGUE, Epilogue
-from ..rows import aligned_rows
 from .choice import Choice, Kind, tiles_of_weight
+from .hopper_common import STAGES_KIB, WGMMA_ROWS, asks_ahead, barrier, biased, operands, rounded_gated
+from .hopper_common import supports as supports
 
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # by Triton's version
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-ALIGNMENT = 16  # bytes: of what one instruction copies
-WGMMA_ROWS = 64  # of a block, from which on it is multiplied so
 STAGES = {64: (4, 8), 128: (3, 4), 256: (3, 4)}  # of the rows, by the depth of one; the weights fill the rest
-STAGES_KIB = (74, 110, 224)  # three programs a multiprocessor, two, or one
 MIN_COPIED = 8  # rows that are copied at least: the period of the shared layouts
 
 
@@ -71,19 +66,6 @@ def _multiplied(a, b, acc):
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
     return mma_v2(a.load(left), b.permute((1, 0)).load(right), acc)
-
-
-@gluon.jit
-def rounded_gated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
-    """`gated` of two accumulators, rounded where the separate operators round."""
-    return gated(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), ACTIVATION).to(dtype)
-
-
-@gluon.jit
-def biased(acc, bias_ptr, first_n, columns):
-    """An accumulator and the bias of its columns, from `first_n` on."""
-    n = first_n + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
-    return acc + gl.expand_dims(gl.load(bias_ptr + n, mask=n < columns, other=0.0).to(gl.float32), 0)
 
 
 @gluon.jit
@@ -196,11 +178,6 @@ def _async_kernel(
     gl.store(out_ptr + m.to(gl.int64)[:, None] * columns + n[None, :], value, mask=inside)
 
 
-def supports(choice: Choice, weight_NK: Tensor) -> bool:
-    has = pdl.has_wgmma(weight_NK) if choice.block_m >= WGMMA_ROWS else pdl.supported(weight_NK)
-    return has and weight_NK.is_contiguous() and weight_NK.data_ptr() % ALIGNMENT == 0
-
-
 def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
     if kind == "linear_fp32":
         return []
@@ -220,18 +197,6 @@ def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> lis
                 warps = 4 if block_m <= 64 else 8
                 found[Choice("async", block_m, block_n, block_k, warps, stages, x_stages)] = None
     return list(found)
-
-
-def operands(kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and residual as kernels take them, and room for the result between; without a residual, that room."""
-    x_MK = aligned_rows(x_MK)
-    out_MN = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0] // tiles_of_weight(kind))
-    return x_MK, out_MN, out_MN if residual_MN is None else aligned_rows(residual_MN)
-
-
-def asks_ahead(kind: Kind) -> bool:
-    """Whether weights are asked for before the kernel before has ended: in a captured graph, where one may."""
-    return kind != "linear" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def run(

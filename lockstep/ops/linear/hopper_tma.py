@@ -27,8 +27,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .. import pdl
 from ..records import PLAIN_EPILOGUE, Epilogue
 from .choice import Choice, Kind, tiles_of_weight
-from .hopper_async import STAGES_KIB, asks_ahead, barrier, biased, operands, rounded_gated
-from .hopper_async import supports as supports
+from .hopper_common import STAGES_KIB, asks_ahead, barrier, biased, operands, rounded_gated
+from .hopper_common import supports as supports
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by Triton's version
 WEIGHTS, PIECES = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 4)

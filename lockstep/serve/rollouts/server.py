@@ -14,7 +14,8 @@ from ...machine import server_key
 from ..app import make_app
 from ..server import LEAVING, http_server, listen, url_of
 from ..settings import Settings
-from .service import UNDER, Playing, RolloutService, end, take
+from .routes import UNDER, end, take
+from .service import Playing, RolloutService
 
 STARTING = 60.0  # seconds that the server, and what plays rollouts, has to begin or to end
 

@@ -1,4 +1,4 @@
-"""Requests as turns of a run's rollouts, and the routes by which rollouts are taken and ended.
+"""Requests as turns of a run's rollouts.
 
 A request is a turn of its rollout: the run samples it, as its own settings say and keyed as it keys every sample, so it
 has the bits of a rollout in process and is compared like all that is sampled.
@@ -8,30 +8,24 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from fastapi import Request
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from starlette.responses import Response
 
 from ...environments.environment import Turn
-from ...environments.episodes.answers import wrong_reward
 from ...environments.remote import BUSY, LIMIT, OVER, Remote, TurnRefused
 from ...session.build import TrainingSession
 from ...session.evaluation import Played
 from ...types import SampleIdentity, Segment, Trajectory
 from ..batcher import Job, Update
-from ..bodies import SamplingFields, TokenSampling, read_body
+from ..bodies import SamplingFields, TokenSampling
 from ..chat_prompt import Message
-from ..errors import ApiError, closing, refused
-from ..events import answered
+from ..errors import ApiError, refused
 from ..service import Service
 from ..settings import Settings
-from ..ticket import ClientLeft, Ticket
+from ..ticket import Ticket
 
-UNDER = "/rollouts/{rollout}"  # what a rollout's own routes begin with
-WAIT = 10.0  # seconds that a request for a rollout waits where it does not say
 Playing = TrainingSession | Played  # what rollouts are played with
 _STATUS = {OVER: 410, LIMIT: 400, BUSY: 409}  # of refusals
 _CODES = {OVER: "rollout_over", LIMIT: "context_length_exceeded"}
@@ -133,52 +127,3 @@ def _update(job: Job, turn: Turn) -> Update:
     reason = "length" if turn.finish_reason == "truncated" else turn.finish_reason
     whole = Trajectory([Segment(job.prompt_ids), sampled], reason, job.identity)
     return Update(0, sampled.token_ids, sampled.logprobs, sampled.model_logprobs, whole)
-
-
-class TakeBody(BaseModel):
-    """Of `/rollouts`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    wait: Annotated[float, Field(ge=0, le=600)] = WAIT
-
-
-def _checked(reward: Any) -> Any:
-    if reward is not None and (wrong := wrong_reward(reward)):
-        raise ValueError(wrong)
-    return reward
-
-
-class EndBody(BaseModel):
-    """Of `/rollouts/ID/end`."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-    reward: Annotated[Any, AfterValidator(_checked)] = None
-    error: str | None = None
-
-
-async def take(service: Service, request: Request) -> Response:
-    """A rollout to play, once there is one; status 503 where there is none in the time."""
-    assert isinstance(service, RolloutService)
-    body = await read_body(request, TakeBody, service.settings.max_body_mib << 20)
-    rollout = None if service.stopping else await service.desk.take(body.wait)
-    if rollout is None:
-        raise closing() if service.stopping else ApiError(503, "there is no rollout to play now", code="no_rollout")
-    if await request.is_disconnected():
-        service.desk.offer(rollout)
-        raise ClientLeft
-    base = str(request.base_url).rstrip("/")
-    told = {"id": rollout.id, "base_url": f"{base}/rollouts/{rollout.id}/v1", "model": service.settings.name}
-    return answered({**told, "row": rollout.row, "seed": rollout.seed})
-
-
-async def end(service: Service, request: Request) -> Response:
-    assert isinstance(service, RolloutService)
-    body = await read_body(request, EndBody, service.settings.max_body_mib << 20)
-    rollout = service.rollout(request)
-    try:
-        rollout.fail(body.error) if body.error is not None else rollout.end(body.reward)
-    except TurnRefused as error:
-        raise ApiError(410, str(error), code="rollout_over") from error
-    return answered({})

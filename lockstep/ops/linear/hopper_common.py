@@ -1,0 +1,52 @@
+"""What kernels of products on Hopper have in common: where they run, their operands, the end of an accumulator.
+
+Shape suffixes: M rows, N columns of the result, K depth.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .. import pdl
+from ..activation.triton import gated
+from ..rows import aligned_rows
+from .choice import Choice, Kind, tiles_of_weight
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+ALIGNMENT = 16  # bytes: of what one instruction copies
+WGMMA_ROWS = 64  # of a block, from which on it is multiplied so
+STAGES_KIB = (74, 110, 224)  # three programs a multiprocessor, two, or one
+
+
+@gluon.jit
+def rounded_gated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
+    """`gated` of two accumulators, rounded where the separate operators round."""
+    return gated(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), ACTIVATION).to(dtype)
+
+
+@gluon.jit
+def biased(acc, bias_ptr, first_n, columns):
+    """An accumulator and the bias of its columns, from `first_n` on."""
+    n = first_n + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
+    return acc + gl.expand_dims(gl.load(bias_ptr + n, mask=n < columns, other=0.0).to(gl.float32), 0)
+
+
+def supports(choice: Choice, weight_NK: Tensor) -> bool:
+    has = pdl.has_wgmma(weight_NK) if choice.block_m >= WGMMA_ROWS else pdl.supported(weight_NK)
+    return has and weight_NK.is_contiguous() and weight_NK.data_ptr() % ALIGNMENT == 0
+
+
+def operands(kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows and residual as kernels take them, and room for the result between; without a residual, that room."""
+    x_MK = aligned_rows(x_MK)
+    out_MN = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0] // tiles_of_weight(kind))
+    return x_MK, out_MN, out_MN if residual_MN is None else aligned_rows(residual_MN)
+
+
+def asks_ahead(kind: Kind) -> bool:
+    """Whether weights are asked for before the kernel before has ended: in a captured graph, where one may."""
+    return kind != "linear" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

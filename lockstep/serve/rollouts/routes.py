@@ -1,0 +1,70 @@
+"""The routes by which rollouts are taken and ended, and their bodies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Request
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from ...environments.episodes.answers import wrong_reward
+from ...environments.remote import TurnRefused
+from ..bodies import read_body
+from ..errors import ApiError, closing
+from ..events import answered
+from ..service import Service
+from ..ticket import ClientLeft
+from .service import RolloutService
+
+UNDER = "/rollouts/{rollout}"  # what a rollout's own routes begin with
+WAIT = 10.0  # seconds that a request for a rollout waits where it does not say
+
+
+class TakeBody(BaseModel):
+    """Of `/rollouts`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    wait: Annotated[float, Field(ge=0, le=600)] = WAIT
+
+
+def _checked(reward: Any) -> Any:
+    if reward is not None and (wrong := wrong_reward(reward)):
+        raise ValueError(wrong)
+    return reward
+
+
+class EndBody(BaseModel):
+    """Of `/rollouts/ID/end`."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    reward: Annotated[Any, AfterValidator(_checked)] = None
+    error: str | None = None
+
+
+async def take(service: Service, request: Request) -> Response:
+    """A rollout to play, once there is one; status 503 where there is none in the time."""
+    assert isinstance(service, RolloutService)
+    body = await read_body(request, TakeBody, service.settings.max_body_mib << 20)
+    rollout = None if service.stopping else await service.desk.take(body.wait)
+    if rollout is None:
+        raise closing() if service.stopping else ApiError(503, "there is no rollout to play now", code="no_rollout")
+    if await request.is_disconnected():
+        service.desk.offer(rollout)
+        raise ClientLeft
+    base = str(request.base_url).rstrip("/")
+    told = {"id": rollout.id, "base_url": f"{base}/rollouts/{rollout.id}/v1", "model": service.settings.name}
+    return answered({**told, "row": rollout.row, "seed": rollout.seed})
+
+
+async def end(service: Service, request: Request) -> Response:
+    assert isinstance(service, RolloutService)
+    body = await read_body(request, EndBody, service.settings.max_body_mib << 20)
+    rollout = service.rollout(request)
+    try:
+        rollout.fail(body.error) if body.error is not None else rollout.end(body.reward)
+    except TurnRefused as error:
+        raise ApiError(410, str(error), code="rollout_over") from error
+    return answered({})
