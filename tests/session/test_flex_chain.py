@@ -29,12 +29,13 @@ from lockstep.cli.main import main
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, RunConfig, validate
 from lockstep.errors import InputError
 from lockstep.generator import Engine, KVCache, SharedWeights
-from lockstep.graph import EAGER, Runtime
+from lockstep.graph import EAGER, Runtime, check_against_eager
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.ops.attention import flex
 from lockstep.session.attention import load_mask, set_attention, whole_tiles
-from lockstep.trainer import Trainer, pack
+from lockstep.trainer import BatchShape, Trainer, pack
+from lockstep.types import SamplingParams
 
 WINDOW = replace(CONFIG, sliding_window=40, sliding_layers=(1,))
 MODELS: dict[str, tuple[ModelConfig, str | None]] = {
@@ -74,6 +75,14 @@ def test_captured_is_eager_and_parity_holds_over_updates() -> None:
     completions, different = runs[0]
     assert different == [0, 0, 0]
     assert completions[0] != completions[1] != completions[2]
+
+
+def test_graphs_are_held_to_layers_that_are_computed_again() -> None:
+    """The check's eager way has layers computed again in the backward pass."""
+    runtime = Runtime(CompileConfig("step"), torch.device("cpu"))
+    trainer = Trainer(model_of("mask", torch.bfloat16), OptimizerConfig(), LossConfig(), runtime=runtime)
+    work = trainer.trust_cases([BatchShape(48, 32, 4, 40)], SamplingParams(), check_parity=True)
+    assert {verdict.faults for verdict in check_against_eager(runtime, work, "strict")} == {()}
 
 
 def test_native_windows_in_every_schedule(engine_of: EngineOf) -> None:

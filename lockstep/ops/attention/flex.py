@@ -50,7 +50,8 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad_TNH: Tensor):
-    tensors, tiles = ctx.saved_tensors[:6], list(ctx.saved_tensors[6:])
+    saved = ctx.saved_tensors  # read once: a checkpoint makes them anew at each reading
+    tensors, tiles = saved[:6], list(saved[6:])
     settings = ctx.max_len, ctx.window, ctx.mask, tiles
     return *flex_packed_backward(grad_TNH.contiguous(), *tensors, *settings), *[None] * 6, [None] * len(tiles)
 
