@@ -12,6 +12,7 @@ Names are imported when they are first used, so `import lockstep` alone costs no
 from __future__ import annotations
 
 import importlib
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from .types import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
+IMPORTED_NS = time.time_ns()  # since the epoch: a file of the package written later may not be what runs
 
 from .machine import wait_asleep  # noqa: E402 (it reads the version)
 

@@ -7,6 +7,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from small import two_layers
 
+import lockstep
 from lockstep import machine
+from lockstep.cache import fingerprint
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.models import Decoder, save_model
@@ -31,6 +34,9 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that they start
 # What a trace of two layers keeps of them is found anew in less time than it is looked up.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+
+# A file that is edited while tests run is not what they are about.
+lockstep.IMPORTED_NS = sys.maxsize
 
 # A run that ends unfreezes all, and every look of the collector would be at pytest and at what was imported.
 SETTLED, machine.settled = machine.settled, contextlib.nullcontext  # type: ignore[assignment]
@@ -53,7 +59,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verdicts on captured graphs are kept for this session's tests alone."""
+    """Verdicts on captured graphs are kept for this session's tests alone, and what another test replaced is gone."""
+    fingerprint.look_again()
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 

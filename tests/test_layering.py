@@ -72,7 +72,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "dapo dppo dr_grpo gspo ppo reinforce_pp rloo",
         ".",
     ),
-    "cache": ("fingerprint file_hashes tensor_file user_folder", "tokenizers"),
+    "cache": ("file_hashes loaded_code tensor_file user_folder", "fingerprint", "tokenizers"),
     "distributed": ("cells mesh torch_private", "push", "collectives placement ranks", "join pieces spread", "."),
     "ops": (
         "compile_processes native.library pdl records rows",

@@ -5,19 +5,43 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import logging
+import os
 from functools import cache
 from importlib import metadata
-from pathlib import Path
 
 import torch
 
-PACKAGE = Path(__file__).parent.parent
-_SUFFIXES = (".py", ".c", ".h", ".json")
+from . import loaded_code
+
+_SETTINGS = (  # of the environment, by which libraries choose how they add
+    *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "CUBLAS_WORKSPACE_CONFIG"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
+    *("TRITON_DEFAULT_FP_FUSION", "TRITON_F32_DEFAULT", "PTXAS_OPTIONS", "TRITON_PTXAS_PATH"),
+)
+_log = logging.getLogger("lockstep.cache")
 
 
 def key(*about: object, device: str = "cuda") -> str:
-    """A name for what depends on `about`, each told by its `repr`, and on `origin(device)`: 32 hexadecimal digits."""
-    return digest(*about, sorted(origin(device).items()))
+    """A name for what depends on `about`, each told by its `repr`, and on `origin(device)`: 32 hexadecimal digits.
+    Nothing has it that was kept, or will be found, where `changed`."""
+    of_files = [os.urandom(16)] if changed() else []
+    return digest(*about, sorted(origin(device).items()), *of_files)
+
+
+@cache
+def changed() -> bool:
+    """Whether the package that runs is not that of its files (`loaded_code.difference`), said once. What is kept for
+    another start, or was, is then not this package's. Asked once until `look_again`."""
+    if found := loaded_code.difference():
+        _log.warning("%s: nothing that other starts kept is used, and nothing is kept", found)
+    return found is not None
+
+
+def look_again() -> None:
+    """Ask again of the files and of the package's code: when what will be kept is about to be made."""
+    changed.cache_clear()
+    sources.cache_clear()
 
 
 def digest(*about: object) -> str:
@@ -26,8 +50,8 @@ def digest(*about: object) -> str:
 
 
 def origin(device: str = "cuda") -> dict[str, str]:
-    """By name: a hash of every source file of the package, versions, and the device's kind. A GPU that there is none of
-    stands for the CPU, and a CPU does not wake a GPU."""
+    """By name: a hash of every source file of the package, versions, settings, and the device's kind. A GPU that there
+    is none of stands for the CPU, and a CPU does not wake a GPU."""
     gpu = device == "cuda" and torch.cuda.is_available()
     return {
         "sources": sources(),
@@ -37,6 +61,7 @@ def origin(device: str = "cuda") -> dict[str, str]:
         "driver": _driver() if gpu else "none",
         "device": torch.cuda.get_device_name() if gpu else torch.backends.cpu.get_cpu_capability(),
         "capability": ".".join(map(str, torch.cuda.get_device_capability())) if gpu else "none",
+        "settings": " ".join(f"{name}={os.environ[name]}" for name in _SETTINGS if name in os.environ),
     }
 
 
@@ -44,8 +69,8 @@ def origin(device: str = "cuda") -> dict[str, str]:
 def sources() -> str:
     """A hash of every source file of the package: Python, C, and tables."""
     found = hashlib.sha256()
-    for path in sorted(p for p in PACKAGE.rglob("*") if p.suffix in _SUFFIXES):
-        found.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes())
+    for path in loaded_code.files():
+        found.update(str(path.relative_to(loaded_code.PACKAGE)).encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
 
 

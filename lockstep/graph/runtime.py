@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..cache.fingerprint import look_again
 from ..config import RECORDINGS, CompileConfig, recordings, resolve_compile
 from ..distributed import ONE, World
 from ..timings import Timings
@@ -45,6 +46,7 @@ class Runtime:
     peers: World = ONE
 
     def __post_init__(self) -> None:
+        look_again()
         self.config = config = resolve_compile(self.config, self.device.type == "cuda")
         way, mode = config.chosen[0], config.cudagraph_mode
         assert mode is not None

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..cache.fingerprint import digest
 from ..distributed.mesh import ALONE, Mesh
 from ..distributed.placement import ROWS, WHOLE
 from .blocks.attention import Attend, Masks
+from .blocks.attributes import Attributes
 from .blocks.moe import Routing
 from .blocks.rope import YarnScaling, partial_frequencies, scaled_table
 from .blocks.weights import Weight
@@ -80,8 +82,9 @@ class Decoder(nn.Module):
         """What traces have of the model besides its tensors, by name: numbers, how words come from other ranks, and the
         classes whose code they are."""
         axis, factors = self.spread.axis, (self.norm_offset, self.embed_factor, self.rope_factor)
-        blocks = list(dict.fromkeys(map(type, self.modules())))
-        ways = {"factors": factors, "spread": (axis.name, axis.size, axis.pushes), "blocks": blocks}
+        blocks = Attributes(module for module in self.layers.modules() if module is not self.spread)
+        of_layers = {"blocks": [type(self), type(self.spread), *blocks.classes], "held": digest(*blocks.values)}
+        ways = {"factors": factors, "spread": (axis.name, axis.size, axis.pushes), **of_layers}
         return {"model": self.config, "masks": self.masks, **ways}
 
     def add_value_head(self) -> None:

@@ -16,6 +16,7 @@ import torch
 from processes import on_ranks
 
 from lockstep import LLM
+from lockstep.cache import loaded_code
 from lockstep.cli import main as command_line
 from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.errors import InputError
@@ -86,6 +87,7 @@ def every_command(folder: str, model: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command_line, "_leave", lambda code: None)
+        patch.setattr(loaded_code, "difference", lambda: None)  # of what the line before replaced
         patch.setattr(command_line, "_FIRST_WOULD", 0.0)
         found |= {name: printed(arguments, model) for name, arguments in COMMANDS.items()}
         found["chosen"] = chosen(model)

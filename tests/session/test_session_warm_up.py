@@ -19,7 +19,7 @@ from lockstep.cache import user_folder
 from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.distributed import ONE, World
 from lockstep.errors import LockstepError
-from lockstep.graph import GraphError
+from lockstep.graph import GraphError, PassedChecks
 from lockstep.models import Decoder
 from lockstep.models.init import ARCHITECTURES, architecture
 from lockstep.ops.linear import choice as linear_choice
@@ -63,6 +63,17 @@ def test_warn_says_so_and_off_does_not_look(broken: None, caplog: pytest.LogCapt
         config = config_of(parity)
         session_warm_up.warm_up(build(config))
         assert ("does not keep the bitwise contract" in caplog.text) == said
+
+
+def test_beside_a_kernel_from_outside_graphs_are_checked_anew(monkeypatch: pytest.MonkeyPatch, shallow: Path) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(session_warm_up, "check_against_eager", lambda *given: kept.append(given[3]) or [])
+    monkeypatch.setattr("lockstep.cache.loaded_code.difference", lambda: None)  # of what the line before replaced
+    config = replace(config_of(captured=True, model=shallow), compile=CompileConfig("step"))
+    for offers in ({}, {"toy": lambda *_: []}):
+        monkeypatch.setattr(linear_choice, "offers", offers)
+        session_warm_up.warm_up(build(config))
+    assert isinstance(kept[0], PassedChecks) and kept[1] is None
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +241,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[list[st
     found: list[list[list[str]]] = []
     precompiling = pytest.importorskip("lockstep.ops.precompile")
     monkeypatch.setattr(precompiling, "preload", lambda kernels: found.append(kernels) or len(kernels))
+    monkeypatch.setattr("lockstep.cache.loaded_code.difference", lambda: None)  # of what the line before replaced
     return found
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...cache import fingerprint as cache_fingerprint
 from ...cache import user_folder
 from ...ops import cpu_build
-from ..ir.captured import GraphError, Level, title_of
+from ..ir.captured import GraphError, Level, outside, title_of
 from ..ir.text import digest
 from ..program import Program
 from ..runtime import Runtime
@@ -136,7 +136,8 @@ def _first_fault(
         shapes = [(title, tuple(tensor.shape)) for _, title, tensor in replace(function.inputs, user=case.user).flat()]
         asked = title_of(function.name, case.statics), body_name(function.body)
         this = cache_fingerprint.key(text, asked, level, case.name, shapes, computing)
-        if verdicts and not any(runtime.peers.gather(not verdicts.passed(this))):
+        kept = None if cache_fingerprint.changed() or outside(captured) else verdicts  # the key tells only our own code
+        if verdicts and not any(runtime.peers.gather(kept is None or not kept.passed(this))):
             known += 1
             continue
         state.note()
@@ -144,8 +145,8 @@ def _first_fault(
         if fault := trial.fault(first) if runtime.peers.size == 1 else trial.fault_of_any(runtime.peers, first):
             return f"{captured.title}, case {case.name!r}: {fault}", known
         del trial  # its copies, before the next one's
-        if verdicts:
-            verdicts.add(this, {"function": captured.title, "level": level, "case": case.name})
+        if kept:
+            kept.add(this, {"function": captured.title, "level": level, "case": case.name})
     return None, known
 
 

@@ -27,6 +27,10 @@ Dynamic = Mapping[str, tuple[str | None, ...]]  # input: the names of its open s
 BACKWARD_TAG = "remat_pass_tag"  # what torch's own rematerialization passes read, in every version
 BACKWARD = "is_backward"
 MODULE_TAG = "module"
+_NAMESPACES = {  # of operators that are this package's or torch's
+    *("aten", "prims", "lockstep", "higher_order", "_c10d_functional", "c10d", "symm_mem", "inductor"),
+    *("inductor_prims", "rngprims", "mkl", "mkldnn"),
+}
 STORED = "lockstep_value"  # where a loaded graph's nodes keep what they compute
 
 
@@ -221,6 +225,14 @@ def op_name(node: fx.Node) -> str:
     if torch_trace.is_operator(node.target):
         return torch_trace.operator_name(node.target)
     return getattr(node.target, "__name__", node.op) if node.op == "call_function" else node.op
+
+
+def outside(captured: Captured) -> set[str]:
+    """Operators of neither this package nor torch."""
+    names = (
+        torch_trace.operator_name(node.target) for node in captured.graph.nodes if torch_trace.is_operator(node.target)
+    )
+    return {name for name in names if name.partition(".")[0] not in _NAMESPACES}
 
 
 def is_backward(node: fx.Node) -> bool:

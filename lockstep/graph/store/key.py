@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ...cache.fingerprint import origin
+from ...cache.fingerprint import changed, origin
 from ..capture.request import Request
 from ..capture.step import Differentiated
 from ..passes import Pass
@@ -17,11 +18,11 @@ _COVERED = __package__.partition(".")[0], "torch"
 
 
 def key_of(request: Request, level: str, made_with: Mapping[str, Any], passes: Sequence[Pass]) -> Key | None:
-    """The key of one graph, or None when it depends on code outside this package, which no hash covers. `made_with`:
-    settings of the runtime and constants of the body, by name."""
+    """The key of one graph, or None when it depends on code that is not of this package's files, which no hash covers.
+    `made_with`: settings of the runtime and constants of the body, by name."""
     bodies = _bodies(request.body)
     code: list[Callable[..., Any]] = [*bodies, *(p.apply for p in passes), *classes(request.constants)]
-    if any(isinstance(b, functools.partial) for b in bodies) or not all(map(covered, code)):
+    if changed() or any(isinstance(b, functools.partial) for b in bodies) or not all(map(covered, code)):
         return None
     specs = request.specs
     home = specs[0].device if specs else None
@@ -53,8 +54,17 @@ def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
     return function.func if isinstance(function, functools.partial) else function
 
 
-def covered(function: Callable[..., Any]) -> bool:
-    """Whether `origin` covers a function or a class: it stands in this package or in torch, by name."""
-    function = _unbound(function)
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "<locals>")
-    return module.partition(".")[0] in _COVERED and "<locals>" not in name
+def covered(code: Callable[..., Any]) -> bool:
+    """Whether `origin` covers a function or a class: it, and what the class is derived from, is what stands under its
+    name in this package or in torch."""
+    code = _unbound(code)
+    parts = code.__mro__ if isinstance(code, type) else (code,)
+    return _stands(code, _COVERED) and all(_stands(part, (*_COVERED, *sys.stdlib_module_names)) for part in parts)
+
+
+def _stands(code: Any, roots: Collection[str]) -> bool:
+    module, name = getattr(code, "__module__", None) or "", getattr(code, "__qualname__", "<locals>")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return module.partition(".")[0] in roots and getattr(found, "__func__", found) is getattr(code, "__func__", code)

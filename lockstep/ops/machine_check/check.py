@@ -24,7 +24,7 @@ from ..activation.operator import silu_mul
 from ..linear import choice as linear_choice
 from ..linear.choice import CHAIN, Kind
 from ..linear.operator import linear, linear_add, linear_fp32, norm_gate_up, norm_linear
-from ..native.library import cpu_backend
+from ..native.library import cpu_backend, cpu_build
 from ..norm.operator import rms_norm
 from .attention import attention_agrees, latent_agrees
 from .inputs import cancel, same_bits, scaled, wide
@@ -195,5 +195,5 @@ def _cpu_product(p: Product, dtype: torch.dtype) -> bool:
 def fingerprint(device: torch.device, dtype: torch.dtype) -> str:
     """What the bits depend on: the package, versions and the machine, the device itself, and on a CPU what computes."""
     on_gpu = device.type == "cuda"
-    about = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_backend()}\n{torch.__config__.show()}"
+    about = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_build()}\n{torch.__config__.show()}"
     return cache_fingerprint.key("machine check", dtype, about, *linear_choice.offers, device=device.type)

@@ -240,6 +240,8 @@ def test_scratch_is_put_back_and_not_compared() -> None:
 
 
 def test_what_passed_is_not_run_again_until_something_changes(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("lockstep.cache.loaded_code.difference", lambda: None)  # of what is replaced below
+
     def check(factor: float = 2.0, mode: str = "full", **case) -> int:
         runtime = runtime_at(mode)
         step = Step(runtime)
@@ -266,6 +268,26 @@ def test_what_passed_is_not_run_again_until_something_changes(tmp_path: Path, mo
     assert [check(), check()] == [0, 1]
     monkeypatch.setattr("lockstep.cache.fingerprint.origin", lambda _: {"sources": "edited"})
     assert check() == 0
+
+
+def test_what_passed_with_an_operator_from_outside_is_run_again(tmp_path: Path) -> None:
+    """Its code is in no key."""
+    with torch.library._scoped_library("outside", "DEF") as library:
+        library.define("bonus(Tensor x) -> Tensor")
+        library.impl("bonus", lambda x: 2 * x, "CPU")
+        library.impl("bonus", torch.empty_like, "Meta")
+
+        def check() -> int:
+            runtime = runtime_at("none")
+            program = runtime.program("bonus", lambda t: {"y": torch.ops.outside.bonus(t.user["x"])}, Inputs(), set())
+            case = Case("one", {"x": torch.ones(3)})
+            (verdict,) = check_against_eager(runtime, [(program, [case])], "strict", PassedChecks(tmp_path))
+            return verdict.known
+
+        assert [check(), check()] == [0, 0]
+        library.impl("bonus", torch.rand_like, "CPU", allow_override=True)
+        with pytest.raises(GraphError, match="differs from eager in output y"):
+            check()
 
 
 @dataclass

@@ -5,6 +5,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,7 +145,7 @@ def test_a_cpu_without_c_operators_is_told_of_them(folder, monkeypatch):
     with using(None):
         assert "or the C operators, which are built" in str(check(folder))
     assert "float32 and the C operators" in str(check(folder, torch.bfloat16))
-    with using(object()):
+    with using(SimpleNamespace(_name=__file__)):
         assert str(check(folder)).endswith("or another torch version")
     assert machine_check._cure(torch.device("cuda"), torch.bfloat16) == "another torch, Triton or driver version"
 

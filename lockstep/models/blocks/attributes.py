@@ -1,0 +1,59 @@
+"""What a model's modules hold besides parameters, buffers and each other: a trace has it as constants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_HELD_APART = {"_parameters", "_buffers", "_modules"}
+_PLAIN = bool, int, float, str, bytes, torch.dtype, torch.device
+
+
+class Attributes:
+    """Of modules, in their order.
+
+    Attributes:
+        values: numbers, text and such, by module and name.
+        classes: the modules' and those of records among their attributes; `object` for one that no value tells apart
+            from another, as a function.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.values: list[str] = []
+        self._classes: dict[type, None] = {}
+        self._seen: dict[int, str] = {}
+        for module in modules:
+            self._classes[type(module)] = None
+            held = [(name, value) for name, value in vars(module).items() if name not in _HELD_APART]
+            self.values.append(self._told(dict(sorted(held))))
+
+    @property
+    def classes(self) -> list[type]:
+        return list(self._classes)
+
+    def _told(self, value: Any) -> str:
+        if value is None or type(value) in _PLAIN:
+            return repr(value)
+        if isinstance(value, Tensor):
+            return "tensor"
+        if isinstance(value, Mapping):
+            return f"{{{', '.join(f'{self._told(k)}: {self._told(v)}' for k, v in value.items())}}}"
+        if isinstance(value, (list, tuple)):
+            return f"({', '.join(map(self._told, value))})"
+        if isinstance(value, (set, frozenset)):
+            return f"({', '.join(sorted(map(self._told, value)))})"
+        if is_dataclass(value) and not isinstance(value, type):
+            return self._record(value)
+        self._classes[value if isinstance(value, type) else object] = None
+        return getattr(value, "__qualname__", type(value).__qualname__)
+
+    def _record(self, value: Any) -> str:
+        if id(value) not in self._seen:  # a layer's configuration is that of all
+            self._classes[type(value)] = None
+            named = {field.name: getattr(value, field.name) for field in fields(value)}
+            self._seen[id(value)] = f"{type(value).__qualname__}{self._told(named)}"
+        return self._seen[id(value)]
