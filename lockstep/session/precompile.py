@@ -30,7 +30,7 @@ def precompile(config: RunConfig) -> dict[str, Any]:
 
 
 def _checked(config: RunConfig) -> RunConfig:
-    if config.compile.capture == "none":
+    if not config.compile.chosen[0].hook:
         raise InputError(
             "compile.capture is none, so there is nothing to compile; set --compile.capture step (left out, it is step "
             "on a GPU and none on a CPU)"

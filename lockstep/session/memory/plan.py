@@ -106,7 +106,13 @@ def _again(w: Workload) -> tuple[int, int]:
 
 def chooses(c: CompileConfig) -> bool:
     """Whether a plan may say what is computed again: whole functions are traced, and nothing else says it."""
-    return c.capture == "step" and "recompute" in c.pass_names and not c.recompute and c.activation_memory_gib == 0
+    return traces(c) and "recompute" in c.pass_names and not c.recompute and c.activation_memory_gib == 0
+
+
+def traces(c: CompileConfig) -> bool:
+    """Whether whole functions are traced, for passes to decide what is kept."""
+    way = c.chosen[0]
+    return way.graphs and not way.by_sizes
 
 
 def _with(w: Workload, memory: int, again: int, tokens: int) -> MemoryPlan:

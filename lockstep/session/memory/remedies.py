@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...config import RunConfig
 from ...models.checks import divides
-from .plan import MemoryPlan, chooses, patterns, plan
+from .plan import MemoryPlan, chooses, patterns, plan, traces
 from .terms import GIB
 from .workload import Workload
 
@@ -61,7 +61,7 @@ def _changes(w: Workload, memory: int) -> Iterator[tuple[str, Workload]]:
             break
     if fewer is not w:
         yield f"--trainer.max-tokens-per-micro-batch {fewer.config.trainer.max_tokens_per_micro_batch}", fewer
-    if not c.compile.recompute and c.compile.capture == "step" and not chooses(c.compile):
+    if not c.compile.recompute and traces(c.compile) and not chooses(c.compile):
         yield "--compile.recompute full", w.having("compile", recompute=("full",), activation_memory_gib=0.0)
     if w.on_gpu and not c.optimizer.offload:
         on_host = f"with {12 * w.layout.size / GIB:.1f} GiB of the host's memory a GPU"
