@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -20,6 +21,14 @@ def refuse(when: bool, message: str) -> None:
     """Raise `InputError`, where something is wrong."""
     if when:
         raise InputError(message)
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """Words behind a name that is none of these: which of them is much like it, if any."""
+    import difflib
+
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def ran_out(error: BaseException) -> bool:

@@ -116,6 +116,9 @@ def _wrong_loss(algorithm: Algorithm) -> str:
     of_critic = (value_C, then_C, then_C) if algorithm.has_critic else (None,) * 3
     values = TokenValues(logprob_C, logprob_C, then_C, advantage_C, index, reference_C, *of_critic)
     with _Traced():
+        both: Any = algorithm.loss(values)
+        if not isinstance(both, tuple) or len(both) != 2:
+            return f"loss returns {_described(both)}; it must return two, the losses and which were clipped"
         loss_C, clipped_C = algorithm.corrected_loss(values)
     for name, found, dtype in (("loss", loss_C, torch.float32), ("clipped", clipped_C, torch.bool)):
         if not isinstance(found, torch.Tensor) or found.shape != (rows,) or found.dtype != dtype:

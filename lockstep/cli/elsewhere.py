@@ -8,6 +8,7 @@ NAMES = {
     "eval-steps": "--task.validation-interval",
     "gradient-accumulation-steps": "--trainer.prompts-per-step",
     "gradient-checkpointing": "--compile.recompute",
+    "lr": "--optimizer.learning-rate",
     "lr-scheduler-type": "--optimizer.lr-scheduler",
     "model-name-or-path": "--model",
     "num-train-epochs": "--steps",

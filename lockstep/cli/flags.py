@@ -92,7 +92,8 @@ def _meant(flag: str, known: list[str]) -> str:
     last = re.split("[.]|--", flag)[-1]
     same = [name for name in known if re.split("[.]|--", name)[-1] == last]
     named = [name for name in [elsewhere.NAMES.get(last)] if name in known]
-    close = same or named or [name for name in known if name.endswith(f"-{last}")]
+    close = same or named or difflib.get_close_matches(flag, known, n=1, cutoff=0.9)
+    close = close or [name for name in known if name.endswith(f"-{last}")]
     close = close or difflib.get_close_matches(flag, known, cutoff=0.75)
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 

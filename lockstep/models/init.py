@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..config.random_weights import MARK
-from ..errors import InputError, refuse
+from ..errors import InputError, meant, refuse
 from .checks import require_memory
 from .config import ModelConfig
 from .decoder import Decoder, num_parameters
@@ -26,7 +26,9 @@ ARCHITECTURES: dict[str, ModelConfig] = dict(sorted(_ALL.items(), key=lambda ite
 
 def architecture(name: str) -> ModelConfig:
     """The named configuration; `InputError` lists the names when there is none."""
-    refuse(name not in ARCHITECTURES, f"arch {name!r} is unknown; choose from {', '.join(ARCHITECTURES)}")
+    if name not in ARCHITECTURES:
+        near = meant(name, ARCHITECTURES)
+        raise InputError(f"arch {name!r} is unknown{near}; choose from {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from statistics import mean
 from typing import Any
 
@@ -23,7 +25,7 @@ def sft_warmup(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
     measures of the selection problems by the steps done.
     """
     t = loop.config.trainer
-    losses: list[float] = []
+    began, losses = time.monotonic(), list[float]()
     validation: dict[str, dict[str, float]] = {}
     if t.warmup_reward:
         prepare_validation(loop.run)
@@ -31,7 +33,9 @@ def sft_warmup(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
         raise_received()
         losses.append(loop.warmup_step(len(losses)).loss)
         done = len(losses)
-        loop.run.timings.tell(f"step {done} of at most {t.warmup_steps}, loss {losses[-1]:.3f}")
+        left = (time.monotonic() - began) / done * (t.warmup_steps - done)
+        told = f"step {done} of at most {t.warmup_steps}, loss {losses[-1]:.3f}"
+        loop.run.timings.tell(f"{told}, at most {timedelta(seconds=round(left))} to go")
         if done % _SHOWN == 0:
             note(f"warm-up step {done}: loss {losses[-1]:.3f}")
         if t.warmup_reward and done % t.warmup_interval == 0:

@@ -64,6 +64,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int 
         ("--optimizer.learning-rate inf", "optimizer.learning_rate is inf; it must be at least 0"),
         ("--device tpu", "invalid choice 'tpu'"),
         ("--arch giant", "arch 'giant' is unknown; choose from tiny"),
+        ("--arch tiny-lama", "arch 'tiny-lama' is unknown (did you mean tiny-llama?); choose from tiny"),
         ("--arch qwen3-235b-a22b", "arch qwen3-235b-a22b: 235"),
         ("--model ", "model '': there is no such folder"),
         ("--model nowhere", "model 'nowhere': there is no such folder"),

@@ -65,3 +65,5 @@ def test_without_an_answer_column_or_the_package_it_says_so(on_error, monkeypatc
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(InputError, match="reward math needs the package math-verify: pip install 'lockstep-rl"):
         rewards.score(Completions(["p"], ["4"], [[1]], [{"answer": "4"}]))
+    with pytest.raises(InputError, match="reward math needs the package math-verify: pip install 'lockstep-rl"):
+        load_rewards(["math"], on_error=on_error)  # before a model is read

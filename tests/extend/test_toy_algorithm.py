@@ -126,6 +126,10 @@ class Sound(Algorithm):
     def loss(self, values):
         return -values.advantage_C * values.logprob_C, values.logprob_C > 0
 
+class Single(Sound):
+    def loss(self, values):
+        return super().loss(values)[0]
+
 class Unfinite(Sound):
     def advantages(self, config, rewards):
         return [[r / 0.0 if r else float("nan") for r in group] for group in [[0.0, 0.0], [0.0, 0.0]]]
@@ -172,6 +176,7 @@ class OutOfRange(Short):
         ("NoLoss", "raised NotImplementedError: NoLoss has no loss"),
         ("Total", r"its loss is torch.float32 \[\]; it must be torch.float32, one a token \(\[6\] here\)"),
         ("Still", "its loss has no gradient by the log-probs"),
+        ("Single", r"loss returns torch.float32 \[6\]; it must return two, the losses and which were clipped"),
         (
             "Unfinite",
             r"advantages of two groups of two samples are \[\[nan, nan\], \[nan, nan\]\]; they must be",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, TaskConfig, TrainerConfig, validate
 from lockstep.errors import InputError
+from lockstep.timings import Timings
 
 REWARDS = Path(__file__).parents[1] / "data" / "rewards.py"
 
@@ -33,9 +35,14 @@ def test_the_held_out_reward_ends_it(tmp_path: Path) -> None:
     assert warmup["validation"]["2"].keys() == validation["0"].keys()
 
 
-def test_a_reward_that_is_not_reached_leaves_the_limit(tmp_path: Path) -> None:
+def test_a_reward_that_is_not_reached_leaves_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Timings, "tell", lambda _, detail: told.append(detail))
     warmup, _ = warmed_up(tmp_path, "--trainer.warmup-reward", "1e6", "--trainer.warmup-interval", "6")
     assert warmup["steps"] == 14 and list(warmup["validation"]) == ["6", "12"]
+    of_steps = [text for text in told if text.startswith("step ")]
+    assert re.fullmatch(r"step 1 of at most 14, loss \d+\.\d{3}, at most 0:\d\d:\d\d to go", of_steps[0])
+    assert len(of_steps) == 14 and of_steps[-1].endswith(", at most 0:00:00 to go")
 
 
 def test_the_loss_is_held_against_ten_steps_and_looks_at_no_problem(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ...errors import refuse
+from ...errors import meant, refuse
 from ..algorithms import LOSS_TYPES, OF_THE_RATIO, READ_BY, SHIPPED
 from .section import Section, at_least, between
 
@@ -102,10 +102,11 @@ class LossConfig(Section):
         return self.beta > 0 and not self.use_kl_in_reward
 
     def check(self) -> None:
+        known = ", ".join(LOSS_TYPES)
         refuse(
             self.loss_type not in LOSS_TYPES and ":" not in self.loss_type,
-            f"loss.loss_type is {self.loss_type!r}; it must be one of {', '.join(LOSS_TYPES)}, or an algorithm of your "
-            "own, as module:Class or path.py:Class",
+            f"loss.loss_type is {self.loss_type!r}{meant(self.loss_type, LOSS_TYPES)}; it must be one of {known}, or "
+            "an algorithm of your own, as module:Class or path.py:Class",
         )
         refuse(
             self.importance_sampling_level == "sequence" and self.loss_type not in ("grpo", "gspo"),

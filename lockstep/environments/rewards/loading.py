@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import refuse
+from ...errors import InputError, refuse
 from ...user_functions import load_function
 from .calls import RewardFunction
 from .reward_set import OnError, Reward, RewardSet
@@ -42,9 +42,14 @@ def load_rewards(
 def load_reward(spec: str) -> RewardFunction:
     """The reward function that `spec` names; verl's signature is adapted.
 
-    Raises `InputError` as `user_functions.load_function` does.
+    Raises `InputError` as `user_functions.load_function` does, and what the function's own `require`, if it has one,
+    says is missing.
     """
     function = load_function(READY.get(spec, spec), f"reward {spec!r}", f" or a ready one ({', '.join(READY)})")
+    try:
+        getattr(function, "require", lambda: None)()
+    except InputError as error:
+        raise InputError(f"reward {spec} {error}") from error
     return verl_reward(function) if has_verl_signature(function) else function
 
 

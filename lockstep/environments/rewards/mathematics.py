@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from typing import Any
 
@@ -12,6 +13,7 @@ from .verl import ground_truth as verl_ground_truth
 # Columns that may hold the answer, in the order they are looked for.
 ANSWER_COLUMNS = ("solution", "answer", "ground_truth", "reward_model")
 
+_MISSING = "needs the package math-verify: pip install 'lockstep-rl[math]'"
 _SECONDS = 5  # for parsing one text, or comparing two
 
 
@@ -43,7 +45,12 @@ def _check_row(columns: dict[str, Any]) -> None:
         verl_ground_truth(columns["reward_model"])
 
 
-math_reward.check_row = _check_row  # type: ignore[attr-defined]
+def _require() -> None:
+    if importlib.util.find_spec("math_verify") is None:
+        raise InputError(_MISSING)
+
+
+math_reward.check_row, math_reward.require = _check_row, _require  # type: ignore[attr-defined]
 
 
 def _score(completion: str, answer: str) -> float | None:
@@ -74,5 +81,5 @@ def _library() -> tuple[Any, Any]:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise InputError("needs the package math-verify: pip install 'lockstep-rl[math]'") from error
+        raise InputError(_MISSING) from error
     return parse, verify
