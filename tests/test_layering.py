@@ -80,7 +80,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "logprobs.philox operator",
         "logprobs.reference",
         "native",
-        "activation adamw decode_update embedding fold norm sequence",
+        "activation adamw decode_update embedding fold gradient_norm norm sequence",
         "linear rope",
         "attention",
         "fused logprobs mla moe",
@@ -149,7 +149,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "generate parity_check precompile",
         "evaluation",
     ),
-    "rl": ("critic dealing dynamic_sampling step_checks step_metrics", "loop", "sample_again sft_warmup"),
+    "rl": ("dealing dynamic_sampling step_checks step_metrics token_advantages", "loop", "sample_again sft_warmup"),
     "run": (
         "checkpoint.files metrics",
         "checkpoint.saver",

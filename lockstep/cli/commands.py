@@ -287,3 +287,4 @@ COMMANDS: dict[type, Callable[[Any], Outcome]] = {
     **{Train: _train, Precompile: _precompile, Plan: _plan, Generate: _generate, Eval: _eval, Chat: _chat},
     **{Serve: _serve, Report: _report, Parity: _parity, Init: _init, Replay: _replay},
 }
+ON_RANKS = Train, Precompile, Generate, Eval, Parity  # commands that several processes run together

@@ -21,11 +21,9 @@ from ..errors import InputError, LockstepError, Terminated, no_more, ran_out
 from ..json_file import to_json
 from ..machine import by_torchrun, launched, require_addresses, several_processes, thread_limits
 from ..run.display import FailsafeStream, RequiredStream
-from .commands import COMMANDS
-from .flags import Eval, Generate, Parity, Precompile, Train
+from .commands import COMMANDS, ON_RANKS
 from .resolve import parse
 
-ON_RANKS = Train, Precompile, Generate, Eval, Parity  # commands that several processes run together
 _GRACE = 5.0  # seconds that threads have to end, once the command has
 _FIRST_TELLS = 0.5  # seconds that the first process has to report what all of them have, before another one leaves
 _FIRST_WOULD = 2.0  # the same, of what it would have too if it is the flags' fault; torchrun then ends the others

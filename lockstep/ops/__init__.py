@@ -10,8 +10,7 @@ are functions of the model's sizes alone. Multiplications and additions are fuse
 """
 
 from .activation.operator import silu_mul
-from .adamw.operator import BLOCK as SQUARES_BLOCK
-from .adamw.operator import adamw, exact_sum, root_of_sum, square_sums
+from .adamw.operator import adamw
 from .attention.flex import flex_packed, flex_paged, flex_tiles_packed, flex_tiles_paged
 from .attention.masks import MaskFunction, register_mask, visibility
 from .attention.operator import (
@@ -28,6 +27,8 @@ from .decode_update.operator import decode_advance, decode_slots
 from .embedding.operator import gather_rows
 from .fold.operator import fold_rows, sum_rows
 from .fused import backward as fused_backward  # registers what graphs call
+from .gradient_norm.operator import BLOCK as SQUARES_BLOCK
+from .gradient_norm.operator import exact_sum, root_of_sum, square_sums
 from .linear.operator import gate_up, linear, linear_add, linear_fp32, norm_gate_up, norm_linear, per_head_linear
 from .logprobs.operator import TokenLogprobs, sample, sample_logits, support_mask, token_logprobs
 from .logprobs.philox import sample_key

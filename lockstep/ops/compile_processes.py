@@ -26,10 +26,17 @@ from triton.runtime import driver
 
 PACKAGE = __package__.partition(".")[0] + "."
 LIMIT_S = 120.0  # that a kernel may take; then no other is asked for
+MAX_WORKERS = 32  # threads, and processes, that compile side by side
+FEW_CORES = 4  # fewer are busy without more processes
 PIPE = 1 << 19  # bytes, so that no thread waits to ask: each has asked for one kernel at most
 LOOK_S = 1.0  # between looks whether the parent is there
 
 Kernel = tuple[str, str, str]  # module, name, and Triton's own description of its arguments, constants and options
+
+
+def workers() -> int:
+    """How many compile side by side."""
+    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
 class CompileProcesses:

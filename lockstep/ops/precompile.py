@@ -3,7 +3,6 @@ which takes most of a cold start."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -14,10 +13,7 @@ import torch
 from triton import AsyncCompileMode, knobs
 from triton.runtime.jit import JITFunction
 
-from .compile_processes import PACKAGE, CompileProcesses, Kernel
-
-MAX_WORKERS = 32
-FEW_CORES = 4  # fewer are busy without more processes
+from .compile_processes import FEW_CORES, PACKAGE, CompileProcesses, Kernel, workers
 
 
 class _Pool(ThreadPoolExecutor):
@@ -30,17 +26,13 @@ class _Pool(ThreadPoolExecutor):
 
     def __init__(self, processes: CompileProcesses | None = None) -> None:
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        super().__init__(_workers(), initializer=_use, initargs=(device,))
+        super().__init__(workers(), initializer=_use, initargs=(device,))
         self._processes = processes
         self.noted: Kernel | None = None
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         kernel, self.noted = self.noted, None
         return super().submit(_ready, compile_kernel, self._processes, kernel)
-
-
-def _workers() -> int:
-    return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
 def _use(device: int | None) -> None:
@@ -98,9 +90,9 @@ def _processes(compiles: bool) -> Iterator[CompileProcesses | None]:
     """Some that compile kernels, where there is a use for them and they can be started."""
     with ExitStack() as stack:
         processes = None
-        if compiles and _workers() >= FEW_CORES:
+        if compiles and workers() >= FEW_CORES:
             with suppress(Exception):
-                processes = stack.enter_context(closing(CompileProcesses(_workers())))
+                processes = stack.enter_context(closing(CompileProcesses(workers())))
         yield processes
 
 

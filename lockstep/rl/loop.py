@@ -28,11 +28,11 @@ from ..timings import Span
 from ..trainer import Packing, PendingResult, StepResult, averaged, learning_rate, pack_shards
 from ..trainer.programs import complete
 from ..types import TRAIN_DOMAIN, VALIDATION_DOMAIN, PackedBatch, RolloutGroup, SamplingParams, Trajectory
-from .critic import add_values, estimate
 from .dealing import dealt, mini_batches
 from .dynamic_sampling import collect_with_signal
 from .step_checks import require_finite, verify
 from .step_metrics import reward_metrics, step_metrics
+from .token_advantages import add_values, estimate
 
 
 class Loop:

@@ -22,7 +22,7 @@ from lockstep.algorithms.grpo import GRPO
 from lockstep.algorithms.ppo import generalized_advantages
 from lockstep.config import LOSS_TYPES, READ_BY, LossConfig
 from lockstep.errors import InputError
-from lockstep.rl.critic import token_rewards
+from lockstep.rl.token_advantages import token_rewards
 from lockstep.types import Segment, Trajectory
 
 LENGTHS = [1, 7, 4, 12, 3, 9]

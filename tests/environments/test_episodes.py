@@ -46,7 +46,7 @@ from lockstep.generator import Engine, SharedWeights
 from lockstep.generator.request import SharedPrefix
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.tokenizer import byte_tokenizer, encode_following, encode_prompt
-from lockstep.rl.critic import token_rewards
+from lockstep.rl.token_advantages import token_rewards
 from lockstep.session.text.policy import Policy
 from lockstep.types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams, Trajectory
 

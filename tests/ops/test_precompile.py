@@ -101,13 +101,13 @@ LISTED = (
     + """
 from lockstep.distributed.push import triton as push
 from lockstep.distributed.push.memory import SharedMemory
-from lockstep.ops.adamw import triton as adamw
+from lockstep.ops.gradient_norm import triton as gradient_norm
 from lockstep.ops.precompile import preload, preload_beside
 
 def launch(warp_count):
     if warp_count == 8:  # one of another wing
         return push.pushed(x.view(8, -1), False, SharedMemory(1, 2, 10**9, addresses, addresses, addresses))
-    adamw._square_sums_kernel[(4,)](x, x, 4096, ROWS=8, WIDTH=128, num_warps=warp_count)
+    gradient_norm._square_sums_kernel[(4,)](x, x, 4096, ROWS=8, WIDTH=128, num_warps=warp_count)
 
 def listed():
     with compiling_only(compiles=False) as named:
@@ -151,14 +151,14 @@ ELSEWHERE = (
     + """
 import contextlib, signal, sys, time
 from lockstep.ops import compile_processes, precompile
-from lockstep.ops.adamw import triton as adamw
+from lockstep.ops.gradient_norm import triton as gradient_norm
 
 def made(*warps, rows=8):
     "How many of these kernels this process had to compile, and how many it has."
     hits.clear()
     with compiling_only() as kernels:
         for count in warps:
-            adamw._square_sums_kernel[(4,)](x, x, 4096, ROWS=rows, WIDTH=128, num_warps=count)
+            gradient_norm._square_sums_kernel[(4,)](x, x, 4096, ROWS=rows, WIDTH=128, num_warps=count)
             if then := after.get(count):
                 then()
     return [hits.count(False), len(kernels)]
@@ -195,7 +195,7 @@ def began_by_one_that_is_killed():
 gone = [ended(began_by_one_that_is_killed())]
 x, hits, begun, after = torch.zeros(4096), [], [], {}
 triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-precompile._workers, precompile.CompileProcesses = lambda: 4, Known
+precompile.workers, precompile.CompileProcesses = lambda: 4, Known
 whole = made(1, 2)
 gone.append(ended(begun[-1]))
 after = {4: lambda: hit(signal.SIGKILL)}

@@ -27,7 +27,7 @@ from lockstep.config import (
 from lockstep.errors import InputError, LockstepError, NonFiniteError, ParityError
 from lockstep.generator import SharedWeights
 from lockstep.rl.loop import Loop
-from lockstep.run.metrics import listed
+from lockstep.run.report.metric_titles import listed
 from lockstep.run.train import train
 from lockstep.session.build import TrainingSession, build, resolve
 from lockstep.timings import Timings

@@ -29,7 +29,7 @@ from lockstep.models import Decoder, PackedAttention
 from lockstep.models.families import FAMILIES
 from lockstep.models.init import ARCHITECTURES
 from lockstep.rl.loop import Loop
-from lockstep.run.metrics import listed
+from lockstep.run.report.metric_titles import listed
 from lockstep.run.train import train
 from lockstep.session.build import build, load_policy, load_teacher, save_policy
 

@@ -7,8 +7,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from lockstep.config import RunConfig, TaskConfig, yaml_file
-from lockstep.run.metrics import SECTIONS, SUMMARY_FILE, MetricsWriter, write_json
+from lockstep.run.metrics import SUMMARY_FILE, MetricsWriter, write_json
 from lockstep.run.report import write_report
+from lockstep.run.report.metric_titles import SECTIONS
 
 HOSTILE = "</pre><script>alert(1)</script>&\"'<img src=x onerror=alert(1)>"
 STARTUP = {"startup/import": 1.5, "startup/trace": 4.25, "startup/record": 0.25}

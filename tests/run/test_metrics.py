@@ -17,16 +17,14 @@ from hypothesis import strategies as st
 from lockstep.errors import InputError, LockstepError
 from lockstep.json_file import to_json
 from lockstep.run.metrics import (
-    SECTIONS,
     SUMMARY_FILE,
     MetricsWriter,
-    listed,
     logprobs_digest,
     read_lines,
     rollout_records,
-    title_of,
     write_json,
 )
+from lockstep.run.report.metric_titles import SECTIONS, listed, title_of
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 
 

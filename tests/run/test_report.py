@@ -15,9 +15,10 @@ from report_cases import HOSTILE, Outline, make_run, read
 
 from lockstep.config import RunConfig
 from lockstep.config.recipes import RECIPES
-from lockstep.run.metrics import SECTIONS, SUMMARY_FILE, MetricsWriter, write_json
+from lockstep.run.metrics import SUMMARY_FILE, MetricsWriter, write_json
 from lockstep.run.report import write_comparison, write_report
 from lockstep.run.report.curves import CHARTED
+from lockstep.run.report.metric_titles import SECTIONS
 from lockstep.run.report.timeline import NAMES
 from lockstep.run.timeline import Timeline
 from lockstep.timings import Span

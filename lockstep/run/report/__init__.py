@@ -9,9 +9,10 @@ from typing import Any
 
 from ...config.yaml_file import flat
 from ..display import WORDS
-from ..metrics import LEARNING, PHASES, SECTIONS, number
+from ..metrics import number
 from ..timeline import TIMELINE_FILE
 from .curves import compared, details, learning
+from .metric_titles import LEARNING, PHASES, SECTIONS
 from .page import change, duration, write_page
 from .record import Record, as_float, changed_fields, read_record
 from .rollouts import rollouts

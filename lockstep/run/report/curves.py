@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..metrics import LEARNING, PARITY, PHASES, SECTIONS, listed, number, title_of
+from ..metrics import number
 from .charts import Points, Series, line_chart, stacked_chart
+from .metric_titles import LEARNING, PARITY, PHASES, SECTIONS, listed, title_of
 from .record import Record
 
 # Sections of a chart a metric; the others are shown by the learning section, the time split and the certificate.

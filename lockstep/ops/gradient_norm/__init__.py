@@ -1,0 +1,1 @@
+"""The norm that gradients are clipped by."""
