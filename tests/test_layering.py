@@ -88,15 +88,15 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "models": (
-        "blocks.attention blocks.rope mxfp4 tokenizer",
+        "blocks.attention blocks.mxfp4 blocks.rope tokenizer",
         "config",
         "blocks",
         "families.family",
         "families",
-        "decoder hf_config weight_map",
+        "decoder hf.config hf.weight_map",
         "checks parts",
-        "shards",
-        "folder patterns",
+        "hf.stored_tensors",
+        "hf patterns",
         ". init",
     ),
     "graph": (
@@ -376,7 +376,7 @@ def test_a_planted_import_is_caught(module: str, source: str, target: str) -> No
     ("module", "source"),
     [
         ("models.decoder", "from .. import ops\nfrom .blocks.attention import Attend\nfrom ..errors import InputError"),
-        ("models.init", "from .tokenizer import load_tokenizer\nfrom .folder import save_model"),
+        ("models.init", "from .tokenizer import load_tokenizer\nfrom .hf.export import save_model"),
         ("cli.commands", "from ..config import recipes\nfrom ..session.generate import LLM\nfrom . import chat"),
         ("run.recorder", "import torch\nfrom .. import __version__\nfrom . import checkpoint"),
         ("ops.attention.triton_backward", "from .triton_tiles import block\nfrom ..rows import unit_inner"),

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from common import Report, bandwidth, first_layers, require_gpus, torchrun, vllm_times, write_json
 
-from lockstep.models.hf_config import to_hf
+from lockstep.models.hf.config import to_hf
 
 LIMIT_S = 570.0
 MOST_KERNELS = 16  # told of a decode step

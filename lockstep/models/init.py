@@ -15,7 +15,7 @@ from .checks import require_memory
 from .config import ModelConfig
 from .decoder import Decoder, num_parameters
 from .families import FAMILIES
-from .folder import all_or_nothing, save_model
+from .hf.export import all_or_nothing, save_model
 from .parts import Held, Ranges, ranges_of
 
 INITIALIZER_RANGE = 0.02

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from ..errors import InputError
 from .decoder import Decoder
-from .weight_map import weight_map
+from .hf.weight_map import weight_map
 
 _T = TypeVar("_T")
 

@@ -390,7 +390,7 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
 def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world: World = ONE) -> None:
     """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template. Every
     rank of `world` calls it and writes the weights that are `held`; by default one process writes the model's own."""
-    from ..models.folder import Export, all_or_nothing
+    from ..models.hf.export import Export, all_or_nothing
     from ..models.tokenizer import save_tokenizer
 
     def begin() -> None:

@@ -21,7 +21,7 @@ from lockstep.environments.data.rows import read_problems
 from lockstep.environments.rewards.reward_set import Completions, Reward, RewardSet
 from lockstep.environments.tasks.gsm8k import check_answer
 from lockstep.errors import InputError
-from lockstep.models.folder import read_config
+from lockstep.models.hf.folder import read_config
 
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 fewer = settings(relaxed, max_examples=max(10, settings.default.max_examples // 4))

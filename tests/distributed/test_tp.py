@@ -20,7 +20,7 @@ from lockstep.distributed.pieces import joined, runs
 from lockstep.errors import InputError
 from lockstep.models import FolderWeights, ResidentWeights, load_part, save_model
 from lockstep.models.checks import require_degree
-from lockstep.models.folder import Export
+from lockstep.models.hf.export import Export
 from lockstep.models.init import architecture
 from lockstep.session.memory import Workload
 from lockstep.trainer import Trainer

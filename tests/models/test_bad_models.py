@@ -16,7 +16,7 @@ from model_edits import NORM, cut, edited, instead, tensors, written
 
 from lockstep.config import RunConfig
 from lockstep.errors import InputError
-from lockstep.models.folder import read_config
+from lockstep.models.hf.folder import read_config
 from lockstep.session.build import load_policy
 
 

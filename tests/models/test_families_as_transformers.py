@@ -34,8 +34,8 @@ from lockstep.models import Decoder, ModelConfig, save_model
 from lockstep.models.blocks.rope import scaling_to_hf
 from lockstep.models.families import FAMILIES
 from lockstep.models.families.family import FULL, SLIDING
-from lockstep.models.folder import read_config
-from lockstep.models.hf_config import to_hf
+from lockstep.models.hf.config import to_hf
+from lockstep.models.hf.folder import read_config
 from lockstep.models.init import architecture, initialize
 
 # Seeds of models of two layers; windows of 7 (smaller than a page), 20 and 70 (larger than a key tile) are among them,

@@ -26,11 +26,12 @@ from lockstep.models import (
     resolve_folder,
     save_model,
 )
-from lockstep.models import folder as folder_module
-from lockstep.models.folder import Export, read_config
+from lockstep.models.hf import folder as folder_module
+from lockstep.models.hf.export import Export
+from lockstep.models.hf.folder import read_config
+from lockstep.models.hf.weight_map import weight_map
 from lockstep.models.init import ARCHITECTURES, init_folder, initialize
 from lockstep.models.parts import Held, ranges_of
-from lockstep.models.weight_map import weight_map
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,7 +18,7 @@ from small import load_model
 from lockstep import ops
 from lockstep.errors import InputError
 from lockstep.models import Decoder, PackedAttention, save_model
-from lockstep.models.folder import read_config
+from lockstep.models.hf.folder import read_config
 from lockstep.models.init import ARCHITECTURES, initialize
 
 transformers = pytest.importorskip("transformers")

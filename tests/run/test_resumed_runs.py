@@ -17,7 +17,6 @@ import torch
 from c_library import using
 from model_edits import written
 from processes import DEADLINE, finished, running_lockstep
-from runs import COMMAND, DATA, QUICK, SMALL, SUM, records, saved, tensors_of
 from safetensors.torch import load_file
 
 from lockstep.api import resumed
@@ -25,13 +24,14 @@ from lockstep.cli.main import main
 from lockstep.config import LossConfig, OptimizerConfig, yaml_file
 from lockstep.errors import InputError
 from lockstep.models import Decoder
-from lockstep.models import folder as models_folder
+from lockstep.models.hf import folder as models_folder
 from lockstep.models.init import architecture, init_folder, initialize
 from lockstep.ops.native import library
 from lockstep.run import checkpoint, resume
 from lockstep.run.timeline import read_timeline
 from lockstep.session.golden import GRADIENT_NORM
 from lockstep.trainer import Trainer
+from runs import COMMAND, DATA, QUICK, SMALL, SUM, records, saved, tensors_of
 
 pytestmark = pytest.mark.usefixtures("shallow_models")
 

@@ -9,7 +9,7 @@ from updates import FILTERED, LR, MAX_TOKENS, WARM, NoHostReads, bits, gradients
 
 from lockstep.algorithms import ALGORITHMS
 from lockstep.models import save_model
-from lockstep.models.weight_map import weight_map
+from lockstep.models.hf.weight_map import weight_map
 from lockstep.trainer import pack
 from lockstep.types import SamplingParams
 

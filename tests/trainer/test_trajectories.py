@@ -21,8 +21,8 @@ from lockstep.config import GeneratorConfig
 from lockstep.environments.ranks.rollouts import outline
 from lockstep.errors import InputError
 from lockstep.generator import Engine, SharedWeights
-from lockstep.models.folder import save_model
-from lockstep.models.weight_map import weight_map
+from lockstep.models import save_model
+from lockstep.models.hf.weight_map import weight_map
 from lockstep.trainer import Packing, pack, pack_shards
 from lockstep.trainer.shapes import BatchShape
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory

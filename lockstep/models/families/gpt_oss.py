@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import mxfp4
+from ..blocks import mxfp4
 from ..blocks.rope import YarnScaling
 from ..blocks.weight_slices import Form, LayerSlice, Window, attention_slices, slices_of_layer
 from ..config import ModelConfig, MoEConfig

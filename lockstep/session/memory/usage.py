@@ -17,7 +17,7 @@ from ...graph import Runtime
 from ...machine import addresses, processes_here
 from ...models import ModelConfig, resolve_folder
 from ...models.checks import memory_bytes
-from ...models.folder import read_config
+from ...models.hf.folder import read_config
 from ...models.init import architecture
 from ...trainer import Trainer
 from .plan import MemoryPlan, plan

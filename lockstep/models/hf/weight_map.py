@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from .blocks.weight_slices import WeightSlice
-from .config import ModelConfig
-from .families import family_of
+from torch import Tensor
+
+from ..blocks.weight_slices import WeightSlice
+from ..config import ModelConfig
+from ..families import family_of
 
 HEAD = "lm_head.weight"  # the output's weights; those of the embedding where they are tied
+ALL_ROWS = 1 << 62
+VALUE_HEAD = "value_head.safetensors"  # beside the weights, whose names are Hugging Face's
+VALUE_HEAD_PIECE = WeightSlice("value_head", "value_head", 0, ALL_ROWS)
 
 
 def weight_map(config: ModelConfig) -> list[WeightSlice]:
@@ -44,3 +49,8 @@ def of_text(name: str) -> str | None:
         if name.startswith(outer):
             return inner + name.removeprefix(outer)
     return name if name == HEAD else None
+
+
+def in_folder(piece: WeightSlice, rows: Tensor) -> Tensor:
+    """The folder's tensor of these rows, without memory where it is another."""
+    return rows if piece.form is None else piece.to_hf(rows.to("meta"))

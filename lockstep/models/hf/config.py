@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import InputError
-from .blocks.rope import scaling_to_hf
-from .config import ModelConfig
-from .families import FAMILIES, Family, Raw, family_of, nearest, require_family
-from .families.family import BY_KIND, PARTLY
+from ...errors import InputError
+from ..blocks.rope import scaling_to_hf
+from ..config import ModelConfig
+from ..families import FAMILIES, Family, Raw, family_of, nearest, require_family
+from ..families.family import BY_KIND, PARTLY
 
 # Fields of ours that are integers, and what config.json calls them.
 _SIZES = {

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..cache.tensor_file import Entry, Stored
-from ..errors import InputError
+from ...cache.tensor_file import Entry, Stored
+from ...errors import InputError
 
 METHOD = "mxfp4"  # what `quantization_config` calls it
 BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of a tensor's two parts

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache.tensor_file import Staging, Stored, TensorReader
-from ..errors import InputError
-from ..json_file import read_object
-from . import mxfp4
-from .blocks.weight_slices import Form, WeightSlice
-from .config import ModelConfig
-from .families import family_of, is_wrapped
-from .parts import Held, within
+from ...cache.tensor_file import Staging, Stored, TensorReader
+from ...errors import InputError
+from ...json_file import read_object
+from ..blocks import mxfp4
+from ..blocks.weight_slices import Form, WeightSlice
+from ..config import ModelConfig
+from ..families import family_of, is_wrapped
+from ..parts import Held, within
 from .weight_map import HEAD, fused_experts, is_left_out, of_text, weight_map
 
 

@@ -1,38 +1,30 @@
-"""Hugging Face model folders, read and written bit for bit: `config.json`, safetensors (sharded too)."""
+"""Hugging Face model folders, read bit for bit: `config.json`, safetensors (sharded too)."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..cache.file_hashes import fingerprints, glance
-from ..cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, Staging, TensorFile, TensorReader, cut
-from ..errors import InputError, LockstepError, refuse
-from ..json_file import read_object
-from .blocks.weight_slices import WeightSlice
-from .checks import check_end_of_sequence, check_fields
-from .config import ModelConfig
-from .decoder import Decoder
-from .families import require_family, text_part
-from .hf_config import end_of_sequence, from_hf, to_hf, without_nulls
-from .parts import Held, Ranges, ranges_of, within, without_memory
-from .shards import Found, file_names, fill_rows, find_tensors, weights_path
-from .weight_map import HEAD, fused_experts, weight_map
+from ...cache.file_hashes import fingerprints, glance
+from ...cache.tensor_file import CHUNK_BYTES, Entry, Staging, TensorReader
+from ...errors import InputError, refuse
+from ...json_file import read_object
+from ..blocks.weight_slices import WeightSlice
+from ..checks import check_end_of_sequence, check_fields
+from ..config import ModelConfig
+from ..families import require_family, text_part
+from ..parts import Held, Ranges, without_memory
+from .config import end_of_sequence, from_hf, without_nulls
+from .stored_tensors import Found, file_names, fill_rows, find_tensors, weights_path
+from .weight_map import ALL_ROWS, HEAD, VALUE_HEAD, VALUE_HEAD_PIECE, fused_experts, in_folder, weight_map
 
 _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
-MAX_SHARD_BYTES = 5 * 10**9
-_ALL = 1 << 62  # rows
-VALUE_HEAD = "value_head.safetensors"  # beside the weights, whose names are Hugging Face's
 
 
 def resolve_folder(model: str) -> Path:
@@ -146,10 +138,10 @@ class FolderWeights:
             piece, parameter = pieces.get(found.name), fused.get(found.name)
             if piece is not None:
                 del missing[found.name]
-                shape = _in_folder(piece, piece.of(shapes))
+                shape = in_folder(piece, piece.of(shapes))
             elif parameter is not None:
                 missing = {n: p for n, p in missing.items() if p != parameter}
-                piece, shape = WeightSlice(found.name, parameter, 0, _ALL), shapes[parameter]
+                piece, shape = WeightSlice(found.name, parameter, 0, ALL_ROWS), shapes[parameter]
             else:
                 head = found
                 continue
@@ -177,7 +169,7 @@ class FolderWeights:
         opened.callback(reader.close)
         rows = torch.empty(1, self.config.hidden_size, device="meta")
         _require_form(stored.entry, rows, f"{path}: value_head")
-        return [(Found("value_head", path, stored), _VALUE_HEAD_PIECE, rows)]
+        return [(Found("value_head", path, stored), VALUE_HEAD_PIECE, rows)]
 
 
 def _require_form(entry: Entry, expected: Tensor, where: str) -> None:
@@ -186,11 +178,6 @@ def _require_form(entry: Entry, expected: Tensor, where: str) -> None:
         raise InputError(f"{where} has shape {list(entry.shape)}; config.json asks for {list(expected.shape)}")
     if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
         raise InputError(f"{where} is {entry.dtype}; quantized weights are not supported, use bfloat16")
-
-
-def _in_folder(piece: WeightSlice, rows: Tensor) -> Tensor:
-    """The folder's tensor of these rows, without memory where it is another."""
-    return rows if piece.form is None else piece.to_hf(rows.to("meta"))
 
 
 def _require_tied(head: Found, embed: Sequence[Held]) -> None:
@@ -217,134 +204,3 @@ def _require_finite(extremes: Mapping[tuple[Path, str, torch.dtype], Sequence[Te
     finite = torch.stack([pair.float() for _, pair in pairs]).isfinite().all(1).tolist()
     for ((file, name, dtype), _), good in zip(pairs, finite, strict=True):
         refuse(not good, f"{file}: {name} has values that are NaN or infinite as {dtype}; the model is damaged")
-
-
-def save_model(
-    model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES, metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write `config.json`, `generation_config.json` and the weights, a value head in a file of its own; `transformers`
-    loads the folder. `LockstepError`: a file cannot be written.
-
-    Args:
-        max_shard_bytes: of tensors in one file of weights, unless one tensor has more.
-        metadata: of the files of weights, besides the format.
-    """
-    export = Export(model, folder, max_shard_bytes, metadata)
-    export.begin()
-    export.write(ranges_of(model))
-    export.arrange()
-
-
-class Export:
-    """A model's folder that several processes write, each what it has, with the bytes of one: the first begins, then
-    all write, and when all have, all arrange. Arguments and errors are those of `save_model`. What is written at one
-    time is `tensor_file.CHUNK_BYTES`, or a block of rows that a folder has in another form."""
-
-    def __init__(
-        self,
-        model: Decoder,
-        folder: Path,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        self._model, self._folder = model, folder
-        tensors = {name: tensor.to(model.embed.dtype) for name, tensor in without_memory(model.config).items()}
-        tensors |= {name: buffer.to("meta") for name, buffer in model.named_buffers()}
-        pieces = [(piece, piece.of(tensors)) for piece in weight_map(model.config)]
-        shards = list(cut(((item, item[1].nbytes) for item in pieces), max_shard_bytes))
-        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-        placed = dict(zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True))
-        if model.value_head is not None:
-            placed[VALUE_HEAD] = [(_VALUE_HEAD_PIECE, model.value_head.detach().to("meta"))]
-        about = {"format": "pt", **(metadata or {})}
-        self._files = [
-            (TensorFile(folder / name, {p.name: Entry.of(_in_folder(p, rows)) for p, rows in shard}, about), shard)
-            for name, shard in placed.items()
-        ]
-
-    def begin(self) -> None:
-        """Write all but the weights, for which there is room then."""
-        folder, config = self._folder, self._model.config
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise LockstepError(f"{folder}: the folder cannot be made ({error.strerror})") from error
-        dtype = str(self._model.embed.dtype).removeprefix("torch.")
-        _write_json(folder / "config.json", to_hf(config, dtype))
-        _write_json(folder / "generation_config.json", _generation_config(config))
-        for file, _ in self._files:
-            with _writing(file.path):
-                file.create()
-        weights = [file for file, _ in self._files if file.path.name != VALUE_HEAD]
-        if len(weights) > 1:
-            total = sum(entry.nbytes for file in weights for entry in file.entries.values())
-            index = {name: file.path.name for file in weights for name in file.entries}
-            _write_json(
-                folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
-            )
-
-    def write(self, held: Ranges) -> None:
-        """Write what this process has of the model's tensors, by the decoder's names."""
-        for file, pieces in self._files:
-            with _writing(file.path), file.open() as opened:
-                for piece, rows in pieces:
-                    for begin, values in within(held[piece.parameter], piece.first(rows), rows.numel()):
-                        opened.write(piece.name, begin, values)
-
-    def arrange(self, rank: int = 0, ranks: int = 1) -> None:
-        """Bring what a folder has in another form into it, every rank of so many its part."""
-        for file, pieces in self._files:
-            with _writing(file.path), file.open() as opened:
-                for piece, rows in pieces:
-                    if piece.form is not None:
-                        _arrange(opened, piece, rows, (rank, ranks))
-
-
-_VALUE_HEAD_PIECE = WeightSlice("value_head", "value_head", 0, _ALL)
-
-
-def _arrange(file: OpenTensorFile, piece: WeightSlice, rows: Tensor, part: tuple[int, int]) -> None:
-    """Of a tensor's blocks, as many at a time as are a chunk, those whose turn is this rank's."""
-    assert piece.form is not None
-    width, (rank, ranks) = rows.numel() // rows.shape[0], part
-    count = max(1, CHUNK_BYTES // (piece.form.block * width * rows.itemsize)) * piece.form.block
-    for at in range(rank * count, piece.rows, ranks * count):
-        shape = min(count, piece.rows - at), *rows.shape[1:]
-        found = file.read(piece.name, at * width, prod(shape)).view(shape)
-        file.write(piece.name, at * width, piece.to_hf(found).flatten())
-
-
-@contextlib.contextmanager
-def all_or_nothing(folder: Path) -> Iterator[None]:
-    """After an error inside, `folder` is empty: half a model is none."""
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            for path in folder.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        raise
-
-
-def _generation_config(config: ModelConfig) -> dict:
-    fields = {
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(config.eos_token_ids),
-        "pad_token_id": config.pad_token_id,
-    }
-    return {k: v for k, v in fields.items() if v not in (None, [])}
-
-
-def _write_json(path: Path, value: dict) -> None:
-    try:
-        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise LockstepError(f"{path}: cannot be written ({error.strerror})") from error
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise LockstepError(f"{path}: cannot be written ({error})") from error

@@ -1,0 +1,151 @@
+"""Hugging Face model folders, written bit for bit, in files of a limited size, by one process or several."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+from torch import Tensor
+
+from ...cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, TensorFile, cut
+from ...errors import LockstepError
+from ..blocks.weight_slices import WeightSlice
+from ..config import ModelConfig
+from ..decoder import Decoder
+from ..parts import Ranges, ranges_of, within, without_memory
+from .config import to_hf
+from .weight_map import VALUE_HEAD, VALUE_HEAD_PIECE, in_folder, weight_map
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def save_model(
+    model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write `config.json`, `generation_config.json` and the weights, a value head in a file of its own; `transformers`
+    loads the folder. `LockstepError`: a file cannot be written.
+
+    Args:
+        max_shard_bytes: of tensors in one file of weights, unless one tensor has more.
+        metadata: of the files of weights, besides the format.
+    """
+    export = Export(model, folder, max_shard_bytes, metadata)
+    export.begin()
+    export.write(ranges_of(model))
+    export.arrange()
+
+
+class Export:
+    """A model's folder that several processes write, each what it has, with the bytes of one: the first begins, then
+    all write, and when all have, all arrange. Arguments and errors are those of `save_model`. What is written at one
+    time is `tensor_file.CHUNK_BYTES`, or a block of rows that a folder has in another form."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        folder: Path,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self._model, self._folder = model, folder
+        tensors = {name: tensor.to(model.embed.dtype) for name, tensor in without_memory(model.config).items()}
+        tensors |= {name: buffer.to("meta") for name, buffer in model.named_buffers()}
+        pieces = [(piece, piece.of(tensors)) for piece in weight_map(model.config)]
+        shards = list(cut(((item, item[1].nbytes) for item in pieces), max_shard_bytes))
+        names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+        placed = dict(zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True))
+        if model.value_head is not None:
+            placed[VALUE_HEAD] = [(VALUE_HEAD_PIECE, model.value_head.detach().to("meta"))]
+        about = {"format": "pt", **(metadata or {})}
+        self._files = [
+            (TensorFile(folder / name, {p.name: Entry.of(in_folder(p, rows)) for p, rows in shard}, about), shard)
+            for name, shard in placed.items()
+        ]
+
+    def begin(self) -> None:
+        """Write all but the weights, for which there is room then."""
+        folder, config = self._folder, self._model.config
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LockstepError(f"{folder}: the folder cannot be made ({error.strerror})") from error
+        dtype = str(self._model.embed.dtype).removeprefix("torch.")
+        _write_json(folder / "config.json", to_hf(config, dtype))
+        _write_json(folder / "generation_config.json", _generation_config(config))
+        for file, _ in self._files:
+            with _writing(file.path):
+                file.create()
+        weights = [file for file, _ in self._files if file.path.name != VALUE_HEAD]
+        if len(weights) > 1:
+            total = sum(entry.nbytes for file in weights for entry in file.entries.values())
+            index = {name: file.path.name for file in weights for name in file.entries}
+            _write_json(
+                folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index}
+            )
+
+    def write(self, held: Ranges) -> None:
+        """Write what this process has of the model's tensors, by the decoder's names."""
+        for file, pieces in self._files:
+            with _writing(file.path), file.open() as opened:
+                for piece, rows in pieces:
+                    for begin, values in within(held[piece.parameter], piece.first(rows), rows.numel()):
+                        opened.write(piece.name, begin, values)
+
+    def arrange(self, rank: int = 0, ranks: int = 1) -> None:
+        """Bring what a folder has in another form into it, every rank of so many its part."""
+        for file, pieces in self._files:
+            with _writing(file.path), file.open() as opened:
+                for piece, rows in pieces:
+                    if piece.form is not None:
+                        _arrange(opened, piece, rows, (rank, ranks))
+
+
+def _arrange(file: OpenTensorFile, piece: WeightSlice, rows: Tensor, part: tuple[int, int]) -> None:
+    """Of a tensor's blocks, as many at a time as are a chunk, those whose turn is this rank's."""
+    assert piece.form is not None
+    width, (rank, ranks) = rows.numel() // rows.shape[0], part
+    count = max(1, CHUNK_BYTES // (piece.form.block * width * rows.itemsize)) * piece.form.block
+    for at in range(rank * count, piece.rows, ranks * count):
+        shape = min(count, piece.rows - at), *rows.shape[1:]
+        found = file.read(piece.name, at * width, prod(shape)).view(shape)
+        file.write(piece.name, at * width, piece.to_hf(found).flatten())
+
+
+@contextlib.contextmanager
+def all_or_nothing(folder: Path) -> Iterator[None]:
+    """After an error inside, `folder` is empty: half a model is none."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise
+
+
+def _generation_config(config: ModelConfig) -> dict:
+    fields = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids),
+        "pad_token_id": config.pad_token_id,
+    }
+    return {k: v for k, v in fields.items() if v not in (None, [])}
+
+
+def _write_json(path: Path, value: dict) -> None:
+    try:
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise LockstepError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise LockstepError(f"{path}: cannot be written ({error})") from error
