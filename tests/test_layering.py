@@ -151,7 +151,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     ),
     "rl": ("dealing dynamic_sampling step_checks step_metrics token_advantages", "loop", "sample_again sft_warmup"),
     "run": (
-        "checkpoint.files metrics",
+        "checkpoint.retention metrics",
+        "checkpoint.files",
         "checkpoint.saver",
         "checkpoint closing crash display lock",
         "faults resume timeline trackers",

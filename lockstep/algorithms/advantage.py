@@ -1,4 +1,4 @@
-"""Group-relative advantages."""
+"""Advantages: of samples, by their group, and of tokens, by a critic's values."""
 
 from __future__ import annotations
 
@@ -57,3 +57,12 @@ def group_advantages(rewards: Rewards, scale_rewards: str) -> list[list[float]]:
         [(reward - center) / scale for reward in group]
         for group, center, scale in zip(rewards, centers, scales, strict=True)
     ]
+
+
+def generalized_advantages(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
+    """Of a completion's tokens, given the reward of each and the value before it."""
+    found, advantage, following = [0.0] * len(values), 0.0, 0.0
+    for t in reversed(range(len(values))):
+        advantage = rewards[t] + gamma * following - values[t] + gamma * lam * advantage
+        found[t], following = advantage, values[t]
+    return found

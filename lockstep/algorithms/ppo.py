@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import LossConfig
-from .advantage import Rewards, whiten
+from .advantage import Rewards, generalized_advantages, whiten
 from .algorithm import any_group, every_sample, mean_over_tokens
 from .grpo import GRPO
 from .policy_terms import TokenValues
@@ -56,12 +56,3 @@ class PPO(GRPO):
         assert value_C is not None and old_C is not None and return_C is not None
         near_C = torch.clamp(value_C, old_C - self.cliprange_value, old_C + self.cliprange_value)
         return 0.5 * torch.maximum((value_C - return_C).square(), (near_C - return_C).square())
-
-
-def generalized_advantages(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
-    """Of a completion's tokens, given the reward of each and the value before it."""
-    found, advantage, following = [0.0] * len(values), 0.0, 0.0
-    for t in reversed(range(len(values))):
-        advantage = rewards[t] + gamma * following - values[t] + gamma * lam * advantage
-        found[t], following = advantage, values[t]
-    return found

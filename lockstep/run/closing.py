@@ -97,7 +97,7 @@ def interrupted(run_dir: Path, processes: int) -> str:
     if (run_dir / "report.html").is_file():
         rows["report"] = str(run_dir / "report.html")
     start = "lockstep" if processes == 1 else f"torchrun --nproc-per-node {processes} -m lockstep"
-    from .checkpoint.files import steps  # not before torch is needed, for which --help does not wait
+    from .checkpoint.retention import steps  # not before torch is needed, for which --help does not wait
 
     saved = steps(run_dir / "checkpoints")
     if saved or not (run_dir / "metrics.jsonl").exists():

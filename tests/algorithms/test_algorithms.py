@@ -18,8 +18,8 @@ from torch import Tensor
 
 import lockstep
 from lockstep.algorithms import ALGORITHMS, SUPERVISED, Algorithm, TokenValues, algorithm_of, supervised
+from lockstep.algorithms.advantage import generalized_advantages
 from lockstep.algorithms.grpo import GRPO
-from lockstep.algorithms.ppo import generalized_advantages
 from lockstep.config import LOSS_TYPES, READ_BY, LossConfig
 from lockstep.errors import InputError
 from lockstep.rl.token_advantages import token_rewards

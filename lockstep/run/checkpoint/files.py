@@ -27,6 +27,7 @@ from torch import Tensor
 from ...cache.file_hashes import fingerprints
 from ...cache.tensor_file import Entry, TensorFile, cut
 from ...json_file import read_json
+from .retention import prune, retire, steps
 
 _FORMAT = 1
 _SHARD_BYTES = 1 << 30
@@ -120,10 +121,10 @@ def finish(target: Path, temporary: Path, state: str, lists: list[dict[str, Any]
     _write_text(temporary / _MANIFEST, as_json(manifest))
     _fsync(temporary)
     if target.exists():  # of the same step: a damaged one, usually
-        _retire(target)
+        retire(target)
     os.rename(temporary, target)
     _fsync(target.parent)
-    _prune(target.parent, step, keep_last)
+    prune(target.parent, step, keep_last)
 
 
 def latest(folder: Path, most: int | None = None) -> LoadedCheckpoint | None:
@@ -197,30 +198,6 @@ def _verified(path: Path, step: int) -> LoadedCheckpoint:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _Damaged(f"{type(error).__name__}: {error}") from error
     return LoadedCheckpoint(path=path, step=step, state=state, files=tuple(files))
-
-
-def _prune(folder: Path, step: int, keep_last: int) -> None:
-    kept = [other for other in steps(folder) if other <= step][-keep_last:]
-    for other in steps(folder):
-        if other not in kept:
-            _retire(folder / f"step_{other}")
-    for leftover in folder.glob(".tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _retire(path: Path) -> None:
-    """Take a checkpoint out of sight in one rename; `_prune` deletes it (a half-deleted one would look damaged)."""
-    aside = path.parent / f".tmp-old-{path.name}-{os.getpid()}"
-    shutil.rmtree(aside, ignore_errors=True)
-    os.rename(path, aside)
-
-
-def steps(folder: Path) -> list[int]:
-    """Those that have a checkpoint in `folder`, whole or damaged, in order."""
-    if not folder.is_dir():
-        return []
-    found = (re.fullmatch(r"step_(0|[1-9]\d*)", path.name) for path in folder.iterdir())
-    return sorted(int(match[1]) for match in found if match)
 
 
 def _fsync(path: Path) -> None:
