@@ -17,6 +17,7 @@ import torch
 from c_library import using
 from model_edits import written
 from processes import DEADLINE, finished, running_lockstep
+from runs import COMMAND, DATA, QUICK, SMALL, SUM, records, saved, tensors_of
 from safetensors.torch import load_file
 
 from lockstep.api import resumed
@@ -31,7 +32,6 @@ from lockstep.run import checkpoint, resume
 from lockstep.run.timeline import read_timeline
 from lockstep.session.golden import GRADIENT_NORM
 from lockstep.trainer import Trainer
-from runs import COMMAND, DATA, QUICK, SMALL, SUM, records, saved, tensors_of
 
 pytestmark = pytest.mark.usefixtures("shallow_models")
 
