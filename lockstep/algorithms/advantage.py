@@ -59,6 +59,12 @@ def group_advantages(rewards: Rewards, scale_rewards: str) -> list[list[float]]:
     ]
 
 
+def leave_one_out(reward: float, group: Sequence[float]) -> float:
+    """A reward less the mean of the group's others: exactly 0 where all are equal."""
+    n = len(group)
+    return (reward - mean(group)) * n / (n - 1) if n > 1 else 0.0
+
+
 def generalized_advantages(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
     """Of a completion's tokens, given the reward of each and the value before it."""
     found, advantage, following = [0.0] * len(values), 0.0, 0.0

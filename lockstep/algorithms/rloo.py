@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import mean
 from typing import ClassVar
 
 from torch import Tensor
 
 from ..config import LossConfig
-from .advantage import Rewards, whitened
+from .advantage import Rewards, leave_one_out, whitened
 from .grpo import GRPO
 from .policy_terms import TokenValues, clipped_surrogate
 
@@ -25,15 +23,9 @@ class RLOO(GRPO):
     whole_sequences: ClassVar[bool] = True
 
     def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
-        found = [[_beyond_the_others(reward, group) for reward in group] for group in rewards]
+        found = [[leave_one_out(reward, group) for reward in group] for group in rewards]
         return whitened(found) if config.normalize_advantages else found
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
         log_ratio_C = values.sequence_sum(values.logprob_C - values.old_logprob_C)
         return clipped_surrogate(log_ratio_C, values.advantage_C, self.epsilon, self.upper)
-
-
-def _beyond_the_others(reward: float, group: Sequence[float]) -> float:
-    """A reward less the mean of the group's others: exactly 0 where all are equal."""
-    n = len(group)
-    return (reward - mean(group)) * n / (n - 1) if n > 1 else 0.0

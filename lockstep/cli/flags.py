@@ -230,7 +230,7 @@ class Generate(_AnswerFlags):
     """Text to continue, as it is (no chat template); with --system-prompt a user's message."""
     prompts: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
     """Instead of --prompt: rows with a `prompt` (text, or chat messages), or a .txt file with a prompt a line."""
-    prompt_column: str = "prompt"
+    prompt_column: str = TaskConfig.prompt_column
     """Column of --prompts that holds the prompt."""
     system_prompt: str | None = None
     """System message for prompts without one; a text prompt becomes a chat of one user message."""
@@ -299,9 +299,9 @@ class Eval(_AnswerFlags):
     """sum-digits: the easy form that a tiny model trains on; --no-easy for the full one."""
     data: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
     """Rows to evaluate on (gsm8k and dataset)."""
-    split: str = "train"
+    split: str = TaskConfig.split
     """Split of a Hugging Face dataset."""
-    prompt_column: str = "prompt"
+    prompt_column: str = TaskConfig.prompt_column
     """Column of --data that holds the prompt."""
     system_prompt: str | None = None
     """System message for prompts without one; a text prompt becomes a chat of one user message."""
@@ -319,9 +319,9 @@ class Eval(_AnswerFlags):
     """Let the tool python run programs that cannot be cut off, as task.allow_unsandboxed."""
     environment_timeout: float = TaskConfig.environment_timeout
     """Seconds that it may take to answer, or its trajectory is left out; 0 is no limit."""
-    max_turns: int = 8
+    max_turns: int = TaskConfig.max_turns
     """Completions that a trajectory may have in an environment."""
-    max_response_length: int = 0
+    max_response_length: int = TaskConfig.max_response_length
     """Tokens after the prompt that one may have there; 0 is max_turns times max_completion_length."""
     prompts: int | None = None
     """Prompts to evaluate, at most; the recipe's number by default."""
