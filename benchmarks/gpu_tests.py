@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "gpu"
 REPORT_CHARACTERS = 3000  # kept of a failure
 SEVERAL = {"fsdp": (2,), "push": (2,), "tp": (2, 4)}  # GPUs that a file's tests need; of several `N_gpus` are apart
+PARTS = {"fsdp": ("not steps", "steps and sharded", "steps and gathered", "steps and products")}  # by their names
 SLOWEST = "fsdp", "scores", "families", "tp", "attention_backward", "fused", "flex"  # begin first
 SHARDS = {"scores": 3, "families": 2, "fused": 2}  # of the files that take longest
 _PORTS = itertools.count(29600)  # torchrun's, another for each file
@@ -92,7 +93,7 @@ class Part(NamedTuple):
     @property
     def name(self) -> str:
         name = self.files[0] if len(self.files) == 1 else self.marks
-        name += f" {self.shard}" * (self.shard != "1/1")
+        name += f" {self.shard}" * (self.shard != "1/1") + f" ({self.expression})" * bool(self.expression)
         return f"{name}, {self.gpus} GPUs" if self.gpus > 1 else name
 
 
@@ -107,15 +108,12 @@ class Running(NamedTuple):
 
 def parts_of(name: str, gpus: int, expression: str, marks: str) -> list[Part]:
     """Those of a file; one that needs more GPUs than there are has what there is, and skips its tests."""
-    sizes = SEVERAL.get(name, (1,))
-    apart = len(sizes) > 1
-    fits = [" and ".join(filter(None, (expression, f"{size}_gpus" * apart))) for size in sizes]
-    shards = SHARDS.get(name, 1)
-    return [
-        Part([name], min(size, gpus), fit, marks, f"{shard}/{shards}")
-        for size, fit in zip(sizes, fits, strict=True)
-        for shard in range(1, shards + 1)
-    ]
+    sizes, shards = SEVERAL.get(name, (1,)), SHARDS.get(name, 1)
+    found = []
+    for size, part in itertools.product(sizes, PARTS.get(name, ("",))):
+        fit = " and ".join(filter(None, (expression, f"{size}_gpus" * (len(sizes) > 1), part)))
+        found += [Part([name], min(size, gpus), fit, marks, f"{shard}/{shards}") for shard in range(1, shards + 1)]
+    return found
 
 
 def sources() -> str:

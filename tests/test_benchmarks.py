@@ -203,6 +203,8 @@ def test_tests_of_gpus_are_gone_on_with_and_run_in_shards(
     assert run == ["12", "35", "67"] and len(others) == 3 * 8 - 6
     [whole] = gpu_tests.parts_of("fold", 1, "", "")
     assert (whole.shard, [part.shard for part in gpu_tests.parts_of("families", 1, "", "")]) == ("1/1", ["1/2", "2/2"])
+    apart = [(part.gpus, part.expression) for part in gpu_tests.parts_of("fsdp", 2, "bits", "not timed")]
+    assert apart == [(2, f"bits and {part}") for part in gpu_tests.PARTS["fsdp"]] and len(apart) == 4
     tests = {"fold": {"0": False}, "tp": {"4": False, "9": True}, "ops": {"8": False, "7": True}}
     monkeypatch.setattr(gpu_tests, "listed", lambda names: tests)
     for share, first, timed in ((1, ["tp", "tp", "ops"], []), (3, ["ops"], [["tp", "ops"]] * 2)):
