@@ -7,6 +7,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,6 +35,10 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that they start
 # What a trace of two layers keeps of them is found anew in less time than it is looked up.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+
+# Whoever begins the tests in the background has them ignore Ctrl-C, which some of them are about.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A file that is edited while tests run is not what they are about.
 lockstep.IMPORTED_NS = sys.maxsize
