@@ -6,7 +6,7 @@ import signal
 import sys
 from typing import NoReturn
 
-from .session.signals import INTERRUPTED, interrupts_in_imports
+from .cli import INTERRUPTED, interrupts_in_imports
 
 
 def entry() -> NoReturn:

@@ -18,9 +18,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from small import two_layers
 
-import lockstep
 from lockstep import machine
-from lockstep.cache import fingerprint
+from lockstep.cache import fingerprint, loaded_code
 from lockstep.config import GeneratorConfig
 from lockstep.generator import Engine, SharedWeights
 from lockstep.models import Decoder, save_model
@@ -41,10 +40,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A file that is edited while tests run is not what they are about.
-lockstep.IMPORTED_NS = sys.maxsize
+loaded_code.IMPORTED_NS = sys.maxsize
 
 # A run that ends unfreezes all, and every look of the collector would be at pytest and at what was imported.
 SETTLED, machine.settled = machine.settled, contextlib.nullcontext  # type: ignore[assignment]
+loaded_code.note(machine)
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..cache.fingerprint import origin
+from ..cache.fingerprint import changed, look_again, origin
 from ..config import PASSES, RECORDINGS, CompileConfig, recordings
 from ..distributed import World
 from ..errors import InputError
@@ -131,6 +131,8 @@ class GraphBuilder:
             return {"level": level, "writes": sorted(request.writes), "origin": origin()} | specs
 
         self.peers.same(f"the graph {request.title}", about)
+        if any(self.peers.gather(changed())):  # what one of them would make is not what another one kept
+            stored = None
         return self.peers.made_once(
             lambda: self._load(request, stored, made) or self._make(request, level, stored, made),
             dumps,
@@ -160,7 +162,9 @@ class GraphBuilder:
         ready = self._at(level, made.traces[key])
         if stored is not None and self.store is not None:
             with self.timings.measured("store_graphs"):
-                self.store.save(stored, ready)
+                look_again()  # what replaced something may have come since
+                if not changed():
+                    self.store.save(stored, ready)
         if self.config.dump:
             write_stages(ready, Path(self.config.dump))
         return ready

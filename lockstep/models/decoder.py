@@ -83,7 +83,10 @@ class Decoder(nn.Module):
         classes whose code they are."""
         axis, factors = self.spread.axis, (self.norm_offset, self.embed_factor, self.rope_factor)
         blocks = Attributes(module for module in self.layers.modules() if module is not self.spread)
-        of_layers = {"blocks": [type(self), type(self.spread), *blocks.classes], "held": digest(*blocks.values)}
+        hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
+        given = any(hooks) or "forward" in vars(self) or self.call_layer is not nn.Module.__call__
+        classes = [type(self), type(self.spread), *blocks.classes, *[object] * given]  # of a function there is no key
+        of_layers = {"blocks": classes, "held": digest(*blocks.values)}
         ways = {"factors": factors, "spread": (axis.name, axis.size, axis.pushes), **of_layers}
         return {"model": self.config, "masks": self.masks, **ways}
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...cache.fingerprint import changed, origin
+from ...cache.loaded_code import PACKAGE
 from ..capture.request import Request
 from ..capture.step import Differentiated
 from ..passes import Pass
 from .baked_constants import classes
 from .folder import Key
 
-_COVERED = __package__.partition(".")[0], "torch"
+_PACKAGE = __package__.partition(".")[0]
+_COVERED = _PACKAGE, "torch"
 
 
 def key_of(request: Request, level: str, made_with: Mapping[str, Any], passes: Sequence[Pass]) -> Key | None:
@@ -67,4 +70,7 @@ def _stands(code: Any, roots: Collection[str]) -> bool:
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    return module.partition(".")[0] in roots and getattr(found, "__func__", found) is getattr(code, "__func__", code)
+    file, root = getattr(sys.modules.get(module), "__file__", None) or "", module.partition(".")[0]
+    of_package = root != _PACKAGE or PACKAGE in Path(file).parents  # and not a user's file by such a name
+    same = getattr(found, "__func__", found) is getattr(code, "__func__", code)
+    return root in roots and of_package and same

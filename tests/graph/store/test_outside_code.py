@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import os
 import sys
@@ -10,18 +11,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import lockstep
-from lockstep.algorithms import ALGORITHMS, TokenValues, grpo
+from lockstep.algorithms import ALGORITHMS, TokenValues, grpo, policy_terms
 from lockstep.algorithms.grpo import GRPO
 from lockstep.cache import fingerprint, loaded_code
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import EAGER, Runtime, Store
 from lockstep.graph.store.key import covered
+from lockstep.graph.torch_private import trace as torch_trace
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.blocks.layer import Layer
 from lockstep.models.blocks.weights import Weight
@@ -104,29 +106,94 @@ def test_a_loss_that_passes_for_the_packages_own(gradient: Gradient, monkeypatch
     assert [stored for _, stored in found] == [False, False] and not torch.equal(found[0][0], found[1][0])
 
 
-@pytest.mark.parametrize(
-    ("place", "name"),
-    [(grpo, "clipped_surrogate"), (QKNormLayer, "attention"), (rope.operator, "qk_norm_rope")],
-    ids=lambda x: getattr(x, "__name__", x),
-)
+def wrapped(own: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given, **named: own(*given, **named)
+
+
+class Callable_:
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self.own = own
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self.own(*given, **named)
+
+    def method(self, *given: Any, **named: Any) -> Any:
+        return self.own(*given, **named)
+
+
+REPLACED: dict[str, tuple[Any, str, Callable[[Any], Any], str]] = {
+    "a function": (grpo, "clipped_surrogate", wrapped, "algorithms.grpo.clipped_surrogate"),
+    "a bound method": (grpo, "clipped_surrogate", lambda own: Callable_(own).method, "grpo.clipped_surrogate"),
+    "an object": (grpo, "clipped_surrogate", Callable_, "algorithms.grpo.clipped_surrogate"),
+    "a method": (QKNormLayer, "attention", wrapped, "blocks.layer.QKNormLayer's members"),
+    "an operator": (rope.operator, "qk_norm_rope", wrapped, "ops.rope.operator.qk_norm_rope"),
+    "a constant of a class": (Layer, "activation", lambda _: "gelu_tanh", "layer.Layer.activation"),
+    "a module": (policy_terms, "torch", lambda own: SimpleNamespace(**vars(own)), "policy_terms.torch"),
+}
+
+
+@pytest.mark.parametrize(("place", "name", "change", "told"), REPLACED.values(), ids=REPLACED)
 def test_what_has_replaced_a_part_of_the_package_is_seen(
-    place: Any, name: str, gradient: Gradient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    place: Any,
+    name: str,
+    change: Callable[[Any], Any],
+    told: str,
+    gradient: Gradient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    own = getattr(place, name)
     assert not gradient()[1] and gradient()[1], "its own graph is stored"
-
-    def replaced(*given: Any, **named: Any) -> Any:
-        return own(*given, **named)
-
-    monkeypatch.setattr(place, name, replaced)
-    for _ in range(2):
-        assert not gradient()[1]
-    of = f"{getattr(place, '__module__', place.__name__)}"
-    assert any(of in r.message and f"{name} is of {__name__}: nothing" in r.message for r in caplog.records)
-    assert fingerprint.changed() and fingerprint.key("one") != fingerprint.key("one")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, change(getattr(place, name)))
+        for _ in range(2):
+            assert not gradient()[1]
+        assert f"{told} is not what was imported: nothing" in caplog.text
+        assert fingerprint.changed() and fingerprint.key("one") != fingerprint.key("one")
     fingerprint.look_again()
     assert gradient()[1] and fingerprint.key("one") == fingerprint.key("one")
+
+
+def test_an_entry_of_a_table_and_a_functions_own_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(policy_terms.KL_ESTIMATORS, "k3", policy_terms.KL_ESTIMATORS["k1"])
+        assert "policy_terms.KL_ESTIMATORS['k3'] is not what was imported" in str(loaded_code.difference())
+    with monkeypatch.context() as patch:
+        patch.setitem(policy_terms.KL_ESTIMATORS, "mine", len)
+        assert loaded_code.difference() is None, "what is new has a name of its own"
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo.clipped_surrogate, "__code__", (lambda *given: given).__code__)
+        assert "clipped_surrogate's code is not what was imported" in str(loaded_code.difference())
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert loaded_code.difference() == "torch.nn.modules.module._global_forward_hooks has a hook"
+    hook.remove()
+    assert loaded_code.difference() is None
+
+
+@pytest.mark.parametrize("way", ["hook", "forward", "call_layer"])
+def test_a_function_that_a_model_is_given(way: str, decoder: Callable[..., Decoder]) -> None:
+    model = decoder(layers=1)
+    assert object not in model.baked()["blocks"]
+    if way == "hook":
+        model.register_forward_hook(lambda *_: None)
+    else:
+        setattr(model, way, lambda *given: None)
+    assert object in model.baked()["blocks"]
+
+
+def test_what_was_replaced_since_is_not_stored(gradient: Gradient, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = torch_trace.import_tracer
+
+    def patched() -> None:
+        monkeypatch.setattr(grpo, "clipped_surrogate", wrapped(grpo.clipped_surrogate))
+        late()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_trace, "import_tracer", patched)
+        loaded_code.note(torch_trace)  # only what it does is to be seen
+        assert not gradient()[1]
+    loaded_code.note(torch_trace)
+    monkeypatch.undo()
+    assert not gradient()[1] and gradient()[1]
 
 
 def test_a_file_that_was_written_after_the_import_is_seen(
@@ -134,15 +201,20 @@ def test_a_file_that_was_written_after_the_import_is_seen(
 ) -> None:
     package = tmp_path / "package"
     package.mkdir()
-    (package / "a.py").write_text("x = 1\n")
     monkeypatch.setattr(loaded_code, "PACKAGE", package)
-    monkeypatch.setattr(lockstep, "IMPORTED_NS", time.time_ns() + 10**9)
+    assert loaded_code.difference() == f"{package} has no sources"
+    (package / "a.py").write_text("x = 1\n")
+    (package / ".#a.py").symlink_to("who@where")  # an editor's lock
+    (package / "b.py").mkdir()
+    monkeypatch.setattr(loaded_code, "IMPORTED_NS", time.time_ns() + 10**9)
     assert loaded_code.difference() is None
-    monkeypatch.setattr(lockstep, "IMPORTED_NS", time.time_ns() - 10**9)
+    monkeypatch.setattr(loaded_code, "IMPORTED_NS", time.time_ns() - 10**9)
     os.utime(package / "a.py", (0, 0))  # a time of its own choice
     assert loaded_code.difference() == "package/a.py was written after it may have been imported"
     assert [gradient()[1], gradient()[1]] == [False, False]
     assert "nothing that other starts kept is used, and nothing is kept" in caplog.text
+    os.utime(package / "a.py", (time.time() + 3600,) * 2)
+    assert loaded_code.difference() == "package/a.py is of the future"
 
 
 def test_the_package_as_it_is_has_nothing_replaced(caplog: pytest.LogCaptureFixture) -> None:
@@ -151,7 +223,15 @@ def test_the_package_as_it_is_has_nothing_replaced(caplog: pytest.LogCaptureFixt
         assert loaded_code.difference() is None and not fingerprint.changed()
 
 
-def test_what_is_covered() -> None:
+def test_what_is_covered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def loss():\n    pass\n")
+    spec = importlib.util.spec_from_file_location("lockstep.algorithms.mine", file)
+    assert spec is not None and spec.loader is not None
+    mine = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, mine)
+    spec.loader.exec_module(mine)
+    assert not covered(mine.loss), "whatever its module is called"
     assert covered(GRPO) and covered(torch.nn.Linear) and covered(grpo.clipped_surrogate) and covered(GRPO.loss)
     for code in (Gained, len, dict, lambda: None, functools.partial(gradient), int.__add__, object):
         assert not covered(code)
