@@ -41,7 +41,6 @@ def changed() -> bool:
 def look_again() -> None:
     """Ask again of the files and of the package's code: when what will be kept is about to be made."""
     changed.cache_clear()
-    sources.cache_clear()
 
 
 def digest(*about: object) -> str:

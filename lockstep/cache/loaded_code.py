@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 PACKAGE = Path(__file__).parent.parent
 SUFFIXES = (".py", ".c", ".h", ".json")
@@ -23,7 +23,25 @@ _CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*$")
 _PLAIN = bool, int, float, str, tuple, type(None)
 _HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"
 
-_noted: dict[str, tuple[ModuleType, dict[str, Any]]] = {}
+
+class _Part(NamedTuple):
+    """What stood under a key of a namespace or a table; of a function its code too."""
+
+    told: str
+    owner: Mapping[Any, Any]
+    key: Any
+    value: Any
+    code: Any
+
+
+class _Noted(NamedTuple):
+    """Of a module, and of each class of its own the names of what it has itself."""
+
+    parts: list[_Part]
+    classes: list[tuple[str, type, frozenset[str]]]
+
+
+_noted: dict[str, _Noted] = {}
 
 
 class NotingFinder:
@@ -34,7 +52,7 @@ class NotingFinder:
     ) -> ModuleSpec | None:
         others = (finder for finder in sys.meta_path if finder is not self) if name.startswith(f"{_NAME}.") else ()
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
-        if spec is not None and spec.loader is not None:
+        if spec is not None and spec.loader is not None and "exec_module" not in vars(spec.loader):
             execute = spec.loader.exec_module
 
             def noting(module: ModuleType) -> None:
@@ -47,7 +65,39 @@ class NotingFinder:
 
 def note(module: ModuleType) -> None:
     """From here on a module of the package is to stay as it is."""
-    _noted[module.__name__] = module, dict(_parts(module))
+    parts, classes = _noted[module.__name__] = _Noted([], [])
+    for name, value in list(vars(module).items()):
+        told, constant = f"{module.__name__}.{name}", bool(_CONSTANT.match(name))
+        if name.startswith("__"):
+            continue
+        if _is_code(value) or constant and isinstance(value, _PLAIN):
+            parts.append(_part(told, vars(module), name))
+        if constant and isinstance(value, Mapping):
+            held = [key for key, entry in value.items() if _is_code(entry) or isinstance(entry, _PLAIN)]
+            parts += [_part(f"{told}[{key!r}]", value, key) for key in held]
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            own = vars(value)
+            classes.append((told, value, frozenset(own)))
+            parts += [
+                _part(f"{told}.{key}", own, key) for key in own if _is_code(own[key]) or _is_setting(key, own[key])
+            ]
+
+
+def _part(told: str, owner: Mapping[Any, Any], key: Any) -> _Part:
+    value = owner[key]
+    return _Part(told, owner, key, value, _code(value))
+
+
+def _is_code(value: Any) -> bool:
+    return callable(value) or isinstance(value, (ModuleType, property, staticmethod, classmethod))
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    return not name.startswith("_") and isinstance(value, _PLAIN)
+
+
+def _code(value: Any) -> Any:
+    return (value.__code__, value.__defaults__) if isinstance(value, FunctionType) else None
 
 
 def files() -> list[Path]:
@@ -68,41 +118,17 @@ def difference() -> str | None:
         if (written := max(about.st_mtime_ns, about.st_ctime_ns)) > IMPORTED_NS:
             late = "was written after it may have been imported"
             return f"{path.relative_to(PACKAGE.parent)} {'is of the future' if written > time.time_ns() else late}"
-    for name, (module, before) in list(_noted.items()):
-        now = dict(_parts(module))
-        for part, value in before.items():
-            if now.get(part, _noted) is not value and now.get(part, _noted) != value:
-                return f"{name}.{part} is not what was imported"
+    for noted in list(_noted.values()):
+        for told, owner, key, value, code in noted.parts:
+            now = owner.get(key, _noted)
+            if (now is not value and now != value) or (code is not None and _code(now) != code):
+                return f"{told} is not what was imported"
+        for told, kind, names in noted.classes:
+            if new := [name for name in vars(kind).keys() - names if not name.startswith(("__", "_abc"))]:
+                return f"{told}.{new[0]} is not what was imported"
     torch_modules = sys.modules.get("torch.nn.modules.module")
     hooked = next((name for name in _HOOKS if getattr(torch_modules, name, None)), None)
     return hooked and f"torch.nn.modules.module.{hooked} has a hook"
-
-
-def _parts(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """What to compare of a module, by name; of functions their code too."""
-    for name, value in list(vars(module).items()):
-        if name.startswith("__"):
-            continue
-        if isinstance(value, Mapping) and _CONSTANT.match(name):
-            for key, entry in value.items():
-                yield from _part(f"{name}[{key!r}]", entry, constant=True)
-        else:
-            yield from _part(name, value, constant=bool(_CONSTANT.match(name)))
-        if isinstance(value, type) and value.__module__ == module.__name__:
-            members: list[tuple[str, Any]] = []
-            for part, member in list(vars(value).items()):
-                if not part.startswith("_abc") and part not in ("__doc__", "__dict__", "__weakref__"):
-                    members += _part(f"{name}.{part}", member, constant=not part.startswith("_"))
-            yield from members
-            yield f"{name}'s members", sorted(part for part, _ in members)  # one may come over an inherited one
-
-
-def _part(name: str, value: Any, constant: bool) -> Iterator[tuple[str, Any]]:
-    is_code = callable(value) or isinstance(value, (ModuleType, property, staticmethod, classmethod))
-    if is_code or constant and isinstance(value, _PLAIN):
-        yield name, value
-    if isinstance(value, FunctionType):
-        yield f"{name}'s code", (value.__code__, value.__defaults__)
 
 
 sys.meta_path.insert(0, NotingFinder())

@@ -125,7 +125,7 @@ REPLACED: dict[str, tuple[Any, str, Callable[[Any], Any], str]] = {
     "a function": (grpo, "clipped_surrogate", wrapped, "algorithms.grpo.clipped_surrogate"),
     "a bound method": (grpo, "clipped_surrogate", lambda own: Callable_(own).method, "grpo.clipped_surrogate"),
     "an object": (grpo, "clipped_surrogate", Callable_, "algorithms.grpo.clipped_surrogate"),
-    "a method": (QKNormLayer, "attention", wrapped, "blocks.layer.QKNormLayer's members"),
+    "a method": (QKNormLayer, "attention", wrapped, "blocks.layer.QKNormLayer.attention"),
     "an operator": (rope.operator, "qk_norm_rope", wrapped, "ops.rope.operator.qk_norm_rope"),
     "a constant of a class": (Layer, "activation", lambda _: "gelu_tanh", "layer.Layer.activation"),
     "a module": (policy_terms, "torch", lambda own: SimpleNamespace(**vars(own)), "policy_terms.torch"),
@@ -162,7 +162,7 @@ def test_an_entry_of_a_table_and_a_functions_own_code_are_seen(monkeypatch: pyte
         assert loaded_code.difference() is None, "what is new has a name of its own"
     with monkeypatch.context() as patch:
         patch.setattr(grpo.clipped_surrogate, "__code__", (lambda *given: given).__code__)
-        assert "clipped_surrogate's code is not what was imported" in str(loaded_code.difference())
+        assert "clipped_surrogate is not what was imported" in str(loaded_code.difference())
     hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
     assert loaded_code.difference() == "torch.nn.modules.module._global_forward_hooks has a hook"
     hook.remove()
