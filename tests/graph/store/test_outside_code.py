@@ -21,6 +21,7 @@ from lockstep.algorithms import ALGORITHMS, TokenValues, grpo, policy_terms
 from lockstep.algorithms.grpo import GRPO
 from lockstep.cache import fingerprint, loaded_code
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
+from lockstep.distributed import ONE
 from lockstep.graph import EAGER, Runtime, Store
 from lockstep.graph.store.key import covered
 from lockstep.graph.torch_private import trace as torch_trace
@@ -34,7 +35,7 @@ from lockstep.ops.machine_check import check as machine_check
 from lockstep.trainer import Trainer, pack
 
 CPU = torch.device("cpu")
-Gradient = Callable[[], tuple[torch.Tensor, bool]]
+Gradient = Callable[..., tuple[torch.Tensor, bool]]
 
 
 @pytest.fixture
@@ -48,8 +49,8 @@ def gradient(decoder: Callable[..., Decoder], rollout: Callable[..., Any], tmp_p
         trainer.forward_backward(batch)
         return trainer.flat.grad.clone()
 
-    def found() -> tuple[torch.Tensor, bool]:
-        runtime = Runtime(CompileConfig("step"), CPU, store=Store(tmp_path))
+    def found(peers: Any = ONE) -> tuple[torch.Tensor, bool]:
+        runtime = Runtime(CompileConfig("step"), CPU, store=Store(tmp_path), peers=peers)
         captured = of(runtime)
         assert torch.equal(captured, of(EAGER))
         return captured, runtime.loaded == 1
@@ -194,6 +195,30 @@ def test_what_was_replaced_since_is_not_stored(gradient: Gradient, monkeypatch: 
     loaded_code.note(torch_trace)
     monkeypatch.undo()
     assert not gradient()[1] and gradient()[1]
+
+
+class Beside:
+    """The first of two ranks, of which the other one runs what it runs."""
+
+    size = 2
+
+    def __init__(self, changed: bool) -> None:
+        self.changed = changed
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.changed]
+
+    def made_once(self, make: Callable[[], Any], *_: Any) -> Any:
+        return make()
+
+    def same(self, *_: Any) -> None: ...
+
+    def closes(self, _: Runtime) -> None: ...
+
+
+def test_where_one_rank_runs_other_code_none_takes_a_stored_graph(gradient: Gradient) -> None:
+    assert not gradient()[1]
+    assert [gradient(Beside(changed))[1] for changed in (False, True, False)] == [True, False, True]
 
 
 def test_a_file_that_was_written_after_the_import_is_seen(
