@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...cache.fingerprint import changed, origin
+from ...cache.fingerprint import origin
 from ...cache.loaded_code import PACKAGE
 from ..capture.request import Request
 from ..capture.step import Differentiated
@@ -21,11 +21,11 @@ _COVERED = _PACKAGE, "torch"
 
 
 def key_of(request: Request, level: str, made_with: Mapping[str, Any], passes: Sequence[Pass]) -> Key | None:
-    """The key of one graph, or None when it depends on code that is not of this package's files, which no hash covers.
-    `made_with`: settings of the runtime and constants of the body, by name."""
+    """The key of one graph, or None when it depends on code outside this package, which no hash covers. `made_with`:
+    settings of the runtime and constants of the body, by name."""
     bodies = _bodies(request.body)
     code: list[Callable[..., Any]] = [*bodies, *(p.apply for p in passes), *classes(request.constants)]
-    if changed() or any(isinstance(b, functools.partial) for b in bodies) or not all(map(covered, code)):
+    if any(isinstance(b, functools.partial) for b in bodies) or not all(map(covered, code)):
         return None
     specs = request.specs
     home = specs[0].device if specs else None

@@ -268,7 +268,6 @@ def test_a_number_that_is_not_declared_is_caught(monkeypatch: pytest.MonkeyPatch
         return {**found, "forward_backward": {**found["forward_backward"], "loss": loss}}
 
     monkeypatch.setattr(TrainerPrograms, "constants", without_epsilon)
-    monkeypatch.setattr("lockstep.graph.store.key.changed", lambda: False)  # by what stands in the line before
     base, now = (traced(loss=LossConfig(epsilon=e), wanted=WANTED[:1]) for e in (0.2, 0.3))
     with pytest.raises(AssertionError, match="forward_backward: loss.epsilon is in the graph, and not among the const"):
         compare(base, now, "loss.epsilon")

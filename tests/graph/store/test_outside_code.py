@@ -26,6 +26,7 @@ from lockstep.graph import EAGER, Runtime, Store
 from lockstep.graph.store.key import covered
 from lockstep.graph.torch_private import trace as torch_trace
 from lockstep.models import Decoder, ModelConfig
+from lockstep.models.blocks.attributes import Attributes
 from lockstep.models.blocks.layer import Layer
 from lockstep.models.blocks.weights import Weight
 from lockstep.models.families import FAMILIES
@@ -86,6 +87,13 @@ def test_a_function_that_a_family_gives_its_layers(gradient: Gradient, monkeypat
         found.append(gradient())
     assert [stored for _, stored in found] == [False] * 3
     assert not torch.equal(found[0][0], found[1][0])
+
+
+def test_an_object_whose_state_no_key_has() -> None:
+    module = torch.nn.Module()
+    assert object not in Attributes([module]).classes
+    module.held = loaded_code.NotingFinder()  # type: ignore[assignment]
+    assert object in Attributes([module]).classes
 
 
 class Gained(GRPO):
