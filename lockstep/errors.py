@@ -23,12 +23,17 @@ def refuse(when: bool, message: str) -> None:
         raise InputError(message)
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """Words behind a name that is none of these: which of them is much like it, if any."""
-    import difflib
+def near(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.75) -> str:
+    """The question which of these was meant by a name that is none of them; empty where none is much like it."""
+    import difflib  # not before it is needed
 
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    return f" (did you mean {close[0]}?)" if close else ""
+    close = difflib.get_close_matches(name, list(known), n=most, cutoff=cutoff)
+    return f"did you mean {' or '.join(close)}?" if close else ""
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """`near` in brackets, behind the name."""
+    return f" ({question})" if (question := near(name, known)) else ""
 
 
 def ran_out(error: BaseException) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import types
 import typing
@@ -13,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import InputError, refuse
+from ..errors import InputError, near, refuse
 from . import RunConfig, left_behind, without
 
 
@@ -81,9 +80,8 @@ def _dotted(values: dict[str, Any]) -> dict[str, Any]:
 def suggest(name: str, allowed: Iterable[str]) -> str:
     """Words that follow "unknown NAME": the close matches, and everything that is allowed."""
     names = list(allowed)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    return f"{hint}allowed: {', '.join(names)}"
+    question = near(name, names, most=3, cutoff=0.5)
+    return " ".join(filter(None, (question, f"allowed: {', '.join(names)}")))
 
 
 _WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")

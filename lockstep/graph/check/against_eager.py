@@ -127,16 +127,17 @@ def _first_fault(
 ) -> tuple[str | None, int]:
     """The first case that differs, as a message, and the number of those that were known to pass."""
     known = 0
-    digests: dict[int, str] = {}
+    of_graphs: dict[int, tuple[str, PassedChecks | None]] = {}  # a graph's digest, and where its checks are kept
     computing = cpu_build(), sorted(runtime.builder.backend.settings().items())
     for function, case in [(function, case) for function, cases in work for case in cases]:
         captured = function.graph(case.user, case.statics).captured
-        first = id(captured) not in digests
-        text = digests.setdefault(id(captured), digest(captured) if first else "")
+        if first := id(captured) not in of_graphs:  # no key tells of code from outside the package
+            kept = None if cache_fingerprint.changed() or outside(captured) else verdicts
+            of_graphs[id(captured)] = digest(captured), kept
+        text, kept = of_graphs[id(captured)]
         shapes = [(title, tuple(tensor.shape)) for _, title, tensor in replace(function.inputs, user=case.user).flat()]
         asked = title_of(function.name, case.statics), body_name(function.body)
         this = cache_fingerprint.key(text, asked, level, case.name, shapes, computing)
-        kept = None if cache_fingerprint.changed() or outside(captured) else verdicts  # the key tells only our own code
         if verdicts and not any(runtime.peers.gather(kept is None or not kept.passed(this))):
             known += 1
             continue
