@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import pickle
 import platform
-import sys
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +19,7 @@ from ..errors import InputError, LockstepError, PeerLost, ran_out
 from . import torch_private
 from .mesh import ALONE, Axis, Mesh
 from .push.memory import forget_memory, late_words
+from .watchdog import WatchedProcess
 
 T = TypeVar("T")
 
@@ -31,18 +28,13 @@ class Closes(Protocol):
     def close(self) -> None: ...
 
 
-GRACE = 10.0  # seconds by which the collectives' own deadlines come before ours, which ends the process
-
-
 @dataclass(frozen=True)
-class World:
+class World(WatchedProcess):
     """The processes that train one model together, each with a rank; by itself a process is rank 0 of 1. All ranks run
     the same program and meet in its calls; where one is gone, or late by more than the timeout, the others raise
     `PeerLost`.
 
     Attributes:
-        timeout: seconds that a rank waits for the others.
-        on_gpu: whether they train on GPUs.
         tp: neighbours that share each product of the trainer; it divides `size`.
         generator_tp: neighbours that generate together; it divides `size`.
         pushes: whether those are to store words into one another's memory (`Axis.pushes`), and do where they can.
@@ -50,10 +42,6 @@ class World:
         together: the group of those that generate together, for what goes through the host.
     """
 
-    rank: int = 0
-    size: int = 1
-    timeout: float = 0.0
-    on_gpu: bool = False
     tp: int = 1
     generator_tp: int = 1
     pushes: bool = False
@@ -63,7 +51,6 @@ class World:
     together: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     _bound: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)  # by name
     _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
-    _tellers: list[Callable[[str], str]] = field(default_factory=list, repr=False, compare=False)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -249,71 +236,6 @@ class World:
             what = "another process of the run is gone, or" if late is None else f"words that rank {late.rank} pushes"
             within = f"within {self.timeout:g} s (parallel.timeout)"
             raise PeerLost(f"rank {self.rank} of {self.size}: {what} did not come {within}: {said}") from error
-
-    @contextlib.contextmanager
-    def deadline(self, doing: str, timeouts: float = 1.0) -> Iterator[None]:
-        """Within, waits that torch puts no end to (for a device that waits for another rank) end the process, after so
-        many timeouts. It ends when the device has done what was launched."""
-        if self.size == 1:
-            yield
-            return
-        seconds = timeouts * self.timeout + GRACE
-        timer = threading.Timer(seconds, self._give_up, (doing, seconds))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-            if self.on_gpu:
-                torch.cuda.synchronize()
-        finally:
-            timer.cancel()
-            timer.join()  # as `watched` does
-
-    @contextlib.contextmanager
-    def watched(self, doing: str) -> Iterator[Callable[[], None]]:
-        """Within, the process ends where what this yields was not called for as long as `deadline` waits: for launches
-        that follow one another, of which any may wait on a device for another rank."""
-        if self.size == 1:
-            yield lambda: None
-            return
-        latest, over = [time.monotonic()], threading.Event()
-
-        def watch() -> None:
-            seconds = self.timeout + GRACE
-            while not over.wait(seconds / 20):
-                if time.monotonic() - latest[0] > seconds:
-                    self._give_up(doing, seconds)
-
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        try:
-            yield lambda: latest.__setitem__(0, time.monotonic())
-        finally:
-            over.set()
-            thread.join()  # it holds this world, whose groups must not end while the interpreter does: that aborts
-
-    @contextlib.contextmanager
-    def told_by(self, told: Callable[[str], str]) -> Iterator[None]:
-        """Within, what a deadline says as it ends this process is what `told` makes of it; nothing, where that is
-        empty."""
-        self._tellers.append(told)
-        try:
-            yield
-        finally:
-            self._tellers.pop()
-
-    def _give_up(self, doing: str, seconds: float) -> None:
-        message = (
-            f"rank {self.rank} of {self.size}: {doing} did not end within {seconds:g} s "
-            f"(parallel.timeout is {self.timeout:g}); another process of the run is gone or stuck"
-        )
-        try:
-            for told in self._tellers[-1:]:
-                message = told(message)
-            if message:
-                print(f"lockstep: failed: {message}", file=sys.stderr, flush=True)
-        finally:
-            os._exit(1)
 
     def closes(self, holder: Closes) -> None:
         """Close `holder`, which recorded collectives, before this process leaves, unless it is gone by then.

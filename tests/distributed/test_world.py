@@ -231,7 +231,7 @@ def test_a_wait_that_nothing_ends_ends_the_process(monkeypatch: pytest.MonkeyPat
     ended: list[str] = []
     over = threading.Event()
     monkeypatch.setattr(World, "_give_up", lambda self, doing, seconds: (ended.append(doing), over.set()))
-    monkeypatch.setattr("lockstep.distributed.ranks.GRACE", 0.02)
+    monkeypatch.setattr("lockstep.distributed.watchdog.GRACE", 0.02)
     with World(0, 2).deadline("the step"):
         assert over.wait(60) and ended == ["the step"]
     with World(0, 2, timeout=60.0).deadline("another"), ONE.deadline("none"):
@@ -251,9 +251,9 @@ def test_launches_that_follow_one_another_are_watched(monkeypatch: pytest.Monkey
     ended: list[str] = []
     over = threading.Event()
     monkeypatch.setattr(World, "_give_up", lambda self, doing, seconds: (ended.append(doing), over.set()))
-    monkeypatch.setattr("lockstep.distributed.ranks.GRACE", 0.2)
+    monkeypatch.setattr("lockstep.distributed.watchdog.GRACE", 0.2)
     now = [0.0]
-    monkeypatch.setattr("lockstep.distributed.ranks.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("lockstep.distributed.watchdog.time", SimpleNamespace(monotonic=lambda: now[0]))
     with World(0, 2).watched("a launch") as launched:
         for _ in range(8):
             launched()
