@@ -73,7 +73,13 @@ FLOORS: dict[str, tuple[str, ...]] = {
         ".",
     ),
     "cache": ("file_hashes loaded_code tensor_file user_folder", "fingerprint", "tokenizers"),
-    "distributed": ("cells mesh torch_private watchdog", "push", "collectives placement ranks", "join pieces spread", "."),
+    "distributed": (
+        "cells mesh torch_private watchdog",
+        "push",
+        "collectives placement ranks",
+        "join pieces spread",
+        ".",
+    ),
     "ops": (
         "compile_processes native.library pdl records rows",
         "precompile",

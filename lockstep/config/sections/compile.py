@@ -89,8 +89,8 @@ class CompileConfig(Section):
     """Memory that the forward pass may keep for the backward pass: as many layers as it takes are computed again; 0 is
     no limit."""
     verify: Literal["strict", "warn", "off"] = "strict"
-    """Before the first step every graph must give eager's bits, as captured and as replayed. strict: a difference ends
-    the run. warn: the function runs one level further down: in pieces, without a CUDA graph, eagerly. off: no check."""
+    """Before the first step every graph must give eager's bits as it is launched. strict: a difference ends the run.
+    warn: the function runs one level further down: in pieces, without a CUDA graph, eagerly. off: no check."""
     backend: Literal["auto", "none", "eager", "inductor"] = "auto"
     """What runs captured graphs. eager: their operators, as captured. inductor: the regions that `inductor` chooses are
     compiled. none: nothing, the model is called. auto: eager where anything is captured."""

@@ -102,7 +102,7 @@ class _Layout:
         operands = [*(arguments[i] for i in self.totals), *gradients]
         _copied(graph, torch_trace.flat_graph(self._accumulated, list(map(torch_trace.fake_value, operands))), operands)
         graph.output(outputs[: len(outputs) - len(self.written)])
-        return fx.GraphModule(forward, graph)
+        return torch_trace.graph_module(forward, graph)
 
     def _accumulated(self, *tensors: Tensor) -> list[Tensor]:
         self.body.accumulate(tensors[: len(self.totals)], tensors[len(self.totals) :])

@@ -76,14 +76,14 @@ class Comparison:
         written = [view for name, views in self._state.items() if name not in made for view in views] + [*case.scratch]
         self._put_back = case.remake or Snapshot(written).restore
 
-    def fault(self, interpret: bool) -> Fault | None:
-        """Where the ways part, or None when all is as it must be. `interpret`: run the graph as it was captured, too,
-        even if its replay is what eager is."""
+    def fault(self, first: bool) -> Fault | None:
+        """Where the ways part, or None when all is as it must be. `first`: a graph that may have bits of its own is run
+        as it was captured, and at each earlier stage, even if its launch is as it must be."""
         eager = self._around(lambda: self._seen(lambda: self._in_pool(self._eager), frozenset()))
         if not self._graph.launches:
             self._around(self._launch)  # the first one records
         launched = self._around(lambda: self._seen(self._launch, self._loose))
-        if not interpret and self._differs(eager, launched) is None:
+        if not (first and self._loose) and self._differs(eager, launched) is None:
             return None
         captured = self._results(self._captured)
         earlier = [stage for _, stage in self._captured.stages()[:-1]] if self._loose else []
@@ -100,14 +100,15 @@ class Comparison:
         what = first_difference(captured.prints, launched.prints)
         return self._faulty_replay(what) if what else None
 
-    def fault_of_any(self, peers: World, interpret: bool) -> str | None:
-        """What differs in which process; `interpret` as in `fault`. All run the same, whatever one finds, as their
+    def fault_of_any(self, peers: World, first: bool) -> str | None:
+        """What differs in which process; `first` as in `fault`. All run the same, whatever one finds, as their
         collectives must meet; so the node is not looked for."""
         eager = self._around(lambda: self._seen(lambda: self._in_pool(self._eager), frozenset()))
         if not self._graph.launches:
             self._around(self._launch)
         launched = self._around(lambda: self._seen(self._launch, self._loose))
-        if not interpret and not any(peers.gather(self._differs(eager, launched) is not None)):
+        differs = self._differs(eager, launched) is not None
+        if not any(peers.gather(first and bool(self._loose) or differs)):
             return None
         captured = self._results(self._captured)
         ways = {"the graph": captured, "its launch": launched}

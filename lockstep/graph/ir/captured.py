@@ -32,6 +32,7 @@ _NAMESPACES = {  # of operators that are this package's or torch's
     *("inductor_prims", "rngprims", "mkl", "mkldnn"),
 }
 STORED = "lockstep_value"  # where a loaded graph's nodes keep what they compute
+_DESCRIBED = "lockstep_described"  # and a traced one's, what the trace recorded with its description
 
 
 class GraphError(LockstepError):
@@ -169,7 +170,13 @@ class Captured:
 
     def value(self, node: fx.Node) -> Value:
         """What a node computes: as it was stored, or as the trace recorded it."""
-        return node.meta[STORED] if STORED in node.meta else value_of(torch_trace.fake_value(node), self.sizes)
+        if STORED in node.meta:
+            return node.meta[STORED]
+        recorded = torch_trace.fake_value(node)
+        known = node.meta.get(_DESCRIBED)
+        if known is None or known[0] is not recorded:  # every pass and check asks for every node's
+            known = node.meta[_DESCRIBED] = recorded, value_of(recorded, self.sizes)
+        return known[1]
 
     @cached_property
     def written_inputs(self) -> frozenset[int]:

@@ -82,9 +82,9 @@ def _compile(captured: Captured, name: str) -> None:
 
 
 def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Captured], Captured] = verify) -> Captured:
-    """Apply `passes` in order and `check` the graph before the first and after each. `GraphError`: from the check, from
-    a pass that puts in what it does not announce or returns what cannot run, or from one that was asked for and finds
-    nothing to do."""
+    """Apply `passes` in order and `check` the graph before the first and after each that changes it. `GraphError`: from
+    the check, from a pass that puts in what it does not announce or returns what cannot run, or from one that was asked
+    for and finds nothing to do."""
     check(captured)
     for p in passes:
         before = captured
@@ -97,5 +97,6 @@ def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Capt
         if p.preserves_numerics and (new := inexact_results(captured) - inexact_results(before)):
             raise GraphError(f"{captured.title}: {p.name} says that it changes no bits, and may change {min(new)}")
         line = f"{p.name}: {len(before.graph.nodes)} -> {len(captured.graph.nodes)} nodes; {note}"
-        captured = check(replace(captured, log=(*captured.log, line), before=before))
+        made = replace(captured, log=(*captured.log, line), before=before)
+        captured = made if captured is before else check(made)
     return captured

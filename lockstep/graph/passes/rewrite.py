@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from ..ir.captured import Captured, op_name
+from ..torch_private import trace as torch_trace
 
 
 def rewritten(captured: Captured) -> Captured:
@@ -15,7 +16,7 @@ def rewritten(captured: Captured) -> Captured:
     graph = fx.Graph()
     output = graph.graph_copy(captured.graph, {})
     graph.output(output).meta.update(captured.graph.output_node().meta)
-    return replace(captured, module=fx.GraphModule(captured.module, graph))
+    return replace(captured, module=torch_trace.graph_module(captured.module, graph))
 
 
 def called(value: object, name: str) -> fx.Node | None:

@@ -126,7 +126,7 @@ def outlined(captured: Captured, regions: Mapping[Stretch, Callable[..., Any]]) 
             _views(graph, captured, stretch, node, made)
         elif node not in waiting and node not in made:
             made[node] = graph.node_copy(node, value)
-    return fx.GraphModule(captured.module, graph)
+    return torch_trace.graph_module(captured.module, graph)
 
 
 def _call(graph: fx.Graph, stretch: Stretch, region: Callable[..., Any], made: dict[fx.Node, fx.Node]) -> None:

@@ -18,6 +18,7 @@ from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import traceback
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -45,6 +46,11 @@ class Untraceable(Exception):
 def traced_size(size: int | torch.SymInt) -> int:
     """A size of a traced tensor as it was at the trace."""
     return size if isinstance(size, int) else size.node.hint
+
+
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph as a module, whose code is written when it is first called: between two passes nobody does."""
+    return _LazyGraphModule(root, graph)
 
 
 def import_tracer() -> None:
@@ -83,7 +89,7 @@ def trace(
         # One thread, so that the backward pass sees the tags that are set around it.
         with mode, tracing(TracingContext(mode)), traceback.preserve_node_meta(), _one_thread(), _no_addresses():
             try:
-                with no_collection():
+                with no_collection(), _use_lazy_graph_module(True):
                     module = graph_of(fn, fakes)
             except GuardOnDataDependentSymNode as error:
                 raise Untraceable(
