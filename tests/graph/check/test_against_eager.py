@@ -163,6 +163,55 @@ def test_an_operator_that_eager_would_not_call_is_named() -> None:
         check_against_eager(runtime, [(step.function, step.cases())], "strict")
 
 
+class Region:
+    """A call that may have bits of its own, of what `Step` returns; each is further from its operators by `drift`."""
+
+    exact = False
+    __name__ = __qualname__ = "region"
+    __module__ = __name__
+
+    def __init__(self, drift: float) -> None:
+        self.module, self._drift, self._calls = self, drift, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._calls += 1
+        return x * (1 + self._drift * self._calls)
+
+    def put_in(self, captured):
+        result = rewritten(captured)
+        (returned,) = result.graph.output_node().args[0]
+        returned.target, returned.args = self, returned.args[:1]
+        result.module.recompile()
+        return result, "one region"
+
+
+def nudges_a_bit(captured):
+    """A pass with a fault so small that a region may have it."""
+    result = rewritten(captured)
+    returned = result.graph.output_node().args[0][0]
+    returned.update_arg(1, 1 + 2**-20)
+    result.module.recompile()
+    return result, "the same, nearly"
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_what_is_before_a_region_has_eagers_bits_all_the_same(mode: str) -> None:
+    region = Pass("region", False, Region(1e-6).put_in)
+    runtime = runtime_at(mode, None, region)
+    with pytest.raises(GraphError, match=r"case 'one': two runs of the graph differ in output hidden"):
+        check_against_eager(runtime, [((step := Step(runtime)).function, step.cases())], "strict")
+    steady = Pass("region", False, Region(0.0).put_in)
+    runtime = runtime_at(mode, None, steady)
+    step = Step(runtime)
+    check_against_eager(runtime, [(step.function, step.cases())], "strict")
+    runtime = runtime_at(mode, None, Pass("nudge", True, nudges_a_bit), steady)
+    with pytest.raises(GraphError, match=r"case 'one': nudge differs from the step before in output hidden"):
+        check_against_eager(runtime, [((step := Step(runtime)).function, step.cases())], "strict")
+
+
 class Stale(FakeRecorder):
     """Replays read a copy of one argument: the fault of a recorder that lets an input move."""
 
