@@ -87,7 +87,14 @@ class Collector:
         """
         where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
         own = self.world.generator.fsdp.own(problems)
-        found = self.world.share(lambda: self._of(own, sampling, domain, step, where), Collected.outline)
+
+        def here() -> tuple[Collected, list[str]]:
+            return self._of(own, sampling, domain, step, where), self.failures.take()
+
+        shared = self.world.share(here, lambda of_rank: (of_rank[0].outline(), of_rank[1]))
+        found = [of_rank for of_rank, _ in shared]
+        if self.world.first:  # which keeps them
+            self.failures.told += [told for _, of_rank in shared for told in of_rank]
         for rank, of_rank in enumerate(found):
             for group in of_rank.groups + of_rank.without_reward:
                 group.sampled_by = rank

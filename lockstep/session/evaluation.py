@@ -162,9 +162,8 @@ def _measures(
             result[f"rewards/{name}/mean"] = mean(values)
     scored = [[r.rewards.get(decides) for r in group.rollouts] for group in groups]
     counts = [[v >= threshold for v in row if v is not None] for row in scored if None not in row]
-    if counts:
-        for k in ks:
-            estimates = [pass_at_k(len(row), sum(row), k) for row in counts]
+    for k in ks:  # a problem whose environment failed for some samples may have fewer
+        if estimates := [pass_at_k(len(row), sum(row), k) for row in counts if len(row) >= k]:
             result[f"pass@{k}"] = mean(estimates)
             result[f"pass@{k}/ci95"] = wilson_interval(mean(estimates), len(estimates))
     return result | {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lockstep.config import TaskConfig
-from lockstep.environments import End, Limits, Tokens, Turn, make_environment, worked_trajectories
+from lockstep.environments import End, Environment, Limits, Tokens, Turn, make_environment, worked_trajectories
 from lockstep.environments.tasks.calculator import Calculator
 from lockstep.environments.tasks.sum_digits import SumDigits
 from lockstep.environments.tasks.word_arithmetic import WordArithmetic
@@ -49,8 +51,23 @@ def test_a_worked_example_that_a_limit_cuts_is_refused(limits: Limits, cut: str)
     """What is left of it would be learned as the whole."""
     problem = WordArithmetic(1, 2, 3).warmup_problem(0, 0)
     tokens = Tokens(lambda prompt: list(str(prompt).encode()), lambda messages, given: list(str(given).encode()))
-    whole = (Calculator, [problem], tokens, lambda text: list(text.encode()))
+    closed: list[Environment] = []
+
+    class Closing(Calculator):
+        def close(self) -> None:
+            closed.append(self)
+
+    whole = (Closing, [problem], tokens, lambda text: list(text.encode()))
     (made,) = worked_trajectories(*whole, Limits(None, 200, 9))
-    assert made.text.endswith("</answer>") and len(made.turns) > 2
+    assert made.text.endswith("</answer>") and len(made.turns) > 2 and len(closed) == 1
     with pytest.raises(InputError, match=rf"worked example 0 is cut in .*{cut}.* larger task.max_turns or task.max_re"):
         worked_trajectories(*whole, limits)
+    assert len(closed) == 2
+
+    class Untaught(Calculator):
+        @classmethod
+        def worked_turns(cls, row: dict[str, Any], worked_example: str) -> list[str]:
+            return []
+
+    with pytest.raises(InputError, match="worked example 0: its worked_turns are none"):
+        worked_trajectories(Untaught, *whole[1:], limits)

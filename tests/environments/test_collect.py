@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from processes import wait_for
 
-from lockstep.environments import Limits, Tokens
+from lockstep.distributed import World
+from lockstep.environments import Environment, Limits, Tokens
 from lockstep.environments.base import Problem
-from lockstep.environments.collect import Collector
+from lockstep.environments.collect import Collected, Collector
 from lockstep.environments.rewards.loading import load_rewards
 from lockstep.environments.rewards.reward_set import Reward, RewardSet
 from lockstep.environments.rewards.workers import RewardWorkers
@@ -255,3 +256,35 @@ def test_a_call_that_hangs_does_not_hold_up_what_fails_beside_it(elsewhere: Call
     with pytest.raises(LockstepError, match="the generator fails"):
         collector.collect([(0, Problem("p")), (1, Problem("q"))], SAMPLING, TRAIN_DOMAIN, 3)
     assert time.monotonic() - began < 120
+
+
+class Beside(World):
+    """A rank beside another one, whose environments failed."""
+
+    def share(self, make: Any, outline: Any = None) -> list[Any]:
+        mine = make()
+        return [mine, (Collected([], [], {"environment/errors": 1}), ["group 1: failed there"])][:: 1 - 2 * self.rank]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_keeps_what_failed_on_any(rank: int) -> None:
+    class Fails(Environment):
+        made = 0
+
+        def step(self, turn: Any) -> Any:
+            type(self).made += 1
+            return self.fail() if self.made == 1 else "wrong"
+
+        def fail(self) -> Any:
+            raise OSError("no tool")
+
+    sampling, problems = replace(SAMPLING, n=3), [(0, Problem("p")), (1, Problem("q"))]
+    collector = Collector(
+        *(tokens(encode), Answering(["a", "b", "c"]), constant(0.0), 7, Fails, Limits(turns=1)),
+        world=Beside(rank, 2, timeout=60.0),
+    )
+    found = collector.collect(problems, sampling, TRAIN_DOMAIN, 3, required=False)
+    told = collector.failures.take()
+    assert found.counts["environment/errors"] > 1
+    assert [line.splitlines()[-1] for line in told][-1:] == ["group 1: failed there"] * (rank == 0)
+    assert any("no tool" in line for line in told) == (rank == 0)

@@ -163,12 +163,23 @@ def test_the_bits_are_those_of_instant_answers(model: Decoder, expected: list[An
     assert shared.engine.scheduler.preemptions > 0
 
 
+class Silent(Talk):
+    """Answers with nothing now and then."""
+
+    def step(self, turn: Turn) -> Any:
+        answer = super().step(turn)
+        return [] if isinstance(answer, str) and self.turns % 2 else answer
+
+
+@pytest.mark.parametrize("environment", [Slow, Silent])
 @pytest.mark.parametrize("config", [CONFIG, FAMILIES["qwen3_moe"]])
-def test_every_sampled_token_of_every_turn_is_the_trainers(config: ModelConfig) -> None:
-    groups = collect(engine_of(make_model(torch.float32, config=config)), Slow).groups
+def test_every_sampled_token_of_every_turn_is_the_trainers(config: ModelConfig, environment: Any) -> None:
+    groups = collect(engine_of(make_model(torch.float32, config=config)), environment).groups
     result = compare(make_model(torch.float32, config=config), groups)
     sampled = sum(len(r.token_ids) for g in groups for r in g.rollouts)
     assert (result.tokens_checked, result.tokens_different) == (sampled, 0)
+    silences = [not s.token_ids for g in groups for r in g.rollouts for s in r.segments if not s.sampled]
+    assert any(silences) == (environment is Silent)
     if result.routing is not None:
         given = [s for g in groups for r in g.rollouts for s in r.branches[0][1:] if not s.sampled]
         between = sum(len(s.token_ids) + 1 for s in given)  # and the sampled token before, which draws nothing

@@ -87,6 +87,23 @@ def test_an_environment_is_played(config: RunConfig, tmp_path: Path) -> None:
         evaluate(replace(config, task=task), pass_reward="other")
 
 
+def test_a_sample_whose_environment_failed_is_left_out(config: RunConfig, tmp_path: Path) -> None:
+    """Its problem counts for each k of which it has so many samples left."""
+    (tmp_path / "fails.py").write_text(
+        "from lockstep.environments import End, Environment\n\n\nclass Fails(Environment):\n    made = 0\n\n"
+        "    def step(self, turn):\n        type(self).made += 1\n"
+        "        if self.made == 3:\n            raise OSError('no tool')\n"
+        "        return End({'own': float(self.made < 3)})\n"
+    )
+    task = replace(config.task, environment=f"{tmp_path / 'fails.py'}:Fails", reward=())
+    result = evaluate(replace(config, task=task), n=4, k=(1, 3, 4), pass_reward="own")
+    assert sorted(row["n"] for row in result["per_problem"]) == [3, 4, 4, 4, 4, 4]
+    shares = [row["passed"] / row["n"] for row in result["per_problem"]]
+    assert sum(shares) and result["pass@1"] == pytest.approx(mean(shares))
+    assert result["pass@4/ci95"] == wilson_interval(result["pass@4"], 5)
+    assert result["pass@3/ci95"] == wilson_interval(result["pass@3"], 6)
+
+
 def test_an_evaluation_counts_what_passed(config: RunConfig) -> None:
     result = evaluate(config, n=4, k=(1, 4))
     counts = [row["passed"] for row in result["per_problem"]]

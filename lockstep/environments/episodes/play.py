@@ -227,8 +227,8 @@ class Play:
             if routes is not None and segments[-1].anew:
                 segments[-1].route_digests = routes
             elif routes is not None:
-                new = len(segments[-1].token_ids)
-                segments[-1].route_digests, segments[-2].last_route = routes[-new:], routes[-new - 1]
+                known = len(routes) - len(segments[-1].token_ids)
+                segments[-1].route_digests, segments[-2].last_route = routes[known:], routes[known - 1]
             segments.append(turn)
             episode.trajectory.finish_reason = made.finish_reason
         if made.finish_reason == "length" and len(turn.token_ids) < self._sampling.max_completion_length:
