@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -388,17 +387,18 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
 
 
 def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world: World = ONE) -> None:
-    """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template. Every
-    rank of `world` calls it and writes the weights that are `held`; by default one process writes the model's own."""
-    from ..models.hf.export import Export, all_or_nothing
+    """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template. What was
+    there before stays until it is whole. Every rank of `world` calls it and writes the weights that are `held`; by
+    default one process writes the model's own."""
+    from ..models.hf.export import Export, replaced
     from ..models.tokenizer import save_tokenizer
 
     def begin() -> None:
         export.begin()
-        save_tokenizer(policy.tokenizer, folder)
+        save_tokenizer(policy.tokenizer, made)
 
-    export = Export(policy.model, folder)
-    with all_or_nothing(folder) if world.first else nullcontext():
+    with replaced(folder, world.first) as made:
+        export = Export(policy.model, made)
         world.from_first(begin)
         world.share(lambda: export.write(held or ranges_of(policy.model)))
         world.share(lambda: export.arrange(world.rank, world.size))

@@ -127,6 +127,28 @@ def all_or_nothing(folder: Path) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def replaced(folder: Path, first: bool = True) -> Iterator[Path]:
+    """A hidden folder beside `folder` to write a model in, which then takes its place: whole, or not at all. Of several
+    processes that write it the `first` brings it there, behind the last wait for the others. `LockstepError`: it cannot
+    be brought there; the model that was there before stays."""
+    made, before = (folder.with_name(f".{what}-{folder.name}") for what in ("new", "old"))
+    if not first:
+        yield made
+        return
+    shutil.rmtree(made, ignore_errors=True)  # of a process that was killed
+    try:
+        yield made
+        with _writing(folder):
+            if folder.exists():
+                shutil.rmtree(before, ignore_errors=True)
+                folder.rename(before)
+            made.rename(folder)
+            shutil.rmtree(before, ignore_errors=True)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
 def _generation_config(config: ModelConfig) -> dict:
     fields = {
         "bos_token_id": config.bos_token_id,

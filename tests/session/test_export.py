@@ -1,0 +1,57 @@
+"""A run's model takes the place of the one before it when it is whole."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.config import RunConfig
+from lockstep.errors import LockstepError
+from lockstep.models.hf.export import Export
+from lockstep.session.build import load_policy, save_policy
+
+
+def held(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("ends", ["well", "with a full disk"])
+def test_the_model_before_stays_until_the_new_one_is_whole(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    policy, out = load_policy(RunConfig(model=str(model), device="cpu")), tmp_path / "model"
+    save_policy(policy, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    before, arrange, seen = held(out), Export.arrange, []
+
+    def last(export: Export, rank: int, ranks: int) -> None:
+        arrange(export, rank, ranks)
+        seen.append(held(out))
+        if ends != "well":
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Export, "arrange", last)
+    (out.parent / ".new-model").mkdir()  # of a process that was killed
+    with torch.no_grad():
+        policy.model.norm.add_(1)
+    if ends == "well":
+        save_policy(policy, out)
+    else:
+        with pytest.raises(OSError, match="No space"):
+            save_policy(policy, out)
+    assert seen == [before] and [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (held(out) != before) == (ends == "well") and held(out).keys() == before.keys()
+
+
+def test_a_disk_that_is_full_leaves_no_model(model: Path, tmp_path: Path) -> None:
+    policy, limit = load_policy(RunConfig(model=str(model), device="cpu")), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limit[1]))
+    try:
+        with pytest.raises(LockstepError, match=r"model\.safetensors: cannot be written .*File too large"):
+            save_policy(policy, tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not list(tmp_path.iterdir())
