@@ -6,6 +6,7 @@ import itertools
 import logging
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -60,10 +61,15 @@ def join(config: ParallelConfig, device_type: str) -> World:
     with world.peers(), world.deadline("joining the other processes"):
         store = dist.PrefixStore(f"lockstep/{next(_joined)}", _store(timeout))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)  # through the host
-        world.same("the processes of this run", lambda: {"device": device_type, "parallel": config})
-        for axis in world.mesh.in_graphs:
-            _bind(world, axis)
-        return in_groups(world, config.generator_tp or 1)
+        try:
+            world.same("the processes of this run", lambda: {"device": device_type, "parallel": config})
+            for axis in world.mesh.in_graphs:
+                _bind(world, axis)
+            return in_groups(world, config.generator_tp or 1)
+        except Exception:
+            with suppress(Exception):
+                world.close(failed=True)  # so that it may join others
+            raise
 
 
 def in_groups(world: World, ranks: int) -> World:

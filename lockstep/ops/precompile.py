@@ -44,7 +44,8 @@ def _ready(compile_kernel: Callable[[], Any], processes: CompileProcesses | None
     if processes is not None and kernel is not None:
         processes.compile(kernel)
     compiled = compile_kernel()  # if not there, then here
-    assert compiled.run is not None  # builds the launcher and loads the binary
+    if compiled.run is None:  # asking builds the launcher and loads the binary
+        raise RuntimeError("a compiled kernel has no launcher")
     return compiled
 
 

@@ -39,7 +39,17 @@ def stacks_to(file: IO[str]) -> Iterator[None]:
 def noted(run_dir: Path, began: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Within it there is a file in `run_dir` that says so, should this process end before it is left. What an earlier
     process left there stays where the run did not begin."""
-    path = run_dir / CRASH_FILE
+    path, earlier, file = run_dir / CRASH_FILE, None, None
+
+    def put_back(begun: bool) -> None:
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+            if earlier is None or begun:
+                path.unlink(missing_ok=True)
+            else:
+                path.write_bytes(earlier)
+
     try:
         earlier = path.read_bytes() if path.exists() else None
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -47,15 +57,12 @@ def noted(run_dir: Path, began: Callable[[], bool] = lambda: True) -> Iterator[N
         file.write(_WORDS.format(process=os.getpid()))
         file.flush()
     except OSError:  # whatever the run itself cannot write there is named
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            put_back(False)
         yield
         return
     try:
         with stacks_to(file):
             yield
     finally:
-        file.close()
-        if earlier is None or began():
-            path.unlink(missing_ok=True)
-        else:
-            path.write_bytes(earlier)
+        put_back(began())

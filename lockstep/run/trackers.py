@@ -25,8 +25,12 @@ class Trackers:
         `InputError` when a package is missing or cannot start."""
         require_packages(config.trackers)
         self._open: dict[str, Any] = {}
-        for name in config.trackers:
-            self._open[name] = _KINDS[name](config.project, run_dir, settings)
+        try:
+            for name in config.trackers:
+                self._open[name] = _KINDS[name](config.project, run_dir, settings)
+        except BaseException:
+            self.close()
+            raise
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Send step `step`'s numbers to each; what is no number stays out."""

@@ -65,7 +65,7 @@ def _train(
     loop = Loop(config, session)
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)
-    with serving(session), recorder, world.peers():
+    with recorder, serving(session), world.peers():
         if resume:
             display.note(f"resumed from {loaded.path.name}" if loaded else "no step was done yet; starting over")
             for remark in resuming.remarks(run_dir, loaded) if loaded else ():

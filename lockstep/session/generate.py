@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..config import (
     LAYOUT_OF_GENERATION,
@@ -33,6 +33,7 @@ from .degree import choose_by_memory
 from .processes import GENERATING, Requests, of_all, together
 from .warm_up import make_ready, prepare_machine, warn_if_slow
 
+T = TypeVar("T")
 Prompt = str | list[dict[str, Any]] | list[int]  # text as it is, chat messages through the model's template, token ids
 
 
@@ -156,27 +157,36 @@ class LLM(Session):
             own = self._share(len(requests[0]))
             done: list[list[Trajectory]] = [[] for _ in own]
             failed: LockstepError | None = None
-            with self.world.watched(GENERATING) as engine.launched:
-                try:
-                    for piece in self._pieces(engine, requests.share(self.world)):
-                        if piece.completion is not None:
-                            done[piece.prompt].append(piece.completion)
-                        yield replace(piece, prompt=own[piece.prompt])
-                except LockstepError as error:
-                    failed = error
+            try:
+                for piece in self._pieces(engine, requests.share(self.world)):
+                    if piece.completion is not None:
+                        done[piece.prompt].append(piece.completion)
+                    yield replace(piece, prompt=own[piece.prompt])
+            except LockstepError as error:
+                failed = error
             for prompt, samples in enumerate(of_all(self.world, lambda: _unless(failed, done))):
                 for completion in samples if prompt not in own else ():
                     yield Piece(prompt, completion.identity.sample, completion.text, completion)
 
     def _pieces(self, engine: Engine, requests: Requests) -> Iterator[Piece]:
         texts: dict[tuple[int, int], TextStream] = {}
-        for prompt, sample, token_ids, completion in engine.stream(*requests):
+        for prompt, sample, token_ids, completion in self._while_watched(engine.stream(*requests), engine):
             if completion is not None:
                 require_numbers(completion.identity.group, completion)
             text = texts.setdefault((prompt, sample), TextStream(self.policy.decode))
             piece = text.feed(token_ids) if completion is None else text.finish(completion.text)
             if piece or completion is not None:
                 yield Piece(prompt, sample, piece, completion)
+
+    def _while_watched(self, grown: Iterator[T], engine: Engine) -> Iterator[T]:
+        """The same, with other processes waited for while the engine works, and not while whoever takes it does."""
+        ended = object()
+        while True:
+            with self.world.watched(GENERATING) as engine.launched:
+                one = next(grown, ended)
+            if one is ended:
+                return
+            yield one  # type: ignore[misc]
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -268,6 +268,9 @@ class Trainer:
         """The result of a step in which batches were only checked; no update, and gradients are cleared. `sampled` as
         in `optim_step`."""
         self.flat.grad.zero_()
+        if self._cells_begun and self.flat.cells is not None:
+            self.flat.cells.zero_()
+        self._cells_begun = self._cell_ended = False
         self._results.make_room()
         zero = torch.zeros((), device=self.flat.grad.device)
         take(self._values, self._results.rows, zero, zero.bool(), self.programs.experts)

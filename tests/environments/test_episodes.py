@@ -168,7 +168,7 @@ class Silent(Talk):
 
     def step(self, turn: Turn) -> Any:
         answer = super().step(turn)
-        return [] if isinstance(answer, str) and self.turns % 2 else answer
+        return "" if isinstance(answer, str) and self.turns % 2 else answer
 
 
 @pytest.mark.parametrize("environment", [Slow, Silent])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,20 @@ def test_an_interrupt_ends_a_call_that_hangs(source: Path, tmp_path: Path) -> No
     assert time.monotonic() - began < 30 and not any(runs(int(process)) for process in ready)
     assert score(load_rewards([f"{source}:length"], workers=pool)).totals == [1.0, 2.0, 3.0, 4.0, 1.0, 2.0]
     pool.close()
+
+
+def test_a_call_of_another_thread_fails_with_its_process(source: Path) -> None:
+    """At any time of it, and the connection that it waits at is its own until then."""
+    pool, loop = RewardWorkers(2), f"{source}:fragile"
+    given = {"prompts": ["p"], "completions": ["loop"], "completion_ids": [[0]]}
+    for seconds in (0.0, 0.01, 0.5, 1.0):
+        running = [pool.begin((loop, given, 1)) for _ in range(2)]
+        time.sleep(seconds)
+        while wait(running, 0.1).not_done:
+            pool.close()
+        outcomes = [one.result() for one in running]
+        assert all(isinstance(one, Failed) and "ended its process" in one.reason for one in outcomes), outcomes
+    assert not any(worker._process or not worker._channel.closed for worker in pool._workers if worker._channel)
 
 
 def test_a_function_that_cannot_be_loaded_there_is_named(source: Path, workers: RewardWorkers) -> None:

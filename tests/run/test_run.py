@@ -113,7 +113,7 @@ def test_a_full_disk_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     errors = capsys.readouterr().err
     assert "Traceback" not in errors
-    place = {"checkpoint": "checkpoints/step_0"}.get(file, file)
+    place = {"checkpoint": "checkpoints/step_0", "model": ".new-model"}.get(file, file)
     assert f"{tmp_path / 'run' / place}" in errors and "File too large" in errors
     assert not list((tmp_path / "run").rglob(".tmp-*")) and not list((tmp_path / "run").glob("model/*"))
 

@@ -16,6 +16,7 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.config import MetricsConfig
 from lockstep.errors import InputError
+from lockstep.run import trackers as run_trackers
 from lockstep.run.trackers import Trackers, require_packages
 
 RESUMES = "never", "allow"
@@ -126,6 +127,20 @@ def test_a_missing_package_is_bad_input(
     assert main(["train", "--metrics.trackers", name, "--run-dir", "run"]) == 2
     assert f"pip install 'lockstep-rl[{name}]'" in capsys.readouterr().err
     assert not Path("run").exists()
+
+
+def test_those_before_one_that_cannot_start_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    def refuse(*_: object) -> None:
+        raise InputError("cannot start")
+
+    kinds = {"tensorboard": lambda *_: SimpleNamespace(close=lambda: closed.append("tensorboard")), "wandb": refuse}
+    monkeypatch.setattr(run_trackers, "_KINDS", kinds)
+    monkeypatch.setattr(run_trackers, "require_packages", lambda names: None)
+    with pytest.raises(InputError, match="cannot start"):
+        Trackers(MetricsConfig(trackers=("tensorboard", "wandb")), tmp_path, {})
+    assert closed == ["tensorboard"]
 
 
 def test_a_tracker_that_fails_is_dropped(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import gc
 import json
 import shutil
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 from lockstep.cli.main import main
 from lockstep.config import GeneratorConfig
+from lockstep.distributed import World
 from lockstep.errors import InputError
 from lockstep.generator import Engine
 from lockstep.models.tokenizer import TextStream
@@ -75,6 +78,23 @@ def test_each_prompt_may_have_its_own_sampling(llm: LLM) -> None:
     assert [found[0], found[1]] == [llm.generate(["one", "two"], SHORT)[0], llm.generate(["one", "two"], greedy)[1]]
     with pytest.raises(InputError, match="there are 2 prompts and 1 sampling parameters"):
         llm.generate(["one", "two"], [SHORT])
+
+
+def test_whoever_takes_a_stream_may_take_long(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes are waited for while the engine works, and not while a piece is looked at."""
+    within: list[str] = []
+
+    @contextmanager
+    def watched(world: World, doing: str) -> Iterator[Callable[[], None]]:
+        within.append(doing)
+        yield lambda: looks.append(len(within))
+        within.pop()
+
+    looks: list[int] = []
+    monkeypatch.setattr(World, "watched", watched)
+    for _ in llm.stream("abc", SHORT):
+        assert not within
+    assert looks and all(looks)
 
 
 def test_closing_a_stream_leaves_the_engine_free(llm: LLM) -> None:

@@ -129,8 +129,11 @@ class RewardSet:
     def __init__(
         self, rewards: Sequence[Reward], on_error: OnError = "raise", workers: RewardWorkers | None = None
     ) -> None:
-        """Raises `InputError` for a weight that is too large, or a function that workers cannot find."""
-        assert len({reward.name for reward in rewards}) == len(rewards)
+        """Raises `InputError` for a name that two have, a weight that is too large, or a function that workers cannot
+        find."""
+        names = [reward.name for reward in rewards]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise InputError(f"two rewards have the name {twice[0]}, by which their values are told: give one another")
         for reward in rewards:
             if not abs(reward.weight) <= MAX_WEIGHT:
                 raise InputError(
@@ -259,10 +262,13 @@ class RewardSet:
             begun, self._begun = self._begun, {}
             running: list[Future[Outcome]] = []
             for (reward, batch), arguments, count in zip(calls, given, counts, strict=True):
-                names, outcome = begun.pop((reward.name, batch.group), ([], None))
-                if outcome is None or names != taken[reward.name]:
-                    outcome = self._workers.begin((reward.spec or "", arguments, count))  # as __init__ made sure
-                running.append(outcome)
+                key = reward.name, batch.group
+                if key in begun and begun[key][0] == taken[reward.name]:
+                    running.append(begun.pop(key)[1])
+                else:
+                    running.append(self._workers.begin((reward.spec or "", arguments, count)))  # as __init__ made sure
+            for _, unwanted in begun.values():
+                unwanted.cancel()
             return self._workers.outcomes(running)
         from . import torch_settings  # not in workers, which need no torch
 

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -74,29 +75,38 @@ class _Worker:
     """One process, or none yet."""
 
     def __init__(self) -> None:
+        self._used = threading.RLock()  # by a thread whose call it is in
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Connection | None = None
         self._loaded: set[str] = set()
 
     def call(self, spec: str, arguments: Arguments, count: int, timeout: float | None) -> Outcome:
         """The function's outcome; `Failed` when the process died or was killed for taking too long."""
-        if self._process is None:
-            self._start()
-        if spec not in self._loaded:
-            answer = self._ask(("load", spec), _START_SECONDS)
-            if isinstance(answer, Failed):
-                return answer
-            self._loaded.add(spec)
-        return self._ask(("call", spec, arguments, count), timeout)
+        with self._used:
+            if self._process is None:
+                self._start()
+            if spec not in self._loaded:
+                answer = self._ask(("load", spec), _START_SECONDS)
+                if isinstance(answer, Failed):
+                    return answer
+                self._loaded.add(spec)
+            return self._ask(("call", spec, arguments, count), timeout)
 
     def stop(self) -> None:
-        process, self._process = self._process, None
-        self._loaded.clear()
-        if process is not None:
-            process.kill()
-            process.wait()
-        if self._channel is not None:
-            self._channel.close()
+        """End the process. Another thread's call fails with it, before what that thread waits at is closed."""
+        while not self._used.acquire(timeout=0.05):
+            if (process := self._process) is not None:
+                process.kill()
+        try:
+            process, self._process = self._process, None
+            self._loaded.clear()
+            if process is not None:
+                process.kill()
+                process.wait()
+            if self._channel is not None:
+                self._channel.close()
+        finally:
+            self._used.release()
 
     def _start(self) -> None:
         ours, theirs = Pipe()

@@ -163,10 +163,10 @@ class FolderWeights:
             return []
         try:
             reader = TensorReader(path, opened.enter_context(Staging()))
+            opened.callback(reader.close)
             stored = reader.tensors["value_head"]
         except (OSError, SafetensorError, KeyError) as error:
             raise InputError(f"{path}: not a safetensors file with a value_head ({error})") from error
-        opened.callback(reader.close)
         rows = torch.empty(1, self.config.hidden_size, device="meta")
         _require_form(stored.entry, rows, f"{path}: value_head")
         return [(Found("value_head", path, stored), VALUE_HEAD_PIECE, rows)]
