@@ -22,6 +22,9 @@ FinishReason = Literal["stop", "length", "truncated", "abort"]
 # `generate` never consumes or repeats what training draws.
 TRAIN_DOMAIN, VALIDATION_DOMAIN, GENERATE_DOMAIN, WARMUP_DOMAIN = 0, 1, 2, 3
 
+# Outputs of a trainer's programs that are held to the generator's, bit by bit; of `trainer.step.Scored`.
+COMPARED = "logprob_C", "model_logprob_C", "route_C"
+
 ALIGNMENT = 64  # bytes, of a batch's tensors in their buffer: more than any kernel asks for
 
 

@@ -16,7 +16,7 @@ from .. import graph
 from ..algorithms import SUPERVISED, Algorithm, algorithm_of, supervised
 from ..config import LossConfig
 from ..models import Decoder
-from ..types import PackedBatch
+from ..types import COMPARED, PackedBatch
 from . import routing, step
 from .gathered import Reference, gathered_by_layer
 from .optimizer import AdamW
@@ -54,7 +54,7 @@ class TrainerPrograms:
     the same bits.
 
     Gradients and statistics are added up in place. What a graph returns for a batch lies in its memory, to be used
-    before the next call; what was compared (`step.COMPARED`) stays right where it is returned.
+    before the next call; what was compared (`types.COMPARED`) stays right where it is returned.
 
     Attributes:
         algorithm: the run's. algorithms: it and that of supervised steps, by `loss_type`.
@@ -106,7 +106,7 @@ class TrainerPrograms:
         if reference is not None:
             add("reference_logprobs", self._reference_body, reference.inputs(), ())
         for name in ("forward_backward", "check"):
-            self.by_name[name].lasting = step.COMPARED
+            self.by_name[name].lasting = COMPARED
         self._sparing: dict[str, graph.GraphBody] = {
             "forward_backward": self._sparing_train,
             "check": self._sparingly(self._checked),

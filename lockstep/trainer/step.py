@@ -37,9 +37,6 @@ class Scored(NamedTuple):
         return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
 
 
-COMPARED = "logprob_C", "model_logprob_C", "route_C"  # of `Scored`, what the generator's is compared with
-
-
 def named(values: Tensor) -> dict[str, Tensor]:
     """Views of the statistics by name; `values` is float64, one element each and, where there are experts, last their
     "loads", layer by layer."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, fx
 
+from ...types import COMPARED
 from ..torch_private import trace as torch_trace
 from .captured import Captured, GraphError, Origins, described, is_backward, op_name, origins, written
 from .rank_words import RankWords, communicates
@@ -35,7 +36,6 @@ DECIDES = {
     **dict.fromkeys(("lockstep.sample", "lockstep.sample_logits"), "a sampled token follows"),
     "lockstep.decode_advance": "what a token is recorded with follows",
 }
-COMPARED = "logprob_C", "model_logprob_C", "route_C"  # outputs that are held to the generator's, bit by bit
 
 
 def verify(captured: Captured) -> Captured:

@@ -20,10 +20,13 @@ from ..torch_private import trace as torch_trace
 from .cudagraph import CudaRecorder, Recording
 
 ATTENTION = frozenset(
-    f"lockstep.{kind}_{layout}"
-    for kind in ("attention", "attention_sinks", "mla", "rotated_attention")
-    for layout in ("packed", "packed_backward", "paged")
-) | {"lockstep.attention_decode", "lockstep.flex_packed", "lockstep.flex_packed_backward", "lockstep.flex_paged"}
+    f"lockstep.{name}"
+    for name in (
+        *("attention_packed", "attention_packed_backward", "attention_paged", "attention_decode"),
+        *("attention_sinks_packed_backward", "rotated_attention_packed_backward"),
+        *("flex_packed", "flex_packed_backward", "flex_paged", "mla_packed", "mla_packed_backward", "mla_paged"),
+    )
+)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from fake_recorder import FakeRecorder
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 
 from lockstep import ops
 from lockstep.config import CompileConfig
@@ -15,6 +17,7 @@ from lockstep.graph import GraphError, Inputs, capture, pipeline, run_passes, ve
 from lockstep.graph.ir.captured import Captured, op_name
 from lockstep.graph.launch.piecewise import ATTENTION, Piecewise, split
 from lockstep.graph.passes import recorded
+from lockstep.graph.torch_private import trace as torch_trace
 
 BETWEEN = frozenset({"lockstep.rms_norm"})  # stands for attention where a model would be in the way
 
@@ -142,3 +145,12 @@ def test_close_lets_go_of_everything() -> None:
     assert recorder.reserved_bytes() > 0
     pieces.close()
     assert recorder.reserved_bytes() == 0 and not pieces.outputs
+
+
+def test_attention_is_every_operator_that_reads_keys() -> None:
+    """One that were left out would be recorded with the pieces around it."""
+    for name in ATTENTION:
+        assert torch_trace.operator_named(f"{name}.default")
+    ours = {name.replace("::", ".") for name in OPDEFS if name.startswith("lockstep::")}
+    prepares = {"lockstep.flex_tiles_packed", "lockstep.flex_tiles_paged", "lockstep.mla_write"}
+    assert {name for name in ours if re.search("attention|flex|mla", name)} - prepares == ATTENTION
