@@ -270,8 +270,10 @@ class PackedBatch:
     together: SideBySide | None = field(default=None, init=False, repr=False, compare=False)  # the tensors, after `to`
 
     def index_sequences(self) -> None:
-        """Fill in `cu_completions`, for a loss with terms of whole sequences."""
-        assert all(sequence.part_from is None for sequence in self.sequences), "packed for terms of whole sequences"
+        """Fill in `cu_completions`, for a loss with terms of whole sequences. `ValueError`: it has parts of some, as it
+        was not packed for such a loss (`Packing.whole_sequences`)."""
+        if any(sequence.part_from is not None for sequence in self.sequences):
+            raise ValueError("the loss has terms of whole sequences; pack with Packing(..., whole_sequences=True)")
         ends = [0, *accumulate(len(sequence.token_ids) for sequence in self.sequences)]
         ends += [ends[-1]] * (len(self.cu_seqlens) - len(ends))
         self.cu_completions = torch.tensor(ends, dtype=torch.int32, device=self.cu_seqlens.device)

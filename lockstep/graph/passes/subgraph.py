@@ -123,7 +123,7 @@ def outlined(captured: Captured, regions: Mapping[Stretch, Callable[..., Any]]) 
             stretch = last[node]
             _call(graph, stretch, regions[stretch], made)
             waiting -= stretch.inner
-            _views(graph, captured, stretch, node, made)
+            _views(graph, stretch, node, made)
         elif node not in waiting and node not in made:
             made[node] = graph.node_copy(node, value)
     return torch_trace.graph_module(captured.module, graph)
@@ -140,7 +140,7 @@ def _call(graph: fx.Graph, stretch: Stretch, region: Callable[..., Any], made: d
         made[result].meta = dict(result.meta)
 
 
-def _views(graph: fx.Graph, captured: Captured, stretch: Stretch, end: fx.Node, made: dict[fx.Node, fx.Node]) -> None:
+def _views(graph: fx.Graph, stretch: Stretch, end: fx.Node, made: dict[fx.Node, fx.Node]) -> None:
     """Make again the views and sizes that stood before the stretch's end and are read outside."""
     node = stretch.calls[0]
     while (node := node.next) is not end:
