@@ -192,6 +192,11 @@ def by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def torchrun_follows() -> str:
+    """What is to be said below a message, where `torchrun` will have one of its own."""
+    return "\n(what torchrun says of it follows, with a traceback of its own)" if by_torchrun() else ""
+
+
 def launched() -> Launch:
     """What `torchrun` says; rank 0 of 1 without it. `InputError`: a part is missing, no number, or out of range."""
     if not several_processes():

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from .. import __version__
 from ..errors import InputError, LockstepError, Terminated, no_more, ran_out
 from ..json_file import to_json
-from ..machine import by_torchrun, launched, require_addresses, several_processes, thread_limits
+from ..machine import launched, require_addresses, several_processes, thread_limits, torchrun_follows
 from ..run.display import FailsafeStream, RequiredStream
 from .commands import COMMANDS, ON_RANKS
 from .resolve import parse
@@ -162,8 +162,7 @@ def _fail(message: str, code: int, reported: bool | None = False) -> int:
         _let_the_first_tell(code, _FIRST_TELLS if reported else _FIRST_WOULD)
     if not reported:
         rank = f"rank {launched().rank}: " if reported is None else ""
-        below = "\n(what torchrun says of it follows, with a traceback of its own)" if by_torchrun() else ""
-        print(f"lockstep: {rank}{message}{below}", file=sys.stderr)
+        print(f"lockstep: {rank}{message}{torchrun_follows()}", file=sys.stderr)
     return code
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -46,13 +45,16 @@ class Collected(NamedTuple):
         return Collected(list(map(outline, self.groups)), list(map(outline, self.without_reward)), self.counts)
 
 
-def added(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What parts counted, added up; the mean of what reward functions logged."""
-    total: Counter[str] = Counter()
-    for counts in parts:
-        total.update(counts)
-    of = {name: sum(name in counts for counts in parts) for name in total}
-    return {name: value / of[name] if name.startswith(LOGGED) else value for name, value in total.items()}
+def added(parts: Sequence[Collected]) -> dict[str, float]:
+    """What parts counted, added up; of what reward functions logged the mean over their trajectories."""
+    sizes = [sum(len(group.rollouts) for group in part.groups + part.without_reward) for part in parts]
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for part in parts for name in part.counts):
+        told = [(part.counts[name], size) for part, size in zip(parts, sizes, strict=True) if name in part.counts]
+        found[name] = sum(value for value, _ in told)
+        if len(told) > 1 and name.startswith(LOGGED):
+            found[name] = sum(value * size for value, size in told) / sum(size for _, size in told)
+    return found
 
 
 @dataclass(frozen=True)
@@ -87,20 +89,18 @@ class Collector:
         """
         where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
         own = self.world.generator.fsdp.own(problems)
-
-        def here() -> tuple[Collected, list[str]]:
-            return self._of(own, sampling, domain, step, where), self.failures.take()
-
-        shared = self.world.share(here, lambda of_rank: (of_rank[0].outline(), of_rank[1]))
+        shared = self.world.share(
+            lambda: (self._of(own, sampling, domain, step, where), self.failures.told),
+            lambda of_rank: (of_rank[0].outline(), of_rank[1]),
+        )
         found = [of_rank for of_rank, _ in shared]
-        if self.world.first:  # which keeps them
-            self.failures.told += [told for _, of_rank in shared for told in of_rank]
+        self.failures.told = [told for _, of_rank in shared for told in of_rank] if self.world.rank == 0 else []
         for rank, of_rank in enumerate(found):
             for group in of_rank.groups + of_rank.without_reward:
                 group.sampled_by = rank
         groups = sorted((group for of_rank in found for group in of_rank.groups), key=attrgetter("group"))
         without = sorted((group for of_rank in found for group in of_rank.without_reward), key=attrgetter("group"))
-        counts = added([of_rank.counts for of_rank in found])
+        counts = added(found)
         if problems and not groups and required:
             raise self.world.on_all(InputError(self._nothing_scored(where, counts)))
         return Collected(groups, without, counts)
@@ -114,7 +114,8 @@ class Collector:
             follow(self.world, self.sampler([], []))
             return nothing
         asked = [self._asked(*item, domain, step, where) for item in problems]
-        samples = len(problems) * sampling.n if self.limits.turns == 1 else None
+        known = self.limits.turns == 1 and self.environment.plays is None
+        samples = len(problems) * sampling.n if known else None
         about = Scoring(
             f"{where}, groups {asked[0].group} to {asked[-1].group}",
             step=step if domain == TRAIN_DOMAIN else 0,

@@ -24,11 +24,11 @@ def collect_with_signal(
     wanted, used = list(range(prompts)), 0
     kept: list[RolloutGroup] = []
     replaced: list[RolloutGroup] = []
-    rounds: list[dict[str, float]] = []
+    rounds: list[Collected] = []
     while True:
         found = sample([(number, used + i) for i, number in enumerate(wanted)])
         used += len(wanted)
-        rounds.append(found.counts)
+        rounds.append(found)
         idle: list[RolloutGroup] = []
         for group in found.groups:
             (kept if has_signal(group) else idle).append(group)

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from ..distributed import World
 from ..errors import InputError, LockstepError, NonFiniteError, ParityError, PeerLost, Terminated
-from ..machine import by_torchrun
+from ..machine import by_torchrun, torchrun_follows
 from .crash import stacks_to
 
 STACKS, FAULT_FILE = "stacks", "fault.txt"
@@ -87,6 +87,20 @@ def _stack_file(path: Path, first: bool) -> Iterator[IO[str]]:
             file.close()
 
 
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Within it a launcher's signal, which it sends when it finds a process dead, does not end what is told of that."""
+    try:
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 class _Faults:
     """The faults that one rank sees; `beside` are the others of its host."""
 
@@ -108,7 +122,8 @@ class _Faults:
         if isinstance(known, (ParityError, NonFiniteError)):  # found in what all ranks have
             known.reported = self._own.rank != 0
         elif isinstance(known, Exception):
-            self._tell(known)
+            with _undisturbed():
+                self._tell(known)
         if known is not error:
             raise known from error
 
@@ -118,7 +133,9 @@ class _Faults:
             self._file.flush()
         if isinstance(error, LockstepError):
             message = self.told(str(error))
-            error.args, error.reported = (message,), not message
+            error.args, error.reported = (message or str(error),), True
+            if message:  # now: behind this a launcher ends the process at any time
+                print(f"lockstep: failed: {message}{torchrun_follows()}", file=sys.stderr, flush=True)
         elif message := self.told(f"{type(error).__name__}: {error}"):
             more = ", and what torchrun says of it" if by_torchrun() else ""
             print(f"lockstep: failed: {message}\n(its traceback follows{more})", file=sys.stderr, flush=True)

@@ -230,6 +230,7 @@ def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Wor
     """What is planned before a run of a configuration that is `settled`; its tokenizer and first prompts are read, and
     no weights."""
     model, groups = model_config(config), config.trainer.prompts_per_step
+    require_degree(model, config.parallel.tp, "parallel.tp")
     tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
     policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)
     set_attention(policy.model, config.attention, config.attention_mask)

@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 from ..config import RunConfig, of_generation, template_variables, validate
 from ..distributed import World
 from ..environments import Collector, Environment, Limits, make_environment, make_task
-from ..environments.environment import metrics_of
+from ..environments.environment import SingleTurn, metrics_of
 from ..environments.episodes import NewTokens, Sampler
 from ..environments.ranks.rollouts import Holders
 from ..errors import InputError, refuse
@@ -108,7 +108,7 @@ def measured(
             Played(config, world, environment, llm.policy, planned, allowed, llm.context, limits.prompt_tokens)
         ):
             groups, _, counts = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
-            if config.task.turns > 1:  # what is measured of them may be of their words
+            if environment is not SingleTurn:  # what is measured of them may be of their words
                 Holders(world).bring_to_first(groups)()
             played = world.from_first(lambda: metrics_of(environment, [r for group in groups for r in group.rollouts]))
     found = list(dict.fromkeys(name for group in groups for r in group.rollouts for name in r.rewards))

@@ -11,8 +11,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,6 +42,7 @@ from lockstep.environments.collect import Collected
 from lockstep.environments.environment import by_name, metrics_of
 from lockstep.environments.episodes import FAILURES
 from lockstep.environments.episodes.answers import wrong_reward
+from lockstep.environments.ranks.led import leading
 from lockstep.environments.rewards.reward_set import Reward
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
@@ -856,3 +859,23 @@ def test_metrics_of_an_environment_are_numbers_by_name(found: Any, said: str) ->
 def test_a_number_of_numpy_is_a_reward() -> None:
     assert wrong_reward(np.float32(0.5)) == wrong_reward({"a": np.int64(1)}) == "" and wrong_reward("1")
     assert type(by_name(np.float32(0.5))["reward"]) is float
+
+
+@pytest.mark.parametrize(("ends", "told"), [(KeyboardInterrupt, []), (OSError, ["abort", "end"]), (None, ["end"])])
+def test_nobody_is_told_by_a_leader_that_was_interrupted(model: Decoder, ends: Any, told: list[str]) -> None:
+    """The others were, too: what they were told, and collectives that are theirs as well, would be waited for."""
+    heard: list[str] = []
+    world = SimpleNamespace(together=object(), told=lambda calls: heard.extend(name for name, *_ in calls))
+    world.watched = lambda doing: nullcontext(lambda: None)
+    with suppress(KeyboardInterrupt, OSError), leading(world, lambda *_: engine_of(model), 3) as sampler:  # type: ignore[arg-type]
+        leader = sampler([], [])
+        request = leader.add_request([1, 2], replace(SAMPLING, n=3), SampleIdentity(0, TRAIN_DOMAIN, 0, 0))
+        leader.advance()
+        del heard[:]
+        try:
+            if ends is not None:
+                raise ends
+        finally:
+            if ends is not None:
+                leader.abort(request)
+    assert heard == told

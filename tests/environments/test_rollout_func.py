@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from scripted import scripted_folder
 
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.environments import make_environment
+from lockstep.environments.adapters.rollout_func import Generation
 from lockstep.errors import InputError, LockstepError
 from lockstep.run.train import train
+from lockstep.types import SampleIdentity, SamplingParams, Segment, Trajectory
 
 
 def generate_rollout_completions(trainer: Any, prompts: list[Any]) -> list[dict[str, Any]]:
@@ -228,3 +231,41 @@ def test_what_it_may_not_do_is_refused(folder: Path, name: str, told: str) -> No
 def test_tools_beside_it_are_refused() -> None:
     with pytest.raises(InputError, match="task.tools has no effect beside .* plays its own rollouts"):
         make_environment(TaskConfig(environment=f"{__file__}:echo", tools=(f"{__file__}:reward_from_env",)))
+
+
+class Drawing:
+    """Stands for the engine: what follows a prompt is a function of it and of the key, which is all that there is."""
+
+    def complete(self, prompts: list[list[int]], sampling: SamplingParams, keys: list[SampleIdentity]) -> list[Any]:
+        words = [random.Random(repr((ids, key))).choices(range(3), k=2) for ids, key in zip(prompts, keys, strict=True)]
+        return [Trajectory([Segment(p), Segment(w, True)], "stop") for p, w in zip(prompts, words, strict=True)]
+
+
+@pytest.mark.parametrize("in_pieces", [1, 2, 3])
+def test_the_draws_do_not_depend_on_how_prompts_are_shared_and_asked(in_pieces: int) -> None:
+    """Two turns of three samples of four prompts, in one process and in several, in one call and in pieces, with a
+    prompt that is no sample's and one that is asked for once more than there are samples."""
+    prompts = {0: [1, 2], 1: [1, 2, 3], 2: [9], 3: [7, 7]}
+
+    def drawn(groups: list[int], pieces: int) -> dict[int, list[Any]]:
+        owners = {SampleIdentity(0, 0, 0, g, s): prompts[g] for g in groups for s in range(3)}
+        generation = Generation(Drawing(), SamplingParams(max_completion_length=8), owners)  # type: ignore[arg-type]
+        asked = [(g, prompts[g]) for g in groups for _ in range(3)]
+        found: dict[int, list[Any]] = {g: [] for g in groups}
+        for _ in range(2):
+            told = []
+            for i in range(0, len(asked), -(-len(asked) // pieces)):
+                part = asked[i : i + -(-len(asked) // pieces)]
+                told += generation.single_turn([ids for _, ids in part])[0]
+            asked = [(g, [*ids, *turn, 5]) for (g, ids), turn in zip(asked, told, strict=True)]
+        for g, ids in asked:
+            found[g].append(ids)
+        for g in groups:
+            found[g] += generation.single_turn([[4, g, 4], prompts[g], [4, g, 4]])[0]
+        return found
+
+    whole = drawn([0, 1, 2, 3], 1)
+    assert drawn([0, 1, 2, 3], in_pieces) == whole
+    assert drawn([0, 2], in_pieces) | drawn([1, 3], 1) == whole
+    assert drawn([0], in_pieces) | drawn([1], 1) | drawn([2], 1) | drawn([3], in_pieces) == whole
+    assert all(len({*map(tuple, turns[-3:])}) > 1 for turns in whole.values())  # asked twice, drawn twice

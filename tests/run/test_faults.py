@@ -79,16 +79,16 @@ def test_the_first_to_fail_tells_and_the_others_do_not(
     ends(stuck, monkeypatch)
     assert capsys.readouterr().err.startswith("lockstep: failed: rank 1 of 2: a step did not end within 13 s")
     first = run_into(LockstepError("no room"), tmp_path, rank=0)  # of another start
-    assert first.args[0].startswith("no room\nrank 1 on") and not first.reported
+    assert first.args[0].startswith("no room\nrank 1 on") and first.reported
+    assert capsys.readouterr().err.startswith("lockstep: failed: no room\nrank 1 on")  # and nobody else says it
 
 
-def test_a_full_disk_hides_no_message(tmp_path: Path, dead: int) -> None:
+def test_a_full_disk_hides_no_message(tmp_path: Path, dead: int, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks" / "rank-1.txt").symlink_to("/dev/full")
     found = run_into(LockstepError("no room"), tmp_path)
-    assert (
-        isinstance(found, LockstepError) and str(found).startswith(f"no room\nrank 0 on {HOST}") and not found.reported
-    )
+    said = capsys.readouterr().err
+    assert isinstance(found, LockstepError) and said.startswith(f"lockstep: failed: no room\nrank 0 on {HOST}")
 
 
 def test_what_all_ranks_have_leaves_nothing(tmp_path: Path, dead: int) -> None:

@@ -117,6 +117,12 @@ def test_the_process_with_the_least_memory_has_room(least: int, together: int, m
     assert chosen_where(least, of_eight("qwen3-32b"), monkeypatch) == together
 
 
+def test_a_degree_that_the_model_is_not_made_for_is_refused_before_anything_is_planned() -> None:
+    config = resolve_parallel(RunConfig(arch="tiny", parallel=ParallelConfig(tp=3, batch_shards=1)), 3)
+    with pytest.raises(InputError, match="parallel.tp is 3, which does not divide the model's num_key_value_heads"):
+        planned_workload(config, 3, torch.device("cpu"))
+
+
 def test_as_many_generate_together_as_are_planned_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the run's prompts: shorter ones need a smaller cache, and would fit one by one."""
     config = of_eight("qwen3-32b")

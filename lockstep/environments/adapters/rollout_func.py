@@ -7,7 +7,9 @@ sampled, which is compared and trained on, and what was given.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from ..tokens import Tokens
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 _LISTS = (*_NEEDED, "env_mask")  # of each prompt one; of the last two perhaps none
+_OTHERS = 0xFFFF  # where a sample's branches have their number
 
 
 @dataclass(eq=False)
@@ -44,14 +47,22 @@ class _Drawn:
 class Generation:
     """What a function's trainer generates with: the methods of TRL's `vllm_generation` and its `vllm_client`.
 
-    The random numbers of a call for all prompts are keyed as those of their samples; of others, and of tokens that are
-    drawn again, by the order of the calls.
+    What keys a turn's random numbers follows from the tokens before it, so that no other prompts, and no order of the
+    calls, change it: the sample that goes on, where they begin with what was drawn of it; the first of their prompt's
+    that has not begun; or else the tokens themselves, and how often they were asked for.
     """
 
-    def __init__(self, play: RolloutPlay, sampling: SamplingParams, identities: list[SampleIdentity]) -> None:
-        self._play, self._sampling, self._identities = play, sampling, identities
-        self._reached = dict.fromkeys(identities, -1)  # the last place that was drawn with this key
-        self._further = max(i.sample for i in identities) + 1
+    def __init__(
+        self, play: RolloutPlay, sampling: SamplingParams, identities: dict[SampleIdentity, list[int]]
+    ) -> None:
+        """`identities`: of the samples, each with its prompt's tokens."""
+        self._play, self._sampling = play, sampling
+        self._first = next(iter(identities))
+        self._to_begin: dict[tuple[int, ...], list[SampleIdentity]] = {}
+        for identity, prompt in identities.items():
+            self._to_begin.setdefault(tuple(prompt), []).append(identity)
+        self._to_go_on: dict[tuple[int, ...], list[SampleIdentity]] = {}  # by what was drawn, and what was before that
+        self._others: Counter[tuple[int, ...]] = Counter()
         self.drawn: list[_Drawn] = []
         self.vllm_client = SimpleNamespace(generate=self._client_generate, chat=self._client_chat)
 
@@ -106,21 +117,25 @@ class Generation:
         """One turn after each of these, in order: its tokens, and of each place the log-probability and the token."""
         most = min(max_tokens, self._sampling.max_completion_length)
         sampling = replace(self._sampling, n=1, max_completion_length=most)
-        keys = [self._key(place, len(prompts), len(ids)) for place, ids in enumerate(prompts)]
+        keys = [self._key(tuple(ids)) for ids in prompts]
         made = self._play.complete(prompts, sampling, keys)
         drawn = [_Drawn(list(ids), one.segments[-1], one) for ids, one in zip(prompts, made, strict=True)]
         for key, one in zip(keys, drawn, strict=True):
-            self._reached[key] = len(one.prompt_ids) + len(one.turn.token_ids) - 1
+            self._to_go_on.setdefault((*one.prompt_ids, *one.turn.token_ids), []).append(key)
         self.drawn += drawn
         turns = [one.turn for one in drawn]
         logprobs = [[[value] for value in turn.logprobs or ()] for turn in turns]
         return [list(turn.token_ids) for turn in turns], logprobs, [[[t] for t in turn.token_ids] for turn in turns]
 
-    def _key(self, place: int, count: int, before: int) -> SampleIdentity:
-        if count == len(self._identities) and self._reached[identity := self._identities[place]] < before:
-            return identity
-        self._further += 1
-        return replace(self._identities[0], sample=self._further - 1)
+    def _key(self, ids: tuple[int, ...]) -> SampleIdentity:
+        known = [length for length in set(map(len, self._to_go_on)) if length <= len(ids)]
+        begun = (self._to_go_on.get(ids[:length]) for length in sorted(known, reverse=True))
+        if waiting := next(filter(None, begun), None) or self._to_begin.get(ids):
+            return waiting.pop(0)
+        words = int.from_bytes(hashlib.blake2b(repr(ids).encode(), digest_size=4).digest())
+        self._others[ids] += 1
+        domain = self._first.domain + (_OTHERS << 8)  # nobody else's numbers
+        return replace(self._first, domain=domain, group=words, sample=self._others[ids] - 1)
 
 
 class RolloutPlay:
@@ -140,8 +155,9 @@ class RolloutPlay:
         """
         samples = range(identity.sample, identity.sample + sampling.n)
         keys = [replace(identity, group=a.group, sample=s) for a in asked for s in samples]
-        generation = Generation(self, sampling, keys)
         prompts = [a.problem.prompt for a in asked for _ in samples]
+        begins = [ids for a in asked for ids in [self._prompt(a)] * sampling.n]
+        generation = Generation(self, sampling, dict(zip(keys, begins, strict=True)))
         found = self._called(prompts, _trainer(generation, self.tokens, sampling, identity))
         columns = {name: values for name, values in found.items() if name not in _LISTS}
         for name, values in columns.items():
@@ -163,6 +179,12 @@ class RolloutPlay:
             trajectory = _numbered(one.trajectory, replace(keys[0], sample=number))
             groups[0].append(Episode(self._environment(), asked[0].group, number, self.tokens, trajectory))
         return groups
+
+    def _prompt(self, asked: Asked) -> list[int]:
+        try:
+            return self.tokens.prompt(asked.problem.prompt)
+        except InputError as error:
+            raise InputError(f"{asked.where}: {error}") from error
 
     def close(self) -> None:
         """Nothing is held."""

@@ -6,6 +6,7 @@ requests are known, as those of trajectories of one turn are, nothing more is to
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -80,7 +81,10 @@ class Leader(_Counted):
         return super().advance()
 
     def abort(self, request_id: int) -> list[Trajectory]:
-        """What the others finish by themselves is finished here as well."""
+        """What the others finish by themselves is finished here as well; not behind Ctrl-C or a signal, which they were
+        sent, too."""
+        if isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            return []
         if self._alone:
             self.finish()
         self._untold.append(("abort", request_id))
@@ -107,8 +111,12 @@ def leading(
         leader = Leader(sampler([], []), launched, world.told, samples)
         try:
             yield lambda *_: leader
-        finally:
+        except KeyboardInterrupt:  # the others were sent it, too
+            raise
+        except BaseException:
             leader.end()
+            raise
+        leader.end()
 
 
 def follow(world: World, sampler: Sampler) -> None:
