@@ -66,6 +66,10 @@ _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in nam
 __all__ = ["__version__", "recipes", *sorted(_MODULE_OF)]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name == "recipes":
         return importlib.import_module(".config.recipes", __name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import sys
 import time
@@ -17,6 +18,8 @@ from .config import EARLIER, RunConfig, validate, yaml_file
 from .errors import InputError
 from .run import lock as run_lock
 from .run.closing import from_here, interrupted
+
+_log = logging.getLogger("lockstep")
 
 
 def train(
@@ -101,13 +104,22 @@ def _spec(kind: str, function: Callable[..., Any]) -> str:
             "level of a module or script"
         )
     script = getattr(sys.modules[module], "__file__", None) if module == "__main__" else None
+    if module == "__main__" and not (script and Path(script).exists()):
+        script = None
+        _log.warning(
+            "%s %s is in no file: this process trains with it, and no other one finds it (--config, --resume, "
+            "task.reward_workers); put it into a module for that",
+            *(kind, name),
+        )
     return f"{from_here(Path(script).resolve()) if script else module}:{name}"
 
 
 def resumed(run_dir: Path) -> RunConfig:
     path = run_dir / "config.yaml"
     if not os.path.lexists(path):
-        raise InputError(f"--resume {run_dir}: not a run folder (it has no config.yaml)")
+        runs = [folder for folder in run_dir.absolute().parents[:2] if (folder / "config.yaml").exists()]
+        meant = f"; did you mean --resume {from_here(runs[0])}?" if runs else ""
+        raise InputError(f"--resume {run_dir}: not a run folder (it has no config.yaml){meant}")
     return yaml_file.load(path, begin=EARLIER)
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import runpy
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -65,7 +69,9 @@ if __name__ == "__main__":
 """
 
 
-def test_functions_of_a_script_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_a_script_are_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By another process, and without running the script a second time in its own."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(SCRIPT)
@@ -73,6 +79,23 @@ def test_functions_of_a_script_are_found_again(tmp_path: Path, monkeypatch: pyte
     assert "- mine.py:brief" in Path("run/config.yaml").read_text() and Path("imported").read_text() == "__main__ "
     assert main(["train", "--resume", "run", "--steps", "3"]) == 0
     assert len(rewards_of(tmp_path / "run")) == 3 and Path("imported").read_text().startswith("__main__ _user_mine")
+    assert main(["train", "--resume", "run/checkpoints/step_2"]) == 2
+    assert "not a run folder (it has no config.yaml); did you mean --resume run?" in capsys.readouterr().err
+
+
+def test_functions_of_no_file_train_and_are_said_to_be_lost(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    python = partial(subprocess.run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    for arguments, given in ((["-"], SCRIPT), (["-c", SCRIPT], "")):
+        done = python([sys.executable, *arguments], input=given)
+        assert done.returncode == 0, done.stderr
+        assert "reward brief is in no file: this process trains with it, and no other one finds it" in done.stderr
+        assert "- __main__:brief" in (tmp_path / "run" / "config.yaml").read_text()
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_what_is_public_is_listed() -> None:
+    assert {"LLM", "RunConfig", "SamplingParams", "train", "evaluate"} <= set(dir(lockstep)) == set(lockstep.__all__)
 
 
 def test_what_config_yaml_cannot_name(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Flags of other trainers that have another name here; `docs/porting.md` has all of them."""
 
-NAMES = {
+NAMES: dict[str, str] = {
     "adam-beta1": "--optimizer.beta1",
     "adam-beta2": "--optimizer.beta2",
+    "batch-size": "--trainer.prompts-per-step",
     "bf16": "--dtype",
     "dataset-name": "--data",
     "eval-steps": "--task.validation-interval",
@@ -10,6 +11,9 @@ NAMES = {
     "gradient-checkpointing": "--compile.recompute",
     "lr": "--optimizer.learning-rate",
     "lr-scheduler-type": "--optimizer.lr-scheduler",
+    "max-new-tokens": "--sampling.max-completion-length",
+    "max-tokens": "--sampling.max-completion-length",
+    "max-tool-calling-iterations": "--task.max-turns",
     "model-name-or-path": "--model",
     "num-train-epochs": "--steps",
     "output-dir": "--run-dir",
@@ -19,5 +23,15 @@ NAMES = {
     "reward-funcs": "--reward",
     "save-steps": "--checkpoint.interval",
     "save-total-limit": "--checkpoint.keep-last",
+    "steps-per-generation": "--trainer.num-mini-batches",
+    "tensor-parallel-size": "--parallel.generator-tp",
+    "train-batch-size": "--trainer.prompts-per-step",
     "warmup-ratio": "--optimizer.warmup-steps",
+}
+
+# What others have a flag for, and nothing here has.
+ABSENT = {
+    **dict.fromkeys(("lora-r", "lora-alpha", "use-peft"), "there is no LoRA here: all weights are trained"),
+    **dict.fromkeys(("push-to-hub", "hub-model-id"), "nothing is uploaded: the run's model/ is a Hugging Face folder"),
+    **dict.fromkeys(("use-vllm", "vllm-mode"), "the engine is in the same process, and always used"),
 }

@@ -91,7 +91,10 @@ def _meant(flag: str, known: list[str]) -> str:
     """Which it may have been: one whose section was left out, what others call it, or a name much like it."""
     last = re.split("[.]|--", flag)[-1]
     same = [name for name in known if re.split("[.]|--", name)[-1] == last]
-    named = [name for name in [elsewhere.NAMES.get(last)] if name in known]
+    if last in elsewhere.ABSENT:
+        return f" ({elsewhere.ABSENT[last]})"
+    theirs = elsewhere.NAMES.get(last, "")
+    named = [name for name in (theirs, f"--{theirs.rpartition('.')[2]}") if name in known][:1]
     close = same or named or difflib.get_close_matches(flag, known, n=1, cutoff=0.9)
     close = close or [name for name in known if name.endswith(f"-{last}")]
     close = close or difflib.get_close_matches(flag, known, cutoff=0.75)

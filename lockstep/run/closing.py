@@ -14,18 +14,28 @@ _ENDS = 10  # steps whose mean reward is told where no problems are held out
 _SHORT = 60  # characters of a prompt that a command can hold
 
 
-def learned(config: RunConfig, validations: Mapping[str, Mapping[str, float]], rewards: Sequence[float]) -> str:
+def learned(
+    config: RunConfig, validations: Mapping[str, Mapping[str, float]], rewards: Sequence[float], updates: int
+) -> str:
     """The measure of the held-out problems that decides, before and after, by the steps done; without any, the mean
     reward of the steps. The ready tasks' first reward is 1 for a solved problem and 0 otherwise, so its mean is told as
-    a share."""
+    a share. `rewards`: the mean of each step. `updates`: of the weights, in all of them."""
+    if rewards and not updates:
+        return (
+            f"nothing: no update was made in {len(rewards)} steps, as every prompt's rewards were all equal, or its "
+            "completions were left out"
+        )
     if _unrewarded(config):
         return "nothing is rewarded; the loss is in the report"
     measured = sorted((int(step), metrics) for step, metrics in validations.items())
     if not measured:
         if not rewards:
             return "nothing: no step was done"
-        ends = (sum(part) / len(part) for part in (rewards[:_ENDS], rewards[-_ENDS:]))
-        return "reward {:.3g} -> {:.3g}, the first and last {} steps".format(*ends, min(_ENDS, len(rewards)))
+        if len(rewards) == 1:
+            return f"reward {rewards[0]:.3g}, of one step"
+        count = min(_ENDS, len(rewards) // 2)
+        first, last = (sum(part) / count for part in (rewards[:count], rewards[-count:]))
+        return f"reward {first:.3g} -> {last:.3g}, the first and last {'step' if count == 1 else f'{count} steps'}"
     (first, before), (last, after) = measured[0], measured[-1]
     name = next((name for name in before if name.startswith("validation/rewards/")), "validation/reward/mean")
     title = name.removeprefix("validation/").removeprefix("rewards/").removesuffix("/mean")
@@ -64,7 +74,10 @@ def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
         if (value := getattr(evaluated, name)) != getattr(TaskConfig, name):
             given = [] if value is True else map(str, value) if isinstance(value, tuple) else [str(value)]
             words += [f"--{name.replace('_', '-')}", *given]
-    if limit != recipes.RECIPES[task.name]("").sampling.max_completion_length:
+    usual = recipes.RECIPES[task.name]("")
+    if task.validation_prompts not in (0, usual.task.validation_prompts):
+        words += ["--prompts", str(task.validation_prompts)]
+    if limit != usual.sampling.max_completion_length:
         words += ["--max-completion-length", str(limit)]
     return f"lockstep eval --model {model} {shlex.join(words)}"
 

@@ -84,6 +84,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._loop: Loop | None = None
         self._saver: checkpoint.Saver | None = None
         self._rewards: list[float] = []
+        self._updates = 0
         self._prompt: Any = None  # of a step's first group
         self.memory_plan = ""  # its table, once there is one
 
@@ -337,6 +338,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.summary["trainer_s"] += metrics["time/forward_backward"] + metrics.get("time/optim_step", 0.0)
         self.summary["sync_s"] += metrics["time/sync"]
         self._rewards.append(metrics["reward/mean"])
+        self._updates += metrics.get("updates", 1)  # metrics of long ago have none
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Whatever ended the run, leave a summary and a report of what there is, and the evidence of a failed check."""
@@ -365,7 +367,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.summary |= {f"reward_{name}_10": sum(r) / len(r) for name, r in ends.items() if r}
         self.summary |= {"steps_done": self._absent + len(self._rewards), "validation": self.validations}
         self.summary |= {
-            "learned": closing.learned(self.config, self.validations, self._rewards),
+            "learned": closing.learned(self.config, self.validations, self._rewards, self._updates),
             "parity": self._loop.certificate.to_dict() if self._loop else {},
             "next": closing.next_command(self.config, self._shown_dir, self._prompt),
         }

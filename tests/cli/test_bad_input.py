@@ -283,7 +283,7 @@ def test_values_that_are_not_finite_stop_the_run_and_leave_evidence(
     assert [segment["sampled"] for segment in rollout["segments"]] == [False, True]
     assert all(segment["token_ids"] for segment in rollout["segments"])
     assert {failure["result"]["loss"], failure["result"]["grad_norm"]} & {"NaN", "Infinity", "-Infinity"}
-    assert failure["groups"][0]["prompt"] and failure["groups"][0]["columns"]["answer"] > 0
+    assert failure["groups"][0]["prompt"] and int(failure["groups"][0]["columns"]["answer"]) > 0
 
 
 def test_logits_that_are_not_numbers_stop_the_run_even_when_nothing_is_trained(

@@ -37,7 +37,7 @@ def test_the_answer_is_the_sum_of_all_digits(easy: bool) -> None:
     problems = train_problems(easy)
     for problem in problems:
         assert all(10 <= number <= 99 for number in numbers(problem))
-        assert problem.columns == {"answer": sum(int(digit) for number in numbers(problem) for digit in str(number))}
+        assert problem.columns == {"answer": str(sum(int(digit) for n in numbers(problem) for digit in str(n)))}
     assert {len(numbers(problem)) for problem in problems} == ({2} if easy else {2, 3, 4})
 
 

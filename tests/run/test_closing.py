@@ -24,14 +24,17 @@ def measures(correct: float) -> dict[str, float]:
 def test_what_was_learned() -> None:
     after = "after 120 steps of reinforcement learning"
     validations = {"0": measures(0.775), "60": measures(0.9), "120": measures(0.98)}
-    assert closing.learned(CONFIG, validations, [1.0]) == f"held-out correct 77.5 % -> 98 %, {after}"
+    assert closing.learned(CONFIG, validations, [1.0], 1) == f"held-out correct 77.5 % -> 98 %, {after}"
     own = replace(CONFIG, task=TaskConfig(name="dataset", reward=("tidy.py:tidy",)))
     validations = {"0": {"validation/reward/mean": -0.75}, "120": {"validation/reward/mean": 4.5}}
-    assert closing.learned(own, validations, []) == f"held-out reward -0.75 -> 4.5, {after}"
-    assert closing.learned(CONFIG, {"0": measures(0.5)}, []).startswith("held-out correct 50 %, after 0 steps")
-    assert closing.learned(CONFIG, {}, []) == "nothing: no step was done"
-    assert closing.learned(CONFIG, {}, [0.0] * 10 + [1.0] * 10) == "reward 0 -> 1, the first and last 10 steps"
-    assert closing.learned(CONFIG, {}, [0.5, 1.0]) == "reward 0.75 -> 0.75, the first and last 2 steps"
+    assert closing.learned(own, validations, [], 0) == f"held-out reward -0.75 -> 4.5, {after}"
+    assert closing.learned(CONFIG, {"0": measures(0.5)}, [], 0).startswith("held-out correct 50 %, after 0 steps")
+    assert closing.learned(CONFIG, {}, [], 0) == "nothing: no step was done"
+    assert closing.learned(CONFIG, {}, [0.0] * 10 + [1.0] * 10, 20) == "reward 0 -> 1, the first and last 10 steps"
+    assert closing.learned(CONFIG, {}, [0.5, 1.0], 2) == "reward 0.5 -> 1, the first and last step"
+    assert closing.learned(CONFIG, {}, [0.0, 9.0, 1.0, 2.0, 4.0], 1) == "reward 4.5 -> 3, the first and last 2 steps"
+    assert closing.learned(CONFIG, {}, [0.5], 1) == "reward 0.5, of one step"
+    assert closing.learned(CONFIG, validations, [0.0, 0.0], 0).startswith("nothing: no update was made in 2 steps, as")
 
 
 def test_what_was_compared() -> None:
@@ -84,9 +87,9 @@ def test_the_next_command_evaluates_what_the_run_was_validated_on() -> None:
 
 def test_what_an_environment_rewards_is_learned() -> None:
     own = replace(CONFIG, task=TaskConfig(name="dataset", data="rows.jsonl", environment="games.py:Game"))
-    assert closing.learned(own, {}, [0.5, 1.0]) == "reward 0.75 -> 0.75, the first and last 2 steps"
+    assert closing.learned(own, {}, [0.5, 1.0], 2) == "reward 0.5 -> 1, the first and last step"
     validations = {step: {"validation/rewards/found/mean": value} for step, value in (("0", -0.5), ("9", 2.0))}
-    assert closing.learned(own, validations, []).startswith("held-out found -0.5 -> 2, after 9 steps")
+    assert closing.learned(own, validations, [], 0).startswith("held-out found -0.5 -> 2, after 9 steps")
     assert closing.next_command(own, Path("r"), "12 34=").partition("--data ")[2] == (
         "rows.jsonl --environment games.py:Game --max-completion-length 24"
     )

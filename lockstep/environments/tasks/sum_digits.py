@@ -50,7 +50,7 @@ class SumDigits(DrawnTask):
         draws = (self._numbers(*key, attempt) for attempt in itertools.count())
         numbers = next(numbers for numbers in draws if share_of_numbers(numbers) == share)
         digits = "".join(map(str, numbers))
-        answer = sum(map(int, digits))
+        answer = str(sum(map(int, digits)))
         tag = f"<answer>{answer}</answer>"
         if self._easy:
             return Problem(EASY_PROMPT.format(numbers=" ".join(map(str, numbers))), {"answer": answer}, tag)
@@ -67,7 +67,7 @@ def share_of_numbers(numbers: list[int]) -> Share:
     return share_of(draw("held out", *sorted(numbers)))
 
 
-def correct(completions: list[Any], answer: list[int], **_: Any) -> list[float]:
+def correct(completions: list[Any], answer: list[str | int], **_: Any) -> list[float]:
     """1.0 when the last tagged integer is the answer."""
     tags = [_tagged_integers(c) for c in completions]
     # Compared as text: int() refuses thousands of digits.

@@ -39,7 +39,7 @@ class WordArithmetic(DrawnTask):
             for before, change, after in zip(amounts, steps[1:], amounts[1:], strict=False)
         ]
         worked = "\n".join([*sums, f"<answer>{amounts[-1]}</answer>"])
-        return Problem(_story(steps, *key), {"answer": amounts[-1]}, worked)
+        return Problem(_story(steps, *key), {"answer": str(amounts[-1])}, worked)
 
 
 def share_of_steps(steps: Steps) -> Share:
