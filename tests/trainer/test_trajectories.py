@@ -206,7 +206,7 @@ def test_branches_that_do_not_fit_together_are_in_several_batches(make_model):
     assert [[s.name[-1] for s in b.sequences] for b in batches[:3]] == [["0", "1"], ["2"], ["1"]], (
         "first what begins alike"
     )
-    with pytest.raises(AssertionError, match="terms of whole sequences"):
+    with pytest.raises(ValueError, match="terms of whole sequences"):
         batches[0].index_sequences()
     trainer = make_trainer(make_model())  # of whose log-probabilities these know nothing
     for batch in pack([replace(groups[0], rollouts=groups[0].rollouts[1:2])], max_tokens=120, check_parity=True):
