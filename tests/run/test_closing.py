@@ -34,7 +34,7 @@ def test_what_was_learned() -> None:
     assert closing.learned(CONFIG, {}, [0.5, 1.0], 2) == "reward 0.5 -> 1, the first and last step"
     assert closing.learned(CONFIG, {}, [0.0, 9.0, 1.0, 2.0, 4.0], 1) == "reward 4.5 -> 3, the first and last 2 steps"
     assert closing.learned(CONFIG, {}, [0.5], 1) == "reward 0.5, of one step"
-    assert closing.learned(CONFIG, validations, [0.0, 0.0], 0).startswith("nothing: no update was made in any step; where")
+    assert closing.learned(CONFIG, validations, [0.0, 0.0], 0).startswith("nothing: no update was made in any")
 
 
 def test_what_was_compared() -> None:
