@@ -65,7 +65,8 @@ def _train(
     loop = Loop(config, session)
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)
-    with recorder, serving(session), world.peers():
+    with contextlib.ExitStack() as served, recorder, world.peers():
+        served.enter_context(serving(session))  # its end may take a while, and comes behind the recorder's
         if resume:
             display.note(f"resumed from {loaded.path.name}" if loaded else "no step was done yet; starting over")
             for remark in resuming.remarks(run_dir, loaded) if loaded else ():

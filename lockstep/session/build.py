@@ -391,15 +391,16 @@ def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world:
     """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template. What was
     there before stays until it is whole. Every rank of `world` calls it and writes the weights that are `held`; by
     default one process writes the model's own."""
-    from ..models.hf.export import Export, replaced
+    from ..models.hf.export import Export, put_in_place, staged
     from ..models.tokenizer import save_tokenizer
 
     def begin() -> None:
         export.begin()
         save_tokenizer(policy.tokenizer, made)
 
-    with replaced(folder, world.first) as made:
+    with staged(folder, world.first) as made:
         export = Export(policy.model, made)
         world.from_first(begin)
         world.share(lambda: export.write(held or ranges_of(policy.model)))
         world.share(lambda: export.arrange(world.rank, world.size))
+    world.from_first(lambda: put_in_place(made, folder))

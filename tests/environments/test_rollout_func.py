@@ -243,8 +243,7 @@ class Drawing:
 
 @pytest.mark.parametrize("in_pieces", [1, 2, 3])
 def test_the_draws_do_not_depend_on_how_prompts_are_shared_and_asked(in_pieces: int) -> None:
-    """Two turns of three samples of four prompts, in one process and in several, in one call and in pieces, with a
-    prompt that is no sample's and one that is asked for once more than there are samples."""
+    """Two turns of three samples of four prompts, in one process and in several, in one call and in pieces."""
     prompts = {0: [1, 2], 1: [1, 2, 3], 2: [9], 3: [7, 7]}
 
     def drawn(groups: list[int], pieces: int) -> dict[int, list[Any]]:
@@ -260,12 +259,26 @@ def test_the_draws_do_not_depend_on_how_prompts_are_shared_and_asked(in_pieces: 
             asked = [(g, [*ids, *turn, 5]) for (g, ids), turn in zip(asked, told, strict=True)]
         for g, ids in asked:
             found[g].append(ids)
-        for g in groups:
-            found[g] += generation.single_turn([[4, g, 4], prompts[g], [4, g, 4]])[0]
         return found
 
     whole = drawn([0, 1, 2, 3], 1)
     assert drawn([0, 1, 2, 3], in_pieces) == whole
     assert drawn([0, 2], in_pieces) | drawn([1, 3], 1) == whole
     assert drawn([0], in_pieces) | drawn([1], 1) | drawn([2], 1) | drawn([3], in_pieces) == whole
-    assert all(len({*map(tuple, turns[-3:])}) > 1 for turns in whole.values())  # asked twice, drawn twice
+
+
+def test_tokens_that_are_no_samples_are_drawn_anew_for_each_who_asks() -> None:
+    """More than once, for several samples at one time, and on several processes or in several rounds."""
+
+    def keys(group: int) -> list[SampleIdentity]:
+        play, found = Drawing(), list[SampleIdentity]()
+        complete, play.complete = play.complete, lambda *given: found.extend(given[2]) or complete(*given)  # type: ignore
+        owners = {SampleIdentity(0, 0, 0, group, s): [1, 2] for s in range(3)}
+        generation = Generation(play, SamplingParams(max_completion_length=8), owners)  # type: ignore[arg-type]
+        for asked in ([[4, 4]] * 3, [[4, 4]] * 2, [[1, 2]] * 3, [[1, 2]]):
+            generation.single_turn(asked)
+        return found
+
+    both = keys(0) + keys(5)
+    assert len(set(both)) == len(both) == 18
+    assert both[5:8] == [SampleIdentity(0, 0, 0, 0, s) for s in range(3)]

@@ -55,3 +55,26 @@ def test_a_disk_that_is_full_leaves_no_model(model: Path, tmp_path: Path) -> Non
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_link_is_followed_and_what_cannot_be_replaced_stays(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, out = load_policy(RunConfig(model=str(model), device="cpu")), tmp_path / "run" / "model"
+    (tmp_path / "elsewhere").mkdir()
+    out.parent.mkdir()
+    out.symlink_to(tmp_path / "elsewhere")
+    for _ in range(2):
+        save_policy(policy, out)
+        assert out.is_symlink() and (tmp_path / "elsewhere" / "config.json").exists()
+    before, rename = held(out), Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name.startswith(".new-"):
+            raise OSError(16, "Device or resource busy")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(LockstepError, match=r"elsewhere: cannot be replaced .*; the model is in .*\.new-elsewhere"):
+        save_policy(policy, out)
+    assert held(out) == before and held(tmp_path / ".new-elsewhere").keys() == before.keys()

@@ -48,8 +48,9 @@ class Generation:
     """What a function's trainer generates with: the methods of TRL's `vllm_generation` and its `vllm_client`.
 
     What keys a turn's random numbers follows from the tokens before it, so that no other prompts, and no order of the
-    calls, change it: the sample that goes on, where they begin with what was drawn of it; the first of their prompt's
-    that has not begun; or else the tokens themselves, and how often they were asked for.
+    calls, change it: the sample that goes on, where they begin with what was drawn of it, or the first of their
+    prompt's that has not begun. Of tokens that are no sample's, by these, how often they were asked for, and the sample
+    in whose place a call for all prompts has them, or else this process's first.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class Generation:
     ) -> None:
         """`identities`: of the samples, each with its prompt's tokens."""
         self._play, self._sampling = play, sampling
-        self._first = next(iter(identities))
+        self._samples = list(identities)
         self._to_begin: dict[tuple[int, ...], list[SampleIdentity]] = {}
         for identity, prompt in identities.items():
             self._to_begin.setdefault(tuple(prompt), []).append(identity)
         self._to_go_on: dict[tuple[int, ...], list[SampleIdentity]] = {}  # by what was drawn, and what was before that
-        self._others: Counter[tuple[int, ...]] = Counter()
+        self._others: Counter[tuple[tuple[int, ...], SampleIdentity]] = Counter()
         self.drawn: list[_Drawn] = []
         self.vllm_client = SimpleNamespace(generate=self._client_generate, chat=self._client_chat)
 
@@ -117,7 +118,8 @@ class Generation:
         """One turn after each of these, in order: its tokens, and of each place the log-probability and the token."""
         most = min(max_tokens, self._sampling.max_completion_length)
         sampling = replace(self._sampling, n=1, max_completion_length=most)
-        keys = [self._key(tuple(ids)) for ids in prompts]
+        beside = self._samples if len(prompts) == len(self._samples) else self._samples[:1] * len(prompts)
+        keys = [self._key(tuple(ids), sample) for ids, sample in zip(prompts, beside, strict=True)]
         made = self._play.complete(prompts, sampling, keys)
         drawn = [_Drawn(list(ids), one.segments[-1], one) for ids, one in zip(prompts, made, strict=True)]
         for key, one in zip(keys, drawn, strict=True):
@@ -127,15 +129,19 @@ class Generation:
         logprobs = [[[value] for value in turn.logprobs or ()] for turn in turns]
         return [list(turn.token_ids) for turn in turns], logprobs, [[[t] for t in turn.token_ids] for turn in turns]
 
-    def _key(self, ids: tuple[int, ...]) -> SampleIdentity:
-        known = [length for length in set(map(len, self._to_go_on)) if length <= len(ids)]
-        begun = (self._to_go_on.get(ids[:length]) for length in sorted(known, reverse=True))
-        if waiting := next(filter(None, begun), None) or self._to_begin.get(ids):
-            return waiting.pop(0)
-        words = int.from_bytes(hashlib.blake2b(repr(ids).encode(), digest_size=4).digest())
-        self._others[ids] += 1
-        domain = self._first.domain + (_OTHERS << 8)  # nobody else's numbers
-        return replace(self._first, domain=domain, group=words, sample=self._others[ids] - 1)
+    def _key(self, ids: tuple[int, ...], beside: SampleIdentity) -> SampleIdentity:
+        lengths = sorted({length for length in map(len, self._to_go_on) if length <= len(ids)}, reverse=True)
+        begun = next((part for length in lengths if (part := ids[:length]) in self._to_go_on), None)
+        source, part = (self._to_begin, ids) if begun is None else (self._to_go_on, begun)
+        if part in source:
+            key = source[part].pop(0)
+            if not source[part]:
+                del source[part]
+            return key
+        self._others[ids, beside] += 1
+        words = hashlib.blake2b(repr((ids, beside.group, beside.sample)).encode(), digest_size=4).digest()
+        domain, number = beside.domain + (_OTHERS << 8), self._others[ids, beside] - 1  # nobody else's numbers
+        return replace(beside, domain=domain, group=int.from_bytes(words), sample=number)
 
 
 class RolloutPlay:

@@ -128,25 +128,38 @@ def all_or_nothing(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced(folder: Path, first: bool = True) -> Iterator[Path]:
-    """A hidden folder beside `folder` to write a model in, which then takes its place: whole, or not at all. Of several
-    processes that write it the `first` brings it there, behind the last wait for the others. `LockstepError`: it cannot
-    be brought there; the model that was there before stays."""
-    made, before = (folder.with_name(f".{what}-{folder.name}") for what in ("new", "old"))
-    if not first:
-        yield made
-        return
-    shutil.rmtree(made, ignore_errors=True)  # of a process that was killed
+def staged(folder: Path, first: bool = True) -> Iterator[Path]:
+    """A hidden folder beside `folder` to write a model in, for `put_in_place`. Of several processes that write it the
+    `first` makes way for it, and removes it after an error."""
+    folder = folder.resolve()
+    made = folder.with_name(f".new-{folder.name}")
+    if first:
+        shutil.rmtree(made, ignore_errors=True)  # of a process that was killed
     try:
         yield made
-        with _writing(folder):
-            if folder.exists():
-                shutil.rmtree(before, ignore_errors=True)
-                folder.rename(before)
-            made.rename(folder)
+    except BaseException:
+        if first:
+            shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+def put_in_place(made: Path, folder: Path) -> None:
+    """Have a whole folder take the place of `folder`, where a link leads to. `LockstepError`: it cannot; then both are
+    where they were."""
+    folder = folder.resolve()
+    before = folder.with_name(f".old-{folder.name}")
+    try:
+        if folder.exists():
             shutil.rmtree(before, ignore_errors=True)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+            folder.rename(before)
+        made.rename(folder)
+    except BaseException as error:
+        if before.exists() and not folder.exists():
+            before.rename(folder)
+        if not isinstance(error, OSError):
+            raise
+        raise LockstepError(f"{folder}: cannot be replaced ({error}); the model is in {made}") from error
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def _generation_config(config: ModelConfig) -> dict:
