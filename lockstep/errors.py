@@ -8,7 +8,7 @@ from typing import Any
 
 class LockstepError(Exception):
     """A run or check failed. The command line prints the message and exits with code 1. `reported`: set where several
-    processes have the error: whether another of them tells of it."""
+    processes have the error: whether it was told already, or another of them tells of it."""
 
     reported: bool
 

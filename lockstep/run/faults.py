@@ -50,7 +50,8 @@ class _Rank:
 @contextlib.contextmanager
 def told_once(run_dir: Path, world: World) -> Iterator[None]:
     """Within it a fault that is not on all ranks, such as a process that is gone or stopped, is told by one of them and
-    leaves the stacks of all in the run's folder. An error that another rank tells of has `reported` set."""
+    leaves the stacks of all in the run's folder. An error that is told by then, here or by
+    another rank, has `reported` set."""
     if world.size == 1:
         yield
         return

@@ -27,8 +27,7 @@ class Pass:
         preserves_numerics: no bit of any output or write changes. If some may, `captured.is_exact` is false of the
             calls that the pass puts in, and the check against eager bounds what depends on them.
         options: what it was made with, by name: two passes of one name and options do the same to a graph.
-        apply: leaves its argument as it is; returns the new graph, whose code is then compiled, and, in a few words,
-            what it did.
+        apply: leaves its argument as it is; returns the new graph and, in a few words, what it did.
     """
 
     name: str
@@ -82,9 +81,9 @@ def _compile(captured: Captured, name: str) -> None:
 
 
 def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Captured], Captured] = verify) -> Captured:
-    """Apply `passes` in order and `check` the graph before the first and after each that changes it. `GraphError`: from
-    the check, from a pass that puts in what it does not announce or returns what cannot run, or from one that was asked
-    for and finds nothing to do."""
+    """Apply `passes` in order and `check` the graph before the first and after each. `GraphError`: from the check, from
+    a pass that puts in what it does not announce or returns what cannot run, or from one that was asked for and finds
+    nothing to do."""
     check(captured)
     for p in passes:
         before = captured
@@ -97,6 +96,5 @@ def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Capt
         if p.preserves_numerics and (new := inexact_results(captured) - inexact_results(before)):
             raise GraphError(f"{captured.title}: {p.name} says that it changes no bits, and may change {min(new)}")
         line = f"{p.name}: {len(before.graph.nodes)} -> {len(captured.graph.nodes)} nodes; {note}"
-        made = replace(captured, log=(*captured.log, line), before=before)
-        captured = made if captured is before else check(made)
+        captured = check(replace(captured, log=(*captured.log, line), before=before))
     return captured
