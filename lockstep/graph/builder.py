@@ -133,11 +133,12 @@ class GraphBuilder:
         self.peers.same(f"the graph {request.title}", about)
         if any(self.peers.gather(changed())):  # what one of them would make is not what another one kept
             stored = None
-        return self.peers.made_once(
-            lambda: self._load(request, stored, made) or self._make(request, level, stored, made),
-            dumps,
-            lambda data: self._taken(loads(data, request.device)),
-        )
+        with torch_trace.no_collection():
+            return self.peers.made_once(
+                lambda: self._load(request, stored, made) or self._make(request, level, stored, made),
+                dumps,
+                lambda data: self._taken(loads(data, request.device)),
+            )
 
     def _taken(self, found: Captured) -> Captured:
         verify(found)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..timings import Timings
 from .ir.captured import Level
 from .launch.launcher import GraphLauncher
+from .torch_private.trace import import_tracer
 
 Launch = Callable[[GraphLauncher, Mapping[str, Tensor], int], dict[str, Tensor]]
 
@@ -56,6 +57,8 @@ class WarmUp:
         from ..ops.precompile import compiling_only
 
         with self._timings.measured("compile"), compiling_only(compiles) as kernels, self._launching(rehearse):
+            with self._timings.measured("import_tracer"):  # on every rank at once
+                import_tracer()
             yield kernels
 
     def making(self) -> AbstractContextManager[None]:

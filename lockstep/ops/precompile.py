@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from importlib import import_module
+from threading import Thread
 from typing import Any
 
 import torch
@@ -47,6 +48,13 @@ def _ready(compile_kernel: Callable[[], Any], processes: CompileProcesses | None
     if compiled.run is None:  # asking builds the launcher and loads the binary
         raise RuntimeError("a compiled kernel has no launcher")
     return compiled
+
+
+def hash_compiler() -> None:
+    """Begin to hash Triton's own files, half a second before the first kernel is looked for in its cache."""
+    from triton.runtime.cache import triton_key
+
+    Thread(target=triton_key, daemon=True).start()
 
 
 @contextmanager

@@ -29,10 +29,10 @@ def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) 
         a function that waits for the kernels and returns the path of their list, or None where none were loaded. Call
             it before anything is launched.
     """
-    if device != "cuda" or ranks > 1 or not config.compile.chosen[0].graphs:
+    if device != "cuda" or not config.compile.chosen[0].graphs:
         return lambda: None
     with timings.measured("compile"):
-        loading, path = _begun(config)
+        loading, path = _begun(config, ranks)
 
     def loaded() -> Path | None:
         with timings.measured("compile"):
@@ -41,13 +41,14 @@ def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) 
     return loaded
 
 
-def _begun(config: RunConfig) -> tuple[Future[int] | None, Path]:
+def _begun(config: RunConfig, ranks: int) -> tuple[Future[int] | None, Path]:
     """How many kernels will have been loaded, if any are, and where they are listed."""
     path = _folder() / str(user_folder.read(_note(config)))
-    if listed := user_folder.read(path):
-        with suppress(Exception):
-            from ..ops.precompile import preload_beside
+    with suppress(Exception):
+        from ..ops.precompile import hash_compiler, preload_beside
 
+        hash_compiler()
+        if ranks == 1 and (listed := user_folder.read(path)):
             return preload_beside(listed), path
     return None, path
 

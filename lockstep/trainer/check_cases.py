@@ -163,7 +163,7 @@ def _fill_sums(programs: TrainerPrograms) -> None:
 
 def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
     """Updates that are clipped, not clipped, and refused for each reason, of weights that are made up: what is copied
-    to be put back is copied once, and weights that are made from masters not at all."""
+    to be put back is copied once, and what can be made from the rest not at all."""
 
     def load(kind: int) -> None:
         grad, state = programs.flat.grad, programs.state
@@ -186,8 +186,12 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
 
     kinds = ("first", "tiny", "not finite", "mismatch", "not covered")
     made: tuple[graph.Role, ...] = ("param", "grad", "optimizer")
-    rounded = "master" in programs.by_name["optim_step"].inputs.optimizer  # weights apart from their masters
-    derived: dict[graph.Role, Callable[[], object]] = {"param": programs.optimizer.round_masters} if rounded else {}
+    optimizer, derived = programs.optimizer, dict[str, Callable[[], object]]()
+    own = programs.by_name["optim_step"].inputs.optimizer
+    if own and optimizer.remade():
+        derived = dict.fromkeys(("param", "optimizer master"), optimizer.remake)
+    elif "master" in own:  # weights apart from their masters
+        derived = {"param": optimizer.round_masters}
     return [graph.Case(name, load=partial(load, kind), made=made, derived=derived) for kind, name in enumerate(kinds)]
 
 

@@ -139,7 +139,7 @@ class FlatParameters(FlatWeights):
         frozen: names of parameters that are not trained.
 
     Attributes:
-        reads_own: whether the model's own parameters are the weights, whole.
+        reads_own: whether the model's own parameters are the weights, whole. beside: they are, in memory of their own.
         grads: views of `grad`, as `parts` are of `data`.
         grad: [layout.size], float32; the gaps are zero and stay so.
         num_matrix_elements: where the vectors begin.
@@ -151,6 +151,7 @@ class FlatParameters(FlatWeights):
     """
 
     reads_own = True
+    beside = False
     alike: Sequence[tuple[int, int]] = ()
     cell: int = 0
     cells: Tensor | None = None
@@ -173,6 +174,9 @@ class FlatParameters(FlatWeights):
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             part.copy_(parameter.data)
             parameter.data = part
+
+    def reread(self) -> None:
+        """Nothing: the model's parameters are the buffer."""
 
     def inputs(self, model: Decoder) -> graph.Inputs:
         """What a function of the model is bound to: its weights as they are trained, and its other tensors."""
@@ -284,6 +288,7 @@ class ShardedParameters(FlatParameters):
 
     def __init__(self, model: Decoder, mesh: Mesh, frozen: Collection[str] = (), reader: Decoder | None = None) -> None:
         self.axis, self.reads_own = mesh.fsdp, reader is None
+        self.beside = self.reads_own
         super().__init__(model, mesh, frozen)
         if mesh.tp.size > 1:
             self.alike = self._alike()
@@ -298,9 +303,16 @@ class ShardedParameters(FlatParameters):
         return self.layout.flat_views(flat)
 
     def _take_over(self) -> None:
-        for parameter, part in zip(self.parameters, self.parts, strict=True) if self.reads_own else ():
+        if self.beside:
+            self.reread()
+
+    @torch.no_grad()
+    def reread(self) -> None:
+        """Fill the shard from the model's own parameters, which are `beside` it."""
+        for parameter, part in zip(self.parameters, self.parts, strict=True):
             own = parameter.data.flatten()[part.numel() * self.axis.rank :][: part.numel()]
             part[: own.numel()].copy_(own)
+            part[own.numel() :].zero_()
 
     def _alike(self) -> Sequence[tuple[int, int]]:
         found = list[tuple[int, int]]()

@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.config import CompileConfig, LossConfig
 from lockstep.distributed import World
 from lockstep.graph import Captured, GraphError, Inputs, Runtime, check_against_eager, digest
-from lockstep.graph.check import comparison
+from lockstep.graph.check import against_eager, comparison
 from lockstep.graph.passes.collectives import gradient_exchanges, weight_gathers
 from lockstep.graph.torch_private import trace
 from lockstep.trainer import BatchShape, Packing, Trainer
@@ -61,6 +61,42 @@ def wire(captured: Captured, world: World) -> dict[str, list[int]]:
 
 def flattened(value: Any) -> list[Any]:
     return [value] if isinstance(value, Tensor) else list(value)
+
+
+@check
+def an_update_that_is_put_back(world: World) -> Any:
+    """Bytes that its check copies for each weight of a shard, before the first update and after it; of weights that no
+    rank has whole, too. All is left as it was."""
+    found, snapshot, copied = [], against_eager.Snapshot, list[int]()
+
+    class Counted(snapshot):  # type: ignore[valid-type,misc]
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            copied.append(self.nbytes)
+
+    against_eager.Snapshot = Counted  # type: ignore[misc]
+    for dtype, stage in ((torch.bfloat16, 2), (torch.float32, 2), (torch.bfloat16, 3)):
+        if DEVICE.type == "cuda" and dtype == torch.float32:
+            continue
+        runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
+        model = decoder(dtype)
+        trainer = Trainer(model, OPTIMIZER, LossConfig(), world=world, runtime=runtime, zero_stage=stage)
+        for updated in (False, True):
+            if updated:
+                run(trainer, world, 1)
+            before = [tensor.clone() for tensor in _held(trainer)]
+            cases = trainer.trust_cases([BatchShape(64, 32, 4, 64)], FILTERED, check_parity=True)
+            copied.clear()
+            check_against_eager(runtime, [w for w in cases if w[0].name == "optim_step"], "strict")
+            found.append((sum(copied) / trainer.flat.layout.size, all(map(torch.equal, _held(trainer), before))))
+        runtime.close()
+    against_eager.Snapshot = snapshot  # type: ignore[misc]
+    return on_all(world, found)
+
+
+def _held(trainer: Trainer) -> list[Tensor]:
+    state = trainer.optimizer.local_state().values()
+    return [trainer.flat.data, trainer.flat.grad, *state, *(p.data for p in trainer.model.parameters())]
 
 
 @check

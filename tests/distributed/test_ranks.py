@@ -94,6 +94,13 @@ def test_weights_that_lie_whole_are_not_gathered_in_a_micro_batch(found: dict[st
     assert 1.5 * size < received < 2 * size  # each weight, and again all but the head and the last norm
 
 
+def test_an_update_is_put_back_from_the_whole_weights(found: dict[str, Any]) -> None:
+    for rank in found["an_update_that_is_put_back"]:
+        copied = [0, 12, 0, 8, 0, 12] if len(rank) == 6 else [0, 12, 0, 12]  # no float32 on a GPU
+        assert [copies for copies, _ in rank] == pytest.approx(copied, abs=0.4)
+        assert all(same for _, same in rank)
+
+
 def test_a_graph_that_is_wrong_on_one_rank_is_refused_on_all(found: dict[str, Any]) -> None:
     for cases, *messages in found["a_graph_that_is_wrong_on_one_rank"]:
         assert cases == 5

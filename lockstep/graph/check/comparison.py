@@ -33,7 +33,8 @@ class Case:
             that the graph writes, and every `buffer`, is copied and put back whole.
         scratch: views that the run writes and whose values mean nothing: put back, but not compared.
         made: the roles whose tensors `load` makes, whole: what they held is put back once, behind all cases (`held`).
-        derived: those of them that are made from the others behind all cases, and by what; they are not copied.
+        derived: those of them, roles or as "role name", that are made from the rest behind all cases, and by what;
+            they are not copied.
         remake: makes all that the run writes anew from what it does not write, so that nothing is copied.
         eager: called in place of the function's body, whose bits it has, in less memory.
     """
@@ -45,7 +46,7 @@ class Case:
     touches: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     scratch: Sequence[Tensor] = ()
     made: Collection[Role] = ()
-    derived: Mapping[Role, Callable[[], object]] = field(default_factory=dict)
+    derived: Mapping[str, Callable[[], object]] = field(default_factory=dict)
     remake: Callable[[], object] | None = None
     eager: GraphBody | None = None
 
@@ -190,8 +191,14 @@ class Comparison:
 
 def held(work: Iterable[tuple[Program, Sequence[Case]]]) -> list[Tensor]:
     """What the cases' `load` makes anew, is not put back after each and follows from nothing else."""
-    roles = [(f, role) for f, cases in work for role in {r for c in cases for r in c.made if r not in c.derived}]
-    return [tensor for function, role in roles for of, _, tensor in function.inputs.flat() if of == role]
+    found = list[Tensor]()
+    for function, cases in work:
+        made = {role for case in cases for role in case.made}
+        derived = {what for case in cases for what in case.derived}
+        for role, name, tensor in function.inputs.flat():
+            if role in made and not derived & {role, f"{role} {name}"}:
+                found.append(tensor)
+    return found
 
 
 def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:

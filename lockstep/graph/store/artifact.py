@@ -83,10 +83,9 @@ def loads(data: bytes, device: torch.device | None = None) -> Captured:
     """
     sections = unpack(data)
     try:
-        with torch_trace.no_collection():
-            reader = _Reader(sections)
-            captured = reader.captured()
-            return captured if device is None or str(device) == reader.stored_on else reader.moved(device)
+        reader = _Reader(sections)
+        captured = reader.captured()
+        return captured if device is None or str(device) == reader.stored_on else reader.moved(device)
     except Damaged:
         raise
     except Exception as error:

@@ -89,7 +89,7 @@ def trace(
         # One thread, so that the backward pass sees the tags that are set around it.
         with mode, tracing(TracingContext(mode)), traceback.preserve_node_meta(), _one_thread(), _no_addresses():
             try:
-                with no_collection(), _use_lazy_graph_module(True):
+                with _use_lazy_graph_module(True):
                     module = graph_of(fn, fakes)
             except GuardOnDataDependentSymNode as error:
                 raise Untraceable(
@@ -150,7 +150,8 @@ def _where(guard: Any) -> str:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """A graph's thousands of objects stay: looking through them for garbage takes a fifth of the time of a trace."""
+    """A graph's thousands of objects stay: looking through them for garbage takes a fifth of the time of a trace, and
+    half a second in the middle of a pass."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -289,9 +289,10 @@ def machine_check(w: Workload) -> int:
 def state_copies(w: Workload) -> int:
     """What the check of an update copies to put it back: of masters that were made from the weights half of each word,
     `2 n`, all after a supervised start, `4 n`; of float32 weights all, `4 n`. The others are made from the masters
-    again. Gradients are 0 by then, and so are moments but those of a checkpoint, whose graphs have mostly passed
-    before; nothing where the state is on the host. What is more than `MOST_COPIED` is copied to the host."""
-    if w.offloads:
+    again, and of several ranks all from the whole weights before anything was updated. Gradients are 0 by then, and so
+    are moments but those of a checkpoint, whose graphs have mostly passed before; nothing where the state is on the
+    host. What is more than `MOST_COPIED` is copied to the host."""
+    if w.offloads or w.sharded and w.reads_own and not w.config.trainer.warmup_steps:
         return 0
     return masters(w) // (1 if w.config.trainer.warmup_steps else 2) or w.layout.size * w.b
 
