@@ -115,7 +115,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "builder warm_up",
         "program",
         "runtime",
-        "check",
+        "ahead check",
         "report",
         ".",
     ),

@@ -137,7 +137,7 @@ class Algorithms:
         """Make and check all graphs; what was checked."""
         prepare_machine(self.run)
         kernels = self.run.kernel_list("benchmark of algorithms", *self.programs, self.run.shapes)
-        verdicts = make_ready(self.run, self.make_graphs, self.trust_cases, kernels)
+        verdicts = make_ready(self.run, [self.make_graphs], self.trust_cases, kernels)
         return [f"{v.function}: {v.cases} cases, {v.level}" for v in verdicts]
 
     def restore(self) -> None:

@@ -2,6 +2,7 @@
 
 from .. import ops as _ops  # noqa: F401  the operators that stored graphs name
 from ..ops.operator import NAMESPACE as _NAMESPACE
+from .ahead import make_ahead
 from .builder import require_plugins
 from .capture.step import Differentiated, GraphBody, backward, capture, in_module, module_inputs, substituted
 from .check.against_eager import PassedChecks, Verdict, Work, check_against_eager

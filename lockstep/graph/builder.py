@@ -43,6 +43,9 @@ def require_plugins(config: CompileConfig, device: torch.device) -> None:
     pipeline(config)
 
 
+MadeAhead = dict[tuple[str, str, Level], tuple[Captured, bool]]  # by title, inputs and level; and whether it was stored
+
+
 @dataclass
 class Made:
     """Graphs of one function, whatever tensors it is bound to, by `Request.key`.
@@ -84,6 +87,7 @@ class GraphBuilder:
         captures: traces made so far, each for every value of a function's open sizes; or variants of layers.
         loaded: graphs that were not traced, as they were stored.
         nodes: for each trace its title with what each pass did to the number of nodes.
+        alone: where graphs go that this process makes by itself. ahead: those that every process then has (`ahead`).
     """
 
     config: CompileConfig
@@ -95,6 +99,8 @@ class GraphBuilder:
     captures: int = 0
     loaded: int = 0
     nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    alone: MadeAhead | None = None
+    ahead: MadeAhead = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config, (way, run) = self.config, self.config.chosen
@@ -113,13 +119,16 @@ class GraphBuilder:
     def graph(self, request: Request, level: Level, made: Made) -> Captured:
         """A graph at a level: as it was made before, as it was stored, or made."""
         key = request.key
-        if (key, level) not in made.ready:
-            stored = None
-            if request.constants is not None:  # without a store, too, those that no key can have are refused
-                settings = self.settings(request.constants, request.sizes)
-                stored = key_of(request, level, settings, self.passes) if self.store is not None else None
-            made.ready[key, level] = self._once(request, level, stored, made)
-        return made.ready[key, level]
+        if (key, level) in made.ready:
+            return made.ready[key, level]
+        stored = None
+        if request.constants is not None:  # without a store, too, those that no key can have are refused
+            settings = self.settings(request.constants, request.sizes)
+            stored = key_of(request, level, settings, self.passes) if self.store is not None else None
+        found = self._once(request, level, stored, made)
+        if self.alone is None:
+            made.ready[key, level] = found
+        return found
 
     def _once(self, request: Request, level: Level, stored: Key | None, made: Made) -> Captured:
         """Of several processes the first makes it, and the others take what it made, each on its own device: it holds
@@ -127,22 +136,34 @@ class GraphBuilder:
         asked for is not the same in every process."""
 
         def about() -> dict[str, Any]:
-            specs = {str(spec): (spec.shape, spec.stride, spec.dtype) for spec in request.specs}
-            return {"level": level, "writes": sorted(request.writes), "origin": origin()} | specs
+            return {"level": level, "origin": origin(), **request.everywhere}
 
         self.peers.same(f"the graph {request.title}", about)
         if any(self.peers.gather(changed())):  # what one of them would make is not what another one kept
             stored = None
+            self.ahead.clear()
+        place = request.title, repr(request.everywhere), level
+        if self.alone is not None and place in self.alone:
+            return self.alone[place][0]
+        if place in self.ahead:
+            found, kept = self.ahead.pop(place)
+            made.loaded += kept
+            return found
+        before = made.loaded
         with torch_trace.no_collection():
-            return self.peers.made_once(
+            found = self.peers.made_once(
                 lambda: self._load(request, stored, made) or self._make(request, level, stored, made),
                 dumps,
-                lambda data: self._taken(loads(data, request.device)),
+                lambda data: self.received(loads(data, request.device)),
             )
+        if self.alone is not None:
+            self.alone[place], made.loaded = (found, made.loaded > before), before
+        return found
 
-    def _taken(self, found: Captured) -> Captured:
+    def received(self, found: Captured, stored: bool = True) -> Captured:
+        """Take over a graph that was stored, or that another process has made."""
         verify(found)
-        self.loaded += 1
+        self.loaded, self.captures = self.loaded + stored, self.captures + (not stored)
         self.nodes[found.title] = found.log
         return found
 
@@ -153,7 +174,7 @@ class GraphBuilder:
             found = self.store.load(stored, request.title, request.device)
             if found is not None:
                 made.loaded += 1
-                self._taken(found)
+                self.received(found)
         return found
 
     def _make(self, request: Request, level: Level, stored: Key | None, made: Made) -> Captured:

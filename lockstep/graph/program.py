@@ -85,7 +85,7 @@ class Program:
         return dict(outputs)
 
     def graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> GraphLauncher:
-        if not isinstance(user, SideBySide):
+        if not isinstance(user, SideBySide) or self.tools.builder.alone is not None:
             return self._graph(user, statics)
         known = (*statics.items(), user.layout)
         if known not in self._by_layout:
@@ -98,7 +98,10 @@ class Program:
             self.tools.warm_up.graph_made()
             inputs = replace(self.inputs, user=user)
             captured = self._captured(inputs, statics)
-            self.graphs[key] = GraphLauncher(captured, inputs, self.tools.recorder, self.lasting)
+            made = GraphLauncher(captured, inputs, self.tools.recorder, self.lasting)
+            if self.tools.builder.alone is not None:  # all are bound when every process has them
+                return made
+            self.graphs[key] = made
         return self.graphs[key]
 
     def bound_to(self, inputs: Inputs) -> Program:

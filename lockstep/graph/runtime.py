@@ -135,6 +135,7 @@ class Runtime:
         """From here on a new graph counts as a recompile; what only a check needs is let go of."""
         self.warm_up.ended = True
         self.peers = self.builder.peers = ONE  # what is made late is made where it is needed
+        self.builder.ahead.clear()
         for graphs in self._made():
             graphs.forget_stages()
         for program in self.programs:

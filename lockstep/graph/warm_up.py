@@ -56,7 +56,7 @@ class WarmUp:
         kernels, for `preload`; it is all that is made of them unless it `compiles`."""
         from ..ops.precompile import compiling_only
 
-        with self._timings.measured("compile"), compiling_only(compiles) as kernels, self._launching(rehearse):
+        with self._timings.measured("compile"), compiling_only(compiles) as kernels, self.launching(rehearse):
             with self._timings.measured("import_tracer"):  # on every rank at once
                 import_tracer()
             yield kernels
@@ -64,10 +64,11 @@ class WarmUp:
     def making(self) -> AbstractContextManager[None]:
         """Within, programs make their graphs, and launch only those whose first launch leaves something behind. What
         others return is zero."""
-        return self._launching(self._launch if self.records else self._make)
+        return self.launching(self._launch if self.records else self._make)
 
     @contextmanager
-    def _launching(self, launch: Launch) -> Iterator[None]:
+    def launching(self, launch: Launch) -> Iterator[None]:
+        """Within, that is done with graphs that are called."""
         before, self.launch = self.launch, launch
         try:
             yield

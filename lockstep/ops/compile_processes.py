@@ -29,6 +29,7 @@ LIMIT_S = 120.0  # that a kernel may take; then no other is asked for
 MAX_WORKERS = 32  # threads, and processes, that compile side by side
 FEW_CORES = 4  # fewer are busy without more processes
 PIPE = 1 << 19  # bytes, so that no thread waits to ask: each has asked for one kernel at most
+NICE = 5  # traces beside it, for which the others wait, come first
 LOOK_S = 1.0  # between looks whether the parent is there
 
 Kernel = tuple[str, str, str]  # module, name, and Triton's own description of its arguments, constants and options
@@ -110,6 +111,7 @@ def _serve(count: int, *target: Any) -> None:
     """Compile what the lines of standard input name; answer with their numbers."""
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever else prints
+    os.nice(NICE)
     driver.set_active(_Driver(GPUTarget(*target)))
     with suppress(ImportError):  # where it lies elsewhere each computes it
         from triton.runtime.cache import triton_key

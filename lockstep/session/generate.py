@@ -245,7 +245,7 @@ class LLM(Session):
             if kind not in self._warm or (grouped and not self._warm[kind]):
                 make_graphs = partial(engine.warm_up, sequences, tokens, params)
                 about = self.config.generator, self.config.compile, self._room, params.n, kind
-                make_ready(self, make_graphs, engine.trust_cases, self.kernel_list(*about))
+                make_ready(self, [make_graphs], engine.trust_cases, self.kernel_list(*about))
                 self._warm[kind] = grouped
         return engine
 

@@ -233,7 +233,7 @@ def _generated(
     if runtime.compiles:
         about = config.generator, config.compile, sequences, longest, shape, trained, sampling
         with world.deadline("making and checking graphs", timeouts=10):
-            make_ready(session, make_graphs, trust_cases, session.kernel_list(*about))
+            make_ready(session, [make_graphs], trust_cases, session.kernel_list(*about))
     identities = [SampleIdentity(config.seed, CHECK_DOMAIN, 0, g) for g in range(len(prompts))]
     own = Requests(prompts, sampling, identities).share(world)
     with world.watched(GENERATING) as engine.launched:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..cache import user_folder
 from ..errors import LockstepError
-from ..graph import PassedChecks, Verdict, Work, check_against_eager
+from ..graph import PassedChecks, Verdict, Work, check_against_eager, make_ahead
 from ..graph.check.fingerprints import fingerprint
 from ..models import Decoder, ModelConfig
 from ..ops.linear import choice as linear_choice
@@ -66,7 +66,7 @@ def warm_up(run: TrainingSession) -> None:
     cases = partial(run.trainer.trust_cases, run.shapes, run.sampling, **_batches(run))
     run.verdicts = make_ready(
         run,
-        partial(_make_graphs, run),
+        [partial(_make_trainer_graphs, run), partial(_make_generator_graphs, run)],
         lambda: [*cases(), *run.engine.trust_cases()],
         kernels,
         MachineCheck(partial(_rehearse_check, run), partial(_check_machine, run)),
@@ -87,7 +87,7 @@ def prepare_validation(run: TrainingSession) -> None:
 
 def make_ready(
     session: Session,
-    make_graphs: Callable[[], None],
+    parts: Sequence[Callable[[], None]],
     trust_cases: Callable[[], Work],
     kernels: Path | None,
     machine: MachineCheck = NO_CHECK,
@@ -96,21 +96,29 @@ def make_ready(
     """Make graphs and hold them to eager's bits; those made later count as recompiles.
 
     Args:
-        make_graphs: calls each function whose graphs are needed; called again when all are to be made anew.
+        parts: each calls some of the functions whose graphs are needed; called again when all are to be made anew.
+            Several processes make those of different parts side by side.
         trust_cases: launches of them to check, unless `compile.verify` is off.
         kernels: where the kernels they launch are listed (`Session.kernel_list`); None where none are compiled.
         machine: the check of this machine, of what was launched.
         spare: memory for the check of graphs (`check_against_eager`).
     """
     runtime, verify = session.runtime, session.config.compile.verify
+
+    def make_graphs() -> None:
+        for make in parts:
+            make()
+
     runtime.begin_warm_up(session.world)
     if runtime.eager:
         make_graphs()
         machine.check()
         runtime.end_warm_up()
         return []
-    if kernels is not None and kernels != session.preloaded:
-        _precompile(session, kernels, make_graphs, machine.rehearse)
+    if kernels is None:
+        make_ahead(runtime, parts)
+    elif kernels != session.preloaded:
+        _precompile(session, kernels, parts, machine.rehearse)
     with runtime.warm_up.making():
         make_graphs()
     shared = runtime.share()
@@ -127,8 +135,11 @@ def make_ready(
     return verdicts
 
 
-def _make_graphs(run: TrainingSession) -> None:
+def _make_trainer_graphs(run: TrainingSession) -> None:
     run.trainer.warm_up(run.shapes, run.sampling, **_batches(run))
+
+
+def _make_generator_graphs(run: TrainingSession) -> None:
     sequences = run.world.generator.fsdp.most(run.config.trainer.prompts_per_step) * run.sampling.n
     run.engine.warm_up(sequences, run.shapes[0].max_len, run.sampling)
     _make_validation_graphs(run)
@@ -153,7 +164,7 @@ def _batches(run: TrainingSession) -> dict[str, Any]:
 
 
 def _precompile(
-    session: Session, path: Path, make_graphs: Callable[[], None], rehearse_check: Callable[[], None]
+    session: Session, path: Path, parts: Sequence[Callable[[], None]], rehearse_check: Callable[[], None]
 ) -> None:
     """Compile the kernels of all graphs side by side, or load those that an earlier start compiled. Should that fail,
     each is compiled when it is first launched."""
@@ -162,7 +173,8 @@ def _precompile(
         listed = world.from_first(lambda: user_folder.read(path) or ())
         if all(world.gather(runtime.warm_up.preload(listed))):
             return
-        kernels = _compiled(session, partial(_rehearse_hash, session), make_graphs, rehearse_check)
+        ahead = partial(make_ahead, runtime, parts)
+        kernels = _compiled(session, ahead, partial(_rehearse_hash, session), *parts, rehearse_check)
         if world.first:
             user_folder.write(path, kernels, keep=KEPT)
     except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,11 @@ from lockstep.config import (
     TrainerConfig,
 )
 from lockstep.distributed import ONE, World
-from lockstep.graph import Runtime, check_against_eager
+from lockstep.errors import InputError
+from lockstep.graph import Runtime, Store, check_against_eager, digest, make_ahead
 from lockstep.rl.loop import Loop
-from lockstep.session.build import build, resolve
+from lockstep.session import warm_up as session_warm_up
+from lockstep.session.build import build, resolve, resolve_device
 from lockstep.trainer import BatchShape, Trainer, optimizer
 from lockstep.types import RolloutGroup
 
@@ -189,6 +192,37 @@ def of_a_run(folder: Path) -> RunConfig:
         compile=CompileConfig("none"),
         parallel=ParallelConfig(batch_shards=2),
     )
+
+
+@check
+def graphs_made_side_by_side(world: World) -> Any:
+    """By one process, by both at the same time, and as both have stored them; and parts of which one fails."""
+    if DEVICE.type != "cpu":
+        return None  # kernels are compiled there, too
+    found, both = [], (session_warm_up._make_trainer_graphs, session_warm_up._make_generator_graphs)
+    with tempfile.TemporaryDirectory() as here:
+        folder = Path(world.from_first(lambda: here))
+        config = replace(of_a_run(folder), compile=CompileConfig("step", verify="off"))
+        world.gather(None)  # its files are there
+
+        for kept, together in (("alone", True), ("both", False), ("both", False)):
+            session = build(resolve(config, world.size), world)
+            runtime, parts = session.runtime, [partial(make, session) for make in both]
+            runtime.builder.store = Store(folder / kept)
+            if together:
+                parts = [lambda parts=parts: [make() for make in parts]]
+            session_warm_up.make_ready(session, parts, list, None)
+            graphs = {f"{p.name} {key}": digest(g.captured) for p in runtime.programs for key, g in p.graphs.items()}
+            counts = runtime.captures, runtime.loaded, len(runtime.builder.ahead)
+            found.append([graphs, *counts, "trace" in session.timings.seconds])
+            runtime.close()
+        world.gather(None)  # nobody needs the folder
+    try:
+        session.runtime.begin_warm_up(world)
+        make_ahead(session.runtime, [list, partial(resolve_device, "tpu")])
+    except InputError as error:
+        found.append(str(error))
+    return on_all(world, found)
 
 
 def stepped(config: RunConfig, world: World, whole: bool) -> list[Any]:

@@ -94,6 +94,18 @@ def test_weights_that_lie_whole_are_not_gathered_in_a_micro_batch(found: dict[st
     assert 1.5 * size < received < 2 * size  # each weight, and again all but the head and the last norm
 
 
+def test_two_ranks_make_graphs_side_by_side(found: dict[str, Any]) -> None:
+    """Those that one makes, each rank a part of them; and both find what either has stored."""
+    if found["graphs_made_side_by_side"] is None:
+        pytest.skip("of what the host does")
+    first, second = found["graphs_made_side_by_side"]
+    for (one, *alone), (both, *beside), (kept, *stored), message in (first, second):
+        assert both == kept == one and len(one) > 10
+        assert beside == [alone[0] or alone[1], 0, 0, True] and stored == [0, beside[0], 0, False]
+        assert message == "device is 'tpu'; it must be auto, cpu or cuda (on rank 1, " + platform.node() + ")"
+    assert [first[0][-1], second[0][-1]] == [True, False]  # by itself the first makes all
+
+
 def test_an_update_is_put_back_from_the_whole_weights(found: dict[str, Any]) -> None:
     for rank in found["an_update_that_is_put_back"]:
         copied = [0, 12, 0, 8, 0, 12] if len(rank) == 6 else [0, 12, 0, 12]  # no float32 on a GPU

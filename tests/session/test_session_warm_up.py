@@ -124,9 +124,10 @@ def warm_up(run: TrainingSession) -> dict[str, int]:
 
 def precompile(run: TrainingSession) -> None:
     path = kernel_lists.kernel_list(run.shapes, *kernel_lists.of_steps(run.config))
-    session_warm_up._precompile(
-        run, path, partial(session_warm_up._make_graphs, run), partial(session_warm_up._rehearse_check, run)
-    )
+    parts = [
+        partial(make, run) for make in (session_warm_up._make_trainer_graphs, session_warm_up._make_generator_graphs)
+    ]
+    session_warm_up._precompile(run, path, parts, partial(session_warm_up._rehearse_check, run))
 
 
 def test_kernels_are_listed_for_each_layout_of_processes() -> None:
@@ -228,9 +229,9 @@ def test_of_a_hosts_processes_the_first_compiles_and_the_others_load(monkeypatch
 
     warm_up = SimpleNamespace(rehearsal=rehearsal, preload=lambda kernels: done.append([*kernels]) or len(kernels))
     policy = SimpleNamespace(model=SimpleNamespace(embed=torch.zeros(1)))
-    world, runtime = Others(1, 2, local_rank=local_rank), SimpleNamespace(warm_up=warm_up)
+    world, runtime = Others(1, 2, local_rank=local_rank), SimpleNamespace(warm_up=warm_up, eager=True)
     session = SimpleNamespace(runtime=runtime, world=world, policy=policy)
-    session_warm_up._precompile(session, tmp_path / "list", lambda: None, lambda: None)
+    session_warm_up._precompile(session, tmp_path / "list", [list], lambda: None)
     assert done == [[], "met", not local_rank, torch.int64, "met", *[["a kernel"]] * local_rank]
 
 
@@ -293,7 +294,7 @@ def test_what_was_loaded_beside_the_weights_is_not_loaded_again(monkeypatch, tmp
     path = kernel_lists.kernel_list("its list")
     for preloaded, times in ((path, 0), (path.with_name("another.json"), 1), (None, 2)):
         run.preloaded = preloaded
-        session_warm_up.make_ready(run, lambda: None, list, path)
+        session_warm_up.make_ready(run, [lambda: None], list, path)
         assert len(asked) == times
 
 

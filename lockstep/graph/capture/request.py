@@ -39,6 +39,12 @@ class Request:
     def key(self) -> tuple:
         return (*self.statics.items(), self.specs)
 
+    @cached_property
+    def everywhere(self) -> dict[str, Any]:
+        """What of it every process must ask for alike, by name; devices are each one's own."""
+        specs = {str(spec): (spec.shape, spec.stride, spec.dtype) for spec in self.specs}
+        return {"writes": sorted(self.writes)} | specs
+
     @property
     def title(self) -> str:
         return title_of(self.name, self.statics)
