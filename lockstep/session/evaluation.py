@@ -166,6 +166,8 @@ def _measures(
         if estimates := [pass_at_k(len(row), sum(row), k) for row in counts if len(row) >= k]:
             result[f"pass@{k}"] = mean(estimates)
             result[f"pass@{k}/ci95"] = wilson_interval(mean(estimates), len(estimates))
+    if unknown := [k for k in ks if f"pass@{k}" not in result]:
+        result["pass_unknown"] = unknown
     return result | {
         "pass_reward": decides,
         "pass_threshold": threshold,
@@ -212,6 +214,7 @@ def render(result: dict[str, Any]) -> str:
     for name in names:
         low, high = result[f"{name.removesuffix('/mean')}/ci95"]
         lines.append(f"  {name:<{width}} {result[name]:.4f}   95 % interval {low:.4f} to {high:.4f}")
+    lines += [f"  pass@{k}: no problem has {k} scored completions" for k in result.get("pass_unknown", ())]
     lines += [f"  {name:<{width}} {result[name]:.4f}" for name in others]
     lines.append(f"  passes when {result['pass_reward']} is at least {result['pass_threshold']:g}")
     return "\n".join(lines)

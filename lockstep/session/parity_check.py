@@ -220,9 +220,11 @@ def _generated(
     sequences = max(sum(s.n for s in of_one) for of_one in _dealt(sampling, shares.size))
     engine = session.new_engine(session.cache_tokens(sequences, longest))
 
-    def make_graphs() -> None:
+    def of_trainer() -> None:
         for params in trained:
             trainer.warm_up([shape], params, check_parity=True, with_checks=False)
+
+    def of_generator() -> None:
         for params in dict.fromkeys(sampling):
             engine.warm_up(sequences, longest, params)
 
@@ -233,7 +235,7 @@ def _generated(
     if runtime.compiles:
         about = config.generator, config.compile, sequences, longest, shape, trained, sampling
         with world.deadline("making and checking graphs", timeouts=10):
-            make_ready(session, [make_graphs], trust_cases, session.kernel_list(*about))
+            make_ready(session, [of_trainer, of_generator], trust_cases, session.kernel_list(*about))
     identities = [SampleIdentity(config.seed, CHECK_DOMAIN, 0, g) for g in range(len(prompts))]
     own = Requests(prompts, sampling, identities).share(world)
     with world.watched(GENERATING) as engine.launched:

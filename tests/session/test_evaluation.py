@@ -101,7 +101,22 @@ def test_a_sample_whose_environment_failed_is_left_out(config: RunConfig, tmp_pa
     shares = [row["passed"] / row["n"] for row in result["per_problem"]]
     assert sum(shares) and result["pass@1"] == pytest.approx(mean(shares))
     assert result["pass@4/ci95"] == wilson_interval(result["pass@4"], 5)
-    assert result["pass@3/ci95"] == wilson_interval(result["pass@3"], 6)
+    assert result["pass@3/ci95"] == wilson_interval(result["pass@3"], 6) and "pass_unknown" not in result
+
+
+def test_a_k_that_no_problem_has_samples_for_is_told(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(
+        "from lockstep.environments import End, Environment\n\n\nclass Fails(Environment):\n    failed = set()\n\n"
+        "    def start(self, row, seed):\n        self.seed = seed\n        return super().start(row, seed)\n\n"
+        "    def step(self, turn):\n"
+        "        if self.seed not in self.failed:\n"
+        "            self.failed.add(self.seed)\n            raise OSError('no tool')\n"
+        "        return End({'own': 1.0})\n"
+    )
+    task = replace(config.task, environment=f"{tmp_path / 'fails.py'}:Fails", reward=())
+    result = evaluate(replace(config, task=task), n=3, k=(2, 3), pass_reward="own")
+    assert result["pass@2"] == 1.0 and "pass@3" not in result and result["pass_unknown"] == [3]
+    assert "  pass@3: no problem has 3 scored completions" in render(result).splitlines()
 
 
 def test_an_evaluation_counts_what_passed(config: RunConfig) -> None:
