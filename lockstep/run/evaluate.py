@@ -33,8 +33,8 @@ def evaluate(
 
     Returns a dict: `reward/mean` and `pass@K`, each with its 95 % interval under `.../ci95`, the mean of each reward
     function, lengths, and `per_problem` counts. A problem on some of whose completions `pass_reward` is None does not
-    count for pass@k; `pass_unknown` are the k that no problem has as many scored completions for. Under `torchrun` every
-    process calls it, with the same arguments; problems are dealt to groups of `config.parallel.generator_tp` processes,
+    count for pass@k; `pass_unknown` are the k that no problem has as many scored completions for. Under `torchrun` all
+    processes call it, with the same arguments; problems are dealt to groups of `config.parallel.generator_tp` of them,
     and each returns the result of all.
 
     Raises `InputError` for settings that cannot work and for a task without validation problems, and `NonFiniteError`
