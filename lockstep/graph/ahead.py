@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 from torch import Tensor
 
+from ..cache.fingerprint import changed
 from ..distributed import ONE
 from .builder import MadeAhead
 from .launch.launcher import GraphLauncher
@@ -22,38 +24,41 @@ class _NeedsLaunch(Exception):
 def make_ahead(runtime: Runtime, parts: Sequence[Callable[[], None]]) -> None:
     """Have each of the first processes make the graphs that one of `parts` calls, by itself, and give them to all.
 
-    Nothing is launched, and nothing more is shared than graphs: what a part has not made by then, and what one process
-    makes of other code than the others have, is made when all ask for it together.
+    Nothing is launched, and nothing more is shared than graphs: a part talks to no other process by itself. What it has
+    not made by then, and all where one has other code than was imported, is made when all ask for it together.
     """
     if runtime.eager or len(parts) == 1:
         return
     peers, builder = runtime.peers, runtime.builder
-    if peers.size == 1 or builder.backend.shared or builder.config.dump:
+    if peers.size == 1 or builder.backend.shared or builder.config.dump or any(peers.gather(changed())):
         return
     made: MadeAhead = {}
     before = len(builder.store.lookups) if builder.store else 0
 
-    def part() -> None:
+    def part() -> dict[Any, tuple[bytes, bool]]:
         with suppress(_NeedsLaunch):
             for make in parts[peers.rank : peers.rank + 1]:
                 make()
+        return {key: (dumps(graph), stored) for key, (graph, stored) in made.items()}
 
     builder.peers, builder.alone = ONE, made
     try:
         with runtime.warm_up.launching(rehearse if runtime.warm_up.launch is rehearse else _blank):
-            peers.each(part)
+            given = peers.each(part)
     finally:
         builder.peers, builder.alone = peers, None
     builder.ahead = dict(made)
     looked = builder.store.lookups[before:] if builder.store else []
-    given = {key: (dumps(graph), stored) for key, (graph, stored) in made.items()}
-    for rank, (graphs, lookups) in enumerate(peers.gather((given, looked))):
-        if rank == peers.rank:
-            continue
-        for key, (data, stored) in graphs.items():
-            builder.ahead[key] = builder.received(loads(data, runtime.device), stored), stored
-        if builder.store:
-            builder.store.lookups += lookups
+    others = [of_rank for rank, of_rank in enumerate(peers.gather((given, looked))) if rank != peers.rank]
+
+    def take() -> None:
+        for graphs, lookups in others:
+            for key, (data, stored) in graphs.items():
+                builder.ahead[key] = builder.received(loads(data, runtime.device), stored), stored
+            if builder.store:
+                builder.store.lookups += lookups
+
+    peers.each(take)
 
 
 def _blank(graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:

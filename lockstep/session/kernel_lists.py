@@ -47,7 +47,8 @@ def _begun(config: RunConfig, ranks: int) -> tuple[Future[int] | None, Path]:
     with suppress(Exception):
         from ..ops.precompile import hash_compiler, preload_beside
 
-        hash_compiler()
+        with suppress(ImportError):  # where Triton has its hash elsewhere
+            hash_compiler()
         if ranks == 1 and (listed := user_folder.read(path)):
             return preload_beside(listed), path
     return None, path

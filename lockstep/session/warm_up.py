@@ -63,10 +63,13 @@ def warm_up(run: TrainingSession) -> None:
     prepare_machine(run)
     reference = run.trainer.reference
     kernels = run.kernel_list(run.shapes, *of_steps(run.config), reference and reference.model.config)
+    parts: Sequence[Callable[[], None]] = partial(_make_trainer_graphs, run), partial(_make_generator_graphs, run)
+    if not run.trainer.flat.reads_own:  # it gathers a weight between two graphs, which all ranks must do together
+        parts = [partial(_make_all, parts)]
     cases = partial(run.trainer.trust_cases, run.shapes, run.sampling, **_batches(run))
     run.verdicts = make_ready(
         run,
-        [partial(_make_trainer_graphs, run), partial(_make_generator_graphs, run)],
+        parts,
         lambda: [*cases(), *run.engine.trust_cases()],
         kernels,
         MachineCheck(partial(_rehearse_check, run), partial(_check_machine, run)),
@@ -105,10 +108,7 @@ def make_ready(
     """
     runtime, verify = session.runtime, session.config.compile.verify
 
-    def make_graphs() -> None:
-        for make in parts:
-            make()
-
+    make_graphs = partial(_make_all, parts)
     runtime.begin_warm_up(session.world)
     if runtime.eager:
         make_graphs()
@@ -133,6 +133,11 @@ def make_ready(
         verdicts = check_against_eager(runtime, trust_cases(), verify, kept, spare())
     runtime.end_warm_up()
     return verdicts
+
+
+def _make_all(parts: Sequence[Callable[[], None]]) -> None:
+    for make in parts:
+        make()
 
 
 def _make_trainer_graphs(run: TrainingSession) -> None:

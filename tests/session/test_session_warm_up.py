@@ -122,6 +122,17 @@ def warm_up(run: TrainingSession) -> dict[str, int]:
     return {f.name: min(g.launches for g in f.graphs.values()) for f in run.runtime.programs if f.graphs}
 
 
+@pytest.mark.parametrize(("reads_own", "parts"), [(True, 2), (False, 1)])
+def test_ranks_make_graphs_side_by_side_where_nothing_is_gathered_between_them(
+    monkeypatch: pytest.MonkeyPatch, shallow: Path, reads_own: bool, parts: int
+) -> None:
+    run, given = build(config_of(captured=True, model=shallow)), list[int]()
+    run.trainer.flat.reads_own = reads_own
+    monkeypatch.setattr(session_warm_up, "make_ready", lambda _, made, *rest, **more: given.append(len(made)) or [])
+    session_warm_up.warm_up(run)
+    assert given == [parts]
+
+
 def precompile(run: TrainingSession) -> None:
     path = kernel_lists.kernel_list(run.shapes, *kernel_lists.of_steps(run.config))
     parts = [

@@ -69,7 +69,7 @@ def host(w: Workload, checks: bool) -> dict[str, int]:
     graphs are checked the rest of `state_copies`."""
     taken = {STATE_ON_HOST: w.offloads, SAVED_COPY: w.config.checkpoint.interval > 0}
     found = {READING: reading(w)} | {name: 12 * w.layout.size for name, there in taken.items() if there}
-    copied = state_copies(w) - copies_here(w) if checks and w.on_gpu else 0
+    copied = max(0, state_copies(w) - copies_here(w)) if checks and w.on_gpu else 0
     return found | ({COPIED: copied} if copied else {})
 
 
@@ -298,8 +298,8 @@ def state_copies(w: Workload) -> int:
 
 
 def copies_here(w: Workload) -> int:
-    """Of `state_copies` what is on the device."""
-    return min(state_copies(w), MOST_COPIED)
+    """Of `state_copies` what is on the device; as much where a run that goes on may copy what a new one does not."""
+    return 0 if w.offloads else min(state_copies(w) or masters(w), MOST_COPIED)
 
 
 def context(w: Workload) -> int:
