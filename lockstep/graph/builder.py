@@ -24,7 +24,7 @@ from .passes.backend import Backend
 from .store.artifact import dumps, loads
 from .store.baked_constants import Constants, flattened
 from .store.folder import Key, Store
-from .store.key import key_of
+from .store.key import body_name, key_of
 from .torch_private import trace as torch_trace
 
 
@@ -43,7 +43,7 @@ def require_plugins(config: CompileConfig, device: torch.device) -> None:
     pipeline(config)
 
 
-MadeAhead = dict[tuple[str, str, Level], tuple[Captured, bool]]  # by title, inputs and level; and whether it was stored
+MadeAhead = dict[tuple[str, str, Level], tuple[Captured, bool]]  # by title, body with inputs, level; and if stored
 
 
 @dataclass
@@ -142,7 +142,7 @@ class GraphBuilder:
         if any(self.peers.gather(changed())):  # what one of them would make is not what another one kept
             stored = None
             self.ahead.clear()
-        place = request.title, repr(request.everywhere), level
+        place = request.title, f"{body_name(request.body)} {request.everywhere}", level
         if self.alone is not None and place in self.alone:
             return self.alone[place][0]
         if place in self.ahead:

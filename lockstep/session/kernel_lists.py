@@ -47,10 +47,9 @@ def _begun(config: RunConfig, ranks: int) -> tuple[Future[int] | None, Path]:
     with suppress(Exception):
         from ..ops.precompile import hash_compiler, preload_beside
 
-        with suppress(ImportError):  # where Triton has its hash elsewhere
-            hash_compiler()
         if ranks == 1 and (listed := user_folder.read(path)):
             return preload_beside(listed), path
+        hash_compiler()
     return None, path
 
 

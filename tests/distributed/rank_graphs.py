@@ -65,8 +65,8 @@ def flattened(value: Any) -> list[Any]:
 
 @check
 def an_update_that_is_put_back(world: World) -> Any:
-    """Bytes that its check copies for each weight of a shard, before the first update and after it; of weights that no
-    rank has whole, too. All is left as it was."""
+    """Bytes that its check copies for each weight of a shard, before the first update and after it; of micro-batches
+    that gather weights, too. All is left as it was."""
     found, snapshot, copied = [], against_eager.Snapshot, list[int]()
 
     class Counted(snapshot):  # type: ignore[valid-type,misc]

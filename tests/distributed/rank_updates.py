@@ -210,7 +210,7 @@ def graphs_made_side_by_side(world: World) -> Any:
             runtime, parts = session.runtime, [partial(make, session) for make in both]
             runtime.builder.store = Store(folder / kept)
             if together:
-                parts = [lambda parts=parts: [make() for make in parts]]
+                parts = [partial(session_warm_up._make_all, parts)]
             session_warm_up.make_ready(session, parts, list, None)
             graphs = {f"{p.name} {key}": digest(g.captured) for p in runtime.programs for key, g in p.graphs.items()}
             counts = runtime.captures, runtime.loaded, len(runtime.builder.ahead)

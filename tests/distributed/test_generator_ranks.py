@@ -37,6 +37,7 @@ from lockstep.models.init import ARCHITECTURES, architecture, initialize
 from lockstep.rl.loop import Loop
 from lockstep.session.build import build
 from lockstep.session.memory import used
+from lockstep.session.warm_up import warm_up
 from lockstep.types import SampleIdentity, SamplingParams
 
 # Of the cases together: prompts in chunks, samples that are preempted, prefixes found again, new weights, and each kind
@@ -180,6 +181,17 @@ def stepped(folder: Path, turns: int, world: World, reward: str = "low") -> list
     return [*found, world.gather(run.trainer.state()[0]["master"])[0]]
 
 
+def warmed(folder: Path, world: World) -> list[str]:
+    """The functions that have graphs before the first of several updates a batch, between which a head is gathered."""
+    config = of_a_run(folder, 1, "low")
+    config = replace(
+        config, trainer=replace(config.trainer, num_iterations=2), compile=CompileConfig("step", verify="off")
+    )
+    run = build(config, world)
+    warm_up(run)
+    return sorted({program.name for program in run.runtime.programs if program.graphs})
+
+
 def runs(folder: Path) -> dict[str, Any]:
     """Steps of one turn and of two, and of a reward that fails on the rank that scores."""
     world = join(ParallelConfig(generator_tp=2, timeout=PATIENCE), "cpu")
@@ -190,6 +202,7 @@ def runs(folder: Path) -> dict[str, Any]:
         stepped(folder, 2, world, reward="fails")
     except LockstepError as error:
         found["fails"] = str(error)
+    found["graphs"] = warmed(folder, world)
     world.close()
     return found
 
@@ -212,6 +225,8 @@ def test_runs_on_two_ranks_are_those_of_one(tmp_path: Path) -> None:
         assert_same(one, first)
         assert_same([value for value in one if not isinstance(value, tuple)], second)
     assert all("no reward today" in found["fails"] for found in several)
+    made = ["check", "decode", "forward_backward", "gather_weights", "mixed", "optim_step"]
+    assert [found["graphs"] for found in several] == [made, made]
 
 
 def every_case() -> dict[str, Any]:
