@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ class FakeRecorder:
     """
 
     def __init__(self) -> None:
+        self.worked = False
         self._in_pool: list[weakref.ref[Tensor]] = []
+        self._lent: list[Tensor] = []
 
     def record(
         self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = (), lasting: Sequence[int] = ()
@@ -30,7 +32,14 @@ class FakeRecorder:
             outputs[i] = outputs[i].clone()
         return _FakeRecording(self, run, arguments, keep, outputs)
 
+    def lend(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        self._lent += (made := make())
+        return made
+
     def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
+        self.worked = True
+        for tensor in self._lent:
+            tensor.fill_(_garbage(tensor.dtype))
         outputs = [r.clone() for r in run(arguments)]
         self._in_pool += map(weakref.ref, outputs)
         return outputs
@@ -38,6 +47,8 @@ class FakeRecorder:
     def poison(self, keep: Sequence[Tensor] = ()) -> None:
         """What any graph's replay may do to all that lies in the pool."""
         kept = {tensor.data_ptr() for tensor in keep}
+        for tensor in self._lent:
+            tensor.fill_(_garbage(tensor.dtype))
         self._in_pool = [reference for reference in self._in_pool if reference() is not None]
         for reference in self._in_pool:
             output = reference()

@@ -108,6 +108,7 @@ class Check:
     def _load(self, size: int, pages: _Pages, busy: int, truncated: bool, greedy: bool, grouped: bool = False) -> None:
         """Put the first `busy` rows at positions from 0 to the longest, the others at rest."""
         rows, cache = self.rows, self.cache
+        cache.take_back()
         b, device = rows.tensors(size), rows.device
         draw = torch.Generator(device).manual_seed(size)
         for tensor in (cache.k, cache.v):

@@ -68,6 +68,8 @@ class Engine:
         count, pages = rows_of(config, model.spread.least_rows), cache_tokens // config.page_size
         own, cleared = model.config.shared_by(model.spread.axis.size), model.masks is not None
         self.cache = KVCache(own, pages, config.page_size, model.embed.dtype, device, cleared)
+        if (lender := runtime.lender) is not None:
+            self.cache.lies_in(lender.lend, lender)
         width = self.cache.pages_for(MIN_CONTEXT)
         routed = model.config.moe_layers > 0
         rows = RunningBatch(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
@@ -186,6 +188,7 @@ class Engine:
         return bool(self._flight)
 
     def _launch(self) -> list[Sequence]:
+        self.cache.take_back()
         version = self.runner.weights.version
         if any(block.version != version for block in self._flight):
             self.drain()

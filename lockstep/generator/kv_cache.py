@@ -6,7 +6,8 @@ import hashlib
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
@@ -21,6 +22,12 @@ def upload(values: list, device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
 
 
+class Lender(Protocol):
+    """Something in whose memory a cache lies. `worked`: it has used that since this was last set to False."""
+
+    worked: bool
+
+
 class KVCache:
     """Keys and values of `num_pages` pages, and who holds them.
 
@@ -32,6 +39,9 @@ class KVCache:
     Of a model with experts `routes` keeps the word that tells which experts a position's token went to
     (`ops.route_digest`). With `cleared`, values are zero in a page that is handed out: for attention that multiplies
     what a query does not see by zero, which leaves what is not finite in the result.
+
+    Attributes:
+        lender: what uses the memory of keys and values besides, whenever nobody generates (`lies_in`).
     """
 
     def __init__(
@@ -47,6 +57,7 @@ class KVCache:
         shape = (config.num_layers, num_pages + 1, page_size, heads)
         self.k = torch.zeros(*shape, key, dtype=dtype, device=device)
         self.v = torch.zeros(*shape, value, dtype=dtype, device=device)
+        self.lender: Lender | None = None
         routed = config.moe_layers > 0
         self.routes = torch.zeros(num_pages + 1, page_size, dtype=torch.int32, device=device) if routed else None
         self.page_size = page_size
@@ -61,6 +72,13 @@ class KVCache:
         self._parts: dict[bytes, tuple[int, list[int]]] = {}  # pages with room, and the tokens that they begin with
         self._part_of: dict[int, bytes] = {}  # by page, where it is found among those
 
+    def lies_in(self, lend: Callable[[Callable[[], list[torch.Tensor]]], list[torch.Tensor]], lender: Lender) -> None:
+        """Put keys and values, of which nobody has any yet, into memory that `lend` makes them in."""
+        shapes, like = [cache.shape for cache in (self.k, self.v)], self.k.new_empty(0)
+        self.k = self.v = like
+        self.k, self.v = lend(lambda: [like.new_zeros(shape) for shape in shapes])
+        self.lender = lender
+
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"k": self.k, "v": self.v} | ({} if self.routes is None else {"routes": self.routes})
 
@@ -70,16 +88,29 @@ class KVCache:
 
     def lend(self) -> list[torch.Tensor]:
         """The memory of all pages, zero, in contiguous pieces, while nobody holds one: to be left zero before the next
-        request. What was to be found in them is forgotten. Nothing if a page is held."""
-        if self.num_free < self.num_pages:
+        request. What was to be found in them is forgotten. Nothing if a page is held, or they are lent already."""
+        if self.num_free < self.num_pages or self.lender is not None:
             return []
-        self._digests = [None] * self.num_pages
-        for found in (self._by_digest, self._parts, self._part_of):
-            found.clear()
+        self._forget()
         lent = [layer[: self.num_pages] for cache in (self.k, self.v) for layer in cache]
         for memory in lent:
             memory.zero_()
         return lent
+
+    def take_back(self) -> None:
+        """Before pages are written: where others have worked in the memory, all is 0, and nothing is found again."""
+        if self.lender is None or not self.lender.worked:
+            return
+        assert self.num_free == self.num_pages, "graphs of the trainer ran while sequences were being generated"
+        self._forget()
+        for memory in (self.k, self.v):
+            memory.zero_()
+        self.lender.worked = False
+
+    def _forget(self) -> None:
+        self._digests = [None] * self.num_pages
+        for found in (self._by_digest, self._parts, self._part_of):
+            found.clear()
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -30,7 +30,7 @@ def compile_report(runtime: Runtime, verdicts: Sequence[Verdict] = ()) -> dict[s
         "refused": list(dict.fromkeys(reason for lookup in lookups for reason in lookup.reasons)),
         "graphs": sum(len(function.graphs) for function in runtime.programs),
         "recompiles": runtime.recompiles,
-        "pool_gib": runtime.recorder.reserved_bytes() / 2**30 if runtime.recorder else 0.0,
+        "pool_gib": runtime.pool_bytes() / 2**30,
         "functions": functions,
         "passes": {title: list(log) for title, log in runtime.builder.nodes.items()},
     }

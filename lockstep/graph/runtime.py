@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -28,7 +28,8 @@ class Runtime:
     """What both roles compute with: one configuration, one list of passes, one pool of CUDA graphs.
 
     Attributes:
-        recorder: what makes CUDA graphs; by default the device's own.
+        recorder: what makes CUDA graphs; by default the device's own. apart: what makes those of programs with a cache,
+            where that lies in the memory of the others' graphs.
         store, mesh, peers: see `GraphBuilder`.
         timings: where the time spent is added up: what `GraphBuilder` says, `compile` (`WarmUp.rehearsal`), `record`
             (each graph's first launch) and `verify` (the comparison with eager, `check_against_eager`).
@@ -40,6 +41,7 @@ class Runtime:
     config: CompileConfig
     device: torch.device
     recorder: CudaRecorder | None = None
+    apart: CudaRecorder | None = None
     timings: Timings = field(default_factory=Timings)
     store: Store | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
@@ -60,7 +62,9 @@ class Runtime:
         self.warm_up = WarmUp([*known[::-1], "captured", "eager"], first, later, self.timings, records)
         make_layers = load_hook(way.hook) if self.eager else None
         self.layers = make_layers and make_layers(self.builder.backend.compile_module, self._layer_made)
-        self._tools = Toolchain(self.builder, self.warm_up, self.recorder)
+        self._tools = self._with_cache = Toolchain(self.builder, self.warm_up, self.recorder)
+        if self.apart is not None:
+            self._with_cache = replace(self._tools, recorder=self.apart, lent=True)
         self.programs = self._tools.programs
         self.peers.closes(self)
 
@@ -74,7 +78,13 @@ class Runtime:
         constants: Constants | None = None,
     ) -> Program:
         """`body` as a program bound to the static tensors of `inputs`; see `capture.step.capture` and `Program`."""
-        return Program(self._tools, name, body, inputs, writes, dynamic or {}, constants)
+        tools = self._with_cache if inputs.kv else self._tools
+        return Program(tools, name, body, inputs, writes, dynamic or {}, constants)
+
+    @property
+    def lender(self) -> CudaRecorder | None:
+        """In whose memory a cache is to lie, made before any graph is recorded; programs with one are `apart` then."""
+        return self.recorder if self.apart is not None else None
 
     @property
     def compiles(self) -> bool:
@@ -136,6 +146,8 @@ class Runtime:
         self.warm_up.ended = True
         self.peers = self.builder.peers = ONE  # what is made late is made where it is needed
         self.builder.ahead.clear()
+        if self.apart is not None and self.recorder is not None:
+            self.recorder.worked = True  # what checks left in lent memory
         for graphs in self._made():
             graphs.forget_stages()
         for program in self.programs:
@@ -183,8 +195,13 @@ class Runtime:
         """Close every graph, then the pool; `World.close` does so too, before the process group goes."""
         for program in self.programs:
             program.close()
-        if self.recorder is not None:
-            self.recorder.close()
+        for recorder in (self.recorder, self.apart):
+            if recorder is not None:
+                recorder.close()
+
+    def pool_bytes(self) -> int:
+        """Memory of recorded graphs, with what is lent."""
+        return sum(recorder.reserved_bytes() for recorder in (self.recorder, self.apart) if recorder is not None)
 
 
 EAGER = Runtime(CompileConfig("none"), torch.device("cpu"))  # calls every program as it is, on any device

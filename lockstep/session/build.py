@@ -27,7 +27,7 @@ from ..distributed.mesh import ALONE, Axis, Mesh
 from ..environments import PromptLimit, make_environment, make_task
 from ..errors import InputError, refuse
 from ..generator import Engine, SharedWeights, plan_cache_tokens
-from ..graph import Runtime, Store, Verdict, compile_report, require_plugins
+from ..graph import CudaRecorder, Runtime, Store, Verdict, compile_report, require_plugins
 from ..machine import bound_threads
 from ..models import (
     Decoder,
@@ -85,9 +85,10 @@ class Session:
         self.preloaded: Path | None = None
         self.renew()
 
-    def renew(self) -> None:
-        """A new runtime, without the graphs of the last one."""
-        self.runtime = make_runtime(self.config.compile, self.policy.model.embed.device, self.timings, self.world)
+    def renew(self, lends: bool = False) -> None:
+        """A new runtime, without the graphs of the last one. `lends`: the cache lies in the memory of the trainer's."""
+        device = self.policy.model.embed.device
+        self.runtime = make_runtime(self.config.compile, device, self.timings, self.world, lends)
 
     def cache_tokens(self, sequences: int, tokens: int) -> int:
         """The capacity of a KV cache that is planned for so many sequences of so many tokens (`plan_cache_tokens`), the
@@ -155,9 +156,9 @@ class TrainingSession(Session):
             longest = max(world.share(lambda: self.policy.longest_prompt(self.task, self.environment, groups)))
         w = asked(longest_prompt=longest, prompt_limit=self.prompt_limit.tokens)
         self.plan = world.each(lambda: _planned(w, memory, device))
-        if (config := adapted(w, self.plan)) is not self.config:
+        if (config := adapted(w, self.plan)) is not self.config or self.plan.lent:
             self.config = config
-            self.renew()
+            self.renew(self.plan.lent)
         if algorithm_of(config.loss).has_critic:
             model.add_value_head()
             if (source := self.policy.source) is not None:
@@ -350,9 +351,12 @@ def settled(config: RunConfig, ranks: int, device: torch.device, steps: bool = T
     return config
 
 
-def make_runtime(config: CompileConfig, device: torch.device, timings: Timings, world: World) -> Runtime:
-    """What both roles run their functions with; `config` is resolved."""
-    return Runtime(config, device, timings=timings, store=Store(), mesh=world.sizes, peers=world)
+def make_runtime(
+    config: CompileConfig, device: torch.device, timings: Timings, world: World, lends: bool = False
+) -> Runtime:
+    """What both roles run their functions with; `config` is resolved. `lends` as in `Session.renew`."""
+    apart = CudaRecorder(device) if lends else None
+    return Runtime(config, device, apart=apart, timings=timings, store=Store(), mesh=world.sizes, peers=world)
 
 
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:

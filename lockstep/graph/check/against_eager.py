@@ -184,11 +184,13 @@ class _State:
 
 
 def _all_state(functions: Iterable[Program]) -> dict[str, Tensor]:
-    """A hash of every static input, once for each memory."""
+    """A hash of every static input, once for each memory; but of a cache in lent memory, which graphs overwrite."""
     seen: set[tuple[int, int]] = set()
     hashes: dict[str, Tensor] = {}
     for i, function in enumerate(functions):
         for role, name, tensor in function.inputs.flat():
+            if role == "kv" and function.tools.lent:
+                continue
             place = tensor.data_ptr(), tensor.numel() * tensor.element_size()
             if place not in seen:
                 seen.add(place)

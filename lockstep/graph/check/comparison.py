@@ -66,7 +66,7 @@ class Comparison:
     """One case of one function, run in every way from the same state."""
 
     def __init__(self, runtime: Runtime, function: Program, case: Case) -> None:
-        self._recorder = runtime.recorder
+        self._recorder = function.tools.recorder
         self._function, self._case = function, case
         self._graph = function.graph(case.user, case.statics)
         self._captured = self._graph.captured

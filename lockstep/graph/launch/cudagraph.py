@@ -32,11 +32,16 @@ class Recording(Protocol):
 
 
 class CudaRecorder:
-    """Makes recordings that share one pool. Record the largest first: its temporaries' memory serves the others."""
+    """Makes recordings that share one pool. Record the largest first: its temporaries' memory serves the others.
+
+    Attributes:
+        worked: something ran in the pool since this was last set to False; what it has lent holds nothing then.
+    """
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise GraphError(f"CUDA graphs need a GPU; the tensors are on {device}")
+        self.worked = False
         self._device = device
         self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
         self._stream = torch.cuda.Stream(device)
@@ -69,12 +74,17 @@ class CudaRecorder:
     def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
         """Run once with the pool's memory, without recording, in order with what comes before and after; what it
         returns lies in the pool."""
+        self.worked = True
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._open_pool()):
             results = run(arguments)
         current.wait_stream(self._stream)
         return results
+
+    def lend(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Tensors in memory that the pool goes on using: whatever runs in it overwrites them. Before any recording."""
+        return [self.borrow(tensor) for tensor in self.run(lambda _: make(), [])]
 
     def _open_pool(self) -> torch.cuda.MemPool:
         if self._pool is None:

@@ -76,6 +76,7 @@ class GraphLauncher:
         if self._recorder is None:
             self._check_user(user)
             return self._named(self._run_with(user, times))
+        self._recorder.worked = True
         if self._latest is not None and (held := self._latest()) is not None:
             held.save(self.captured.outputs[i] for i in self._lasting)
         self._bring(user)

@@ -38,7 +38,8 @@ class MemoryPlan:
         cache_tokens: the capacity of the KV cache. again: layers whose forward pass the backward pass computes again.
         zero_stage: what several processes shard (`Workload.zero_stage`); 0 of one. together: how many generate
             together.
-        fits: they have room, with a cache of one sequence at the least.
+        fits: they have room, with a cache of one sequence at the least. lent: of each step's two halves one has the
+            cache's memory, and then the other activations in it; the terms name of these what has no room in it.
     """
 
     memory: int
@@ -49,6 +50,7 @@ class MemoryPlan:
     zero_stage: int = 0
     together: int = 1
     host: Mapping[str, int] = field(default_factory=dict)
+    lent: bool = False
 
     @property
     def total(self) -> int:
@@ -58,6 +60,7 @@ class MemoryPlan:
         shown = {name: round(size / GIB, 3) for name, size in self.terms.items() if size}
         about = {"cache_tokens": self.cache_tokens, "layers_computed_again": self.again, "fits": self.fits}
         about |= {"zero_stage": self.zero_stage, "generator_tp": self.together} if self.zero_stage else {}
+        about |= {"lent": True} if self.lent else {}
         return {"memory_gib": round(self.memory / GIB, 3), "planned_gib": round(self.total / GIB, 3), **about} | {
             "terms_gib": shown,
             "host_gib": {name: round(size / GIB, 3) for name, size in self.host.items()},
@@ -70,7 +73,8 @@ class MemoryPlan:
         again = f", {self.again} layers computed again" if self.again else ""
         stage = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
         shared = f", {self.together} generate together" if self.together > 1 else ""
-        about = f"KV cache of {self.cache_tokens:,} tokens{again}{stage}{shared}"
+        lent = ", in whose memory the trainer computes in between" if self.lent else ""
+        about = f"KV cache of {self.cache_tokens:,} tokens{lent}{again}{stage}{shared}"
         lines.append(f"  {'together':<22} {self.total / GIB:>8.2f} of {self.memory / GIB:.2f} GiB; {about}")
         return "\n".join(lines + [f"  on the host: {name} {size / GIB:.2f} GiB" for name, size in self.host.items()])
 
@@ -78,6 +82,14 @@ class MemoryPlan:
 def plan(w: Workload, memory: int) -> MemoryPlan:
     """The plan of a workload on a device with so many bytes: the fewest layers computed again that leave room for the
     cache that the workload wants, or for half of what is left beside the smallest micro-batch's."""
+    found = _apart(w, memory)
+    if found.again > 0 and _may_lend(w) and (lent := _lent(w, memory)).fits and lent.again < found.again:
+        return lent
+    return found
+
+
+def _apart(w: Workload, memory: int) -> MemoryPlan:
+    """With a cache in memory of its own."""
     least, most = _again(w)
     cheapest = _with(w, memory, most, 0)
     room, wanted = _cache_room(w, cheapest), _wanted(w)
@@ -90,6 +102,28 @@ def plan(w: Workload, memory: int) -> MemoryPlan:
     tokens = wanted if w.config.generator.kv_cache_tokens else min(wanted, rounded(room))
     done = _with(w, memory, again, max(tokens, 0))
     return replace(done, fits=done.total <= memory and tokens >= least_cache)
+
+
+def _lent(w: Workload, memory: int) -> MemoryPlan:
+    """With a cache in memory that the trainer's graphs have in turn: the fewest layers computed again with which these
+    fit beside all else, and as much of the cache as has room."""
+    least, most = _again(w)
+    for again in range(least, most + 1):
+        found = _with(w, memory, again, 0, lent=True)
+        if found.total <= memory:
+            break
+    in_turn = sum(found.terms[name] for name in (KEPT, WORKING, TRANSIT))
+    room = (int((memory - found.total) / (1 + terms.ALLOCATOR)) + in_turn) // terms.cache(w, 0) - 1
+    wanted, page = _wanted(w), w.config.generator.page_size
+    tokens = wanted if w.config.generator.kv_cache_tokens else min(wanted, rounded(max(0, room) * page))
+    done = _with(w, memory, again, tokens, lent=True)
+    least_cache = per_sequence(w.config.generator, w.sequence_tokens) - page
+    return replace(done, fits=done.total <= memory and tokens >= least_cache)
+
+
+def _may_lend(w: Workload) -> bool:
+    """Whether steps of both roles are recorded whole, so that each has all its memory from its pool."""
+    return w.on_gpu and _graphs(w) and w.config.compile.cudagraph_mode == "full"
 
 
 def _again(w: Workload) -> tuple[int, int]:
@@ -115,14 +149,18 @@ def traces(c: CompileConfig) -> bool:
     return way.graphs and not way.by_sizes
 
 
-def _with(w: Workload, memory: int, again: int, tokens: int) -> MemoryPlan:
-    """The terms with so many layers computed again and a cache of so many tokens."""
-    found = {name: term(w) for name, term in STAYS.items()} | {CACHE: terms.cache(w, tokens) if tokens else 0}
-    found |= _pool(w, again)
+def _with(w: Workload, memory: int, again: int, tokens: int, lent: bool = False) -> MemoryPlan:
+    """The terms with so many layers computed again and a cache of so many tokens, which is perhaps `lent`."""
+    cache = terms.cache(w, tokens) if tokens else 0
+    found = {name: term(w) for name, term in STAYS.items()} | {CACHE: cache} | _pool(w, again)
+    if lent:
+        found[GENERATION] = terms.prefill(w)  # a pool by itself
+        for name in (KEPT, WORKING, TRANSIT):  # in the cache's place
+            found[name], cache = max(0, found[name] - cache), max(0, cache - found[name])
     taken = sum(size for name, size in found.items() if name != "CUDA and NCCL")
     found[ALLOCATOR] = int(taken * terms.ALLOCATOR) if w.on_gpu else 0
     stage, together = w.zero_stage * w.sharded, w.config.parallel.generator_tp
-    return MemoryPlan(memory, found, tokens, again, False, stage, together, terms.host(w, _checks(w)))
+    return MemoryPlan(memory, found, tokens, again, False, stage, together, terms.host(w, _checks(w)), lent)
 
 
 def _pool(w: Workload, again: int) -> dict[str, int]:

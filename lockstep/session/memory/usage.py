@@ -107,7 +107,8 @@ def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
-        sizes["graphs' pool"] = 0 if runtime.recorder is None else runtime.recorder.reserved_bytes()
+        lent = 0 if cache.lender is None else cache.k.nbytes + cache.v.nbytes
+        sizes["graphs' pool"] = runtime.pool_bytes() - lent
         sizes["CUDA and NCCL"] = total - free - reserved
         sizes["together, now"] = total - free
         sizes["together, at most"] = total - free - reserved + torch.cuda.max_memory_reserved(device)

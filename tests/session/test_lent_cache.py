@@ -1,0 +1,101 @@
+"""A cache in the memory of the trainer's graphs: whatever they leave there, no bit of a run is another one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_recorder import FakeRecorder
+
+from lockstep.config import CompileConfig, LossConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
+from lockstep.generator.kv_cache import KVCache
+from lockstep.graph import Runtime
+from lockstep.rl.loop import Loop
+from lockstep.session import build as session_build
+from lockstep.session import warm_up as session_warm_up
+from lockstep.session.build import TrainingSession, build
+from lockstep.types import SampleIdentity, SamplingParams
+
+
+def config_of(model: Path, verify: str) -> RunConfig:
+    """Two prompts a step, in several updates, against a reference, whose groups a cache too small has not all at once."""
+    return RunConfig(
+        model=str(model),
+        device="cpu",
+        task=TaskConfig(easy=True, validation_prompts=2),
+        sampling=SamplingConfig(num_generations=4, max_completion_length=12, ignore_eos=True),
+        trainer=TrainerConfig(prompts_per_step=2, num_iterations=2, skip_zero_variance=False),
+        loss=LossConfig(beta=0.1),
+        compile=CompileConfig("step", verify=verify),  # type: ignore[arg-type]
+    )
+
+
+def made(monkeypatch: pytest.MonkeyPatch, config: RunConfig, lent: bool) -> TrainingSession:
+    def runtime(compile_config: CompileConfig, device: torch.device, *_: Any) -> Runtime:
+        recorded = replace(compile_config, cudagraph_mode="full")
+        return Runtime(recorded, device, FakeRecorder(), FakeRecorder() if lent else None)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_build, "make_runtime", runtime)
+        run = build(config)
+    session_warm_up.warm_up(run)
+    return run
+
+
+def stepped(run: TrainingSession) -> list[Any]:
+    loop, found = Loop(run.config, run), list[Any]()
+    for step in range(2):
+        found.append(loop.validate())
+        metrics, groups = loop.step(step)
+        found += [[r.token_ids for r in g.rollouts] for g in groups]
+        found += [
+            metrics[name] for name in ("loss", "grad_norm", "kl", "parity/tokens_different", "parity/tokens_checked")
+        ]
+    return [*found, *(p.detach().clone() for p in run.policy.model.parameters())]
+
+
+@pytest.mark.parametrize("verify", ["strict", "off"])
+def test_a_run_has_the_bits_of_one_whose_cache_lies_apart(
+    monkeypatch: pytest.MonkeyPatch, shallow: Path, verify: str
+) -> None:
+    config = config_of(shallow, verify)
+    runs = [made(monkeypatch, config, lent) for lent in (False, True)]
+    assert [run.engine.cache.lender is not None for run in runs] == [False, True]
+    one, other = map(stepped, runs)
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    cache = runs[1].engine.cache
+    assert cache.lender.worked and cache.k.isnan().any()  # the trainer has had it last
+    cache.take_back()
+    assert not cache.k.any() and not cache.v.any() and not cache.lender.worked
+
+
+@pytest.mark.parametrize("taken_back", [True, False])
+def test_nothing_is_found_again_that_the_trainer_has_overwritten(
+    monkeypatch: pytest.MonkeyPatch, shallow: Path, taken_back: bool
+) -> None:
+    """Of the same weights a prompt's pages would be; where they are, another token follows."""
+    run = made(monkeypatch, config_of(shallow, "off"), lent=True)
+    prompt, sampling = [*range(1, 40)], SamplingParams(temperature=0.0, max_completion_length=4, ignore_eos=True)
+    asked = [prompt], [sampling], [SampleIdentity(0, 0, 0, 0)]
+    first = run.engine.generate(*asked)[0][0]
+    if not taken_back:
+        monkeypatch.setattr(KVCache, "take_back", lambda _: None)
+    run.runtime.recorder.run(lambda _: [torch.zeros(1)], [])
+    again = run.engine.generate(*asked)[0][0]
+    assert (again.logprobs == first.logprobs) == taken_back
+
+
+def test_the_trainer_does_not_run_while_pages_are_held(monkeypatch: pytest.MonkeyPatch, shallow: Path) -> None:
+    run = made(monkeypatch, config_of(shallow, "off"), lent=True)
+    cache = run.engine.cache
+    pages = cache.allocate(1)
+    cache.lender.worked = True
+    with pytest.raises(AssertionError, match="while sequences were being generated"):
+        cache.take_back()
+    cache.release(pages)
+    cache.take_back()
