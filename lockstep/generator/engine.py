@@ -188,7 +188,8 @@ class Engine:
         return bool(self._flight)
 
     def _launch(self) -> list[Sequence]:
-        self.cache.take_back()
+        if self.cache.lender is not None:
+            self.cache.take_back()
         version = self.runner.weights.version
         if any(block.version != version for block in self._flight):
             self.drain()

@@ -21,7 +21,7 @@ from lockstep.types import SampleIdentity, SamplingParams
 
 
 def config_of(model: Path, verify: str) -> RunConfig:
-    """Two prompts a step, in several updates, against a reference, whose groups a cache too small has not all at once."""
+    """Two prompts a step, in several updates, against a reference."""
     return RunConfig(
         model=str(model),
         device="cpu",
@@ -87,7 +87,7 @@ def test_nothing_is_found_again_that_the_trainer_has_overwritten(
         monkeypatch.setattr(KVCache, "take_back", lambda _: None)
     run.runtime.recorder.run(lambda _: [torch.zeros(1)], [])
     again = run.engine.generate(*asked)[0][0]
-    assert (again.logprobs == first.logprobs) == taken_back
+    assert (again.model_logprobs == first.model_logprobs) == taken_back
 
 
 def test_the_trainer_does_not_run_while_pages_are_held(monkeypatch: pytest.MonkeyPatch, shallow: Path) -> None:

@@ -259,6 +259,19 @@ def test_the_default_settings_fit_eight_gpus() -> None:
     assert adapted(large, found).compile.recompute == tuple(f"layers.{i}" for i in range(found.again))
 
 
+def test_the_trainer_has_the_caches_memory_where_layers_would_be_computed_again() -> None:
+    w = workload("qwen3-14b", 8)
+    apart = plan(w.having("compile", cudagraph_mode="piecewise"), H200)
+    found = plan(w, H200)
+    assert found.fits and found.lent and not apart.lent and found.again < apart.again
+    assert found.total <= H200 and found.cache_tokens >= apart.cache_tokens
+    in_turn = terms.kept(w, found.again) + terms.working(w, found.again) + terms.transit(w)
+    beside = sum(found.terms[name] for name in (KEPT, "head and backward", "in transit"))
+    assert beside == in_turn - found.terms[CACHE] and found.terms["generation"] == terms.prefill(w)
+    assert "in whose memory the trainer computes in between" in found.table() and found.to_dict()["lent"]
+    assert not plan(workload("qwen3-8b", 8), H200).lent  # there is room for both
+
+
 def test_a_graph_that_gathers_weights_takes_more_than_one_that_reads_them_whole() -> None:
     w = workload("qwen3-8b", 8)
     gathers = replace(w, config=replace(w.config, parallel=replace(w.config.parallel, zero_stage=3)))
