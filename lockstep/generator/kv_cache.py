@@ -76,6 +76,8 @@ class KVCache:
         """Put keys and values, of which nobody has any yet, into memory that `lend` makes them in."""
         shapes, like = [cache.shape for cache in (self.k, self.v)], self.k.new_empty(0)
         self.k = self.v = like
+        if like.is_cuda:
+            torch.cuda.empty_cache()  # else it has no room twice
         self.k, self.v = lend(lambda: [like.new_zeros(shape) for shape in shapes])
         self.lender = lender
 
