@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class Check:
             statics = made.captured.statics
             for name, busy in {f"{size} rows": pages.rows, f"one of {size} rows": 1}.items():
                 load = partial(self._load, size, pages, busy, **statics)  # type: ignore[arg-type]
-                cases.append(graph.Case(name, {}, statics, load, pages.touched(self.cache), self._null_page()))
+                cases.append(graph.Case(name, {}, statics, load, **self._about(pages)))
         return cases
 
     def mixed_cases(self, batch: Tensor, sizes: MixedSizes) -> list[graph.Case]:
@@ -73,11 +74,10 @@ class Check:
         cache = self.cache
         pages = _Pages.of(cache, sizes.rows, self.rows.width, sizes.tokens)
         room = min(sizes.tokens, pages.prompt * cache.page_size)
-        about = {"touches": pages.touched(cache), "scratch": self._null_page()}
         counts = dict.fromkeys((room, min(room, 1), 0))
         names = {n: f"{n} of {sizes.tokens} prompt tokens" for n in counts}
         return [
-            graph.Case(names[n], load=partial(self._load_mixed, batch, sizes, pages, n), **about)  # type: ignore[arg-type]
+            graph.Case(names[n], load=partial(self._load_mixed, batch, sizes, pages, n), **self._about(pages))
             for n in counts
         ]
 
@@ -98,6 +98,13 @@ class Check:
                 b["shared_len"].zero_()
         batch.copy_(lay_out(chunks, sizes, rows.null_row, pinned=False))
 
+    def _about(self, pages: _Pages) -> dict[str, Any]:
+        """What a case says of the cache. Of one in lent memory, which holds nothing yet, nothing is put back."""
+        about = {"touches": pages.touched(self.cache), "scratch": self._null_page()}
+        if self.cache.lender is None:
+            return about
+        return about | {"made": ("kv",), "derived": dict.fromkeys(("kv k", "kv v"), self.cache.clear)}
+
     def _null_page(self) -> list[Tensor]:
         """Rows and tokens at rest all write to its first slot, in any order."""
         cache = self.cache
@@ -113,6 +120,8 @@ class Check:
         draw = torch.Generator(device).manual_seed(size)
         for tensor in (cache.k, cache.v):
             tensor[:, : pages.used].normal_(generator=draw)
+        if cache.routes is not None:
+            cache.routes[: pages.used].zero_()
         row = torch.arange(size, device=device)
         active = row < busy
         longest = max(0, (pages.shared + 1) * cache.page_size - 2)

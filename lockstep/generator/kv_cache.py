@@ -93,26 +93,26 @@ class KVCache:
         request. What was to be found in them is forgotten. Nothing if a page is held, or they are lent already."""
         if self.num_free < self.num_pages or self.lender is not None:
             return []
-        self._forget()
-        lent = [layer[: self.num_pages] for cache in (self.k, self.v) for layer in cache]
-        for memory in lent:
-            memory.zero_()
-        return lent
+        self.clear()
+        return [layer[: self.num_pages] for cache in (self.k, self.v) for layer in cache]
 
     def take_back(self) -> None:
         """Before pages are written: where others have worked in the memory, all is 0, and nothing is found again."""
         if self.lender is None or not self.lender.worked:
             return
         assert self.num_free == self.num_pages, "graphs of the trainer ran while sequences were being generated"
-        self._forget()
+        self.clear()
         for memory in (self.k, self.v):
-            memory.zero_()
+            memory[:, self.null_page].zero_()
         self.lender.worked = False
 
-    def _forget(self) -> None:
+    def clear(self) -> None:
+        """All pages, of which nobody holds one, are 0, and what was to be found in them is forgotten."""
         self._digests = [None] * self.num_pages
         for found in (self._by_digest, self._parts, self._part_of):
             found.clear()
+        for memory in (self.k, self.v):
+            memory[:, : self.num_pages].zero_()
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -13,6 +13,8 @@ from fake_recorder import FakeRecorder
 from lockstep.config import CompileConfig, LossConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.generator.kv_cache import KVCache
 from lockstep.graph import Runtime
+from lockstep.graph.check import against_eager, comparison
+from lockstep.graph.check.snapshot import Snapshot
 from lockstep.rl.loop import Loop
 from lockstep.session import build as session_build
 from lockstep.session import warm_up as session_warm_up
@@ -72,6 +74,27 @@ def test_a_run_has_the_bits_of_one_whose_cache_lies_apart(
     assert cache.lender.worked and cache.k.isnan().any()  # the trainer has had it last
     cache.take_back()
     assert not cache.k.any() and not cache.v.any() and not cache.lender.worked
+
+
+def test_the_check_copies_nothing_of_what_others_left_in_it(monkeypatch: pytest.MonkeyPatch, shallow: Path) -> None:
+    """But the page that rows at rest write to."""
+    taken = list[Snapshot]()
+
+    class Noted(Snapshot):
+        def __init__(self, *about: Any) -> None:
+            super().__init__(*about)
+            taken.append(self)
+
+    for module in (comparison, against_eager):
+        monkeypatch.setattr(module, "Snapshot", Noted)
+    cache = made(monkeypatch, config_of(shallow, "strict"), lent=True).engine.cache
+    ends = [(memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in (cache.k, cache.v)]
+    copied = [
+        sum(part.nbytes for part, _ in one._kept if any(begin <= part.data_ptr() < end for begin, end in ends))
+        for one in taken
+    ]
+    null_page = (cache.k.nbytes + cache.v.nbytes) // (cache.num_pages + 1)
+    assert 0 < max(copied) <= null_page
 
 
 @pytest.mark.parametrize("taken_back", [True, False])
