@@ -49,7 +49,7 @@ DIGITS = (
 PARTS = (
     # The first run finds no kernel compiled: a cold start. The second, and all that follows, finds most of them.
     Part("seed_workload", _case("seed_workload", "--steps", "20", "--runs", "2", "--peer", "trl-vllm"), 260, 420),
-    Part("tests-roles", _tests("precompile", "families", "routing", "moe", "trust", "timings"), 160, 400),
+    Part("tests-roles", _tests("precompile", "families", "routing", "moe", "trust", "lent_cache", "timings"), 190, 400),
     Part("tests-compile", _tests("compile"), 90, 260),
     Part("capture", _case("capture"), 90, 180),
     Part("compile_ways", _case("compile_ways"), 120, 300),
