@@ -199,7 +199,7 @@ def joined(model: Decoder, tokens: int = 4736) -> None:
 def generate(model: Decoder) -> None:
     """Decode and mixed steps of every kind."""
     config = model.config
-    cache = KVCache(config, PAGES, PAGE_SIZE, model.embed.dtype, model.embed.device)
+    cache = KVCache(config, PAGES, PAGE_SIZE, model.embed)
     for count in ROWS:
         for length in LENGTHS:
             pages = length // PAGE_SIZE

@@ -19,9 +19,9 @@ class FakeRecorder:
     """
 
     def __init__(self) -> None:
-        self.worked = False
+        self.worked, self.allotted = False, set[int]()
         self._in_pool: list[weakref.ref[Tensor]] = []
-        self._lent: list[Tensor] = []
+        self._allotted: list[Tensor] = []
 
     def record(
         self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = (), lasting: Sequence[int] = ()
@@ -32,13 +32,14 @@ class FakeRecorder:
             outputs[i] = outputs[i].clone()
         return _FakeRecording(self, run, arguments, keep, outputs)
 
-    def lend(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
-        self._lent += (made := make())
+    def allot(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        self._allotted += (made := make())
+        self.allotted.update(tensor.data_ptr() for tensor in made if tensor.numel())
         return made
 
     def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
         self.worked = True
-        for tensor in self._lent:
+        for tensor in self._allotted:
             tensor.fill_(_garbage(tensor.dtype))
         outputs = [r.clone() for r in run(arguments)]
         self._in_pool += map(weakref.ref, outputs)
@@ -47,7 +48,7 @@ class FakeRecorder:
     def poison(self, keep: Sequence[Tensor] = ()) -> None:
         """What any graph's replay may do to all that lies in the pool."""
         kept = {tensor.data_ptr() for tensor in keep}
-        for tensor in self._lent:
+        for tensor in self._allotted:
             tensor.fill_(_garbage(tensor.dtype))
         self._in_pool = [reference for reference in self._in_pool if reference() is not None]
         for reference in self._in_pool:

@@ -99,9 +99,9 @@ class Check:
         batch.copy_(lay_out(chunks, sizes, rows.null_row, pinned=False))
 
     def _about(self, pages: _Pages) -> dict[str, Any]:
-        """What a case says of the cache. Of one in lent memory, which holds nothing yet, nothing is put back."""
+        """What a case says of the cache. Of lent memory, which holds nothing yet, nothing is put back."""
         about = {"touches": pages.touched(self.cache), "scratch": self._null_page()}
-        if self.cache.lender is None:
+        if self.cache.borrower is None:
             return about
         return about | {"made": ("kv",), "derived": dict.fromkeys(("kv k", "kv v"), self.cache.clear)}
 
@@ -110,7 +110,7 @@ class Check:
         cache = self.cache
         null = slice(cache.null_page, cache.null_page + 1)
         routes = [] if cache.routes is None else [cache.routes[null]]
-        return [cache.k[:, null], cache.v[:, null], *routes]
+        return routes if cache.borrower is not None else [cache.k[:, null], cache.v[:, null], *routes]
 
     def _load(self, size: int, pages: _Pages, busy: int, truncated: bool, greedy: bool, grouped: bool = False) -> None:
         """Put the first `busy` rows at positions from 0 to the longest, the others at rest."""
@@ -120,6 +120,7 @@ class Check:
         draw = torch.Generator(device).manual_seed(size)
         for tensor in (cache.k, cache.v):
             tensor[:, : pages.used].normal_(generator=draw)
+            tensor[:, cache.null_page].zero_()
         if cache.routes is not None:
             cache.routes[: pages.used].zero_()
         row = torch.arange(size, device=device)

@@ -67,9 +67,7 @@ class Engine:
         device = model.embed.device
         count, pages = rows_of(config, model.spread.least_rows), cache_tokens // config.page_size
         own, cleared = model.config.shared_by(model.spread.axis.size), model.masks is not None
-        self.cache = KVCache(own, pages, config.page_size, model.embed.dtype, device, cleared)
-        if (lender := runtime.lender) is not None:
-            self.cache.lies_in(lender.lend, lender)
+        self.cache = KVCache(own, pages, config.page_size, model.embed, cleared, runtime.borrower)
         width = self.cache.pages_for(MIN_CONTEXT)
         routed = model.config.moe_layers > 0
         rows = RunningBatch(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
@@ -188,7 +186,7 @@ class Engine:
         return bool(self._flight)
 
     def _launch(self) -> list[Sequence]:
-        if self.cache.lender is not None:
+        if self.cache.borrower is not None:
             self.cache.take_back()
         version = self.runner.weights.version
         if any(block.version != version for block in self._flight):

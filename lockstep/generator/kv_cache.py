@@ -22,14 +22,17 @@ def upload(values: list, device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
 
 
-class Lender(Protocol):
-    """Something in whose memory a cache lies. `worked`: it has used that since this was last set to False."""
+class Borrower(Protocol):
+    """What uses a cache's memory whenever nobody generates. `worked`: it has, since this was last set to False."""
 
     worked: bool
 
+    def allot(self, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """What `make` makes, in memory that it will use."""
+
 
 class KVCache:
-    """Keys and values of `num_pages` pages, and who holds them.
+    """Keys and values of `num_pages` pages, with the dtype and device of `like`, and who holds them.
 
     A page that nobody holds keeps its contents until it is handed out again, least recently used first. A full page is
     registered under a digest of the weights' version and every token up to its end, a sequence's last page, which has
@@ -41,7 +44,7 @@ class KVCache:
     what a query does not see by zero, which leaves what is not finite in the result.
 
     Attributes:
-        lender: what uses the memory of keys and values besides, whenever nobody generates (`lies_in`).
+        borrower: what the memory of keys and values is lent to whenever nobody generates.
     """
 
     def __init__(
@@ -49,17 +52,20 @@ class KVCache:
         config: ModelConfig,
         num_pages: int,
         page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        like: torch.Tensor,
         cleared: bool = False,
+        borrower: Borrower | None = None,
     ) -> None:
         heads, key, value = config.cached
         shape = (config.num_layers, num_pages + 1, page_size, heads)
-        self.k = torch.zeros(*shape, key, dtype=dtype, device=device)
-        self.v = torch.zeros(*shape, value, dtype=dtype, device=device)
-        self.lender: Lender | None = None
+
+        def make() -> list[torch.Tensor]:
+            return [torch.zeros(*shape, size, dtype=like.dtype, device=like.device) for size in (key, value)]
+
+        self.k, self.v = make() if borrower is None else borrower.allot(make)
+        self.borrower = borrower
         routed = config.moe_layers > 0
-        self.routes = torch.zeros(num_pages + 1, page_size, dtype=torch.int32, device=device) if routed else None
+        self.routes = torch.zeros(num_pages + 1, page_size, dtype=torch.int32, device=like.device) if routed else None
         self.page_size = page_size
         self.kv_heads = heads
         self.num_pages = num_pages
@@ -72,15 +78,6 @@ class KVCache:
         self._parts: dict[bytes, tuple[int, list[int]]] = {}  # pages with room, and the tokens that they begin with
         self._part_of: dict[int, bytes] = {}  # by page, where it is found among those
 
-    def lies_in(self, lend: Callable[[Callable[[], list[torch.Tensor]]], list[torch.Tensor]], lender: Lender) -> None:
-        """Put keys and values, of which nobody has any yet, into memory that `lend` makes them in."""
-        shapes, like = [cache.shape for cache in (self.k, self.v)], self.k.new_empty(0)
-        self.k = self.v = like
-        if like.is_cuda:
-            torch.cuda.empty_cache()  # else it has no room twice
-        self.k, self.v = lend(lambda: [like.new_zeros(shape) for shape in shapes])
-        self.lender = lender
-
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"k": self.k, "v": self.v} | ({} if self.routes is None else {"routes": self.routes})
 
@@ -91,20 +88,20 @@ class KVCache:
     def lend(self) -> list[torch.Tensor]:
         """The memory of all pages, zero, in contiguous pieces, while nobody holds one: to be left zero before the next
         request. What was to be found in them is forgotten. Nothing if a page is held, or they are lent already."""
-        if self.num_free < self.num_pages or self.lender is not None:
+        if self.num_free < self.num_pages or self.borrower is not None:
             return []
         self.clear()
         return [layer[: self.num_pages] for cache in (self.k, self.v) for layer in cache]
 
     def take_back(self) -> None:
         """Before pages are written: where others have worked in the memory, all is 0, and nothing is found again."""
-        if self.lender is None or not self.lender.worked:
+        if self.borrower is None or not self.borrower.worked:
             return
         assert self.num_free == self.num_pages, "graphs of the trainer ran while sequences were being generated"
         self.clear()
         for memory in (self.k, self.v):
             memory[:, self.null_page].zero_()
-        self.lender.worked = False
+        self.borrower.worked = False
 
     def clear(self) -> None:
         """All pages, of which nobody holds one, are 0, and what was to be found in them is forgotten."""

@@ -24,8 +24,7 @@ _shape = attrgetter("shape")
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What programs are made and launched with. `launches`, `replays`: of graphs that are closed, by program. `lent`:
-    the cache that they read lies in memory that others use between them (`Runtime.lender`)."""
+    """What programs are made and launched with. `launches`, `replays`: of graphs that are closed, by program."""
 
     builder: GraphBuilder
     warm_up: WarmUp
@@ -33,7 +32,6 @@ class Toolchain:
     programs: list[Program] = field(default_factory=list)
     launches: Counter[str] = field(default_factory=Counter)
     replays: Counter[str] = field(default_factory=Counter)
-    lent: bool = False
 
 
 @dataclass(eq=False, repr=False)

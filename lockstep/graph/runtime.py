@@ -25,7 +25,7 @@ from .warm_up import WarmUp
 
 @dataclass(eq=False, repr=False)
 class Runtime:
-    """What both roles compute with: one configuration, one list of passes, one pool of CUDA graphs.
+    """What both roles compute with: one configuration, one list of passes, one pool of CUDA graphs, or one a role.
 
     Attributes:
         recorder: what makes CUDA graphs; by default the device's own. apart: what makes those of programs with a cache,
@@ -64,7 +64,7 @@ class Runtime:
         self.layers = make_layers and make_layers(self.builder.backend.compile_module, self._layer_made)
         self._tools = self._with_cache = Toolchain(self.builder, self.warm_up, self.recorder)
         if self.apart is not None:
-            self._with_cache = replace(self._tools, recorder=self.apart, lent=True)
+            self._with_cache = replace(self._tools, recorder=self.apart)
         self.programs = self._tools.programs
         self.peers.closes(self)
 
@@ -82,8 +82,8 @@ class Runtime:
         return Program(tools, name, body, inputs, writes, dynamic or {}, constants)
 
     @property
-    def lender(self) -> CudaRecorder | None:
-        """In whose memory a cache is to lie, made before any graph is recorded; programs with one are `apart` then."""
+    def borrower(self) -> CudaRecorder | None:
+        """What a cache's memory is lent to, where programs with one are recorded `apart`; it goes with the runtime."""
         return self.recorder if self.apart is not None else None
 
     @property
@@ -146,8 +146,6 @@ class Runtime:
         self.warm_up.ended = True
         self.peers = self.builder.peers = ONE  # what is made late is made where it is needed
         self.builder.ahead.clear()
-        if self.apart is not None and self.recorder is not None:
-            self.recorder.worked = True  # what checks left in lent memory
         for graphs in self._made():
             graphs.forget_stages()
         for program in self.programs:
@@ -200,7 +198,7 @@ class Runtime:
                 recorder.close()
 
     def pool_bytes(self) -> int:
-        """Memory of recorded graphs, with what is lent."""
+        """Memory of recorded graphs, with a cache that is lent to them."""
         return sum(recorder.reserved_bytes() for recorder in (self.recorder, self.apart) if recorder is not None)
 
 

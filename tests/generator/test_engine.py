@@ -237,7 +237,7 @@ def test_a_prompt_that_two_versions_ran_is_not_found_again(model, versions: tupl
 
 
 def test_a_page_is_found_behind_the_tokens_before_it_alone() -> None:
-    cache = KVCache(CONFIG, 8, 4, torch.float32, torch.device("cpu"))
+    cache = KVCache(CONFIG, 8, 4, torch.empty(0))
     first, second = [1, 2, 3, 4], [5, 6, 7, 8]
     pages = cache.allocate(2)
     assert pages is not None
@@ -247,7 +247,7 @@ def test_a_page_is_found_behind_the_tokens_before_it_alone() -> None:
 
 
 def test_a_page_with_room_is_taken_over_by_one_that_goes_on_from_it() -> None:
-    cache = KVCache(CONFIG, 8, 4, torch.float32, torch.device("cpu"))
+    cache = KVCache(CONFIG, 8, 4, torch.empty(0))
     tokens, pages = [1, 2, 3, 4, 5, 6], cache.allocate(2)
     assert pages is not None
     cache.register(tokens, pages, 0)
@@ -269,7 +269,7 @@ def test_a_page_with_room_is_taken_over_by_one_that_goes_on_from_it() -> None:
 
 
 def test_a_page_with_room_is_forgotten_when_it_is_handed_out_or_another_is_found_in_its_place() -> None:
-    cache = KVCache(CONFIG, 3, 4, torch.float32, torch.device("cpu"), cleared=True)
+    cache = KVCache(CONFIG, 3, 4, torch.empty(0), cleared=True)
     for page in (0, 1):
         assert cache.allocate(1) == [page]
         cache.v[:, page] = float("inf")
@@ -285,7 +285,7 @@ def test_a_page_with_room_is_forgotten_when_it_is_handed_out_or_another_is_found
 
 
 def test_memory_that_no_request_holds_is_lent_zero_and_what_was_in_it_forgotten() -> None:
-    cache = KVCache(CONFIG, 3, 4, torch.float32, torch.device("cpu"))
+    cache = KVCache(CONFIG, 3, 4, torch.empty(0))
     for values in (cache.k, cache.v):
         values.fill_(1.0)
     pages = cache.allocate(2)

@@ -52,7 +52,7 @@ def test_a_run_has_the_bits_of_one_whose_cache_lies_apart(monkeypatch: pytest.Mo
     for lent in (False, True):
         run = made(monkeypatch, lent)
         cache, pool = run.engine.cache, compile_report(run.runtime)["pool_gib"]
-        assert (cache.lender is not None) == lent
+        assert (cache.borrower is not None) == lent
         found.append(stepped(run))
         pools.append(pool + (0 if lent else (cache.k.nbytes + cache.v.nbytes) / 2**30))
         run.runtime.close()

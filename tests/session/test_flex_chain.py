@@ -145,7 +145,7 @@ def test_attention_decides_the_bits(engine_of: EngineOf) -> None:
 
 
 def test_pages_that_are_handed_out_hold_no_values_of_others() -> None:
-    cache = KVCache(CONFIG, 3, 4, torch.float32, torch.device("cpu"), cleared=True)
+    cache = KVCache(CONFIG, 3, 4, torch.empty(0), cleared=True)
     cache.v.fill_(torch.nan)
     pages = cache.allocate(2)
     assert pages is not None

@@ -65,19 +65,18 @@ def test_a_run_has_the_bits_of_one_whose_cache_lies_apart(
 ) -> None:
     config = config_of(shallow, verify)
     runs = [made(monkeypatch, config, lent) for lent in (False, True)]
-    assert [run.engine.cache.lender is not None for run in runs] == [False, True]
+    assert [run.engine.cache.borrower is not None for run in runs] == [False, True]
     one, other = map(stepped, runs)
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
     cache = runs[1].engine.cache
-    assert cache.lender.worked and cache.k.isnan().any()  # the trainer has had it last
+    assert cache.borrower.worked and cache.k.isnan().any()  # the trainer has had it last
     cache.take_back()
-    assert not cache.k.any() and not cache.v.any() and not cache.lender.worked
+    assert not cache.k.any() and not cache.v.any() and not cache.borrower.worked
 
 
 def test_the_check_copies_nothing_of_what_others_left_in_it(monkeypatch: pytest.MonkeyPatch, shallow: Path) -> None:
-    """But the page that rows at rest write to."""
     taken = list[Snapshot]()
 
     class Noted(Snapshot):
@@ -93,8 +92,7 @@ def test_the_check_copies_nothing_of_what_others_left_in_it(monkeypatch: pytest.
         sum(part.nbytes for part, _ in one._kept if any(begin <= part.data_ptr() < end for begin, end in ends))
         for one in taken
     ]
-    null_page = (cache.k.nbytes + cache.v.nbytes) // (cache.num_pages + 1)
-    assert 0 < max(copied) <= null_page
+    assert copied and not any(copied)
 
 
 @pytest.mark.parametrize("taken_back", [True, False])
@@ -117,7 +115,7 @@ def test_the_trainer_does_not_run_while_pages_are_held(monkeypatch: pytest.Monke
     run = made(monkeypatch, config_of(shallow, "off"), lent=True)
     cache = run.engine.cache
     pages = cache.allocate(1)
-    cache.lender.worked = True
+    cache.borrower.worked = True
     with pytest.raises(AssertionError, match="while sequences were being generated"):
         cache.take_back()
     cache.release(pages)

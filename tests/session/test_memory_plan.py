@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import re
 import resource
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 from processes import finished
-from small import FAMILIES
+from small import CONFIG, DEEPSEEK, FAMILIES, make_model
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lockstep import ops
@@ -37,10 +41,12 @@ from lockstep.config.run import resolve_parallel
 from lockstep.config.sections.compile import resolve_compile
 from lockstep.distributed import World
 from lockstep.errors import InputError
+from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Runtime
 from lockstep.graph.check import snapshot
 from lockstep.graph.passes import recompute, saved_bytes
 from lockstep.models import Decoder, PackedAttention
+from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import ARCHITECTURES, architecture, initialize
 from lockstep.ops.logprobs import operator as logprobs
 from lockstep.rl.loop import Loop
@@ -63,7 +69,7 @@ from lockstep.session.memory import (
 from lockstep.session.memory.plan import CACHE, CHECK, KEPT
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
-from lockstep.types import SamplingParams
+from lockstep.types import SampleIdentity, SamplingParams
 
 GIB = 1 << 30
 H200 = 141 * GIB
@@ -270,6 +276,72 @@ def test_the_trainer_has_the_caches_memory_where_layers_would_be_computed_again(
     assert beside == in_turn - found.terms[CACHE] and found.terms["generation"] == terms.prefill(w)
     assert "in whose memory the trainer computes in between" in found.table() and found.to_dict()["lent"]
     assert not plan(workload("qwen3-8b", 8), H200).lent  # there is room for both
+
+
+def test_what_fits_with_the_caches_memory_alone_is_not_refused() -> None:
+    w = workload("qwen3-30b-a3b", 8, max_tokens_per_micro_batch=4096).having("generator", kv_cache_tokens=100_000)
+    found = plan(w, 155 * GIB)
+    assert found.fits and found.lent and 0 < found.again < w.model.num_layers
+    assert not plan(w.having("compile", cudagraph_mode="piecewise"), 155 * GIB).fits
+    set_by_hand = w.having("compile", recompute=("full",))
+    assert plan(set_by_hand, 155 * GIB).lent and not plan(set_by_hand, 160 * GIB).lent  # as much is computed again
+
+
+def test_with_the_caches_memory_a_teachers_scores_are_beside_the_generators_pool() -> None:
+    """What they take beyond what the trainer's graphs do, where a student is small."""
+    w = replace(workload("qwen3-0.6b", 1), frozen=(architecture("qwen3-32b"),))
+    layers, of = w.model.num_layers, importlib.import_module("lockstep.session.memory.plan")._pool
+    beyond = terms.scoring(w, True) - terms.kept(w, layers) - terms.working(w, layers) - terms.transit(w)
+    assert beyond > terms.prefill(w) > 0
+    assert [of(w, layers, lent)["generation"] for lent in (False, True)] == [beyond, terms.prefill(w) + beyond]
+
+
+class Live(TorchDispatchMode):
+    """Bytes of tensors that were made within and are there, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes, self.now, self.most = dict[int, int](), 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        given = {place(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and (at := place(tensor)) not in given and at not in self.sizes:
+                storage = tensor.untyped_storage()
+                self.sizes[at] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.gone, at)
+        return found
+
+    def gone(self, at: int) -> None:
+        self.now -= self.sizes.pop(at, 0)
+
+
+PREFILLED = {  # widths in the ratios of Qwen3-8B, Qwen3-30B-A3B and DeepSeek-V3
+    "dense": replace(CONFIG, hidden_size=256, intermediate_size=768, num_heads=4, num_kv_heads=1, head_dim=64),
+    "experts": replace(
+        CONFIG, family="qwen3_moe", hidden_size=256, num_heads=8, num_kv_heads=1, head_dim=64,
+        moe=MoEConfig(16, 8, 96, dense_layers=()),
+    ),
+    "latent": replace(
+        DEEPSEEK, hidden_size=448, num_heads=8, head_dim=64, mla=MLAConfig(96, 512, 64, 128, 128),
+        moe=MoEConfig(16, 8, 128, (0,), True, 4, 2, scale=2.5, shared_experts=1, router_bias=True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PREFILLED)
+def test_a_step_of_prompt_tokens_takes_no_more_than_planned(kind: str) -> None:
+    tokens, model = 1024, replace(PREFILLED[kind], max_position_embeddings=2048)
+    settings = GeneratorConfig(max_num_seqs=2, max_num_batched_tokens=tokens, page_size=16)
+    engine = Engine(SharedWeights(make_model(torch.float32, 0, model)), settings, 2 * tokens)
+    with Live() as live:
+        prompt = [5 + i % 50 for i in range(tokens)]
+        engine.generate([prompt], [SamplingParams(max_completion_length=1)], [SampleIdentity(0, 0, 0, 0)])
+    w = Workload(model, RunConfig(generator=settings), 1, torch.float32, longest_prompt=tokens, prompt_limit=tokens)
+    assert 0.4 < live.most / terms.prefill(w) < 1
 
 
 def test_a_graph_that_gathers_weights_takes_more_than_one_that_reads_them_whole() -> None:

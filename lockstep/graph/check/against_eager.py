@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,7 +91,7 @@ def check_against_eager(
     """
     functions = [function for function, _ in work]
     with runtime.timings.measured("verify"):
-        state = _State(functions, spare)
+        state = _State(functions, spare, runtime.borrower.allotted if runtime.borrower else ())
         names = dict.fromkeys(function.name for function in functions)
         found = []
         for name in names:
@@ -152,17 +152,18 @@ def _first_fault(
 
 
 class _State:
-    """What all functions work on, as it was before the first run; nothing is looked at if there is none."""
+    """What all functions work on, as it was before the first run; nothing is looked at if there is none. `lent`:
+    addresses of what graphs overwrite that do not work on it."""
 
-    def __init__(self, functions: Iterable[Program], spare: Sequence[Tensor]) -> None:
-        self._functions, self._spare = list(functions), spare
+    def __init__(self, functions: Iterable[Program], spare: Sequence[Tensor], lent: Collection[int]) -> None:
+        self._functions, self._spare, self._lent = list(functions), spare, lent
         self._before: dict[str, Tensor] | None = None
         self._made: Work = ()
         self._held: Snapshot | None = None
 
     def note(self) -> None:
         if self._before is None:
-            self._before = _all_state(self._functions)
+            self._before = self._all()
         if self._held is None:
             self._held = Snapshot(held(self._made), self._spare)
 
@@ -180,19 +181,16 @@ class _State:
             self._held = None
 
     def changed(self) -> str | None:
-        return None if self._before is None else first_difference(self._before, _all_state(self._functions))
+        return None if self._before is None else first_difference(self._before, self._all())
 
-
-def _all_state(functions: Iterable[Program]) -> dict[str, Tensor]:
-    """A hash of every static input, once for each memory; but of a cache in lent memory, which graphs overwrite."""
-    seen: set[tuple[int, int]] = set()
-    hashes: dict[str, Tensor] = {}
-    for i, function in enumerate(functions):
-        for role, name, tensor in function.inputs.flat():
-            if role == "kv" and function.tools.lent:
-                continue
-            place = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-            if place not in seen:
-                seen.add(place)
-                hashes[f"{role} {name!r} of {function.name} ({i})"] = fingerprint(tensor)
-    return hashes
+    def _all(self) -> dict[str, Tensor]:
+        """A hash of every static input, once for each memory."""
+        seen: set[tuple[int, int]] = set()
+        hashes: dict[str, Tensor] = {}
+        for i, function in enumerate(self._functions):
+            for role, name, tensor in function.inputs.flat():
+                place = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+                if place not in seen and place[0] not in self._lent:
+                    seen.add(place)
+                    hashes[f"{role} {name!r} of {function.name} ({i})"] = fingerprint(tensor)
+        return hashes

@@ -35,13 +35,14 @@ class CudaRecorder:
     """Makes recordings that share one pool. Record the largest first: its temporaries' memory serves the others.
 
     Attributes:
-        worked: something ran in the pool since this was last set to False; what it has lent holds nothing then.
+        worked: something ran in the pool since this was last set to False; what is `allotted` holds nothing then.
+        allotted: addresses of tensors in memory that the pool goes on using (`allot`).
     """
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise GraphError(f"CUDA graphs need a GPU; the tensors are on {device}")
-        self.worked = False
+        self.worked, self.allotted = False, set[int]()
         self._device = device
         self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
         self._stream = torch.cuda.Stream(device)
@@ -82,9 +83,11 @@ class CudaRecorder:
         current.wait_stream(self._stream)
         return results
 
-    def lend(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def allot(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Tensors in memory that the pool goes on using: whatever runs in it overwrites them. Before any recording."""
-        return [self.borrow(tensor) for tensor in self.run(lambda _: make(), [])]
+        made = [self.borrow(tensor) for tensor in self.run(lambda _: make(), [])]
+        self.allotted.update(tensor.data_ptr() for tensor in made if tensor.numel())
+        return made
 
     def _open_pool(self) -> torch.cuda.MemPool:
         if self._pool is None:

@@ -83,9 +83,10 @@ def plan(w: Workload, memory: int) -> MemoryPlan:
     """The plan of a workload on a device with so many bytes: the fewest layers computed again that leave room for the
     cache that the workload wants, or for half of what is left beside the smallest micro-batch's."""
     found = _apart(w, memory)
-    if found.again > 0 and _may_lend(w) and (lent := _lent(w, memory)).fits and lent.again < found.again:
-        return lent
-    return found
+    if found.fits and found.again == 0 or not _may_lend(w):
+        return found
+    lent = _lent(w, memory)
+    return lent if lent.fits and (lent.again < found.again or not found.fits) else found
 
 
 def _apart(w: Workload, memory: int) -> MemoryPlan:
@@ -152,9 +153,8 @@ def traces(c: CompileConfig) -> bool:
 def _with(w: Workload, memory: int, again: int, tokens: int, lent: bool = False) -> MemoryPlan:
     """The terms with so many layers computed again and a cache of so many tokens, which is perhaps `lent`."""
     cache = terms.cache(w, tokens) if tokens else 0
-    found = {name: term(w) for name, term in STAYS.items()} | {CACHE: cache} | _pool(w, again)
+    found = {name: term(w) for name, term in STAYS.items()} | {CACHE: cache} | _pool(w, again, lent)
     if lent:
-        found[GENERATION] = terms.prefill(w)  # a pool by itself
         for name in (KEPT, WORKING, TRANSIT):  # in the cache's place
             found[name], cache = max(0, found[name] - cache), max(0, cache - found[name])
     taken = sum(size for name, size in found.items() if name != "CUDA and NCCL")
@@ -163,8 +163,9 @@ def _with(w: Workload, memory: int, again: int, tokens: int, lent: bool = False)
     return MemoryPlan(memory, found, tokens, again, False, stage, together, terms.host(w, _checks(w)), lent)
 
 
-def _pool(w: Workload, again: int) -> dict[str, int]:
-    """What the two roles' steps take at one time; of what takes turns with them, what is more."""
+def _pool(w: Workload, again: int, lent: bool) -> dict[str, int]:
+    """What the two roles' steps take at one time; of what takes turns with them, what is more. With a cache that is
+    `lent` the generator's have a pool by themselves."""
     graphs = _graphs(w)
     found = {KEPT: terms.kept(w, again), WORKING: terms.working(w, again), TRANSIT: terms.transit(w)}
     if not graphs:  # autograd has all gradients at once, and all gathered weights
@@ -172,9 +173,10 @@ def _pool(w: Workload, again: int) -> dict[str, int]:
         found[WORKING] += whole
         found[TRANSIT] = whole * (w.sharded and w.zero_stage == 3)
     held = sum(found.values())
-    found[GENERATION] = max(0, terms.prefill(w) - held, terms.scoring(w, graphs) - held)
+    prefill, scoring = terms.prefill(w), max(0, terms.scoring(w, graphs) - held)
+    found[GENERATION] = prefill + scoring if lent else max(prefill - held, scoring)
     check = terms.eager(w) if _checks(w) else 0
-    found[CHECK] = max(0, check - held - found[GENERATION]) + _beside(w)
+    found[CHECK] = max(0, check - held - (scoring if lent else found[GENERATION])) + _beside(w)
     return found
 
 

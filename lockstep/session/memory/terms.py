@@ -16,6 +16,7 @@ from ...distributed.mesh import ALONE, Axis, exchanging
 from ...generator.cache_capacity import bytes_per_token
 from ...models import ModelConfig, num_parameters
 from ...models.checks import divides
+from ...models.config import MLAConfig
 from ...trainer.optimizer import CHUNK
 from .workload import Workload
 
@@ -153,8 +154,12 @@ def _latent_kept(w: Workload) -> int:
     c, m = w.model, w.model.mla
     assert m is not None
     alike = 2 * (m.q_rank or 0) + 2 * m.kv_rank + 2 * m.rope_dim + c.num_heads * m.v_dim
-    of_heads = c.num_heads * (m.nope_dim + m.rope_dim + 2 * m.rope_dim + 2 * m.kv_rank)
-    return (alike + of_heads // w.tp) * w.b + 4 * c.num_heads // w.tp
+    return (alike + _latent_queries(c, m) // w.tp) * w.b + 4 * c.num_heads // w.tp
+
+
+def _latent_queries(c: ModelConfig, m: MLAConfig) -> int:
+    """Values of the heads' queries, projected and absorbed, what is rotated of them before and after, and sums."""
+    return c.num_heads * (m.nope_dim + m.rope_dim + 2 * m.rope_dim + 2 * m.kv_rank)
 
 
 def _routed_outside(w: Workload) -> int:
@@ -241,12 +246,15 @@ def transit(w: Workload) -> int:
 
 
 def prefill(w: Workload) -> int:
-    """A step of prompt tokens and of a row a sequence: `(4 D + (1 + 2 / G) F) b` a token, and logits of every row,
-    twice; of ranks that generate together thrice a rank's columns of them, which go to the rows' owners."""
+    """A step of prompt tokens and of a row a sequence: `(4 D + (1 + 2 / G) F) b` a token, with experts `2 k D b` more,
+    with latent attention its queries; and logits of every row, twice; of ranks that generate together thrice a rank's
+    columns of them, which go to the rows' owners."""
     c, g, together = w.model, w.config.generator, w.config.parallel.generator_tp
     rows = min(w.sequences, g.max_num_seqs)
-    wide = c.intermediate_size if c.moe is None else c.moe.num_experts_per_token * c.moe.intermediate_size
-    per_token = (4 * c.hidden_size + wide + 2 * wide // together) * w.b
+    slots = 0 if c.moe is None else c.moe.num_experts_per_token
+    wide = c.intermediate_size if c.moe is None else slots * c.moe.intermediate_size
+    queries = 0 if c.mla is None else _latent_queries(c, c.mla) // together
+    per_token = ((4 + 2 * slots) * c.hidden_size + wide + 2 * wide // together + queries) * w.b
     logits = (2 if together == 1 else 3) * rows * c.vocab_size * 4 // together
     return (rows + g.max_num_batched_tokens) * per_token + logits
 

@@ -107,7 +107,7 @@ def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
-        lent = 0 if cache.lender is None else cache.k.nbytes + cache.v.nbytes
+        lent = 0 if cache.borrower is None else cache.k.nbytes + cache.v.nbytes
         sizes["graphs' pool"] = runtime.pool_bytes() - lent
         sizes["CUDA and NCCL"] = total - free - reserved
         sizes["together, now"] = total - free
