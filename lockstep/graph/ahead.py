@@ -21,17 +21,18 @@ class _NeedsLaunch(Exception):
     """What comes after a launch depends on what it returns."""
 
 
-def make_ahead(runtime: Runtime, parts: Sequence[Callable[[], None]]) -> None:
-    """Have each of the first processes make the graphs that one of `parts` calls, by itself, and give them to all.
+def make_ahead(runtime: Runtime, parts: Sequence[Callable[[], None]]) -> bool:
+    """Have each of the first processes make the graphs that one of `parts` calls, by itself, and give them to all;
+    whether they have.
 
     Nothing is launched, and nothing more is shared than graphs: a part talks to no other process by itself. What it has
     not made by then, and all where one has other code than was imported, is made when all ask for it together.
     """
     if runtime.eager or len(parts) == 1:
-        return
+        return False
     peers, builder = runtime.peers, runtime.builder
     if peers.size == 1 or builder.backend.shared or builder.config.dump or any(peers.gather(changed())):
-        return
+        return False
     made: MadeAhead = {}
     before = len(builder.store.lookups) if builder.store else 0
 
@@ -59,6 +60,7 @@ def make_ahead(runtime: Runtime, parts: Sequence[Callable[[], None]]) -> None:
                 builder.store.lookups += lookups
 
     peers.each(take)
+    return True
 
 
 def _blank(graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:

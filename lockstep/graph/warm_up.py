@@ -50,10 +50,10 @@ class WarmUp:
         self.late += self.ended
 
     @contextmanager
-    def rehearsal(self, compiles: bool = True) -> Iterator[list[Any]]:
+    def rehearsal(self, compiles: bool = True) -> Iterator[Any]:
         """Within, programs make their graphs and launch none (what they return is zero), nor is any other Triton
-        kernel; by the end the kernels of those graphs are compiled, side by side. Yields what is then a list of these
-        kernels, for `preload`; it is all that is made of them unless it `compiles`."""
+        kernel; by the end the kernels of those graphs are compiled, side by side. Yields these kernels
+        (`ops.precompile.Kernels`), for `preload`; they are all that is made unless it `compiles`."""
         from ..ops.precompile import compiling_only
 
         with self._timings.measured("compile"), compiling_only(compiles) as kernels, self.launching(rehearse):

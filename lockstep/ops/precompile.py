@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from threading import Thread
 from typing import Any
@@ -57,8 +58,17 @@ def hash_compiler() -> None:
     Thread(target=triton_key, daemon=True).start()
 
 
+@dataclass(frozen=True)
+class Kernels:
+    """`named`: by launches so far, each once, for `preload` in another process. `take`: those that another process has
+    named, as if they had been launched here."""
+
+    named: dict[Kernel, None]
+    take: Callable[[Iterable[Kernel]], None]
+
+
 @contextmanager
-def compiling_only(compiles: bool = True) -> Iterator[list[Kernel]]:
+def compiling_only(compiles: bool = True) -> Iterator[Kernels]:
     """Within, a launch only has its kernel compiled and loaded, on any core; at the end all are. If it `compiles`
     nothing, kernels are listed alone. With enough cores, kernels of this package are compiled in other processes.
 
@@ -66,11 +76,9 @@ def compiling_only(compiles: bool = True) -> Iterator[list[Kernel]]:
     launches off, so for this long `JITFunction.run` is another function; no other thread may launch.
 
     Returns:
-        a list that the kernels are added to, for `preload` in another process.
+        what kernels are added to as they are launched.
     """
-    run = JITFunction.run
-    found: dict[Kernel, None] = {}
-    listed: list[Kernel] = []
+    run, named = JITFunction.run, dict[Kernel, None]()
 
     def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         pool.noted = None
@@ -82,15 +90,20 @@ def compiling_only(compiles: bool = True) -> Iterator[list[Kernel]]:
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         pool.noted = fn.module, fn.name, compile["specialization_data"]
-        found[pool.noted] = None
+        named[pool.noted] = None
         return not compiles
+
+    def take(kernels: Iterable[Kernel]) -> None:
+        with _noted(note):
+            for kernel in kernels:
+                pool.noted = None
+                _preload(kernel)
 
     JITFunction.run = compile_only
     try:
         with _processes(compiles) as processes, _Pool(processes) as pool, AsyncCompileMode(pool, ignore_errors=True):
-            yield listed
+            yield Kernels(named, take)
     finally:
-        listed += found
         JITFunction.run = run
 
 
@@ -121,14 +134,18 @@ def preload(kernels: Iterable[Kernel]) -> int:
 
     It is a hint: one that is not there any more, or is for another device, is left out, and compiled at its launch.
     """
-    count = 0
     with _Pool() as pool, AsyncCompileMode(pool, ignore_errors=True):
-        for module, name, description in kernels:
-            with suppress(Exception):
-                if module.startswith(PACKAGE):
-                    getattr(import_module(module), name).preload(description)
-                    count += 1
-    return count
+        return sum(map(_preload, kernels))
+
+
+def _preload(kernel: Kernel) -> bool:
+    """Whether it is one of this package, and described for it as it is now."""
+    module, name, description = kernel
+    with suppress(Exception):
+        if module.startswith(PACKAGE):
+            getattr(import_module(module), name).preload(description)
+            return True
+    return False
 
 
 def preload_beside(kernels: Iterable[Kernel]) -> Future[int]:

@@ -83,7 +83,7 @@ def prepare_validation(run: TrainingSession) -> None:
     """Make the graphs that complete held-out problems, their kernels side by side, ahead of all others."""
     if not run.runtime.eager:
         if run.policy.model.embed.is_cuda:
-            _compiled(run, partial(_make_validation_graphs, run))
+            _compiled(run, lambda _: _make_validation_graphs(run))
         with run.runtime.warm_up.making():
             _make_validation_graphs(run)
 
@@ -178,8 +178,18 @@ def _precompile(
         listed = world.from_first(lambda: user_folder.read(path) or ())
         if all(world.gather(runtime.warm_up.preload(listed))):
             return
-        ahead = partial(make_ahead, runtime, parts)
-        kernels = _compiled(session, ahead, partial(_rehearse_hash, session), *parts, rehearse_check)
+
+        def rehearse(kernels: Any) -> None:
+            if make_ahead(runtime, parts):  # each launched what it made
+                for named, used in world.gather(([*kernels.named], {*linear_choice.used})):
+                    kernels.take(named)
+                    linear_choice.used.update(used)
+            else:
+                _make_all(parts)
+            _rehearse_hash(session)
+            rehearse_check()
+
+        kernels = _compiled(session, rehearse)
         if world.first:
             user_folder.write(path, kernels, keep=KEPT)
     except Exception as error:
@@ -188,17 +198,17 @@ def _precompile(
         _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
 
 
-def _compiled(session: Session, *launches: Callable[[], None]) -> list[Any]:
-    """Compile the kernels that these launch; of a host's processes the first compiles, and the others load them."""
+def _compiled(session: Session, launch: Callable[[Any], None]) -> list[Any]:
+    """Compile the kernels that this launches, or adds to them; of a host's processes the first compiles, and the others
+    load them."""
     warm_up, world = session.runtime.warm_up, session.world
     compiles = world.local_rank == 0
     with warm_up.rehearsal(compiles) as kernels:
-        for launch in launches:
-            launch()
+        launch(kernels)
     world.gather(None)  # they are compiled
     if not compiles:
-        warm_up.preload(kernels)
-    return kernels
+        warm_up.preload(kernels.named)
+    return [*kernels.named]
 
 
 def _rehearse_hash(session: Session) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from fake_recorder import FakeRecorder
 from rank_setup import (
@@ -42,6 +46,7 @@ from lockstep.config import (
 from lockstep.distributed import ONE, World
 from lockstep.errors import InputError
 from lockstep.graph import Runtime, Store, check_against_eager, digest, make_ahead
+from lockstep.ops.linear import choice as linear_choice
 from lockstep.rl.loop import Loop
 from lockstep.session import warm_up as session_warm_up
 from lockstep.session.build import build, resolve, resolve_device
@@ -223,6 +228,41 @@ def graphs_made_side_by_side(world: World) -> Any:
     except InputError as error:
         found.append(str(error))
     return on_all(world, found)
+
+
+@check
+def kernels_named_side_by_side(world: World) -> Any:
+    """Of two parts that two processes make: which graphs each makes, whose kernels it has in the end, as if each
+    graph were one, what it loads, and of how many products the check of the machine is rehearsed."""
+    if DEVICE.type != "cpu":
+        return None  # kernels are compiled there
+    made, named, loaded, products = list[str](), dict[str, None](), list[list[str]](), list[int]()
+
+    def noted(request: Any, *arguments: Any) -> Any:
+        made.append(request.title)
+        named[request.title] = None
+        linear_choice.used.add(("linear", len(named), 8 + world.rank, 8))
+        return once(request, *arguments)
+
+    @contextmanager
+    def rehearsal(compiles: bool) -> Iterator[Any]:
+        yield SimpleNamespace(named=named, take=lambda others: named.update(dict.fromkeys(others)))
+
+    with tempfile.TemporaryDirectory() as here, pytest.MonkeyPatch.context() as patch:
+        folder = Path(world.from_first(lambda: here))
+        session = build(resolve(replace(of_a_run(folder), compile=CompileConfig("step")), world.size), world)
+        once = session.runtime.builder._once
+        makers = session_warm_up._make_trainer_graphs, session_warm_up._make_generator_graphs
+        patch.setattr(session.runtime.builder, "_once", noted)
+        patch.setattr(session.runtime.warm_up, "rehearsal", rehearsal)
+        patch.setattr(session.runtime.warm_up, "preload", lambda kernels: loaded.append([*kernels]))
+        patch.setattr(linear_choice, "used", set())
+        session.runtime.begin_warm_up(world)
+        parts = [partial(make, session) for make in makers]
+        check = lambda: products.append(len(linear_choice.used))  # noqa: E731
+        session_warm_up._precompile(session, folder / "kernels", parts, check)
+        world.gather(None)  # nobody needs the folder
+    return on_all(world, [made, named, loaded, products])
 
 
 def stepped(config: RunConfig, world: World, whole: bool) -> list[Any]:

@@ -106,6 +106,18 @@ def test_two_ranks_make_graphs_side_by_side(found: dict[str, Any]) -> None:
     assert [first[0][-1], second[0][-1]] == [True, False]  # by itself the first makes all
 
 
+def test_two_ranks_name_the_kernels_of_what_each_has_made(found: dict[str, Any]) -> None:
+    """Each has its own part, once, and then the kernels of both, which the second loads when the first has compiled."""
+    if found["kernels_named_side_by_side"] is None:
+        pytest.skip("of what the host does")
+    (first, named, *_), (second, others, *_) = found["kernels_named_side_by_side"]
+    assert set(first) & {"optim_step()", "mixed()"} == {"optim_step()"}
+    assert set(second) & {"optim_step()", "mixed()"} == {"mixed()"}
+    assert set(first).isdisjoint(second) and {*named} == {*others} == {*first, *second}
+    (_, _, listed, products), (_, _, *rest) = found["kernels_named_side_by_side"]
+    assert listed == [[]] and rest == [[[], [*others]], products] and products == [len(named)]
+
+
 def test_an_update_is_put_back_from_the_whole_weights(found: dict[str, Any]) -> None:
     for rank in found["an_update_that_is_put_back"]:
         copied = [0, 12, 0, 8, 0, 12] if len(rank) == 6 else [0, 12, 0, 12]  # no float32 on a GPU

@@ -14,7 +14,7 @@ from processes import finished
 pytest.importorskip("triton")
 
 DRIVER = """
-import json, multiprocessing, os, threading
+import json, multiprocessing, os, shutil, threading
 from pathlib import Path
 from types import SimpleNamespace
 import torch, triton, triton.language as tl
@@ -113,12 +113,31 @@ def listed():
     with compiling_only(compiles=False) as named:
         for warp_count in (*warps, 4):
             launch(warp_count)
-    assert len(named) == 2 and not threads
+        assert len(named.named) == 2
+        launch(16)
+        named.take([*named.named, *elsewhere])
+    assert [*named.named][3:] == elsewhere and not threads
     with compiling_only() as kernels:
         for warp_count in (*warps, 4):
             launch(warp_count)
-    assert named == kernels and len(threads) == 2
-    return kernels
+    assert [*named.named][:2] == [*kernels.named] and len(threads) == 2
+    return [*kernels.named]
+
+def named_elsewhere():
+    with compiling_only(compiles=False) as kernels:
+        launch(1)
+    return [*kernels.named]
+
+def taken(kernels):
+    "What this process launches, and what it takes from another one besides: all are compiled, and listed once."
+    others = [("os", "system", "{}"), ("lockstep.ops.adamw.triton", "absent", "{}")]
+    with compiling_only() as found:
+        launch(4)
+        found.take([*kernels, *others])
+        launch(4)
+        launch(1)
+    assert [*found.named] == [*kernels] and len(threads) == 3, (found.named, threads)
+    return len(found.named)
 
 def loaded(kernels, beside):
     others = [["os", "system", "{}"], ["lockstep.ops.adamw.triton", "absent", "{}"]]
@@ -134,15 +153,21 @@ def loaded(kernels, beside):
     return len(missed)
 
 x, addresses, warps = torch.zeros(4096), torch.zeros(8, dtype=torch.int64), (4, 8)
+elsewhere = apart(named_elsewhere)
+kernels = apart(listed)
+taken_count = apart(taken, [*kernels, *elsewhere])
+shutil.rmtree(os.environ["TRITON_CACHE_DIR"])
 kernels = json.loads(json.dumps(apart(listed)))
-print(json.dumps([len(kernels), cubins(), *(apart(loaded, kernels, beside) for beside in (False, True)), cubins()]))
+cubins_before = cubins()
+missed = [apart(loaded, kernels, beside) for beside in (False, True)]
+print(json.dumps([taken_count, len(kernels), cubins_before, *missed, cubins()]))
 """
 )
 
 
 def test_kernels_that_were_listed_are_loaded_by_another_process(tmp_path: Path) -> None:
-    count, before, *missed, after = ended_well(LISTED, tmp_path)
-    assert count == len(before) == 2 and after == before
+    taken, count, before, *missed, after = ended_well(LISTED, tmp_path)
+    assert taken == 3 and count == len(before) == 2 and after == before
     assert missed == [1, 1]  # all but the one that was not listed are there, and loaded, at once or beside
 
 
@@ -161,7 +186,7 @@ def made(*warps, rows=8):
             gradient_norm._square_sums_kernel[(4,)](x, x, 4096, ROWS=rows, WIDTH=128, num_warps=count)
             if then := after.get(count):
                 then()
-    return [hits.count(False), len(kernels)]
+    return [hits.count(False), len(kernels.named)]
 
 class Known(compile_processes.CompileProcesses):
     def __init__(self, count):
@@ -238,7 +263,7 @@ def three():
 def listed():
     with compiling_only() as kernels:
         three()
-    return kernels
+    return [*kernels.named]
 
 def loaded(kernels):
     assert preload(kernels) == 3

@@ -159,11 +159,12 @@ def test_of_a_hosts_processes_the_first_compiles_ahead_of_validation_too(monkeyp
     done: list[Any] = []
 
     @contextmanager
-    def rehearsal(compiles: bool) -> Iterator[list[str]]:
+    def rehearsal(compiles: bool) -> Iterator[Any]:
         done.append(compiles)
-        yield ["kernel"]
+        yield SimpleNamespace(named={"kernel": None})
 
-    warm_up = SimpleNamespace(rehearsal=rehearsal, making=nullcontext, preload=done.append)
+    preload = lambda kernels: done.append([*kernels])  # noqa: E731
+    warm_up = SimpleNamespace(rehearsal=rehearsal, making=nullcontext, preload=preload)
     monkeypatch.setattr(session_warm_up, "_make_validation_graphs", lambda _: done.append("made"))
     policy = SimpleNamespace(model=SimpleNamespace(embed=SimpleNamespace(is_cuda=True)))
     world = SimpleNamespace(local_rank=local_rank, gather=lambda _: done.append("gathered"))
@@ -194,9 +195,9 @@ def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch,
     rehearsed: list[int] = []
 
     @contextmanager
-    def rehearsal(compiles: bool) -> Iterator[list[list[str]]]:
+    def rehearsal(compiles: bool) -> Iterator[Any]:
         rehearsed.append(len(rehearsed))
-        yield [["module", "kernel", "{}"]]
+        yield SimpleNamespace(named={("module", "kernel", "{}"): None})
 
     preloaded: list[list[list[str]]] = []
     monkeypatch.setattr(run.runtime.warm_up, "rehearsal", rehearsal)
@@ -226,9 +227,9 @@ def test_of_a_hosts_processes_the_first_compiles_and_the_others_load(monkeypatch
     monkeypatch.setattr(session_warm_up, "fingerprint", lambda words: done.append(words.dtype))
 
     @contextmanager
-    def rehearsal(compiles: bool) -> Iterator[list[str]]:
+    def rehearsal(compiles: bool) -> Iterator[Any]:
         done.append(compiles)
-        yield ["a kernel"]
+        yield SimpleNamespace(named={"a kernel": None})
 
     class Others(World):
         def gather(self, value: Any) -> list[Any]:
