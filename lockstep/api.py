@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import itertools
+import json
 import logging
 import os
+import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +22,18 @@ from .errors import InputError
 from .run import lock as run_lock
 from .run.closing import from_here, interrupted
 
+Rows = str | Path | Iterable[Mapping[str, Any]]
+
 _log = logging.getLogger("lockstep")
+_ROWS = "{}.jsonl"  # in a run's folder, by the field of the task that names it
 
 
 def train(
     config: RunConfig,
     run_dir: str | Path | None = None,
     *,
+    data: Rows | None = None,
+    validation_data: Rows | None = None,
     resume: bool = False,
     resume_with_other_numerics: bool = False,
     rewards: Sequence[Callable[..., Any]] = (),
@@ -37,9 +45,12 @@ def train(
     Args:
         config: a recipe's configuration (`lockstep.recipes`), changed with `dataclasses.replace`.
         run_dir: folder for everything the run writes, new or empty; None makes one under `runs/`.
+        data: rows to train on, such as a `datasets.Dataset` or a list of dicts, which the run's folder keeps as
+            `data.jsonl`; or a path or hub id, in place of `config.task.data`.
+        validation_data: the same in place of `config.task.validation_data`, kept as `validation_data.jsonl`.
         resume: go on with the run in `run_dir`, whose configuration must be equal but for `steps`, where it ends, and
             what no step depends on (`checkpoint`, `metrics`); it needs checkpoints, which only a `checkpoint.interval`
-            above 0 saves.
+            above 0 saves. Rows must be those that it began with.
         resume_with_other_numerics: go on even where arithmetic gives other words than when the run began; the
             certificate says so.
         rewards: reward functions, defined at the top level of a module or script, in place of `config.task.reward`.
@@ -53,7 +64,10 @@ def train(
 
     Under `torchrun` every process calls it, with the same arguments, and returns the summary.
     """
-    given: dict[str, Any] = {}
+    sources = {"data": data, "validation_data": validation_data}
+    rows = {name: rows for name, rows in sources.items() if rows is not None and not isinstance(rows, (str, Path))}
+    given: dict[str, Any] = {name: str(source) for name, source in sources.items() if isinstance(source, (str, Path))}
+    given |= {name: _ROWS.format(name) for name in rows}  # until there is a folder
     if rewards:
         given["reward"] = tuple(_spec("reward", function) for function in rewards)
     if environment is not None:
@@ -76,20 +90,24 @@ def train(
         if resume and named is not None:
             from .run.resume import require_unchanged
 
+            config = _placed(config, rows, named)
             world.share(lambda: require_unchanged(named, resumed(named), config, world.size))
             folder = named
             world.from_first(lambda: lock.enter_context(run_lock.held(folder)))
         else:
             folder = world.from_first(lambda: _claim(named, config.recipe, lock))
+            config = _placed(config, rows, folder)
         if world.first:
             print(f"run folder: {folder}", file=sys.stderr, flush=True)
         try:
+            world.from_first(lambda: _write(rows, folder))
             return {"run_dir": str(folder)} | run(config, folder, resume, world, resume_with_other_numerics)
         except BaseException as error:
             if world.first:
                 lock.close()
                 with contextlib.suppress(OSError):
-                    folder.rmdir()  # only a folder that is still empty goes
+                    if not {path.name for path in folder.iterdir()} - set(map(_ROWS.format, rows)):
+                        shutil.rmtree(folder)  # nothing is in it but what was given
                 if isinstance(error, KeyboardInterrupt) and folder.exists():
                     error.add_note(interrupted(folder, world.size))
             raise
@@ -112,6 +130,55 @@ def _spec(kind: str, function: Callable[..., Any]) -> str:
             *(kind, name),
         )
     return f"{from_here(Path(script).resolve()) if script else module}:{name}"
+
+
+def _placed(config: RunConfig, rows: Mapping[str, Any], folder: Path) -> RunConfig:
+    """With the files that `rows` are kept in."""
+    paths = {name: str(folder.resolve() / _ROWS.format(name)) for name in rows}
+    return replace(config, task=replace(config.task, **paths))  # type: ignore[arg-type]
+
+
+def _write(rows: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -> None:
+    """Keep `rows` in the run's folder; if it has some they must be the same."""
+    for name, given in rows.items():
+        path = folder / _ROWS.format(name)
+        made = path.with_suffix(".new")
+        if not isinstance(given, Iterable):
+            raise InputError(f"{name} is {given!r}; give rows, the path of a file or folder of them, or a hub id")
+        try:
+            with made.open("w", encoding="utf-8") as file:
+                file.writelines(_line(f"{name} row {number}", row) for number, row in enumerate(given))
+            if path.exists() and not filecmp.cmp(made, path, shallow=False):
+                raise InputError(f"{name}: these are not the rows that the run began with, which {path} has")
+            made.replace(path)
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error}") from error
+        finally:
+            made.unlink(missing_ok=True)
+
+
+def _line(origin: str, row: Mapping[str, Any]) -> str:
+    if not isinstance(row, Mapping):
+        raise InputError(f"{origin} is a {type(row).__name__}; a row is a dict of its columns")
+    try:
+        return _as_json(row) + "\n"
+    except (TypeError, ValueError):
+        for column, value in row.items():
+            try:
+                _as_json({column: value})
+            except (TypeError, ValueError) as error:
+                raise InputError(f"{origin}: {column} cannot be written as JSON: {error}") from error
+        raise
+
+
+def _as_json(row: Mapping[str, Any]) -> str:
+    return json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_listed)
+
+
+def _listed(value: Any) -> Any:
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"it holds a {type(value).__name__}")
+    return value.tolist()
 
 
 def resumed(run_dir: Path) -> RunConfig:

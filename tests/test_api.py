@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import inspect
 import json
 import os
@@ -13,7 +14,10 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import datasets
+import numpy as np
 import pytest
 from processes import finished
 
@@ -57,6 +61,59 @@ def test_resuming(tmp_path: Path) -> None:
         lockstep.train(replace(SMALL, seed=1, steps=3), tmp_path / "run", resume=True)
     with pytest.raises(InputError, match="run_dir is missing"):
         lockstep.train(SMALL, resume=True)
+
+
+ROWS = [{"prompt": f"{a} + {b} =", "answer": str(a + b), "grid": [a, b]} for a in range(4) for b in range(4)]
+OF_ROWS = replace(SMALL, steps=1, recipe="dataset", task=lockstep.TaskConfig("dataset", validation_prompts=2))
+
+
+def right(completions, answer, grid, **_):
+    return [
+        float(len(text) % 3 + len(right) + sum(numbers))
+        for text, right, numbers in zip(completions, answer, grid, strict=True)
+    ]
+
+
+def test_rows_in_memory_are_those_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `Dataset`, dicts of arrays and a path train the same; the folder keeps rows, and goes on with no others."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    arrays = [row | {"grid": np.array(row["grid"])} for row in ROWS]
+    sources = {"dataset": datasets.Dataset.from_list(ROWS), "file": file, "arrays": iter(arrays)}
+    for name, source in sources.items():
+        lockstep.train(OF_ROWS, Path(name), data=source, rewards=[right])
+    assert len({tuple(rewards_of(tmp_path / name)) for name in sources}) == 1 and min(rewards_of(tmp_path / "file")) > 1
+    kept = tmp_path / "dataset" / "data.jsonl"
+    assert [json.loads(line) for line in kept.read_text().splitlines()] == ROWS
+    assert f"data: {kept}" in (tmp_path / "dataset" / "config.yaml").read_text()
+
+    longer = replace(OF_ROWS, steps=2)
+    with pytest.raises(InputError, match="data: these are not the rows that the run began with"):
+        lockstep.train(longer, "dataset", data=ROWS[1:], rewards=[right], resume=True)
+    assert len(rewards_of(tmp_path / "dataset")) == 1 and kept.exists()
+    lockstep.train(longer, "dataset", data=ROWS, rewards=[right], resume=True)
+    assert main(["train", "--resume", "dataset", "--steps", "3"]) == 0
+    assert len(rewards_of(tmp_path / "dataset")) == 3 and not list((tmp_path / "dataset").glob("*.new"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([*ROWS, "prompt"], "data row 16 is a str; a row is a dict of its columns"),
+        (
+            [{"prompt": "a", "when": datetime.date(2026, 1, 2)}],
+            "data row 0: when cannot be written as JSON: it holds a date",
+        ),
+        ([{"prompt": "a", "x": float("nan")}], "data row 0: x cannot be written as JSON"),
+        ([], "task.data"),
+        (5, "data is 5; give rows, the path of"),
+    ],
+)
+def test_rows_that_cannot_be_used_leave_no_folder(tmp_path: Path, rows: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        lockstep.train(OF_ROWS, tmp_path / "run", data=rows, validation_data=ROWS, rewards=[right])
+    assert not (tmp_path / "run").exists()
 
 
 SCRIPT = """
