@@ -19,7 +19,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-from processes import finished
+from processes import finished, on_ranks
 
 import lockstep
 import lockstep.config
@@ -95,6 +95,18 @@ def test_rows_in_memory_are_those_of_a_file(tmp_path: Path, monkeypatch: pytest.
     lockstep.train(longer, "dataset", data=ROWS, rewards=[right], resume=True)
     assert main(["train", "--resume", "dataset", "--steps", "3"]) == 0
     assert len(rewards_of(tmp_path / "dataset")) == 3 and not list((tmp_path / "dataset").glob("*.new"))
+
+
+def trained(folder: Path) -> dict[str, Any]:
+    """What a process is returned; only the first one takes its rows."""
+    rows = iter(ROWS) if os.environ["RANK"] == "0" else iter(())
+    return lockstep.train(replace(OF_ROWS, steps=2), folder, data=rows, rewards=[right])
+
+
+def test_every_process_gives_its_rows_and_gets_the_summary(tmp_path: Path) -> None:
+    first, second = on_ranks(2, trained, tmp_path / "run")
+    assert first == second and first["steps_done"] == 2 and first["run_dir"] == str(tmp_path / "run")
+    assert len((tmp_path / "run" / "data.jsonl").read_text().splitlines()) == len(ROWS)
 
 
 @pytest.mark.parametrize(

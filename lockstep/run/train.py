@@ -103,7 +103,7 @@ def _train(
     if loop.run.runtime.compiles:
         recorder.summary["compile"] = loop.run.compile_report()
         loop.run.runtime.close()
-    return recorder.summary
+    return world.from_first(lambda: recorder.summary)
 
 
 def _checked(config: RunConfig, world: World) -> RunConfig:
