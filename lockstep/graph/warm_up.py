@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -12,6 +12,9 @@ from ..timings import Timings
 from .ir.captured import Level
 from .launch.launcher import GraphLauncher
 from .torch_private.trace import import_tracer
+
+if TYPE_CHECKING:
+    from ..ops.precompile import Kernels
 
 Launch = Callable[[GraphLauncher, Mapping[str, Tensor], int], dict[str, Tensor]]
 
@@ -50,10 +53,10 @@ class WarmUp:
         self.late += self.ended
 
     @contextmanager
-    def rehearsal(self, compiles: bool = True) -> Iterator[Any]:
+    def rehearsal(self, compiles: bool = True) -> Iterator[Kernels]:
         """Within, programs make their graphs and launch none (what they return is zero), nor is any other Triton
         kernel; by the end the kernels of those graphs are compiled, side by side. Yields these kernels
-        (`ops.precompile.Kernels`), for `preload`; they are all that is made unless it `compiles`."""
+        for `preload`; they are all that is made unless it `compiles`."""
         from ..ops.precompile import compiling_only
 
         with self._timings.measured("compile"), compiling_only(compiles) as kernels, self.launching(rehearse):

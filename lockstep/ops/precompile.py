@@ -3,6 +3,7 @@ which takes most of a cold start."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from triton import AsyncCompileMode, knobs
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from .compile_processes import FEW_CORES, PACKAGE, CompileProcesses, Kernel, workers
@@ -60,8 +62,8 @@ def hash_compiler() -> None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """`named`: by launches so far, each once, for `preload` in another process. `take`: those that another process has
-    named, as if they had been launched here."""
+    """`named`: what launches so far lacked, each once, for `preload` in another process. `take`: name and compile those
+    of this package that another process has named."""
 
     named: dict[Kernel, None]
     take: Callable[[Iterable[Kernel]], None]
@@ -85,7 +87,7 @@ def compiling_only(compiles: bool = True) -> Iterator[Kernels]:
         try:
             with _noted(note):
                 return run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        except TypeError:  # it has a constant that cannot be described
+        except TypeError:  # it has a constant that cannot be described, nor is it named
             return run(kernel, *args, grid=grid, warmup=True, **kwargs)
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
@@ -96,8 +98,9 @@ def compiling_only(compiles: bool = True) -> Iterator[Kernels]:
     def take(kernels: Iterable[Kernel]) -> None:
         with _noted(note):
             for kernel in kernels:
-                pool.noted = None
-                _preload(kernel)
+                if kernel not in named:
+                    pool.noted = None
+                    _preload(kernel)
 
     JITFunction.run = compile_only
     try:
@@ -139,12 +142,21 @@ def preload(kernels: Iterable[Kernel]) -> int:
 
 
 def _preload(kernel: Kernel) -> bool:
-    """Whether it is one of this package, and described for it as it is now."""
+    """Whether it is one of this package, and described for it as it is now. One that is here is not loaded again: some
+    versions of Triton unload what they replace, which a graph may hold."""
     module, name, description = kernel
     with suppress(Exception):
         if module.startswith(PACKAGE):
-            getattr(import_module(module), name).preload(description)
+            function = getattr(import_module(module), name)
+            if not _is_here(function, description):
+                function.preload(description)
             return True
+    return False
+
+
+def _is_here(function: JITFunction, description: str) -> bool:
+    with suppress(Exception):  # where Triton keeps it elsewhere
+        return json.loads(description)["key"] in function.device_caches[driver.active.get_current_device()][0]
     return False
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from ..ops.machine_check import check as machine_check
 from ..ops.native import library
 from .build import Session, TrainingSession
 from .kernel_lists import KEPT, of_steps, remember
+
+if TYPE_CHECKING:
+    from ..ops.precompile import Kernels  # with Triton, which a CPU goes without
 
 _log = logging.getLogger("lockstep")
 
@@ -179,8 +182,9 @@ def _precompile(
         if all(world.gather(runtime.warm_up.preload(listed))):
             return
 
-        def rehearse(kernels: Any) -> None:
-            if make_ahead(runtime, parts):  # each launched what it made
+        def rehearse(kernels: Kernels) -> None:
+            apart = make_ahead(runtime, parts)  # each launched what it made
+            if apart and not any(world.gather(bool(linear_choice.offers))):  # no other takes kernels from outside
                 for named, used in world.gather(([*kernels.named], {*linear_choice.used})):
                     kernels.take(named)
                     linear_choice.used.update(used)
@@ -198,7 +202,7 @@ def _precompile(
         _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
 
 
-def _compiled(session: Session, launch: Callable[[Any], None]) -> list[Any]:
+def _compiled(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
     """Compile the kernels that this launches, or adds to them; of a host's processes the first compiles, and the others
     load them."""
     warm_up, world = session.runtime.warm_up, session.world

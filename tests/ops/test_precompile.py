@@ -137,6 +137,9 @@ def taken(kernels):
         launch(4)
         launch(1)
     assert [*found.named] == [*kernels] and len(threads) == 3, (found.named, threads)
+    with compiling_only() as again:
+        again.take(kernels)
+    assert preload(kernels) == len(kernels) and not again.named and len(threads) == 3  # nothing is loaded twice
     return len(found.named)
 
 def loaded(kernels, beside):
