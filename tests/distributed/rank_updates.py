@@ -232,15 +232,10 @@ def graphs_made_side_by_side(world: World) -> Any:
 
 @check
 def kernels_named_side_by_side(world: World) -> Any:
-    """Without kernels from outside the package, and where one process has some."""
-    if DEVICE.type != "cpu":
-        return None  # kernels are compiled there
-    return [named_side_by_side(world, offered) for offered in (False, True)]
-
-
-def named_side_by_side(world: World, offered: bool) -> Any:
     """Of two parts that two processes make: which graphs each asks for, whose kernels it has in the end, as if each
     graph were one, what it loads, and of how many products the check of the machine is rehearsed."""
+    if DEVICE.type != "cpu":
+        return None  # kernels are compiled there
     made, named, loaded, products = list[str](), dict[str, None](), list[list[str]](), list[int]()
 
     def noted(request: Any, *arguments: Any) -> Any:
@@ -262,7 +257,6 @@ def named_side_by_side(world: World, offered: bool) -> Any:
         patch.setattr(session.runtime.warm_up, "rehearsal", rehearsal)
         patch.setattr(session.runtime.warm_up, "preload", lambda kernels: loaded.append([*kernels]))
         patch.setattr(linear_choice, "used", set())
-        patch.setattr(linear_choice, "offers", {"toy": lambda *_: []} if offered and world.rank else {})
         session.runtime.begin_warm_up(world)
         parts = [partial(make, session) for make in makers]
         check = lambda: products.append(len(linear_choice.used))  # noqa: E731

@@ -14,7 +14,7 @@ from processes import finished
 pytest.importorskip("triton")
 
 DRIVER = """
-import json, multiprocessing, os, shutil, threading
+import json, multiprocessing, os, threading
 from pathlib import Path
 from types import SimpleNamespace
 import torch, triton, triton.language as tl
@@ -157,11 +157,9 @@ def loaded(kernels, beside):
 
 x, addresses, warps = torch.zeros(4096), torch.zeros(8, dtype=torch.int64), (4, 8)
 elsewhere = apart(named_elsewhere)
-kernels = apart(listed)
-taken_count = apart(taken, [*kernels, *elsewhere])
-shutil.rmtree(os.environ["TRITON_CACHE_DIR"])
 kernels = json.loads(json.dumps(apart(listed)))
 cubins_before = cubins()
+taken_count = apart(taken, [*map(tuple, kernels), *elsewhere])
 missed = [apart(loaded, kernels, beside) for beside in (False, True)]
 print(json.dumps([taken_count, len(kernels), cubins_before, *missed, cubins()]))
 """
@@ -170,7 +168,7 @@ print(json.dumps([taken_count, len(kernels), cubins_before, *missed, cubins()]))
 
 def test_kernels_that_were_listed_are_loaded_by_another_process(tmp_path: Path) -> None:
     taken, count, before, *missed, after = ended_well(LISTED, tmp_path)
-    assert taken == 3 and count == len(before) == 2 and after == before
+    assert taken == 3 and count == len(before) == 2 and {*before} < {*after} and len(after) == 3
     assert missed == [1, 1]  # all but the one that was not listed are there, and loaded, at once or beside
 
 

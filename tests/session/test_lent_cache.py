@@ -59,18 +59,25 @@ def stepped(run: TrainingSession) -> list[Any]:
     return [*found, *(p.detach().clone() for p in run.policy.model.parameters())]
 
 
+@pytest.fixture(scope="module")
+def apart(shallow: Path) -> list[Any]:
+    """What steps with a cache in memory of its own find."""
+    with pytest.MonkeyPatch.context() as patch:
+        run = made(patch, config_of(shallow, "off"), lent=False)
+    assert run.engine.cache.borrower is None
+    return stepped(run)
+
+
 @pytest.mark.parametrize("verify", ["strict", "off"])
 def test_a_run_has_the_bits_of_one_whose_cache_lies_apart(
-    monkeypatch: pytest.MonkeyPatch, shallow: Path, verify: str
+    monkeypatch: pytest.MonkeyPatch, shallow: Path, apart: list[Any], verify: str
 ) -> None:
-    config = config_of(shallow, verify)
-    runs = [made(monkeypatch, config, lent) for lent in (False, True)]
-    assert [run.engine.cache.borrower is not None for run in runs] == [False, True]
-    one, other = map(stepped, runs)
+    run = made(monkeypatch, config_of(shallow, verify), lent=True)
+    one, other = apart, stepped(run)
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-    cache = runs[1].engine.cache
+    cache = run.engine.cache
     assert cache.borrower.worked and cache.k.isnan().any()  # the trainer has had it last
     cache.take_back()
     assert not cache.k.any() and not cache.v.any() and not cache.borrower.worked

@@ -247,6 +247,33 @@ def test_of_a_hosts_processes_the_first_compiles_and_the_others_load(monkeypatch
     assert done == [[], "met", not local_rank, torch.int64, "met", *[["a kernel"]] * local_rank]
 
 
+@pytest.mark.parametrize("offered", [False, True])
+def test_what_was_made_apart_is_rehearsed_by_all_where_kernels_come_from_outside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, offered: bool
+) -> None:
+    """Where another process has some, too."""
+    done: list[Any] = []
+
+    @contextmanager
+    def rehearsal(compiles: bool) -> Iterator[Any]:
+        yield SimpleNamespace(named={"own": None}, take=done.append)
+
+    class Others(World):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, offered if isinstance(value, bool) else value]
+
+        def from_first(self, make: Callable[[], Any]) -> Any:
+            return make()
+
+    monkeypatch.setattr(session_warm_up, "make_ahead", lambda *_: True)
+    monkeypatch.setattr(session_warm_up, "_rehearse_hash", lambda _: None)
+    warm_up = SimpleNamespace(rehearsal=rehearsal, preload=lambda kernels: 0)
+    session = SimpleNamespace(world=Others(0, 2), runtime=SimpleNamespace(warm_up=warm_up))
+    parts = [partial(done.append, "part")]
+    session_warm_up._precompile(session, tmp_path / "list", parts, lambda: done.append("check"))  # type: ignore[arg-type]
+    assert done == [*(["part"] if offered else [["own"], ["own"]]), "check"]
+
+
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[list[str]]]:
     """Lists whose kernels were loaded on a thread, none of them from a module of the kernels."""
