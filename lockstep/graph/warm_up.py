@@ -55,8 +55,8 @@ class WarmUp:
     @contextmanager
     def rehearsal(self, compiles: bool = True) -> Iterator[Kernels]:
         """Within, programs make their graphs and launch none (what they return is zero), nor is any other Triton
-        kernel; by the end the kernels of those graphs are compiled, side by side. Yields these kernels
-        for `preload`; they are all that is made unless it `compiles`."""
+        kernel; by the end the kernels of those graphs are compiled, side by side. Yields these kernels, for
+        `preload`; they are all that is made unless it `compiles`."""
         from ..ops.precompile import compiling_only
 
         with self._timings.measured("compile"), compiling_only(compiles) as kernels, self.launching(rehearse):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
 import re
@@ -66,7 +65,7 @@ from lockstep.session.memory import (
     usage,
     used,
 )
-from lockstep.session.memory.plan import CACHE, CHECK, KEPT
+from lockstep.session.memory.plan import CACHE, CHECK, KEPT, _pool
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
 from lockstep.types import SampleIdentity, SamplingParams
@@ -290,10 +289,10 @@ def test_what_fits_with_the_caches_memory_alone_is_not_refused() -> None:
 def test_with_the_caches_memory_a_teachers_scores_are_beside_the_generators_pool() -> None:
     """What they take beyond what the trainer's graphs do, where a student is small."""
     w = replace(workload("qwen3-0.6b", 1), frozen=(architecture("qwen3-32b"),))
-    layers, of = w.model.num_layers, importlib.import_module("lockstep.session.memory.plan")._pool
+    layers = w.model.num_layers
     beyond = terms.scoring(w, True) - terms.kept(w, layers) - terms.working(w, layers) - terms.transit(w)
     assert beyond > terms.prefill(w) > 0
-    assert [of(w, layers, lent)["generation"] for lent in (False, True)] == [beyond, terms.prefill(w) + beyond]
+    assert [_pool(w, layers, lent)["generation"] for lent in (False, True)] == [beyond, terms.prefill(w) + beyond]
 
 
 class Live(TorchDispatchMode):

@@ -38,8 +38,8 @@ class MemoryPlan:
         cache_tokens: the capacity of the KV cache. again: layers whose forward pass the backward pass computes again.
         zero_stage: what several processes shard (`Workload.zero_stage`); 0 of one. together: how many generate
             together.
-        fits: they have room, with a cache of one sequence at the least. lent: of each step's two halves one has the
-            cache's memory, and then the other activations in it; the terms name of these what has no room in it.
+        fits: they have room, with a cache of one sequence at the least. lent: the trainer's graphs have the cache's
+            memory while nobody generates; of what they hold the terms name what has no room there.
     """
 
     memory: int
@@ -93,16 +93,13 @@ def _apart(w: Workload, memory: int) -> MemoryPlan:
     """With a cache in memory of its own."""
     least, most = _again(w)
     cheapest = _with(w, memory, most, 0)
-    room, wanted = _cache_room(w, cheapest), _wanted(w)
-    least_cache = per_sequence(w.config.generator, w.sequence_tokens) - w.config.generator.page_size
+    room, wanted, least_cache = _cache_room(w, cheapest), _wanted(w), _least(w)
     target = wanted if w.config.generator.kv_cache_tokens else min(wanted, max(room // 2, least_cache))
     for again in range(least if room >= least_cache else most, most + 1):
         found = _with(w, memory, again, 0)
         if (room := _cache_room(w, found)) >= target or again == most:
             break
-    tokens = wanted if w.config.generator.kv_cache_tokens else min(wanted, rounded(room))
-    done = _with(w, memory, again, max(tokens, 0))
-    return replace(done, fits=done.total <= memory and tokens >= least_cache)
+    return _filled(w, memory, again, room)
 
 
 def _lent(w: Workload, memory: int) -> MemoryPlan:
@@ -114,12 +111,16 @@ def _lent(w: Workload, memory: int) -> MemoryPlan:
         if found.total <= memory:
             break
     in_turn = sum(found.terms[name] for name in (KEPT, WORKING, TRANSIT))
-    room = (int((memory - found.total) / (1 + terms.ALLOCATOR)) + in_turn) // terms.cache(w, 0) - 1
-    wanted, page = _wanted(w), w.config.generator.page_size
-    tokens = wanted if w.config.generator.kv_cache_tokens else min(wanted, rounded(max(0, room) * page))
-    done = _with(w, memory, again, tokens, lent=True)
-    least_cache = per_sequence(w.config.generator, w.sequence_tokens) - page
-    return replace(done, fits=done.total <= memory and tokens >= least_cache)
+    pages = (int((memory - found.total) / (1 + terms.ALLOCATOR)) + in_turn) // terms.cache(w, 0) - 1
+    return _filled(w, memory, again, max(0, pages) * w.config.generator.page_size, lent=True)
+
+
+def _filled(w: Workload, memory: int, again: int, room: int, lent: bool = False) -> MemoryPlan:
+    """With the cache that is asked for, or with what of it has room, so many tokens."""
+    wanted = _wanted(w)
+    tokens = wanted if w.config.generator.kv_cache_tokens else min(wanted, rounded(room))
+    done = _with(w, memory, again, max(tokens, 0), lent)
+    return replace(done, fits=done.total <= memory and tokens >= _least(w))
 
 
 def _may_lend(w: Workload) -> bool:
@@ -193,6 +194,11 @@ def _graphs(w: Workload) -> bool:
 def _checks(w: Workload) -> bool:
     """Whether they are held to eager's bits."""
     return _graphs(w) and w.config.compile.verify != "off"
+
+
+def _least(w: Workload) -> int:
+    """Tokens of a cache that holds one sequence."""
+    return per_sequence(w.config.generator, w.sequence_tokens) - w.config.generator.page_size
 
 
 def _wanted(w: Workload) -> int:
