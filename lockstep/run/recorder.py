@@ -254,6 +254,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             "warmup": self.summary.get("warmup"),
             "parallel": self.summary.get("parallel"),
             "numerics": self._numerics_of(loop),
+            "packing": "fewest rows",
             "inputs": self.inputs,
             "seconds": {name: self.summary[name] for name in ("startup_s", "warmup_s") if name in self.summary}
             | {"total_s": self._total_seconds()},

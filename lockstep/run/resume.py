@@ -138,6 +138,11 @@ def redefined(state: Mapping[str, Any]) -> list[str]:
         )
     if config.get("optimizer.router_bias_rate") and "balanced_by" not in then:  # by other loads
         found.append("experts became balanced by all tokens of the sequences trained on: biases may move otherwise")
+    if "packing" not in state and config.get("trainer.mode") == "packed":
+        found.append(
+            "micro-batches became fewer where groups may be split between them: a step of several may add its "
+            "gradients in another order"
+        )
     return found
 
 

@@ -42,7 +42,8 @@ def pack(
     shapes: Sequence[BatchShape] = (),
 ) -> list[PackedBatch]:
     """Lay groups out, in order, in micro-batches of at most `max_tokens` packed tokens (next-fit); CPU tensors. A group
-    that fits none is split over several, its prompt repeated in each.
+    stays whole unless it fits no micro-batch, or all take fewer rows where groups begin in what the micro-batch before
+    them has left; one that is split has its prompt in each.
 
     Args:
         shapes: what to pad to, largest first, which bounds a micro-batch unless one trajectory is longer; without any,
@@ -70,13 +71,12 @@ def pack_shards(
     Args:
         shards: all of the step's. own: which to return batches of; of the others' groups lengths are read alone.
     """
-    drafts = [_drafts(groups, how) for groups in shards]
-    packed_tokens = sum(draft.used for of_shard in drafts for draft in of_shard)
+    plan = _plan(shards, how, fills=False)
+    if len(plan) > 1:
+        plan = min(plan, _plan(shards, how, fills=True), key=lambda plan: sum(shape.tokens for _, shape in plan))
+    packed_tokens = sum(draft.used for one_each, _ in plan for draft in one_each)
     batches = []
-    for i in range(max(map(len, drafts))):
-        one_each = [of_shard[i] if i < len(of_shard) else _Draft() for of_shard in drafts]
-        needed = BatchShape(*map(max, zip(*(draft.needed for draft in one_each), strict=True)))
-        shape = fit(needed, how.shapes, how.max_tokens)
+    for one_each, shape in plan:
         for shard in own:
             batch = one_each[shard].batch(how, shape, check_parity, packed_tokens)
             if not one_each[shard].parts:
@@ -85,16 +85,30 @@ def pack_shards(
     return batches
 
 
-def _drafts(groups: list[RolloutGroup], how: Packing) -> list[_Draft]:
+def _plan(shards: Sequence[list[RolloutGroup]], how: Packing, fills: bool) -> list[tuple[list[_Draft], BatchShape]]:
+    """Of the micro-batches of equal number, one a shard: what they hold, and what they are padded to."""
+    drafts = [_drafts(groups, how, fills) for groups in shards]
+    plan = []
+    for i in range(max(map(len, drafts))):
+        one_each = [of_shard[i] if i < len(of_shard) else _Draft() for of_shard in drafts]
+        needed = BatchShape(*map(max, zip(*(draft.needed for draft in one_each), strict=True)))
+        plan.append((one_each, fit(needed, how.shapes, how.max_tokens)))
+    return plan
+
+
+def _drafts(groups: list[RolloutGroup], how: Packing, fills: bool) -> list[_Draft]:
+    """`fills`: a group begins in what the micro-batch before it has left."""
     drafts: list[_Draft] = []
     limit, per_sample = how.shapes[0].tokens if how.shapes else how.max_tokens, how.mode == "per_sample"
     branched = any(segment.anew for group in groups for t in group.rollouts for segment in t.segments)
     most = how.shapes[0].segments if how.shapes else MAX_SEQUENCES
+    whole = _Most(limit, most)
     if branched and not how.whole_sequences:
-        groups = [part for group in groups for part in _split(group, _Most(limit, most))]
+        groups = [part for group in groups for part in _split(group, whole)]
     for group in groups:
         needed = [_needed(trajectory, how.max_tokens) for trajectory in group.rollouts]
-        for part, tokens, segments in _parts(group, needed, _Most(limit, most), per_sample, how.share_prefix):
+        first = _left(drafts[-1], needed[0], whole) if fills and drafts else whole
+        for part, tokens, segments in _parts(group, needed, (first, whole), per_sample, how.share_prefix):
             full = bool(drafts) and drafts[-1].needed.segments + segments > most
             if not drafts or per_sample or full or drafts[-1].needed.tokens + tokens > limit:
                 drafts.append(_Draft())
@@ -161,21 +175,28 @@ def _cut(trajectory: Trajectory, most: _Most) -> list[Trajectory]:
     return cut
 
 
+def _left(draft: _Draft, needed: tuple[int, int], most: _Most) -> _Most:
+    """What a group's first part may have: what `draft` has left, or all of the next one where that has no room for the
+    first trajectory, which takes `needed`."""
+    left = _Most(most.tokens - draft.needed.tokens, most.segments - draft.needed.segments)
+    return left if needed[0] <= left.tokens and needed[1] < left.segments else most
+
+
 def _parts(
-    group: RolloutGroup, needed: list[tuple[int, int]], most: _Most, per_sample: bool, share_prefix: bool
+    group: RolloutGroup, needed: list[tuple[int, int]], most: tuple[_Most, _Most], per_sample: bool, share_prefix: bool
 ) -> Iterator[tuple[RolloutGroup, int, int]]:
-    """`group` cut into consecutive parts of at most `most` and one prompt, or one trajectory, with the tokens that each
-    takes and its segments, at most; `needed`: see `_needed`, of each trajectory."""
+    """`group` cut into consecutive parts of one prompt, or one trajectory, with the tokens that each takes and its
+    segments, at most. `needed`: see `_needed`, of each trajectory. `most`: of the first part, and of any other."""
     part: list[Trajectory] = []
     first: list[int] = []
-    used, segments = 0, 1  # the prompt's
+    used, segments, room = 0, 1, most[0]  # the prompt's
     for trajectory, (alone, own) in zip(group.rollouts, needed, strict=True):
         prompt = trajectory.segments[0].token_ids
         together = bool(part) and not per_sample and first == prompt
         tokens = alone - len(prompt) if together and share_prefix else alone
-        if part and not (together and segments + own <= most.segments and used + tokens <= most.tokens):
+        if part and not (together and segments + own <= room.segments and used + tokens <= room.tokens):
             yield replace(group, rollouts=part), used, segments
-            part, used, tokens, segments = [], 0, alone, 1
+            part, used, tokens, segments, room = [], 0, alone, 1, most[1]
         if not part:
             first = prompt
         part.append(trajectory)
@@ -228,12 +249,12 @@ class _Draft:
 
     Attributes:
         parts: what it is made of, each of one prompt; without any it has one token, and no response.
-        needed: its sizes without padding.
+        needed: its sizes without padding. used: its tokens, none if it has no response.
     """
 
     def __init__(self) -> None:
         self.parts: list[RolloutGroup] = []
-        self.needed = BatchShape(1, 0, 1, 1)
+        self.needed, self.used = BatchShape(1, 0, 1, 1), 0
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.segments: list[tuple[int, int, int]] = []  # end row, prefix start, prefix length
@@ -257,12 +278,8 @@ class _Draft:
             before.segments + len(sizes),
             max(before.max_len, *map(sum, sizes)),
         )
+        self.used = self.needed.tokens
         self.parts.append(part)
-
-    @property
-    def used(self) -> int:
-        """Its tokens, none if it has no response."""
-        return self.needed.tokens if self.parts else 0
 
     def _lay_out(self, part: RolloutGroup, share_prefix: bool) -> None:
         start, prompt = len(self.tokens), part.rollouts[0].segments[0]

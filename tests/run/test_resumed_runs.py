@@ -244,7 +244,7 @@ def test_chat_templates_that_an_earlier_version_did_not_record(
     numerics = {"words": {GRADIENT_NORM: []}}
 
     def going_on(recorded: dict[str, Any]) -> list[str]:
-        state = {"inputs": {**now, "model": recorded}, "numerics": numerics}
+        state = {"inputs": {**now, "model": recorded}, "numerics": numerics, "packing": "fewest rows"}
         loaded = checkpoint.LoadedCheckpoint(tmp_path / "step_2", 0, state, ())
         resume.require_same(small_run, loaded, now)
         return resume.remarks(small_run, loaded)
@@ -259,13 +259,23 @@ def test_experts_that_an_earlier_version_balanced_by_other_loads() -> None:
     config, words = {"optimizer.router_bias_rate": 0.01}, {"words": {GRADIENT_NORM: []}}
 
     def said(numerics: dict[str, Any], config: dict[str, float]) -> list[str]:
-        return resume.redefined({"numerics": numerics, "inputs": {"config": config}})
+        return resume.redefined({"numerics": numerics, "packing": "fewest rows", "inputs": {"config": config}})
 
     (remark,) = said(words, config)
     assert "experts became balanced by" in remark
     balanced = OptimizerConfig(router_bias_rate=0.01)
     trainer = Trainer(initialize(Decoder(architecture("tiny-glm4-moe"), torch.float32), 0), balanced, LossConfig())
     assert said(trainer.numerics() | words, config) == said(words, {}) == []
+
+
+def test_groups_that_an_earlier_version_never_split(small_run: Path) -> None:
+    loaded = checkpoint.latest(small_run / "checkpoints")
+    assert loaded is not None and resume.redefined(loaded.state) == []
+    del loaded.state["packing"]
+    (remark,) = resume.redefined(loaded.state)
+    assert "may add its gradients in another order" in remark
+    loaded.state["inputs"]["config"]["trainer.mode"] = "per_sample"
+    assert resume.redefined(loaded.state) == []
 
 
 def test_the_device_that_a_run_was_on_is_compared_not_what_chose_it(small_run: Path) -> None:

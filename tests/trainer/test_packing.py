@@ -125,6 +125,22 @@ def test_groups_fill_micro_batches_in_order_and_a_large_one_is_split():
         assert [int(b.cu_seqlens[-1]) for b in pack(just_fits, max_tokens=64, check_parity=False)] == [64]
 
 
+def test_groups_begin_in_what_the_micro_batch_before_has_left_where_all_then_take_fewer_rows():
+    def packed(budget, *lengths, prompt=4):
+        completions = [[sequence([2] * n) for _ in range(4)] for n in lengths]
+        groups = [train_group([1] * prompt, of_one, SamplingParams()) for of_one in completions]
+        batches = pack(groups, max_tokens=budget, check_parity=False)
+        assert [s.length for b in batches for s in b.sequences] == [n for n in lengths for _ in range(4)]
+        return [(int(b.cu_seqlens[-1]), len(b.tokens_T)) for b in batches]
+
+    # Of 4 + 4 * 20 tokens each, in parts of 64 and 24, padded to 192; the second begins behind the 24.
+    assert packed(64, 21, 21) == [(64, 64), (48, 48), (64, 64)]
+    # Whole they take 44 and 44, padded to 96. One completion of the second would fit behind the first: 58 and 34, 112.
+    assert packed(64, 11, 11) == [(44, 48), (44, 48)]
+    # With a prompt of 10 and completions of 7 they take 34 and 34; three of the second's behind the first: 62 and 16.
+    assert packed(64, 7, 7, prompt=10) == [(62, 64), (16, 16)]
+
+
 def test_a_micro_batch_has_no_more_segments_than_attention_takes():
     group = train_group([1], [sequence([2])] * MAX_SEQUENCES, SamplingParams())
     shapes = batch_shapes(1, MAX_SEQUENCES, 1, 1, max_len=2, max_tokens=64)
