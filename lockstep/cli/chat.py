@@ -6,7 +6,6 @@ import contextlib
 import io
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -107,8 +106,5 @@ def read_lines() -> Iterator[str]:
 def interrupts() -> Iterator[Callable[[], bool]]:
     """Within it Ctrl-C does not raise, which would come in mid-computation; the callable says if it was pressed."""
     pressed: list[int] = []
-    if threading.current_thread() is not threading.main_thread():  # only there may signals be caught
-        yield lambda: False
-        return
     with handled_by(lambda number, _: pressed.append(number), [signal.SIGINT]):
         yield lambda: bool(pressed)

@@ -19,6 +19,7 @@ from typing import IO, Any
 from ..distributed import World
 from ..errors import InputError, LockstepError, NonFiniteError, ParityError, PeerLost, Terminated
 from ..machine import by_torchrun, torchrun_follows
+from ..session.signals import handled_by
 from .crash import stacks_to
 
 STACKS, FAULT_FILE = "stacks", "fault.txt"
@@ -88,20 +89,6 @@ def _stack_file(path: Path, first: bool) -> Iterator[IO[str]]:
             file.close()
 
 
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Within it a launcher's signal, which it sends when it finds a process dead, does not end what is told of that."""
-    try:
-        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    except ValueError:  # not the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 class _Faults:
     """The faults that one rank sees; `beside` are the others of its host."""
 
@@ -123,7 +110,7 @@ class _Faults:
         if isinstance(known, (ParityError, NonFiniteError)):  # found in what all ranks have
             known.reported = self._own.rank != 0
         elif isinstance(known, Exception):
-            with _undisturbed():
+            with handled_by(signal.SIG_IGN, [signal.SIGTERM]):  # of a launcher that finds a process dead
                 self._tell(known)
         if known is not error:
             raise known from error

@@ -11,6 +11,8 @@ from types import FrameType
 
 from ..errors import Terminated
 
+Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+
 _ASKED_TO_END = (signal.SIGTERM, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT  # the exit code of a command that Ctrl-C ended
 _received: list[signal.Signals] = []
@@ -40,8 +42,7 @@ def ended_by_signals() -> Iterator[None]:
     `KeyboardInterrupt`. `raise_received` raises them once more, should they have been lost, and so does entering it for
     a Ctrl-C that a command was sent before. What is ignored (`nohup`) or handled already stays so, and outside the main
     thread nothing changes."""
-    in_main = threading.current_thread() is threading.main_thread()
-    numbers = (*_ASKED_TO_END, signal.SIGINT) if in_main else ()
+    numbers = (*_ASKED_TO_END, signal.SIGINT)
     try:
         with handled_by(_raise, [number for number in numbers if signal.getsignal(number) in _DEFAULTS]):
             raise_received()
@@ -51,9 +52,11 @@ def ended_by_signals() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def handled_by(handler: Callable[[int, FrameType | None], object], numbers: Iterable[int]) -> Iterator[None]:
-    """Within it `handler` is called for these signals; afterwards what was before."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+def handled_by(handler: Handler, numbers: Iterable[int]) -> Iterator[None]:
+    """Within it `handler` is called for these signals; afterwards what was before. Outside the main thread, which alone
+    may say so, nothing changes."""
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if in_main}
     try:
         yield
     finally:
