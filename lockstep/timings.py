@@ -7,7 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch.cuda import Event  # with `enable_timing`
 
 Fact = str | int | float
 
@@ -24,19 +27,6 @@ class Span:
     seconds: float
     on_device: bool = False
     facts: Mapping[str, Fact] = field(default_factory=dict)
-
-
-class Event(Protocol):
-    """A point in the device's work: `torch.cuda.Event(enable_timing=True)`."""
-
-    def record(self) -> None:
-        """Put it behind what was launched so far."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has passed it."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds of the device from here to `end_event`, both passed."""
 
 
 class Watcher(Protocol):
