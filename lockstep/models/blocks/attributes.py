@@ -24,16 +24,12 @@ class Attributes:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.values: list[str] = []
-        self._classes: dict[type, None] = {}
+        self.classes: dict[type, None] = {}
         self._seen: dict[int, str] = {}
         for module in modules:
-            self._classes[type(module)] = None
+            self.classes[type(module)] = None
             held = [(name, value) for name, value in vars(module).items() if name not in _HELD_APART]
             self.values.append(self._told(dict(sorted(held))))
-
-    @property
-    def classes(self) -> list[type]:
-        return list(self._classes)
 
     def _told(self, value: Any) -> str:
         if value is None or type(value) in _PLAIN:
@@ -48,12 +44,12 @@ class Attributes:
             return f"({', '.join(sorted(map(self._told, value)))})"
         if is_dataclass(value) and not isinstance(value, type):
             return self._record(value)
-        self._classes[value if isinstance(value, type) else object] = None
+        self.classes[value if isinstance(value, type) else object] = None
         return getattr(value, "__qualname__", type(value).__qualname__)
 
     def _record(self, value: Any) -> str:
         if id(value) not in self._seen:  # a layer's configuration is that of all
-            self._classes[type(value)] = None
+            self.classes[type(value)] = None
             named = {field.name: getattr(value, field.name) for field in fields(value)}
             self._seen[id(value)] = f"{type(value).__qualname__}{self._told(named)}"
         return self._seen[id(value)]

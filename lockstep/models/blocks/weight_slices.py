@@ -114,10 +114,8 @@ class WeightSlice(LayerSlice):
         """Where the first of these rows, which are `of` a tensor, begins in it, flat."""
         return self.start * (rows.shape[-1] if rows.dim() > 1 else 1)
 
-    def from_hf(self, tensor: Tensor) -> Tensor:
-        return tensor if self.form is None else self.form.from_hf(tensor)
-
     def to_hf(self, rows: Tensor) -> Tensor:
+        """The folder's tensor of these rows."""
         return rows if self.form is None else self.form.to_hf(rows)
 
 

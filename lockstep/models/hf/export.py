@@ -18,7 +18,7 @@ from ..config import ModelConfig
 from ..decoder import Decoder
 from ..parts import Ranges, ranges_of, within, without_memory
 from .config import to_hf
-from .weight_map import VALUE_HEAD, VALUE_HEAD_PIECE, in_folder, weight_map
+from .weight_map import VALUE_HEAD, VALUE_HEAD_PIECE, weight_map
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -62,7 +62,7 @@ class Export:
             placed[VALUE_HEAD] = [(VALUE_HEAD_PIECE, model.value_head.detach().to("meta"))]
         about = {"format": "pt", **(metadata or {})}
         self._files = [
-            (TensorFile(folder / name, {p.name: Entry.of(in_folder(p, rows)) for p, rows in shard}, about), shard)
+            (TensorFile(folder / name, {p.name: Entry.of(p.to_hf(rows)) for p, rows in shard}, about), shard)
             for name, shard in placed.items()
         ]
 

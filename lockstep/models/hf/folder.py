@@ -22,7 +22,7 @@ from ..families import require_family, text_part
 from ..parts import Held, Ranges, without_memory
 from .config import end_of_sequence, from_hf, without_nulls
 from .stored_tensors import Found, file_names, fill_rows, find_tensors, weights_path
-from .weight_map import ALL_ROWS, HEAD, VALUE_HEAD, VALUE_HEAD_PIECE, fused_experts, in_folder, weight_map
+from .weight_map import ALL_ROWS, HEAD, VALUE_HEAD, VALUE_HEAD_PIECE, fused_experts, weight_map
 
 _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
 
@@ -138,7 +138,7 @@ class FolderWeights:
             piece, parameter = pieces.get(found.name), fused.get(found.name)
             if piece is not None:
                 del missing[found.name]
-                shape = in_folder(piece, piece.of(shapes))
+                shape = piece.to_hf(piece.of(shapes))
             elif parameter is not None:
                 missing = {n: p for n, p in missing.items() if p != parameter}
                 piece, shape = WeightSlice(found.name, parameter, 0, ALL_ROWS), shapes[parameter]

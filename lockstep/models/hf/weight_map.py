@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from ..blocks.weight_slices import WeightSlice
 from ..config import ModelConfig
 from ..families import family_of
@@ -49,8 +47,3 @@ def of_text(name: str) -> str | None:
         if name.startswith(outer):
             return inner + name.removeprefix(outer)
     return name if name == HEAD else None
-
-
-def in_folder(piece: WeightSlice, rows: Tensor) -> Tensor:
-    """The folder's tensor of these rows, without memory where it is another."""
-    return rows if piece.form is None else piece.to_hf(rows.to("meta"))
