@@ -17,10 +17,11 @@ from lockstep.models.tokenizer import byte_tokenizer, encode_following, render_c
 from lockstep.serve.batcher import Update
 from lockstep.serve.text import GrowingText, Stops, visible
 from lockstep.session.text.tool_calls import ToolCall, ToolFormat
-from lockstep.session.text.tool_formats import CODER, GLM, HARMONY, HERMES, LLAMA, MISTRAL, tool_format
+from lockstep.session.text.tool_formats import FORMATS, tool_format
 from lockstep.types import Segment, Trajectory
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "all": {}}}
+HERMES, CODER, GLM, LLAMA, HARMONY, MISTRAL = FORMATS.values()
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}}
 CITY = ToolCall("weather", '{"city": "Bogotá"}')
 

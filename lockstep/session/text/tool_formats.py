@@ -176,20 +176,15 @@ def _analysis(text: str) -> str:
     return "\n".join(one["body"] for one in found if one is not None and one["channel"] == "analysis")
 
 
-HERMES = ToolFormat((_OPENING,), False, _hermes)
-CODER = ToolFormat((_OPENING,), False, _coder)
-GLM = ToolFormat((_OPENING,), False, _glm)
-LLAMA = ToolFormat(("{", _PYTHON_TAG), True, _llama)
-HARMONY = ToolFormat(("to=functions.",), False, _harmony, special="<|channel|>", thinking=_analysis, settled=_settled)
-MISTRAL = ToolFormat((_CALLS,), False, _mistral, special=_CALLS)
+_HARMONY = ToolFormat(("to=functions.",), False, _harmony, special="<|channel|>", thinking=_analysis, settled=_settled)
 
 FORMATS = {
-    "Hermes and Qwen": HERMES,
-    "Qwen-Coder": CODER,
-    "GLM": GLM,
-    "Llama 3": LLAMA,
-    "gpt-oss": HARMONY,
-    "Mistral": MISTRAL,
+    "Hermes and Qwen": ToolFormat((_OPENING,), False, _hermes),
+    "Qwen-Coder": ToolFormat((_OPENING,), False, _coder),
+    "GLM": ToolFormat((_OPENING,), False, _glm),
+    "Llama 3": ToolFormat(("{", _PYTHON_TAG), True, _llama),
+    "gpt-oss": _HARMONY,
+    "Mistral": ToolFormat((_CALLS,), False, _mistral, special=_CALLS),
 }
 
 _PROBE: Tool = {
