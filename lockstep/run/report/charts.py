@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 Points = Sequence[tuple[float, float]]  # (x, y), x ascending; a y that is not finite breaks the line
 
@@ -103,12 +103,8 @@ def stacked_chart(series: Sequence[Series]) -> str:
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Means over `window` values around each, fewer at the ends."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
     half = window // 2
-    bounds = [(max(0, i - half), min(len(values), i + half + 1)) for i in range(len(values))]
-    return [(sums[high] - sums[low]) / (high - low) for low, high in bounds]
+    return [_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 def _thinned(series: Series) -> list[_Dot | None]:
@@ -159,13 +155,8 @@ def _line(plot: _Plot, line: list[_Dot | None], index: int, series: Series, smoo
 
 
 def _runs(line: list[_Dot | None]) -> list[list[_Dot]]:
-    runs: list[list[_Dot]] = [[]]
-    for dot in line:
-        if dot is not None:
-            runs[-1].append(dot)
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
+    parts = ([dot for dot in part if dot is not None] for _, part in groupby(line, lambda dot: dot is None))
+    return [run for run in parts if run]
 
 
 def _band(plot: _Plot, run: list[_Dot], index: int) -> str:
