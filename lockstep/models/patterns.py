@@ -24,12 +24,13 @@ def by_pattern(
     one parameter of the decoder.
     """
     names = {own: theirs for own, theirs in _folder_names(model).items() if own not in without}
+    every = [n for theirs in names.values() for n in theirs]
     said: dict[str, _T] = {}  # by the names in a folder
     for pattern, value in patterns:
-        every = (n for theirs in names.values() for n in theirs)
         matched = [n for n in every if fnmatchcase(n, pattern) or fnmatchcase(n, f"{pattern}.*")]
         if not matched:
-            raise InputError(f"{field}: {pattern!r} matches no parameter that is trained, {_near(pattern, names)}")
+            near = ", ".join(difflib.get_close_matches(pattern, every, n=3, cutoff=0.3) or every[:3])
+            raise InputError(f"{field}: {pattern!r} matches no parameter that is trained, such as {near}")
         said |= dict.fromkeys(matched, value)
     for theirs in names.values():
         first, *others = theirs
@@ -45,9 +46,3 @@ def _folder_names(model: Decoder) -> dict[str, list[str]]:
         if piece.parameter in names:
             names[piece.parameter].append(piece.name)
     return {own: theirs or [own] for own, theirs in names.items()}
-
-
-def _near(pattern: str, names: dict[str, list[str]]) -> str:
-    every = [name for theirs in names.values() for name in theirs]
-    near = difflib.get_close_matches(pattern, every, n=3, cutoff=0.3) or every[:3]
-    return f"such as {', '.join(near)}"
