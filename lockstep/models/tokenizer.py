@@ -40,13 +40,11 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 _OBJECT_FILES = {"tokenizer.json": "model", "tokenizer_config.json": None, "special_tokens_map.json": None}
 
 
-def byte_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerBase:
+def byte_tokenizer() -> PreTrainedTokenizerBase:
     """A tokenizer with one token a byte: the token's id is the byte's value, and 256 to 258 are special. There are no
     merges and no normalization, so every text round-trips. `<|endoftext|>` pads, `<|im_end|>` ends a sequence, and the
-    chat template is ChatML with tools. Raises `InputError` when they do not fit into `vocab_size`, the model's."""
-    tokenizer = kept("byte-level", _whole_byte_tokenizer)
-    check_vocabulary(tokenizer, vocab_size, "the byte-level tokenizer")
-    return tokenizer
+    chat template is ChatML with tools."""
+    return kept("byte-level", _whole_byte_tokenizer)
 
 
 def _whole_byte_tokenizer() -> PreTrainedTokenizerBase:

@@ -200,8 +200,6 @@ def test_a_vocabulary_must_hold_every_token_id() -> None:
     check_vocabulary(TOKENIZER, 512, "folder")
     with pytest.raises(InputError, match="folder needs a vocabulary of 259, but the model's has 258"):
         check_vocabulary(TOKENIZER, 258, "folder")
-    with pytest.raises(InputError, match="needs a vocabulary of 259"):
-        byte_tokenizer(256)
 
 
 # As Qwen3's: thinking stays while tools answer, and is left out of what lies before the last user message.

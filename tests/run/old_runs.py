@@ -60,7 +60,7 @@ model = initialize(Decoder(config, torch.float32), 0)
 for parameter in model.parameters():
     parameter.data.mul_(8.0 if parameter.dim() > 1 else 1.0)
 save_model(model, Path("model"))
-save_tokenizer(byte_tokenizer(260), Path("model"))
+save_tokenizer(byte_tokenizer(), Path("model"))
 assert main({TRAIN!r}) == 0
 found = LLM("whole/model", device="cpu").generate({ASKED!r}, SamplingParams(max_completion_length=8, n=2))
 Path("answers.json").write_text(json.dumps([[(c.token_ids, c.logprobs) for c in group] for group in found]))
