@@ -243,10 +243,10 @@ def whole_ramps(config: ModelConfig) -> None:
     )
 
 
-def write_rope_by_kind(config: ModelConfig) -> dict[str, Any]:
+def write_by_kind(config: ModelConfig) -> dict[str, Any]:
     full = {"rope_theta": config.rope_theta, **scaling_to_hf(config.rope_scaling)}
     sliding = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
-    return {"rope_parameters": {FULL: full, SLIDING: sliding}}
+    return write_alternating(config) | {"rope_parameters": {FULL: full, SLIDING: sliding}}
 
 
 def odd_words(tiny: ModelConfig) -> Callable[[ModelConfig, ModelConfig], dict[str, ModelConfig]]:

@@ -29,8 +29,7 @@ from .family import (
     odd_words,
     rope_by_kind,
     whole_ramps,
-    write_alternating,
-    write_rope_by_kind,
+    write_by_kind,
 )
 
 OFFSET = 1.0  # on the weights of norms
@@ -80,8 +79,7 @@ def _read(raw: Raw) -> dict[str, Any]:
 def _write(config: ModelConfig) -> dict[str, Any]:
     scalar = round(config.attention_scale**-2, 9)
     return {
-        **write_alternating(config),
-        **write_rope_by_kind(config),
+        **write_by_kind(config),
         "rope_local_base_freq": config.local_rope_theta,
         "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
     }

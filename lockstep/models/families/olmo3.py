@@ -18,8 +18,7 @@ from .family import (
     odd_words,
     rope_by_kind,
     whole_ramps,
-    write_alternating,
-    write_rope_by_kind,
+    write_by_kind,
 )
 from .olmo2 import NormAfterLayer, slices
 
@@ -36,7 +35,7 @@ FAMILY = Family(
     slices,
     fixed=PLAIN,
     read=lambda raw: alternating(raw, 4),
-    write=lambda config: write_alternating(config) | write_rope_by_kind(config),
+    write=write_by_kind,
     rope=lambda raw: rope_by_kind(raw, _THETA),
     also=(BY_KIND,),
     layer_kinds=(FULL, SLIDING),
