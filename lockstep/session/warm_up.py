@@ -190,7 +190,7 @@ def _precompile(
                     linear_choice.used.update(used)
             else:
                 _make_all(parts)
-            _rehearse_hash(session)
+            fingerprint(session.policy.model.embed.new_zeros(2, dtype=torch.int64))  # of the check of graphs
             rehearse_check()
 
         kernels = _compiled(session, rehearse)
@@ -213,11 +213,6 @@ def _compiled(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
     if not compiles:
         warm_up.preload(kernels.named)
     return [*kernels.named]
-
-
-def _rehearse_hash(session: Session) -> None:
-    """Launch the kernel of the check of graphs."""
-    fingerprint(session.policy.model.embed.new_zeros(2, dtype=torch.int64))
 
 
 def _rehearse_check(run: TrainingSession) -> None:

@@ -266,9 +266,9 @@ def test_what_was_made_apart_is_rehearsed_by_all_where_kernels_come_from_outside
             return make()
 
     monkeypatch.setattr(session_warm_up, "make_ahead", lambda *_: True)
-    monkeypatch.setattr(session_warm_up, "_rehearse_hash", lambda _: None)
     warm_up = SimpleNamespace(rehearsal=rehearsal, preload=lambda kernels: 0)
-    session = SimpleNamespace(world=Others(0, 2), runtime=SimpleNamespace(warm_up=warm_up))
+    policy = SimpleNamespace(model=SimpleNamespace(embed=torch.zeros(1)))
+    session = SimpleNamespace(world=Others(0, 2), runtime=SimpleNamespace(warm_up=warm_up), policy=policy)
     parts = [partial(done.append, "part")]
     session_warm_up._precompile(session, tmp_path / "list", parts, lambda: done.append("check"))  # type: ignore[arg-type]
     assert done == [*(["part"] if offered else [["own"], ["own"]]), "check"]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...generator.cache_capacity import bytes_per_token, per_sequence
+from ...models import num_parameters
 from ..memory import MemoryPlan, Workload
 
 
@@ -66,7 +67,7 @@ class DecodeTime:
         table = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
         tokens = w.longest_prompt + w.config.max_response_length / 2
         cached = load.rows * tokens * bytes_per_token(c.shared_by(ranks), w.dtype)
-        read = (w.parameters - table) * w.b / ranks
+        read = (num_parameters(c) - table) * w.b / ranks
         waited = c.num_layers * exchanged.layer + exchanged.head
         return DecodeTime(load, read / bandwidth, cached / bandwidth, waited)
 

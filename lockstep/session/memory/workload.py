@@ -129,10 +129,6 @@ class Workload:
         """Elements of the largest parameter."""
         return max(parameter.numel() for parameter in self.decoder.parameters())
 
-    @cached_property
-    def parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.decoder.parameters())
-
     @property
     def training(self) -> Mesh:
         """What cuts the model that is trained."""
