@@ -33,18 +33,17 @@ def model_config(config: RunConfig) -> ModelConfig:
     return architecture(config.arch) if config.model is None else read_config(resolve_folder(config.model))
 
 
-def workload(config: RunConfig, ranks: int, on_gpu: bool, model: ModelConfig | None = None, **prompts: int) -> Workload:
+def workload(config: RunConfig, ranks: int, on_gpu: bool, model: ModelConfig, **prompts: int) -> Workload:
     """What is planned of a resolved configuration: its model, and the reference or the teacher of its loss. `prompts`:
     `longest_prompt` and `prompt_limit` of a `Workload`, once they are known."""
-    own = model or model_config(config)
     dtype = torch.bfloat16 if on_gpu or config.dtype == "bfloat16" else torch.float32
-    frozen = [own] if config.loss.beta > 0 else []
+    frozen = [model] if config.loss.beta > 0 else []
     if config.loss.teacher is not None:
         try:
             frozen = [read_config(resolve_folder(config.loss.teacher))]
         except InputError as error:
             raise InputError(f"loss.teacher: {error}") from error
-    return Workload(own, config, ranks, dtype, frozen=frozen, on_gpu=on_gpu, **prompts)
+    return Workload(model, config, ranks, dtype, frozen=frozen, on_gpu=on_gpu, **prompts)
 
 
 def memory_at_hand(device: torch.device, world: World = ONE) -> int:
