@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
@@ -203,16 +203,6 @@ class Display:
     def startup(self, part: str, seconds: float) -> None:
         if seconds >= _WORTH_A_LINE:
             self.note(f"start-up: {part} {seconds:.1f} s")
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Inside, `name` is what the run is doing."""
-        began = time.monotonic()
-        self.began(name)
-        try:
-            yield
-        finally:
-            self.ended(name, time.monotonic() - began)
 
     def doing(self) -> str:
         """The innermost phase that has a word, how far it is and for how long; empty where there is none."""

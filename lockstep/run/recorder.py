@@ -24,7 +24,7 @@ from ..session.build import TrainingSession, save_policy
 from ..session.certificate import Certificate
 from ..session.memory import holds_copy, used
 from ..session.warm_up import warm_up
-from ..timings import Span
+from ..timings import Span, Timings
 from . import checkpoint, closing
 from . import resume as resuming
 from .display import Display
@@ -130,7 +130,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Make the graphs of all steps; record where start-up went."""
         began, runtime, timings = time.perf_counter(), loop.run.runtime, loop.run.timings
         before = dict(timings.seconds)
-        making = display.phase("graphs") if runtime.compiles else nullcontext()
+        making = Timings(watcher=display).measured("graphs") if runtime.compiles else nullcontext()  # shown alone
         with self.world.deadline("making and checking graphs", timeouts=10), making:
             warm_up(loop.run)
         if runtime.compiles:

@@ -11,6 +11,7 @@ import pytest
 from processes import finished, unread_pipe, wait_for
 
 from lockstep.run.display import Display, FailsafeStream, sparkline
+from lockstep.timings import Timings
 
 METRICS = {
     "reward/mean": 0.5,
@@ -124,9 +125,11 @@ def test_a_start_tells_early_what_it_is_at_however_short_its_parts(monkeypatch: 
     now = [100.0]
     monkeypatch.setattr("lockstep.run.display.time", SimpleNamespace(monotonic=lambda: now[0]))
     stream = io.StringIO()
-    with Display(1, stream=stream, tick=0.002) as display, display.phase("graphs"):
+    display = Display(1, stream=stream, tick=0.002)
+    measured = Timings(watcher=display).measured
+    with display, measured("graphs"):
         for count in range(6):
-            with display.phase("compile"):
+            with measured("compile"):
                 now[0] += 4.0
                 if count in (2, 5):
                     wait_for(lambda lines=count // 2: stream.getvalue().count("still") >= lines)
