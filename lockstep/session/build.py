@@ -221,8 +221,7 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
         config.parallel.generator_tp == 0,
         "parallel.generator_tp is 0, which the processes of a run choose by what they measure; name a number to plan",
     )
-    for name in ("tp", "generator_tp"):
-        require_degree(model_config(config), getattr(config.parallel, name), f"parallel.{name}")
+    require_degree(model_config(config), config.parallel.generator_tp, "parallel.generator_tp")
     memory = int(memory_gib * 2**30) or memory_at_hand(device)
     return require_room(as_run(planned_workload(config, ranks, device), memory), memory)
 
