@@ -205,13 +205,11 @@ def encode_prompt(
     refuses them."""
     if isinstance(prompt, str):
         return encode_text(tokenizer, prompt, special=True)
-    return encode_text(tokenizer, render_chat(tokenizer, prompt, chat_template_kwargs), special=False)
+    return encode_text(tokenizer, render_chat(tokenizer, prompt, chat_template_kwargs or {}))
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, Any]],
-    chat_template_kwargs: dict[str, Any] | None = None,
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], chat_template_kwargs: dict[str, Any]
 ) -> str:
     """Messages as the text that the tokenizer's chat template makes of them, with its generation prompt. Raises as
     `encode_prompt`."""
@@ -219,10 +217,10 @@ def render_chat(
         raise InputError("the prompt is chat messages, but the tokenizer has no chat template; give a text prompt")
     try:
         return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **(chat_template_kwargs or {})
+            messages, tokenize=False, add_generation_prompt=True, **chat_template_kwargs
         )
     except Exception as error:  # Jinja's errors and whatever the template itself raises
-        asks = "tools" in str(tokenizer.chat_template) and not (chat_template_kwargs or {}).get("tools")
+        asks = "tools" in str(tokenizer.chat_template) and not chat_template_kwargs.get("tools")
         hint = "; it reads tools: give them, as task.chat_template_kwargs do" if asks else ""
         raise InputError(f"{_template_file(tokenizer)} refuses the messages: {error}{hint}") from error
 
@@ -242,7 +240,7 @@ def encode_following(
     were sampled. Raises `InputError` when it does not show an answer as it is, or leaves out what is to follow.
     """
     *before, answer = messages
-    whole = render_chat(tokenizer, [*before, _marked(answer), *following], chat_template_kwargs)
+    whole = render_chat(tokenizer, [*before, _marked(answer), *following], chat_template_kwargs or {})
     head, found, tail = whole.rpartition(_MARK)
     if answer.get("tool_calls"):
         tail = tail[min((place for end in ends if (place := tail.find(end)) >= 0), default=len(tail)) :]

@@ -64,7 +64,6 @@ class Timeline:
     def write(self, spans: Iterable[Span], counters: Mapping[str, Any] | None = None) -> None:
         """Append spans, `MOST_OF_A_NAME` of each name (an event tells how many were left out), and each counter's value
         as of now, if it is a finite number."""
-        spans = list(spans)
         counts: Counter[tuple[str, bool]] = Counter()
         left_out: Counter[str] = Counter()
         lines = []
