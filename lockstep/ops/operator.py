@@ -50,7 +50,7 @@ class Operator:
     """A `torch.library` operator, called past the dispatcher where nobody but the CPU is concerned.
 
     Autograd, tracers and other devices need the dispatcher, which costs 3 to 5 us a call; decoding one token of a
-    small model makes forty. In inference mode on a CPU none of them is there.
+    small model makes forty. On a CPU none of them is there where no gradients are recorded.
 
     Attributes:
         on_cpu: who computes on a CPU, by dtype; for operators that are made of others.
@@ -89,7 +89,7 @@ class Operator:
             torch.compiler.is_dynamo_compiling()  # first: its tracer understands none of the others
             or type(x := args[0][0] if self._leads else args[0]) not in self._direct
             or not x.is_cpu
-            or not torch.is_inference_mode_enabled()
+            or torch.is_grad_enabled()
             or torch._C._len_torch_dispatch_stack() != 0
         ):
             return self._op(*(self._fields(args) if self._fields else args))
@@ -100,9 +100,8 @@ class Operator:
 
 
 def in_c(x: torch.Tensor) -> bool:
-    """Whether a part of an operator that is none itself is computed in C for x; a trace has plain torch there."""
-    traced = type(x) not in (torch.Tensor, torch.nn.Parameter) or torch._C._len_torch_dispatch_stack() != 0
-    return not traced and x.is_cpu and x.dtype is torch.float32 and library.current is not None
+    """Whether a part of an operator that is none itself is computed in C for x."""
+    return x.is_cpu and x.dtype is torch.float32 and library.current is not None
 
 
 class ByDtype(dict[torch.dtype, Callable[..., Any]]):
@@ -206,6 +205,7 @@ def save(ctx: Any, inputs: Sequence[Any], output: Any = None) -> None:
 
 
 def saved(ctx: Any) -> list[Any]:
+    """What `save` kept. Read once: a checkpoint makes tensors anew at each reading."""
     return [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..operator import like, operator
+from ..operator import like, operator, save, saved
 from ..records import FlexMask, FlexSizes, KVPages, Packed, Paged
 from . import reference
 from .masks import visibility
@@ -44,22 +44,17 @@ def _tiles_paged(by: Paged, sizes: FlexSizes, pages: int, page_size: int, window
     return triton_flex.tiles_paged(by, sizes, pages, page_size, window)
 
 
-def _setup(ctx, inputs, output) -> None:
-    *tensors, ctx.max_len, ctx.window, ctx.mask, tiles = inputs
-    ctx.save_for_backward(*tensors, *tiles)
-
-
 def _backward(ctx, grad_TNH: Tensor):
-    saved = ctx.saved_tensors  # read once: a checkpoint makes them anew at each reading
-    tensors, tiles = saved[:6], list(saved[6:])
-    settings = ctx.max_len, ctx.window, ctx.mask, tiles
-    return *flex_packed_backward(grad_TNH.contiguous(), *tensors, *settings), *[None] * 6, [None] * len(tiles)
+    given = saved(ctx)
+    by, mask = Packed(*given[3:7]), FlexMask(*given[7:9], given[9:])
+    grads = flex_packed_backward(grad_TNH.contiguous(), *given[:3], by, mask)
+    return *grads, *[None] * 6, [None] * len(mask.tiles)
 
 
 @operator(
     cuda="triton_flex:packed",
     fake=like(0, contiguous=True),
-    setup=_setup,
+    setup=lambda ctx, inputs, output: save(ctx, [*inputs[:-1], *inputs[-1]]),
     backward=_backward,
 )
 def flex_packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMask) -> Tensor:

@@ -36,7 +36,8 @@ def _packed_fake(x, by):
 
 def _backward(ctx, grad_TNR: Tensor, _):
     *inputs, out_TNR, lse_TN = saved(ctx)
-    return mla_packed_backward(grad_TNR.contiguous(), *inputs, out_TNR, lse_TN)
+    x, by = Latent(*inputs[: len(Latent._fields)]), Packed(*inputs[len(Latent._fields) :])
+    return mla_packed_backward(grad_TNR.contiguous(), x, by, out_TNR, lse_TN)
 
 
 def _attend_packed(attend: Callable[..., Tensor], x: Latent, by: Packed) -> tuple[Tensor, Tensor]:

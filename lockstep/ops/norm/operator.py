@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..operator import in_c, like, operator, saved
-
-
-def _backward(ctx, grad_TD: Tensor):
-    x_TD, weight_D, eps, offset = saved(ctx)
-    compute = _native_backward if in_c(x_TD) else rms_norm_backward
-    return compute(grad_TD, x_TD, weight_D, eps, offset)
+from ..operator import like, operator, saved
 
 
 def _native_backward(
@@ -28,7 +22,12 @@ def _native_backward(
     return out_TD, grad_w.squeeze(1).sum(0)
 
 
-@operator(native=native.rms_norm, cuda="triton:rms_norm", fake=like(0), backward=_backward)
+@operator(
+    native=native.rms_norm,
+    cuda="triton:rms_norm",
+    fake=like(0),
+    backward=lambda ctx, grad_TD: rms_norm_backward(grad_TD, *saved(ctx)),
+)
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last dim (Zhang and Sennrich 2019),
     in x's dtype; the weight is [D].

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from .. import native
 from ..norm.operator import normalized, normalized_backward
-from ..operator import in_c, operator, saved
+from ..operator import operator, saved
 from ..records import Rotation
 
 
 def _backward(ctx, grad: Tensor):
     qkv_TE, *fields, offset = saved(ctx)
     by = Rotation(*fields)
-    compute = _native_backward if in_c(qkv_TE) else qk_norm_rope_backward
-    grads = compute(grad, qkv_TE, by, offset)
+    grads = qk_norm_rope_backward(grad, qkv_TE, by, offset)
     return grads if by.q_weight_H is not None else grads[:1]
 
 
