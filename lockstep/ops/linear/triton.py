@@ -31,7 +31,6 @@ from ..records import PLAIN_EPILOGUE, Epilogue
 from ..rows import unit_inner
 from .choice import CHAIN, Choice, Kind, tiles_of_weight
 
-GROUP_M = 8  # row blocks that share a column block's weights in the L2 cache
 SMALL, LARGE = Choice("per_head", 16, 128, 64, 4, 4), Choice("per_head", 128, 128, 64, 8, 3)
 MANY_ROWS = 64  # of a product a head, whose tiles these are
 PIPELINE_KIB = (110, 200)  # a program's stages: two programs a multiprocessor, or one
@@ -39,8 +38,9 @@ SHARED_BYTES = 220 * 2**10
 
 
 @triton.jit
-def swizzled(program, blocks_m, blocks_n, GROUP: tl.constexpr):
-    """A program's block of rows and of columns: `GROUP` blocks of rows take turns at a block of columns."""
+def swizzled(program, blocks_m, blocks_n, GROUP: tl.constexpr = 8):
+    """A program's block of rows and of columns: `GROUP` blocks of rows take turns at a block of columns, whose weights
+    they share in the L2 cache."""
     first_m = program // (GROUP * blocks_n) * GROUP
     group = tl.minimum(blocks_m - first_m, GROUP)
     within = program % (GROUP * blocks_n)
@@ -74,10 +74,9 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
-    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    block_m, block_n = swizzled(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N), GROUP)
+    block_m, block_n = swizzled(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N))
     m, n = block_m * BLOCK_M + tl.arange(0, BLOCK_M), block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside = (m < rows)[:, None]
@@ -161,7 +160,7 @@ def run(
         x_MK, w_NK, residual, out_MN, epilogue.contiguous_bias, rows, columns, depth, x_MK.stride(0), w_NK.stride(0),
         residual.stride(0), choice.early,
         GATED=is_gated, ACTIVATION=epilogue.activation, ADD=residual_MN is not None, BLOCK_M=choice.block_m,
-        BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, EVEN_K=depth % choice.block_k == 0, GROUP=GROUP_M,
+        BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, EVEN_K=depth % choice.block_k == 0,
         **pdl.options(x_MK, num_warps=choice.num_warps, num_stages=choice.num_stages),
     )  # fmt: skip
     return out_MN

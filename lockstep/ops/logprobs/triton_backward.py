@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..linear.triton import GROUP_M, swizzled
+from ..linear.triton import swizzled
 from ..records import ScoredRows
 from ..rows import LOG2_E
 from .triton_topk_topp import tempered, untempered
@@ -22,7 +22,7 @@ from .triton_topk_topp import tempered, untempered
 CHUNK_BYTES = 256 << 20  # of the logits' gradients at a time
 COLUMN_BLOCK = 2048  # the chunks are ranges of the vocabulary, multiples of this
 
-BLOCK_M, BLOCK_N, BLOCK_K = 128, 256, 64
+BLOCK_M, BLOCK_N, BLOCK_K = tl.constexpr(128), tl.constexpr(256), tl.constexpr(64)
 NUM_WARPS, NUM_STAGES = 8, 3
 
 
@@ -53,12 +53,8 @@ def _grad_logits_kernel(
     support_stride,
     TRUNCATED: tl.constexpr,
     EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
-    block_m, block_n = swizzled(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N), GROUP)
+    block_m, block_n = swizzled(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N))
     m, n = block_m * BLOCK_M + tl.arange(0, BLOCK_M), block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside_M = m < rows
@@ -126,8 +122,8 @@ def grad_logits(
         by.support_CB, *(None if grad_C is None else grad_C.contiguous() for grad_C in (grad_logprob_C, grad_model_C)),
         out_CV, rows, columns, depth, first_column, hidden_CD.stride(0), weight_VD.stride(0),
         0 if by.support_CB is None else by.support_CB.stride(0),
-        TRUNCATED=by.truncated, EVEN_K=depth % BLOCK_K == 0, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-        GROUP=GROUP_M, num_warps=NUM_WARPS, num_stages=NUM_STAGES, enable_fp_fusion=True,
+        TRUNCATED=by.truncated, EVEN_K=depth % BLOCK_K.value == 0, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out_CV
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..linear.choice import Choice
-from ..linear.triton import GROUP_M, biased, swizzled
+from ..linear.triton import biased, swizzled
 
 _SMALL = Choice("grouped", 16, 128, 128, 4, 4)
 _MEDIUM = Choice("grouped", 64, 256, 64, 4, 4)
@@ -84,9 +84,8 @@ def _matmul_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     GROUPS: tl.constexpr,
-    SWIZZLE_M: tl.constexpr,
 ):
-    tile_m, tile_n = swizzled(tl.program_id(0), tiles_m, tl.cdiv(columns, BLOCK_N), SWIZZLE_M)
+    tile_m, tile_n = swizzled(tl.program_id(0), tiles_m, tl.cdiv(columns, BLOCK_N))
     group, first, end = _locate(tile_m, offsets_ptr, groups, BLOCK_M, GROUPS)
     if group >= groups:
         return
@@ -126,13 +125,12 @@ def _persistent_kernel(
     BLOCK_K: tl.constexpr,
     K_INNERMOST: tl.constexpr,
     GROUPS: tl.constexpr,
-    SWIZZLE_M: tl.constexpr,
 ):
     """A block may reach into the next group: such rows are masked when they are stored, and so are such columns."""
     _, _, tiles_G, last_G = _row_tiles(offsets_ptr, groups, BLOCK_M, GROUPS)
     tiles_m, tiles_n = tl.sum(tiles_G, axis=0), tl.cdiv(columns, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        tile_m, tile_n = swizzled(tile, tiles_m, tiles_n, SWIZZLE_M)
+        tile_m, tile_n = swizzled(tile, tiles_m, tiles_n)
         passed_G = last_G <= tile_m
         group = tl.sum(passed_G.to(tl.int32), axis=0)
         before = tl.sum(tl.where(passed_G, tiles_G, 0), axis=0)
@@ -167,8 +165,7 @@ def grouped_matmul(x_RK: Tensor, w_GKN: Tensor, offsets: Tensor, bias_GN: Tensor
     tiles, tiles_n = triton.cdiv(rows, c.block_m) + min(groups, rows), triton.cdiv(columns, c.block_n)
     constants = {
         **{"BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "BLOCK_K": c.block_k},
-        **{"GROUPS": triton.next_power_of_2(groups), "SWIZZLE_M": GROUP_M},
-        **{"num_warps": c.num_warps, "num_stages": c.num_stages},
+        **{"GROUPS": triton.next_power_of_2(groups), "num_warps": c.num_warps, "num_stages": c.num_stages},
     }
     if described:
         grid = (min(tiles * tiles_n, _multiprocessors(x_RK.device)),)
