@@ -19,6 +19,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -94,25 +95,13 @@ class CompileProcesses:
         self._process.wait()
 
 
-class _Driver:
-    """All that compiling asks of a driver."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self._target = target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self._target
-
-
 def _serve(count: int, *target: Any) -> None:
     """Compile what the lines of standard input name; answer with their numbers."""
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever else prints
     os.nice(NICE)
-    driver.set_active(_Driver(GPUTarget(*target)))
+    asked = {"get_current_device": lambda: 0, "get_current_target": lambda: GPUTarget(*target)}
+    driver.set_active(SimpleNamespace(**asked))  # all that compiling asks of a driver
     with suppress(ImportError):  # where it lies elsewhere each computes it
         from triton.runtime.cache import triton_key
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from threading import Thread
@@ -110,15 +110,12 @@ def compiling_only(compiles: bool = True) -> Iterator[Kernels]:
         JITFunction.run = run
 
 
-@contextmanager
-def _processes(compiles: bool) -> Iterator[CompileProcesses | None]:
+def _processes(compiles: bool) -> AbstractContextManager[CompileProcesses | None]:
     """Some that compile kernels, where there is a use for them and they can be started."""
-    with ExitStack() as stack:
-        processes = None
-        if compiles and workers() >= FEW_CORES:
-            with suppress(Exception):
-                processes = stack.enter_context(closing(CompileProcesses(workers())))
-        yield processes
+    if compiles and workers() >= FEW_CORES:
+        with suppress(Exception):
+            return closing(CompileProcesses(workers()))
+    return nullcontext()
 
 
 @contextmanager

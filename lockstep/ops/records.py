@@ -28,10 +28,6 @@ class Epilogue(NamedTuple):
     activation: str = SILU
 
     @property
-    def is_plain(self) -> bool:
-        return self.bias_N is None and self.activation == SILU
-
-    @property
     def contiguous_bias(self) -> Tensor | None:
         """As kernels read it."""
         return None if self.bias_N is None else self.bias_N.contiguous()

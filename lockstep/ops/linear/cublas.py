@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..records import PLAIN_EPILOGUE, Epilogue
 from .choice import LIBRARY, Choice, Kind
+from .triton import supports as supports
 
 MIN_ROWS = 8  # below this cuBLAS may use matrix-vector kernels, whose order of additions is another
 
@@ -24,12 +25,6 @@ def configure_cuda() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
 
 
-def check_dtype(x: Tensor) -> None:
-    """Refuse what the GPU path has no contract for."""
-    if x.dtype != torch.bfloat16:
-        raise TypeError(f"the GPU path computes in bfloat16, got {x.dtype}")
-
-
 def cublaslt_linear(
     x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype = torch.bfloat16, bias_N: Tensor | None = None
 ) -> Tensor:
@@ -42,11 +37,6 @@ def cublaslt_linear(
     if bias_N is not None:
         return torch.addmm(bias_N.contiguous(), x_TK, weight_KN)[:rows]
     return (torch.mm(x_TK, weight_KN) if dtype == x_TK.dtype else torch.mm(x_TK, weight_KN, out_dtype=dtype))[:rows]
-
-
-def supports(choice: Choice, weight_NK: Tensor) -> bool:
-    """Always."""
-    return True
 
 
 def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:

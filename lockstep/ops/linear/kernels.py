@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..activation.triton import silu_mul
@@ -70,9 +71,11 @@ def product(
     kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None, epilogue: Epilogue = PLAIN_EPILOGUE
 ) -> Tensor:
     """By the kernel that is chosen for its shape."""
-    cublas.check_dtype(x_MK)
+    if x_MK.dtype != torch.bfloat16:
+        raise TypeError(f"the GPU path computes in bfloat16, got {x_MK.dtype}")
     choice = choose(kind, x_MK.shape[0], weight_NK, epilogue.bias_N is not None)
-    given = () if epilogue.is_plain else (epilogue,)  # kernels from outside may know of none
+    is_plain = epilogue.bias_N is None and epilogue.activation == SILU
+    given = () if is_plain else (epilogue,)  # kernels from outside may know of none
     return KERNELS[choice.kernel].run(kind, choice, x_MK, weight_NK, residual_MN, *given)
 
 

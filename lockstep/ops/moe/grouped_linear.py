@@ -5,6 +5,8 @@ Shape suffixes: R rows sorted by group, G groups, N output columns, K contracted
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ def grouped_linear_backward(
     """Gradients for the input, [R, K], and the weights, [G, N, K] (zero for a group without rows); the same every
     time."""
     grad_x_RK, grad_w_GNK = torch.empty_like(x_RK), torch.zeros_like(weight_GNK)
-    for g, (start, end) in enumerate(_spans(offsets)):
+    for g, (start, end) in enumerate(pairwise(offsets.tolist())):
         if end > start:
             grad_x_RK[start:end] = matmul(grad_RN[start:end], weight_GNK[g])
             grad_w_GNK[g] = matmul(grad_RN[start:end].t(), x_RK[start:end])
@@ -33,7 +35,7 @@ def grouped_linear_backward(
 def grouped_sum(x_RN: Tensor, offsets: Tensor) -> Tensor:
     """The sum of each group's rows, [G, N] in x's dtype, made in float32 (zero for a group without rows); the same
     every time."""
-    sums_GN = [x_RN[start:end].float().sum(0) for start, end in _spans(offsets)]
+    sums_GN = [x_RN[start:end].float().sum(0) for start, end in pairwise(offsets.tolist())]
     return torch.stack(sums_GN).to(x_RN.dtype)
 
 
@@ -54,13 +56,8 @@ def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor, bias_GN: T
     [G, N]; the bits of `linear` a row.
     `offsets`: int32 [G + 1], ascending from 0 to R; group g has the rows `offsets[g]:offsets[g + 1]`, or none."""
     out_RN = x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1])
-    for g, (start, end) in enumerate(_spans(offsets)):
+    for g, (start, end) in enumerate(pairwise(offsets.tolist())):
         if end > start:
             bias_N = None if bias_GN is None else bias_GN[g]
             out_RN[start:end] = linear(x_RK[start:end], weight_GNK[g], bias_N)
     return out_RN
-
-
-def _spans(offsets: Tensor) -> list[tuple[int, int]]:
-    bounds = offsets.tolist()
-    return list(zip(bounds, bounds[1:], strict=False))
