@@ -46,9 +46,9 @@ def _tiles_paged(by: Paged, sizes: FlexSizes, pages: int, page_size: int, window
 
 def _backward(ctx, grad_TNH: Tensor):
     given = saved(ctx)
-    by, mask = Packed(*given[3:7]), FlexMask(*given[7:9], given[9:])
-    grads = flex_packed_backward(grad_TNH.contiguous(), *given[:3], by, mask)
-    return *grads, *[None] * 6, [None] * len(mask.tiles)
+    by, (window, mask), tiles = Packed(*given[3:7]), given[7:9], given[9:]
+    grads = flex_packed_backward(grad_TNH.contiguous(), *given[:3], by, FlexMask(window, mask, tiles))
+    return *grads, *[None] * 6, [None] * len(tiles)
 
 
 @operator(

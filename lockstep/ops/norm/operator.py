@@ -22,12 +22,11 @@ def _native_backward(
     return out_TD, grad_w.squeeze(1).sum(0)
 
 
-@operator(
-    native=native.rms_norm,
-    cuda="triton:rms_norm",
-    fake=like(0),
-    backward=lambda ctx, grad_TD: rms_norm_backward(grad_TD, *saved(ctx)),
-)
+def _backward(ctx, grad_TD: Tensor):
+    return rms_norm_backward(grad_TD, *saved(ctx))
+
+
+@operator(native=native.rms_norm, cuda="triton:rms_norm", fake=like(0), backward=_backward)
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last dim (Zhang and Sennrich 2019),
     in x's dtype; the weight is [D].
