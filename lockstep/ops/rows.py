@@ -1,9 +1,9 @@
 """What kernels share: constants, strides, the alignment and the warps on which a row's bits depend, and the fold of
 backward kernels' weight gradients.
 
-A program does one row (one token), so the order of a row's sum is a function of its width. Programs of the backward
-leave weight gradients in rows of their own; the number of rows alone fixes the order in which those are added. Nothing
-of the backward is under the forward's contract.
+A program does one row (one token), so the order of a row's sum is a function of its width. Programs of the backward do
+some tokens one after the other and leave weight gradients in rows of their own; the number of rows alone fixes the
+order in which those are added. Nothing of the backward is under the forward's contract.
 
 Shape suffixes: D model dim, P programs.
 """

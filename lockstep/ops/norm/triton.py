@@ -1,7 +1,5 @@
-"""RMSNorm on a GPU: float32 inside, one rounding to the input's dtype. A program does one row.
-
-And its gradients, each rounded once, the same bits every time: a program does some rows (tokens) one after the other
-and leaves the sum of their weight gradients in a row of its own.
+"""RMSNorm and its gradients on a GPU: float32 inside, each rounded once to the input's dtype. `rows` says which program
+does what.
 
 Shape suffixes: T rows, D model dim, P programs.
 """

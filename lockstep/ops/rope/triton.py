@@ -1,7 +1,5 @@
 """Queries and keys, normalized and rotated, and the table of angles: float32 inside, one rounding to the input's dtype.
-
-A program does one row (one token), so the order of a row's sum is a function of its width. A program of the backward
-does some tokens one after the other and leaves the sum of their weight gradients in a row of its own.
+`rows` says which program does what.
 
 Shape suffixes: T rows, E a fused projection's output, H head dim, P programs.
 """
