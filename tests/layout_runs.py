@@ -33,8 +33,9 @@ TIMED = ("time/", "perf/", "memory/")
 
 # Processes, and how many of them share products of the trainer and of the generator; the rest is data parallel.
 DEGREES = ("2.1.1", "2.1.2", "2.2.1", "2.2.2", "4.2.1", "4.2.2", "4.2.4", "4.1.2", "4.1.4", "4.4.2")
+DEGREES += ("8.1.1", "8.1.8", "8.2.8", "8.4.2", "8.4.8", "8.8.4", "8.8.8")
 CAPTURED = "4.2.2"  # as graphs
-CELLS = ("1.4", "2.1", "4.2")  # processes that do two steps, and those that do the third
+CELLS = ("1.4", "2.1", "4.2", "8.4")  # processes that do two steps, and those that do the third
 
 LIKELY = ["--sampling.top-p", "0.95"]
 PRESSED = ["--generator.kv-cache-tokens", "128", "--generator.page-size", "16"]
@@ -46,8 +47,9 @@ def assert_degrees_agree(family: str, layout: str, folder: Path) -> None:
     process's in every bit but, where the trainer's products are shared, what follows from gradients. Weights then have
     the bits of the same degree on other processes, and are within 1e-5 of one's."""
     ranks, tp, generator_tp = map(int, layout.split("."))
-    options = [*run_of(family, folder.parent), "--trainer.prompts-per-step", "4", "--steps", "3"]
     shards = str(max(ranks // tp, 2))
+    prompts = str(max(ranks // tp, 4))
+    options = [*run_of(family, folder.parent), "--trainer.prompts-per-step", prompts, "--steps", "3"]
     # Where weights differ in their last bits, a token may be among the likely ones in one run and not in the other, and
     # has a gradient in one alone: these runs sample from all tokens.
     options += ["--parallel.batch-shards", shards, *([] if tp > 1 else LIKELY)]
@@ -86,10 +88,10 @@ def assert_cells_agree(family: str, layout: str, folder: Path) -> None:
 
 
 def run_of(family: str, folder: Path, made: Callable[[str, Path], object] | None = None) -> list[str]:
-    """The command of a run with a random tiny model, made here: by `made`, else one that four ranks can share."""
+    """The command of a run with a random tiny model, made here: by `made`, else one that eight ranks can share."""
     if not (folder / "in").exists():
         (folder / "in").mkdir(parents=True)
-        (made or shared_by_four)(family, folder / "in")
+        (made or shared_by_eight)(family, folder / "in")
         save_tokenizer(byte_tokenizer(), folder / "in")
         (folder / "rewards.py").write_text(REWARD)
         lines = [json.dumps({"prompt": "hello " * (3 + i % 4)}) + "\n" for i in range(19)]
@@ -101,10 +103,10 @@ def run_of(family: str, folder: Path, made: Callable[[str, Path], object] | None
     return [*options, "--optimizer.epsilon", "1e-6"]  # a gradient of rounding errors alone is not made an update
 
 
-def shared_by_four(family: str, path: Path) -> None:
+def shared_by_eight(family: str, path: Path) -> None:
     config = next(iter(FAMILIES[family].architectures.values()))
-    if config.mla is None:
-        config = replace(config, num_heads=8, num_kv_heads=4, head_dim=16)
+    heads = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 16} if config.mla is None else {"num_heads": 8}
+    config = replace(config, **heads)
     config = replace(config, eos_token_ids=(byte_tokenizer().eos_token_id,))
     model = initialize(Decoder(config, torch.float32), 0)
     generator = torch.Generator().manual_seed(0)
