@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,18 +30,18 @@ class Problem:
     origin: str = ""
 
 
-class Source(ABC):
+class Source:
     """Data rows, read one at a time; `data` names them in messages."""
 
-    def __init__(self, data: str) -> None:
-        self._data = data
+    def __init__(self, data: str, rows: Sequence[Any]) -> None:
+        self._data, self._rows = data, rows
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self._rows)
 
-    @abstractmethod
     def row(self, index: int) -> dict[str, Any]:
         """Row `index`, read or made anew."""
+        return self._rows[index]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return map(self.row, range(len(self)))

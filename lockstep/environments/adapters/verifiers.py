@@ -104,14 +104,10 @@ class TasksetRows(Source):
 
     def __init__(self, data: str, label: str) -> None:
         """Raises `InputError` naming `label` when the package is missing, or knows no such taskset or setting."""
-        super().__init__(data)
-        self._tasks = _tasks(data, label)
-
-    def __len__(self) -> int:
-        return len(self._tasks)
+        super().__init__(data, _tasks(data, label))
 
     def row(self, index: int) -> dict[str, Any]:
-        about = self._tasks[index].data
+        about = self._rows[index].data
         return {
             "prompt": about.prompt if isinstance(about.prompt, str) else about.name or f"task {index}",
             "task": index,

@@ -27,14 +27,13 @@ class ProceduralRows(Source):
             import reasoning_gym
         except ImportError as error:
             raise InputError(f"{label} needs a package: pip install 'lockstep-rl[reasoning-gym]' ({error})") from error
-        super().__init__(data)
         name, *settings = data.removeprefix(SCHEME).split(",")
         given = {"size": _SIZE, "seed": _SEED} | dict(_setting(one, label) for one in settings)
         if type(given["size"]) is not int or given["size"] < 1:
             raise InputError(f"{label}: size is {given['size']!r}; it must be a whole number of at least 1")
         self._size = given["size"]
         try:
-            self._rows = reasoning_gym.create_dataset(name, **given)
+            super().__init__(data, reasoning_gym.create_dataset(name, **given))
         except Exception as error:  # the task's own checks raise what they like
             raise InputError(f"{label} cannot be made: {type(error).__name__}: {one_line(error)}") from error
 

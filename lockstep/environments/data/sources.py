@@ -79,8 +79,8 @@ class JsonLines(Source):
 
     def __init__(self, path: Path, label: str) -> None:
         """`label` names the file in messages, with the setting it is of."""
-        super().__init__(str(path))
         self._offsets, self._lines = array("Q"), array("Q")
+        super().__init__(str(path), self._lines)
         try:
             self._file = path.open("rb")
             self._scan()
@@ -96,9 +96,6 @@ class JsonLines(Source):
                 self._lines.append(number)
             offset += len(line)
 
-    def __len__(self) -> int:
-        return len(self._offsets)
-
     def row(self, index: int) -> Row:
         self._file.seek(self._offsets[index])
         return _parse(self._file.readline(), self.origin(index))
@@ -112,9 +109,8 @@ class ArrowRows(Source):
     """Rows as `datasets` loads them: parquet, CSV, a JSON array, a folder, a hub id."""
 
     def __init__(self, data: str, path: Path, split: str, label: str) -> None:
-        super().__init__(data)
         try:
-            self._rows = [] if _is_empty(path) else _load(data, path, split)
+            super().__init__(data, [] if _is_empty(path) else _load(data, path, split))
         except InputError:
             raise
         except Exception as error:  # the library raises many types: missing, offline, unknown split, damaged
@@ -123,14 +119,8 @@ class ArrowRows(Source):
             reason = f"{taken}{type(cause).__name__}: {cause}"
             raise InputError(f"{label} (split {split}) cannot be loaded: {reason}") from error
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows)
-
-    def row(self, index: int) -> Row:
-        return self._rows[index]
 
 
 def _is_empty(path: Path) -> bool:
