@@ -1,7 +1,7 @@
 """The algorithms of policy optimization, a file each: advantages, weights, and a loss a token."""
 
 from dataclasses import replace
-from importlib import import_module
+from pkgutil import resolve_name
 
 from ..config import SHIPPED, LossConfig
 from ..errors import refuse
@@ -10,16 +10,10 @@ from .policy_terms import TokenValues as TokenValues
 from .sft import SFT
 from .user import user_algorithm
 
-
-def _shipped(where: str) -> type[Algorithm]:
-    """The class that a row of `config.SHIPPED` names."""
-    module, _, name = where.partition(":")
-    return getattr(import_module(f"{__name__}.{module}"), name)
-
-
 SUPERVISED = "sft"  # of the warm-up's steps
-ALGORITHMS: dict[str, type[Algorithm]] = {name: _shipped(row.where) for name, row in SHIPPED.items()} | {
-    SUPERVISED: SFT
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    **{name: resolve_name(f"{__name__}.{row.where}") for name, row in SHIPPED.items()},
+    SUPERVISED: SFT,
 }
 
 
