@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -16,24 +17,15 @@ class ServerMetrics:
 
     def __init__(self, engine: Engine) -> None:
         self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "lockstep_requests", "Requests answered, by route and status", ["route", "status"], registry=registry
-        )
-        self.prompt_tokens = Counter("lockstep_prompt_tokens", "Tokens of prompts", registry=registry)
-        self.sampled_tokens = Counter("lockstep_sampled_tokens", "Tokens of finished samples", registry=registry)
-        self.left = Counter("lockstep_clients_left", "Requests whose client left before the answer", registry=registry)
-        self.turns = Counter(
-            "lockstep_sampled_turns",
-            "Turns of conversations that came back with their token ids: kept, or encoded again",
-            ["as"],
-            registry=registry,
-        )
-        self.first_token = Histogram(
-            "lockstep_first_token_seconds", "Until a streamed answer begins", registry=registry, buckets=_SECONDS
-        )
-        self.seconds = Histogram(
-            "lockstep_request_seconds", "Until an answer is complete", registry=registry, buckets=_SECONDS
-        )
+        count, seconds = partial(Counter, registry=registry), partial(Histogram, registry=registry, buckets=_SECONDS)
+        self.requests = count("lockstep_requests", "Requests answered, by route and status", ["route", "status"])
+        self.prompt_tokens = count("lockstep_prompt_tokens", "Tokens of prompts")
+        self.sampled_tokens = count("lockstep_sampled_tokens", "Tokens of finished samples")
+        self.left = count("lockstep_clients_left", "Requests whose client left before the answer")
+        about = "Turns of conversations that came back with their token ids: kept, or encoded again"
+        self.turns = count("lockstep_sampled_turns", about, ["as"])
+        self.first_token = seconds("lockstep_first_token_seconds", "Until a streamed answer begins")
+        self.seconds = seconds("lockstep_request_seconds", "Until an answer is complete")
         scheduler, cache = engine.scheduler, engine.cache
         self._gauge("lockstep_running_samples", "Samples that are decoded now", lambda: len(scheduler.running))
         self._gauge("lockstep_waiting_prompts", "Prompts that wait for slots or pages", lambda: len(scheduler.waiting))
