@@ -4,6 +4,5 @@ The generator never waits for an environment while there is something to sample.
 tokens are keyed by the trajectory and their place in it, and a trajectory's pages are found again by their tokens.
 """
 
-from .episode import FAILURES, Asked, Episode, Failures, NewTokens, Round, Sampler
-from .limits import Limits
+from .episode import FAILURES, Asked, Episode, Failures, Limits, NewTokens, Round, Sampler
 from .play import Play

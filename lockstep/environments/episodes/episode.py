@@ -15,7 +15,6 @@ from ..base import Problem
 from ..calls import Failure
 from ..environment import End, Environment
 from ..tokens import Messages, Tokens
-from .limits import Limits
 
 FAILURES = 16  # trajectories in a row that their environment fails end the run
 
@@ -39,6 +38,22 @@ class Sampler(Protocol):
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int: ...
     def advance(self) -> Sequence[NewTokens]: ...
     def abort(self, request_id: int) -> list[Trajectory]: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a trajectory: the tokens of its prompt and those after it (None: no limit but a turn's), its turns, and the
+    seconds that its environment may take to answer (0: any); in words where the first comes from; the rows that its
+    branches may take together, where they must stand in one micro-batch; and the model's context, where no other holds
+    a trajectory to it."""
+
+    prompt_tokens: int | None = None
+    response_tokens: int | None = None
+    turns: int = 1
+    timeout: float = 0.0
+    prompt_reason: str = ""
+    packed_tokens: int | None = None
+    context: int | None = None
 
 
 @dataclass(eq=False)

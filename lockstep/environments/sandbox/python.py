@@ -9,17 +9,49 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from ...errors import InputError, ToolUnavailable, refuse
-from .limits import SandboxLimits
 
 MIB = 1 << 20
 GRACE = 10.0  # seconds beyond its own limit until the process that watches a program is given up
 
 PythonTool = Callable[[str], Coroutine[None, None, str]]
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """Of one program. What holds for a process (processor time, memory) each of its processes may use.
+
+    Attributes:
+        seconds: from start to end, whatever it does; `cpu_seconds` of processor time.
+        memory_mib: of addresses, not only of what was touched; `files_mib` of all its files.
+        processes: and threads.
+        output_bytes: of what it writes; the rest is cut off, and the program ended.
+        patience: seconds that a program may wait until others have ended, of which as many run as there are cores.
+    """
+
+    seconds: float = 15.0
+    cpu_seconds: int = 5
+    memory_mib: int = 512
+    files_mib: int = 16
+    processes: int = 8
+    output_bytes: int = 8192
+    patience: float = 30.0
+
+    @classmethod
+    def within(cls, timeout: float) -> SandboxLimits:
+        """Those by which a call is answered in fewer than `timeout` seconds (0: any)."""
+        most = cls()
+        if not timeout:
+            return most
+        return replace(most, seconds=min(most.seconds, timeout / 4), patience=min(most.patience, timeout / 2))
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            refuse(value <= 0, f"SandboxLimits: {name} is {value}; it must be more than 0")
 
 
 @dataclass(frozen=True)
