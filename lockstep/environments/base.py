@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +92,16 @@ class Task(ABC):
 
     def check_lengths(self, encode: Encode, limit: PromptLimit) -> None:  # noqa: B027 (most tasks need none)
         """Refuse or leave out the prompts that have more tokens than `limit` allows, once, before the first step."""
+
+
+def setting(text: str, label: str, form: str) -> tuple[str, Any]:
+    """The name, perhaps of parts with dots between them, and the value of NAME=VALUE, the value in JSON. Raises
+    `InputError` for anything else, naming `label`, what the text is a part of, and the `form` that is right."""
+    name, _, value = text.partition("=")
+    with suppress(ValueError):
+        if all(part.isidentifier() for part in name.split(".")):
+            return name, json.loads(value)
+    raise InputError(f"{label} has the setting {text!r}; each must be {form}")
 
 
 def draw(*key: int | str) -> int:

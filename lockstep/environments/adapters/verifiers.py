@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from ...errors import InputError
 from ...user_functions import one_line
-from ..base import Source
+from ..base import Source, setting
 from ..remote import Desk, Remote, TurnRefused
 
 SCHEME, NAME = "verifiers:", "verifiers"
@@ -42,16 +42,8 @@ def _asked(data: str, label: str) -> _Asked:
     name, *settings = data.removeprefix(SCHEME).split(",")
     asked = _Asked(name)
     for text in settings:
-        key, equals, value = text.partition("=")
-        try:
-            given = json.loads(value)
-        except ValueError:
-            equals = ""
+        key, given = setting(text, label, 'KEY=VALUE in JSON, as in game="Wordle-v0"')
         parts = key.split(".")
-        if not equals or not all(part.isidentifier() for part in parts):
-            raise InputError(
-                f'{label} has the setting {text!r}; each must be KEY=VALUE in JSON, as in game="Wordle-v0"'
-            )
         if key in ("size", "renderer"):
             setattr(asked, key, given)
             continue

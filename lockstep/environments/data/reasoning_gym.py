@@ -6,16 +6,15 @@ of the task, and all other keys are of the task's own configuration.
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from typing import Any
 
 from ...errors import InputError
 from ...user_functions import one_line
-from ..base import Source
+from ..base import Source, setting
 
 SCHEME = "reasoning_gym:"
 _SIZE, _SEED = 1000, 42
+_FORM = "NAME=VALUE with a value in JSON, as in size=500"
 
 
 class ProceduralRows(Source):
@@ -28,7 +27,7 @@ class ProceduralRows(Source):
         except ImportError as error:
             raise InputError(f"{label} needs a package: pip install 'lockstep-rl[reasoning-gym]' ({error})") from error
         name, *settings = data.removeprefix(SCHEME).split(",")
-        given = {"size": _SIZE, "seed": _SEED} | dict(_setting(one, label) for one in settings)
+        given = {"size": _SIZE, "seed": _SEED} | dict(setting(one, label, _FORM) for one in settings)
         if type(given["size"]) is not int or given["size"] < 1:
             raise InputError(f"{label}: size is {given['size']!r}; it must be a whole number of at least 1")
         self._size = given["size"]
@@ -43,11 +42,3 @@ class ProceduralRows(Source):
     def row(self, index: int) -> dict[str, Any]:
         entry = self._rows[index]
         return {"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"]}
-
-
-def _setting(text: str, label: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    with suppress(ValueError):
-        if equals and name.isidentifier():
-            return name, json.loads(value)
-    raise InputError(f"{label} has the setting {text!r}; each must be NAME=VALUE with a value in JSON, as in size=500")
