@@ -147,21 +147,19 @@ def _dataclass(values: Any, begin: Any, prefix: str) -> Any:
     for key in values:
         if key not in hints:
             raise InputError(f"unknown key {prefix}{key}; {suggest(str(key), hints)}")
-    changes = {key: _item(value, getattr(begin, key), hints[key], f"{prefix}{key}") for key, value in values.items()}
+    changes = {key: _value(value, getattr(begin, key), hints[key], f"{prefix}{key}") for key, value in values.items()}
     return dataclasses.replace(begin, **changes)
 
 
-def _item(value: Any, begin: Any, hint: Any, path: str) -> Any:
-    return _dataclass(value, begin, f"{path}.") if dataclasses.is_dataclass(hint) else _value(value, hint, path)
-
-
-def _value(value: Any, hint: Any, path: str) -> Any:
-    """`value` as the type `hint` asks for, or `InputError` saying what `path` takes."""
+def _value(value: Any, begin: Any, hint: Any, path: str) -> Any:
+    """`value` as the type `hint` asks for, of a dataclass over `begin`, or `InputError` saying what `path` takes."""
+    if dataclasses.is_dataclass(hint):
+        return _dataclass(value, begin, f"{path}.")
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):  # X | None
-        return None if value is None else _value(value, arguments[0], path)
+        return None if value is None else _value(value, None, arguments[0], path)
     if origin is tuple and isinstance(value, list):  # tuple[X, ...]
-        return tuple(_value(inner, arguments[0], f"{path}[{index}]") for index, inner in enumerate(value))
+        return tuple(_value(inner, None, arguments[0], f"{path}[{index}]") for index, inner in enumerate(value))
     if origin is typing.Literal and value in arguments:
         return value
     if hint is float:

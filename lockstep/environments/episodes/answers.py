@@ -19,8 +19,7 @@ def is_chat(given: Any) -> bool:
 
 
 def _is_message(message: Any) -> bool:
-    content = message.get("content", "") if isinstance(message, dict) else None
-    return isinstance(content, (str, list)) and isinstance(message.get("role"), str)
+    return _has_role(message) and isinstance(message.get("content", ""), (str, list))
 
 
 def _has_role(message: Any) -> bool:
