@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import api
 from ..config import (
-    LAYOUT_OF_GENERATION,
     OF_EVALUATION,
     GeneratorConfig,
     RunConfig,
     TaskConfig,
     check_generation,
-    check_layout,
     recipes,
     template_variables,
     validate,
@@ -223,7 +221,6 @@ def _heading(index: int, total: int) -> str:
 def _eval(flags: Eval) -> Outcome:
     base = recipe(flags.task, "task", "")  # any folder alike, before it was trained and after
     check_generation(flags.compile)
-    check_layout(flags.parallel, *LAYOUT_OF_GENERATION)
     refuse(not flags.easy and flags.task != "sum-digits", f"--no-easy has no effect on {flags.task}; remove it")
     prompts = base.task.validation_prompts if flags.prompts is None else flags.prompts
     refuse(prompts < 1, f"--prompts is {prompts}; it must be at least 1")
