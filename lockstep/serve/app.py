@@ -35,12 +35,11 @@ HEALTH = "/health"
 
 
 def make_app(service: Service, under: str = "", more: Mapping[str, Route] = {}) -> FastAPI:  # noqa: B006
-    """The application of a service, which is given the event loop that it runs in. The model's routes begin with
-    `under`, a path with parameters; `more` are further ones that are posted to."""
+    """The application of a service. The model's routes begin with `under`, a path with parameters; `more` are further
+    ones that are posted to."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.attach()
         yield
         service.close()
 

@@ -65,10 +65,6 @@ class Service:
         """What log-probabilities call a token: by its text, or by its id as the request asks."""
         return "token_id:{}".format if body.return_tokens_as_token_ids else self.token_text
 
-    def attach(self) -> None:
-        """News are handed over to the running event loop from now on."""
-        self._loop = asyncio.get_running_loop()
-
     def close(self) -> None:
         """No more is encoded."""
         self._encoder.shutdown(wait=False)
@@ -147,7 +143,8 @@ class Service:
             raise ApiError(429, message, code="server_full")
 
     def enter(self, ticket: Ticket) -> None:
-        """Give its jobs to the batcher."""
+        """Give its jobs to the batcher, whose news come to the running event loop."""
+        self._loop = asyncio.get_running_loop()
         self.open_samples += ticket.samples
         for job in ticket.jobs:
             self._tickets[job] = ticket
