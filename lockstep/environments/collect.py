@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
@@ -128,8 +128,7 @@ class Collector:
                     problems_of = {a.group: a.problem for a in asked}
                     by = by._replace(ended=partial(self._begin_scoring, problems_of, sampling.n, about))
                 stack.callback(self.rewards.abandon)
-                play = (self.environment.plays or Play)(by)
-                stack.callback(play.close)
+                play = stack.enter_context(closing((self.environment.plays or Play)(by)))
                 played = play.run(asked, sampling, SampleIdentity(self.seed, domain, step, 0))
             return self._played(played, play.sampled_tokens, asked, sampling, about, where)
 

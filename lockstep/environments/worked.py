@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from ..errors import InputError, refuse
@@ -66,12 +67,9 @@ def worked_trajectories(
         refuse(not texts, f"{a.where}: its worked_turns are none; name what is to be learned, or leave the row out")
         turns[a.group] = [Segment(encode_completion(text), sampled=True, text=text) for text in texts]
     script, failures = _Script(turns), Failures(allowed=0)
-    play = Play(Round(environment, tokens, lambda *_: script, limits, failures, Timings()))
     sampling = SamplingParams(max_completion_length=max(len(t.token_ids) for of in turns.values() for t in of))
-    try:
+    with closing(Play(Round(environment, tokens, lambda *_: script, limits, failures, Timings()))) as play:
         found = play.run(asked, sampling, SampleIdentity(0, WARMUP_DOMAIN, 0, 0))
-    finally:
-        play.close()
     for (episode,) in found:
         _require_whole(episode, limits)
     return [episode.trajectory for (episode,) in found if episode.trajectory is not None]

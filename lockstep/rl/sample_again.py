@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -57,13 +58,10 @@ def sample_again(
     else:
         ends = [] if kind.until is Environment.until else turns  # the run's own settings ended them
         kind = type("Again", (Recorded,), {"given": given, "ends": ends})
-    play = Play(Round(kind, run.policy.tokens, lambda *_: run.engine, loop.limits, Failures(allowed=0), run.timings))
+    by = Round(kind, run.policy.tokens, lambda *_: run.engine, loop.limits, Failures(allowed=0), run.timings)
     seed = draw("environment", identity.seed, identity.domain, identity.step, identity.group)
-    try:
-        asked = [Asked(identity.group, problem, seed, where)]
-        ((episode,),) = play.run(asked, replace(run.sampling, n=1), identity)
-    finally:
-        play.close()
+    with closing(Play(by)) as play:
+        ((episode,),) = play.run([Asked(identity.group, problem, seed, where)], replace(run.sampling, n=1), identity)
     if episode.trajectory is None:
         raise LockstepError(f"{where}: nothing was sampled")
     return episode.trajectory

@@ -109,8 +109,6 @@ class SamplingFields(_Fields):
 
 
 class StreamOptions(_Fields):
-    """Of a streamed answer."""
-
     include_usage: bool = False
 
 

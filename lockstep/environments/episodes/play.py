@@ -26,8 +26,6 @@ TURNS = 64  # that end together are handled before the generator goes on, where 
 
 
 class Play:
-    """One round: the samples of some prompts, from their start to their end."""
-
     def __init__(self, by: Round) -> None:
         self._environment, self._tokens, self._sampler_of, self._limits, self._failures, self._timings, self._ended = by
         self._calls = Calls(by.limits.timeout, by.environment.instant)
@@ -109,7 +107,7 @@ class Play:
             elif episode.cut:
                 self._end(episode, answer.value)
             else:
-                self._stepped(episode, answer.value)
+                self._stepped(episode, episode.trajectory, answer.value)
         if ready:
             self._begin(ready)
 
@@ -242,9 +240,7 @@ class Play:
         told = Turn(turn.text, list(turn.token_ids), reason, said.message, said.malformed, last, turn)
         self._calls.call(episode, episode.environment.step, told)
 
-    def _stepped(self, episode: Episode, given: Any) -> None:
-        trajectory = episode.trajectory
-        assert trajectory is not None
+    def _stepped(self, episode: Episode, trajectory: Trajectory, given: Any) -> None:
         if isinstance(given, Next):
             if wrong := wrong_reward(given.reward):
                 self._fail(episode, Failure(wrong))
@@ -260,11 +256,9 @@ class Play:
         elif episode.turns >= self._limits.turns:
             self._truncate(episode, trajectory)
         else:
-            self._go_on(episode, given)
+            self._go_on(episode, trajectory, given)
 
-    def _go_on(self, episode: Episode, given: Any) -> None:
-        trajectory = episode.trajectory
-        assert trajectory is not None
+    def _go_on(self, episode: Episode, trajectory: Trajectory, given: Any) -> None:
         try:
             trajectory.segments.append(self._given(episode, given))
         except PromptTooLong:

@@ -1,7 +1,6 @@
 """One call of a reward function: what it is given, what it may return, and its failures as values.
 
-The same code runs here and in a worker process. A function sees lists with one entry a completion and returns one:
-a number, or None where it does not apply.
+The same code runs here and in a worker process.
 """
 
 from __future__ import annotations

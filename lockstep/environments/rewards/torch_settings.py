@@ -35,8 +35,7 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """What was set inside is as before afterwards: the default dtype and device, gradients, autocast, the number of
-    threads, deterministic algorithms, float32 precision, oneDNN, and whether denormal numbers are flushed."""
+    """What was set inside is as before afterwards."""
     before = [read() for read, _ in _SETTINGS]
     try:
         yield

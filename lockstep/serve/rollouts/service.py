@@ -32,8 +32,6 @@ _CODES = {OVER: "rollout_over", LIMIT: "context_length_exceeded"}
 
 
 class RolloutService(Service):
-    """A service whose requests are turns of the rollouts of a run."""
-
     def __init__(self, run: Playing, environment: type[Remote], settings: Settings) -> None:
         super().__init__(run.policy, run.engine, settings, run.context, run.config.seed)
         self.desk, self.sampling, self._seed = environment.desk, replace(run.sampling, n=1), run.config.seed

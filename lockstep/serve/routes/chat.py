@@ -26,7 +26,6 @@ from .common import TextRequest, drawn_by, head
 
 
 async def chat(service: Service, request: Request) -> Response:
-    """Answer a conversation."""
     body = await read_body(request, ChatBody, service.settings.max_body_mib << 20)
     service.check_model(body.model)
     if body.top_logprobs:

@@ -22,7 +22,6 @@ USUAL_LENGTH = 16  # new tokens where a request does not say, as in OpenAI's int
 
 
 async def completions(service: Service, request: Request) -> Response:
-    """Continue texts, or token ids."""
     body = await read_body(request, CompletionBody, service.settings.max_body_mib << 20)
     service.check_model(body.model)
     if body.logprobs:

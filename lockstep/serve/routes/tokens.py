@@ -21,7 +21,6 @@ from .common import drawn_by, usage
 
 
 async def tokens(service: Service, request: Request) -> Response:
-    """Continue token ids."""
     body = await read_body(request, TokensBody, service.settings.max_body_mib << 20)
     service.check_model(body.model)
     if body.stream:
