@@ -170,15 +170,12 @@ class Confinement:
             for descriptor in (1, 2):
                 os.dup2(out, descriptor)
             os.set_inheritable(failed, False)
-            os.execve(self.python, [self.python, "-s", "-S", "-B", "-c", self.runner], self._environment())
+            own = {"HOME": self.folder, "TMPDIR": self.folder, "LANG": "C.UTF-8", "TZ": "UTC"}
+            own |= {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONUNBUFFERED": "1"}  # the same at every call
+            os.execve(self.python, [self.python, "-s", "-S", "-B", "-c", self.runner], own)
         except BaseException as error:
             os.write(failed, f"{type(error).__name__}: {error}".encode()[:4000])
         os._exit(1)
-
-    def _environment(self) -> dict[str, str]:
-        """The same at every call."""
-        own = {"HOME": self.folder, "TMPDIR": self.folder, "LANG": "C.UTF-8", "TZ": "UTC"}
-        return own | {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONUNBUFFERED": "1"}
 
     def _cut_files(self) -> None:
         """See Python and libraries, which cannot be written, and a folder that is gone with the program."""
