@@ -13,7 +13,6 @@ from .verl import ground_truth as verl_ground_truth
 # Columns that may hold the answer, in the order they are looked for.
 ANSWER_COLUMNS = ("solution", "answer", "ground_truth", "reward_model")
 
-_MISSING = "needs the package math-verify: pip install 'lockstep-rl[math]'"
 _SECONDS = 5  # for parsing one text, or comparing two
 
 
@@ -37,6 +36,7 @@ def math_reward(
     given = next((column for column in (solution, answer, ground_truth, verl) if column is not None), None)
     if given is None:
         raise InputError(f"needs a column with the answer: {', '.join(ANSWER_COLUMNS)}")
+    _require()
     return [_score(completion_text(c), str(a)) for c, a in zip(completions, given, strict=True)]
 
 
@@ -47,17 +47,18 @@ def _check_row(columns: dict[str, Any]) -> None:
 
 def _require() -> None:
     if importlib.util.find_spec("math_verify") is None:
-        raise InputError(_MISSING)
+        raise InputError("needs the package math-verify: pip install 'lockstep-rl[math]'")
 
 
 math_reward.check_row, math_reward.require = _check_row, _require  # type: ignore[attr-defined]
 
 
 def _score(completion: str, answer: str) -> float | None:
+    from math_verify import verify
+
     expected = _parse_answer(answer)
     if not expected:
         return None
-    _, verify = _library()
     return float(verify(expected, _parse(completion.rpartition("</think>")[2]), timeout_seconds=_seconds()))
 
 
@@ -68,18 +69,11 @@ def _parse_answer(answer: str) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    parse, _ = _library()
+    from math_verify import parse
+
     return parse(text, parsing_timeout=_seconds())
 
 
 def _seconds() -> int | None:
     """The library ends long computations with an alarm signal, which only the main thread can receive."""
     return _SECONDS if threading.current_thread() is threading.main_thread() else None
-
-
-def _library() -> tuple[Any, Any]:
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise InputError(_MISSING) from error
-    return parse, verify
