@@ -37,20 +37,13 @@ class WatchedProcess:
         if self.size == 1:
             yield
             return
-        seconds = timeouts * self.timeout + GRACE
-        timer = threading.Timer(seconds, self._give_up, (doing, seconds))
-        timer.daemon = True
-        timer.start()
-        try:
+        with self.watched(doing, timeouts):
             yield
             if self.on_gpu:
                 torch.cuda.synchronize()
-        finally:
-            timer.cancel()
-            timer.join()  # as `watched` does
 
     @contextlib.contextmanager
-    def watched(self, doing: str) -> Iterator[Callable[[], None]]:
+    def watched(self, doing: str, timeouts: float = 1.0) -> Iterator[Callable[[], None]]:
         """Within, the process ends where what this yields was not called for as long as `deadline` waits: for launches
         that follow one another, of which any may wait on a device for another rank."""
         if self.size == 1:
@@ -59,10 +52,11 @@ class WatchedProcess:
         latest, over = [time.monotonic()], threading.Event()
 
         def watch() -> None:
-            seconds = self.timeout + GRACE
-            while not over.wait(seconds / 20):
-                if time.monotonic() - latest[0] > seconds:
-                    self._give_up(doing, seconds)
+            seconds = timeouts * self.timeout + GRACE
+            while (left := latest[0] + seconds - time.monotonic()) > 0:
+                if over.wait(left):
+                    return
+            self._give_up(doing, seconds)
 
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
