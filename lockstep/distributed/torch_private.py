@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -56,21 +55,6 @@ def forget_group(name: str) -> None:
     torch._C._distributed_c10d._unregister_process_group(cast(Any, name))
 
 
-@dataclass(frozen=True)
-class SymmetricMemory:
-    """Memory of this rank that the others of its group can store into, and theirs.
-
-    Attributes:
-        words: of this rank, uint8.
-        addresses: of every rank's memory, by rank, as this rank's device reaches it.
-        handle: keeps the others' memory mapped.
-    """
-
-    words: Tensor
-    addresses: list[int]
-    handle: Any
-
-
 def symmetric_bytes(size: int, device: torch.device) -> Tensor:
     """So many bytes, uint8, that others can be given (`symmetric_memory`)."""
     import torch.distributed._symmetric_memory as symmetric
@@ -78,13 +62,13 @@ def symmetric_bytes(size: int, device: torch.device) -> Tensor:
     return symmetric.empty(size, dtype=torch.uint8, device=device)
 
 
-def symmetric_memory(words: Tensor, group: dist.ProcessGroup) -> SymmetricMemory:
-    """The `symmetric_bytes` of all ranks of a group, each of which calls this. `RuntimeError`: the devices do not reach
-    one another's memory."""
+def symmetric_memory(words: Tensor, group: dist.ProcessGroup) -> tuple[list[int], Any]:
+    """Where the `symmetric_bytes` of all ranks of a group lie, by rank, as this rank's device reaches them, and what
+    keeps the others' mapped; each rank calls this. `RuntimeError`: the devices do not reach one another's memory."""
     import torch.distributed._symmetric_memory as symmetric
 
     handle = symmetric.rendezvous(words, group)
-    return SymmetricMemory(words, list(handle.buffer_ptrs), handle)
+    return list(handle.buffer_ptrs), handle
 
 
 def is_peer_failure(error: BaseException) -> bool:

@@ -69,14 +69,14 @@ def share_memory(name: str, group: dist.ProcessGroup, own: Tensor, timeout: floa
         RuntimeError: the GPUs of the group do not reach one another's memory.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    slots, device = torch_private.symmetric_memory(own, group), own.device
+    (slots, mapped), device = torch_private.symmetric_memory(own, group), own.device
     late = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-    addresses = torch.tensor([*slots.addresses, late.data_ptr()], device=device)
+    addresses = torch.tensor([*slots, late.data_ptr()], device=device)
     state = torch.zeros(2, dtype=torch.int64, device=device)
-    slots.words.zero_()  # marks of no launch
+    own.zero_()  # marks of no launch
     torch.cuda.synchronize(device)
     members = tuple(dist.get_process_group_ranks(group))
-    made = SharedMemory(rank, ranks, int(timeout * 1e9), addresses, state, late, slots, members)
+    made = SharedMemory(rank, ranks, int(timeout * 1e9), addresses, state, late, (own, mapped), members)
     _BY_GROUP[name] = made
     return made
 
