@@ -6,11 +6,11 @@ import hashlib
 import struct
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Iterator
 
 import torch
 
+from ..graph import CudaRecorder
 from ..models import ModelConfig
 
 _root = struct.Struct("<q").pack  # of a version: what stands before the first page's tokens
@@ -20,15 +20,6 @@ def upload(values: list, device: torch.device) -> torch.Tensor:
     """Numbers as an int64 tensor on the device; the host does not wait."""
     pinned = device.type == "cuda"
     return torch.tensor(values, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
-
-
-class Borrower(Protocol):
-    """What uses a cache's memory whenever nobody generates. `worked`: it has, since this was last set to False."""
-
-    worked: bool
-
-    def allot(self, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """What `make` makes, in memory that it will use."""
 
 
 class KVCache:
@@ -54,7 +45,7 @@ class KVCache:
         page_size: int,
         like: torch.Tensor,
         cleared: bool = False,
-        borrower: Borrower | None = None,
+        borrower: CudaRecorder | None = None,
     ) -> None:
         heads, key, value = config.cached
         shape = (config.num_layers, num_pages + 1, page_size, heads)
