@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -103,16 +104,11 @@ class Sequence:
         ended = self.finish_reason is not None  # tokens without a text may have hidden one until now
         if not (ended or has_one(self.token_ids[-tail:])) or not has_one(self.token_ids):
             return
-        low, high = 1, len(self.token_ids)
-        while low < high:  # the shortest prefix of tokens that contains one
-            middle = (low + high) // 2
-            low, high = (low, middle) if has_one(self.token_ids[:middle]) else (middle + 1, high)
-        self.truncate(low)
-        self.finish_reason = "stop"
-
-    def truncate(self, count: int) -> None:
+        shorter = range(len(self.token_ids))
+        least = bisect_left(shorter, True, lo=1, key=lambda count: has_one(self.token_ids[:count]))
         for values in (self.token_ids, self.logprobs, self.model_logprobs, self.versions, self.routes or []):
-            del values[count:]
+            del values[least:]
+        self.finish_reason = "stop"
 
     def finish(self, reason: FinishReason, text_of: Callable[[list[int]], str] | None) -> None:
         """Make its completion, with its text where that can be told."""
