@@ -23,8 +23,6 @@ from .request import Prefill, Sequence
 from .running_batch import GROUP, RunningBatch
 from .scheduler import Chunk
 
-Work = list[tuple[graph.Program, list[graph.Case]]]
-
 
 @dataclass(frozen=True)
 class _Pages:

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ..config import GeneratorConfig
 from ..errors import InputError
-from ..graph import EAGER, Runtime
+from ..graph import EAGER, Runtime, Work
 from ..types import SampleIdentity, SamplingParams, Trajectory
-from .check_cases import Work
 from .kv_cache import KVCache
 from .request import Prefill, Sequence
 from .runner import Block, Runner

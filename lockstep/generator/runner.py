@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import graph
 from ..types import SamplingParams
-from .check_cases import Check, Work
+from .check_cases import Check
 from .forward import Paging, decode_step, mixed_step
 from .kv_cache import KVCache, upload
 from .prefill_batch import MixedBatch, MixedSizes, lay_out
@@ -196,7 +196,7 @@ class Runner:
             mixed_step(self._model, inputs, self._paging, truncated, greedy, grouped)
         return {}
 
-    def trust_cases(self) -> Work:
+    def trust_cases(self) -> graph.Work:
         """Launches on which the graphs that there are, are to be checked against eager."""
         check = Check(self.rows, self.cache, self._model.config.vocab_size)
         work = [(program, check.decode_cases(program, size)) for size, program in self._decode.items()]

@@ -22,8 +22,6 @@ from .programs import TrainerPrograms, complete
 from .shapes import BatchShape
 from .step import named
 
-Work = list[tuple[graph.Program, list[graph.Case]]]
-
 
 def trust_cases(
     programs: TrainerPrograms,
@@ -33,7 +31,7 @@ def trust_cases(
     check_parity: bool,
     num_iterations: int = 1,
     num_mini_batches: int = 1,
-) -> Work:
+) -> graph.Work:
     """Cases for each of the trainer's programs; the arguments are those of `Trainer.warm_up`."""
     functions, values = programs.by_name, programs.state.values
     vocabulary = programs.model.config.vocab_size
@@ -46,7 +44,7 @@ def trust_cases(
         batch.check_parity = check_parity
     statistics, both = partial(values.fill_, 1), partial(_fill_sums, programs)
     updates = num_iterations, num_mini_batches
-    work: Work = [
+    work = [
         (functions["forward_backward"], [c for b in batches for c in _train_cases(programs, *b, both, *updates)]),
         (functions["optim_step"], _optim_cases(programs)),
     ]

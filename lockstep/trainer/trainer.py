@@ -16,10 +16,10 @@ from ..config import LossConfig, OptimizerConfig
 from ..distributed import ONE, World
 from ..distributed.cells import ONE_CELL, Cells
 from ..errors import InputError
-from ..graph import EAGER, Runtime
+from ..graph import EAGER, Runtime, Work
 from ..models import Decoder, Held, ResidentWeights, WeightSource, ranges_of
 from ..types import PackedBatch, SamplingParams
-from .check_cases import Work, trust_cases
+from .check_cases import trust_cases
 from .gathered import flat_parameters, give_memory, in_trainer, reference_of
 from .mismatches import MAX_MISMATCHES, Checked, Deltas, Mismatch, mismatches, sums_of_deltas
 from .optimizer import frozen_parameters, optimizer_of, parameter_groups
