@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ir.captured import GraphError
 from ..torch_private import layers as torch_layers
@@ -28,12 +28,4 @@ def layer_compiler(
             as captured (as AOTAutograd's, where there are gradients), and so have eager's bits.
         compiled: called before each variant is compiled.
     """
-    call = torch_layers.compiled_call(compile_module, MAX_VARIANTS, compiled)
-
-    def called(layer: nn.Module, *args: Any) -> Tensor:
-        try:
-            return call(layer, *args)
-        except torch_layers.NotCompiled as error:
-            raise GraphError(f"compile.capture layer: {error}") from error
-
-    return called
+    return torch_layers.compiled_call(compile_module, MAX_VARIANTS, compiled, GraphError)

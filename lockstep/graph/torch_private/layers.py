@@ -12,21 +12,15 @@ from torch import fx, nn
 from ...ops.operator import sizes_apart
 
 
-class NotCompiled(Exception):
-    """A module's call cannot be captured as one graph, or needs one more variant than may be compiled."""
-
-
 def compiled_call(
-    compile_module: Callable[..., Any] | None, limit: int, compiled: Callable[[], None]
+    compile_module: Callable[..., Any] | None, limit: int, compiled: Callable[[], None], fault: type[Exception]
 ) -> Callable[..., Any]:
     """`call(module, *args)`, compiled by torch for each kind of module and arguments, sizes and numbers left open.
 
     Args:
         compile_module: compiles what was captured, with example inputs; None: see `layer_compiler`.
         limit: of variants. compiled: called before each is.
-
-    Raises:
-        NotCompiled: at a call.
+        fault: raised by a call that cannot be captured as one graph, or needs one more variant.
     """
     from torch._dynamo.backends.debugging import aot_eager
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
@@ -54,6 +48,6 @@ def compiled_call(
                 reason = f"{type(module).__name__} cannot be compiled whole: {said}; {instead}"
                 if isinstance(error, FailOnRecompileLimitHit):
                     reason = f"more than {limit} variants of a layer are needed; {instead} ({said})"
-                raise NotCompiled(reason) from error
+                raise fault(f"compile.capture layer: {reason}") from error
 
     return guarded
