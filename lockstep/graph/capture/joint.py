@@ -6,7 +6,7 @@ the bits of a trace of the whole (`capture`); what the forward pass writes is wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -90,9 +90,9 @@ class _Layout:
         loss, *outputs = results[:count]
         for i, value in zip(self.written, outputs[len(outputs) - len(self.written) :], strict=True):
             if op_name(value) != "aten.clone" or value.args[0] is not arguments[i]:
-                _call(graph, torch.ops.aten.copy_.default, arguments[i], value)
+                torch_trace.call(graph, torch.ops.aten.copy_.default, arguments[i], value)
         before = set(graph.nodes)
-        seed = _call(graph, torch.ops.aten.ones_like.default, loss)
+        seed = torch_trace.call(graph, torch.ops.aten.ones_like.default, loss)
         inputs = [known.get(node.name, seed) for node in backward.graph.find_nodes(op="placeholder")]
         gradients = _copied(graph, backward, inputs)[0][: len(self.leaves)]
         if unused := [name for name, gradient in zip(self.names, gradients, strict=True) if gradient is None]:
@@ -107,10 +107,6 @@ class _Layout:
     def _accumulated(self, *tensors: Tensor) -> list[Tensor]:
         self.body.accumulate(tensors[: len(self.totals)], tensors[len(self.totals) :])
         return []
-
-
-def _call(graph: fx.Graph, op: Callable[..., Tensor], *args: fx.Node) -> fx.Node:
-    return torch_trace.set_fake_value(graph.call_function(op, args), op(*map(torch_trace.fake_value, args)))
 
 
 def _copied(

@@ -11,7 +11,6 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor
 
 Expression = int | bool | str | list[Any]
 Condition = tuple[Expression, str]  # with the line that asked
@@ -57,9 +56,6 @@ class Sizes:
         if found not in self._names:  # every check asks for every node's
             self._names[found] = self.symbols.get(found) or self.text(found)
         return self._names[found]
-
-    def shape(self, tensor: Tensor) -> tuple[int | str, ...]:
-        return tuple(map(self.name, tensor.shape))
 
     def text(self, found: Any) -> str:
         """An expression of symbols as text in the names."""

@@ -29,7 +29,7 @@ Value: TypeAlias = TensorValue | str | tuple["Value", ...] | None
 
 def value_of(found: Any, sizes: Sizes) -> Value:
     if isinstance(found, Tensor):
-        return TensorValue(found.dtype, sizes.shape(found), found.device)
+        return TensorValue(found.dtype, tuple(map(sizes.name, found.shape)), found.device)
     if isinstance(found, torch.SymInt):
         return f"int {sizes.name(found)}"
     if isinstance(found, (list, tuple)):

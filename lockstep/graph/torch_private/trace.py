@@ -21,6 +21,7 @@ from torch.fx import traceback
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map
 
 from ..ir.sizes import Sizes, expression
 
@@ -205,6 +206,14 @@ def fake_value(node: fx.Node) -> Any:
 def set_fake_value(node: fx.Node, value: Any) -> fx.Node:
     node.meta["val"] = value
     return node
+
+
+def call(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
+    """A call at the graph's point of insertion, with what it computes as a trace would have recorded it."""
+    values = tree_map(lambda item: fake_value(item) if isinstance(item, fx.Node) else item, args)
+    mode = next(v.fake_mode for v in tree_flatten(values)[0] if isinstance(v, FakeTensor))
+    with mode, torch.no_grad():
+        return set_fake_value(graph.call_function(target, args), target(*values))
 
 
 def is_operator(target: object) -> bool:
