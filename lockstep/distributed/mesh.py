@@ -68,11 +68,6 @@ class Mesh:
         """Those that graphs have collectives along: `axes`, and both of `cells` where these are of several ranks."""
         return *self.axes, *(self.cells if self.lanes > 1 else ())
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Of the axes that have several ranks."""
-        return {axis.name: axis.size for axis in self.axes}
-
 
 ALONE = Mesh()
 

@@ -73,10 +73,6 @@ def symmetric_memory(words: Tensor, group: dist.ProcessGroup) -> tuple[list[int]
 
 def is_peer_failure(error: BaseException) -> bool:
     """Whether an exception is torch's for a rank that is gone or late."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _names_transport(str(error)))
-
-
-def _names_transport(message: str) -> bool:
-    lower = message.lower()
     signs = "gloo", "nccl", "pair closure", "connection closed by peer", "connection reset by peer"
-    return any(sign in lower for sign in signs)
+    of_transport = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
+    return of_transport or isinstance(error, dist.DistError)

@@ -294,11 +294,6 @@ def _pieces(groups: Sequence[ParameterGroup], most: int) -> Iterator[ParameterGr
             yield replace(group, begin=begin, end=end, decayed=decayed)
 
 
-def optimizer_of(flat: FlatParameters, config: OptimizerConfig, groups: Sequence[ParameterGroup]) -> AdamW:
-    """With its state where the configuration has it."""
-    return (OffloadedAdamW if config.offload else AdamW)(flat, config, groups)
-
-
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """The rate of update `step` (from 0): linear warm-up that reaches the full rate at update `warmup_steps - 1`,
     then constant, or down to 0 at `total_steps` linearly or along half a cosine."""

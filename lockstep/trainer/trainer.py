@@ -22,7 +22,7 @@ from ..types import PackedBatch, SamplingParams
 from .check_cases import trust_cases
 from .gathered import flat_parameters, give_memory, in_trainer, reference_of
 from .mismatches import MAX_MISMATCHES, Checked, Deltas, Mismatch, mismatches, sums_of_deltas
-from .optimizer import frozen_parameters, optimizer_of, parameter_groups
+from .optimizer import AdamW, OffloadedAdamW, frozen_parameters, parameter_groups
 from .packing import blank_batch
 from .parameters import Buffer
 from .programs import TrainerPrograms, UpdateState, complete
@@ -98,7 +98,8 @@ class Trainer:
             world.each(lambda: (source or ResidentWeights(model)).fill({**kept, **self.flat.own()}))
         self.flat.add_up(cells)
         self._cells_begun, self._cell_ended = False, False  # of an update's several: one has ended, and the last so far
-        self.optimizer = optimizer_of(self.flat, optimizer, parameter_groups(trained, self.flat, optimizer))
+        groups, kind = parameter_groups(trained, self.flat, optimizer), OffloadedAdamW if optimizer.offload else AdamW
+        self.optimizer = kind(self.flat, optimizer, groups)
         self.weights_version = 0
         device = self.flat.data.device
         lr, sampled = torch.zeros((), device=device), torch.zeros((), dtype=torch.float64, device=device)

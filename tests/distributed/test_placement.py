@@ -43,4 +43,4 @@ def test_an_axis_deals_items_out_in_turn() -> None:
     axes = [World(rank, 3).mesh.fsdp for rank in range(3)]
     assert [axis.own(range(7)) for axis in axes] == [range(0, 7, 3), range(1, 7, 3), range(2, 7, 3)]
     assert axes[0].most(7) == 3 == max(len(axis.own(range(7))) for axis in axes) and axes[0].group == "@fsdp"
-    assert World(0, 3).mesh.sizes == {"fsdp": 3} and ONE.mesh.sizes == {} and PAIR.sizes == {"ep": 2, "tp": 2}
+    assert World(0, 3).sizes == {"fsdp": 3} and ONE.sizes == {} and World(0, 2, tp=2).sizes == {"tp": 2}
