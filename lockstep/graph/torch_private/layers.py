@@ -15,13 +15,9 @@ from ...ops.operator import sizes_apart
 def compiled_call(
     compile_module: Callable[..., Any] | None, limit: int, compiled: Callable[[], None], fault: type[Exception]
 ) -> Callable[..., Any]:
-    """`call(module, *args)`, compiled by torch for each kind of module and arguments, sizes and numbers left open.
-
-    Args:
-        compile_module: compiles what was captured, with example inputs; None: see `layer_compiler`.
-        limit: of variants. compiled: called before each is.
-        fault: raised by a call that cannot be captured as one graph, or needs one more variant.
-    """
+    """`call(module, *args)`, compiled by torch for each kind of module and arguments, sizes and numbers left open; see
+    `layer_compiler`. `fault` is raised by a call that cannot be captured as one graph, or needs more than `limit`
+    variants."""
     from torch._dynamo.backends.debugging import aot_eager
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
