@@ -16,7 +16,6 @@ import random
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -190,7 +189,7 @@ def compare(found: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
 def edges(count: int, seed: int, device: str) -> list[dict[str, Any]]:
     """Random workloads on devices near the size that they need."""
     from lockstep.session.build import settled
-    from lockstep.session.memory import workload
+    from lockstep.session.memory import model_config, workload
 
     draw = random.Random(seed)
     rows = []
@@ -199,7 +198,7 @@ def edges(count: int, seed: int, device: str) -> list[dict[str, Any]]:
         tokens, length = draw.choice([2048, 4096, 8192, 12288, 16384, 32768]), draw.choice([64, 128, 256, 512])
         case = Case(arch, tokens, draw.choice([8, 16, 32]), length)
         config = settled(configuration(case, device), 1, torch.device("cuda"))
-        w = replace(workload(config, 1, True), longest_prompt=64, prompt_limit=4096)
+        w = workload(config, 1, True, model_config(config), longest_prompt=64, prompt_limit=4096)
         least = planning(w, 0).total  # everything computed again, and next to no cache
         limit = int(least * draw.uniform(0.9, 1.3))
         accepted = planning(w, limit).fits
