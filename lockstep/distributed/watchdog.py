@@ -56,7 +56,8 @@ class WatchedProcess:
             while (left := latest[0] + seconds - time.monotonic()) > 0:
                 if over.wait(left):
                     return
-            self._give_up(doing, seconds)
+            if not over.is_set():  # it may have ended as the wait did
+                self._give_up(doing, seconds)
 
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()

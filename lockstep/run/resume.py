@@ -142,6 +142,7 @@ def redefined(state: Mapping[str, Any]) -> list[str]:
         found.append(
             "micro-batches became fewer where groups may be split between them: a step of several may add its "
             "gradients in another order"
+            + (", and balances experts over other micro-batches" if config.get("loss.router_aux_loss_coef") else "")
         )
     return found
 
