@@ -38,19 +38,20 @@ def decode_advance(drawn: Drawn, rows: DecodeRows, route_R: Tensor | None = None
     """Store what was drawn and leave each row ready for its next token.
 
     A row whose token is its last (by count, or one of its stop ids) becomes idle: nothing remains, position 0. Of the
-    step `next_result`, which then moves on, the words are the token, -1 from an idle row, both log-probabilities' bits,
-    and `route`.
+    step `next_result`, which then moves on, the words are the token, both log-probabilities' bits, and `route`; -1 and
+    zeros from an idle row, which keeps its token: what it draws depends on who last wrote to the null page.
 
     Args:
         route_R: int32, of the experts that the row was routed to; None, and M is 3, without any.
     """
-    marked_R = drawn.drawn_R.int().masked_fill_(rows.remaining_R == 0, -1)
-    words = [marked_R, drawn.logprob_R.view(torch.int32), drawn.model_logprob_R.view(torch.int32)]
+    idle_R = rows.remaining_R == 0
+    words = [drawn.logprob_R.view(torch.int32), drawn.model_logprob_R.view(torch.int32)]
     if route_R is not None:
         words.append(route_R)
-    rows.results_RMN.index_copy_(2, rows.next_result, torch.stack(words, dim=1).unsqueeze(2))
+    told = [drawn.drawn_R.int().masked_fill_(idle_R, -1), *(word.masked_fill(idle_R, 0) for word in words)]
+    rows.results_RMN.index_copy_(2, rows.next_result, torch.stack(told, dim=1).unsqueeze(2))
     rows.next_result.add_(1)
-    rows.token_R.copy_(drawn.drawn_R)
+    rows.token_R.copy_(torch.where(idle_R, rows.token_R, drawn.drawn_R))
     stopped_R = (rows.stop_RK == drawn.drawn_R.unsqueeze(1)).any(1)
     rows.remaining_R.sub_(1).clamp_min_(0).masked_fill_(stopped_R, 0)
     rows.position_R.add_(1).masked_fill_(rows.remaining_R == 0, 0)

@@ -81,18 +81,19 @@ def _advance_kernel(
         drawn_B = tl.load(drawn_ptr + row_B, mask=mask_B, other=0)
         remaining_B = tl.load(remaining_ptr + row_B, mask=mask_B, other=0)
         result_B = results_ptr + row_B.to(tl.int64) * (WORDS * STEPS) + step
-        logprob_B = tl.load(logprob_ptr + row_B, mask=mask_B, other=0.0)
-        model_logprob_B = tl.load(model_logprob_ptr + row_B, mask=mask_B, other=0.0)
-        tl.store(result_B, tl.where(remaining_B == 0, -1, drawn_B.to(tl.int32)), mask=mask_B)
+        busy_B = mask_B & (remaining_B > 0)
+        logprob_B = tl.load(logprob_ptr + row_B, mask=busy_B, other=0.0)
+        model_logprob_B = tl.load(model_logprob_ptr + row_B, mask=busy_B, other=0.0)
+        tl.store(result_B, tl.where(busy_B, drawn_B.to(tl.int32), -1), mask=mask_B)
         tl.store(result_B + STEPS, logprob_B.to(tl.int32, bitcast=True), mask=mask_B)
         tl.store(result_B + 2 * STEPS, model_logprob_B.to(tl.int32, bitcast=True), mask=mask_B)
         if WORDS == 4:
-            tl.store(result_B + 3 * STEPS, tl.load(route_ptr + row_B, mask=mask_B, other=0), mask=mask_B)
+            tl.store(result_B + 3 * STEPS, tl.load(route_ptr + row_B, mask=busy_B, other=0), mask=mask_B)
         left_B = tl.maximum(remaining_B - 1, 0)
         for k in tl.static_range(STOPS):
             left_B = tl.where(tl.load(stop_ptr + row_B * STOPS + k, mask=mask_B, other=-1) == drawn_B, 0, left_B)
         position_B = tl.load(position_ptr + row_B, mask=mask_B, other=0) + 1
-        tl.store(token_ptr + row_B, drawn_B, mask=mask_B)
+        tl.store(token_ptr + row_B, drawn_B, mask=busy_B)
         tl.store(remaining_ptr + row_B, left_B, mask=mask_B)
         tl.store(position_ptr + row_B, tl.where(left_B == 0, 0, position_B), mask=mask_B)
     tl.debug_barrier()  # every warp has read the step's number
