@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +32,15 @@ class FakeRecorder:
         for i in lasting:
             outputs[i] = outputs[i].clone()
         return _FakeRecording(self, run, arguments, keep, outputs)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        self.worked = True
+        self.poison()
+        yield
+
+    def reserve(self, size: int) -> None:
+        assert not self._in_pool and not self._allotted, "the first in its pool"
 
     def allot(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         self._allotted += (made := make())

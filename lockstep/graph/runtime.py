@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -196,6 +197,16 @@ class Runtime:
         for recorder in (self.recorder, self.apart):
             if recorder is not None:
                 recorder.close()
+
+    def reserve(self, size: int) -> None:
+        """Have the trainer's recorded graphs, or those of all, begin with so many bytes in one piece; before a cache
+        and before any graph."""
+        if self.recorder is not None:
+            self.recorder.reserve(size)
+
+    def in_pool(self) -> contextlib.AbstractContextManager[None]:
+        """What is computed meanwhile has the memory of recorded graphs, where there are any, between their launches."""
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.working()
 
     def pool_bytes(self) -> int:
         """Memory of recorded graphs, with a cache that is lent to them."""

@@ -216,7 +216,7 @@ def _compiled(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
 
 
 def _rehearse_check(run: TrainingSession) -> None:
-    with run.timings.measured("gate"):
+    with run.timings.measured("gate"), run.runtime.in_pool():
         machine_check.rehearse(*_checked(run))
 
 
@@ -226,7 +226,7 @@ def _check_machine(run: TrainingSession) -> bool:
     if parity == "off":
         return False
     before = dict(linear_choice.overrides)
-    with run.timings.measured("gate"):
+    with run.timings.measured("gate"), run.runtime.in_pool():
         verdict = machine_check.check(*_checked(run))
     if not verdict.holds and parity == "strict":
         raise LockstepError(str(verdict))

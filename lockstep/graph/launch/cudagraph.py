@@ -6,7 +6,8 @@ lies in the pool, where the next replay of *any* graph of the pool may overwrite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -73,15 +74,26 @@ class CudaRecorder:
         return _CudaRecording(graph, outputs)
 
     def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """Run once with the pool's memory, without recording, in order with what comes before and after; what it
-        returns lies in the pool."""
+        """Run once with the pool's memory, without recording; what it returns lies in the pool."""
+        with self.working():
+            return run(arguments)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """What is computed meanwhile has the pool's memory, in order with what comes before and after."""
         self.worked = True
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._open_pool()):
-            results = run(arguments)
+            yield
         current.wait_stream(self._stream)
-        return results
+
+    def reserve(self, size: int) -> None:
+        """Have the pool begin with so many bytes in one piece, before anything is in it: where tensors of many sizes
+        come and go, pieces of the sizes of the first leave gaps that none of the others fits."""
+        torch.cuda.empty_cache()  # which a pool does not do for itself
+        with self.working():
+            torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def allot(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Tensors in memory that the pool goes on using: whatever runs in it overwrites them. Before any recording."""

@@ -39,7 +39,8 @@ class MemoryPlan:
         zero_stage: what several processes shard (`Workload.zero_stage`); 0 of one. together: how many generate
             together.
         fits: they have room, with a cache of one sequence at the least. lent: the trainer's graphs have the cache's
-            memory while nobody generates; of what they hold the terms name what has no room there.
+            memory while nobody generates; of what they hold the terms name what has no room there. pool: of the terms
+            what lies in the pool of these graphs, which all others and the check of the machine share.
     """
 
     memory: int
@@ -51,6 +52,7 @@ class MemoryPlan:
     together: int = 1
     host: Mapping[str, int] = field(default_factory=dict)
     lent: bool = False
+    pool: int = 0
 
     @property
     def total(self) -> int:
@@ -154,19 +156,20 @@ def traces(c: CompileConfig) -> bool:
 def _with(w: Workload, memory: int, again: int, tokens: int, lent: bool = False) -> MemoryPlan:
     """The terms with so many layers computed again and a cache of so many tokens, which is perhaps `lent`."""
     cache = terms.cache(w, tokens) if tokens else 0
-    found = {name: term(w) for name, term in STAYS.items()} | {CACHE: cache} | _pool(w, again, lent)
+    in_pool, pool = _pool(w, again, lent)
+    found, pool = {name: term(w) for name, term in STAYS.items()} | {CACHE: cache} | in_pool, max(pool, cache * lent)
     if lent:
         for name in (KEPT, WORKING, TRANSIT):  # in the cache's place
             found[name], cache = max(0, found[name] - cache), max(0, cache - found[name])
     taken = sum(size for name, size in found.items() if name != "CUDA and NCCL")
     found[ALLOCATOR] = int(taken * terms.ALLOCATOR) if w.on_gpu else 0
     stage, together = w.zero_stage * w.sharded, w.config.parallel.generator_tp
-    return MemoryPlan(memory, found, tokens, again, False, stage, together, terms.host(w, _checks(w)), lent)
+    return MemoryPlan(memory, found, tokens, again, False, stage, together, terms.host(w, _checks(w)), lent, pool)
 
 
-def _pool(w: Workload, again: int, lent: bool) -> dict[str, int]:
-    """What the two roles' steps take at one time; of what takes turns with them, what is more. With a cache that is
-    `lent` the generator's have a pool by themselves."""
+def _pool(w: Workload, again: int, lent: bool) -> tuple[dict[str, int], int]:
+    """What the two roles' steps take at one time; of what takes turns with them, what is more; and what of it is in one
+    pool. With a cache that is `lent` the generator's have a pool by themselves."""
     graphs = _graphs(w)
     found = {KEPT: terms.kept(w, again), WORKING: terms.working(w, again), TRANSIT: terms.transit(w)}
     if not graphs:  # autograd has all gradients at once, and all gathered weights
@@ -175,16 +178,16 @@ def _pool(w: Workload, again: int, lent: bool) -> dict[str, int]:
         found[TRANSIT] = whole * (w.sharded and w.zero_stage == 3)
     held = sum(found.values())
     prefill, scoring = terms.prefill(w), max(0, terms.scoring(w, graphs) - held)
-    found[GENERATION] = prefill + scoring if lent else max(prefill - held, scoring)
-    check = terms.eager(w) if _checks(w) else 0
-    found[CHECK] = max(0, check - held - (scoring if lent else found[GENERATION])) + _beside(w)
-    return found
+    pool = held + (scoring if lent else max(prefill - held, scoring))
+    found[GENERATION] = pool - held + prefill * lent
+    check = max(terms.eager(w) * _checks(w), terms.machine_check(w) * (w.on_gpu and w.config.parity != "off"))
+    found[CHECK] = max(0, check - pool) + _beside(w)
+    return found, max(pool, check)
 
 
 def _beside(w: Workload) -> int:
-    """What checks take beside the graphs' pool, one after another: products, or copies of what an update writes."""
-    found = [terms.machine_check(w)] * (w.config.parity != "off") + [terms.copies_here(w)] * _checks(w)
-    return max(found) + terms.HASHES if found and w.on_gpu else 0
+    """What the check of graphs takes beside their pool: copies of what an update writes, and hashes."""
+    return terms.copies_here(w) + terms.HASHES if _checks(w) and w.on_gpu else 0
 
 
 def _graphs(w: Workload) -> bool:

@@ -17,6 +17,7 @@ from ...generator.cache_capacity import bytes_per_token
 from ...models import ModelConfig, num_parameters
 from ...models.checks import divides
 from ...models.config import MLAConfig
+from ...ops.machine_check.inputs import DRAWN
 from ...trainer.optimizer import CHUNK
 from .workload import Workload
 
@@ -286,12 +287,13 @@ def eager(w: Workload) -> int:
 
 
 def machine_check(w: Workload) -> int:
-    """The check of this machine's products at the run's shapes, outside of the pool: the head's weight and two chunks
-    of logits, or the feed-forward's rows four times."""
+    """The check of this machine's products at the run's shapes: the head's weight and two chunks of logits, or the
+    feed-forward's weight and its rows four times."""
     c = w.model
     wide = 2 * c.intermediate_size if c.moe is None else 2 * c.moe.intermediate_size
     of_head = table(w) + 2 * LOGIT_ROWS * c.vocab_size * 4
-    return max(of_head, w.shape.tokens * (2 * wide + 2 * c.hidden_size) * w.b)
+    of_rows = w.shape.tokens * (2 * wide + 2 * c.hidden_size) * w.b + wide * c.hidden_size * w.b
+    return max(of_head, of_rows) + DRAWN * 4
 
 
 def state_copies(w: Workload) -> int:
