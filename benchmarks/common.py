@@ -216,7 +216,7 @@ def in_a_process(case: str, *given: object, environment: dict[str, str] | None =
 
 def torchrun(processes: int) -> list[str]:
     """The words that start so many processes of a script, whose words follow."""
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
 
 
 def require_gpus(device: str, processes: int) -> None:

@@ -3,19 +3,24 @@
 Each run is a process of its own (with --gpus, several) that builds a session with random weights, makes its graphs,
 checks them and does one step. The floor of a term is 10 % of it or 0.5 GiB, that of all together 5 %.
 
---edges N: random workloads on a device that is made as small as their plan, a little smaller or larger. One that is
-accepted must do its step within it; of one that is refused the cheapest form must not fit into 95 % of it.
+--edges N: random workloads on devices that are made as small as their plan, a little smaller or larger, every third on
+--gpus of them. One that is accepted must do its step within it. One that is refused is run in its cheapest form,
+and must run out of 95 % of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -32,11 +37,15 @@ from lockstep.config import (
     TrainerConfig,
     validate,
 )
+from lockstep.graph import Runtime
+from lockstep.machine import own_gpu
 from lockstep.models import Decoder, Ranges
 from lockstep.models.init import INITIALIZER_RANGE, RandomWeights
+from lockstep.session.build import planned_workload, settled
+from lockstep.session.memory import Workload
 from lockstep.session.memory import plan as planning
 from lockstep.session.memory.plan import CACHE, CHECK, GENERATION, KEPT, TRANSIT, WORKING
-from lockstep.session.memory.terms import BEGUN, CONTEXT, GIB
+from lockstep.session.memory.terms import BEGUN, CONTEXT, GIB, communicators
 
 
 class Case(NamedTuple):
@@ -58,6 +67,16 @@ class Case(NamedTuple):
         )
 
 
+class Edge(NamedTuple):
+    """A case on so many GPUs of `limit` bytes, of which it needs `least` by its plan."""
+
+    case: Case
+    ranks: int
+    limit: int
+    least: int
+    accepted: bool
+
+
 CASES = {
     "cpu": [Case("tiny", 512, 4, 16)],
     "cuda": [
@@ -69,6 +88,7 @@ CASES = {
     ],
 }
 SHARDED = [Case("qwen3-0.6b", 16384, 64), Case("qwen3-8b", 16384, 64), Case("qwen3-8b", 8192, 64, cache=29127)]
+LIMIT_S = 400  # of a run
 POOL = KEPT, WORKING, TRANSIT, GENERATION
 
 
@@ -92,31 +112,36 @@ def configuration(case: Case, device: str) -> RunConfig:
     )
 
 
-def measured(case: Case, device: str, limit: int) -> dict[str, Any]:
-    """What one process of a case takes, in GiB; `limit` bytes are all that its GPU has, unless 0."""
+def measured(case: Case, device: str, memory: tuple[int, int] | None = None) -> dict[str, Any]:
+    """What one process of a case takes, in GiB. `memory`: bytes that it believes a GPU has, and gets."""
     from lockstep.config import ParallelConfig
     from lockstep.distributed import ONE, join
-    from lockstep.machine import own_gpu, several_processes
+    from lockstep.machine import several_processes
     from lockstep.rl.loop import Loop
     from lockstep.session import build
     from lockstep.session.memory import used
     from lockstep.session.warm_up import warm_up
 
-    own_gpu()
     world = join(ParallelConfig(), device) if several_processes() else ONE
-    if limit:
-        _shrink(limit)
-    with mock.patch.object(RandomWeights, "fill", _drawn):
-        began = time.perf_counter()
-        session = build.build(configuration(case, device), world)
-    loaded = _reserved(device)
-    warm_up(session)
-    started, ready = _reserved(device), time.perf_counter() - began
-    loop = Loop(session.config, session)
-    loop.step(0)
+    if memory:
+        _shrink(*memory, communicators(world.axes))
+    session = None
+    try:
+        with mock.patch.object(RandomWeights, "fill", _drawn):
+            began = time.perf_counter()
+            session = build.build(configuration(case, device), world)
+        loaded = _reserved(device)
+        warm_up(session)
+        started, ready = _reserved(device), time.perf_counter() - began
+        loop = Loop(session.config, session)
+        loop.step(0)
+    except torch.OutOfMemoryError as error:
+        error.add_note(f"pools, GiB reserved and allocated: {_pools()}; planned: {session and session.plan.to_dict()}")
+        raise
     found = used(session.trainer, session.engine.cache, session.runtime)
     result = {"plan": session.plan.to_dict(), "used": found, "start_s": ready, "rank": world.rank}
     result |= {"reserved_after_load": loaded, "reserved_after_start": started, "reserved_after_step": _reserved(device)}
+    result["pools"] = _pools() if device == "cuda" else {}
     session.runtime.close()
     world.close()
     return result
@@ -130,11 +155,14 @@ def _drawn(source: RandomWeights, wanted: Ranges) -> None:
             values.fill_(fills[name]) if name in fills else values.normal_(0, INITIALIZER_RANGE)
 
 
-def _shrink(limit: int) -> None:
-    """Have the allocator, and whoever asks for free memory, believe in a device of so many bytes."""
-    total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction((limit - CONTEXT) / total)
-    torch.cuda.mem_get_info = lambda _=None: (limit - BEGUN - torch.cuda.memory_reserved(), limit)  # type: ignore
+def _shrink(believed: int, allowed: int, communicators: int) -> None:
+    """Have who asks for free memory believe in a device of so many bytes, and the allocator stay within so many. What
+    is missing is not reserved, so that a plan of more than a run takes would be seen."""
+    reserve, missing = Runtime.reserve, believed - allowed
+    Runtime.reserve = lambda runtime, size: reserve(runtime, max(0, size - missing))  # type: ignore[method-assign]
+    total, begun = torch.cuda.mem_get_info()[1], BEGUN + communicators
+    torch.cuda.set_per_process_memory_fraction((allowed - CONTEXT - communicators) / total)
+    torch.cuda.mem_get_info = lambda _=None: (believed - begun - torch.cuda.memory_reserved(), believed)  # type: ignore
 
 
 def _reserved(device: str) -> dict[str, float]:
@@ -146,17 +174,32 @@ def _reserved(device: str) -> dict[str, float]:
     return {name: round(size / GIB, 2) for name, size in zip(names, (now, most, *allocated), strict=True)}
 
 
-def in_a_process(case: Case, device: str, gpus: int, limit: int = 0, timeout: float = 400) -> dict[str, Any]:
+def _pools() -> dict[str, list[float]]:
+    """GiB that each pool of the allocator has reserved, and of it handed out, and in how many segments."""
+    found: dict[str, list[float]] = {}
+    for segment in torch.cuda.memory_snapshot():
+        pool = found.setdefault(str(segment["segment_pool_id"]), [0.0, 0.0, 0])
+        for place, amount in enumerate((segment["total_size"] / GIB, segment["allocated_size"] / GIB, 1)):
+            pool[place] = round(pool[place] + amount, 3)
+    return found
+
+
+def in_a_process(
+    case: Case, device: str, gpus: int, memory: tuple[int, int] | None = None, visible: str | None = None
+) -> dict[str, Any]:
     """`measured`, by a new process or several; `error` where it did not end well."""
-    own = [str(Path(__file__)), "--device", device, "--one", json.dumps(case), "--limit", str(limit)]
+    own = [str(Path(__file__)), "--device", device, "--one", json.dumps(case)]
+    own += ["--memory", *map(str, memory)] if memory else []
+    environment = os.environ if visible is None else os.environ | {"CUDA_VISIBLE_DEVICES": visible}
     start = torchrun(gpus) if gpus > 1 else [sys.executable]
     try:
-        done = subprocess.run([*start, *own], capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run([*start, *own], capture_output=True, text=True, timeout=LIMIT_S, env=environment)
     except subprocess.TimeoutExpired:
-        return {"error": f"not done after {timeout:.0f} s"}
+        return {"error": f"not done after {LIMIT_S} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"plan"')]
     if done.returncode or not lines:
-        return {"error": (done.stderr.strip() or done.stdout.strip())[-1500:]}
+        said = (done.stderr.partition("torch/distributed/elastic")[0] or done.stdout).strip()  # the ranks' own words
+        return {"error": said[-3000:], "out_of_memory": "out of memory" in said.lower()}
     return json.loads(lines[0])
 
 
@@ -186,49 +229,108 @@ def compare(found: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     ]
 
 
-def edges(count: int, seed: int, device: str) -> list[dict[str, Any]]:
-    """Random workloads on devices near the size that they need."""
-    from lockstep.session.build import settled
-    from lockstep.session.memory import model_config, workload
-
-    draw = random.Random(seed)
-    rows = []
-    for _ in range(count):
-        arch = draw.choice(["qwen3-0.6b", "qwen3-0.6b", "qwen3-1.7b"])
+def edge_cases(count: int, seed: int, gpus: int) -> list[Edge]:
+    """Random workloads of one process, or of up to `gpus`, on devices near the size that they need."""
+    draw, cuda = random.Random(seed), torch.device("cuda")
+    found = []
+    for number in range(count):
+        ranks = gpus if number % 3 == 2 else 1
+        arch = draw.choice(["qwen3-0.6b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"])
         tokens, length = draw.choice([2048, 4096, 8192, 12288, 16384, 32768]), draw.choice([64, 128, 256, 512])
         case = Case(arch, tokens, draw.choice([8, 16, 32]), length)
-        config = settled(configuration(case, device), 1, torch.device("cuda"))
-        w = workload(config, 1, True, model_config(config), longest_prompt=64, prompt_limit=4096)
-        least = planning(w, 0).total  # everything computed again, and next to no cache
-        limit = int(least * draw.uniform(0.9, 1.3))
-        accepted = planning(w, limit).fits
-        form = case if accepted else case._replace(recompute=True, cache=w.sequence_tokens + 32)
-        found = in_a_process(form, device, 1, limit if accepted else int(0.95 * limit))
-        ran = "error" not in found
-        rows.append({"case": case.title, "limit_gib": limit / GIB, "accepted": accepted, "ran": ran, **found})
-        verdict = "as planned" if ran == accepted else "NOT AS PLANNED"
-        about = found.get("error", "")[-300:] if not ran else ""
-        print(f"{case.title}, {limit / GIB:.1f} GiB: {'accepted' if accepted else 'refused'}, {verdict} {about}")
-    return rows
+        w = planned_workload(settled(configuration(case, "cuda"), ranks, cuda), ranks, cuda)
+        least = smallest(w)
+        limit = int(least * draw.uniform(0.9, 1.2))
+        found.append(Edge(case, ranks, limit, least, planning(w, limit).fits))
+    return found
+
+
+def smallest(w: Workload) -> int:
+    """Bytes of the smallest device, to 16 MiB, on which a workload's plan fits: with all computed again that may be and
+    next to no cache."""
+    refused, fits = 0, 1 << 41
+    while fits - refused > 1 << 24:
+        middle = (refused + fits) // 2
+        refused, fits = (refused, middle) if planning(w, middle).fits else (middle, fits)
+    return fits
+
+
+class Places:
+    """GPUs that several runs share at a time, as far as their memory goes."""
+
+    def __init__(self, gpus: int, beside: int) -> None:
+        room = int(0.95 * torch.cuda.mem_get_info()[0])
+        self.free, self.beside, self.changed = [room] * gpus, [beside] * gpus, threading.Condition()
+
+    @contextlib.contextmanager
+    def taken(self, ranks: int, size: int) -> Iterator[str]:
+        """`CUDA_VISIBLE_DEVICES` for a run of so many processes that take so many bytes each."""
+        with self.changed:
+            while len(found := self._there(size)) < ranks:
+                self.changed.wait()
+            chosen = sorted(found, key=self.free.__getitem__)[-ranks:]
+            self._add(chosen, -size, -1)
+        try:
+            yield ",".join(map(str, chosen))
+        finally:
+            with self.changed:
+                self._add(chosen, size, 1)
+                self.changed.notify_all()
+
+    def _there(self, size: int) -> list[int]:
+        return [gpu for gpu, free in enumerate(self.free) if free >= size and self.beside[gpu]]
+
+    def _add(self, gpus: list[int], size: int, places: int) -> None:
+        for gpu in gpus:
+            self.free[gpu] += size
+            self.beside[gpu] += places
+
+
+def edge(one: Edge, places: Places) -> dict[str, Any]:
+    """One that is accepted must do its step in the memory that it was planned for. One that is refused is told that it
+    has as much as would do, in the cheapest form, and must run out of 0.95 of what it was refused on."""
+    believed = one.limit if one.accepted else one.least
+    allowed = one.limit if one.accepted else int(0.95 * one.limit)
+    with places.taken(one.ranks, believed) as visible:
+        found = in_a_process(one.case, "cuda", one.ranks, (believed, allowed), visible)
+    error = found.get("error", "")
+    ended = "ran" if not error else "out of memory" if found.get("out_of_memory") else "failed"
+    good = ended == ("ran" if one.accepted else "out of memory")
+    planned = "accepted" if one.accepted else "refused"
+    print(
+        f"{one.case.title}, {one.ranks} processes, {one.limit / GIB:.1f} of {one.least / GIB:.1f} GiB: {planned}, "
+        f"{ended}{'' if good else ', NOT AS PLANNED ' + error[-1500:]}",
+        flush=True,
+    )
+    about = {"limit_gib": one.limit / GIB, "smallest_gib": one.least / GIB, "processes": one.ranks}
+    return {"case": one.case.title, **about, "accepted": one.accepted, "ended": ended, "as_planned": good, **found} | (
+        {"error": error[-1000:]} if error else {}
+    )
 
 
 def main() -> None:
     """See the module's description."""
+    own_gpu()  # of several processes each has one; before CUDA is asked
     parser = arguments(__doc__ or "")
     parser.add_argument("--gpus", type=int, default=1, help="processes, one a GPU (default: 1)")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases, from 0 (default: all)")
     parser.add_argument("--edges", type=int, default=0, metavar="N", help="random plans in place of the cases")
     parser.add_argument("--seed", type=int, default=0, help="of --edges")
+    parser.add_argument("--beside", type=int, default=1, help="of --edges: runs that share a GPU (default: 1)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("--limit", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--memory", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        one = measured(Case(*json.loads(options.one)), options.device, options.limit)
+        one = measured(Case(*json.loads(options.one)), options.device, options.memory)
         if one.pop("rank") == 0:
             print(json.dumps(one), flush=True)
         return
     if options.edges:
-        found = edges(options.edges, options.seed, options.device)
+        places, cases = Places(options.gpus, options.beside), edge_cases(options.edges, options.seed, options.gpus)
+        with ThreadPoolExecutor(len(cases)) as pool:
+            found = list(pool.map(lambda one: edge(one, places), cases))
+        good = sum(one["as_planned"] for one in found)
+        print(f"{good} of {len(found)} as planned, {sum(one.accepted for one in cases)} of them accepted")
         save("memory_plan", {"edges": found, "complete": True}, options.json)
         return
     cases = SHARDED if options.gpus > 1 and options.device == "cuda" else CASES[options.device]

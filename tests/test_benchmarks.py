@@ -323,8 +323,15 @@ def test_kernels_of_layers_that_processes_share_are_tuned_beside_pushes(tmp_path
 
 def test_what_a_run_takes_stands_beside_its_plan(scripts: None) -> None:
     memory_plan = importlib.import_module("memory_plan")
-    found = memory_plan.measured(memory_plan.CASES["cpu"][0], "cpu", 0)
+    found = memory_plan.measured(memory_plan.CASES["cpu"][0], "cpu")
     assert {name for name, *_ in memory_plan.compare(found)} >= {"weights", "moments", "gradients", "KV cache"}
+
+
+def test_plans_near_the_edge_are_on_both_sides_of_it(scripts: None) -> None:
+    memory_plan = importlib.import_module("memory_plan")
+    found = memory_plan.edge_cases(8, 0, 2)
+    assert all(one.accepted == (one.limit >= one.least) for one in found)
+    assert {one.accepted for one in found} == {True, False} and {one.ranks for one in found} == {1, 2}
 
 
 def test_the_floor_of_the_seed_workload_is_bytes_and_operations(scripts: None, monkeypatch: pytest.MonkeyPatch) -> None:
