@@ -255,10 +255,16 @@ def _expected(
     for prompt, params in zip(prompts, sampling, strict=True):
         segments = [Segment(prompt), Segment([0] * params.max_completion_length, sampled=True)]
         groups.append(RolloutGroup([Trajectory(segments)] * params.n, params))
-    drafts = pack_shards(_dealt(groups, shards), range(shards), Packing(max_tokens), check_parity=False)
-    shapes = [(len(b.tokens_T), len(b.targets_C), len(b.prefix_len_S), b.max_len) for b in drafts]
+    how = Packing(max_tokens)
+    while True:
+        drafts = pack_shards(_dealt(groups, shards), range(shards), how, check_parity=False)
+        shapes = [(len(b.tokens_T), len(b.targets_C), len(b.prefix_len_S), b.max_len) for b in drafts]
+        shape = BatchShape(*map(max, zip(*shapes, strict=True)))
+        if how.shapes == [shape]:
+            break
+        how = how._replace(shapes=[shape])  # which bounds a micro-batch, so that groups may lie otherwise
     kinds = [next(p for p in sampling if p.truncated == kind) for kind in sorted({b.truncated for b in drafts})]
-    return BatchShape(*map(max, zip(*shapes, strict=True))), kinds
+    return shape, kinds
 
 
 def _compared(runtime: Runtime) -> str:

@@ -23,7 +23,8 @@ from lockstep.session import parity_check
 from lockstep.session.build import TrainingSession, build
 from lockstep.session.certificate import Certificate
 from lockstep.session.parity_check import check_model
-from lockstep.trainer import StepResult
+from lockstep.trainer import Packing, StepResult, pack_shards
+from lockstep.types import RolloutGroup, Segment, Trajectory
 
 REWARD = """
 def odd(completions, **_):
@@ -226,3 +227,14 @@ def test_the_parity_command_fails_where_tokens_are_not_compared(model: Path, mon
     assert report.render().endswith("FAIL: not every sampled token was compared.")
     assert replace(report, tokens_not_covered=0).identical
     assert f"  Tokens checked    : {report.tokens_checked} (64 were asked for; the completions" in report.render()
+
+
+@pytest.mark.parametrize(("seed", "tokens"), [(10, 9000), (390, 3000)])
+def test_all_that_is_scored_is_padded_to_the_shape_that_was_expected(seed: int, tokens: int) -> None:
+    prompts, sampling = parity_check._requests(tokens, seed, 1000, 100, 16)
+    shape, _ = parity_check._expected(prompts, sampling, 1024, 1)
+    rollouts = [[Segment(prompt), Segment([0] * 16, sampled=True)] for prompt in prompts]
+    groups = [RolloutGroup([Trajectory(r)] * of.n, of) for r, of in zip(rollouts, sampling, strict=True)]
+    for batch in pack_shards([groups], range(1), Packing(1024, shapes=[shape]), check_parity=False):
+        found = len(batch.tokens_T), len(batch.targets_C), len(batch.prefix_len_S), batch.max_len
+        assert found == tuple(shape)
