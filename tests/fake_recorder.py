@@ -21,6 +21,7 @@ class FakeRecorder:
 
     def __init__(self) -> None:
         self.worked, self.allotted = False, set[int]()
+        self.inside, self.reserved = False, 0
         self._in_pool: list[weakref.ref[Tensor]] = []
         self._allotted: list[Tensor] = []
 
@@ -35,12 +36,16 @@ class FakeRecorder:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        self.worked = True
+        self.worked = self.inside = True
         self.poison()
-        yield
+        try:
+            yield
+        finally:
+            self.inside = False
 
     def reserve(self, size: int) -> None:
         assert not self._in_pool and not self._allotted, "the first in its pool"
+        self.reserved += size
 
     def allot(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         self._allotted += (made := make())

@@ -20,9 +20,9 @@ from ..machine import describe
 from ..rl.loop import Loop
 from ..rl.sft_warmup import sft_warmup
 from ..session import golden
-from ..session.build import TrainingSession, save_policy
+from ..session.build import resolve_device, save_policy
 from ..session.certificate import Certificate
-from ..session.memory import holds_copy, used
+from ..session.memory import MemoryPlan, holds_copy, used
 from ..session.warm_up import warm_up
 from ..timings import Span, Timings
 from . import checkpoint, closing
@@ -96,10 +96,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Whether the parts were built, and a resumed run was found to go on."""
         return self._loop is not None
 
-    def planned(self, session: TrainingSession, display: Display) -> None:
+    def planned(self, plan: MemoryPlan, display: Display) -> None:
         """The memory is planned, and there is room: show it where it is a GPU's, and record it."""
-        self.memory_plan, self.summary["memory"] = session.plan.table(), session.plan.to_dict()
-        if session.policy.model.embed.is_cuda:
+        self.memory_plan, self.summary["memory"] = plan.table(), plan.to_dict()
+        if resolve_device(self.config.device).type == "cuda":
             display.note(f"memory of a GPU, as planned:\n{self.memory_plan}")
 
     def started(self, loop: Loop) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,7 @@ def _train(
     for idle in idle_in_updates(config, world.size), None if loaded else idle_in_warmup(config, world.size):
         if idle is not None:
             display.note(idle)
-    session = build(config, world, display)
-    recorder.planned(session, display)
+    session = build(config, world, display, partial(recorder.planned, display=display))
     loop = Loop(config, session)
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)

@@ -133,7 +133,13 @@ class TrainingSession(Session):
         prompt_limit: of the prompts' tokens. shapes: what the trainer's batches are padded to, largest first.
     """
 
-    def __init__(self, config: RunConfig, world: World = ONE, watcher: Watcher | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World = ONE,
+        watcher: Watcher | None = None,
+        planned: Callable[[MemoryPlan], None] = lambda _: None,
+    ) -> None:
         device, groups = resolve_device(config.device), config.trainer.prompts_per_step
         event = partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else None
         timings = Timings(keep_spans=True, event=event, watcher=watcher)
@@ -156,6 +162,7 @@ class TrainingSession(Session):
             longest = max(world.share(lambda: self.policy.longest_prompt(self.task, self.environment, groups)))
         w = asked(longest_prompt=longest, prompt_limit=self.prompt_limit.tokens)
         self.plan = world.each(lambda: _planned(w, memory, device))
+        planned(self.plan)
         if (config := adapted(w, self.plan)) is not self.config or self.plan.lent:
             self.config = config
             self.renew(self.plan.lent)
@@ -180,7 +187,8 @@ class TrainingSession(Session):
         world.same("the processes of this run", self.trainer.numerics)
         self.sampling = training_sampling(config.sampling, self.policy.tokenizer.eos_token_id)
         self.validation_sampling = replace(self.sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-        self.runtime.reserve(self.plan.pool)
+        if self.plan.pool:
+            self.runtime.reserve(self.plan.pool)
         self.engine = self.new_engine(self.plan.cache_tokens, lambda: self.trainer.weights_version)
         self.shapes = train_shapes(config, longest, self.prompt_limit.tokens)
         self.preloaded = loaded_kernels()
@@ -208,8 +216,14 @@ def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
     return found
 
 
-def build(config: RunConfig, world: World = ONE, watcher: Watcher | None = None) -> TrainingSession:
-    return TrainingSession(resolve(config, world.size), world, watcher)
+def build(
+    config: RunConfig,
+    world: World = ONE,
+    watcher: Watcher | None = None,
+    planned: Callable[[MemoryPlan], None] = lambda _: None,
+) -> TrainingSession:
+    """`planned` is told the plan before what it is of takes memory."""
+    return TrainingSession(resolve(config, world.size), world, watcher, planned)
 
 
 def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPlan:

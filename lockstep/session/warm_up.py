@@ -216,6 +216,8 @@ def _compiled(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
 
 
 def _rehearse_check(run: TrainingSession) -> None:
+    if run.config.parity == "off":
+        return
     with run.timings.measured("gate"), run.runtime.in_pool():
         machine_check.rehearse(*_checked(run))
 

@@ -83,6 +83,27 @@ def test_a_run_has_the_bits_of_one_whose_cache_lies_apart(
     assert not cache.k.any() and not cache.v.any() and not cache.borrower.worked
 
 
+@pytest.mark.parametrize("lent", [True, False])
+def test_a_pool_begins_as_large_as_planned_and_the_machine_is_checked_in_it(
+    monkeypatch: pytest.MonkeyPatch, shallow: Path, lent: bool
+) -> None:
+    planned, inside = session_build._planned, list[bool]()
+    monkeypatch.setattr(session_build, "_planned", lambda *about: replace(planned(*about), pool=1 << 20))
+    check = session_warm_up.machine_check.check
+
+    def noted(*about: Any) -> Any:
+        inside.append(run[0].runtime.recorder.inside)
+        return check(*about)
+
+    monkeypatch.setattr(session_warm_up.machine_check, "check", noted)
+    run = list[TrainingSession]()
+    warm_up = session_warm_up.warm_up
+    monkeypatch.setattr(session_warm_up, "warm_up", lambda session: (run.append(session), warm_up(session)))
+    made(monkeypatch, config_of(shallow, "off"), lent)
+    assert inside == [True] and not run[0].runtime.recorder.inside
+    assert run[0].runtime.recorder.reserved == 1 << 20
+
+
 def test_the_check_copies_nothing_of_what_others_left_in_it(monkeypatch: pytest.MonkeyPatch, shallow: Path) -> None:
     taken = list[Snapshot]()
 

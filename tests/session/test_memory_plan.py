@@ -48,7 +48,6 @@ from lockstep.models import Decoder, PackedAttention
 from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import ARCHITECTURES, architecture, initialize
 from lockstep.ops.logprobs import operator as logprobs
-from lockstep.rl.loop import Loop
 from lockstep.session.build import build
 from lockstep.session.memory import (
     Workload,
@@ -269,6 +268,7 @@ def test_the_trainer_has_the_caches_memory_where_layers_would_be_computed_again(
     apart = plan(w.having("compile", cudagraph_mode="piecewise"), H200)
     found = plan(w, H200)
     assert found.fits and found.lent and not apart.lent and found.again < apart.again
+    assert found.pool >= found.terms[CACHE] > 0
     assert found.total <= H200 and found.cache_tokens >= apart.cache_tokens
     in_turn = terms.kept(w, found.again) + terms.working(w, found.again) + terms.transit(w)
     beside = sum(found.terms[name] for name in (KEPT, "head and backward", "in transit"))
@@ -496,6 +496,8 @@ def test_the_cache_takes_what_is_left() -> None:
     assert terms.MOST_COPIED <= beside == plan(w, H200).terms[CHECK], "the machine's is within the pool"
     small = workload("qwen3-0.6b", 1, CompileConfig(recompute=("full",)))
     small = small.having("trainer", max_tokens_per_micro_batch=2048).having("generator", max_num_batched_tokens=256)
+    for mode, whole in (("full", True), ("full_and_piecewise", False), ("piecewise", False), ("none", False)):
+        assert bool(plan(small.having("compile", cudagraph_mode=mode), H200).pool) == whole
     more = plan(small, H200)
     assert more.pool == terms.machine_check(small) and more.terms[CHECK] > beside
 
@@ -534,13 +536,14 @@ def test_a_run_computes_again_what_its_plan_says(monkeypatch: pytest.MonkeyPatch
         build(RUN)
 
 
+@pytest.mark.parametrize("place", ["lockstep.session.build.Trainer", "lockstep.rl.loop.Loop.step"])
 def test_running_out_is_answered_with_the_plan(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture, place: str
 ) -> None:
-    def step(self: Loop, number: int) -> None:
+    def run_out(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 3 GiB.")
 
-    monkeypatch.setattr(Loop, "step", step)
+    monkeypatch.setattr(place, run_out)
     yaml_file.save(replace(RUN, compile=CompileConfig()), tmp_path / "config.yaml")
     assert main(["train", "--config", str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")]) == 2
     said = capsys.readouterr().err

@@ -7,6 +7,7 @@ lies in the pool, where the next replay of *any* graph of the pool may overwrite
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..ir.captured import GraphError
 from ..torch_private import trace as torch_trace
 
+ALLOCATOR_SETTINGS = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # torch reads either
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
@@ -84,13 +86,18 @@ class CudaRecorder:
         self.worked = True
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._open_pool()):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._open_pool()):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
     def reserve(self, size: int) -> None:
         """Have the pool begin with so many bytes in one piece, before anything is in it: where tensors of many sizes
-        come and go, pieces of the sizes of the first leave gaps that none of the others fits."""
+        come and go, pieces of the sizes of the first leave gaps that none of the others fits. Nothing where the
+        allocator was told to split no large piece (`max_split_size_mb`)."""
+        if any("max_split_size_mb" in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS):
+            return
         torch.cuda.empty_cache()  # which a pool does not do for itself
         with self.working():
             torch.empty(size, dtype=torch.uint8, device=self._device)

@@ -42,4 +42,4 @@ def pairs(count: int) -> tuple[Tensor, Tensor, Tensor]:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     words = {2: torch.int16, 4: torch.int32}[a.element_size()]
     parts = (x.contiguous().view(words).view(-1).split(DRAWN) for x in (a, b))
-    return a.shape == b.shape and all(map(torch.equal, *parts))
+    return a.dtype == b.dtype and a.shape == b.shape and all(map(torch.equal, *parts))

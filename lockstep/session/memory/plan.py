@@ -40,7 +40,8 @@ class MemoryPlan:
             together.
         fits: they have room, with a cache of one sequence at the least. lent: the trainer's graphs have the cache's
             memory while nobody generates; of what they hold the terms name what has no room there. pool: of the terms
-            what lies in the pool of these graphs, which all others and the check of the machine share.
+            what lies in the pool of recorded graphs, or with a `lent` cache in that of the trainer's, with the cache;
+            0 where steps are not recorded whole.
     """
 
     memory: int
@@ -60,9 +61,11 @@ class MemoryPlan:
 
     def to_dict(self) -> dict[str, Any]:
         shown = {name: round(size / GIB, 3) for name, size in self.terms.items() if size}
-        about = {"cache_tokens": self.cache_tokens, "layers_computed_again": self.again, "fits": self.fits}
+        about: dict[str, Any] = {"cache_tokens": self.cache_tokens, "layers_computed_again": self.again}
+        about["fits"] = self.fits
         about |= {"zero_stage": self.zero_stage, "generator_tp": self.together} if self.zero_stage else {}
         about |= {"lent": True} if self.lent else {}
+        about |= {"pool_gib": round(self.pool / GIB, 3)} if self.pool else {}
         return {"memory_gib": round(self.memory / GIB, 3), "planned_gib": round(self.total / GIB, 3), **about} | {
             "terms_gib": shown,
             "host_gib": {name: round(size / GIB, 3) for name, size in self.host.items()},
@@ -85,7 +88,7 @@ def plan(w: Workload, memory: int) -> MemoryPlan:
     """The plan of a workload on a device with so many bytes: the fewest layers computed again that leave room for the
     cache that the workload wants, or for half of what is left beside the smallest micro-batch's."""
     found = _apart(w, memory)
-    if found.fits and found.again == 0 or not _may_lend(w):
+    if found.fits and found.again == 0 or not _recorded_whole(w):
         return found
     lent = _lent(w, memory)
     return lent if lent.fits and (lent.again < found.again or not found.fits) else found
@@ -125,7 +128,7 @@ def _filled(w: Workload, memory: int, again: int, room: int, lent: bool = False)
     return replace(done, fits=done.total <= memory and tokens >= _least(w))
 
 
-def _may_lend(w: Workload) -> bool:
+def _recorded_whole(w: Workload) -> bool:
     """Whether steps of both roles are recorded whole, so that each has all its memory from its pool."""
     return w.on_gpu and _graphs(w) and w.config.compile.cudagraph_mode == "full"
 
@@ -157,7 +160,8 @@ def _with(w: Workload, memory: int, again: int, tokens: int, lent: bool = False)
     """The terms with so many layers computed again and a cache of so many tokens, which is perhaps `lent`."""
     cache = terms.cache(w, tokens) if tokens else 0
     in_pool, pool = _pool(w, again, lent)
-    found, pool = {name: term(w) for name, term in STAYS.items()} | {CACHE: cache} | in_pool, max(pool, cache * lent)
+    found = {name: term(w) for name, term in STAYS.items()} | {CACHE: cache} | in_pool
+    pool = max(pool, cache * lent) * _recorded_whole(w)
     if lent:
         for name in (KEPT, WORKING, TRANSIT):  # in the cache's place
             found[name], cache = max(0, found[name] - cache), max(0, cache - found[name])
