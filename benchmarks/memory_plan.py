@@ -89,6 +89,7 @@ CASES = {
 }
 SHARDED = [Case("qwen3-0.6b", 16384, 64), Case("qwen3-8b", 16384, 64), Case("qwen3-8b", 8192, 64, cache=29127)]
 LIMIT_S = 400  # of a run
+ELSE = 1 << 27  # bytes that are left to what is not in the pool of graphs, where there are fewer than planned
 POOL = KEPT, WORKING, TRANSIT, GENERATION
 
 
@@ -131,6 +132,8 @@ def measured(case: Case, device: str, memory: tuple[int, int] | None = None) -> 
             began = time.perf_counter()
             session = build.build(configuration(case, device), world)
         loaded = _reserved(device)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         warm_up(session)
         started, ready = _reserved(device), time.perf_counter() - began
         loop = Loop(session.config, session)
@@ -156,12 +159,17 @@ def _drawn(source: RandomWeights, wanted: Ranges) -> None:
 
 
 def _shrink(believed: int, allowed: int, communicators: int) -> None:
-    """Have who asks for free memory believe in a device of so many bytes, and the allocator stay within so many. What
-    is missing is not reserved, so that a plan of more than a run takes would be seen."""
-    reserve, missing = Runtime.reserve, believed - allowed
-    Runtime.reserve = lambda runtime, size: reserve(runtime, max(0, size - missing))  # type: ignore[method-assign]
-    total, begun = torch.cuda.mem_get_info()[1], BEGUN + communicators
-    torch.cuda.set_per_process_memory_fraction((allowed - CONTEXT - communicators) / total)
+    """Have who asks for free memory believe in a device of so many bytes, and the allocator stay within so many. Of
+    what is to be reserved it reserves what there is, so that a plan of more than a run takes would be seen."""
+    reserve, total, begun = Runtime.reserve, torch.cuda.mem_get_info()[1], BEGUN + communicators
+    allocator = allowed - CONTEXT - communicators
+
+    def reserve_what_there_is(runtime: Runtime, size: int) -> None:
+        torch.cuda.empty_cache()
+        reserve(runtime, max(0, min(size, allocator - torch.cuda.memory_reserved() - ELSE)))
+
+    Runtime.reserve = reserve_what_there_is  # type: ignore[method-assign]
+    torch.cuda.set_per_process_memory_fraction(allocator / total)
     torch.cuda.mem_get_info = lambda _=None: (believed - begun - torch.cuda.memory_reserved(), believed)  # type: ignore
 
 
@@ -220,6 +228,8 @@ def compare(found: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     if "graphs' pool" in taken:
         check = planned.get(CHECK, 0.0)
         rows.append(("graphs' pool", sum(planned.get(name, 0.0) for name in POOL), taken["graphs' pool"]))
+        begun, most = found["reserved_after_load"]["allocated"], found["reserved_after_start"]["most_allocated"]
+        rows.append(("at work in it", found["plan"].get("pool_gib", 0.0), most - begun))
         rows.append(("together", found["plan"]["planned_gib"], taken["together, at most"]))
         rows.append(("together, less check", found["plan"]["planned_gib"] - check, taken["together, now"]))
     return [
