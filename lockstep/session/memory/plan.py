@@ -166,7 +166,7 @@ def _with(w: Workload, memory: int, again: int, tokens: int, lent: bool = False)
         for name in (KEPT, WORKING, TRANSIT):  # in the cache's place
             found[name], cache = max(0, found[name] - cache), max(0, cache - found[name])
     taken = sum(size for name, size in found.items() if name != "CUDA and NCCL")
-    found[ALLOCATOR] = int(taken * terms.ALLOCATOR) if w.on_gpu else 0
+    found[ALLOCATOR] = terms.allocator(w, taken)
     stage, together = w.zero_stage * w.sharded, w.config.parallel.generator_tp
     return MemoryPlan(memory, found, tokens, again, False, stage, together, terms.host(w, _checks(w)), lent, pool)
 

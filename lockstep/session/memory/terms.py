@@ -29,7 +29,7 @@ CONTEXT = int(0.9 * GIB)  # CUDA's context, the libraries' workspaces, loaded ke
 BEGUN = int(0.7 * GIB)
 RING = PEER = int(0.5 * GIB)  # NCCL's buffers of an axis; and of each other rank on it, with which parts are exchanged
 MOST_PEERS = 7  # of one host
-ALLOCATOR = 1 / 64  # of what is allocated: blocks rounded up, and holes between them
+ALLOCATOR = 1 / 64  # of what is allocated
 STATE_ON_HOST, SAVED_COPY, READING = "masters and moments", "copy for checkpoints", "weights being read"
 COPIED = "copies while checking"
 MOST_COPIED = 256 << 20  # on the device (`graph.check.snapshot.MOST`)
@@ -315,6 +315,15 @@ def copies_here(w: Workload) -> int:
 def context(w: Workload) -> int:
     """CUDA's own, and NCCL's, a communicator an axis; what other processes use is not of the plan's memory."""
     return CONTEXT + communicators(w.axes) if w.on_gpu else 0
+
+
+def allocator(w: Workload, taken: int) -> int:
+    """Blocks rounded up, and holes between them, of `taken` bytes: a part of these, or the largest tensor of a step,
+    which may fit no hole: a chunk of logits, or rows of gate and up."""
+    c = w.model
+    experts = 0 if c.moe is None else c.moe.num_experts_per_token * c.moe.intermediate_size
+    rows = w.shape.tokens * 2 * max(experts, c.intermediate_size * (c.moe_layers < c.num_layers)) * w.b
+    return max(int(taken * ALLOCATOR), rows, LOGIT_ROWS * c.vocab_size * 4) if w.on_gpu else 0
 
 
 def communicators(axes: Sequence[Axis]) -> int:
