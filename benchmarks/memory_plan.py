@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -337,11 +337,13 @@ def main() -> None:
         return
     if options.edges:
         places, cases = Places(options.gpus, options.beside), edge_cases(options.edges, options.seed, options.gpus)
+        found = []
         with ThreadPoolExecutor(len(cases)) as pool:
-            found = list(pool.map(lambda one: edge(one, places), cases))
+            for done in as_completed([pool.submit(edge, one, places) for one in cases]):
+                found.append(done.result())
+                save("memory_plan", {"edges": found, "complete": len(found) == len(cases)}, options.json)
         good = sum(one["as_planned"] for one in found)
         print(f"{good} of {len(found)} as planned, {sum(one.accepted for one in cases)} of them accepted")
-        save("memory_plan", {"edges": found, "complete": True}, options.json)
         return
     cases = SHARDED if options.gpus > 1 and options.device == "cuda" else CASES[options.device]
     results = []
