@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import filecmp
 import itertools
@@ -36,9 +37,9 @@ def train(
     validation_data: Rows | None = None,
     resume: bool = False,
     resume_with_other_numerics: bool = False,
-    rewards: Sequence[Callable[..., Any]] = (),
+    rewards: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
     environment: Callable[[], Any] | None = None,
-    tools: Sequence[Callable[..., Any]] = (),
+    tools: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
 ) -> dict[str, Any]:
     """Train and return the summary, with the run's folder under `run_dir`; the same as `lockstep train`.
 
@@ -53,10 +54,11 @@ def train(
             above 0 saves. Rows must be those that it began with.
         resume_with_other_numerics: go on even where arithmetic gives other words than when the run began; the
             certificate says so.
-        rewards: reward functions, defined at the top level of a module or script, in place of `config.task.reward`.
+        rewards: a reward function or several, defined at the top level of a module or script, in place of
+            `config.task.reward`.
         environment: an `Environment`, or TRL's `environment_factory`, so defined, in place of
             `config.task.environment`.
-        tools: functions that the model may call, so defined, in place of `config.task.tools`.
+        tools: a function that the model may call or several, so defined, in place of `config.task.tools`.
 
     Raises:
         InputError: something given cannot be used.
@@ -68,12 +70,14 @@ def train(
     rows = {name: rows for name, rows in sources.items() if rows is not None and not isinstance(rows, (str, Path))}
     given: dict[str, Any] = {name: str(source) for name, source in sources.items() if isinstance(source, (str, Path))}
     given |= {name: _ROWS.format(name) for name in rows}  # until there is a folder
-    if rewards:
-        given["reward"] = tuple(_spec("reward", function) for function in rewards)
+    if not isinstance(config, RunConfig):
+        raise InputError(f"config is of type {type(config).__name__}; it must be a RunConfig, as lockstep.recipes give")
+    if functions := _several("rewards", rewards):
+        given["reward"] = tuple(_spec("reward", function) for function in functions)
     if environment is not None:
         given["environment"] = _spec("environment", environment)
-    if tools:
-        given["tools"] = tuple(_spec("tool", tool) for tool in tools)
+    if functions := _several("tools", tools):
+        given["tools"] = tuple(_spec("tool", tool) for tool in functions)
     config = replace(config, task=replace(config.task, **given))
     config = validate(yaml_file.checked(config))
     named = None if run_dir is None else Path(run_dir)
@@ -113,6 +117,17 @@ def train(
             raise
 
 
+def _several(name: str, given: Any) -> list[Callable[..., Any]]:
+    """One function, or several."""
+    if callable(given):
+        return [given]
+    found = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    for one in found:
+        if not callable(one):
+            raise InputError(f"{name}: {one!r:.100} is no function; give one, or a list of them")
+    return found
+
+
 def _spec(kind: str, function: Callable[..., Any]) -> str:
     """How config.yaml names `function`: its module and name, or the script's file, where another process finds it."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
@@ -122,6 +137,11 @@ def _spec(kind: str, function: Callable[..., Any]) -> str:
             "level of a module or script"
         )
     script = getattr(sys.modules[module], "__file__", None) if module == "__main__" else None
+    if script and Path(script).exists() and name in _of_scripts_alone(Path(script)):
+        raise InputError(
+            f"{kind} {name} stands under `if __name__`, where no other process finds it (--config, --resume); define "
+            "it at the top level"
+        )
     if module == "__main__" and not (script and Path(script).exists()):
         script = None
         _log.warning(
@@ -130,6 +150,21 @@ def _spec(kind: str, function: Callable[..., Any]) -> str:
             *(kind, name),
         )
     return f"{from_here(Path(script).resolve()) if script else module}:{name}"
+
+
+def _of_scripts_alone(script: Path) -> set[str]:
+    """Names that a script defines where it is run, and not where it is imported."""
+    guarded, other = set[str](), set[str]()
+    for statement in ast.parse(script.read_bytes()).body:
+        within = [*ast.walk(statement)]
+        asks = isinstance(statement, ast.If) and any(
+            isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(statement.test)
+        )
+        definitions = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+        defined = {node.name for node in within if isinstance(node, definitions)}
+        stored = {node.id for node in within if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        (guarded if asks else other).update(defined | stored)
+    return guarded - other
 
 
 def _placed(config: RunConfig, rows: Mapping[str, Any], folder: Path) -> RunConfig:

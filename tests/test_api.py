@@ -177,6 +177,31 @@ def test_what_config_yaml_cannot_name(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_function_of_a_script_that_is_run_alone_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import lockstep, lockstep.api\n\ndef first(completions, **_): return [0.0] * len(completions)\n\n"
+        "if __name__ == '__main__':\n    def last(completions, **_): return [0.0] * len(completions)\n"
+        "    assert lockstep.api._spec('reward', first) == 'script.py:first'\n"
+        "    lockstep.train(lockstep.RunConfig(), 'run', rewards=[last])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert "InputError: reward last stands under `if __name__`, where no other process finds it" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_function_stands_for_a_list_of_it_and_what_is_none_is_refused(tmp_path: Path) -> None:
+    assert lockstep.api._several("tools", spread) == lockstep.api._several("tools", (spread,)) == [spread]
+    for given, said in (("brief.py:f", "'brief.py:f'"), ([spread, 3], "3"), (None, "None")):
+        with pytest.raises(InputError, match=f"rewards: {said} is no function; give one, or a list of them"):
+            lockstep.train(SMALL, tmp_path / "run", rewards=given)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="config is of type dict; it must be a RunConfig"):
+        lockstep.train({"steps": 1}, tmp_path / "run")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="is not a run folder: there is no such folder"):
+        lockstep.write_report(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_bad_configuration_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="steps is -1"):
         lockstep.train(replace(SMALL, steps=-1), tmp_path / "run")

@@ -33,6 +33,8 @@ def load(path: Path, recipes: Recipes | None = None, begin: RunConfig | None = N
 
     Raises `InputError`, naming the file and the key, for anything unreadable, unknown, given twice or of a wrong type.
     """
+    meant = path / "config.yaml"
+    refuse(meant.is_file(), f"{path}: cannot be read: it is a folder; did you mean {meant}?")
     refuse(path.exists() and not path.is_file(), f"{path}: cannot be read: it is not a regular file")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)

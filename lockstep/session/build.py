@@ -402,7 +402,9 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
     refuse(size <= completion, f"{what} is {completion}; {holder} must hold it and a prompt, so make it smaller")
     if 0 < config.task.max_prompt_length <= size - completion:
         return PromptLimit(config.task.max_prompt_length, "task.max_prompt_length")
-    return PromptLimit(size - completion, f"{holder} less {what} of {completion}")
+    asked = config.task.max_prompt_length
+    more = f" (task.max_prompt_length of {asked} is more)" if asked else ""
+    return PromptLimit(size - completion, f"{holder} less {what} of {completion}{more}")
 
 
 def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world: World = ONE) -> None:

@@ -117,6 +117,10 @@ GOOD = '{"prompt": "p"}'
         ('{"prompt": []}', "line 2: prompt is empty"),
         ('{"prompt": "\\ud800"}', "line 2: prompt is half a surrogate pair"),
         ('{"prompt": ["hi"]}', "line 2: prompt message 0 must be an object with role and content"),
+        (
+            '{"prompt": [{"role": "usr", "content": "a"}]}',
+            "line 2: prompt message 0 has the role 'usr'; did you mean user?",
+        ),
         ('{"prompt": [{"role": "user"}]}', "line 2: prompt message 0 must be an object with role and content"),
         ('{"prompt": [{"role": "assistant", "content": "a"}]}', "line 2: prompt: the last message .*, so remove it"),
         ('{"prompt": "p", "a": {"b": 1, "c": 2, "b": 3}}', "line 2 has the key 'b' twice"),

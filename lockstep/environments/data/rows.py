@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from array import array
@@ -20,6 +21,7 @@ USUAL_PROMPT_COLUMNS = ("messages", "conversation", "question", "problem", "inst
 
 GSM8K_INSTRUCTION = "Reason step by step. End with the final number alone after ####, like this: #### 42"
 
+ROLES = "system", "developer", "user", "assistant", "tool", "function"  # a template may have others
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _log = logging.getLogger("lockstep.environments")
 
@@ -178,9 +180,16 @@ def _checked_prompt(prompt: Any, where: str) -> Prompt:
         texts = ["role"] if _calls_alone(message) else ["role", "content"]
         if not isinstance(message, dict) or not all(_is_text(message.get(key)) for key in texts):
             raise InputError(f"{where} message {index} must be an object with role and content, both texts")
+        if near := _misspelt(message["role"]):
+            raise InputError(f"{where} message {index} has the role {message['role']!r}; did you mean {near}?")
     if prompt[-1]["role"] == "assistant":
         raise InputError(f"{where}: the last message is the assistant's; the completion comes there, so remove it")
     return [{**message, "content": ""} if _calls_alone(message) else message for message in prompt]
+
+
+def _misspelt(role: str) -> str | None:
+    """The usual role that is nearly this one."""
+    return next(iter(difflib.get_close_matches(role, ROLES, n=1, cutoff=0.75)), None) if role not in ROLES else None
 
 
 def _calls_alone(message: Any) -> bool:

@@ -42,7 +42,8 @@ def resolve_folder(model: str) -> Path:
 
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
     except Exception as error:
-        raise InputError(f"model {model!r}: no such folder, and the hub did not give it ({error})") from error
+        here = f" in {str(path.parent)!r}, which is here" if path.parent.is_dir() else ""
+        raise InputError(f"model {model!r}: no such folder{here}, and the hub did not give it ({error})") from error
 
 
 def _refuse_run_folder(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from ...config import RunConfig
 from ...config.recipes import RECIPES
 from ...config.yaml_file import flat, load
-from ...errors import InputError
+from ...errors import InputError, refuse
 from ...json_file import read_json
 from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, WAITS_FILE, read_lines
 
@@ -127,7 +127,8 @@ class Record:
 
 
 def read_record(path: Path) -> Record:
-    """The run in folder `path`. Raises `InputError` for a metrics line that cannot be read."""
+    """The run in folder `path`. Raises `InputError` where there is none, and for a metrics line that cannot be read."""
+    refuse(not path.is_dir(), f"{path} is not a run folder: there is no such folder")
     record = Record(path, summary=_object(path / SUMMARY_FILE))
     record.certificate, record.failure = _object(path / "parity.json"), _object(path / "failure.json")
     if (path / METRICS_FILE).exists():
