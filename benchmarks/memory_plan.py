@@ -42,7 +42,7 @@ from lockstep.machine import own_gpu
 from lockstep.models import Decoder, Ranges
 from lockstep.models.init import INITIALIZER_RANGE, RandomWeights
 from lockstep.session.build import planned_workload, settled
-from lockstep.session.memory import Workload
+from lockstep.session.memory import MemoryPlan, Workload
 from lockstep.session.memory import plan as planning
 from lockstep.session.memory.plan import CACHE, CHECK, GENERATION, KEPT, TRANSIT, WORKING
 from lockstep.session.memory.terms import BEGUN, CONTEXT, GIB, communicators
@@ -126,11 +126,11 @@ def measured(case: Case, device: str, memory: tuple[int, int] | None = None) -> 
     world = join(ParallelConfig(), device) if several_processes() else ONE
     if memory:
         _shrink(*memory, communicators(world.axes))
-    session = None
+    plans: list[MemoryPlan] = []  # once there is one
     try:
         with mock.patch.object(RandomWeights, "fill", _drawn):
             began = time.perf_counter()
-            session = build.build(configuration(case, device), world)
+            session = build.build(configuration(case, device), world, planned=plans.append)
         loaded = _reserved(device)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -139,7 +139,7 @@ def measured(case: Case, device: str, memory: tuple[int, int] | None = None) -> 
         loop = Loop(session.config, session)
         loop.step(0)
     except torch.OutOfMemoryError as error:
-        error.add_note(f"pools, GiB reserved and allocated: {_pools()}; planned: {session and session.plan.to_dict()}")
+        error.add_note(f"pools, GiB reserved and allocated: {_pools()}; planned: {[p.to_dict() for p in plans]}")
         raise
     found = used(session.trainer, session.engine.cache, session.runtime)
     result = {"plan": session.plan.to_dict(), "used": found, "start_s": ready, "rank": world.rank}
@@ -313,9 +313,8 @@ def edge(one: Edge, places: Places) -> dict[str, Any]:
         flush=True,
     )
     about = {"limit_gib": one.limit / GIB, "smallest_gib": one.least / GIB, "processes": one.ranks}
-    return {"case": one.case.title, **about, "accepted": one.accepted, "ended": ended, "as_planned": good, **found} | (
-        {"error": error[-1000:]} if error else {}
-    )
+    found |= {"error": error[-1000:]} if error else {}
+    return {"case": one.case.title, **about, "accepted": one.accepted, "ended": ended, "as_planned": good, **found}
 
 
 def main() -> None:

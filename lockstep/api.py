@@ -136,20 +136,22 @@ def _spec(kind: str, function: Callable[..., Any]) -> str:
             f"{kind} {name or function!r} cannot be named in config.yaml; define it with `def` or `class` at the top "
             "level of a module or script"
         )
-    script = getattr(sys.modules[module], "__file__", None) if module == "__main__" else None
-    if script and Path(script).exists() and name in _of_scripts_alone(Path(script)):
-        raise InputError(
-            f"{kind} {name} stands under `if __name__`, where no other process finds it (--config, --resume); define "
-            "it at the top level"
-        )
-    if module == "__main__" and not (script and Path(script).exists()):
-        script = None
+    if module != "__main__":
+        return f"{module}:{name}"
+    script = Path(getattr(sys.modules[module], "__file__", None) or "")
+    if not script.is_file():
         _log.warning(
             "%s %s is in no file: this process trains with it, and no other one finds it (--config, --resume, "
             "task.reward_workers); put it into a module for that",
             *(kind, name),
         )
-    return f"{from_here(Path(script).resolve()) if script else module}:{name}"
+        return f"{module}:{name}"
+    if name in _of_scripts_alone(script):
+        raise InputError(
+            f"{kind} {name} stands under `if __name__`, where no other process finds it (--config, --resume); define "
+            "it at the top level"
+        )
+    return f"{from_here(script.resolve())}:{name}"
 
 
 def _of_scripts_alone(script: Path) -> set[str]:

@@ -21,6 +21,6 @@ from .store.artifact import dumps, loads, register_region
 from .store.baked_constants import Constants
 from .store.folder import Store
 from .torch_private import trace as _trace
-from .torch_private.trace import clear_matmul_workspaces as release_workspaces
+from .torch_private.trace import clear_matmul_workspaces
 
 _trace.spare_dynamo(_NAMESPACE)

@@ -201,7 +201,7 @@ class Runtime:
     def reserve(self, size: int) -> None:
         """Have the trainer's recorded graphs, or those of all, begin with so many bytes in one piece; before a cache
         and before any graph."""
-        if self.recorder is not None:
+        if self.recorder is not None and size:
             self.recorder.reserve(size)
 
     def in_pool(self) -> contextlib.AbstractContextManager[None]:

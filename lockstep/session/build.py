@@ -187,8 +187,7 @@ class TrainingSession(Session):
         world.same("the processes of this run", self.trainer.numerics)
         self.sampling = training_sampling(config.sampling, self.policy.tokenizer.eos_token_id)
         self.validation_sampling = replace(self.sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-        if self.plan.pool:
-            self.runtime.reserve(self.plan.pool)
+        self.runtime.reserve(self.plan.pool)
         self.engine = self.new_engine(self.plan.cache_tokens, lambda: self.trainer.weights_version)
         self.shapes = train_shapes(config, longest, self.prompt_limit.tokens)
         self.preloaded = loaded_kernels()

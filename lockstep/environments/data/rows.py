@@ -180,16 +180,12 @@ def _checked_prompt(prompt: Any, where: str) -> Prompt:
         texts = ["role"] if _calls_alone(message) else ["role", "content"]
         if not isinstance(message, dict) or not all(_is_text(message.get(key)) for key in texts):
             raise InputError(f"{where} message {index} must be an object with role and content, both texts")
-        if near := _misspelt(message["role"]):
-            raise InputError(f"{where} message {index} has the role {message['role']!r}; did you mean {near}?")
+        role = message["role"]
+        if role not in ROLES and (near := difflib.get_close_matches(role, ROLES, n=1, cutoff=0.75)):
+            raise InputError(f"{where} message {index} has the role {role!r}; did you mean {near[0]}?")
     if prompt[-1]["role"] == "assistant":
         raise InputError(f"{where}: the last message is the assistant's; the completion comes there, so remove it")
     return [{**message, "content": ""} if _calls_alone(message) else message for message in prompt]
-
-
-def _misspelt(role: str) -> str | None:
-    """The usual role that is nearly this one."""
-    return next(iter(difflib.get_close_matches(role, ROLES, n=1, cutoff=0.75)), None) if role not in ROLES else None
 
 
 def _calls_alone(message: Any) -> bool:

@@ -61,8 +61,7 @@ class MemoryPlan:
 
     def to_dict(self) -> dict[str, Any]:
         shown = {name: round(size / GIB, 3) for name, size in self.terms.items() if size}
-        about: dict[str, Any] = {"cache_tokens": self.cache_tokens, "layers_computed_again": self.again}
-        about["fits"] = self.fits
+        about = dict[str, Any](cache_tokens=self.cache_tokens, layers_computed_again=self.again, fits=self.fits)
         about |= {"zero_stage": self.zero_stage, "generator_tp": self.together} if self.zero_stage else {}
         about |= {"lent": True} if self.lent else {}
         about |= {"pool_gib": round(self.pool / GIB, 3)} if self.pool else {}

@@ -13,7 +13,7 @@ from ...config import RunConfig
 from ...distributed import ONE, World
 from ...errors import InputError, LockstepError, ran_out
 from ...generator import KVCache
-from ...graph import Runtime, release_workspaces
+from ...graph import Runtime, clear_matmul_workspaces
 from ...machine import addresses, processes_here
 from ...models import ModelConfig, resolve_folder
 from ...models.checks import memory_bytes
@@ -55,7 +55,7 @@ def memory_at_hand(device: torch.device, world: World = ONE) -> int:
         return share if limit is None else min(share, limit)
     if torch.cuda.memory_allocated(device):
         gc.collect()  # models of before lie in cycles with the programs that ran them
-        release_workspaces()  # which keep the pools of runs that failed
+        clear_matmul_workspaces()  # which keep the pools of runs that failed
     torch.cuda.empty_cache()  # what measuring links left is nobody's
     free, total = torch.cuda.mem_get_info(device)
     beyond = max(0, total - free - BEGUN - communicators(world.axes))
