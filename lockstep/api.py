@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from . import machine
-from .config import EARLIER, RunConfig, validate, yaml_file
+from .config import EARLIER, RunConfig, require_config, validate, yaml_file
 from .errors import InputError
 from .run import lock as run_lock
 from .run.closing import from_here, interrupted
@@ -70,8 +70,7 @@ def train(
     rows = {name: rows for name, rows in sources.items() if rows is not None and not isinstance(rows, (str, Path))}
     given: dict[str, Any] = {name: str(source) for name, source in sources.items() if isinstance(source, (str, Path))}
     given |= {name: _ROWS.format(name) for name in rows}  # until there is a folder
-    if not isinstance(config, RunConfig):
-        raise InputError(f"config is of type {type(config).__name__}; it must be a RunConfig, as lockstep.recipes give")
+    require_config(config)
     if functions := _several("rewards", rewards):
         given["reward"] = tuple(_spec("reward", function) for function in functions)
     if environment is not None:

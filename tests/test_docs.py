@@ -27,10 +27,10 @@ from processes import finished
 
 import lockstep
 from lockstep import check_model, evaluate
-from lockstep.cli import elsewhere, flags
+from lockstep.cli import flags
 from lockstep.cli.main import main
 from lockstep.cli.resolve import parse
-from lockstep.config import RunConfig, recipes, yaml_file
+from lockstep.config import RunConfig, elsewhere, recipes, yaml_file
 from lockstep.models.init import init_folder
 
 pytestmark = pytest.mark.usefixtures("shallow_models")

@@ -64,7 +64,7 @@ ALLOWED: dict[str, set[str]] = {
 # Within a room, from the lowest floor up: modules and folders, relative to the room; "." is its `__init__.py`. A module
 # imports what lies on lower floors, and what its own entry holds. The longest entry that fits a module is its own.
 FLOORS: dict[str, tuple[str, ...]] = {
-    "config": ("algorithms random_weights sections.section", "sections", "run", ".", "recipes yaml_file"),
+    "config": ("algorithms elsewhere random_weights sections.section", "sections", "run", ".", "recipes yaml_file"),
     "algorithms": (
         "advantage policy_terms",
         "algorithm",
@@ -177,7 +177,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "server",
         "rollouts",
     ),
-    "cli": ("elsewhere", "chat flags", "commands", "resolve", "main"),
+    "cli": ("chat flags", "commands", "resolve", "main"),
 }
 
 MOST_FILES, MOST_AT_THE_TOP = 12, 8  # of a folder, without `__init__.py`

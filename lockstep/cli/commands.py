@@ -85,7 +85,10 @@ def _plan(flags: Plan) -> Outcome:
     from ..session.build import plan_of
 
     found = plan_of(config, flags.world, flags.device_memory_gib)
-    return Outcome(found.to_dict(), [found.table() + "\n"])
+    here = "planned for this machine; --device-memory-gib 80 plans for GPUs of 80 GiB\n" * (
+        flags.device_memory_gib == 0
+    )
+    return Outcome(found.to_dict(), [f"{found.table()}\n{here}"])
 
 
 def _generate(flags: Generate) -> Outcome:

@@ -22,11 +22,11 @@ from ..config import (
     ParallelConfig,
     RunConfig,
     TaskConfig,
+    elsewhere,
     recipes,
 )
 from ..errors import InputError, refuse
 from ..serve.settings import Settings
-from . import elsewhere
 
 _Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _MODEL, _DATA, _FUNCTION = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"

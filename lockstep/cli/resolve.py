@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from ..api import resumed
-from ..config import RunConfig, left_behind, recipes, unread, without, yaml_file
+from ..config import RunConfig, left_behind, recipes, unread, with_arch, without, yaml_file
 from ..errors import InputError, refuse
 from ..machine import launched, several_processes
 from .commands import COMMANDS, recipe
@@ -29,10 +29,11 @@ def parse(arguments: list[str]) -> Any:
     `plan` are parsed once to learn what the run begins from, with a recipe as the defaults that flags override; where
     it begins from something else once more, with that, which takes a sixth of the time of a tiny run."""
     _refuse_repeated(arguments)
+    given = _given(arguments)
     kind: Any = _KINDS.get(arguments[0]) if arguments else None
     if kind is not None:
         refuse_unknown(kind, arguments[1:])
-        alone = "parallel.timeout" in _given(arguments) and not several_processes()
+        alone = "parallel.timeout" in given and not several_processes()
         refuse(alone, "parallel.timeout has no effect in one process; start several with torchrun")
     elif arguments and not arguments[0].startswith("-"):
         raise InputError(f"unknown command {arguments[0]!r}; {yaml_file.suggest(arguments[0], _KINDS)}")
@@ -41,18 +42,18 @@ def parse(arguments: list[str]) -> Any:
             name: Any = tyro.conf.subcommand
             commands: Any = functools.reduce(operator.or_, (Annotated[k, name(n)] for n, k in _KINDS.items()))
             return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION, config=_TEXTS)
-        given: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}", "config": _TEXTS}
+        words: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}", "config": _TEXTS}
         if kind not in (Train, Precompile, Plan):
-            return tyro.cli(kind, **given)
+            return tyro.cli(kind, **words)
         named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
         default = recipes.RECIPES[named](None)
-        flags = tyro.cli(kind, **given, default=kind.of(default, recipe=""))
-        begin = _base(flags)
+        flags = tyro.cli(kind, **words, default=kind.of(default, recipe=""))
+        begin = _base(flags, given)
         if begin == replace(default, model=flags.model):
             flags = replace(flags, recipe=begin.recipe)
         else:
-            flags = tyro.cli(kind, **given, default=kind.of(begin))
-        return _settled(flags, arguments, begin)
+            flags = tyro.cli(kind, **words, default=kind.of(begin))
+        return _settled(flags, given, begin)
     except SystemExit as stop:
         return int(stop.code or 0)
 
@@ -73,10 +74,10 @@ def _given(arguments: list[str]) -> set[str]:
     return {name.removeprefix("--").replace("-", "_") for name in names}
 
 
-def _settled(flags: _Run, arguments: list[str], begin: RunConfig) -> _Run:
+def _settled(flags: _Run, given: set[str], begin: RunConfig) -> _Run:
     """`flags` without what they left of `begin` that nothing reads beside them; a flag that nothing reads is refused at
     any value."""
-    given, config = _given(arguments), flags.resolved()
+    config = flags.resolved()
     for path, why in unread(config):
         refuse(path in given, f"{path} has no effect {why}")
     if not (paths := left_behind(config, begin, given)):
@@ -86,11 +87,11 @@ def _settled(flags: _Run, arguments: list[str], begin: RunConfig) -> _Run:
     return flags.of_other(without(config, paths))
 
 
-def _base(flags: _Run) -> RunConfig:
-    """What the run begins from: a recipe, --config or --resume."""
+def _base(flags: _Run, given: set[str]) -> RunConfig:
+    """What the run begins from beside the flags `given`: a recipe, --config or --resume."""
     resume = flags.resume if isinstance(flags, Train) else None
-    given = {"a recipe": flags.recipe, "--config": flags.config, "--resume": resume}
-    used = [name for name, value in given.items() if value]
+    named = {"a recipe": flags.recipe, "--config": flags.config, "--resume": resume}
+    used = [name for name, value in named.items() if value]
     refuse(len(used) > 1, f"{' and '.join(used)} both say what to begin from; give one")
     if isinstance(flags, Train) and resume is not None:
         if flags.run_dir is not None:
@@ -99,7 +100,7 @@ def _base(flags: _Run) -> RunConfig:
     if flags.config is not None:
         return yaml_file.load(flags.config, recipes.RECIPES)
     name = flags.recipe or recipes.DEFAULT
-    begin = recipe(name, "recipe", flags.model)
+    begin = with_arch(recipe(name, "recipe", flags.model), given)
     if launched().rank == 0 and (remark := recipes.remark(name, flags.model)):
         print(remark, file=sys.stderr)
     return begin

@@ -12,11 +12,13 @@ from .run import (
     idle_in_updates,
     idle_in_warmup,
     left_behind,
+    require_config,
     require_divisor,
     require_ranks,
     resolve_parallel,
     unread,
     validate,
+    with_arch,
     without,
 )
 from .sections.checkpoint import CheckpointConfig

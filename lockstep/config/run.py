@@ -125,8 +125,9 @@ class RunConfig(Section):
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if self.model is not None:
-            instead = f"{self.model} here: remove one of the two, or begin with lockstep init {self.arch} --out FOLDER"
-            yield "arch", f"with a model, which has an architecture of its own, {instead}"
+            instead = f"(with model None it is random), or begin with lockstep init {self.arch} --out FOLDER"
+            own = f"which has an architecture of its own, {self.model} here"
+            yield "arch", f"with a model, {own}: remove one of the two {instead}"
         if self.attention != "flex":
             yield "attention_mask", _NO_MASK
 
@@ -137,8 +138,15 @@ EARLIER = RunConfig(
 )
 
 
+def require_config(config: Any) -> None:
+    """Raise `InputError` where something else is given in its place."""
+    if not isinstance(config, RunConfig):
+        raise InputError(f"config is of type {type(config).__name__}; it must be a RunConfig, as lockstep.recipes give")
+
+
 def validate(config: RunConfig) -> RunConfig:
     """Return `config` when every field is usable; raise `InputError` naming the first that is not."""
+    require_config(config)
     config.validate()
     return config
 
@@ -164,6 +172,11 @@ def left_behind(c: RunConfig, begin: RunConfig, given: Collection[str]) -> list[
     what a recipe chose for an algorithm or a task in whose place there is another."""
     read_before = set(_without_effect(begin))
     return [path for path in _without_effect(c) if path not in read_before and path not in given]
+
+
+def with_arch(begin: RunConfig, given: Collection[str]) -> RunConfig:
+    """`begin` without its recipe's model, where the fields `given` have an architecture and no model: a random one."""
+    return replace(begin, model=None) if "arch" in given and "model" not in given else begin
 
 
 def without(c: RunConfig, paths: Iterable[str]) -> RunConfig:

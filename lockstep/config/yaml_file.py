@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from ..errors import InputError, near, refuse
-from . import RunConfig, left_behind, without
+from . import RunConfig, elsewhere, left_behind, with_arch, without
 
 
 def save(config: RunConfig, path: Path) -> None:
@@ -129,7 +129,7 @@ def _begin(values: Any, recipes: Recipes) -> RunConfig:
         return RunConfig()
     if isinstance(name, str) and name in recipes:
         model = values.get("model")
-        return recipes[name](model if isinstance(model, str) else None)
+        return with_arch(recipes[name](model if isinstance(model, str) else None), values)
     whole = to_dict(RunConfig())
     if values.keys() >= whole.keys() and all(
         isinstance(values[key], dict) and values[key].keys() >= inner.keys()
@@ -140,6 +140,16 @@ def _begin(values: Any, recipes: Recipes) -> RunConfig:
     raise InputError(f"recipe is {name!r}, which is none; {suggest(str(name), recipes)}")
 
 
+def _meant(key: str) -> str:
+    """The question which key was meant: one of another section, or what others call it. Empty where none is known."""
+    if reason := elsewhere.ABSENT.get(name := key.replace("_", "-")):
+        return reason
+    theirs = elsewhere.NAMES.get(name, "").removeprefix("--").replace("-", "_")
+    known = flat(RunConfig())
+    found = [path for last in (key, theirs) for path in known if last and f".{path}".endswith(f".{last}")]
+    return f"did you mean {' or '.join(found)}?" if found else ""
+
+
 def _dataclass(values: Any, begin: Any, prefix: str) -> Any:
     """`begin`, a dataclass, with `values` in place of its own."""
     if not isinstance(values, dict):
@@ -148,7 +158,7 @@ def _dataclass(values: Any, begin: Any, prefix: str) -> Any:
     hints = typing.get_type_hints(type(begin))
     for key in values:
         if key not in hints:
-            raise InputError(f"unknown key {prefix}{key}; {suggest(str(key), hints)}")
+            raise InputError(f"unknown key {prefix}{key}; {_meant(str(key)) or suggest(str(key), hints)}")
     changes = {key: _value(value, getattr(begin, key), hints[key], f"{prefix}{key}") for key, value in values.items()}
     return dataclasses.replace(begin, **changes)
 

@@ -39,7 +39,7 @@ def learned(
     share = title == "correct" and not config.task.reward
     shown = [_value(metrics.get(name), share) for metrics in (before, after)]
     change = shown[0] if first == last else " -> ".join(shown)
-    return f"held-out {title} {change}, after {last} steps of reinforcement learning"
+    return f"held-out {title} {change}, after {last} step{'s' * (last != 1)} of reinforcement learning"
 
 
 def _unrewarded(config: RunConfig) -> bool:

@@ -309,7 +309,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self.validations[str(step)] = metrics
             values = {name: f"{v:.3f}" if isinstance(v, float) else str(v) for name, v in metrics.items()}
             shown = ", ".join(f"{name.removeprefix('validation/')} {text}" for name, text in values.items())
-            display.note(f"validation after {step} steps: {shown}")
+            display.note(f"validation after {step} step{'s' * (step != 1)}: {shown}")
         return metrics
 
     def step(self, step: int, metrics: dict[str, Any], groups: list) -> None:

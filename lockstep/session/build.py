@@ -159,7 +159,7 @@ class TrainingSession(Session):
         self.prompt_limit = prompt_limit(config, model.config, None if self.teacher is None else self.teacher.model)
         with timings.measured("prompts"):
             self.task.check_lengths(encode, self.prompt_limit)
-            longest = max(world.share(lambda: self.policy.longest_prompt(self.task, self.environment, groups)))
+            longest = max(world.share(lambda: self.policy.longest_prompt(self.task, self.environment, groups)))[0]
         w = asked(longest_prompt=longest, prompt_limit=self.prompt_limit.tokens)
         self.plan = world.each(lambda: _planned(w, memory, device))
         planned(self.plan)
@@ -249,7 +249,7 @@ def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Wor
     policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)
     set_attention(policy.model, config.attention, config.attention_mask)
     policy.template_variables = template_variables(config.task.chat_template_kwargs)
-    longest = policy.longest_prompt(make_task(config.task, groups), make_environment(config.task), groups)
+    longest = policy.longest_prompt(make_task(config.task, groups), make_environment(config.task), groups)[0]
     limit = prompt_limit(config, model).tokens
     return workload(config, ranks, device.type == "cuda", model, longest_prompt=longest, prompt_limit=limit)
 

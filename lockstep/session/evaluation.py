@@ -82,7 +82,9 @@ def measured(
         world, trained = llm.world, training_sampling(config.sampling, llm.policy.tokenizer.eos_token_id)
         sampling = replace(trained, n=n, temperature=temperature)
         check_sampling(sampling)
-        longest = world.each(lambda: llm.policy.longest_prompt(task, environment, 0))
+        longest, origin = world.each(lambda: llm.policy.longest_prompt(task, environment, 0))
+        too_long = config.task.turns == 1 and longest + config.max_response_length > llm.context
+        refuse(too_long, _too_long(origin, longest, config.max_response_length, llm.context))
         sizes = {"problems": len(problems), "tokens of the longest prompt": longest}
         world.same("the processes of this evaluation", lambda: sizes)
         sequences = world.generator.fsdp.most(len(problems)) * n
@@ -117,6 +119,12 @@ def measured(
     settings = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
     failed = {name: count for name in ("environment/errors", "groups_without_reward") if (count := counts.get(name))}
     return settings | _measures(groups, ks, decides, pass_threshold, found) | played | failed
+
+
+def _too_long(origin: str, prompt: int, new: int, context: int) -> str:
+    whose = f"{origin}: " if origin else ""
+    why = f"exceeds the model's context of {context}; shorten one of them (--max-completion-length)"
+    return f"{whose}prompt of {prompt} tokens plus {new} new ones {why}"
 
 
 def _checked_ks(n: int, k: Sequence[int]) -> list[int]:

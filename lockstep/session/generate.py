@@ -127,7 +127,7 @@ class LLM(Session):
         batch. Raises `InputError` for sampling parameters out of range and for a prompt that is empty or does not fit
         the model's context, and `NonFiniteError` when the model's outputs are no numbers."""
         with self.together():
-            requests, engine = self._asked(prompts, sampling or SamplingParams())
+            requests, engine = self._asked(prompts, SamplingParams() if sampling is None else sampling)
             own = requests.share(self.world)
 
             def completed() -> list[list[Trajectory]]:
@@ -153,7 +153,7 @@ class LLM(Session):
         another `step` draw other random numbers.
         """
         with self.together():
-            requests, engine = self._asked(prompts, sampling or SamplingParams(), step)
+            requests, engine = self._asked(prompts, SamplingParams() if sampling is None else sampling, step)
             own = self._share(len(requests[0]))
             done: list[list[Trajectory]] = [[] for _ in own]
             failed: LockstepError | None = None
@@ -257,12 +257,12 @@ class LLM(Session):
         refuse(not as_list(prompts), "there is no prompt; give at least one")
         ids = [self._encode(i, prompt) for i, prompt in enumerate(as_list(prompts))]
         identities = [SampleIdentity(self.config.seed, GENERATE_DOMAIN, step, group) for group in range(len(ids))]
-        each = [sampling] * len(ids) if isinstance(sampling, SamplingParams) else list(sampling)
+        each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(ids)
+        for params in each:
+            check_sampling(params)
         refuse(
             len(each) != len(ids), f"there are {len(ids)} prompts and {len(each)} sampling parameters; give one each"
         )
-        for params in each:
-            check_sampling(params)
         return Requests(ids, each, identities)
 
     def _encode(self, index: int, prompt: Prompt) -> list[int]:
@@ -305,6 +305,9 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raise `InputError` naming the first of the parameters that is out of range."""
+    """Raise `InputError` naming the first of the parameters that is out of range, and for what is no parameters."""
+    if not isinstance(sampling, SamplingParams):
+        kind = type(sampling).__name__
+        raise InputError(f"sampling is of type {kind}; it must be SamplingParams, or a list with one for each prompt")
     same = {name: value for name, value in vars(sampling).items() if name not in ("n", "stop_token_ids")}
     SamplingConfig(num_generations=sampling.n, **same).validate()

@@ -100,10 +100,10 @@ def render(result: dict[str, Any]) -> str:
         lines += [f"           {reason}" for reason in graph["reasons"][:_REASONS]]
         if len(graph["reasons"]) > _REASONS:
             lines.append(f"           and {len(graph['reasons']) - _REASONS} more")
-    checks, seconds = result["checks"], result["seconds"]
+    checks, seconds, traces = result["checks"], result["seconds"], result["traces"]
     counts = f"{result['made']} made, {result['reused']} reused, {result['refused']} refused and made anew"
     sizes = f"{result['bytes'] / 2**20:.1f} MiB, {result['folder_bytes'] / 2**20:.1f} in the folder"
-    lines.append(f"{counts}; {result['traces']} traces; {sizes}")
+    lines.append(f"{counts}; {traces} trace{'s' * (traces != 1)}; {sizes}")
     lines.append(f"{checks['cases']} launches checked against eager, {checks['known']} of them before")
     spent = ", ".join(f"{name} {value:.1f}" for name, value in seconds.items() if value >= 0.05)
     lines.append(f"{result['total_s']:.1f} s: {spent}")

@@ -163,6 +163,9 @@ def test_what_people_write_by_hand(tmp_path: Path, text: str, expected: RunConfi
     [
         ("stepz: 3", "unknown key stepz; did you mean steps"),
         ("sampling: {top-p: 0.5}", "unknown key sampling.top-p; did you mean top_p"),
+        ("learning_rate: 3", "unknown key learning_rate; did you mean optimizer.learning_rate?"),
+        ("sampling: {max_new_tokens: 8}", "max_new_tokens; did you mean sampling.max_completion_length?"),
+        ("use_vllm: true", "unknown key use_vllm; the engine is in the same process"),
         ("zzzzzz: 3", "unknown key zzzzzz; allowed: recipe, model"),
         ("3: 3", "unknown key 3; allowed"),
         ("steps: three", "steps is 'three'; it must be a whole number"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli.main import main
+from lockstep.cli.resolve import parse
 from lockstep.config import (
     LOSS_TYPES,
     READ_BY,
@@ -32,10 +33,6 @@ ROWS = "train dataset --data d.jsonl --reward math --model m"
         ("train --arch qwen3-100m --model m", "arch has no effect with a model, which has an architecture of its own"),
         ("train --arch tiny --model m", "arch has no effect with a model"),
         (f"{ROWS} --arch tiny", "arch has no effect with a model"),
-        (
-            "train gsm8k --arch tiny",
-            "an architecture of its own, Qwen/Qwen3-0.6B here: remove one of the two",
-        ),
         (f"{ROWS} --task.validation-seed 99", "task.validation_seed has no effect on dataset, whose validation rows"),
         (f"{ROWS} --task.validation-seed=5", "task.validation_seed has no effect on dataset, whose validation rows"),
         (f"{ROWS} --checkpoint.keep-last 2", "checkpoint.keep_last has no effect without checkpoints; set checkpoint"),
@@ -139,6 +136,17 @@ def test_what_a_file_leaves_out_is_the_recipes(tmp_path: Path) -> None:
     assert yaml_file.load(path, RECIPES) == expected
     yaml_file.save(expected, path)
     assert yaml_file.load(path, RECIPES) == expected
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "dataset"])
+def test_an_architecture_alone_is_in_place_of_the_recipes_model(tmp_path: Path, name: str) -> None:
+    (path := tmp_path / "my.yaml").write_text(f"recipe: {name}\narch: tiny-llama\n")
+    expected = replace(RECIPES[name](None), model=None, arch="tiny-llama")
+    assert yaml_file.load(path, RECIPES) == expected
+    assert parse(["train", name, "--arch", "tiny-llama"]).resolved() == expected
+    assert parse(["train", name]).resolved().model == RECIPES[name](None).model is not None
+    path.write_text(f"recipe: {name}\narch: tiny\nmodel: m\n")
+    assert yaml_file.load(path, RECIPES).model == "m"
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

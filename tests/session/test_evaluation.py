@@ -157,6 +157,15 @@ def test_settings_that_cannot_work(config: RunConfig, arguments: dict, message: 
         evaluate(config, **arguments)
 
 
+def test_a_prompt_that_is_too_long_is_named_by_its_row(config: RunConfig, tmp_path: Path) -> None:
+    (rows := tmp_path / "long.jsonl").write_text("".join(json.dumps({"prompt": "x" * n}) + "\n" for n in (3, 5000, 4)))
+    config = replace(config, task=replace(config.task, data=str(rows), validation_data=str(rows)))
+    with pytest.raises(InputError, match=r"long.jsonl line 2: prompt of 5000 tokens plus 6 new ones exceeds"):
+        evaluate(config)
+    with pytest.raises(InputError, match="config is of type str; it must be a RunConfig"):
+        evaluate("rows.jsonl")  # type: ignore[arg-type]
+
+
 def test_a_task_without_problems(config: RunConfig) -> None:
     with pytest.raises(InputError, match="has no validation problems"):
         evaluate(replace(config, task=replace(config.task, validation_prompts=0, validation_data=None)))

@@ -189,6 +189,9 @@ def test_one_sample_of_several_is_asked_for_by_its_number(model: Path, llm: LLM)
         ([[5], [512]], SHORT, "prompt 2: token id 512 is outside the model's vocabulary of 512"),
         ([[]], SHORT, r"prompt 1 is \[\]; it must be text"),
         (5, SHORT, "the prompts are of type int"),
+        ("x", {"n": 1}, "sampling is of type dict; it must be SamplingParams, or a list with one for each prompt"),
+        (["x", "y"], [SHORT, 3], "sampling is of type int; it must be SamplingParams"),
+        (["x", "y"], [], "there are 2 prompts and 0 sampling parameters; give one each"),
         ("x", SamplingParams(top_p=0.0), "sampling.top_p is 0"),
         ("x", SamplingParams(n=0), "sampling.num_generations is 0"),
         ("x", SamplingParams(n=1.5), "num_generations is 1.5, a float; it must be a whole number"),  # type: ignore[arg-type]

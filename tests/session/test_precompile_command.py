@@ -73,7 +73,7 @@ def test_what_is_made_is_reused_by_runs_and_what_changed_is_named(cache: Path, c
     assert main(["precompile", *SMALL, "--optimizer.beta2", "0.9"]) == 0
     out = capsys.readouterr().out
     assert "refused " in out and "constants.optimizer.beta2 was '0.95' and is '0.9'" in out
-    assert f"0 made, {files - 1} reused, 1 refused and made anew; 1 traces" in out
+    assert f"0 made, {files - 1} reused, 1 refused and made anew; 1 trace;" in out
 
 
 def test_what_is_damaged_is_made_again(cache: Path, capsys, tmp_path: Path) -> None:

@@ -95,11 +95,11 @@ class Policy:
         said = partial(self._said, tools=tools) if tools or (form is not None and form.special) else plain
         return Tokens(encode, following, self.tokenizer.decode, said, self.tokens_with, self.tokenizer)
 
-    def longest_prompt(self, task: Task, environment: type[Environment], groups: int) -> int:
-        """Tokens of the longest prompt among the first step's and the validation problems, with its tools."""
+    def longest_prompt(self, task: Task, environment: type[Environment], groups: int) -> tuple[int, str]:
+        """Of the first step's and the validation problems the longest prompt's tokens, with its tools, and its row."""
         problems = [task.train_problem(0, g) for g in range(min(groups, PROBED_GROUPS))] + task.validation_problems()
         shown = [self.tokens_with(tools).prompt for tools in environment.toolsets()]
-        return max(_length(encode, problem) for encode in shown for problem in problems)
+        return max((_length(encode, problem), problem.origin) for encode in shown for problem in problems)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""

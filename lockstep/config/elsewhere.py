@@ -1,4 +1,4 @@
-"""Flags of other trainers that have another name here; `docs/porting.md` has all of them."""
+"""What other trainers' flags and keys are called here, as flags; `docs/porting.md` has all of them."""
 
 NAMES: dict[str, str] = {
     "adam-beta1": "--optimizer.beta1",
