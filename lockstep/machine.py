@@ -290,7 +290,7 @@ _REGISTER_PORTABLE = 1
 
 
 def host_buffer(size: int, pinned: bool) -> torch.Tensor:
-    """So many bytes of the host's memory, uint8; pinned where CUDA is to copy to it and from it at the rate of the bus
+    """So many zeros of the host's memory, uint8; pinned where CUDA is to copy to it and from it at the rate of the bus
     and beside its other work, unless there are few. (torch rounds up what it pins itself to a power of two.)
     `InputError`: the system pins no more memory."""
     import weakref
@@ -299,7 +299,7 @@ def host_buffer(size: int, pinned: bool) -> torch.Tensor:
     import numpy
     import torch
 
-    memory = numpy.empty(size, numpy.uint8)
+    memory = numpy.zeros(size, numpy.uint8)  # of which the system makes pages as they are touched
     buffer = torch.from_numpy(memory)
     if pinned and size >= _PAGES_FROM:
         with ThreadPoolExecutor(8) as pool:  # pages that are there are pinned much faster

@@ -94,6 +94,7 @@ WORDS = {
     "import": "imports",
     "task": "the task's data",
     "load": "loading the model",
+    "state": "making the optimizer's state",
     "prompts": "measuring prompts",
     "inputs": "hashing the model's files",
     "restore": "restoring the checkpoint",

@@ -51,6 +51,8 @@ from ..types import SamplingParams
 from .attention import set_attention, whole_tiles
 from .kernel_lists import kernel_list, preload_async
 from .memory import (
+    GIB,
+    STATE_ON_HOST,
     MemoryPlan,
     Workload,
     adapted,
@@ -171,19 +173,22 @@ class TrainingSession(Session):
             if (source := self.policy.source) is not None:
                 world.each(lambda: source.fill({"value_head": ranges_of(model)["value_head"]}))
         frozen = self.teacher or (load_reference(self.policy, world) if config.loss.beta > 0 else None)
-        self.trainer = Trainer(
-            model,
-            config.optimizer,
-            config.loss,
-            reference=None if frozen is None else frozen.model,
-            reference_source=None if frozen is None else frozen.source,
-            enforce_parity=config.parity == "strict",
-            runtime=self.runtime,
-            world=world,
-            cells=w.cells,
-            source=self.policy.source,
-            zero_stage=self.plan.zero_stage or None,
-        )
+        with timings.measured("state"):
+            if kept := self.plan.host.get(STATE_ON_HOST):
+                timings.tell(f"{kept / GIB:.0f} GiB of the host's memory")
+            self.trainer = Trainer(
+                model,
+                config.optimizer,
+                config.loss,
+                reference=None if frozen is None else frozen.model,
+                reference_source=None if frozen is None else frozen.source,
+                enforce_parity=config.parity == "strict",
+                runtime=self.runtime,
+                world=world,
+                cells=w.cells,
+                source=self.policy.source,
+                zero_stage=self.plan.zero_stage or None,
+            )
         world.same("the processes of this run", self.trainer.numerics)
         self.sampling = training_sampling(config.sampling, self.policy.tokenizer.eos_token_id)
         self.validation_sampling = replace(self.sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)

@@ -217,7 +217,7 @@ class OffloadedAdamW(AdamW):
     def _make_state(self) -> None:
         weights, size = self.flat.data, self.flat.layout.size
         on_gpu, masters = weights.is_cuda, weights.dtype != torch.float32
-        flat = host_buffer((2 + masters) * size * 4, on_gpu).zero_().view(torch.float32).view(-1, size)
+        flat = host_buffer((2 + masters) * size * 4, on_gpu).view(torch.float32).view(-1, size)
         self.exp_avg, self.exp_avg_sq, *apart = flat
         (self.master,) = apart or (weights,)
         self._host = list(flat)

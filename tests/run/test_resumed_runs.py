@@ -408,7 +408,7 @@ def test_seconds_of_a_resumed_run_cover_all_of_it(tmp_path: Path) -> None:
     assert summary["total_s"] > checkpoint["total_s"] + summary["startup_s"] - checkpoint["startup_s"]
     assert summary["total_s"] > sum(summary[name] for name in ("startup_s", "generator_s", "trainer_s"))
     phases = {name: seconds for name, seconds in summary.items() if name.startswith("startup/")}
-    assert {"startup/load", "startup/restore", "startup/gate", "startup/other"} <= phases.keys()
+    assert {"startup/load", "startup/state", "startup/restore", "startup/gate", "startup/other"} <= phases.keys()
     assert sum(phases.values()) == pytest.approx(summary["startup_s"] - checkpoint["startup_s"])
     timeline = list(read_timeline(run / "timeline.json"))
     assert [s.facts["step"] for _, s in timeline if s.name == "step"] == [0, 1, 2]

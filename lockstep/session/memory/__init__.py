@@ -2,6 +2,7 @@
 
 from .plan import MemoryPlan, plan
 from .remedies import adapted, as_run, in_larger_groups, refusal, remedies
+from .terms import GIB, STATE_ON_HOST
 from .usage import (
     holds_copy,
     memory_at_hand,
