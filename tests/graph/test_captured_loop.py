@@ -129,7 +129,8 @@ def test_the_device_decides_what_is_captured_unless_told() -> None:
     assert (config.compile.capture, config.compile.cudagraph_mode) == ("none", "none")
 
 
-def test_graphs_are_checked_before_the_first_step_and_remembered(config, runtime_of, monkeypatch) -> None:
+def test_graphs_are_checked_before_the_first_step_and_remembered(config, runtime_of, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))  # in which no other test's checks are remembered
     monkeypatch.setattr(build_room, "make_runtime", lambda *_: runtime_of(recorded=True))
     monkeypatch.setattr("lockstep.cache.loaded_code.difference", lambda: None)  # of what the line before replaced
     config = replace(config, compile=CompileConfig("step"))
