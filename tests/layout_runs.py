@@ -64,7 +64,7 @@ def assert_degrees_agree(family: str, layout: str, folder: Path) -> None:
     assert_trained(other, 3)
     first = [[line for line in run["rollouts.jsonl"] if line["step"] == 0] for run in (one, other)]
     assert first[0] == first[1] != []
-    assert_same_weights(once(folder.parent / f"tp {tp}", tp, *options, *shared), other)
+    assert_same_weights(once(folder.parent / f"tp {tp} {shards}", tp, *options, *shared), other)
     for name, weight in one["weights"].items():
         assert (other["weights"][name] - weight).norm() <= 1e-5 * weight.norm(), name
     return None
