@@ -6,16 +6,18 @@ classes have of these, and what its tables hold. What is another object later, s
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 PACKAGE = Path(__file__).parent.parent
+_IMPORTED_FROM = PACKAGE.resolve()  # a link on the way may lead elsewhere later
 SUFFIXES = (".py", ".c", ".h", ".json")
 IMPORTED_NS = time.time_ns()  # since the epoch; the package imports this before the rest
 _NAME = __package__.partition(".")[0]
@@ -42,6 +44,7 @@ class _Noted(NamedTuple):
 
 
 _noted: dict[str, _Noted] = {}
+ALSO: list[Callable[[], str | None]] = []  # what else `difference` asks, of what torch keeps of the package
 
 
 class NotingFinder:
@@ -92,6 +95,11 @@ def _is_code(value: Any) -> bool:
     return callable(value) or isinstance(value, (ModuleType, property, staticmethod, classmethod))
 
 
+def _is_own(name: str, value: Any) -> bool:
+    """Whether a class does not get it from Python by itself, later."""
+    return _is_code(value) if name.startswith("__") else not name.startswith("_abc")
+
+
 def _is_setting(name: str, value: Any) -> bool:
     return not name.startswith("_") and isinstance(value, _PLAIN)
 
@@ -102,14 +110,17 @@ def _code(value: Any) -> Any:
 
 def files() -> list[Path]:
     """Every source file of the package: Python, C, and tables."""
-    found = (path for path in PACKAGE.rglob("*") if path.suffix in SUFFIXES and not path.name.startswith("."))
-    return sorted(path for path in found if path.is_file())
+    walked = ((Path(folder), names) for folder, _, names in os.walk(PACKAGE, followlinks=True))
+    found = (folder / name for folder, names in walked for name in names if not name.startswith("."))
+    return sorted(path for path in found if path.suffix in SUFFIXES and path.is_file())
 
 
 def difference() -> str | None:
     """What is not as it was when the package was imported, or as its files have it, in words; None where nothing is: a
-    file written since, a function, a class, a constant or an entry of a table that somebody has replaced, or a hook on
-    every module of torch's."""
+    file written since, a function, a class, a constant or an entry of a table that somebody has replaced, an operator
+    that somebody has registered anew, or a hook on every module of torch's."""
+    if (now := PACKAGE.resolve()) != _IMPORTED_FROM:
+        return f"{PACKAGE} is {now}, and was {_IMPORTED_FROM} when it was imported"
     paths = files()
     if not any(path.suffix == ".py" for path in paths):
         return f"{PACKAGE} has no sources"
@@ -124,8 +135,10 @@ def difference() -> str | None:
             if (now is not value and now != value) or (code is not None and _code(now) != code):
                 return f"{told} is not what was imported"
         for told, kind, names in noted.classes:
-            if new := [name for name in vars(kind).keys() - names if not name.startswith(("__", "_abc"))]:
+            if new := [name for name in vars(kind).keys() - names if _is_own(name, vars(kind)[name])]:
                 return f"{told}.{new[0]} is not what was imported"
+    if found := next(filter(None, (ask() for ask in ALSO)), None):
+        return found
     torch_modules = sys.modules.get("torch.nn.modules.module")
     hooked = next((name for name in _HOOKS if getattr(torch_modules, name, None)), None)
     return hooked and f"torch.nn.modules.module.{hooked} has a hook"

@@ -76,6 +76,8 @@ class KeptTokenizer:
 
 def kept(source: Path | str, load: Callable[[], Any]) -> Any:
     """The tokenizer of a folder, or of a name, that `load` loads: as it was kept, or loaded now and then kept."""
+    if fingerprint.changed():
+        return load()
     path = user_folder.cache_folder() / "tokenizers" / f"{_key(source)}.json"
     with suppress(Exception):  # whatever a library makes of what does not fit it; then it is loaded
         if (found := _read(path)) is not None:

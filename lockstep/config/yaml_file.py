@@ -155,11 +155,17 @@ def _dataclass(values: Any, begin: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
         where = prefix.rstrip(".") or "the file"
         raise InputError(f"{where} holds {values!r}; it must be a mapping of keys to values")
-    hints = typing.get_type_hints(type(begin))
+    typed = typing.get_type_hints(type(begin))
+    hints = {item.name: typed[item.name] for item in dataclasses.fields(begin)}
     for key in values:
         if key not in hints:
             raise InputError(f"unknown key {prefix}{key}; {_meant(str(key)) or suggest(str(key), hints)}")
-    changes = {key: _value(value, getattr(begin, key), hints[key], f"{prefix}{key}") for key, value in values.items()}
+    changes = {
+        key: value
+        if isinstance(value, str) and value in begin.tables.get(key, ())
+        else _value(value, getattr(begin, key), hints[key], f"{prefix}{key}")
+        for key, value in values.items()
+    }
     return dataclasses.replace(begin, **changes)
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypedDict, Unpack, get_type_hints
 import torch
 import torch.fx.experimental._config
 
+from ..cache import loaded_code
 from .native import library
 
 
@@ -42,7 +43,9 @@ class Declaration(TypedDict, total=False):
 
 
 NAMESPACE = "lockstep"
+OF_OTHERS = "lockstep_user"  # the namespace of operators that are made so outside of the package
 SAME = ":"
+_OPERATORS: list[Operator] = []
 MISSING = object()
 
 
@@ -80,6 +83,10 @@ class Operator:
         if backward := declared.get("backward"):
             setup = declared.get("setup", save)
             self._op.register_autograd(_filled(backward, layout.count), setup_context=setup)
+        self._name = name
+        self._registered = self._registration()
+        if name.partition("::")[0] == NAMESPACE:
+            _OPERATORS.append(self)
 
     def __call__(self, *args: Any) -> Any:
         """Directly where nothing records, intercepts or replaces a call on the first tensor."""
@@ -94,6 +101,16 @@ class Operator:
         ):
             return self._op(*(self._fields(args) if self._fields else args))
         return self.on_cpu[x.dtype](*args)
+
+    def replaced(self) -> str | None:
+        """Whether somebody has registered something else for it, in words."""
+        same = self._registration() == self._registered
+        return None if same else f"operator {self._name} is not what was registered"
+
+    def _registration(self) -> tuple[Any, ...]:
+        op: Any = self._op
+        own = dict(op._backend_fns), op._abstract_fn, op._backward_fn, op._setup_context_fn, op._vmap_fn
+        return *own, dict(op._torch_dispatch_fns), torch._C._dispatch_dump(self._name)
 
     def _compute(self, *args: Any) -> Any:
         return self.on_cpu[(args[0][0] if self._leads else args[0]).dtype](*args)
@@ -168,8 +185,20 @@ class ArgumentLayout:
 
 def operator(name: str = "", **declared: Unpack[Declaration]) -> Callable[[Callable[..., Any]], Operator]:
     """Decorates the reference of operator "namespace::name", by default of the reference's own name among the package's
-    operators. Its first argument is a tensor or begins with one."""
-    return lambda reference: Operator(name or f"{NAMESPACE}::{reference.__name__.lstrip('_')}", reference, declared)
+    operators, or outside of it among those of `OF_OTHERS`. Its first argument is a tensor or begins with one."""
+
+    def made(reference: Callable[..., Any]) -> Operator:
+        space = NAMESPACE if reference.__module__.partition(".")[0] == __package__.partition(".")[0] else OF_OTHERS
+        return Operator(name or f"{space}::{reference.__name__.lstrip('_')}", reference, declared)
+
+    return made
+
+
+def _replaced() -> str | None:
+    return next(filter(None, (made.replaced() for made in _OPERATORS)), None)
+
+
+loaded_code.ALSO.append(_replaced)
 
 
 def _found(function: Callable[..., Any] | str, beside: Callable[..., Any]) -> Callable[..., Any]:

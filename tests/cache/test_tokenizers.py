@@ -152,3 +152,19 @@ def test_one_that_an_edited_package_kept_is_loaded(merges: Path, cache: Path, mo
     both(merges)
     monkeypatch.setattr(fingerprint, "sources", lambda: "edited")
     both(merges)
+
+
+def test_one_of_a_package_that_somebody_has_changed_is_neither_kept_nor_found(
+    merges: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("lockstep.models.tokenizer.encode_prompt", lambda *_: [])
+        fingerprint.look_again()
+        assert isinstance(load_tokenizer(merges), PreTrainedTokenizerFast) and not cache.exists()
+    fingerprint.look_again()
+    both(merges)
+    with monkeypatch.context() as patch:
+        patch.setattr("lockstep.models.tokenizer.encode_prompt", lambda *_: [])
+        fingerprint.look_again()
+        assert isinstance(load_tokenizer(merges), PreTrainedTokenizerFast)
+    fingerprint.look_again()

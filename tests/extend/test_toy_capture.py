@@ -14,7 +14,9 @@ import torch
 from fake_recorder import FakeRecorder
 from small import generate, make_model, requests, words
 
-from lockstep.config import CAPTURES, CompileConfig, GeneratorConfig, Plugin, resolve_compile
+from lockstep import train
+from lockstep.config import CAPTURES, CompileConfig, GeneratorConfig, Plugin, resolve_compile, yaml_file
+from lockstep.config.recipes import sum_digits
 from lockstep.errors import InputError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Captured, Runtime, Store, capture, check_against_eager
@@ -46,6 +48,18 @@ def test_a_model_decodes_by_it_with_the_bits_of_eager(toy: str, mode: str, tmp_p
     assert (runtime.replays["decode"] > 0) == (mode != "none")
     assert not list(tmp_path.iterdir()), "at the next start nothing tells whether it is what it was"
     assert {v.faults for v in check_against_eager(runtime, engine.trust_cases(), "strict")} == {()}
+
+
+def test_a_run_trains_by_it_and_is_gone_on_with(toy: str, tmp_path: Path) -> None:
+    config = sum_digits(None)
+    trainer = replace(config.trainer, warmup_steps=0, prompts_per_step=2)
+    parts = {"task": replace(config.task, validation_prompts=0), "trainer": trainer}
+    config = replace(config, **parts, steps=1, checkpoint=replace(config.checkpoint, interval=1))
+    found = train(replace(config, compile=CompileConfig(toy)), tmp_path / "run")  # type: ignore[arg-type]
+    assert found["parity"]["identical"] and found["compile"]["traces"] >= 3
+    assert yaml_file.load(tmp_path / "run" / "config.yaml").compile.capture == toy
+    with pytest.raises(InputError, match="compile.capture is 'toys'; it must be one of none, step, joint, layer"):
+        train(replace(config, compile=CompileConfig("toys")), tmp_path / "other")  # type: ignore[arg-type]
 
 
 def test_what_is_in_no_table_is_refused_with_what_is(toy: str) -> None:

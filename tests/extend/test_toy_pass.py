@@ -12,6 +12,7 @@ from small import completed, make_model, train_group
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig, RunConfig, validate
 from lockstep.errors import InputError
 from lockstep.graph import EAGER, Captured, GraphError, Runtime, Store, check_against_eager
+from lockstep.graph.check.against_eager import PassedChecks
 from lockstep.graph.ir.captured import op_name
 from lockstep.graph.passes.rewrite import rewritten
 from lockstep.session.build import resolve
@@ -73,6 +74,29 @@ def test_a_pass_of_ones_own_rewrites_every_graph_and_keeps_the_bits(tmp_path: Pa
     work = trainer.trust_cases([SHAPE], SamplingParams(), check_parity=False, with_checks=False)
     verdicts = check_against_eager(runtime, work, "strict")
     assert {v.faults for v in verdicts} == {()}
+
+
+def plus(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.add(b, a)
+
+
+def call_a_function(captured: Captured) -> tuple[Captured, str]:
+    """a + b by a function of one's own."""
+    result = rewritten(captured)
+    sums = [n for n in result.graph.nodes if op_name(n) == "aten.add" and len(n.all_input_nodes) == 2 and not n.kwargs]
+    for node in sums:
+        node.target = plus
+    return result, f"{len(sums)} sums"
+
+
+def test_a_check_of_a_graph_that_calls_a_function_of_ones_own_is_made_at_every_start(tmp_path: Path) -> None:
+    for function, known in (("swap_operands", True), ("call_a_function", False)):
+        runtime = Runtime(compile_with(own(function)), torch.device("cpu"))
+        trainer, _ = trained(runtime)
+        work = trainer.trust_cases([SHAPE], SamplingParams(), check_parity=False, with_checks=False)[:1]
+        for again in range(2):
+            (verdict,) = check_against_eager(runtime, work, "strict", PassedChecks(tmp_path / function))
+            assert (verdict.known == verdict.cases) == (known and again == 1)
 
 
 def test_a_pass_that_changes_bits_is_named_with_the_node() -> None:

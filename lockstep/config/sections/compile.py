@@ -72,6 +72,8 @@ def cudagraph_modes(capture: str, backend: str) -> tuple[str, ...] | str:
 class CompileConfig(Section):
     """Captured graphs, in both roles. They compute the same bits as without; only backend inductor changes some."""
 
+    tables = {"capture": CAPTURES, "backend": BACKENDS, "cudagraph_mode": RECORDINGS}
+
     capture: Literal["none", "step", "joint", "layer"] | None = None
     """step: trace forward_backward, optim_step and decode into graphs. joint: the same, with forward and backward pass
     cut by the min-cut partitioner. layer: compile the model's layers one by one. none: call the model. Left out: step

@@ -1,9 +1,9 @@
 """What every section of a configuration is made of: fields that say their ranges, and checks."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import field, fields
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ...errors import InputError, refuse
 
@@ -32,7 +32,13 @@ def check_range(path: str, value: object, low: float, high: float, whole: bool =
 
 
 class Section:
-    """A frozen dataclass of settings that go together; what sections need of each other is checked by `RunConfig`."""
+    """A frozen dataclass of settings that go together; what sections need of each other is checked by `RunConfig`.
+
+    Attributes:
+        tables: by field, what its names are those of: entries of one's own are among them.
+    """
+
+    tables: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def path(self, name: str) -> str:
         """The field `name` as messages and config.yaml have it: `sampling.top_p`."""

@@ -99,6 +99,8 @@ def check_against_eager(
                 found.append(_check(runtime, of_name, mode, verdicts, state))
         if changed := state.changed():
             raise GraphError(f"the check of captured graphs left {changed} changed: a case must declare what it writes")
+        for kept, key, about in state.passed:
+            kept.add(key, about)
     return found
 
 
@@ -147,17 +149,18 @@ def _first_fault(
             return f"{captured.title}, case {case.name!r}: {fault}", known
         del trial  # its copies, before the next one's
         if kept:
-            kept.add(this, {"function": captured.title, "level": level, "case": case.name})
+            state.passed.append((kept, this, {"function": captured.title, "level": level, "case": case.name}))
     return None, known
 
 
 class _State:
     """What all functions work on, as it was before the first run; nothing is looked at if there is none. `lent`:
-    addresses of what graphs overwrite that do not work on it."""
+    addresses of what graphs overwrite that do not work on it. `passed`: checks to be kept, when it has stayed."""
 
     def __init__(self, functions: Iterable[Program], spare: Sequence[Tensor], lent: Collection[int]) -> None:
         self._functions, self._spare, self._lent = list(functions), spare, lent
         self._before: dict[str, Tensor] | None = None
+        self.passed: list[tuple[PassedChecks, str, Mapping[str, Any]]] = []
         self._made: Work = ()
         self._held: Snapshot | None = None
 

@@ -31,6 +31,7 @@ _NAMESPACES = {  # of operators that are this package's or torch's
     *("aten", "prims", "lockstep", "higher_order", "_c10d_functional", "c10d", "symm_mem", "inductor"),
     *("inductor_prims", "rngprims", "mkl", "mkldnn"),
 }
+_MODULES = {"torch", "lockstep", "_operator", "operator", "builtins", "math"}  # of functions that are no operators
 STORED = "lockstep_value"  # where a loaded graph's nodes keep what they compute
 _DESCRIBED = "lockstep_described"  # and a traced one's, what the trace recorded with its description
 
@@ -235,11 +236,17 @@ def op_name(node: fx.Node) -> str:
 
 
 def outside(captured: Captured) -> set[str]:
-    """Operators of neither this package nor torch."""
-    names = (
-        torch_trace.operator_name(node.target) for node in captured.graph.nodes if torch_trace.is_operator(node.target)
-    )
-    return {name for name in names if name.partition(".")[0] not in _NAMESPACES}
+    """Operators and functions of neither this package nor torch nor Python."""
+    found = set()
+    for target in (node.target for node in captured.graph.nodes if node.op == "call_function"):
+        if torch_trace.is_operator(target):
+            name, known = torch_trace.operator_name(target), _NAMESPACES
+        else:
+            module = getattr(target, "__module__", None) or type(target).__module__
+            name, known = f"{module}.{getattr(target, '__name__', type(target).__name__)}", _MODULES
+        if name.partition(".")[0] not in known:
+            found.add(name)
+    return found
 
 
 def is_backward(node: fx.Node) -> bool:

@@ -310,7 +310,10 @@ def test_every_source_of_the_package_counts(name: str, tmp_path: Path, monkeypat
         (tmp_path / name).write_text(text)
         hashes.append(origin.sources.__wrapped__())
     (tmp_path / name).rename(tmp_path / f"z{Path(name).suffix}")
-    assert len({*hashes, origin.sources.__wrapped__()}) == 3
+    assert len({*hashes, linked := origin.sources.__wrapped__()}) == 3
+    (tmp_path / "ops").rename(tmp_path.with_name(f"{tmp_path.name} beside"))
+    (tmp_path / "ops").symlink_to(tmp_path.with_name(f"{tmp_path.name} beside"))
+    assert origin.sources.__wrapped__() == linked, "a folder that is a link counts as well"
 
 
 def test_how_words_come_from_other_ranks_is_in_the_key() -> None:

@@ -33,9 +33,11 @@ from lockstep.models.families import FAMILIES
 from lockstep.models.families.qwen3 import QKNormLayer
 from lockstep.ops import rope
 from lockstep.ops.machine_check import check as machine_check
+from lockstep.ops.operator import like, operator
 from lockstep.trainer import Trainer, pack
 
 CPU = torch.device("cpu")
+OWN = loaded_code.PACKAGE.resolve()
 Gradient = Callable[..., tuple[torch.Tensor, bool]]
 
 
@@ -178,6 +180,35 @@ def test_an_entry_of_a_table_and_a_functions_own_code_are_seen(monkeypatch: pyte
     assert loaded_code.difference() is None
 
 
+def test_a_special_method_that_a_class_is_given_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "__call__" not in vars(Decoder)
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "__call__", lambda self, *given: None, raising=False)
+        assert loaded_code.difference() == "lockstep.models.decoder.Decoder.__call__ is not what was imported"
+    Decoder.__slotnames__ = []  # type: ignore[attr-defined] # as `copyreg` does
+    assert loaded_code.difference() is None
+
+
+def test_what_an_operator_is_registered_as_since_is_seen(gradient: Gradient, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, op = "operator lockstep::qk_norm_rope is not what was registered", rope.operator.qk_norm_rope._op
+    assert not gradient()[1] and gradient()[1], "its own graph is stored"
+    with monkeypatch.context() as patch:
+        patch.setattr(op, "_backward_fn", wrapped(op._backward_fn))  # as `torch.library.register_autograd` does
+        assert loaded_code.difference() == told and not gradient()[1]
+    with torch.library._scoped_library("lockstep", "IMPL") as library:
+        library.impl("qk_norm_rope", wrapped(op._backend_fns["cpu"]), "CPU", allow_override=True)
+        assert loaded_code.difference() == told and not gradient()[1]
+    assert loaded_code.difference() is None and gradient()[1]
+
+
+def test_an_operator_made_outside_of_the_package_is_none_of_its_own() -> None:
+    @operator(fake=like(0))
+    def of_another(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    assert of_another._name == "lockstep_user::of_another"
+
+
 @pytest.mark.parametrize("way", ["hook", "forward", "call_layer"])
 def test_a_function_that_a_model_is_given(way: str, decoder: Callable[..., Decoder]) -> None:
     model = decoder(layers=1)
@@ -235,6 +266,8 @@ def test_a_file_that_was_written_after_the_import_is_seen(
     package = tmp_path / "package"
     package.mkdir()
     monkeypatch.setattr(loaded_code, "PACKAGE", package)
+    assert loaded_code.difference() == f"{package} is {package}, and was {OWN} when it was imported"
+    monkeypatch.setattr(loaded_code, "_IMPORTED_FROM", package)
     assert loaded_code.difference() == f"{package} has no sources"
     (package / "a.py").write_text("x = 1\n")
     (package / ".#a.py").symlink_to("who@where")  # an editor's lock
