@@ -40,8 +40,8 @@ def attention_packed(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN
 ) -> Tensor:
     """Attention over packed segments, each after an optional shared prefix; [T, N, H] in q's dtype, zero in padding.
-    All are of one dtype; N is a multiple of K. Segments and prefixes outside the rows are an IndexError in float32 on a
-    CPU, and so are pages outside a cache; elsewhere nothing looks at them."""
+    All are of one dtype; N is a multiple of K. Segments and prefixes outside the rows are an IndexError on a CPU, and
+    so are pages outside a cache in float32 there; on a GPU nothing looks at them."""
     return _packed(q_TNH, k_TKH, v_TKH, by, scores)[0]
 
 

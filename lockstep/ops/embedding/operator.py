@@ -38,7 +38,7 @@ def gather_rows(table_RD: Tensor, rows_T: Tensor) -> Tensor:
 )
 def gather_rows_backward(grad_TD: Tensor, rows_T: Tensor, table_rows: int) -> Tensor:  # type: ignore[empty-body]
     """Gradient of `gather_rows` for its table, [R, D]: a row's gradients add up in float32, in an order that `rows_T`
-    alone decides. A trace keeps it whole; on a CPU it is plain torch."""
+    alone decides. A trace keeps it whole. For GPUs alone; `gather_rows` differentiates by plain torch on a CPU."""
 
 
 def accumulate_rows(total_RD: Tensor, rows_T: Tensor, values_TD: Tensor) -> Tensor:

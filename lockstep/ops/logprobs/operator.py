@@ -140,6 +140,8 @@ def token_logprobs(
     Args:
         support_CB: uint8 bits of the support to use in place of the filters (`support_mask`).
         truncated: whether any row has a filter on; False skips the search for the support.
+
+    A target outside the vocabulary is an IndexError on a CPU; on a GPU nothing looks at it.
     """
     scored = _token_logprobs(hidden_CD, weight_VD, targets_C, by, support_CB, truncated)
     logprob, model, entropy, _, _, threshold = scored
