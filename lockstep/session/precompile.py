@@ -41,6 +41,10 @@ def _checked(config: RunConfig) -> RunConfig:
             "layers, and regions that both roles share, are compiled where they run and not kept; use step or joint, "
             "and backward"
         )
+    own = [name for name in config.compile.pass_names if ":" in name]
+    if own or not all(plugin.shipped for plugin in config.compile.chosen):
+        named = f"compile.passes has {own[0]}" if own else "compile.capture or compile.backend is your own"
+        raise InputError(f"{named}: such graphs are made at every start and not kept; remove it, or use train")
     if config.compile.dump:
         raise InputError("--compile.dump shows how graphs are made, and none is kept then; remove it, or use train")
     return config
