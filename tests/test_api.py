@@ -217,7 +217,8 @@ def test_a_bad_configuration_leaves_no_folder(tmp_path: Path) -> None:
         ({"steps": 2.5}, "steps is 2.5; it must be a whole number"),
         ({"parity": "sometimes"}, "parity is 'sometimes'; it must be one of strict, warn, off"),
         ({"task": lockstep.TaskConfig(reward="m:f")}, "task.reward is 'm:f'; it must be a list"),
-        ({"sampling": None}, "sampling holds None"),
+        ({"sampling": None}, "sampling is of type NoneType; give a SamplingConfig"),
+        ({"task": "dataset"}, "task is of type str; give a TaskConfig"),
     ],
 )
 def test_a_value_of_a_wrong_type_is_named(tmp_path: Path, change: dict, message: str) -> None:

@@ -225,12 +225,13 @@ def _eval(flags: Eval) -> Outcome:
     base = recipe(flags.task, "task", "")  # any folder alike, before it was trained and after
     check_generation(flags.compile)
     refuse(not flags.easy and flags.task != "sum-digits", f"--no-easy has no effect on {flags.task}; remove it")
+    refuse(flags.held_out and not flags.data, "--held-out has no effect without --data; remove it")
     prompts = base.task.validation_prompts if flags.prompts is None else flags.prompts
     refuse(prompts < 1, f"--prompts is {prompts}; it must be at least 1")
     task = replace(
         base.task,
         easy=flags.easy and flags.task == "sum-digits",
-        validation_data=flags.data,
+        validation_data=None if flags.held_out else flags.data,
         validation_prompts=prompts,
         **{name: getattr(flags, name) for name in OF_EVALUATION},
     )

@@ -302,6 +302,8 @@ class Eval(_AnswerFlags):
     """sum-digits: the easy form that a tiny model trains on; --no-easy for the full one."""
     data: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
     """Rows to evaluate on (gsm8k and dataset)."""
+    held_out: _Switch = False
+    """The last --prompts rows of --data, which train holds out where it has no validation data; left out, the first."""
     split: str = TaskConfig.split
     """Split of a Hugging Face dataset."""
     prompt_column: str = TaskConfig.prompt_column

@@ -98,7 +98,7 @@ def _base(flags: _Run, given: set[str]) -> RunConfig:
             raise InputError("--run-dir has no effect with --resume, which continues in the folder it names; remove it")
         return resumed(resume)
     if flags.config is not None:
-        return yaml_file.load(flags.config, recipes.RECIPES)
+        return yaml_file.load(flags.config, recipes.RECIPES, model=flags.model if "model" in given else None)
     name = flags.recipe or recipes.DEFAULT
     begin = with_arch(recipe(name, "recipe", flags.model), given)
     if launched().rank == 0 and (remark := recipes.remark(name, flags.model)):

@@ -142,6 +142,11 @@ def require_config(config: Any) -> None:
     """Raise `InputError` where something else is given in its place."""
     if not isinstance(config, RunConfig):
         raise InputError(f"config is of type {type(config).__name__}; it must be a RunConfig, as lockstep.recipes give")
+    for name, own in vars(RunConfig()).items():
+        kind, given = type(own).__name__, type(getattr(config, name))
+        refuse(
+            isinstance(own, Section) and given is not type(own), f"{name} is of type {given.__name__}; give a {kind}"
+        )
 
 
 def validate(config: RunConfig) -> RunConfig:

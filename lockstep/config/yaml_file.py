@@ -24,12 +24,14 @@ def save(config: RunConfig, path: Path) -> None:
 Recipes = Mapping[str, Callable[[str | None], RunConfig]]
 
 
-def load(path: Path, recipes: Recipes | None = None, begin: RunConfig | None = None) -> RunConfig:
+def load(
+    path: Path, recipes: Recipes | None = None, begin: RunConfig | None = None, model: str | None = None
+) -> RunConfig:
     """Read a config.yaml. A key that is left out has its value in `begin`, by default that of its dataclass.
 
-    With `recipes`, keys that the file leaves out are those of the recipe that it names, which must be one unless none
-    is left out, and a file without any key is refused. What the recipe sets for an algorithm or a task in whose place
-    the file has another falls away.
+    With `recipes`, keys that the file leaves out are those of the recipe that it names, for its model or for `model` in
+    its place. It must be one unless none is left out, and a file without any key is refused. What the recipe sets for
+    an algorithm or a task in whose place the file has another falls away.
 
     Raises `InputError`, naming the file and the key, for anything unreadable, unknown, given twice or of a wrong type.
     """
@@ -48,7 +50,7 @@ def load(path: Path, recipes: Recipes | None = None, begin: RunConfig | None = N
     try:
         if recipes is None:
             return _dataclass({} if values is None else values, begin or RunConfig(), "")
-        begin = _begin(values, recipes)
+        begin = _begin(values, recipes, model)
         config = _dataclass(values, begin, "")
         return without(config, left_behind(config, begin, _dotted(values)))
     except InputError as error:
@@ -120,7 +122,7 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _begin(values: Any, recipes: Recipes) -> RunConfig:
+def _begin(values: Any, recipes: Recipes, model: str | None) -> RunConfig:
     """What the keys that a file leaves out are taken from: the recipe that it names."""
     if not values and values in (None, {}):
         raise InputError(f"the file holds no key; name what it begins from, such as recipe: {next(iter(recipes))}")
@@ -128,7 +130,7 @@ def _begin(values: Any, recipes: Recipes) -> RunConfig:
     if name is None:
         return RunConfig()
     if isinstance(name, str) and name in recipes:
-        model = values.get("model")
+        model = model or values.get("model")
         return with_arch(recipes[name](model if isinstance(model, str) else None), values)
     whole = to_dict(RunConfig())
     if values.keys() >= whole.keys() and all(
@@ -144,9 +146,14 @@ def _meant(key: str) -> str:
     """The question which key was meant: one of another section, or what others call it. Empty where none is known."""
     if reason := elsewhere.ABSENT.get(name := key.replace("_", "-")):
         return reason
-    theirs = elsewhere.NAMES.get(name, "").removeprefix("--").replace("-", "_")
-    known = flat(RunConfig())
+    flag, known = elsewhere.NAMES.get(name, ""), flat(RunConfig())
+    if key in known:  # with a dot
+        section, _, last = key.partition(".")
+        return f"write it within its section, as {section}: {{{last}: ...}}"
+    theirs = flag.removeprefix("--").replace("-", "_")
     found = [path for last in (key, theirs) for path in known if last and f".{path}".endswith(f".{last}")]
+    if flag and not found:
+        return f"that is the flag {flag}, and no key"
     return f"did you mean {' or '.join(found)}?" if found else ""
 
 

@@ -59,11 +59,11 @@ def from_here(folder: Path) -> Path:
 
 def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
     """A command that tries the model that the run made: on `prompt`, one of its problems, if it is a short text that is
-    completed once; else as the run's validation does, of rows on those of `task.validation_data`, or the first."""
+    completed once; else as the run's validation does, of rows on those of `task.validation_data`, or those held out."""
     model, task, limit = shlex.quote(str(run_dir / "model")), config.task, config.sampling.max_completion_length
     if isinstance(prompt, str) and len(prompt) <= _SHORT and prompt.isprintable() and task.turns == 1:
         return f"lockstep generate --model {model} --prompt {shlex.quote(prompt)} --max-completion-length {limit}"
-    if _unrewarded(config):
+    if _unrewarded(config) or task.filter_overlong_prompts:  # which rows were left out an evaluation does not know
         return f"lockstep chat --model {model}"
     words = ["--task", task.name, *["--no-easy"] * (task.name == "sum-digits" and not task.easy)]
     evaluated = replace(task, data=task.validation_data or task.data, split=task.validation_split or task.split)
@@ -71,6 +71,9 @@ def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
         if (value := getattr(evaluated, name)) != getattr(TaskConfig, name):
             given = [] if value is True else map(str, value) if isinstance(value, tuple) else [str(value)]
             words += [f"--{name.replace('_', '-')}", *given]
+    words += ["--held-out"] * bool(
+        task.data and task.validation_prompts and not (task.validation_data or task.validation_split)
+    )
     usual = recipes.RECIPES[task.name]("")
     if task.validation_prompts not in (0, usual.task.validation_prompts):
         words += ["--prompts", str(task.validation_prompts)]

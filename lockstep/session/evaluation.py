@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import IO, Any, NamedTuple
 
-from ..config import RunConfig, of_generation, template_variables, validate
+from ..config import RunConfig, of_generation, require_config, template_variables, validate, yaml_file
 from ..distributed import World
 from ..environments import Collector, Environment, Limits, make_environment, make_task
 from ..environments.environment import SingleTurn, metrics_of
@@ -56,9 +56,11 @@ def measured(
 ) -> dict[str, Any]:
     """`run.evaluate.evaluate`. Within `serving` environments are played that live elsewhere."""
     n, k, temperature, pass_reward, pass_threshold = by
+    require_config(config)
     ks = _checked_ks(n, k)
     refuse(not math.isfinite(pass_threshold), f"--pass-threshold is {pass_threshold}; it must be a finite number")
-    task = make_task(validate(config).task, config.trainer.prompts_per_step)
+    config = validate(yaml_file.checked(config))
+    task = make_task(config.task, config.trainer.prompts_per_step)
     problems = list(enumerate(task.validation_problems()))
     refuse(not problems, f"task {config.task.name} has no validation problems; give --data or task.validation_prompts")
     environment = make_environment(config.task)

@@ -165,6 +165,11 @@ def test_what_people_write_by_hand(tmp_path: Path, text: str, expected: RunConfi
         ("sampling: {top-p: 0.5}", "unknown key sampling.top-p; did you mean top_p"),
         ("learning_rate: 3", "unknown key learning_rate; did you mean optimizer.learning_rate?"),
         ("sampling: {max_new_tokens: 8}", "max_new_tokens; did you mean sampling.max_completion_length?"),
+        (
+            "optimizer.learning_rate: 3",
+            "unknown key optimizer.learning_rate; write it within its section, as optimizer:",
+        ),
+        ("output_dir: x", "unknown key output_dir; that is the flag --run-dir, and no key"),
         ("use_vllm: true", "unknown key use_vllm; the engine is in the same process"),
         ("zzzzzz: 3", "unknown key zzzzzz; allowed: recipe, model"),
         ("3: 3", "unknown key 3; allowed"),

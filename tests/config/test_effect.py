@@ -138,6 +138,13 @@ def test_what_a_file_leaves_out_is_the_recipes(tmp_path: Path) -> None:
     assert yaml_file.load(path, RECIPES) == expected
 
 
+def test_a_model_beside_a_file_is_what_its_recipe_is_for(tmp_path: Path) -> None:
+    (path := tmp_path / "my.yaml").write_text("recipe: sum-digits\nsteps: 3\n")
+    flags = parse(["train", "--config", str(path), "--model", "org/model"])
+    assert flags.resolved() == replace(RECIPES["sum-digits"]("org/model"), steps=3)
+    assert parse(["train", "--config", str(path)]).resolved() == replace(RECIPES["sum-digits"](None), steps=3)
+
+
 @pytest.mark.parametrize("name", ["gsm8k", "dataset"])
 def test_an_architecture_alone_is_in_place_of_the_recipes_model(tmp_path: Path, name: str) -> None:
     (path := tmp_path / "my.yaml").write_text(f"recipe: {name}\narch: tiny-llama\n")

@@ -54,10 +54,10 @@ def test_the_next_command_tries_the_model() -> None:
     data = RunConfig(task=rows, sampling=SamplingConfig(max_completion_length=256))
     for prompt in (None, [{"role": "user", "content": "hi"}], "two\nlines", "x" * 61):
         assert closing.next_command(data, Path("r"), prompt) == (
-            "lockstep eval --model r/model --task dataset --data rows.jsonl --reward a.py:f a.py:g"
+            "lockstep eval --model r/model --task dataset --data rows.jsonl --reward a.py:f a.py:g --held-out"
         )
-    unrewarded = RunConfig(task=replace(rows, reward=()))
-    assert closing.next_command(unrewarded, Path("r"), None) == "lockstep chat --model r/model"
+    for other in (replace(rows, reward=()), replace(rows, filter_overlong_prompts=True)):
+        assert closing.next_command(RunConfig(task=other), Path("r"), None) == "lockstep chat --model r/model"
     full = replace(CONFIG, task=TaskConfig(), sampling=SamplingConfig())
     assert closing.next_command(full, Path("r"), "x" * 61) == (
         "lockstep eval --model r/model --task sum-digits --no-easy"
@@ -91,7 +91,7 @@ def test_what_an_environment_rewards_is_learned() -> None:
     validations = {step: {"validation/rewards/found/mean": value} for step, value in (("0", -0.5), ("9", 2.0))}
     assert closing.learned(own, validations, [], 0).startswith("held-out found -0.5 -> 2, after 9 steps")
     assert closing.next_command(own, Path("r"), "12 34=").partition("--data ")[2] == (
-        "rows.jsonl --environment games.py:Game --max-completion-length 24"
+        "rows.jsonl --environment games.py:Game --held-out --max-completion-length 24"
     )
 
 

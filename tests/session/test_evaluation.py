@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig
 from lockstep.errors import InputError
+from lockstep.run.closing import next_command
 from lockstep.run.evaluate import evaluate
 from lockstep.session.evaluation import normal_interval, pass_at_k, render, wilson_interval
 
@@ -169,6 +171,18 @@ def test_a_prompt_that_is_too_long_is_named_by_its_row(config: RunConfig, tmp_pa
 def test_a_task_without_problems(config: RunConfig) -> None:
     with pytest.raises(InputError, match="has no validation problems"):
         evaluate(replace(config, task=replace(config.task, validation_prompts=0, validation_data=None)))
+
+
+def test_rows_that_a_run_held_out_are_evaluated_by_its_next_command(
+    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text("def number(answer, **_):\n    return [float(n) for n in answer]\n")
+    task = replace(config.task, validation_data=None, validation_prompts=2, reward=(f"{tmp_path}/own.py:number",))
+    words = shlex.split(next_command(replace(config, task=task), tmp_path, None))
+    assert main([*words[1:2], "--json", "--model", str(config.model), *words[4:]]) == 0
+    assert json.loads(capsys.readouterr().out)["rewards/number/mean"] == 4.5  # of rows 4 and 5
+    assert main(["eval", "--model", str(config.model), "--task", "sum-digits", "--held-out"]) == 2
+    assert "--held-out has no effect without --data" in capsys.readouterr().err
 
 
 def test_the_command_reads_an_own_prompt_column(
