@@ -67,6 +67,27 @@ ROWS = [{"prompt": f"{a} + {b} =", "answer": str(a + b), "grid": [a, b]} for a i
 OF_ROWS = replace(SMALL, steps=1, recipe="dataset", task=lockstep.TaskConfig("dataset", validation_prompts=2))
 
 
+def look_up(words: str, most: int = 3) -> str:
+    """Look words up.
+
+    Args:
+        words: What to look for.
+        most: How many findings at most.
+    """
+    return words[:most]
+
+
+def test_the_cache_has_room_for_tools_beside_texts(tmp_path: Path) -> None:
+    config = replace(OF_ROWS, task=replace(OF_ROWS.task, max_turns=1, validation_prompts=0))
+    assert config.generator.kv_cache_tokens == 0
+    summary = lockstep.train(config, tmp_path / "run", data=ROWS, rewards=spread, tools=look_up)
+    first = json.loads((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()[0])
+    assert (
+        summary["steps_done"] == 1
+        and "Look words up" in bytes(t for t in first["prompt_token_ids"] if t < 256).decode()
+    )
+
+
 def right(completions, answer, grid, **_):
     return [
         float(len(text) % 3 + len(right) + sum(numbers))

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from ...environments import Environment, Problem, Said, Task, Tokens, plain
+from ...environments.tools import as_chat
 from ...errors import InputError
 from ...models import Decoder, WeightSource
 from ...models.tokenizer import check_size, encode_following, encode_prompt, encode_text, longest_token
@@ -98,16 +99,16 @@ class Policy:
     def longest_prompt(self, task: Task, environment: type[Environment], groups: int) -> tuple[int, str]:
         """Of the first step's and the validation problems the longest prompt's tokens, with its tools, and its row."""
         problems = [task.train_problem(0, g) for g in range(min(groups, PROBED_GROUPS))] + task.validation_problems()
-        shown = [self.tokens_with(tools).prompt for tools in environment.toolsets()]
-        return max((_length(encode, problem), problem.origin) for encode in shown for problem in problems)
+        shown = [(self.tokens_with(tools).prompt, bool(tools)) for tools in environment.toolsets()]
+        return max((_length(encode, chat, problem), problem.origin) for encode, chat in shown for problem in problems)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-def _length(encode: Callable[[Any], list[int]], problem: Problem) -> int:
+def _length(encode: Callable[[Any], list[int]], chat: bool, problem: Problem) -> int:
     try:
-        return len(encode(problem.prompt))
+        return len(encode(as_chat(problem.prompt) if chat else problem.prompt))  # a text alone shows no tools
     except InputError as error:
         raise InputError(f"{problem.origin}: {error}" if problem.origin else str(error)) from error
