@@ -82,10 +82,8 @@ def test_the_cache_has_room_for_tools_beside_texts(tmp_path: Path) -> None:
     assert config.generator.kv_cache_tokens == 0
     summary = lockstep.train(config, tmp_path / "run", data=ROWS, rewards=spread, tools=look_up)
     first = json.loads((tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()[0])
-    assert (
-        summary["steps_done"] == 1
-        and "Look words up" in bytes(t for t in first["prompt_token_ids"] if t < 256).decode()
-    )
+    shown = bytes(token for token in first["prompt_token_ids"] if token < 256).decode()
+    assert summary["steps_done"] == 1 and "Look words up" in shown
 
 
 def right(completions, answer, grid, **_):

@@ -151,7 +151,6 @@ def require_config(config: Any) -> None:
 
 def validate(config: RunConfig) -> RunConfig:
     """Return `config` when every field is usable; raise `InputError` naming the first that is not."""
-    require_config(config)
     config.validate()
     return config
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from ..errors import InputError, near, refuse
-from . import RunConfig, elsewhere, left_behind, with_arch, without
+from . import RunConfig, elsewhere, left_behind, require_config, with_arch, without
 
 
 def save(config: RunConfig, path: Path) -> None:
@@ -60,6 +60,7 @@ def load(
 def checked(config: RunConfig) -> RunConfig:
     """`config`, made in code, with every value of its field's type, whole numbers made floats where due; raises
     `InputError` naming the first that is not."""
+    require_config(config)
     return _dataclass(to_dict(config), config, "")
 
 

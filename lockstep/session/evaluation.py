@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import IO, Any, NamedTuple
 
-from ..config import RunConfig, of_generation, require_config, template_variables, validate, yaml_file
+from ..config import RunConfig, of_generation, template_variables, validate, yaml_file
 from ..distributed import World
 from ..environments import Collector, Environment, Limits, make_environment, make_task
 from ..environments.environment import SingleTurn, metrics_of
@@ -18,6 +18,7 @@ from ..environments.episodes import NewTokens, Sampler
 from ..environments.ranks.rollouts import Holders
 from ..errors import InputError, refuse
 from ..generator import Engine
+from ..generator.engine import beyond_context
 from ..trainer.shapes import PROMPT_MARGIN
 from ..types import VALIDATION_DOMAIN, RolloutGroup, SamplingParams
 from .build import training_sampling
@@ -56,10 +57,9 @@ def measured(
 ) -> dict[str, Any]:
     """`run.evaluate.evaluate`. Within `serving` environments are played that live elsewhere."""
     n, k, temperature, pass_reward, pass_threshold = by
-    require_config(config)
+    config = validate(yaml_file.checked(config))
     ks = _checked_ks(n, k)
     refuse(not math.isfinite(pass_threshold), f"--pass-threshold is {pass_threshold}; it must be a finite number")
-    config = validate(yaml_file.checked(config))
     task = make_task(config.task, config.trainer.prompts_per_step)
     problems = list(enumerate(task.validation_problems()))
     refuse(not problems, f"task {config.task.name} has no validation problems; give --data or task.validation_prompts")
@@ -85,8 +85,9 @@ def measured(
         sampling = replace(trained, n=n, temperature=temperature)
         check_sampling(sampling)
         longest, origin = world.each(lambda: llm.policy.longest_prompt(task, environment, 0))
+        wrong = beyond_context(longest, config.max_response_length, llm.context)
         too_long = config.task.turns == 1 and longest + config.max_response_length > llm.context
-        refuse(too_long, _too_long(origin, longest, config.max_response_length, llm.context))
+        refuse(too_long, f"{origin}: {wrong}" if origin else wrong)
         sizes = {"problems": len(problems), "tokens of the longest prompt": longest}
         world.same("the processes of this evaluation", lambda: sizes)
         sequences = world.generator.fsdp.most(len(problems)) * n
@@ -121,12 +122,6 @@ def measured(
     settings = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
     failed = {name: count for name in ("environment/errors", "groups_without_reward") if (count := counts.get(name))}
     return settings | _measures(groups, ks, decides, pass_threshold, found) | played | failed
-
-
-def _too_long(origin: str, prompt: int, new: int, context: int) -> str:
-    whose = f"{origin}: " if origin else ""
-    why = f"exceeds the model's context of {context}; shorten one of them (--max-completion-length)"
-    return f"{whose}prompt of {prompt} tokens plus {new} new ones {why}"
 
 
 def _checked_ks(n: int, k: Sequence[int]) -> list[int]:

@@ -185,7 +185,7 @@ def test_a_special_method_that_a_class_is_given_is_seen(monkeypatch: pytest.Monk
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "__call__", lambda self, *given: None, raising=False)
         assert loaded_code.difference() == "lockstep.models.decoder.Decoder.__call__ is not what was imported"
-    Decoder.__slotnames__ = []  # type: ignore[attr-defined] # as `copyreg` does
+    monkeypatch.setattr(Decoder, "__slotnames__", [], raising=False)  # as `copyreg` does
     assert loaded_code.difference() is None
 
 
