@@ -32,13 +32,6 @@ AHEAD = 1  # blocks launched on a GPU whose results have not been read when the 
 MIN_CONTEXT = 64  # tokens that a sequence has room for; doubled as longer requests come
 
 
-def beyond_context(prompt: int, new: int, context: int) -> str:
-    """What is wrong with so many tokens of a prompt and new ones."""
-    return (
-        f"prompt of {prompt} tokens plus {new} new ones exceeds the model's context of {context}; shorten one of them"
-    )
-
-
 class Engine:
     """Generates with the weights it is given, keeping a log-probability pair and the weights' version a token.
 
@@ -300,7 +293,8 @@ class Engine:
             (bool(sampling.stop) and self.detokenize is None, "stop strings need a tokenizer"),
             (
                 length > context,
-                beyond_context(len(prompt_ids), new, context),
+                f"prompt of {len(prompt_ids)} tokens plus {new} new ones exceeds the model's context of {context}; "
+                "shorten one of them",
             ),
             (
                 cache.pages_for(length) > cache.num_pages,

@@ -18,7 +18,6 @@ from ..environments.episodes import NewTokens, Sampler
 from ..environments.ranks.rollouts import Holders
 from ..errors import InputError, refuse
 from ..generator import Engine
-from ..generator.engine import beyond_context
 from ..trainer.shapes import PROMPT_MARGIN
 from ..types import VALIDATION_DOMAIN, RolloutGroup, SamplingParams
 from .build import training_sampling
@@ -85,9 +84,8 @@ def measured(
         sampling = replace(trained, n=n, temperature=temperature)
         check_sampling(sampling)
         longest, origin = world.each(lambda: llm.policy.longest_prompt(task, environment, 0))
-        wrong = beyond_context(longest, config.max_response_length, llm.context)
         too_long = config.task.turns == 1 and longest + config.max_response_length > llm.context
-        refuse(too_long, f"{origin}: {wrong}" if origin else wrong)
+        refuse(too_long, _too_long(origin, longest, config.max_response_length, llm.context))
         sizes = {"problems": len(problems), "tokens of the longest prompt": longest}
         world.same("the processes of this evaluation", lambda: sizes)
         sequences = world.generator.fsdp.most(len(problems)) * n
@@ -122,6 +120,12 @@ def measured(
     settings = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
     failed = {name: count for name in ("environment/errors", "groups_without_reward") if (count := counts.get(name))}
     return settings | _measures(groups, ks, decides, pass_threshold, found) | played | failed
+
+
+def _too_long(origin: str, prompt: int, new: int, context: int) -> str:
+    whose = f"{origin}: " if origin else ""
+    why = f"exceeds the model's context of {context}; shorten one of them (--max-completion-length)"
+    return f"{whose}prompt of {prompt} tokens plus {new} new ones {why}"
 
 
 def _checked_ks(n: int, k: Sequence[int]) -> list[int]:
