@@ -18,12 +18,14 @@ class Plugin(NamedTuple):
         graphs: it makes graphs of whole functions, for passes to act on and CUDA graphs to be recorded from.
         ranks: it works for several processes.
         by_sizes: what it makes depends on the sizes that were traced, so it is stored for these alone.
+        whole: of a recording, a graph has no pieces, and all its memory from the recordings' pool.
     """
 
     hook: Any = ""
     graphs: bool = True
     ranks: bool = True
     by_sizes: bool = False
+    whole: bool = False
 
     @property
     def shipped(self) -> bool:
@@ -45,7 +47,7 @@ BACKENDS = {
 RECORDINGS = {
     "none": Plugin(),
     "piecewise": Plugin("lockstep.graph.launch.piecewise:ATTENTION", ranks=False),
-    "full": Plugin(),
+    "full": Plugin(whole=True),
 }
 PASSES = ("canonicalize", "recompute", "fit", "reshard", "bucket", "reorder", "fuse")  # in the order of the default
 

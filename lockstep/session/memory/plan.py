@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...config import CompileConfig
+from ...config import RECORDINGS, CompileConfig, recordings
 from ...generator.cache_capacity import HOST_CACHE, per_sequence, rounded
 from . import terms
 from .terms import GIB
@@ -129,7 +129,8 @@ def _filled(w: Workload, memory: int, again: int, room: int, lent: bool = False)
 
 def _recorded_whole(w: Workload) -> bool:
     """Whether steps of both roles are recorded whole, so that each has all its memory from its pool."""
-    return w.on_gpu and _graphs(w) and w.config.compile.cudagraph_mode == "full"
+    modes = recordings(w.config.compile.cudagraph_mode or "none")
+    return w.on_gpu and _graphs(w) and all(RECORDINGS[mode].whole for mode in modes)
 
 
 def _again(w: Workload) -> tuple[int, int]:
