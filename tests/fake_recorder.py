@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.graph.launch.cudagraph import Run
 
@@ -33,6 +34,15 @@ class FakeRecorder:
         for i in lasting:
             outputs[i] = outputs[i].clone()
         return _FakeRecording(self, run, arguments, keep, outputs)
+
+    def capture(self, run: Run, arguments: Sequence[Tensor], lasting: Mapping[int, Tensor]) -> _FakeRecording:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            shaped = run([mode.from_tensor(argument) for argument in arguments])
+        outputs = [torch.full(x.shape, _garbage(x.dtype), dtype=x.dtype) for x in shaped]
+        self._in_pool += map(weakref.ref, outputs)
+        for i, tensor in lasting.items():
+            outputs[i] = tensor
+        return _FakeRecording(self, run, arguments, (), outputs)
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..timings import Timings
-from .ir.captured import Level
+from .ir.captured import Level, plain
 from .launch.launcher import GraphLauncher
 from .torch_private.trace import import_tracer
 
@@ -31,13 +31,14 @@ class WarmUp:
         ended: it is over; see `Runtime.end_warm_up`.
         late: graphs that were made since, each for a choice of statics and sizes, and layers' variants.
         launch: what is done with a graph that is called.
+        loaded: kernels of the graphs to come are, so that these need no launch before they are recorded.
     """
 
     def __init__(self, levels: Sequence[Level], first: Level, later: Level, timings: Timings, records: bool) -> None:
         self._levels, self._first, self._later = levels, first, later
         self._timings, self.records = timings, records
         self._lowered: dict[str, Level] = {}
-        self.ended, self.late = False, 0
+        self.ended, self.late, self.loaded = False, 0, False
         self.launch: Launch = self._launch
 
     def level(self, name: str) -> Level:
@@ -63,11 +64,12 @@ class WarmUp:
             with self._timings.measured("import_tracer"):  # on every rank at once
                 import_tracer()
             yield kernels
+        self.loaded |= compiles
 
     def making(self) -> AbstractContextManager[None]:
         """Within, programs make their graphs, and launch only those whose first launch leaves something behind. What
         others return is zero."""
-        return self.launching(self._launch if self.records else self._make)
+        return self.launching(self._make)
 
     @contextmanager
     def launching(self, launch: Launch) -> Iterator[None]:
@@ -79,13 +81,18 @@ class WarmUp:
             self.launch = before
 
     def _launch(self, graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
-        first = self.records and not graph.launches
+        first, graph.fresh = self.records and graph.fresh, False
         with self._timings.measured("record") if first else nullcontext():
             return graph(user, times)
 
     def _make(self, graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
-        blank = graph.blank()
-        return self._launch(graph, user, times) if blank is None else blank
+        without = not self.records or (self.loaded and plain(graph.captured))
+        if not without or (blank := graph.blank()) is None:
+            return self._launch(graph, user, times)
+        with self._timings.measured("record") if self.records and graph.fresh else nullcontext():
+            graph.record(blank)
+        graph.fresh = False
+        return blank
 
     def preload(self, kernels: Iterable[Any]) -> int:
         """Load kernels that a rehearsal listed in another process; how many there were."""
@@ -94,7 +101,9 @@ class WarmUp:
         from ..ops.precompile import preload
 
         with self._timings.measured("compile"):
-            return preload(kernels)
+            count = preload(kernels)
+        self.loaded |= count > 0
+        return count
 
 
 def rehearse(graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:

@@ -122,12 +122,15 @@ def make_ready(
         make_ahead(runtime, parts)
     elif kernels != session.preloaded:
         _precompile(session, kernels, parts, machine.rehearse)
+    else:
+        runtime.warm_up.loaded = True
     with runtime.warm_up.making():
         make_graphs()
     shared = runtime.share()
     if machine.check() or shared:
         for function in runtime.programs:
             function.close()
+        runtime.warm_up.loaded = False  # others replace them
         with runtime.warm_up.making():
             make_graphs()
     verdicts = []

@@ -51,7 +51,10 @@ def test_after_a_rehearsal_nothing_is_compiled(compiled: list[str]) -> None:
     assert all(map(torch.equal, state, trainer.state()[0].values()))
     assert not trainer.flat.grad.any() and not engine.cache.k.any()
     rehearsed = len(compiled)
+    with runtime.warm_up.making():  # recorded without a run
+        warm_up()
+    assert not any(runtime.launches.values()) and all(map(torch.equal, state, trainer.state()[0].values()))
     warm_up()
-    assert compiled[rehearsed:] == []
+    assert compiled[rehearsed:] == [] and runtime.replays == runtime.launches
     assert set(runtime.launches) == {"forward_backward", "optim_step", "check", "decode", "mixed"}
     runtime.close()

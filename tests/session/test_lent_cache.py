@@ -35,7 +35,7 @@ def config_of(model: Path, verify: str) -> RunConfig:
     )
 
 
-def made(monkeypatch: pytest.MonkeyPatch, config: RunConfig, lent: bool) -> TrainingSession:
+def made(monkeypatch: pytest.MonkeyPatch, config: RunConfig, lent: bool, loaded: bool = False) -> TrainingSession:
     def runtime(compile_config: CompileConfig, device: torch.device, *_: Any) -> Runtime:
         recorded = replace(compile_config, cudagraph_mode="full")
         return Runtime(recorded, device, FakeRecorder(), FakeRecorder() if lent else None)  # type: ignore[arg-type]
@@ -43,6 +43,7 @@ def made(monkeypatch: pytest.MonkeyPatch, config: RunConfig, lent: bool) -> Trai
     with monkeypatch.context() as patch:
         patch.setattr(session_build, "make_runtime", runtime)
         run = build(config)
+    run.runtime.warm_up.loaded = loaded
     session_warm_up.warm_up(run)
     return run
 
@@ -68,11 +69,12 @@ def apart(shallow: Path) -> list[Any]:
     return stepped(run)
 
 
-@pytest.mark.parametrize("verify", ["strict", "off"])
+@pytest.mark.parametrize(("verify", "loaded"), [("strict", False), ("strict", True), ("off", True)])
 def test_a_run_has_the_bits_of_one_whose_cache_lies_apart(
-    monkeypatch: pytest.MonkeyPatch, shallow: Path, apart: list[Any], verify: str
+    monkeypatch: pytest.MonkeyPatch, shallow: Path, apart: list[Any], verify: str, loaded: bool
 ) -> None:
-    run = made(monkeypatch, config_of(shallow, verify), lent=True)
+    """Whether graphs are recorded by a run of each, or without, as their kernels are loaded."""
+    run = made(monkeypatch, config_of(shallow, verify), lent=True, loaded=loaded)
     one, other = apart, stepped(run)
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):

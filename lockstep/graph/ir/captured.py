@@ -235,6 +235,12 @@ def op_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", node.op) if node.op == "call_function" else node.op
 
 
+def plain(captured: Captured) -> bool:
+    """Whether its first launch does no more than its others, once kernels of the package are loaded: it has no compiled
+    region and nothing of others', which may compile or measure at first, and no calls between recorded pieces."""
+    return not captured.split_at and all(map(is_exact, captured.graph.nodes)) and not outside(captured)
+
+
 def outside(captured: Captured) -> set[str]:
     """Operators and functions of neither this package nor torch nor Python."""
     found = set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -63,16 +63,28 @@ class CudaRecorder:
         """
         torch.cuda.empty_cache()  # memory that others left is of no use to the pool, which takes its own from here on
         results = [r.clone() for r in self.run(run, arguments)]  # outside the pool
+        recording = self.capture(run, arguments, {i: results[i] for i in lasting})
+        if in_pool := [i for i in range(len(results)) if i not in lasting]:
+            torch_trace.copy_all([recording.outputs[i] for i in in_pool], [results[i] for i in in_pool])
+        return recording
+
+    def capture(self, run: Run, arguments: Sequence[Tensor], lasting: Mapping[int, Tensor]) -> Recording:
+        """Record without a run before it, for which kernels are better loaded. Outputs hold nothing until a replay.
+
+        Args:
+            lasting: of outputs by number, tensors outside the pool that the recording copies them to.
+        """
+        torch.cuda.empty_cache()
+        torch.cuda.current_blas_handle()  # which is not made while a stream captures
         graph = torch.cuda.CUDAGraph()
         pool: Any = self._open_pool().id
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+        # A kernel that no run before has launched may be loaded meanwhile, which is not allowed but in this mode.
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="relaxed"):
             outputs = run(arguments)
             if lasting:
-                torch_trace.copy_all([results[i] for i in lasting], [outputs[i] for i in lasting])
-        for i in lasting:
-            outputs[i] = results[i]
-        if in_pool := [i for i in range(len(outputs)) if i not in lasting]:
-            torch_trace.copy_all([outputs[i] for i in in_pool], [results[i] for i in in_pool])
+                torch_trace.copy_all([*lasting.values()], [outputs[i] for i in lasting])
+        for i, tensor in lasting.items():
+            outputs[i] = tensor
         return _CudaRecording(graph, outputs)
 
     def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:

@@ -30,13 +30,14 @@ class GraphLauncher:
     Attributes:
         launches: runs so far, replays among them.
         replays: runs as a recorded graph.
+        fresh: it was neither launched nor recorded.
     """
 
     def __init__(
         self, captured: Captured, inputs: Inputs, recorder: CudaRecorder | None = None, lasting: Collection[str] = ()
     ) -> None:
         self.captured = captured
-        self.launches = self.replays = 0
+        self.launches, self.replays, self.fresh = 0, 0, True
         self._recorder = recorder if captured.recorded else None
         if captured.recorded and recorder is None:
             raise GraphError(f"{captured.title}: a CUDA graph needs a recorder")
@@ -104,6 +105,16 @@ class GraphLauncher:
         home = self.captured.inputs[0].device
         zeros = [torch.zeros(s, dtype=v.dtype, device=home) for s, v in zip(shapes, values, strict=True)]  # type: ignore[arg-type]
         return dict(zip(self.captured.outputs, zeros, strict=True))
+
+    def record(self, blank: Mapping[str, Tensor]) -> None:
+        """Record it, where it is to be recorded whole, without a run; `blank`: tensors like its outputs."""
+        if self._recorder is None or self._recording is not None:
+            return
+        self._check_addresses()
+        names = self.captured.outputs
+        lasting = {i: torch.empty_like(blank[names[i]]) for i in self._lasting}
+        with torch.inference_mode(False), torch.no_grad():
+            self._recording = self._recorder.capture(self._run, self._arguments, lasting)
 
     def _named(self, outputs: Sequence[Tensor]) -> Outputs:
         return Outputs(zip(self.captured.outputs, outputs, strict=True))

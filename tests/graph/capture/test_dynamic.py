@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -175,20 +176,30 @@ def gathered(t: Inputs) -> dict[str, Tensor]:
     return {"y": ops.gather_rows(t.user["x"], t.user["rows"]), "x": t.user["x"] + 1}
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_making_graphs_launches_only_those_that_are_recorded(runtime_of: Callable[..., Runtime], recorded: bool):
+@pytest.mark.parametrize(("recorded", "loaded"), [(False, False), (True, False), (True, True)])
+def test_making_graphs_launches_only_those_that_are_recorded_with_kernels_that_are_not_loaded(
+    runtime_of: Callable[..., Runtime], recorded: bool, loaded: bool
+):
     runtime = runtime_of(recorded)
+    runtime.warm_up.loaded, launched = loaded, recorded and not loaded
     _, static = function_of(runtime)
     function = runtime.program("g", gathered, static, {"buffer"}, DYNAMIC)
+    function.lasting = ("y",)
     for tokens, rows in ((5, 3), (8, 4)):
         user = inputs(tokens, rows).user
         with runtime.warm_up.making():
             blank = function(user)
-        assert static.buffer["rows_seen"].item() == (rows if recorded else 0)
-        outputs = function(user)
+            assert recorded == ("record" in runtime.timings.seconds)
+        assert static.buffer["rows_seen"].item() == (rows if launched else 0)
+        outputs, total = function(user), runtime.timings.seconds.get("record")
+        expected = gathered(replace(static, buffer={"rows_seen": torch.zeros(())}, user=user))
+        assert all(torch.equal(outputs[name], value) for name, value in expected.items())
         assert {k: (v.shape, v.dtype) for k, v in blank.items()} == {k: (v.shape, v.dtype) for k, v in outputs.items()}
-        assert recorded or not any(v.any() for v in blank.values())
+        assert launched or not any(v.any() for v in blank.values())
+        function(user)
+        assert torch.equal(outputs["y"], expected["y"]) and runtime.timings.seconds.get("record") == total
         static.buffer["rows_seen"].zero_()
+    assert runtime.replays["g"] == (runtime.launches["g"] - 2 * launched if recorded else 0)
 
 
 def test_a_graph_whose_shapes_are_computed_is_launched_to_have_them(runtime_of: Callable[..., Runtime]):
