@@ -202,6 +202,7 @@ def _precompile(
     except Exception as error:
         if world.size > 1:  # the others are in the middle of theirs
             raise
+        runtime.warm_up.loaded = False
         _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
 
 

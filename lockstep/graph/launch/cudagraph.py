@@ -63,7 +63,7 @@ class CudaRecorder:
         """
         torch.cuda.empty_cache()  # memory that others left is of no use to the pool, which takes its own from here on
         results = [r.clone() for r in self.run(run, arguments)]  # outside the pool
-        recording = self.capture(run, arguments, {i: results[i] for i in lasting})
+        recording = self._captured(run, arguments, {i: results[i] for i in lasting}, "thread_local")
         if in_pool := [i for i in range(len(results)) if i not in lasting]:
             torch_trace.copy_all([recording.outputs[i] for i in in_pool], [results[i] for i in in_pool])
         return recording
@@ -75,11 +75,15 @@ class CudaRecorder:
             lasting: of outputs by number, tensors outside the pool that the recording copies them to.
         """
         torch.cuda.empty_cache()
-        torch.cuda.current_blas_handle()  # which is not made while a stream captures
+        torch.cuda.current_blas_handle()  # is made before a stream captures
+        return self._captured(run, arguments, lasting, "relaxed")  # in which kernels of torch may be loaded
+
+    def _captured(
+        self, run: Run, arguments: Sequence[Tensor], lasting: Mapping[int, Tensor], errors: str
+    ) -> _CudaRecording:
         graph = torch.cuda.CUDAGraph()
         pool: Any = self._open_pool().id
-        # A kernel that no run before has launched may be loaded meanwhile, which is not allowed but in this mode.
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="relaxed"):
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=errors):
             outputs = run(arguments)
             if lasting:
                 torch_trace.copy_all([*lasting.values()], [outputs[i] for i in lasting])
