@@ -64,7 +64,6 @@ class WarmUp:
             with self._timings.measured("import_tracer"):  # on every rank at once
                 import_tracer()
             yield kernels
-        self.loaded |= compiles
 
     def making(self) -> AbstractContextManager[None]:
         """Within, programs make their graphs, and launch only those whose first launch leaves something behind. What
@@ -101,9 +100,7 @@ class WarmUp:
         from ..ops.precompile import preload
 
         with self._timings.measured("compile"):
-            count = preload(kernels)
-        self.loaded |= count > 0
-        return count
+            return preload(kernels)
 
 
 def rehearse(graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:

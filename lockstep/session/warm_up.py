@@ -123,7 +123,7 @@ def make_ready(
     elif kernels != session.preloaded:
         _precompile(session, kernels, parts, machine.rehearse)
     else:
-        runtime.warm_up.loaded = True
+        _note_loaded(session)
     with runtime.warm_up.making():
         make_graphs()
     shared = runtime.share()
@@ -180,9 +180,11 @@ def _precompile(
     """Compile the kernels of all graphs side by side, or load those that an earlier start compiled. Should that fail,
     each is compiled when it is first launched."""
     runtime, world = session.runtime, session.world
+    runtime.warm_up.loaded = False
     try:
         listed = world.from_first(lambda: user_folder.read(path) or ())
         if all(world.gather(runtime.warm_up.preload(listed))):
+            _note_loaded(session)
             return
 
         def rehearse(kernels: Kernels) -> None:
@@ -202,7 +204,6 @@ def _precompile(
     except Exception as error:
         if world.size > 1:  # the others are in the middle of theirs
             raise
-        runtime.warm_up.loaded = False
         _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
 
 
@@ -216,7 +217,13 @@ def _compiled(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
     world.gather(None)  # they are compiled
     if not compiles:
         warm_up.preload(kernels.named)
+    _note_loaded(session)
     return [*kernels.named]
+
+
+def _note_loaded(session: Session) -> None:
+    """Graphs need no launch before they are recorded, unless it is one of kernels that may tune themselves at it."""
+    session.runtime.warm_up.loaded = not linear_choice.offers
 
 
 def _rehearse_check(run: TrainingSession) -> None:

@@ -197,6 +197,27 @@ def nudges_a_bit(captured):
     return result, "the same, nearly"
 
 
+class OwnCall(Region):
+    """A function of one's own, which may compile itself when it is first called."""
+
+    exact = True
+
+
+@pytest.mark.parametrize(
+    ("mode", "call", "launches"),
+    [("full", None, 0), ("full", Region(0.0), 1), ("full", OwnCall(0.0), 1), ("piecewise", None, 0)],
+)
+def test_without_a_run_only_whole_graphs_of_known_operators_are_recorded(
+    mode: str, call: Region | None, launches: int
+) -> None:
+    runtime = runtime_at(mode, None, *([] if call is None else [Pass("call", False, call.put_in)]))
+    runtime.warm_up.loaded = True
+    step = Step(runtime)
+    with runtime.warm_up.making():
+        step.function(step.case("one").user)
+    assert runtime.launches["step"] == step.row.item() == launches
+
+
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_what_is_before_a_region_has_eagers_bits_all_the_same(mode: str) -> None:
     region = Pass("region", False, Region(1e-6).put_in)

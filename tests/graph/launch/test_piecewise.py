@@ -14,7 +14,7 @@ from torch._library.custom_ops import OPDEFS
 from lockstep import ops
 from lockstep.config import CompileConfig
 from lockstep.graph import GraphError, Inputs, capture, pipeline, run_passes, verify
-from lockstep.graph.ir.captured import Captured, op_name
+from lockstep.graph.ir.captured import Captured, op_name, plain
 from lockstep.graph.launch.piecewise import ATTENTION, Piecewise, split
 from lockstep.graph.passes import recorded
 from lockstep.graph.torch_private import trace as torch_trace
@@ -58,7 +58,8 @@ class Toy:
 
 
 def test_a_graph_is_split_at_the_calls_and_only_tensors_cross() -> None:
-    parts = split(Toy().captured())
+    captured = Toy().captured()
+    parts = split(captured)
     assert [part.recorded for part in parts] == [True, False, True, False, True, False]
     names = [[op_name(n) for n in part.module.graph.nodes if n.op == "call_function"] for part in parts]
     assert [sum(name in BETWEEN for name in part) for part in names] == [0, 1, 0, 1, 0, 0]
@@ -69,6 +70,8 @@ def test_a_graph_is_split_at_the_calls_and_only_tensors_cross() -> None:
     ]
     assert names[-1] == ["aten.slice"]  # only gathers outputs
     assert all(op_name(node) not in ("aten.view", "aten.select") for part in parts for node in part.results)
+    whole = replace(captured, split_at=frozenset())
+    assert plain(whole) and not plain(captured)  # the calls between pieces run when these are recorded
 
 
 def test_replays_see_each_others_values_and_new_inputs() -> None:
