@@ -54,7 +54,7 @@ def test_train_is_the_command(tmp_path: Path) -> None:
 
 
 def test_resuming(tmp_path: Path) -> None:
-    lockstep.train(SMALL, tmp_path / "run")
+    lockstep.train(replace(SMALL, recipe="sum-digits"), tmp_path / "run")  # which was the name without one
     lockstep.train(replace(SMALL, steps=3), tmp_path / "run", resume=True)
     assert len(rewards_of(tmp_path / "run")) == 3
     with pytest.raises(InputError, match="seed is 0 there and 1 here"):

@@ -25,8 +25,8 @@ _NO_MASK = "on attention native; set attention to flex, or remove the mask"
 class RunConfig(Section):
     """A resolved run: what config.yaml holds and `--config` replays."""
 
-    recipe: str = "sum-digits"
-    """Name of the recipe this came from."""
+    recipe: str = "custom"
+    """Name of the recipe this came from; custom for none."""
     model: str | None = None
     """Hugging Face folder or hub id; without it a tiny random model is made."""
     arch: str = "tiny"

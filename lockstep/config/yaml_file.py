@@ -128,7 +128,7 @@ def _begin(values: Any, recipes: Recipes, model: str | None) -> RunConfig:
     if not values and values in (None, {}):
         raise InputError(f"the file holds no key; name what it begins from, such as recipe: {next(iter(recipes))}")
     name = values.get("recipe") if isinstance(values, dict) else None
-    if name is None:
+    if name in (None, RunConfig.recipe):
         return RunConfig()
     if isinstance(name, str) and name in recipes:
         model = model or values.get("model")

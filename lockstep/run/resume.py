@@ -29,7 +29,7 @@ CHECKPOINTS, FINAL_MODEL, MODELS = "checkpoints", "model", "models"
 # How processes lie, which any others go on for.
 LAYOUT = tuple(f"parallel.{name}" for name in ("fsdp", "tp", "zero_stage", "generator_tp", "symmetric_memory"))
 # What no bit of a step depends on.
-FREE = {*LAYOUT, "steps", "parallel.timeout", *(f"checkpoint.{name}" for name in vars(CheckpointConfig()))}
+FREE = {*LAYOUT, "recipe", "steps", "parallel.timeout", *(f"checkpoint.{name}" for name in vars(CheckpointConfig()))}
 FREE |= {f"metrics.{name}" for name in vars(MetricsConfig())}
 ONLY = "only --steps, --checkpoint, --metrics and how processes lie may change"
 _NAMED = ("attention_mask", "loss.loss_type", "task.environment")  # path.py:name

@@ -138,6 +138,13 @@ def test_what_a_file_leaves_out_is_the_recipes(tmp_path: Path) -> None:
     assert yaml_file.load(path, RECIPES) == expected
 
 
+@pytest.mark.parametrize("more", ["", "recipe: custom\n"])
+def test_a_file_without_a_recipe_has_the_name_of_none(tmp_path: Path, more: str) -> None:
+    (path := tmp_path / "my.yaml").write_text(f"{more}steps: 3\n")
+    config = parse(["train", "--config", str(path), "--seed", "2"]).resolved()
+    assert config == RunConfig(steps=3, seed=2) and config.recipe == "custom" not in RECIPES
+
+
 def test_a_model_beside_a_file_is_what_its_recipe_is_for(tmp_path: Path) -> None:
     (path := tmp_path / "my.yaml").write_text("recipe: sum-digits\nsteps: 3\n")
     flags = parse(["train", "--config", str(path), "--model", "org/model"])
