@@ -31,7 +31,7 @@ from lockstep.cli import flags
 from lockstep.cli.main import main
 from lockstep.cli.resolve import parse
 from lockstep.config import RunConfig, elsewhere, recipes, yaml_file
-from lockstep.models.init import init_folder
+from lockstep.models.init import architecture, init_folder
 
 pytestmark = pytest.mark.usefixtures("shallow_models")
 ROOT = Path(lockstep.__file__).parents[1]
@@ -202,7 +202,7 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
         "run.train": SimpleNamespace(train=lambda *_: {}),
         "session.precompile": SimpleNamespace(precompile=lambda *_: {}, render=str),
         "session.parity_check": SimpleNamespace(check_model=lambda *_: done),
-        "models.init": SimpleNamespace(init_folder=lambda *_: {}),
+        "models.init": SimpleNamespace(init_folder=lambda *_: {}, architecture=architecture),
         "run.evaluate": SimpleNamespace(evaluate=lambda *_, **__: {}),
         "session.evaluation": SimpleNamespace(render=str),
         "serve.server": SimpleNamespace(serve=lambda *_: None),

@@ -46,11 +46,11 @@ class Outcome:
     code: int = 0
 
 
-def recipe(name: str, kind: str, model: str | None) -> RunConfig:
-    """The configuration of the recipe `name`, which messages call a `kind`."""
+def recipe(name: str, kind: str) -> Callable[..., RunConfig]:
+    """The recipe `name`, which messages call a `kind`."""
     if name not in recipes.RECIPES:
         raise InputError(f"unknown {kind} {name!r}; {suggest(name, recipes.RECIPES)}")
-    return recipes.RECIPES[name](model)
+    return recipes.RECIPES[name]
 
 
 def _train(flags: Train) -> Outcome:
@@ -222,7 +222,7 @@ def _heading(index: int, total: int) -> str:
 
 
 def _eval(flags: Eval) -> Outcome:
-    base = recipe(flags.task, "task", "")  # any folder alike, before it was trained and after
+    base = recipe(flags.task, "task")("")  # any folder alike, before it was trained and after
     check_generation(flags.compile)
     refuse(not flags.easy and flags.task != "sum-digits", f"--no-easy has no effect on {flags.task}; remove it")
     refuse(flags.held_out and not flags.data, "--held-out has no effect without --data; remove it")

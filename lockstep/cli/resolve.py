@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
 import tyro
 
 from ..api import resumed
-from ..config import RunConfig, left_behind, recipes, unread, with_arch, without, yaml_file
+from ..config import RunConfig, left_behind, recipes, unread, without, yaml_file
 from ..errors import InputError, refuse
-from ..machine import launched, several_processes
+from ..machine import first_imports, launched, require_addresses, several_processes, told
 from .commands import COMMANDS, recipe
 from .flags import Plan, Precompile, Train, refuse_unknown, spelled_out
 
@@ -97,10 +98,25 @@ def _base(flags: _Run, given: set[str]) -> RunConfig:
         if flags.run_dir is not None:
             raise InputError("--run-dir has no effect with --resume, which continues in the folder it names; remove it")
         return resumed(resume)
+    asked: dict[str, Any] = {name: getattr(flags, name) for name in ("model", "arch") if name in given}
     if flags.config is not None:
-        return yaml_file.load(flags.config, recipes.RECIPES, model=flags.model if "model" in given else None)
+        return yaml_file.load(flags.config, RECIPES, flags=asked)
     name = flags.recipe or recipes.DEFAULT
-    begin = with_arch(recipe(name, "recipe", flags.model), given)
+    begin = _of(recipe(name, "recipe"), asked.get("model"), asked.get("arch"))
     if launched().rank == 0 and (remark := recipes.remark(name, flags.model)):
         print(remark, file=sys.stderr)
     return begin
+
+
+def _of(recipe: Callable[..., RunConfig], model: str | None, arch: str | None) -> RunConfig:
+    """What a recipe gives for the model that was asked for, or without one for the random model of an architecture."""
+    begin = recipe(model)
+    if model is not None or arch is None or (begin.model, begin.arch) == (None, arch):
+        return begin
+    require_addresses()
+    with told("importing torch"), first_imports():
+        from ..models.init import architecture
+    return recipe(None, architecture(arch).hidden_size)
+
+
+RECIPES = {name: functools.partial(_of, recipe) for name, recipe in recipes.RECIPES.items()}

@@ -18,7 +18,6 @@ from .run import (
     resolve_parallel,
     unread,
     validate,
-    with_arch,
     without,
 )
 from .sections.checkpoint import CheckpointConfig

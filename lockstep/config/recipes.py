@@ -1,4 +1,5 @@
-"""Recipes: named functions from the model that was asked for (or None) to a `RunConfig`.
+"""Recipes: named functions from the model that was asked for (or None) to a `RunConfig`. `width` is the `hidden_size`
+of a random model in place of the recipe's own.
 
 Flags of the command line override what they set.
 """
@@ -13,11 +14,11 @@ from .random_weights import random_width
 _TINY_WIDTH, _WIDTH_100M = 128, 768  # `hidden_size` of the random models that rates were chosen on
 
 
-def sum_digits(model: str | None) -> RunConfig:
+def sum_digits(model: str | None, width: int | None = None) -> RunConfig:
     """Add up digits. Without a model, a tiny random one learns an easy form: minutes on a laptop's CPU, a short
     supervised warm-up first. So does a folder with random weights that `lockstep init` made, at rates that fall with
     its width. With another model, the full form: 5 prompts of 8 samples and 100 tokens."""
-    width = _TINY_WIDTH if model is None else random_width(model)  # None: it is trained
+    width = width or (_TINY_WIDTH if model is None else random_width(model))  # None: it is trained
     if width is None:
         return RunConfig(
             recipe="sum-digits",
@@ -26,7 +27,7 @@ def sum_digits(model: str | None) -> RunConfig:
             sampling=SamplingConfig(temperature=0.8, top_p=0.95),
             optimizer=OptimizerConfig(learning_rate=2e-6, weight_decay=0.1, warmup_steps=2),
         )
-    narrower = _TINY_WIDTH / width
+    narrower, own = _TINY_WIDTH / width, model is None and width == _TINY_WIDTH
     return RunConfig(
         recipe="sum-digits",
         model=model,
@@ -40,15 +41,15 @@ def sum_digits(model: str | None) -> RunConfig:
         # A right answer is 20 tokens with its end. Without a price on more, nothing keeps the model from rambling on.
         loss=LossConfig(loss_type="dapo", overlong_buffer=4, scale_rewards="group"),
         optimizer=OptimizerConfig(learning_rate=1.5e-4 * narrower, beta2=0.99, warmup_steps=10, lr_scheduler="linear"),
-        checkpoint=CheckpointConfig(interval=25 if model is None else 0),  # of a larger one it takes gigabytes
+        checkpoint=CheckpointConfig(interval=25 if own else 0),  # of a larger one it takes gigabytes
     )
 
 
-def word_arithmetic(model: str | None) -> RunConfig:
+def word_arithmetic(model: str | None, width: int | None = None) -> RunConfig:
     """Short stories of additions and subtractions. Without a model, a random one of 100 million parameters
     trains on them, a supervised warm-up first: meant for a GPU. So does a folder with random weights that
     `lockstep init` made, at rates that fall with its width."""
-    width = _WIDTH_100M if model is None else random_width(model)  # None: it is trained
+    width = width or (_WIDTH_100M if model is None else random_width(model))  # None: it is trained
     arch = "qwen3-100m" if model is None else RunConfig.arch
     warm_up, rate, narrower = (0, 2e-5, 1.0) if width is None else (2000, 5e-5, _WIDTH_100M / width)
     return RunConfig(
@@ -66,11 +67,11 @@ def word_arithmetic(model: str | None) -> RunConfig:
     )
 
 
-def gsm8k(model: str | None) -> RunConfig:
+def gsm8k(model: str | None, width: int | None = None) -> RunConfig:
     """Grade-school mathematics (`--data` FILE.jsonl with question and answer) with a small pretrained model."""
     return RunConfig(
         recipe="gsm8k",
-        model=model or "Qwen/Qwen3-0.6B",
+        model=model or (None if width else "Qwen/Qwen3-0.6B"),
         steps=200,
         task=TaskConfig(name="gsm8k", validation_prompts=100, validation_interval=50),
         sampling=SamplingConfig(num_generations=8, max_completion_length=512),
@@ -79,11 +80,11 @@ def gsm8k(model: str | None) -> RunConfig:
     )
 
 
-def dataset(model: str | None) -> RunConfig:
+def dataset(model: str | None, width: int | None = None) -> RunConfig:
     """Your own prompts (`--data`) and reward functions (`--reward`) with a small pretrained model."""
     return RunConfig(
         recipe="dataset",
-        model=model or "Qwen/Qwen3-0.6B",
+        model=model or (None if width else "Qwen/Qwen3-0.6B"),
         steps=100,
         task=TaskConfig(name="dataset"),
         sampling=SamplingConfig(num_generations=8, max_completion_length=256),
@@ -92,7 +93,7 @@ def dataset(model: str | None) -> RunConfig:
     )
 
 
-RECIPES: dict[str, Callable[[str | None], RunConfig]] = {
+RECIPES: dict[str, Callable[..., RunConfig]] = {
     "sum-digits": sum_digits,
     "word-arithmetic": word_arithmetic,
     "gsm8k": gsm8k,

@@ -178,11 +178,6 @@ def left_behind(c: RunConfig, begin: RunConfig, given: Collection[str]) -> list[
     return [path for path in _without_effect(c) if path not in read_before and path not in given]
 
 
-def with_arch(begin: RunConfig, given: Collection[str]) -> RunConfig:
-    """`begin` without its recipe's model, where the fields `given` have an architecture and no model: a random one."""
-    return replace(begin, model=None) if "arch" in given and "model" not in given else begin
-
-
 def without(c: RunConfig, paths: Iterable[str]) -> RunConfig:
     """`c` with the defaults of these dotted fields."""
     for section, _, name in (path.rpartition(".") for path in paths):

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from ..errors import InputError, near, refuse
-from . import RunConfig, elsewhere, left_behind, require_config, with_arch, without
+from . import RunConfig, elsewhere, left_behind, require_config, without
 
 
 def save(config: RunConfig, path: Path) -> None:
@@ -21,17 +21,20 @@ def save(config: RunConfig, path: Path) -> None:
     path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
 
 
-Recipes = Mapping[str, Callable[[str | None], RunConfig]]
+Recipes = Mapping[str, Callable[[str | None, str | None], RunConfig]]  # of the model and the architecture asked for
 
 
 def load(
-    path: Path, recipes: Recipes | None = None, begin: RunConfig | None = None, model: str | None = None
+    path: Path,
+    recipes: Recipes | None = None,
+    begin: RunConfig | None = None,
+    flags: Mapping[str, str] = types.MappingProxyType({}),
 ) -> RunConfig:
     """Read a config.yaml. A key that is left out has its value in `begin`, by default that of its dataclass.
 
-    With `recipes`, keys that the file leaves out are those of the recipe that it names, for its model or for `model` in
-    its place. It must be one unless none is left out, and a file without any key is refused. What the recipe sets for
-    an algorithm or a task in whose place the file has another falls away.
+    With `recipes`, keys that the file leaves out are those of the recipe that it names, for its model and architecture
+    or those of `flags` in their place. It must be one unless none is left out, and a file without any key is refused.
+    What the recipe sets for an algorithm or a task in whose place the file has another falls away.
 
     Raises `InputError`, naming the file and the key, for anything unreadable, unknown, given twice or of a wrong type.
     """
@@ -50,7 +53,7 @@ def load(
     try:
         if recipes is None:
             return _dataclass({} if values is None else values, begin or RunConfig(), "")
-        begin = _begin(values, recipes, model)
+        begin = _begin(values, recipes, flags)
         config = _dataclass(values, begin, "")
         return without(config, left_behind(config, begin, _dotted(values)))
     except InputError as error:
@@ -123,7 +126,7 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _begin(values: Any, recipes: Recipes, model: str | None) -> RunConfig:
+def _begin(values: Any, recipes: Recipes, flags: Mapping[str, str]) -> RunConfig:
     """What the keys that a file leaves out are taken from: the recipe that it names."""
     if not values and values in (None, {}):
         raise InputError(f"the file holds no key; name what it begins from, such as recipe: {next(iter(recipes))}")
@@ -131,8 +134,8 @@ def _begin(values: Any, recipes: Recipes, model: str | None) -> RunConfig:
     if name in (None, RunConfig.recipe):
         return RunConfig()
     if isinstance(name, str) and name in recipes:
-        model = model or values.get("model")
-        return with_arch(recipes[name](model if isinstance(model, str) else None), values)
+        asked = {key: value for key, value in (values | flags).items() if isinstance(value, str)}
+        return recipes[name](asked.get("model"), asked.get("arch"))
     whole = to_dict(RunConfig())
     if values.keys() >= whole.keys() and all(
         isinstance(values[key], dict) and values[key].keys() >= inner.keys()

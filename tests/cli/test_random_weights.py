@@ -98,6 +98,20 @@ def test_rates_fall_with_the_width(name: str, folder: Path) -> None:
     assert rates[0] == pytest.approx([4 * rate for rate in rates[1]])
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_architecture_is_taken_as_a_folder_of_it(run: Recorder, folder: Path, name: str) -> None:  # noqa: F811
+    rows = {"gsm8k": "--data d", "dataset": "--data d --reward m:f"}.get(name, "")
+    edited(hidden_size=1024)(folder)
+    of_folder = resolved(run, f"{name} {rows} --model {folder}")
+    expected = replace(of_folder, model=None, arch="qwen3-0.6b")
+    assert resolved(run, f"{name} {rows} --arch qwen3-0.6b") == expected
+    config = resolved(run, f"{name} {rows} --arch qwen3-0.6b --optimizer.learning-rate 1e-5")
+    assert config == replace(expected, optimizer=replace(expected.optimizer, learning_rate=1e-5))
+    for more, flag in (("arch: qwen3-0.6b", ""), ("", "--arch qwen3-0.6b")):
+        Path("my.yaml").write_text(f"recipe: {name}\n{more}\n")
+        assert resolved(run, f"--config my.yaml {rows} {flag}") == expected
+
+
 def test_one_line_says_why_and_flags_win(
     run: Recorder,  # noqa: F811
     folder: Path,

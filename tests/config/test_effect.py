@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.cli import resolve
 from lockstep.cli.main import main
 from lockstep.cli.resolve import parse
 from lockstep.config import (
@@ -133,9 +134,9 @@ def test_what_a_file_leaves_out_is_the_recipes(tmp_path: Path) -> None:
     path.write_text("recipe: word-arithmetic\nmodel: org/model\nsteps: 7\ntask: {validation_interval: 5}\n")
     begin = RECIPES["word-arithmetic"]("org/model")
     expected = replace(begin, steps=7, task=replace(begin.task, validation_interval=5))
-    assert yaml_file.load(path, RECIPES) == expected
+    assert yaml_file.load(path, resolve.RECIPES) == expected
     yaml_file.save(expected, path)
-    assert yaml_file.load(path, RECIPES) == expected
+    assert yaml_file.load(path, resolve.RECIPES) == expected
 
 
 @pytest.mark.parametrize("more", ["", "recipe: custom\n"])
@@ -156,33 +157,33 @@ def test_a_model_beside_a_file_is_what_its_recipe_is_for(tmp_path: Path) -> None
 def test_an_architecture_alone_is_in_place_of_the_recipes_model(tmp_path: Path, name: str) -> None:
     (path := tmp_path / "my.yaml").write_text(f"recipe: {name}\narch: tiny-llama\n")
     expected = replace(RECIPES[name](None), model=None, arch="tiny-llama")
-    assert yaml_file.load(path, RECIPES) == expected
+    assert yaml_file.load(path, resolve.RECIPES) == expected
     assert parse(["train", name, "--arch", "tiny-llama"]).resolved() == expected
     assert parse(["train", name]).resolved().model == RECIPES[name](None).model is not None
     path.write_text(f"recipe: {name}\narch: tiny\nmodel: m\n")
-    assert yaml_file.load(path, RECIPES).model == "m"
+    assert yaml_file.load(path, resolve.RECIPES).model == "m"
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_a_file_with_another_algorithm_than_its_recipe(tmp_path: Path, loss_type: str) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(f"recipe: sum-digits\nloss: {{loss_type: {loss_type}}}\n")
-    loss = validate(yaml_file.load(path, RECIPES)).loss
+    loss = validate(yaml_file.load(path, resolve.RECIPES)).loss
     assert (loss.overlong_buffer > 0) == (loss_type == "dapo")
     assert (loss.scale_rewards == "group") == (loss_type in READ_BY["scale_rewards"])
     path.write_text(f"recipe: sum-digits\nloss: {{loss_type: {loss_type}, overlong_buffer: 4}}\n")
     if loss_type != "dapo":
         with pytest.raises(InputError, match=f"loss.overlong_buffer has no effect on loss_type {loss_type}"):
-            validate(yaml_file.load(path, RECIPES))
+            validate(yaml_file.load(path, resolve.RECIPES))
 
 
 def test_a_whole_file_of_ones_own_recipe_is_replayed(tmp_path: Path) -> None:
     path, config = tmp_path / "my.yaml", RunConfig(recipe="of my own", steps=3)
     yaml_file.save(config, path)
-    assert yaml_file.load(path, RECIPES) == config
+    assert yaml_file.load(path, resolve.RECIPES) == config
     path.write_text("".join(line for line in path.read_text().splitlines(True) if "top_k" not in line))
     with pytest.raises(InputError, match="recipe is 'of my own', which is none"):
-        yaml_file.load(path, RECIPES)
+        yaml_file.load(path, resolve.RECIPES)
 
 
 def test_hints_for_an_unknown_flag_name_each_once(capsys: pytest.CaptureFixture[str]) -> None:
