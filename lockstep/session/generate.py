@@ -24,6 +24,7 @@ from ..config import (
     check_layout,
     validate,
 )
+from ..environments import checked_messages
 from ..errors import InputError, LockstepError, NonFiniteError, refuse
 from ..generator import Engine, pays_by_group
 from ..models.tokenizer import TextStream
@@ -271,8 +272,9 @@ class LLM(Session):
             return parts
         if not isinstance(prompt, str) and not (parts and all(isinstance(part, dict) for part in parts)):
             raise InputError(f"prompt {index + 1} is {prompt!r:.40}; it must be text, chat messages, or token ids")
+        given = prompt if isinstance(prompt, str) else checked_messages(parts, f"prompt {index + 1}")
         try:
-            return self.policy.encode(prompt if isinstance(prompt, str) else parts)
+            return self.policy.encode(given)
         except InputError as error:
             raise InputError(f"prompt {index + 1}: {error}") from error
 

@@ -88,10 +88,10 @@ def test_a_prompt_column_comes_before_question_and_answer(tmp_path: Path) -> Non
     assert (problem.prompt, problem.columns) == ("p", {"question": "q", "answer": "a"})
 
 
-def test_an_answer_of_the_past_may_have_calls_alone(tmp_path: Path) -> None:
+def test_an_answer_of_the_past_may_have_calls_alone_or_nothing(tmp_path: Path) -> None:
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
     said = [{"role": "assistant", "tool_calls": calls, **content} for content in ({}, {"content": None})]
-    prompt = [*said, {"role": "tool", "content": "1"}]
+    prompt = [*said, {"role": "assistant", "content": ""}, {"role": "tool", "content": "1"}]
     (problem,) = read_problems(write(tmp_path / "rows.jsonl", [{"prompt": prompt}]))
     assert problem.prompt == [{"role": "assistant", "tool_calls": calls, "content": ""}] * 2 + prompt[2:]
 
@@ -121,6 +121,8 @@ GOOD = '{"prompt": "p"}'
             '{"prompt": [{"role": "usr", "content": "a"}]}',
             "line 2: prompt message 0 has the role 'usr'; did you mean user?",
         ),
+        ('{"prompt": [{"role": "assistant"}]}', "line 2: prompt message 0 must be an object with role and content"),
+        ('{"prompt": [{"role": "user", "content": ""}]}', "line 2: prompt message 0 must be an object with role"),
         ('{"prompt": [{"role": "user"}]}', "line 2: prompt message 0 must be an object with role and content"),
         ('{"prompt": [{"role": "assistant", "content": "a"}]}', "line 2: prompt: the last message .*, so remove it"),
         ('{"prompt": "p", "a": {"b": 1, "c": 2, "b": 3}}', "line 2 has the key 'b' twice"),

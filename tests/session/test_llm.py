@@ -177,6 +177,9 @@ def test_one_sample_of_several_is_asked_for_by_its_number(model: Path, llm: LLM)
     assert [found[sample] for sample in (1, 2, 3)] == expected[1:]
 
 
+USER = {"role": "user", "content": "x"}
+
+
 @pytest.mark.parametrize(
     ("prompts", "sampling", "message"),
     [
@@ -189,6 +192,10 @@ def test_one_sample_of_several_is_asked_for_by_its_number(model: Path, llm: LLM)
         ([[5], [512]], SHORT, "prompt 2: token id 512 is outside the model's vocabulary of 512"),
         ([[]], SHORT, r"prompt 1 is \[\]; it must be text"),
         (5, SHORT, "the prompts are of type int"),
+        ([{"role": "user"}], SHORT, "prompt 1 message 0 must be an object with role and content, both texts"),
+        (["x", [USER, {"role": 1, "content": "y"}]], SHORT, "prompt 2 message 1 must be an object with role and cont"),
+        ([{"role": "usr", "content": "x"}], SHORT, "prompt 1 message 0 has the role 'usr'; did you mean user?"),
+        ([USER, {"role": "assistant", "content": "x"}], SHORT, "prompt 1: the last message is the assistant's"),
         ("x", {"n": 1}, "sampling is of type dict; it must be SamplingParams, or a list with one for each prompt"),
         (["x", "y"], [SHORT, 3], "sampling is of type int; it must be SamplingParams"),
         (["x", "y"], [], "there are 2 prompts and 0 sampling parameters; give one each"),

@@ -176,21 +176,29 @@ def _checked_prompt(prompt: Any, where: str) -> Prompt:
         if isinstance(prompt, str) and prompt:
             found = "half a surrogate pair, which is no text"
         raise InputError(f"{where} is {found}; it must be a text or a list of chat messages")
-    for index, message in enumerate(prompt):
-        texts = ["role"] if _calls_alone(message) else ["role", "content"]
+    return checked_messages(prompt, where)
+
+
+def checked_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
+    """Chat messages, one at least, as templates take them. Raises `InputError`, naming `where` and the message, for one
+    without a role and a text, and where there is nothing to answer."""
+    for index, message in enumerate(messages):
+        texts = ["role"] if _is_silent(message) else ["role", "content"]
         if not isinstance(message, dict) or not all(_is_text(message.get(key)) for key in texts):
             raise InputError(f"{where} message {index} must be an object with role and content, both texts")
         role = message["role"]
         if role not in ROLES and (near := difflib.get_close_matches(role, ROLES, n=1, cutoff=0.75)):
             raise InputError(f"{where} message {index} has the role {role!r}; did you mean {near[0]}?")
-    if prompt[-1]["role"] == "assistant":
+    if messages[-1]["role"] == "assistant":
         raise InputError(f"{where}: the last message is the assistant's; the completion comes there, so remove it")
-    return [{**message, "content": ""} if _calls_alone(message) else message for message in prompt]
+    return [{**message, "content": ""} if _is_silent(message) else message for message in messages]
 
 
-def _calls_alone(message: Any) -> bool:
-    """Whether this is an answer of the past that calls tools, and says nothing."""
-    return isinstance(message, dict) and bool(message.get("tool_calls")) and message.get("content") in (None, "")
+def _is_silent(message: Any) -> bool:
+    """Whether this is an answer of the past that says nothing: it calls tools, or was stopped before its first word."""
+    if not isinstance(message, dict) or message.get("content") not in (None, ""):
+        return False
+    return bool(message.get("tool_calls")) or (message.get("role"), message.get("content")) == ("assistant", "")
 
 
 def _is_text(value: Any) -> TypeGuard[str]:
