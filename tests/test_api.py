@@ -251,6 +251,19 @@ def test_an_engine_that_cannot_work_is_refused_before_the_model_is_loaded() -> N
         lockstep.LLM("no/such-model", device="cpu", config=lockstep.GeneratorConfig(page_size=0))
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("config", "GeneratorConfig"), ("compile", "CompileConfig"), ("parallel", "ParallelConfig")]
+)
+def test_a_section_of_another_type_is_named(name: str, kind: str) -> None:
+    for value in (lockstep.RunConfig(), {"capture": "none"}, False):
+        message = f"^{name} is of type {type(value).__name__}; give a {kind}$"
+        with pytest.raises(InputError, match=message):
+            lockstep.LLM("m", **{name: value})
+        if name != "config":
+            with pytest.raises(InputError, match=message):
+                lockstep.check_model("m", 5, 0, "cpu", "auto", **{name: value})
+
+
 def test_check_model_says_what_it_takes() -> None:
     for change in ({"tokens": -1}, {"tokens": 10**18}, {"tokens": "5"}, {"seed": -1}):
         name, value = next(iter(change.items()))

@@ -13,7 +13,7 @@ from .sections.metrics import MetricsConfig
 from .sections.optimizer import OptimizerConfig
 from .sections.parallel import ParallelConfig
 from .sections.sampling import SamplingConfig
-from .sections.section import MAX_SEED, Section, at_least, between
+from .sections.section import MAX_SEED, Section, at_least, between, require_kind
 from .sections.task import DATA_TASKS, TaskConfig
 from .sections.trainer import TrainerConfig
 
@@ -143,10 +143,8 @@ def require_config(config: Any) -> None:
     if not isinstance(config, RunConfig):
         raise InputError(f"config is of type {type(config).__name__}; it must be a RunConfig, as lockstep.recipes give")
     for name, own in vars(RunConfig()).items():
-        kind, given = type(own).__name__, type(getattr(config, name))
-        refuse(
-            isinstance(own, Section) and given is not type(own), f"{name} is of type {given.__name__}; give a {kind}"
-        )
+        if isinstance(own, Section):
+            require_kind(name, getattr(config, name), type(own))
 
 
 def validate(config: RunConfig) -> RunConfig:

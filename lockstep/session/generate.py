@@ -22,6 +22,7 @@ from ..config import (
     SamplingConfig,
     check_generation,
     check_layout,
+    given_or_default,
     validate,
 )
 from ..environments import checked_messages
@@ -75,11 +76,13 @@ class LLM(Session):
         (`{"enable_thinking": False}`), attention, its mask and `compile` are as in `RunConfig` (by default CUDA graphs
         on a GPU, none on a CPU), and of `parallel` what generates (`generator_tp`, `timeout`). Raises `InputError` when
         the model cannot be used, or settings do not go together."""
-        compile, parallel = compile or CompileConfig(), parallel or ParallelConfig()
+        compile = given_or_default("compile", compile, CompileConfig)
+        parallel = given_or_default("parallel", parallel, ParallelConfig)
         check_generation(compile)
         check_layout(parallel, *LAYOUT_OF_GENERATION)
         how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
-        sections = {"generator": config or GeneratorConfig(), "compile": compile, "parallel": parallel}
+        generator = given_or_default("config", config, GeneratorConfig)
+        sections = {"generator": generator, "compile": compile, "parallel": parallel}
         given = validate(RunConfig(model=str(model), seed=seed, **how, **sections))  # type: ignore[arg-type]
         with ExitStack() as joined:
             self._given, world = choose_by_memory(given, joined.enter_context(together(given)))

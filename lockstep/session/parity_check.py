@@ -20,6 +20,7 @@ from ..config import (
     ParallelConfig,
     RunConfig,
     check_layout,
+    given_or_default,
     validate,
 )
 from ..errors import InputError
@@ -152,9 +153,10 @@ def check_model(
         if type(value) is not int or not low <= value <= high:
             raise InputError(f"{name} is {value!r}; it must be a whole number between {low} and {high}")
     how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
-    sections = {"compile": compile or CompileConfig(), "parallel": parallel or ParallelConfig()}
-    check_layout(sections["parallel"], *LAYOUT_OF_PARITY)  # type: ignore[arg-type]
-    given = validate(RunConfig(model=model, seed=seed, **how, **sections))  # type: ignore[arg-type]
+    compile = given_or_default("compile", compile, CompileConfig)
+    parallel = given_or_default("parallel", parallel, ParallelConfig)
+    check_layout(parallel, *LAYOUT_OF_PARITY)
+    given = validate(RunConfig(model=model, seed=seed, compile=compile, parallel=parallel, **how))  # type: ignore[arg-type]
     with together(given) as world:
         given, world = choose_by_memory(given, world)
         session = Session(world.each(lambda: resolve(given, world.size, steps=False)), world=world)

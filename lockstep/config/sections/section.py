@@ -31,6 +31,18 @@ def check_range(path: str, value: object, low: float, high: float, whole: bool =
         raise InputError(f"{path} is {value!r}; it must be {bounds}")
 
 
+def require_kind(name: str, given: object, kind: type) -> None:
+    """Raise `InputError` naming the argument or field that is of another type."""
+    refuse(type(given) is not kind, f"{name} is of type {type(given).__name__}; give a {kind.__name__}")
+
+
+def given_or_default(name: str, given: _T | None, kind: type[_T]) -> _T:
+    """The argument `name`, by default the section without settings. Raises as `require_kind`."""
+    section = kind() if given is None else given
+    require_kind(name, section, kind)
+    return section
+
+
 class Section:
     """A frozen dataclass of settings that go together; what sections need of each other is checked by `RunConfig`.
 
