@@ -38,5 +38,6 @@ NAMES: dict[str, str] = {
 ABSENT = {
     **dict.fromkeys(("lora-r", "lora-alpha", "use-peft"), "there is no LoRA here: all weights are trained"),
     **dict.fromkeys(("push-to-hub", "hub-model-id"), "nothing is uploaded: the run's model/ is a Hugging Face folder"),
+    "repetition-penalty": "there is none here: tokens are drawn from the model's own distribution, which trains",
     **dict.fromkeys(("use-vllm", "vllm-mode"), "the engine is in the same process, and always used"),
 }

@@ -431,6 +431,7 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("train sum-digits gsm8k", ["gsm8k"]),
         ("train --stepz 3", ["unknown flag --stepz (did you mean --steps?); lockstep train --help lists"]),
         ("train --batch-size 3", ["unknown flag --batch-size (did you mean --trainer.prompts-per-step?)"]),
+        ("generate --repetition-penalty 1.1", ["(there is none here: tokens are drawn from the model's own"]),
         ("train --use_peft", ["unknown flag --use-peft (there is no LoRA here: all weights are trained)"]),
         ("generate --max-tokens 3", ["unknown flag --max-tokens (did you mean --max-completion-length?)"]),
         ("train --step 3", ["unknown flag --step (did you mean --steps?)"]),

@@ -77,7 +77,9 @@ def test_validation_names_the_field(config: RunConfig, message: str) -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (SamplingConfig(top_p=0.0), "sampling.top_p is 0.0; it must be between 1e-06 and 1"),
+        (SamplingConfig(top_p=0.0), "sampling.top_p is 0.0; it must be between 1e-06 and 1 (1 is off)"),
+        (SamplingConfig(top_k=-1), "sampling.top_k is -1; it must be between 0 and 2147483647 (0 is off)"),
+        (SamplingConfig(min_p=-1.0), "sampling.min_p is -1.0; it must be between 0 and 1 (0 is off)"),
         (SamplingConfig(stop=("",)), "sampling.stop holds an empty string"),
         (OptimizerConfig(learning_rate=-1.0), "optimizer.learning_rate is -1.0; it must be at least 0"),
         (TaskConfig(data="x"), "task.data has no effect on sum-digits"),

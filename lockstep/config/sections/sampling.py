@@ -16,11 +16,11 @@ class SamplingConfig(Section):
     """Samples a prompt (the group size)."""
     temperature: float = between(0, 1e4, default=1.0)
     """Softmax temperature; 0 is greedy."""
-    top_k: int = between(0, 2**31 - 1, default=0)
+    top_k: int = between(0, 2**31 - 1, default=0, off="0")
     """Keep the k most likely tokens; 0 is off."""
-    top_p: float = between(1e-6, 1, default=1.0)
+    top_p: float = between(1e-6, 1, default=1.0, off="1")
     """Keep the most likely tokens up to this mass; 1 is off."""
-    min_p: float = between(0, 1, default=0.0)
+    min_p: float = between(0, 1, default=0.0, off="0")
     """Keep tokens at least this likely relative to the most likely; 0 is off."""
     max_completion_length: int = at_least(1, default=100)
     """New tokens a sample, at most."""

@@ -11,24 +11,25 @@ _T = TypeVar("_T")
 MAX_SEED = 2**63 - 1
 
 
-def between(low: float, high: float, *, default: _T) -> _T:
-    """A field that takes finite numbers from `low` to `high`, or None where that is the default."""
-    return field(default=default, metadata={"range": (low, high)})
+def between(low: float, high: float, *, default: _T, off: str = "") -> _T:
+    """A field that takes finite numbers from `low` to `high`, or None where that is the default. `off`: which of them
+    turns it off, where other libraries write another."""
+    return field(default=default, metadata={"range": (low, high), "off": f" ({off} is off)" * bool(off)})
 
 
 def at_least(low: float, *, default: _T) -> _T:
     return between(low, math.inf, default=default)
 
 
-def check_range(path: str, value: object, low: float, high: float, whole: bool = False) -> None:
-    """Raise `InputError` when `value` is no finite number from `low` to `high`, or no whole one."""
+def check_range(path: str, value: object, low: float, high: float, whole: bool = False, more: str = "") -> None:
+    """Raise `InputError` when `value` is no finite number from `low` to `high`, or no whole one; with `more` words."""
     if not isinstance(value, int if whole else (int, float)):
         kind = "a whole number" if whole else "a number"
         raise InputError(f"{path} is {value!r}, a {type(value).__name__}; it must be {kind}")
     if not math.isfinite(value) or not low <= value <= high:
         finite = "" if math.isfinite(value) else " and finite"
         bounds = f"at least {low}{finite}" if math.isinf(high) else f"between {low} and {high}"
-        raise InputError(f"{path} is {value!r}; it must be {bounds}")
+        raise InputError(f"{path} is {value!r}; it must be {bounds}{more}")
 
 
 def require_kind(name: str, given: object, kind: type) -> None:
@@ -61,8 +62,8 @@ class Section:
         for item in fields(self):  # type: ignore[arg-type] # every section is a dataclass
             value = getattr(self, item.name)
             if "range" in item.metadata and not (value is item.default is None):
-                low, high = item.metadata["range"]
-                check_range(self.path(item.name), value, low, high, whole=type(item.default) is int)
+                (low, high), off = item.metadata["range"], item.metadata["off"]
+                check_range(self.path(item.name), value, low, high, type(item.default) is int, off)
         for name, why in self.without_effect():
             refuse(getattr(self, name) != getattr(type(self)(), name), f"{self.path(name)} has no effect {why}")
         self.check()
