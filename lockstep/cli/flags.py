@@ -95,7 +95,7 @@ def _meant(flag: str, known: list[str]) -> str:
         return f" ({elsewhere.ABSENT[last]})"
     theirs = elsewhere.NAMES.get(last, "")
     named = [name for name in (theirs, f"--{theirs.rpartition('.')[2]}") if name in known][:1]
-    close = same or named or difflib.get_close_matches(flag, known, n=1, cutoff=0.9)
+    close = named + same or difflib.get_close_matches(flag, known, n=1, cutoff=0.9)
     close = close or [name for name in known if name.endswith(f"-{last}")]
     close = close or difflib.get_close_matches(flag, known, cutoff=0.75)
     return f" (did you mean {' or '.join(close)}?)" if close else ""

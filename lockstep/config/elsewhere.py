@@ -14,6 +14,7 @@ NAMES: dict[str, str] = {
     "lr": "--optimizer.learning-rate",
     "lr-scheduler-type": "--optimizer.lr-scheduler",
     "max-new-tokens": "--sampling.max-completion-length",
+    "max-response-length": "--sampling.max-completion-length",
     "max-tokens": "--sampling.max-completion-length",
     "max-tool-calling-iterations": "--task.max-turns",
     "model-name-or-path": "--model",

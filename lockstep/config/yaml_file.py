@@ -155,7 +155,7 @@ def _meant(key: str) -> str:
         section, _, last = key.partition(".")
         return f"write it within its section, as {section}: {{{last}: ...}}"
     theirs = flag.removeprefix("--").replace("-", "_")
-    found = [path for last in (key, theirs) for path in known if last and f".{path}".endswith(f".{last}")]
+    found = [path for last in (theirs, key) for path in known if last and f".{path}".endswith(f".{last}")]
     if flag and not found:
         return f"that is the flag {flag}, and no key"
     return f"did you mean {' or '.join(found)}?" if found else ""

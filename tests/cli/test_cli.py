@@ -434,6 +434,11 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("generate --repetition-penalty 1.1", ["(there is none here: tokens are drawn from the model's own"]),
         ("train --use_peft", ["unknown flag --use-peft (there is no LoRA here: all weights are trained)"]),
         ("generate --max-tokens 3", ["unknown flag --max-tokens (did you mean --max-completion-length?)"]),
+        (
+            "train --max-response-length 3",
+            ["(did you mean --sampling.max-completion-length or --task.max-response-length?)"],
+        ),
+        ("generate --max-response-length 3", ["(did you mean --max-completion-length?)"]),
         ("train --step 3", ["unknown flag --step (did you mean --steps?)"]),
         ("train --optimizer.lr 3", ["unknown flag --optimizer.lr (did you mean --optimizer.learning-rate?)"]),
         ("train --loss.loss-type grpoo", ["loss.loss_type is 'grpoo' (did you mean grpo?); it must be one of grpo"]),

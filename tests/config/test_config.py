@@ -166,6 +166,7 @@ def test_what_people_write_by_hand(tmp_path: Path, text: str, expected: RunConfi
         ("stepz: 3", "unknown key stepz; did you mean steps"),
         ("sampling: {top-p: 0.5}", "unknown key sampling.top-p; did you mean top_p"),
         ("learning_rate: 3", "unknown key learning_rate; did you mean optimizer.learning_rate?"),
+        ("max_response_length: 8", "did you mean sampling.max_completion_length or task.max_response_length?"),
         ("sampling: {max_new_tokens: 8}", "max_new_tokens; did you mean sampling.max_completion_length?"),
         (
             "optimizer.learning_rate: 3",

@@ -39,6 +39,11 @@ ROWS = "train dataset --data d.jsonl --reward math --model m"
         (f"{ROWS} --checkpoint.keep-last 2", "checkpoint.keep_last has no effect without checkpoints; set checkpoint"),
         (f"{ROWS} --checkpoint.keep_last 5", "checkpoint.keep_last has no effect without checkpoints; set checkpoint"),
         (f"{ROWS} --task.no-shuffle --task.seed 1", "task.seed has no effect with task.shuffle off"),
+        (
+            f"{ROWS} --task.max-response-length 512",
+            "task.max_response_length has no effect without task.environment (one completion's is "
+            "sampling.max_completion_length); remove it, or name one",
+        ),
         ("train --task.split test", "task.split has no effect on sum-digits; remove it, or name a recipe"),
         (
             "train --task.validation-prompts 0 --task.validation-interval 5",

@@ -116,7 +116,8 @@ class TaskConfig(Section):
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if self.environment is None and not self.tools:
             for name in ("max_turns", "max_response_length", "environment_timeout"):
-                yield name, "without task.environment; remove it, or name one"
+                one = " (one completion's is sampling.max_completion_length)" * (name == "max_response_length")
+                yield name, f"without task.environment{one}; remove it, or name one"
         if "python" not in self.tools:
             yield "allow_unsandboxed", "without the tool python; remove it, or name it in task.tools"
         if self.name not in DATA_TASKS:
