@@ -58,18 +58,19 @@ def measured(
     n, k, temperature, pass_reward, pass_threshold = by
     config = validate(yaml_file.checked(config))
     ks = _checked_ks(n, k)
-    refuse(not math.isfinite(pass_threshold), f"--pass-threshold is {pass_threshold}; it must be a finite number")
+    refuse(not math.isfinite(pass_threshold), f"pass_threshold is {pass_threshold}; it must be a finite number")
     task = make_task(config.task, config.trainer.prompts_per_step)
     problems = list(enumerate(task.validation_problems()))
-    refuse(not problems, f"task {config.task.name} has no validation problems; give --data or task.validation_prompts")
+    name = config.task.name
+    refuse(not problems, f"task {name} has no validation problems; give task.data or task.validation_prompts")
     environment = make_environment(config.task)
     names = [reward.name for reward in task.rewards.rewards]
     if pass_reward is not None and pass_reward not in names and config.task.turns == 1:
-        raise InputError(f"--pass-reward {pass_reward}: the task's reward functions are {', '.join(names)}")
+        raise InputError(f"pass_reward {pass_reward}: the task's reward functions are {', '.join(names)}")
     if temperature is None:
         temperature = 0.0 if n == 1 else config.sampling.temperature
     if n > 1 and temperature == 0:
-        raise InputError(f"--temperature is 0, which gives {n} equal completions; raise it, or leave --n at 1")
+        raise InputError(f"temperature is 0, which gives {n} equal completions; raise it, or leave n at 1")
     how = {name: getattr(config, name) for name in ("device", "dtype", "seed", "attention", "attention_mask")}
     llm = LLM(
         config.model or "",
@@ -116,23 +117,23 @@ def measured(
             played = world.from_first(lambda: metrics_of(environment, [r for group in groups for r in group.rollouts]))
     found = list(dict.fromkeys(name for group in groups for r in group.rollouts for name in r.rewards))
     decides = found[0] if pass_reward is None else pass_reward
-    refuse(decides not in found, f"--pass-reward {decides}: the rewards are {', '.join(found)}")
-    settings = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
+    refuse(decides not in found, f"pass_reward {decides}: the rewards are {', '.join(found)}")
+    settings = {"task": name, "prompts": len(problems), "n": n, "temperature": temperature}
     failed = {name: count for name in ("environment/errors", "groups_without_reward") if (count := counts.get(name))}
     return settings | _measures(groups, ks, decides, pass_threshold, found) | played | failed
 
 
 def _too_long(origin: str, prompt: int, new: int, context: int) -> str:
     whose = f"{origin}: " if origin else ""
-    why = f"exceeds the model's context of {context}; shorten one of them (--max-completion-length)"
+    why = f"exceeds the model's context of {context}; shorten one of them (sampling.max_completion_length)"
     return f"{whose}prompt of {prompt} tokens plus {new} new ones {why}"
 
 
 def _checked_ks(n: int, k: Sequence[int]) -> list[int]:
-    refuse(n < 1, f"--n is {n}; it must be at least 1")
+    refuse(n < 1, f"n is {n}; it must be at least 1")
     ks = sorted(set(k)) or [2**i for i in range(n.bit_length())]
     if not 1 <= ks[0] <= ks[-1] <= n:
-        raise InputError(f"--k is {', '.join(map(str, ks))}; each must be between 1 and --n, which is {n}")
+        raise InputError(f"k is {', '.join(map(str, ks))}; each must be between 1 and n, which is {n}")
     return ks
 
 
