@@ -21,9 +21,20 @@ def test_a_missing_file_leaves_its_part_out(tmp_path: Path, missing: str) -> Non
     assert read(tmp_path).tags
 
 
-def test_an_empty_folder_and_one_step(tmp_path: Path) -> None:
+def test_a_configuration_alone_and_one_step(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("steps: 3\n")
     assert "parity: not checked" in read(tmp_path).text
     assert any("1 steps recorded" in part for part in read(make_run(tmp_path, steps=1)).text)
+
+
+def test_a_folder_of_a_model_is_no_run(tmp_path: Path) -> None:
+    run, model = make_run(tmp_path / "run"), tmp_path / "run" / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    for write in (lambda: write_report(model), lambda: write_comparison([run, model], tmp_path / "runs.html")):
+        with pytest.raises(InputError, match=f"^{model} is not a run folder: it has none of a run's files$"):
+            write()
+    assert [path.name for path in model.iterdir()] == ["config.json"] and not (tmp_path / "runs.html").exists()
 
 
 def test_damaged_files(tmp_path: Path) -> None:

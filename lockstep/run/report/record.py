@@ -21,6 +21,7 @@ from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, WAITS_FILE, rea
 
 ENDS = 10  # steps that "first" and "last" are means of
 
+_FILES = METRICS_FILE, SUMMARY_FILE, ROLLOUTS_FILE, "config.yaml", "parity.json", "failure.json"
 _STEP = re.compile(rb'\{"step": (\d{1,15}),')  # how `MetricsWriter` begins a line
 
 Metric = list[tuple[float, float]]  # (steps done, value)
@@ -129,6 +130,9 @@ class Record:
 def read_record(path: Path) -> Record:
     """The run in folder `path`. Raises `InputError` where there is none, and for a metrics line that cannot be read."""
     refuse(not path.is_dir(), f"{path} is not a run folder: there is no such folder")
+    refuse(
+        not any((path / name).exists() for name in _FILES), f"{path} is not a run folder: it has none of a run's files"
+    )
     record = Record(path, summary=_object(path / SUMMARY_FILE))
     record.certificate, record.failure = _object(path / "parity.json"), _object(path / "failure.json")
     if (path / METRICS_FILE).exists():
