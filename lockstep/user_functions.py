@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .errors import InputError
+from .errors import InputError, refuse
 
 MAX_TEXT = 300  # characters of a user's text in a message
 ATOMS = frozenset((int, str, float, bool, type(None)))  # what nobody can change
@@ -28,7 +28,7 @@ MOVED = {  # modules of rewards, by the names that configurations of older versi
 def load_function(spec: str, what: str, other_forms: str = "", kind: str = "function") -> Callable[..., Any]:
     """The function that `spec` names, module:function or path.py:function; errors say `what` it is, and of which
     `kind`. A module may stand in the current folder, as for `python -m`. Raises `InputError` when the spec has another
-    form, the file or module cannot be imported, or it has no such function."""
+    form, the file or module cannot be imported or sets torch's defaults, or it has no such function."""
     function = load_named(spec, what, other_forms, kind)
     source, _, name = spec.rpartition(":")
     if not callable(function):
@@ -46,6 +46,7 @@ def load_named(spec: str, what: str, other_forms: str = "", kind: str = "functio
     if not source or not name:
         separator = "," if other_forms else " or"
         raise InputError(f"{what} must be module:{kind}{separator} path.py:{kind}{other_forms}")
+    before = _torch_defaults()
     try:
         module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
     except FileNotFoundError as error:
@@ -54,11 +55,30 @@ def load_named(spec: str, what: str, other_forms: str = "", kind: str = "functio
         raise
     except BaseException as error:
         raise InputError(f"{what}: importing {source} raised {type(error).__name__}: {one_line(error)}") from error
+    finally:
+        changed = _put_back(before)
+    instead = "leave it, and give the tensors made there their own"
+    refuse(bool(changed), f"{what}: importing {source} sets torch's {changed}; {instead}")
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, [there for there in vars(module) if not there.startswith("_")], n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise InputError(f"{what}: {source} has no {kind} {name!r}{hint}")
     return getattr(module, name)
+
+
+def _torch_defaults() -> dict[str, Any]:
+    """The dtype and device of tensors that name none; nothing where torch is not imported."""
+    torch = sys.modules.get("torch")
+    return {} if torch is None else {"dtype": torch.get_default_dtype(), "device": torch.get_default_device()}
+
+
+def _put_back(before: dict[str, Any]) -> str:
+    """Set torch's defaults as `before`, and say what they were otherwise; empty for nothing."""
+    changed = {name: now for name, now in _torch_defaults().items() if name in before and now != before[name]}
+    for name in changed:
+        without = str(before[name]) == "cpu"  # as long as nothing is set, which would cost every call a little
+        getattr(sys.modules["torch"], f"set_default_{name}")(None if without else before[name])
+    return " and ".join(f"default {name} to {now}" for name, now in changed.items())
 
 
 def own(given: Any, what: str) -> Any:

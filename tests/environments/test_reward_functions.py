@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from scoring import IDS, PROMPTS, ROWS, TEXTS, score
 
 from lockstep.environments.rewards.loading import load_reward, load_rewards
@@ -129,14 +130,20 @@ def test_functions_of_one_name_are_told_apart_by_where_they_are(source: Path, tm
         ("{folder}/my_rewards.py:lenght", r"my_rewards.py has no function 'lenght'; did you mean length\?"),
         ("{folder}/my_rewards.py:limit", "my_rewards.py has no function 'limit'"),
         ("{folder}/broken.py:f", "importing .*broken.py raised SyntaxError"),
+        ("{folder}/sets.py:f", "importing .*sets.py sets torch's default dtype to torch.float64 and default device to"),
+        ("{folder}/breaks.py:f", "importing .*breaks.py raised ZeroDivisionError"),
         ("builtins:max", "max does not say what it takes .*; wrap it in a def"),
     ],
 )
 def test_a_reward_that_cannot_be_loaded_is_named(source: Path, spec: str, message: str) -> None:
     (source.parent / "broken.py").write_text("def f(:")
+    sets = "import torch\ntorch.set_default_dtype(torch.float64)\ntorch.set_default_device('meta')\n"
+    (source.parent / "sets.py").write_text(f"{sets}def f(completions):\n    return [0.0] * len(completions)\n")
+    (source.parent / "breaks.py").write_text(f"{sets}1 / 0\n")
     spec = spec.format(folder=source.parent)
     with pytest.raises(InputError, match=f"reward '{spec}'.*{message}"):
         load_reward(spec)
+    assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float32, "cpu")
 
 
 def by_position(completions, /):
