@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -45,7 +45,10 @@ def parse(arguments: list[str]) -> Any:
             return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION, config=_TEXTS)
         words: dict[str, Any] = {"args": arguments[1:], "prog": f"lockstep {arguments[0]}", "config": _TEXTS}
         if kind not in (Train, Precompile, Plan):
-            return tyro.cli(kind, **words)
+            flags = tyro.cli(kind, **words)
+            if (layout := getattr(flags, "parallel", None)) is not None:
+                _refuse_unread(((layout.path(name), why) for name, why in layout.unread()), given)
+            return flags
         named = next((argument for argument in arguments[1:] if argument in recipes.RECIPES), recipes.DEFAULT)
         default = recipes.RECIPES[named](None)
         flags = tyro.cli(kind, **words, default=kind.of(default, recipe=""))
@@ -75,12 +78,16 @@ def _given(arguments: list[str]) -> set[str]:
     return {name.removeprefix("--").replace("-", "_") for name in names}
 
 
+def _refuse_unread(found: Iterable[tuple[str, str]], given: set[str]) -> None:
+    for path, why in found:
+        refuse(path in given, f"{path} has no effect {why}")
+
+
 def _settled(flags: _Run, given: set[str], begin: RunConfig) -> _Run:
     """`flags` without what they left of `begin` that nothing reads beside them; a flag that nothing reads is refused at
     any value."""
     config = flags.resolved()
-    for path, why in unread(config):
-        refuse(path in given, f"{path} has no effect {why}")
+    _refuse_unread(unread(config), given)
     if not (paths := left_behind(config, begin, given)):
         return flags
     if launched().rank == 0:

@@ -33,6 +33,7 @@ ROWS = "train dataset --data d.jsonl --reward math --model m"
     [
         ("train --arch qwen3-100m --model m", "arch has no effect with a model, which has an architecture of its own"),
         ("train --arch tiny --model m", "arch has no effect with a model"),
+        ("parity --model m --parallel.no-symmetric-memory", "parallel.symmetric_memory has no effect with parallel"),
         (f"{ROWS} --arch tiny", "arch has no effect with a model"),
         (f"{ROWS} --task.validation-seed 99", "task.validation_seed has no effect on dataset, whose validation rows"),
         (f"{ROWS} --task.validation-seed=5", "task.validation_seed has no effect on dataset, whose validation rows"),

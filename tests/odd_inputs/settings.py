@@ -29,7 +29,7 @@ def flags() -> Iterator[Odd]:
         *[("optimizer.epsilon", v, "epsilon") for v in ("0", "-1e-8", "inf")],
         *[("optimizer.max-grad-norm", v, "max") for v in ("-1", "nan", "none")],
         *[("loss.beta", v, "beta") for v in ("-0.1", "inf")],
-        *[("loss.loss-type", v, "loss") for v in ("sft", "ppo", "GRPO", "")],
+        *[("loss.loss-type", v, "loss") for v in ("sft", "pppo", "GRPO", "")],
         *[("trainer.prompts-per-step", v, "prompts") for v in ("0", "-5", "1048577")],
         *[("generator.page-size", v, "page") for v in ("-16", "4097", "16.5")],
         *[("parallel.fsdp", v, "fsdp") for v in ("-1", "5000", "yes")],
