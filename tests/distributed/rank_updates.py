@@ -250,7 +250,9 @@ def kernels_named_side_by_side(world: World) -> Any:
 
     with tempfile.TemporaryDirectory() as here, pytest.MonkeyPatch.context() as patch:
         folder = Path(world.from_first(lambda: here))
-        session = build(resolve(replace(of_a_run(folder), compile=CompileConfig("step")), world.size), world)
+        config = replace(of_a_run(folder), compile=CompileConfig("step"))
+        world.gather(None)  # its files are there
+        session = build(resolve(config, world.size), world)
         once = session.runtime.builder._once
         makers = session_warm_up._make_trainer_graphs, session_warm_up._make_generator_graphs
         patch.setattr(session.runtime.builder, "_once", noted)
