@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from fake_recorder import FakeRecorder
-from rank_setup import DEVICE, FILTERED, OPTIMIZER, check, decoder, different, on_all, run
+from rank_setup import DEVICE, FILTERED, ONE_SIZE, OPTIMIZER, check, decoder, different, on_all, run
+from small import of_one_shape
 from torch import Tensor
 
 from lockstep.config import CompileConfig, LossConfig
@@ -81,9 +82,10 @@ def an_update_that_is_put_back(world: World) -> Any:
         runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
         model = decoder(dtype)
         trainer = Trainer(model, OPTIMIZER, LossConfig(), world=world, runtime=runtime, zero_stage=stage)
+        of_one_shape(trainer)
         for updated in (False, True):
             if updated:
-                run(trainer, world, 1)
+                run(trainer, world, 1, ONE_SIZE)
             before = [tensor.clone() for tensor in _held(trainer)]
             cases = trainer.trust_cases([BatchShape(64, 32, 4, 64)], FILTERED, check_parity=True)
             copied.clear()

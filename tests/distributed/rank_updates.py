@@ -31,6 +31,7 @@ from rank_setup import (
     run,
     saved,
 )
+from small import of_one_shape
 
 from lockstep import distributed
 from lockstep.config import (
@@ -92,7 +93,7 @@ def parameter_groups(world: World) -> Any:
     recorder = FakeRecorder() if DEVICE.type == "cpu" else None
     config = CompileConfig("step", cudagraph_mode="full")
     runtime = Runtime(config, DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
-    trainer = Trainer(decoder(), optimizer, loss, world=world, runtime=runtime)
+    trainer = of_one_shape(Trainer(decoder(), optimizer, loss, world=world, runtime=runtime))
     unlike = different(run(trainer, world, packing=ONE_SIZE), one)
     runtime.close()
     now = dict(trainer.model.named_parameters())
