@@ -4,7 +4,7 @@ Letters: N parameters, R ranks, S of them that share the trainer's products and 
 element of the compute dtype (2 on a GPU), L layers, T packed tokens and C scored ones of the largest micro-batch, D
 hidden, E fused projection, A query heads, K key/value heads, H head dim, F feed-forward, V vocabulary, X experts, k of
 them a token. `kept` and what a backward pass writes beside it are those of the captured graph:
-`tests/session/test_memory_plan.py` holds them to the bytes that a trace of each family keeps.
+`tests/session/test_memory_terms.py` holds them to the bytes that a trace of each family keeps.
 """
 
 from __future__ import annotations

@@ -1,0 +1,129 @@
+"""What a run and the command make of a plan."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import finished
+
+from lockstep.cli.main import main
+from lockstep.config import (
+    CompileConfig,
+    GeneratorConfig,
+    LossConfig,
+    RunConfig,
+    SamplingConfig,
+    TaskConfig,
+    TrainerConfig,
+    yaml_file,
+)
+from lockstep.distributed import World
+from lockstep.errors import InputError
+from lockstep.session.build import build
+from lockstep.session.memory import running_out_named, used
+
+PLANNING = """
+import sys
+from lockstep.session import build
+from lockstep.config import RunConfig
+traced = "sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"
+assert not any(name in sys.modules for name in traced)
+build.plan_of(RunConfig(device="cpu"), 1, 141)
+print([name for name in traced if name in sys.modules])
+"""
+
+
+def test_planning_imports_no_tracer() -> None:
+    done = finished([sys.executable, "-c", PLANNING])
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+RUN = RunConfig(
+    steps=1,
+    device="cpu",
+    task=TaskConfig(easy=True),
+    sampling=SamplingConfig(num_generations=2, max_completion_length=8, ignore_eos=True),
+    trainer=TrainerConfig(prompts_per_step=2, skip_zero_variance=False),
+    generator=GeneratorConfig(kv_cache_tokens=256),
+    compile=CompileConfig("step", verify="off"),
+)
+
+
+def test_a_run_computes_again_what_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = build(replace(RUN, loss=LossConfig(beta=0.1)))
+    assert session.plan.again == 0 and session.config.compile.recompute == ()
+    shown, taken = session.plan.to_dict()["terms_gib"], used(session.trainer, session.engine.cache, session.runtime)
+    for name in ("weights", "moments", "gradients", "reference or teacher", "KV cache"):
+        assert taken[name] == pytest.approx(shown[name], rel=0.02, abs=1e-3), name
+    monkeypatch.setattr("lockstep.session.build.memory_at_hand", lambda *_: session.plan.total - 1000)
+    tight = build(session.config)
+    assert tight.plan.fits and tight.plan.again == 1 and tight.plan.cache_tokens == 256
+    assert tight.config.compile.recompute == tight.runtime.config.recompute == ("layers.0",)
+    monkeypatch.setattr("lockstep.session.build.memory_at_hand", lambda *_: 1 << 20)
+    with pytest.raises(InputError, match="may take 0.0:(.|\n)*What would fit"):
+        build(RUN)
+
+
+@pytest.mark.parametrize("place", ["lockstep.session.build.Trainer", "lockstep.rl.loop.Loop.step"])
+def test_running_out_is_answered_with_the_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture, place: str
+) -> None:
+    def run_out(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 3 GiB.")
+
+    monkeypatch.setattr(place, run_out)
+    yaml_file.save(replace(RUN, compile=CompileConfig()), tmp_path / "config.yaml")
+    assert main(["train", "--config", str(tmp_path / "config.yaml"), "--run-dir", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "memory ran out: CUDA out of memory. Tried to allocate 2.00 GiB" in said and "Traceback" not in said
+    assert "it was planned as\n" in said and "--trainer.max-tokens-per-micro-batch" in said
+    with pytest.raises(InputError, match=r"memory ran out on rank 1 \("), running_out_named(str, World(1, 2)):
+        raise RuntimeError("CUDA error: out of memory")
+    for error in (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), MemoryError()):
+        with (
+            pytest.raises(InputError, match="memory ran out: (Default|MemoryError)"),
+            running_out_named(str, World(0, 1)),
+        ):
+            raise error
+    with pytest.raises(RuntimeError, match="something else"), running_out_named(str, World(0, 1)):
+        raise RuntimeError("something else")
+
+
+def test_the_command_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixture) -> None:
+    given = [
+        "plan",
+        "--arch",
+        "qwen3-8b",
+        "--trainer.prompts-per-step",
+        "64",
+        "--sampling.max-completion-length",
+        "512",
+    ]
+    asked = [*given, "--world", "8", "--device-memory-gib"]
+    assert main([*asked, "141", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory_gib"] == 141 and found["fits"] and found["terms_gib"]["weights"] == 15.256
+    assert main([*asked, "39"]) == 2
+    said = capsys.readouterr().err.partition("What would fit: ")[2]
+    assert "--optimizer.offload, with 11.4 GiB" in said and "; 16 GPUs (torchrun)" in said  # two generating together
+    assert main([*given, "--world", "7", "--device-memory-gib", "141"]) == 2
+    assert "7 shards" in capsys.readouterr().err
+    assert main([*asked, "141", "--parallel.fsdp", "3"]) == 2
+    assert "parallel.fsdp is 3, and there are 8 processes; start it with torchrun" in capsys.readouterr().err
+    refused_by_train = {
+        "--compile.cudagraph-mode full --compile.capture step": "CUDA graphs need a GPU",
+        "--optimizer.offload": "the device is a CPU",
+        "--attention flex --attention-mask nowhere:mask": "attention_mask 'nowhere:mask'",
+    }
+    for flags, why in refused_by_train.items():
+        assert main([*given, "--device", "cpu", *flags.split()]) == 2 and why in capsys.readouterr().err
+    assert main([*asked, "141", "--dtype", "float32"]) == 2 and "dtype is float32" in capsys.readouterr().err
+    assert main([*asked, "141", "--device", "cpu"]) == 2 and "add --device cuda" in capsys.readouterr().err
+    assert main([*given, "--world", "0"]) == 2 and main([*given, "--device-memory-gib", "-1"]) == 2
+    assert "--world is 0" in capsys.readouterr().err
