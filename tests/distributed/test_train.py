@@ -208,6 +208,11 @@ def test_ranks_with_other_numerics_are_refused(config: RunConfig) -> None:
         build(config, Others(0, 2))
 
 
+def state_of(process: int) -> str:
+    """`T` is stopped, `Z` has ended."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_a_killed_process_ends_the_others_and_one_that_is_stopped(config: RunConfig, tmp_path: Path) -> None:
     """Two groups of two that share products: in one a process is stopped, in the other one is killed."""
     made = replace(config, steps=100_000, parallel=replace(config.parallel, tp=2, generator_tp=2))
@@ -218,6 +223,7 @@ def test_a_killed_process_ends_the_others_and_one_that_is_stopped(config: RunCon
         metrics = run / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and len(metrics.read_bytes()) > 0, ranks[0])
         ranks[1].send_signal(signal.SIGSTOP)
+        wait_for(lambda: state_of(ranks[1].pid) == "T")  # on a busy machine it goes on for a while
         ranks[2].send_signal(signal.SIGKILL)
         said = {rank: ranks[rank].communicate(timeout=DEADLINE)[1] for rank in (0, 1, 3)}
     assert [rank.returncode for rank in ranks] == [1, 1, -9, 1] and "Traceback" not in "".join(said.values())
