@@ -257,8 +257,8 @@ def _take_over(environment: dict[str, str], said: str) -> None:
 def _begin(environment: dict[str, str]) -> None:
     """These variables in this process. What it was forked with stays, so the garbage collector leaves it out.
 
-    A thread that wakes ends no other's turn: where a processor is busy, that one would hold the lock of a connection of
-    gloo's, whose own thread asks for it again and again until its turn ends, 3 ms in each collective.
+    A thread that wakes ends no other's turn: on a busy processor that one may hold the lock of a connection of gloo's,
+    whose own thread then asks for it again and again, up to 3 ms a collective.
     """
     os.environ.clear()
     os.environ.update(environment)
