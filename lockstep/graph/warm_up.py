@@ -80,7 +80,7 @@ class WarmUp:
             self.launch = before
 
     def _launch(self, graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
-        first, graph.fresh = self.records and graph.fresh, False
+        first = self.records and not graph.launches and graph.recording is None
         with self._timings.measured("record") if first else nullcontext():
             return graph(user, times)
 
@@ -88,9 +88,9 @@ class WarmUp:
         without = not self.records or (self.loaded and plain(graph.captured))
         if not without or (blank := graph.blank()) is None:
             return self._launch(graph, user, times)
-        with self._timings.measured("record") if self.records and graph.fresh else nullcontext():
-            graph.record(blank)
-        graph.fresh = False
+        if self.records:
+            with self._timings.measured("record"):
+                graph.record(blank)
         return blank
 
     def preload(self, kernels: Iterable[Any]) -> int:

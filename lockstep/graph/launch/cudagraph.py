@@ -74,7 +74,6 @@ class CudaRecorder:
         Args:
             lasting: of outputs by number, tensors outside the pool that the recording copies them to.
         """
-        torch.cuda.empty_cache()
         torch.cuda.current_blas_handle()  # is made before a stream captures
         return self._captured(run, arguments, lasting, "relaxed")  # in which kernels of torch may be loaded
 

@@ -30,18 +30,18 @@ class GraphLauncher:
     Attributes:
         launches: runs so far, replays among them.
         replays: runs as a recorded graph.
-        fresh: it was neither launched nor recorded.
+        recording: what it replays, once it is recorded.
     """
 
     def __init__(
         self, captured: Captured, inputs: Inputs, recorder: CudaRecorder | None = None, lasting: Collection[str] = ()
     ) -> None:
         self.captured = captured
-        self.launches, self.replays, self.fresh = 0, 0, True
+        self.launches = self.replays = 0
         self._recorder = recorder if captured.recorded else None
         if captured.recorded and recorder is None:
             raise GraphError(f"{captured.title}: a CUDA graph needs a recorder")
-        self._recording: Recording | None = None
+        self.recording: Recording | None = None
         self._lasting = [i for i, name in enumerate(captured.outputs) if name in lasting] if self._recorder else []
         self._latest: weakref.ref[Outputs] | None = None
         self._layout: str | None = None  # of batches that were found right, and are copied whole
@@ -81,13 +81,13 @@ class GraphLauncher:
         if self._latest is not None and (held := self._latest()) is not None:
             held.save(self.captured.outputs[i] for i in self._lasting)
         self._bring(user)
-        if self._recording is None:
-            self._recording = self._record(self._recorder)
+        if self.recording is None:
+            self.recording = self._record(self._recorder)
             self.launches, times = self.launches + 1, times - 1
         for _ in range(times):
-            self._recording.replay()
+            self.recording.replay()
         self.launches, self.replays = self.launches + times, self.replays + times
-        found = self._named(self._recording.outputs)
+        found = self._named(self.recording.outputs)
         self._latest = weakref.ref(found) if self._lasting else None
         return found
 
@@ -108,13 +108,13 @@ class GraphLauncher:
 
     def record(self, blank: Mapping[str, Tensor]) -> None:
         """Record it, where it is to be recorded whole, without a run; `blank`: tensors like its outputs."""
-        if self._recorder is None or self._recording is not None:
+        if self._recorder is None or self.recording is not None:
             return
         self._check_addresses()
         names = self.captured.outputs
         lasting = {i: torch.empty_like(blank[names[i]]) for i in self._lasting}
         with torch.inference_mode(False), torch.no_grad():
-            self._recording = self._recorder.capture(self._run, self._arguments, lasting)
+            self.recording = self._recorder.capture(self._run, self._arguments, lasting)
 
     def _named(self, outputs: Sequence[Tensor]) -> Outputs:
         return Outputs(zip(self.captured.outputs, outputs, strict=True))
@@ -178,9 +178,9 @@ class GraphLauncher:
         )
 
     def close(self) -> None:
-        if self._recording is not None:
-            self._recording.close()
-        self._recording, self._arguments, self._closed = None, [], True
+        if self.recording is not None:
+            self.recording.close()
+        self.recording, self._arguments, self._closed = None, [], True
         self._own, self._addresses = OwnInputs([]), Addresses([])
 
 

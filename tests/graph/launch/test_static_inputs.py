@@ -133,7 +133,7 @@ def test_around_its_two_graphs_a_step_launches_one_small_thing(decoder, rollout,
     trainer.forward_backward(moved)
     assert trainer.optim_step(1e-2).applied
     for graph in (g for f in runtime.programs for g in f.graphs.values()):
-        monkeypatch.setattr(graph._recording, "replay", lambda: None)
+        monkeypatch.setattr(graph.recording, "replay", lambda: None)
     sampled = int(moved.valid_C.sum())
     with Calls() as calls:
         trainer.forward_backward(moved)
