@@ -222,9 +222,8 @@ def _compiled(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
 
 
 def _note_loaded(session: Session) -> None:
-    """Graphs need no launch before they are recorded, unless it is one of kernels that may tune themselves at it, or of
-    collectives, whose channels may be made at it."""
-    session.runtime.warm_up.loaded = session.world.size == 1 and not linear_choice.offers
+    """Graphs need no launch before they are recorded, unless it is one of kernels that may tune themselves at it."""
+    session.runtime.warm_up.loaded = not linear_choice.offers
 
 
 def _rehearse_check(run: TrainingSession) -> None:
