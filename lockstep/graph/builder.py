@@ -126,6 +126,7 @@ class GraphBuilder:
             settings = self.settings(request.constants, request.sizes)
             stored = key_of(request, level, settings, self.passes) if self.store is not None else None
         found = self._once(request, level, stored, made)
+        self.nodes[found.title] = found.log
         if self.alone is None:
             made.ready[key, level] = found
         return found
@@ -164,7 +165,6 @@ class GraphBuilder:
         """Take over a graph that was stored, or that another process has made."""
         verify(found)
         self.loaded, self.captures = self.loaded + stored, self.captures + (not stored)
-        self.nodes[found.title] = found.log
         return found
 
     def _load(self, request: Request, stored: Key | None, made: Made) -> Captured | None:
@@ -209,7 +209,6 @@ class GraphBuilder:
         """A trace after the passes that all levels share."""
         with self.timings.measured("passes"):
             captured = run_passes(captured, self.passes)
-        self.nodes[captured.title] = captured.log
         self.backend.check(captured)
         return captured
 

@@ -20,7 +20,7 @@ from lockstep.algorithms import ALGORITHMS, TokenValues
 from lockstep.algorithms.grpo import GRPO
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights
-from lockstep.graph import EAGER, Inputs, Runtime, Store, check_against_eager, digest
+from lockstep.graph import EAGER, Inputs, Runtime, Store, check_against_eager, compile_report, digest
 from lockstep.graph import Case as TrustCase
 from lockstep.graph.store import framed_file
 from lockstep.graph.store.artifact import dumps, loads
@@ -86,6 +86,8 @@ def test_the_second_start_traces_nothing_and_has_the_same_bits(
     assert same(before, after) and warm.captures == 0 < cold.captures and cold.loaded == 0
     graphs = [{f.name: [digest(g.captured) for g in f.graphs.values()] for f in c.programs} for c in (cold, warm)]
     assert graphs[0] == graphs[1] and warm.loaded >= cold.captures and warm.replays == cold.replays
+    assert compile_report(warm)["passes"] == (passes := compile_report(cold)["passes"])
+    assert mode == "none" or all(log[-1].startswith("cudagraph: ") for log in passes.values())
     assert {"load_graphs"} <= warm.timings.seconds.keys() and not {
         "trace",
         "import_tracer",
