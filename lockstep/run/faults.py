@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -49,12 +49,12 @@ class _Rank:
 
 
 @contextlib.contextmanager
-def told_once(run_dir: Path, world: World) -> Iterator[None]:
+def told_once(run_dir: Path, world: World) -> Iterator[Callable[[], bool]]:
     """Within it a fault that is not on all ranks, such as a process that is gone or stopped, is told by one of them and
-    leaves the stacks of all in the run's folder. An error that is told by then, here or by
-    another rank, has `reported` set."""
+    leaves the stacks of all in the run's folder. An error that is told by then, here or by another rank, has `reported`
+    set. The function tells whether another process of this host is gone."""
     if world.size == 1:
-        yield
+        yield lambda: False
         return
     folder = run_dir / STACKS
     world.from_first(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -63,7 +63,7 @@ def told_once(run_dir: Path, world: World) -> Iterator[None]:
         faults = _Faults(folder, file, own, [r for r in world.gather(own) if r.host == own.host and r != own])
         try:
             with world.told_by(faults.told), world.peers():
-                yield
+                yield faults.lost
         except BaseException as error:
             faults.handle(error)
             raise
@@ -102,8 +102,7 @@ class _Faults:
         if hasattr(error, "reported") or isinstance(error, InputError):
             return
         if isinstance(error, KeyboardInterrupt):
-            dead = [rank for rank in self._beside if rank.state() == "gone" and self._path(rank).exists()]
-            if not dead or not isinstance(error, Terminated):
+            if not self.lost() or not isinstance(error, Terminated):
                 self._path(self._own).unlink(missing_ok=True)  # it leaves in order, and did not die
                 return
             known = PeerLost("another process of the run is gone")
@@ -114,6 +113,10 @@ class _Faults:
                 self._tell(known)
         if known is not error:
             raise known from error
+
+    def lost(self) -> bool:
+        """Whether another process of this host died: one that leaves in order has no file."""
+        return any(rank.state() == "gone" and self._path(rank).exists() for rank in self._beside)
 
     def _tell(self, error: Any) -> None:
         with contextlib.suppress(OSError):  # a full disk

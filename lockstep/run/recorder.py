@@ -209,13 +209,13 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.summary["resumed_from_step"] = loaded.step
         return loaded.step
 
-    def checkpoint(self, loop: Loop, step: int) -> None:
-        """Save when `checkpoint.interval` says so, and at the end, while the run goes on; tell of a checkpoint that
+    def checkpoint(self, loop: Loop, step: int, last: bool = False) -> None:
+        """Save when `checkpoint.interval` says so, and behind the `last` step, while the run goes on; tell of one that
         could not be written. Export the model when `checkpoint.export_interval` says so."""
         c = self.config.checkpoint
         if step and c.export_interval and step % c.export_interval == 0:
             self.save_model(loop, f"{MODELS}/step_{step}")
-        due = c.interval > 0 and (step % c.interval == 0 or step == self.config.steps)
+        due = c.interval > 0 and (last or step % c.interval == 0 or step == self.config.steps)
         if due:
             with loop.run.timings.measured("checkpoint"), self.world.deadline("writing a checkpoint", timeouts=10):
                 self._save(loop, step)

@@ -16,7 +16,7 @@ from ..serve.rollouts import serving
 from ..session.build import build, resolve
 from ..session.degree import choose
 from ..session.memory import running_out_named
-from ..session.signals import raise_received
+from ..session.signals import Delay, raise_received
 from . import resume as resuming
 from .checkpoint import LoadedCheckpoint
 from .crash import noted
@@ -49,12 +49,19 @@ def train(
     display = Display(config.steps, config.metrics.progress, stream)
     note = noted(run_dir, recorder.has_begun) if world.first else contextlib.nullcontext()
     named = running_out_named(lambda: recorder.memory_plan, world)
-    with note, told_once(run_dir, world), display, named:
-        return _train(recorder, resume, loaded, other_numerics, display)
+    with note, told_once(run_dir, world) as lost, display, named:
+        grace = config.checkpoint.grace if config.checkpoint.interval else 0.0
+        delay = Delay(grace, partial(_tell_of_signal, display, grace), lost)
+        return _train(recorder, resume, loaded, other_numerics, display, delay)
 
 
 def _train(
-    recorder: Recorder, resume: bool, loaded: LoadedCheckpoint | None, other_numerics: bool, display: Display
+    recorder: Recorder,
+    resume: bool,
+    loaded: LoadedCheckpoint | None,
+    other_numerics: bool,
+    display: Display,
+    delay: Delay,
 ) -> dict[str, Any]:
     config, run_dir, world = recorder.config, recorder.run_dir, recorder.world
     display.startup(WORDS["import"], recorder.imports_s)
@@ -82,7 +89,7 @@ def _train(
         recorder.open(start)
         if start == config.steps and str(start) not in recorder.validations:  # it was to go on for longer
             recorder.validate(loop, display, start)
-        with settled():
+        with settled(), delay:
             for step in range(start, config.steps):
                 raise_received()
                 try:
@@ -95,15 +102,23 @@ def _train(
                 with loop.run.timings.measured("log"):
                     recorder.step(step, metrics, groups + loop.left_out)
                     display.update(step, metrics)
-                recorder.checkpoint(loop, step + 1)
+                ending = max(world.gather(delay.number))
+                recorder.checkpoint(loop, step + 1, last=ending > 0)
                 if recorded(step + 1):
                     recorder.trace(loop.spans, metrics)
+                if ending:
+                    recorder.checkpoints_written(loop)
+                    delay.end(ending)
         recorder.save_model(loop)
         recorder.checkpoints_written(loop)
     if loop.run.runtime.compiles:
         recorder.summary["compile"] = loop.run.compile_report()
         loop.run.runtime.close()
     return world.from_first(lambda: recorder.summary)
+
+
+def _tell_of_signal(display: Display, grace: float, name: str) -> None:
+    display.note(f"{name}: the run ends once this step is done and saved, in {grace:g} s or unsaved; again: at once")
 
 
 def _checked(config: RunConfig, world: World) -> RunConfig:

@@ -213,6 +213,19 @@ def state_of(process: int) -> str:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def test_a_signal_to_one_process_ends_all_behind_the_same_step(config: RunConfig, tmp_path: Path) -> None:
+    yaml_file.save(replace(config, steps=100_000, checkpoint=CheckpointConfig(100_000)), tmp_path / "config.yaml")
+    run = tmp_path / "run"
+    with by_hand([*TRAIN[2:], str(tmp_path / "config.yaml"), "--run-dir", str(run)], [tmp_path] * 2) as ranks:
+        wait_for(lambda: (run / "metrics.jsonl").exists() and lines(run / "metrics.jsonl") != [], ranks[0])
+        ranks[1].send_signal(signal.SIGTERM)
+        said = [rank.communicate(timeout=DEADLINE)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [143, 143] and "Traceback" not in "".join(said)
+    done = len(lines(run / "metrics.jsonl"))
+    assert "lockstep: ended by SIGTERM" in said[0] and f"from    step {done}" in said[0]
+    assert done > 0 and (run / "checkpoints" / f"step_{done}").is_dir() and not (run / "stacks").exists()
+
+
 def test_a_killed_process_ends_the_others_and_one_that_is_stopped(config: RunConfig, tmp_path: Path) -> None:
     """Two groups of two that share products: in one a process is stopped, in the other one is killed."""
     made = replace(config, steps=100_000, parallel=replace(config.parallel, tp=2, generator_tp=2))

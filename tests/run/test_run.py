@@ -61,8 +61,9 @@ def test_ctrl_c_says_what_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [*COMMAND[:4], *SUM, "--trainer.max-idle-steps", "100000", "--run-dir", str(run)]
     command[command.index("2")] = "100000"
-    with running_lockstep([*command[3:], "--checkpoint.interval", "3"]) as process:
-        wait_for((run / "checkpoints" / "step_3").exists, process)
+    metrics = run / "metrics.jsonl"
+    with running_lockstep([*command[3:], "--checkpoint.interval", "100000"]) as process:
+        wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, process)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130 and "Traceback" not in errors
@@ -74,8 +75,10 @@ def test_ctrl_c_says_what_goes_on(tmp_path: Path) -> None:
         f"report  {run}/report.html",
         f"go on   lockstep train --resume {run}",
     ]
-    saved = [int(path.name.removeprefix("step_")) for path in run.glob("checkpoints/step_*")]
-    assert lines[-1] == f"from    step {max(saved)}"
+    done = len(metrics.read_text().splitlines())
+    assert sorted(path.name for path in run.glob("checkpoints/*")) == ["step_0", f"step_{done}"]
+    assert lines[-1] == f"from    step {done}" and done > 0
+    assert lines[-7].startswith("SIGINT: the run ends once this step is done and saved")
 
 
 def test_the_screen_of_a_run_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

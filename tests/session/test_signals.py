@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,7 +13,7 @@ import pytest
 from processes import DEADLINE, running
 
 from lockstep.errors import Terminated
-from lockstep.session.signals import ended_by_signals, interrupts_in_imports
+from lockstep.session.signals import Delay, ended_by_signals, interrupts_in_imports, raise_received
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +33,46 @@ def test_the_first_signal_is_an_exception_and_the_next_ends_the_process(number: 
             assert signal.getsignal(number) is signal.SIG_DFL
     assert ended.value.args == (number,)
     assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def delayed(seconds: float = DEADLINE, pointless: bool = False) -> tuple[Delay, list[str]]:
+    told: list[str] = []
+    return Delay(seconds, told.append, lambda: pointless), told
+
+
+def test_a_signal_waits_for_who_looks_for_it() -> None:
+    delay, told = delayed()
+    with pytest.raises(Terminated) as ended, ended_by_signals(), delay:
+        assert delay.number == 0
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)  # as one that was sent to a launcher, too
+        raise_received()  # nothing
+        assert delay.number == signal.SIGTERM
+        delay.end(signal.SIGTERM)
+    assert told == ["SIGTERM"] and ended.value.args == (signal.SIGTERM,)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_waits_once_and_for_so_long(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+    raised = KeyboardInterrupt if number == signal.SIGINT else Terminated
+    delay, told = delayed(0.01)
+    with pytest.raises(raised), ended_by_signals(), delay:
+        signal.raise_signal(number)
+        time.sleep(DEADLINE)  # which its end interrupts
+    assert told == [number.name]
+    monkeypatch.setattr("lockstep.session.signals._ONE", 0.0)
+    for other, times in ((delayed()[0], 2), (delayed(pointless=True)[0], 1), (delayed(0.0)[0], 1)):
+        with pytest.raises(raised), ended_by_signals(), other:
+            for _ in range(times - 1):
+                signal.raise_signal(number)
+            with pytest.raises(raised) as ended:
+                signal.raise_signal(number)
+            assert number == signal.SIGINT or signal.getsignal(number) is signal.SIG_DFL
+            raise ended.value
+    before = signal.getsignal(number)
+    with delayed()[0]:  # others handle it
+        assert signal.getsignal(number) is before
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
