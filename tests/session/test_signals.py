@@ -42,7 +42,7 @@ def delayed(seconds: float = DEADLINE, pointless: bool = False) -> tuple[Delay, 
 
 def test_a_signal_waits_for_who_looks_for_it() -> None:
     delay, told = delayed()
-    with pytest.raises(Terminated) as ended, ended_by_signals(), delay:
+    with pytest.raises(KeyboardInterrupt) as ended, ended_by_signals(), delay:
         assert delay.number == 0
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)  # as one that was sent to a launcher, too
