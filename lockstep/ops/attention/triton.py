@@ -40,6 +40,7 @@ from .triton_tiles import (
 
 TILE = AttentionTile(64, 4, 3)
 LONG_TILE = AttentionTile(128, 8, 3)  # above `LONG` keys, or `PAGED_LONG`
+PAIRED_TILE = AttentionTile(128, 8, 2, registers=128)  # likewise, two programs a multiprocessor
 PAGED_LONG = 4096  # where rows that decode, of one token each, are beside prompts
 SMALL_TILE = AttentionTile(64, 4, 1)  # for float32 and for head dims above 128
 
@@ -188,10 +189,13 @@ def _attention_kernel(
     tl.store(lse_ptr + row_M, shift_M + tl.log2(sum_M), mask=inside_M)
 
 
-def _tile(max_context: int, head_dim: int, dtype: torch.dtype, long: int = LONG) -> AttentionTile:
+def _tile(max_context: int, head_dim: int, dtype: torch.dtype, alone: bool, long: int = LONG) -> AttentionTile:
+    """`alone`: pages or a window, for which half of the registers are too few where heads are wide."""
     if dtype.itemsize > 2 or head_dim > 128:
         return SMALL_TILE
-    return LONG_TILE if max_context > long else TILE
+    if max_context <= long:
+        return TILE
+    return LONG_TILE if alone and head_dim > 64 else PAIRED_TILE
 
 
 def launch(
@@ -221,7 +225,7 @@ def launch(
         PAGE_SIZE=page_size, SPLIT=KEY_SPLIT if max_context > KEY_SPLIT else 0,
         IS_LONG=max_context > LONG and "ROPE_DIM" not in others, GROUP=group, HEAD_DIM=head_dim,
         BLOCK_M=tile.query_rows, BLOCK_H=block(head_dim), **others, num_warps=tile.warps, num_stages=tile.stages,
-        enable_fp_fusion=False,
+        maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
     return out_TNH, lse_KTG
 
@@ -231,7 +235,7 @@ def packed(
 ) -> tuple[Tensor, Tensor]:
     """See `attention.operator.attention_packed`; and `launch`'s log-sum-exp."""
     head_dim = q_TNH.shape[2]
-    tile = _tile(by.max_len, head_dim, q_TNH.dtype)
+    tile = _tile(by.max_len, head_dim, q_TNH.dtype, scores.window > 0)
     scale, others = triton_scores.arguments(scores, head_dim)
     return launch((q_TNH, k_TKH, v_TKH), scale, by, 0, tile, **others, **triton_scores.sinks(scores))
 
@@ -243,7 +247,7 @@ def paged(
         return triton_decode.decode(q_TNH, cache, contexts, groups, scores)
     _, page_size, _, head_dim = cache.k_cache.shape
     k_RKH, v_RKH = (pages.view(-1, *pages.shape[2:]) for pages in cache)
-    tile = _tile(by.max_context_len, head_dim, q_TNH.dtype, PAGED_LONG)
+    tile = _tile(by.max_context_len, head_dim, q_TNH.dtype, True, PAGED_LONG)
     scale, others = triton_scores.arguments(scores, head_dim)
     single, pieces = by.divided(groups.sequences)
     out_TNH, _ = launch((q_TNH, k_RKH, v_RKH), scale, pieces, page_size, tile, **others, **triton_scores.sinks(scores))

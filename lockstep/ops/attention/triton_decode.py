@@ -356,7 +356,7 @@ def decode(
     tiles, key_bytes = {**dims, "PAGE_SIZE": page_size}, 2 * KEY_TILE * dims["BLOCK_H"] * q.element_size()
     if grouped:
         count, width = group_rows_CW.shape
-        rows, warps, stages, _ = _group_tile(width * group, kv_heads * count * splits, key_bytes)
+        rows, warps, stages = _group_tile(width * group, kv_heads * count * splits, key_bytes)[:3]
         grid = (kv_heads, count * triton.cdiv(width * group, rows), splits)
         members = (group_rows_CW.contiguous(), groups.shared_len_S, sequences)
         _group_kernel[grid](
@@ -364,7 +364,7 @@ def decode(
             BLOCK_M=rows, num_warps=warps, num_stages=stages, **tiles, **others,
             **({"context_len_ptr": by.context_len_S} if scores.window else {}),
         )  # fmt: skip
-    rows, warps, stages, _ = _tile(group + projected, kv_heads * sequences * splits, key_bytes)
+    rows, warps, stages = _tile(group + projected, kv_heads * sequences * splits, key_bytes)[:3]
     lengths = (by.context_len_S, groups.shared_len_S if grouped else None)
     bounds = block_table.shape[1], k_RKH.shape[0]
     ahead = triton_prefetch.keys(kv_heads * sequences * splits, k_RKH, v_RKH) if dims["PDL"] and not grouped else 0

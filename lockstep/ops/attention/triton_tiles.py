@@ -37,12 +37,14 @@ LONG = 512  # keys of a sequence above which larger tiles of queries pay
 
 
 class AttentionTile(NamedTuple):
-    """How a kernel runs: query rows of a program, warps, pipeline stages, and, where they are free, keys of a tile."""
+    """How a kernel runs: query rows of a program, warps, pipeline stages, where they are free keys of a tile, and the
+    most registers that a thread may have, where fewer than it would take leave room for a second program."""
 
     query_rows: int
     warps: int
     stages: int
     keys: int = KEY_TILE
+    registers: int | None = None
 
 
 class AttentionForm(NamedTuple):
