@@ -24,6 +24,8 @@ from .sections.checkpoint import CheckpointConfig
 from .sections.compile import (
     BACKENDS,
     CAPTURES,
+    ELEMENTWISE,
+    FULL,
     OF_GENERATION,
     PASSES,
     RECORDINGS,

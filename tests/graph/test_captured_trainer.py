@@ -33,6 +33,7 @@ from lockstep.trainer import programs as trainer_runs
 from lockstep.types import SamplingParams
 
 WAYS = {"captured": {}, "recorded": {"recorded": True}, "recomputed": {"recorded": True, "recompute": ("full",)}}
+WAYS["elementwise"] = {"recorded": True, "recompute": ("elementwise", "layers.0")}
 ONE_SIZE = [BatchShape(44, 32, 16, 44)]  # a graph for all micro-batches
 
 
@@ -69,7 +70,11 @@ def same(a: list[Any], b: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("way", "dtype"), [("captured", torch.bfloat16), ("recorded", torch.float32), ("recomputed", torch.float32)]
+    ("way", "dtype"),
+    [
+        *(("captured", torch.bfloat16), ("recorded", torch.float32)),
+        *(("recomputed", torch.float32), ("elementwise", torch.float32)),
+    ],
 )
 def test_three_captured_steps_are_three_eager_steps(decoder, rollout, runtime_of, way: str, dtype) -> None:
     """Of graphs of one size and two layers, and of several sizes."""

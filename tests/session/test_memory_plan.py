@@ -30,18 +30,23 @@ from lockstep.session.memory import (
     usage,
 )
 from lockstep.session.memory.plan import CACHE, CHECK, KEPT, _pool
+from lockstep.session.memory.terms import NOTHING, Again
 
 
 def test_the_default_settings_fit_eight_gpus() -> None:
     small = plan(workload("qwen3-8b", 8), H200)
-    assert small.fits and small.again == 0 and small.cache_tokens == 64 * (1024 + 16)
+    assert small.fits and small.again == NOTHING and small.cache_tokens == 64 * (1024 + 16)
     assert small.terms[KEPT] > 70 * GIB and small.total < H200
     large = workload("qwen3-14b", 8)
     found = plan(large, H200)
-    assert found.fits and 0 < found.again < 40 and found.total <= H200
-    one_less = terms.kept(large, found.again - 1) - terms.kept(large, found.again)
+    assert found.fits and 0 < found.again.layers < 5 and found.again.elementwise and found.total <= H200
+    one_less = terms.kept(large, Again(found.again.layers - 1, True)) - terms.kept(large, found.again)
     assert found.total + one_less > H200 - GIB  # no more than needed
-    assert adapted(large, found).compile.recompute == tuple(f"layers.{i}" for i in range(found.again))
+    names = tuple(f"layers.{i}" for i in range(found.again.layers))
+    assert adapted(large, found).compile.recompute == ("elementwise", *names)
+    assert f", {len(names)} layers and norms and activations computed again" in found.table()
+    roomier = plan(large, H200 + 4 * GIB)
+    assert roomier.fits and adapted(large, roomier).compile.recompute == ("elementwise",)
 
 
 def test_the_trainer_has_the_caches_memory_where_layers_would_be_computed_again() -> None:
@@ -62,7 +67,7 @@ def test_the_trainer_has_the_caches_memory_where_layers_would_be_computed_again(
 def test_what_fits_with_the_caches_memory_alone_is_not_refused() -> None:
     w = workload("qwen3-30b-a3b", 8, max_tokens_per_micro_batch=4096).having("generator", kv_cache_tokens=100_000)
     found = plan(w, 155 * GIB)
-    assert found.fits and found.lent and 0 < found.again < w.model.num_layers
+    assert found.fits and found.lent and NOTHING < found.again < (w.model.num_layers, True)
     assert not plan(w.having("compile", cudagraph_mode="piecewise"), 155 * GIB).fits
     set_by_hand = w.having("compile", recompute=("full",))
     assert plan(set_by_hand, 155 * GIB).lent and not plan(set_by_hand, 160 * GIB).lent  # as much is computed again
@@ -71,7 +76,7 @@ def test_what_fits_with_the_caches_memory_alone_is_not_refused() -> None:
 def test_with_the_caches_memory_a_teachers_scores_are_beside_the_generators_pool() -> None:
     """What they take beyond what the trainer's graphs do, where a student is small."""
     w = replace(workload("qwen3-0.6b", 1), frozen=(architecture("qwen3-32b"),))
-    layers = w.model.num_layers
+    layers = Again(w.model.num_layers)
     beyond = terms.scoring(w, True) - terms.kept(w, layers) - terms.working(w, layers) - terms.transit(w)
     assert beyond > terms.prefill(w) > 0
     assert [_pool(w, layers, lent)[0]["generation"] for lent in (False, True)] == [beyond, terms.prefill(w) + beyond]
@@ -150,7 +155,7 @@ def fits_with(w: Workload, said: str, memory: int) -> bool:
 def test_several_processes_have_a_part_of_a_reference_each_and_whole_layers_at_a_time() -> None:
     w = replace(workload("qwen3-8b", 8), frozen=[architecture("qwen3-8b")])
     found = plan(w, H200)
-    assert found.fits and found.again == 0 and terms.frozen(w) == terms.shard(w)
+    assert found.fits and found.again == NOTHING and terms.frozen(w) == terms.shard(w)
     assert found.terms[CHECK] == plan(workload("qwen3-8b", 8), H200).terms[CHECK]
     larger = replace(w, config=replace(w.config, parallel=replace(w.config.parallel, generator_tp=2)))
     whole = 2 * PARAMETERS["qwen3-8b"]
@@ -202,7 +207,7 @@ def test_the_cache_takes_what_is_left() -> None:
     w = workload("qwen3-8b", 8, CompileConfig(activation_memory_gib=100.0))
     least = plan(w, H200)
     tight = plan(w, least.total - 2 * GIB)
-    assert tight.fits and tight.again == 0 and 0 < tight.terms[CACHE] < least.terms[CACHE]
+    assert tight.fits and tight.again == NOTHING and 0 < tight.terms[CACHE] < least.terms[CACHE]
     assert least.total - 3 * GIB < tight.total <= least.total - 2 * GIB
     without = replace(w, config=replace(w.config, parity="off", compile=replace(w.config.compile, verify="off")))
     assert plan(without, H200).terms[CHECK] == 0

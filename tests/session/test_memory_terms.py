@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import ARCHITECTURES, architecture, initialize
 from lockstep.ops.logprobs import operator as logprobs
 from lockstep.session.memory import Workload, adapted, memory_at_hand, plan, terms
+from lockstep.session.memory.terms import Again
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
 from lockstep.types import SampleIdentity, SamplingParams
@@ -73,11 +75,11 @@ def test_what_a_micro_batch_keeps(arch: str) -> None:
     hidden = w.model.hidden_size
     ends = tokens * (2 * hidden + 512) + scored * (2 * hidden + 40)
     assert terms.kept(w) == tokens * KEPT_A_TOKEN[arch] + ends
-    assert terms.kept(w, w.model.num_layers) == tokens * w.model.num_layers * 2 * hidden + ends
+    assert terms.kept(w, Again(w.model.num_layers)) == tokens * w.model.num_layers * 2 * hidden + ends
     assert terms.head(w) >= 151936 * hidden * 2 + scored * hidden * 6
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "olmo2", "gpt-oss"])
 def test_a_trace_keeps_as_much(family: str) -> None:
     model, shape = FAMILIES.get(family) or architecture(f"tiny-{family}"), BatchShape(64, 48, 5, 40)
     w = replace(workload("tiny", 1), model=model)
@@ -87,10 +89,10 @@ def test_a_trace_keeps_as_much(family: str) -> None:
     trainer.forward_backward(blank_batch(shape, SamplingParams(), True, model.moe is not None))
     (traced,) = trainer.programs.by_name["forward_backward"].made.traces.values()
     statistics = 4 * model.num_heads * shape.tokens  # of attention's rows, which a CPU makes anew
-    for again in range(model.num_layers + 1):
+    for again in (Again(*of) for of in itertools.product(range(model.num_layers + 1), (False, True))):
         found = adapted(w, replace(plan(w, H200), again=again)).compile.recompute
         bytes_kept = saved_bytes(recompute(traced, found)[0] if found else traced)
-        own = terms.kept(w, again) - statistics * (model.num_layers - again)
+        own = terms.kept(w, again) - statistics * (model.num_layers - again.layers)
         assert own == pytest.approx(bytes_kept, rel=0.03), again
 
 

@@ -49,6 +49,7 @@ RECORDINGS = {
     "piecewise": Plugin("lockstep.graph.launch.piecewise:ATTENTION", ranks=False),
     "full": Plugin(whole=True),
 }
+FULL, ELEMENTWISE = "full", "elementwise"  # of `recompute`
 PASSES = ("canonicalize", "recompute", "fit", "reshard", "bucket", "reorder", "fuse")  # in the order of the default
 
 
@@ -87,8 +88,8 @@ class CompileConfig(Section):
     canonicalize: bool = True
     """Drop what nothing depends on from captured graphs."""
     recompute: tuple[str, ...] = ()
-    """What the backward pass computes again instead of keeping: `full`, module paths such as `layers.*`, or operators
-    such as `silu_mul`."""
+    """What the backward pass computes again instead of keeping: `full`, `elementwise` (norms, rotations and gated
+    activations), module paths such as `layers.*`, or operators such as `silu_mul`."""
     activation_memory_gib: float = at_least(0, default=0.0)
     """Memory that the forward pass may keep for the backward pass: as many layers as it takes are computed again; 0 is
     no limit."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, fx
 
+from ...config import ELEMENTWISE, FULL
 from ...errors import InputError
 from ..ir.captured import (
     BACKWARD,
@@ -24,13 +25,14 @@ from ..ir.captured import (
     mutates,
     op_name,
     origins,
+    viewed,
     written,
 )
 from ..torch_private import trace as torch_trace
 from .collectives import gathers_weights
 from .rewrite import reached, rewritten
 
-FULL = "full"
+_PASSES_OVER = frozenset(f"lockstep.{name}" for name in ("rms_norm", "norm_add", "qk_norm_rope", "silu_mul"))
 
 
 class UnknownPattern(GraphError, InputError):
@@ -43,7 +45,8 @@ def recompute(captured: Captured, patterns: Sequence[str]) -> tuple[Captured, st
     A graph without a backward pass is left as it is.
 
     Args:
-        patterns: `full` (everything inside the modules that are called, but what leaves them), module paths such as
+        patterns: `full` (everything inside the modules that are called, but what leaves them), `elementwise` (of that
+            norms, rotations and gated activations, which take a pass over memory and no product), module paths such as
             `layers.*`, or operators such as `silu_mul` and `aten.mul`; wildcards as in a shell.
 
     Raises:
@@ -55,7 +58,7 @@ def recompute(captured: Captured, patterns: Sequence[str]) -> tuple[Captured, st
     chosen = _chosen(result, patterns)
     again = make_again(result.graph, chosen)
     for pattern in patterns:
-        if not any(_names_module(pattern, node) or _names_operator(pattern, node) for node in again):
+        if not any(name(pattern, node) for node in again for name in (_names_module, _names_operator, _names_kind)):
             raise UnknownPattern(
                 f"compile.recompute: {captured.title}: recompute pattern {pattern!r} matches nothing. "
                 f"{_choices(captured)}"
@@ -116,6 +119,26 @@ def _names_module(pattern: str, node: fx.Node) -> bool:
     return bool(path) and (pattern == FULL or fnmatchcase(path, pattern))
 
 
+def _names_kind(pattern: str, node: fx.Node) -> bool:
+    """Of an elementwise result, or a view of one, that stays within its module and those inside it."""
+    if pattern != ELEMENTWISE:
+        return False
+    while sources := viewed(node):
+        node = sources[0]
+    own = module_of(node)
+    inside = all(path == own or path.startswith(f"{own}.") for path in map(module_of, _readers(node)))
+    return op_name(node) in _PASSES_OVER and bool(own) and inside
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Forward calls that read a result or a view of it."""
+    for user in node.users:
+        if not is_backward(user):
+            yield user
+            if node in viewed(user):
+                yield from _readers(user)
+
+
 def _names_operator(pattern: str, node: fx.Node) -> bool:
     name = op_name(node)
     return pattern != FULL and any(fnmatchcase(n, pattern) for n in (name, name.partition(".")[2]))
@@ -137,7 +160,7 @@ def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
             continue  # takes no memory, and would hold what it is the size of
         leaves = any(module_of(user) != module_of(node) for user in node.users if not is_backward(user))
         by_module = not leaves and any(_names_module(p, node) for p in patterns)
-        if not by_module and not any(_names_operator(p, node) for p in patterns):
+        if not by_module and not any(_names_operator(p, node) or _names_kind(p, node) for p in patterns):
             continue
         random = torch_trace.is_operator(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags
         if not random and not any(o in overwritten for a in [node, *node.all_input_nodes] for o in lies_in[a]):

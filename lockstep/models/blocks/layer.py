@@ -24,10 +24,12 @@ class Layer(nn.Module):
         num_heads, num_kv_heads: this rank's.
         qk_norm: whether queries and keys are normalized a head.
         norm_offset: added to the weights of norms.
+        norms_before: norms of the stream that products read, whose results a backward pass needs.
         activation: of the gated feed-forward.
     """
 
     qk_norm: ClassVar[bool] = False
+    norms_before: ClassVar[int] = 2
     norm_offset: ClassVar[float] = 0.0
     activation: ClassVar[str] = "silu"
 

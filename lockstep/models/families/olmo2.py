@@ -22,6 +22,8 @@ from .family import PLAIN, Family, no_windows, odd_words
 class NormAfterLayer(Layer):
     """Attention and a feed-forward, each with a norm behind it. Norms of queries and keys span the heads."""
 
+    norms_before = 0
+
     def make_projections(self, config: ModelConfig, weight: Weight) -> int:
         values = super().make_projections(config, weight)
         self.q_norm = weight(values)

@@ -1,4 +1,4 @@
-"""A plan: every term, the capacity of the cache, and how many layers are computed again in the backward pass."""
+"""A plan: every term, the capacity of the cache, and what is computed again in the backward pass."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...config import RECORDINGS, CompileConfig, recordings
+from ...config import ELEMENTWISE, FULL, RECORDINGS, CompileConfig, recordings
 from ...generator.cache_capacity import HOST_CACHE, per_sequence, rounded
 from . import terms
-from .terms import GIB
+from .terms import GIB, NOTHING, Again
 from .workload import Workload
 
 STAYS: dict[str, Callable[[Workload], int]] = {
@@ -35,7 +35,7 @@ class MemoryPlan:
     Attributes:
         memory: of the device, that may be taken. terms: by name; nothing is in two of them. host: bytes of the host's,
             too.
-        cache_tokens: the capacity of the KV cache. again: layers whose forward pass the backward pass computes again.
+        cache_tokens: the capacity of the KV cache. again: what the backward pass computes again of the forward pass.
         zero_stage: what several processes shard (`Workload.zero_stage`); 0 of one. together: how many generate
             together.
         fits: they have room, with a cache of one sequence at the least. lent: the trainer's graphs have the cache's
@@ -47,7 +47,7 @@ class MemoryPlan:
     memory: int
     terms: Mapping[str, int]
     cache_tokens: int
-    again: int
+    again: Again
     fits: bool
     zero_stage: int = 0
     together: int = 1
@@ -61,7 +61,8 @@ class MemoryPlan:
 
     def to_dict(self) -> dict[str, Any]:
         shown = {name: round(size / GIB, 3) for name, size in self.terms.items() if size}
-        about = dict[str, Any](cache_tokens=self.cache_tokens, layers_computed_again=self.again, fits=self.fits)
+        about = dict[str, Any](cache_tokens=self.cache_tokens, layers_computed_again=self.again.layers, fits=self.fits)
+        about |= {"elementwise_computed_again": True} if self.again.elementwise else {}
         about |= {"zero_stage": self.zero_stage, "generator_tp": self.together} if self.zero_stage else {}
         about |= {"lent": True} if self.lent else {}
         about |= {"pool_gib": round(self.pool / GIB, 3)} if self.pool else {}
@@ -74,7 +75,8 @@ class MemoryPlan:
         """A line a term that is not nothing, largest first, and what is left."""
         rows = sorted(((size, name) for name, size in self.terms.items() if size >= GIB / 100), reverse=True)
         lines = [f"  {name:<22} {size / GIB:>8.2f} GiB" for size, name in rows]
-        again = f", {self.again} layers computed again" if self.again else ""
+        parts = [f"{self.again.layers} layers"] * (self.again.layers > 0) + ["norms and activations"] * self.again[1]
+        again = f", {' and '.join(parts)} computed again" if parts else ""
         stage = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
         shared = f", {self.together} generate together" if self.together > 1 else ""
         lent = ", in whose memory the trainer computes in between" if self.lent else ""
@@ -84,33 +86,33 @@ class MemoryPlan:
 
 
 def plan(w: Workload, memory: int) -> MemoryPlan:
-    """The plan of a workload on a device with so many bytes: the fewest layers computed again that leave room for the
-    cache that the workload wants, or for half of what is left beside the smallest micro-batch's."""
+    """The plan of a workload on a device with so many bytes: the least computed again that leaves room for the cache
+    that the workload wants, or for half of what is left beside the smallest micro-batch's."""
     found = _apart(w, memory)
-    if found.fits and found.again == 0 or not _recorded_whole(w):
+    if found.fits and found.again == NOTHING or not _recorded_whole(w):
         return found
     lent = _lent(w, memory)
-    return lent if lent.fits and (lent.again < found.again or not found.fits) else found
+    better = (lent.again, -lent.cache_tokens) < (found.again, -found.cache_tokens)
+    return lent if lent.fits and (better or not found.fits) else found
 
 
 def _apart(w: Workload, memory: int) -> MemoryPlan:
     """With a cache in memory of its own."""
-    least, most = _again(w)
-    cheapest = _with(w, memory, most, 0)
+    ways = _ways(w)
+    cheapest = _with(w, memory, ways[-1], 0)
     room, wanted, least_cache = _cache_room(w, cheapest), _wanted(w), _least(w)
     target = wanted if w.config.generator.kv_cache_tokens else min(wanted, max(room // 2, least_cache))
-    for again in range(least if room >= least_cache else most, most + 1):
+    for again in ways if room >= least_cache else ways[-1:]:
         found = _with(w, memory, again, 0)
-        if (room := _cache_room(w, found)) >= target or again == most:
+        if (room := _cache_room(w, found)) >= target:
             break
     return _filled(w, memory, again, room)
 
 
 def _lent(w: Workload, memory: int) -> MemoryPlan:
-    """With a cache in memory that the trainer's graphs have in turn: the fewest layers computed again with which these
-    fit beside all else, and as much of the cache as has room."""
-    least, most = _again(w)
-    for again in range(least, most + 1):
+    """With a cache in memory that the trainer's graphs have in turn: the least computed again with which these fit
+    beside all else, and as much of the cache as has room."""
+    for again in _ways(w):
         found = _with(w, memory, again, 0, lent=True)
         if found.total <= memory:
             break
@@ -119,7 +121,7 @@ def _lent(w: Workload, memory: int) -> MemoryPlan:
     return _filled(w, memory, again, max(0, pages) * w.config.generator.page_size, lent=True)
 
 
-def _filled(w: Workload, memory: int, again: int, room: int, lent: bool = False) -> MemoryPlan:
+def _filled(w: Workload, memory: int, again: Again, room: int, lent: bool = False) -> MemoryPlan:
     """With the cache that is asked for, or with what of it has room, so many tokens."""
     wanted = _wanted(w)
     tokens = wanted if w.config.generator.kv_cache_tokens else min(wanted, rounded(room))
@@ -133,16 +135,19 @@ def _recorded_whole(w: Workload) -> bool:
     return w.on_gpu and _graphs(w) and all(RECORDINGS[mode].whole for mode in modes)
 
 
-def _again(w: Workload) -> tuple[int, int]:
-    """The least and the most layers that may be computed again: what the configuration says, or any number."""
+def _ways(w: Workload) -> list[Again]:
+    """What may be computed again, the least first: what the configuration says, or what takes no product, and then so
+    many layers too. Where ranks share products little is elementwise, and results are gathered again."""
     c, layers = w.config.compile, w.model.num_layers
     if c.recompute:
-        given = sum(any(p == "full" or fnmatchcase(f"layers.{i}", p) for p in c.recompute) for i in range(layers))
-        return given, given
+        given = sum(any(p == FULL or fnmatchcase(f"layers.{i}", p) for p in c.recompute) for i in range(layers))
+        return [Again(given, w.tp == 1 and ELEMENTWISE in c.recompute)]
     if c.activation_memory_gib > 0:
-        fitting = (n for n in range(layers) if terms.kept(w, n) <= c.activation_memory_gib * GIB)
-        return (given := next(fitting, layers)), given
-    return 0, layers if chooses(c) else 0
+        fitting = (n for n in range(layers) if terms.kept(w, Again(n)) <= c.activation_memory_gib * GIB)
+        return [Again(next(fitting, layers))]
+    if not chooses(c):
+        return [NOTHING]
+    return [NOTHING, *(Again(n, w.tp == 1) for n in range(w.tp > 1, layers + 1))]
 
 
 def chooses(c: CompileConfig) -> bool:
@@ -156,8 +161,8 @@ def traces(c: CompileConfig) -> bool:
     return way.graphs and not way.by_sizes
 
 
-def _with(w: Workload, memory: int, again: int, tokens: int, lent: bool = False) -> MemoryPlan:
-    """The terms with so many layers computed again and a cache of so many tokens, which is perhaps `lent`."""
+def _with(w: Workload, memory: int, again: Again, tokens: int, lent: bool = False) -> MemoryPlan:
+    """The terms with that computed again and a cache of so many tokens, which is perhaps `lent`."""
     cache = terms.cache(w, tokens) if tokens else 0
     in_pool, pool = _pool(w, again, lent)
     found = {name: term(w) for name, term in STAYS.items()} | {CACHE: cache} | in_pool
@@ -171,7 +176,7 @@ def _with(w: Workload, memory: int, again: int, tokens: int, lent: bool = False)
     return MemoryPlan(memory, found, tokens, again, False, stage, together, terms.host(w, _checks(w)), lent, pool)
 
 
-def _pool(w: Workload, again: int, lent: bool) -> tuple[dict[str, int], int]:
+def _pool(w: Workload, again: Again, lent: bool) -> tuple[dict[str, int], int]:
     """What the two roles' steps take at one time; of what takes turns with them, what is more; and what of it is in one
     pool. With a cache that is `lent` the generator's have a pool by themselves."""
     graphs = _graphs(w)
@@ -222,10 +227,10 @@ def _cache_room(w: Workload, without: MemoryPlan) -> int:
     return max(0, int(left) // page - 1) * w.config.generator.page_size
 
 
-def patterns(w: Workload, again: int) -> tuple[str, ...]:
-    """`compile.recompute` for the first `again` layers, with the modules that are in them."""
-    c, found = w.model, list[str]()
-    for layer in range(again):
+def patterns(w: Workload, again: Again) -> tuple[str, ...]:
+    """`compile.recompute` for what is computed again, of layers with the modules that are in them."""
+    c, found = w.model, [ELEMENTWISE] * again.elementwise
+    for layer in range(again.layers):
         found.append(f"layers.{layer}")
         if c.mla is not None or c.is_moe(layer):
             found.append(f"layers.{layer}.*")

@@ -8,16 +8,16 @@ from dataclasses import replace
 from ...config import RunConfig
 from ...models.checks import divides
 from .plan import MemoryPlan, chooses, patterns, plan, traces
-from .terms import GIB
+from .terms import GIB, NOTHING
 from .workload import Workload
 
 _MOST_RANKS, _MOST_TOGETHER = 1024, 8
 
 
 def adapted(w: Workload, found: MemoryPlan) -> RunConfig:
-    """The workload's configuration with the layers that its plan computes again."""
+    """The workload's configuration with what its plan computes again."""
     config = w.config
-    if found.again == 0 or config.compile.recompute or config.compile.activation_memory_gib:
+    if found.again == NOTHING or config.compile.recompute or config.compile.activation_memory_gib:
         return config
     return replace(config, compile=replace(config.compile, recompute=patterns(w, found.again)))
 

@@ -10,6 +10,7 @@ them a token. `kept` and what a backward pass writes beside it are those of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from ...cache.tensor_file import CHUNK_BYTES
 from ...distributed.mesh import ALONE, Axis, exchanging
@@ -114,6 +115,17 @@ def supports(w: Workload) -> int:
 # ---- what a micro-batch takes ----
 
 
+class Again(NamedTuple):
+    """What the backward pass computes again: the first `layers`, and of the others norms, rotations and gated
+    activations where `elementwise`. The more, the longer it takes."""
+
+    layers: int = 0
+    elementwise: bool = False
+
+
+NOTHING = Again()
+
+
 def layer_kept(w: Workload, layer: int, again: bool = False) -> int:
     """Bytes a token that a layer's forward pass keeps for its backward pass; `again`: where it is computed again.
 
@@ -130,6 +142,21 @@ def layer_kept(w: Workload, layer: int, again: bool = False) -> int:
     attention = _attention_kept(w, layer) if c.mla is None else _latent_kept(w)
     feed_forward = _experts_kept(w) if experts else _gated(w, c.intermediate_size)
     return (2 + norms) * c.hidden_size * w.b + attention + feed_forward
+
+
+def layer_elementwise(w: Workload, layer: int) -> int:
+    """Of `layer_kept` what a pass over memory makes again, where no ranks share products: results of norms that
+    products read, `D b` each, rotated queries and keys, `(A + K) H b`, or latents behind their norms, and a dense
+    feed-forward's `F b` or experts'."""
+    c, m, width = w.model, w.model.mla, w.model.intermediate_size
+    if m is None:
+        rotated = (c.num_heads + c.num_kv_heads) * c.head_dim
+    else:
+        rotated = (m.q_rank or 0) + m.kv_rank + (c.num_heads + 1) * m.rope_dim
+    if c.moe is not None and c.is_moe(layer):
+        width = (c.moe.num_experts_per_token + c.moe.shared_experts) * c.moe.intermediate_size
+    block: Any = w.decoder.layers[layer]
+    return (block.norms_before * c.hidden_size + rotated + width) * w.b
 
 
 def _gated(w: Workload, width: int) -> int:
@@ -181,12 +208,17 @@ def _experts_kept(w: Workload) -> int:
     return _routed_outside(w) + _gated(w, width) - c.hidden_size * w.b + 4 * moe.num_experts
 
 
-def kept(w: Workload, again: int = 0) -> int:
-    """What the forward pass keeps of T tokens, with the first `again` layers computed again: all layers'
-    (`layer_kept`), the embedded tokens, the rotary table, and of C rows the head's input and numbers."""
+def kept(w: Workload, again: Again = NOTHING) -> int:
+    """What the forward pass keeps of T tokens that is not computed `again`: all layers' (`layer_kept`), the embedded
+    tokens, the rotary table, and of C rows the head's input and numbers."""
     c, tokens = w.model, w.shape.tokens
     rope = c.mla.rope_dim if c.mla is not None else c.head_dim
-    layers = sum(layer_kept(w, layer, layer < again) for layer in range(c.num_layers))
+    layers = 0
+    for layer in range(c.num_layers):
+        whole = layer < again.layers
+        layers += layer_kept(w, layer, whole)
+        if again.elementwise:  # of whole layers the norm that leaves for their experts
+            layers -= c.hidden_size * w.b * c.is_moe(layer) if whole else layer_elementwise(w, layer)
     scored = w.shape.completion_tokens * (c.hidden_size * w.b + 40)
     return tokens * (layers + c.hidden_size * w.b + 4 * rope) + scored
 
@@ -225,13 +257,16 @@ def layer_weights(w: Workload, model: ModelConfig | None = None) -> int:
     return (num_parameters(c, w.training) - int(tables)) // c.num_layers * w.b
 
 
-def working(w: Workload, again: int = 0) -> int:
+def working(w: Workload, again: Again = NOTHING) -> int:
     """The most beside `kept` at one time: the head's, or a layer's backward pass, with that layer's own where it is
     computed again; a tied head's gradient lasts until the embedding's."""
     c = w.model
-    last = c.num_layers - 1
-    anew = (layer_kept(w, last) - layer_kept(w, last, True)) * w.shape.tokens if again > last else 0
-    return max(head(w), layer_backward(w) + anew + table(w) * c.tie_word_embeddings)
+    last, anew = c.num_layers - 1, 0
+    if again.layers > last:
+        anew = layer_kept(w, last) - layer_kept(w, last, True)
+    elif again.elementwise:
+        anew = layer_elementwise(w, last)
+    return max(head(w), layer_backward(w) + anew * w.shape.tokens + table(w) * c.tie_word_embeddings)
 
 
 def transit(w: Workload) -> int:

@@ -101,8 +101,11 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(map(torch.equal, a, b))
 
 
+KIND = "elementwise", "1"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("patterns", [(), ("full",), ("1",), ("silu_mul", "lockstep.rms*"), ("[02]", "aten.add")])
+@pytest.mark.parametrize("patterns", [(), ("full",), ("1",), ("silu_mul", "lockstep.rms*"), ("[02]", "aten.add"), KIND])
 @pytest.mark.parametrize("canonical", [True, False])
 def test_no_pass_changes_a_bit(dtype: torch.dtype, patterns: tuple[str, ...], canonical: bool) -> None:
     step = Step(dtype)
@@ -185,6 +188,10 @@ def test_recompute_keeps_what_leaves_a_layer_and_frees_what_does_not() -> None:
     assert saved_bytes(layers) == 3 * rows + loss  # the input and two layers' outputs
     one = run_passes(captured, pipeline(False, ("1",)))
     assert count(one, "lockstep.silu_mul") == 4
+    elementwise = run_passes(captured, pipeline(False, ("elementwise",)))
+    assert count(elementwise, "lockstep.silu_mul") == count(elementwise, "lockstep.rms_norm") == 6
+    assert count(elementwise, "lockstep.linear") == count(captured, "lockstep.linear")
+    assert saved_bytes(captured) - saved_bytes(elementwise) == 3 * 6 * (8 + 16) * 4
 
 
 def test_a_memory_budget_computes_as_few_layers_again_as_fit() -> None:
