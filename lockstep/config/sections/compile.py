@@ -91,8 +91,8 @@ class CompileConfig(Section):
     """What the backward pass computes again instead of keeping: `full`, `elementwise` (norms, rotations and gated
     activations), module paths such as `layers.*`, or operators such as `silu_mul`."""
     activation_memory_gib: float = at_least(0, default=0.0)
-    """Memory that the forward pass may keep for the backward pass: as many layers as it takes are computed again; 0 is
-    no limit."""
+    """Memory that the forward pass may keep for the backward pass: what is elementwise, and then as many layers as it
+    takes, are computed again; 0 is no limit."""
     verify: Literal["strict", "warn", "off"] = "strict"
     """Before the first step every graph must give eager's bits as it is launched. strict: a difference ends the run.
     warn: the function runs one level further down: in pieces, without a CUDA graph, eagerly. off: no check."""

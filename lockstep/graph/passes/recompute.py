@@ -68,21 +68,25 @@ def recompute(captured: Captured, patterns: Sequence[str]) -> tuple[Captured, st
 
 
 def fit(captured: Captured, budget: int) -> tuple[Captured, str]:
-    """Compute the results inside as few modules again, in the order in which they run, as keep at most `budget` bytes
-    for the backward pass, at the sizes that were traced. `GraphError` if more is kept even with all of them."""
+    """Compute what is elementwise again, and then the results inside as few modules, in the order in which they run, as
+    keep at most `budget` bytes for the backward pass, at the sizes that were traced; nothing where that does.
+    `GraphError` if more is kept even with all of them."""
     if not any(map(is_backward, captured.graph.nodes)):
         return captured, "no backward pass"
     inside = {node: module_of(node) for node in sorted(_chosen(captured, (FULL,)))}
     modules = list(dict.fromkeys(inside.values()))
 
-    def with_modules(count: int) -> Captured:
+    def computing(count: int) -> Captured:
+        """Nothing again; or what is elementwise, and one module less than `count`."""
         result = rewritten(captured)
-        names = {node.name for node, module in inside.items() if module in modules[:count]}
-        make_again(result.graph, {node for node in result.graph.nodes if node.name in names})
+        if count:
+            names = {node.name for node, module in inside.items() if module in modules[: count - 1]}
+            whole = {node for node in result.graph.nodes if node.name in names}
+            make_again(result.graph, whole | _chosen(result, (ELEMENTWISE,)))
         return result
 
-    count = bisect_left(range(len(modules)), -budget, key=lambda count: -saved_bytes(with_modules(count)))
-    result = with_modules(count)
+    count = bisect_left(range(len(modules) + 1), -budget, key=lambda count: -saved_bytes(computing(count)))
+    result = computing(count)
     before, after = saved_bytes(captured), saved_bytes(result)
     if after > budget:
         raise GraphError(
@@ -91,7 +95,8 @@ def fit(captured: Captured, budget: int) -> tuple[Captured, str]:
             "compile.activation_memory_gib, or train on fewer tokens at once"
         )
     note = f"{before / 2**20:.1f} -> {after / 2**20:.1f} MiB kept for the backward pass, {budget / 2**20:.1f} allowed"
-    return result, f"{count} of {len(modules)} modules computed again, {note}"
+    again = f"what is elementwise and {count - 1} of {len(modules)} modules" if count else "nothing"
+    return result, f"{again} computed again, {note}"
 
 
 def saved_bytes(captured: Captured) -> int:

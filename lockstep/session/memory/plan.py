@@ -142,12 +142,10 @@ def _ways(w: Workload) -> list[Again]:
     if c.recompute:
         given = sum(any(p == FULL or fnmatchcase(f"layers.{i}", p) for p in c.recompute) for i in range(layers))
         return [Again(given, w.tp == 1 and ELEMENTWISE in c.recompute)]
+    ways = [NOTHING, *(Again(n, w.tp == 1) for n in range(w.tp > 1, layers + 1))]
     if c.activation_memory_gib > 0:
-        fitting = (n for n in range(layers) if terms.kept(w, Again(n)) <= c.activation_memory_gib * GIB)
-        return [Again(next(fitting, layers))]
-    if not chooses(c):
-        return [NOTHING]
-    return [NOTHING, *(Again(n, w.tp == 1) for n in range(w.tp > 1, layers + 1))]
+        return [next((way for way in ways if terms.kept(w, way) <= c.activation_memory_gib * GIB), ways[-1])]
+    return ways if chooses(c) else ways[:1]
 
 
 def chooses(c: CompileConfig) -> bool:

@@ -197,13 +197,16 @@ def test_recompute_keeps_what_leaves_a_layer_and_frees_what_does_not() -> None:
 def test_a_memory_budget_computes_as_few_layers_again_as_fit() -> None:
     step = Step()
     captured = run_passes(step.capture(), pipeline())
-    kept = [saved_bytes(run_passes(captured, pipeline(False, names))) for names in ((), ("0",), ("[01]",), ("full",))]
-    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
-    for modules, size in enumerate(kept):
-        for budget in {size, kept[modules - 1] - 1 if modules else 2 * size}:
+    ways = (), ("elementwise",), ("elementwise", "0"), ("elementwise", "[01]"), ("full",)
+    kept = [saved_bytes(run_passes(captured, pipeline(False, names))) for names in ways]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 5
+    for way, size in enumerate(kept):
+        for budget in {size, kept[way - 1] - 1 if way else 2 * size}:
             fitted = run_passes(captured, pipeline(False, saved_gib=budget / 2**30))
             assert saved_bytes(fitted) == size and same(step.results(fitted), step.results())
-            assert f"{modules} of 3 modules computed again" in fitted.log[-1]
+            assert (f"and {way - 1} of 3 modules computed again" if way else "; nothing computed again") in fitted.log[
+                -1
+            ]
     with pytest.raises(GraphError, match=r"0\.000 GiB are kept for the backward pass .* are allowed: raise compile"):
         run_passes(captured, pipeline(False, saved_gib=(kept[-1] - 1) / 2**30))
 
