@@ -32,7 +32,7 @@ from ..torch_private import trace as torch_trace
 from .collectives import gathers_weights
 from .rewrite import reached, rewritten
 
-_PASSES_OVER = frozenset(f"lockstep.{name}" for name in ("rms_norm", "norm_add", "qk_norm_rope", "silu_mul"))
+_PASSES_OVER = frozenset(f"lockstep.{name}" for name in ("rms_norm", "qk_norm_rope", "silu_mul"))
 
 
 class UnknownPattern(GraphError, InputError):

@@ -46,12 +46,17 @@ class Layer(nn.Module):
         return x + ops.linear(ops.silu_mul(ops.linear(ops.rms_norm(x, self.norm, 1e-6), self.up)), self.down)
 
 
+class NormAfter(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x + ops.linear(ops.silu_mul(ops.linear(x, self.up)), self.down), self.norm, 1e-6)
+
+
 class Step:
     """Forward, backward and accumulation of three layers, with a statistic that is read and then overwritten."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, layer: type[Layer] = Layer) -> None:
         torch.manual_seed(0)
-        self.module = nn.Sequential(Layer(), Layer(), Layer()).to(dtype)
+        self.module = nn.Sequential(layer(), layer(), layer()).to(dtype)
         own = module_inputs(self.module)
         grads = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in own.param.items()}
         self.inputs = Inputs(own.param, grads, {"scale": torch.ones(())}, user={"x": torch.randn(6, 8).to(dtype)})
@@ -192,6 +197,8 @@ def test_recompute_keeps_what_leaves_a_layer_and_frees_what_does_not() -> None:
     assert count(elementwise, "lockstep.silu_mul") == count(elementwise, "lockstep.rms_norm") == 6
     assert count(elementwise, "lockstep.linear") == count(captured, "lockstep.linear")
     assert saved_bytes(captured) - saved_bytes(elementwise) == 3 * 6 * (8 + 16) * 4
+    leaving = run_passes(Step(layer=NormAfter).capture(), pipeline(True, ("elementwise",)))
+    assert (count(leaving, "lockstep.silu_mul"), count(leaving, "lockstep.rms_norm")) == (6, 3)
 
 
 def test_a_memory_budget_computes_as_few_layers_again_as_fit() -> None:
