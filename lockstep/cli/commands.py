@@ -236,7 +236,7 @@ def _eval(flags: Eval) -> Outcome:
         **{name: getattr(flags, name) for name in OF_EVALUATION},
     )
     length = flags.max_completion_length or base.sampling.max_completion_length
-    sampling = replace(base.sampling, max_completion_length=length)
+    sampling = replace(base.sampling, max_completion_length=length, stop=flags.stop)
     changes = {name: getattr(flags, name) for name in ("model", "seed", "device", "dtype", "parallel", *_MODEL)}
     config = replace(base, task=task, sampling=sampling, **changes)
     from ..run.evaluate import evaluate

@@ -344,6 +344,8 @@ class Eval(_AnswerFlags):
     """A completion passes when that function's value is at least this."""
     max_completion_length: int | None = None
     """New tokens a completion, at most; the recipe's number by default."""
+    stop: tuple[str, ...] = ()
+    """Stop strings, as sampling.stop."""
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,10 @@ def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
     """A command that tries the model that the run made: on `prompt`, one of its problems, if it is a short text that is
     completed once; else as the run's validation does, of rows on those of `task.validation_data`, or those held out."""
     model, task, limit = shlex.quote(str(run_dir / "model")), config.task, config.sampling.max_completion_length
+    stop = f" {shlex.join(['--stop', *config.sampling.stop])}" if config.sampling.stop else ""
     if isinstance(prompt, str) and len(prompt) <= _SHORT and prompt.isprintable() and task.turns == 1:
-        return f"lockstep generate --model {model} --prompt {shlex.quote(prompt)} --max-completion-length {limit}"
+        asked = f"--prompt {shlex.quote(prompt)} --max-completion-length {limit}{stop}"
+        return f"lockstep generate --model {model} {asked}"
     if _unrewarded(config) or task.filter_overlong_prompts:  # which rows were left out an evaluation does not know
         return f"lockstep chat --model {model}"
     words = ["--task", task.name, *["--no-easy"] * (task.name == "sum-digits" and not task.easy)]
@@ -79,7 +81,7 @@ def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
         words += ["--prompts", str(task.validation_prompts)]
     if limit != usual.sampling.max_completion_length:
         words += ["--max-completion-length", str(limit)]
-    return f"lockstep eval --model {model} {shlex.join(words)}"
+    return f"lockstep eval --model {model} {shlex.join(words)}{stop}"
 
 
 def identical(certificate: Mapping[str, Any]) -> str:

@@ -473,9 +473,16 @@ def test_missing_folders_and_damaged_json_are_named(folder: Path) -> None:
     (run / "config.yaml").touch()
     with pytest.raises(InputError, match=rf"model '{run}' is the folder of a run that has no model yet"):
         resolve_folder(str(run))
+    (checkpoint := run / "checkpoints" / "step_8").mkdir(parents=True)
+    with pytest.raises(
+        InputError, match=f"is a checkpoint of a run that has no .*: lockstep train --resume {run} --st"
+    ):
+        resolve_folder(str(checkpoint))
     (run / "model").mkdir()
     with pytest.raises(InputError, match=f"model '{run}' is the folder of a run; its model is '{run}/model'"):
         resolve_folder(str(run))
+    with pytest.raises(InputError, match=f"model '{checkpoint}' is a checkpoint of a run; its model is '{run}/model'"):
+        resolve_folder(str(checkpoint))
     (folder / "config.json").write_text("{")
     with pytest.raises(InputError, match=r"config\.json: cannot be read as JSON"):
         read_config(folder)

@@ -50,6 +50,11 @@ def test_the_next_command_tries_the_model() -> None:
     assert closing.next_command(CONFIG, folder, "12 34=") == (
         "lockstep generate --model 'my runs/first/model' --prompt '12 34=' --max-completion-length 24"
     )
+    stops = replace(CONFIG, sampling=replace(CONFIG.sampling, stop=("\n", "a b")))
+    assert closing.next_command(stops, folder, "12 34=").endswith(" --max-completion-length 24 --stop '\n' 'a b'")
+    words = shlex.split(closing.next_command(stops, folder, None))[2:]
+    flags = parse(["eval", *words])
+    assert isinstance(flags, Eval) and flags.stop == stops.sampling.stop
     rows = TaskConfig(name="dataset", data="rows.jsonl", reward=("a.py:f", "a.py:g"))
     data = RunConfig(task=rows, sampling=SamplingConfig(max_completion_length=256))
     for prompt in (None, [{"role": "user", "content": "hi"}], "two\nlines", "x" * 61):

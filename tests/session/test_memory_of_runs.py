@@ -112,6 +112,8 @@ def test_the_command_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixt
     assert main([*asked, "39"]) == 2
     said = capsys.readouterr().err.partition("What would fit: ")[2]
     assert "--optimizer.offload, with 11.4 GiB" in said and "; 16 GPUs (torchrun)" in said  # two generating together
+    assert main([*given, "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.endswith("; GPUs, for which lockstep plan --device-memory-gib 80 plans\n")
     assert main([*given, "--world", "7", "--device-memory-gib", "141"]) == 2
     assert "7 shards" in capsys.readouterr().err
     assert main([*asked, "141", "--parallel.fsdp", "3"]) == 2

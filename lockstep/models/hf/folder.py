@@ -47,7 +47,16 @@ def resolve_folder(model: str) -> Path:
 
 
 def _refuse_run_folder(path: Path) -> None:
-    if (path / "config.json").exists() or not (path / "config.yaml").is_file():
+    if (path / "config.json").exists():
+        return
+    run, steps = path.absolute().parent.parent, path.name.removeprefix("step_")
+    if path.absolute().match("checkpoints/step_*") and (run / "config.yaml").is_file():
+        makes = (
+            f" that has no model yet: lockstep train --resume {run} --steps {steps} makes one of what is done by then"
+        )
+        its = f"; its model is {str(run / 'model')!r}" if (run / "model").is_dir() else makes
+        raise InputError(f"model {str(path)!r} is a checkpoint of a run{its}")
+    if not (path / "config.yaml").is_file():
         return
     if (path / "model").is_dir():
         raise InputError(f"model {str(path)!r} is the folder of a run; its model is {str(path / 'model')!r}")

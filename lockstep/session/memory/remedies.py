@@ -26,6 +26,8 @@ def refusal(w: Workload, found: MemoryPlan) -> str:
     """Why a plan does not fit, its terms, and what would."""
     each = "a GPU" if w.on_gpu else "a process"
     cures = list(remedies(w, found.memory)) or ["a smaller model, or GPUs with more memory"]
+    if not w.on_gpu:
+        cures.append("GPUs, for which lockstep plan --device-memory-gib 80 plans")
     return (
         f"the run needs {found.total / GIB:.1f} GiB {each} and may take {found.memory / GIB:.1f}:\n{found.table()}\n"
         f"What would fit: {'; '.join(cures)}"
