@@ -99,10 +99,10 @@ def _train(
                 every = config.task.validation_interval
                 if step + 1 == config.steps or (every > 0 and (step + 1) % every == 0):
                     metrics |= recorder.validate(loop, display, step + 1)
+                ending = max(world.gather(delay.number))
                 with loop.run.timings.measured("log"):
                     recorder.step(step, metrics, groups + loop.left_out)
                     display.update(step, metrics)
-                ending = max(world.gather(delay.number))
                 recorder.checkpoint(loop, step + 1, last=ending > 0)
                 if recorded(step + 1):
                     recorder.trace(loop.spans, metrics)
