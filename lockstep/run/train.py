@@ -99,7 +99,7 @@ def _train(
                 every = config.task.validation_interval
                 if step + 1 == config.steps or (every > 0 and (step + 1) % every == 0):
                     metrics |= recorder.validate(loop, display, step + 1)
-                ending = max(world.gather(delay.number))
+                ending = max(world.gather(delay.number)) if delay.seconds else 0
                 with loop.run.timings.measured("log"):
                     recorder.step(step, metrics, groups + loop.left_out)
                     display.update(step, metrics)

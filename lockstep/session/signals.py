@@ -86,18 +86,20 @@ class Delay:
     not handle them, or for no seconds at all, nothing changes.
 
     Args:
+        seconds: alike in all processes of a run.
         tell: called with the signal's name, from a thread.
         pointless: whether to end at once, as when other processes are gone.
     """
 
     def __init__(self, seconds: float, tell: Callable[[str], None], pointless: Callable[[], bool]) -> None:
-        self._seconds, self._tell, self._pointless = seconds, tell, pointless
+        self.seconds, self._tell, self._pointless = seconds, tell, pointless
         self._first, self._came_at, self._late = 0, 0.0, False
         self._came, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
 
     def __enter__(self) -> Delay:
-        numbers = (*_ASKED_TO_END, signal.SIGINT) if self._seconds > 0 else ()
+        in_main = threading.current_thread() is threading.main_thread()  # which alone may handle signals
+        numbers = (*_ASKED_TO_END, signal.SIGINT) if self.seconds > 0 and in_main else ()
         self._handled = [number for number in numbers if signal.getsignal(number) is _raise]
         if self._handled:
             self._thread.start()  # now: a handler may come while another is being started
@@ -136,7 +138,7 @@ class Delay:
         if not self._first:
             return
         self._tell(signal.Signals(self._first).name)
-        if not self._over.wait(self._seconds):
+        if not self._over.wait(self.seconds):
             self._late = True
             signal.pthread_kill(threading.main_thread().ident or 0, self._first)
 

@@ -214,7 +214,8 @@ def state_of(process: int) -> str:
 
 
 def test_a_signal_to_one_process_ends_all_behind_the_same_step(config: RunConfig, tmp_path: Path) -> None:
-    yaml_file.save(replace(config, steps=100_000, checkpoint=CheckpointConfig(100_000)), tmp_path / "config.yaml")
+    saved = CheckpointConfig(100_000, grace=DEADLINE)
+    yaml_file.save(replace(config, steps=100_000, checkpoint=saved), tmp_path / "config.yaml")
     run = tmp_path / "run"
     with by_hand([*TRAIN[2:], str(tmp_path / "config.yaml"), "--run-dir", str(run)], [tmp_path] * 2) as ranks:
         wait_for(lambda: (run / "metrics.jsonl").exists() and lines(run / "metrics.jsonl") != [], ranks[0])

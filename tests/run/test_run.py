@@ -62,7 +62,8 @@ def test_ctrl_c_says_what_goes_on(tmp_path: Path) -> None:
     command = [*COMMAND[:4], *SUM, "--trainer.max-idle-steps", "100000", "--run-dir", str(run)]
     command[command.index("2")] = "100000"
     metrics = run / "metrics.jsonl"
-    with running_lockstep([*command[3:], "--checkpoint.interval", "100000"]) as process:
+    saved = ["--checkpoint.interval", "100000", "--checkpoint.grace", str(DEADLINE)]
+    with running_lockstep([*command[3:], *saved]) as process:
         wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, process)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=DEADLINE)

@@ -167,7 +167,7 @@ def test_of_a_hosts_processes_the_first_compiles_ahead_of_validation_too(monkeyp
     warm_up = SimpleNamespace(rehearsal=rehearsal, making=nullcontext, preload=preload)
     monkeypatch.setattr(session_warm_up, "_make_validation_graphs", lambda _: done.append("made"))
     policy = SimpleNamespace(model=SimpleNamespace(embed=SimpleNamespace(is_cuda=True)))
-    world = SimpleNamespace(size=2, local_rank=local_rank, gather=lambda _: done.append("gathered"))
+    world = SimpleNamespace(local_rank=local_rank, gather=lambda _: done.append("gathered"))
     runtime = SimpleNamespace(eager=False, warm_up=warm_up)
     session_warm_up.prepare_validation(SimpleNamespace(runtime=runtime, policy=policy, world=world))  # type: ignore[arg-type]
     assert done == [local_rank == 0, "made", "gathered", *[["kernel"]] * local_rank, "made"]

@@ -73,6 +73,8 @@ def test_a_signal_waits_once_and_for_so_long(monkeypatch: pytest.MonkeyPatch, nu
     before = signal.getsignal(number)
     with delayed()[0]:  # others handle it
         assert signal.getsignal(number) is before
+    with ended_by_signals(), ThreadPoolExecutor(1) as pool:  # a run in a thread beside one in the main thread
+        assert pool.submit(lambda: delayed()[0].__enter__().number).result() == 0
 
 
 def test_an_ignored_signal_stays_ignored() -> None:

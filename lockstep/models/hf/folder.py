@@ -51,10 +51,9 @@ def _refuse_run_folder(path: Path) -> None:
         return
     run, steps = path.absolute().parent.parent, path.name.removeprefix("step_")
     if path.absolute().match("checkpoints/step_*") and (run / "config.yaml").is_file():
-        makes = (
-            f" that has no model yet: lockstep train --resume {run} --steps {steps} makes one of what is done by then"
-        )
-        its = f"; its model is {str(run / 'model')!r}" if (run / "model").is_dir() else makes
+        its = f" that has no model yet: lockstep train --resume {run} --steps {steps} makes one of what is done by then"
+        if (run / "model").is_dir():
+            its = f"; its model is {str(run / 'model')!r}"
         raise InputError(f"model {str(path)!r} is a checkpoint of a run{its}")
     if not (path / "config.yaml").is_file():
         return

@@ -189,13 +189,13 @@ def _attention_kernel(
     tl.store(lse_ptr + row_M, shift_M + tl.log2(sum_M), mask=inside_M)
 
 
-def _tile(max_context: int, head_dim: int, dtype: torch.dtype, alone: bool, long: int = LONG) -> AttentionTile:
-    """`alone`: pages or a window, for which half of the registers are too few where heads are wide."""
+def _tile(max_context: int, head_dim: int, dtype: torch.dtype, roomy: bool, long: int = LONG) -> AttentionTile:
+    """`roomy`: pages or a window, for which half of the registers are too few where heads are wide."""
     if dtype.itemsize > 2 or head_dim > 128:
         return SMALL_TILE
     if max_context <= long:
         return TILE
-    return LONG_TILE if alone and head_dim > 64 else PAIRED_TILE
+    return LONG_TILE if roomy and head_dim > 64 else PAIRED_TILE
 
 
 def launch(

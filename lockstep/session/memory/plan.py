@@ -75,7 +75,9 @@ class MemoryPlan:
         """A line a term that is not nothing, largest first, and what is left."""
         rows = sorted(((size, name) for name, size in self.terms.items() if size >= GIB / 100), reverse=True)
         lines = [f"  {name:<22} {size / GIB:>8.2f} GiB" for size, name in rows]
-        parts = [f"{self.again.layers} layers"] * (self.again.layers > 0) + ["norms and activations"] * self.again[1]
+        parts = [f"{self.again.layers} layers"] * (self.again.layers > 0) + [
+            "norms and activations"
+        ] * self.again.elementwise
         again = f", {' and '.join(parts)} computed again" if parts else ""
         stage = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
         shared = f", {self.together} generate together" if self.together > 1 else ""
