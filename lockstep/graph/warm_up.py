@@ -80,8 +80,7 @@ class WarmUp:
             self.launch = before
 
     def _launch(self, graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
-        first = self.records and not graph.launches and graph.recording is None
-        with self._timings.measured("record") if first else nullcontext():
+        with self._timings.measured("record") if graph.records_next else nullcontext():
             return graph(user, times)
 
     def _make(self, graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
 """The launches on which the trainer's graphs are held to eager's bits before the first step (`check.against_eager`).
 
 Every shape is filled to its edges; the largest is also tried almost empty, and with ragged sequences beside the longest
-one that it can hold, or with either where it has no room for both.
+one that it can hold, or with either where it has no room for both. Ranks that have prompts of their own share these out
+among them, as all run their own at once; each runs every shape.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import graph
+from ..distributed.mesh import Axis
 from ..types import PackedBatch, RolloutGroup, SamplingParams, Segment, Trajectory
 from .packing import pack
 from .parameters import ALIGNMENT
@@ -36,7 +38,9 @@ def trust_cases(
     functions, values = programs.by_name, programs.state.values
     vocabulary = programs.model.config.vocab_size
     routed = check_parity and programs.model.config.moe_layers > 0
-    drafts = list(_batches(shapes, _nearly_untruncated(sampling, vocabulary), vocabulary, routed))
+    drafts = list(
+        _batches(shapes, _nearly_untruncated(sampling, vocabulary), vocabulary, routed, programs.flat.mesh.fsdp)
+    )
     for _, batch in drafts:
         complete(batch, programs.algorithm)
     batches = [(name, batch.to(programs.flat.data.device)) for name, batch in drafts]
@@ -91,23 +95,35 @@ def _nearly_untruncated(sampling: SamplingParams, vocabulary: int) -> SamplingPa
 
 
 def _batches(
-    shapes: Sequence[BatchShape], sampling: SamplingParams, vocabulary: int, routed: bool
+    shapes: Sequence[BatchShape], sampling: SamplingParams, vocabulary: int, routed: bool, axis: Axis
 ) -> Iterator[tuple[str, PackedBatch]]:
     draw = torch.Generator().manual_seed(0)
-    largest = shapes[0]
-    drafts = [("filled", shape, _filled(shape)) for shape in shapes]
-    drafts += [(name, largest, lengths) for name, lengths in _edges(largest, draw)]
-    drafts.append(("one token", largest, (1, [1])))
-    for name, shape, (prompt, completions) in drafts:
+    for name, shape, (prompt, completions) in _drafts(shapes, draw, axis):
         group = _group(prompt, completions, sampling, vocabulary, draw)
         if routed:
             for segment in {id(s): s for r in group.rollouts for s in r.segments}.values():
                 segment.route_digests = list(range(len(segment.token_ids)))
-        for batch in pack([group], max_tokens=shape.tokens, check_parity=True, shapes=[shape]):
-            yield f"{name}, {shape.tokens} tokens", batch
+        (batch,) = pack([group], max_tokens=shape.tokens, check_parity=True, shapes=[shape])
+        yield f"{name}, {shape.tokens} tokens", batch
 
 
-def _filled(shape: BatchShape) -> tuple[int, list[int]]:
+_Lengths = tuple[int, list[int]]  # of a prompt and its completions
+
+
+def _drafts(
+    shapes: Sequence[BatchShape], draw: torch.Generator, axis: Axis
+) -> Iterator[tuple[str, BatchShape, _Lengths]]:
+    """A rank's own of what is tried of the largest shape, and the others filled; named alike on all ranks."""
+    largest, *others = shapes
+    tried = [("filled", _filled(largest)), *_edges(largest, draw), ("one token", (1, [1]))]
+    for begin in range(0, len(tried), axis.size):
+        at_once = tried[begin : begin + axis.size]
+        yield " | ".join(name for name, _ in at_once), largest, at_once[axis.rank % len(at_once)][1]
+    for shape in others:
+        yield "filled", shape, _filled(shape)
+
+
+def _filled(shape: BatchShape) -> _Lengths:
     """Tokens of the prompt and of each completion that fill a shape; a completion's last token takes no row."""
     sequences = max(1, min(shape.segments - 1, shape.completion_tokens, shape.tokens))
     completion = max(1, min(shape.completion_tokens // sequences, shape.max_len - 1, shape.tokens // sequences))
@@ -115,7 +131,7 @@ def _filled(shape: BatchShape) -> tuple[int, list[int]]:
     return max(1, prompt), [completion] * sequences
 
 
-def _edges(shape: BatchShape, draw: torch.Generator) -> list[tuple[str, tuple[int, list[int]]]]:
+def _edges(shape: BatchShape, draw: torch.Generator) -> list[tuple[str, _Lengths]]:
     """Ragged completions, and the longest sequence: in one batch if that has room for both."""
     prompt, filled = _filled(shape)
     ragged = [int(torch.randint(1, length + 1, (), generator=draw)) for length in filled]
@@ -127,7 +143,7 @@ def _edges(shape: BatchShape, draw: torch.Generator) -> list[tuple[str, tuple[in
     return [("ragged", (prompt, ragged)), ("longest sequence", (longest_prompt, longest))]
 
 
-def _longest(shape: BatchShape) -> tuple[int, list[int]]:
+def _longest(shape: BatchShape) -> _Lengths:
     length = min(shape.max_len, shape.tokens)
     completion = max(1, min(shape.completion_tokens, length // 2))
     return max(1, length - completion), [completion]

@@ -10,13 +10,14 @@ import torch
 from fake_recorder import FakeRecorder
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
+from lockstep.distributed.mesh import Axis
 from lockstep.graph import GraphError, Inputs, Pass, Runtime, check_against_eager, compile_report
 from lockstep.graph.check import against_eager, comparison, snapshot
 from lockstep.graph.ir.captured import is_backward, op_name
 from lockstep.graph.passes.rewrite import rewritten
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
-from lockstep.trainer import BatchShape, Trainer
+from lockstep.trainer import BatchShape, Trainer, check_cases
 from lockstep.trainer.packing import blank_batch
 from lockstep.types import SamplingParams
 
@@ -195,6 +196,25 @@ def test_without_room_for_both_the_longest_sequence_is_alone() -> None:
     (_, cases), *_ = trainer.trust_cases([BatchShape(40, 24, 4, 40)], TOP_P, check_parity=True)
     names = ["filled, 40 tokens", "ragged, 40 tokens", "longest sequence, 40 tokens", "one token, 40 tokens"]
     assert [case.name for case in cases] == names
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_ranks_share_out_what_is_tried_of_the_largest_shape_and_each_runs_every_shape(ranks: int) -> None:
+    def cases(axis: Axis) -> list[tuple[str, tuple[int, list[int]]]]:
+        drafts = check_cases._drafts(SHAPES, torch.Generator().manual_seed(0), axis)
+        return [(f"{name}, {shape.tokens} tokens", lengths) for name, shape, lengths in drafts]
+
+    alone = cases(Axis("fsdp"))
+    of_ranks = [cases(Axis("fsdp", ranks, rank)) for rank in range(ranks)]
+    names = [[name for name, _ in of_rank] for of_rank in of_ranks]
+    assert all(of_rank == names[0] for of_rank in names) and len(names[0]) == {2: 3, 3: 2, 8: 2}[ranks]
+    tried = [lengths for of_rank in of_ranks for _, lengths in of_rank]
+    assert all(lengths in tried for _, lengths in alone)
+    for of_rank in of_ranks:
+        assert of_rank[-1] == alone[-1] and {name.rpartition(", ")[2] for name, _ in of_rank} == {
+            "96 tokens",
+            "48 tokens",
+        }
 
 
 def test_shapes_beyond_the_warm_up_run_in_pieces() -> None:

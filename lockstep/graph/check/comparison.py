@@ -81,8 +81,8 @@ class Comparison:
         """Where the ways part, or None when all is as it must be. `first`: a graph that may have bits of its own is run
         as it was captured, and at each earlier stage, even if its launch is as it must be."""
         eager = self._around(lambda: self._seen(lambda: self._in_pool(self._eager), frozenset()))
-        if not self._graph.launches:
-            self._around(self._launch)  # the first one records
+        if self._graph.records_next:
+            self._around(self._launch)
         launched = self._around(lambda: self._seen(self._launch, self._loose))
         if not (first and self._loose) and self._differs(eager, launched) is None:
             return None
@@ -105,7 +105,7 @@ class Comparison:
         """What differs in which process; `first` as in `fault`. All run the same, whatever one finds, as their
         collectives must meet; so the node is not looked for."""
         eager = self._around(lambda: self._seen(lambda: self._in_pool(self._eager), frozenset()))
-        if not self._graph.launches:
+        if self._graph.records_next:
             self._around(self._launch)
         launched = self._around(lambda: self._seen(self._launch, self._loose))
         differs = self._differs(eager, launched) is not None

@@ -91,6 +91,11 @@ class GraphLauncher:
         self._latest = weakref.ref(found) if self._lasting else None
         return found
 
+    @property
+    def records_next(self) -> bool:
+        """Whether its next launch makes the recording, and is itself no replay."""
+        return self._recorder is not None and self.recording is None
+
     def rehearse(self, user: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zeros for outputs, and nothing launched; see `dry_run.dry_run`."""
         return dry_run(self.captured, self._arguments if self._recorder else self._with(user))

@@ -218,6 +218,20 @@ def test_without_a_run_only_whole_graphs_of_known_operators_are_recorded(
     assert runtime.launches["step"] == step.row.item() == launches
 
 
+@pytest.mark.parametrize(("mode", "ahead", "launches"), [("none", False, 3), ("full", True, 3), ("full", False, 5)])
+def test_each_case_is_launched_once_and_once_more_where_that_records(mode: str, ahead: bool, launches: int) -> None:
+    runtime = runtime_at(mode)
+    runtime.warm_up.loaded = True
+    step = Step(runtime)
+    if ahead:
+        with runtime.warm_up.making():
+            for rows in (3, 1):
+                step.function(step.case("one", rows).user)
+    check_against_eager(runtime, [(step.function, step.cases())], "strict")  # of two numbers of rows
+    assert runtime.launches["step"] == launches
+    assert runtime.replays["step"] == (3 if mode == "full" else 0)
+
+
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_what_is_before_a_region_has_eagers_bits_all_the_same(mode: str) -> None:
     region = Pass("region", False, Region(1e-6).put_in)
