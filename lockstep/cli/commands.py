@@ -49,7 +49,8 @@ class Outcome:
 def recipe(name: str, kind: str) -> Callable[..., RunConfig]:
     """The recipe `name`, which messages call a `kind`."""
     if name not in recipes.RECIPES:
-        raise InputError(f"unknown {kind} {name!r}; {suggest(name, recipes.RECIPES)}")
+        file = f"a file is named by --config {name}; " * name.endswith((".yaml", ".yml"))
+        raise InputError(f"unknown {kind} {name!r}; {file}{suggest(name, recipes.RECIPES)}")
     return recipes.RECIPES[name]
 
 
@@ -88,7 +89,7 @@ def _plan(flags: Plan) -> Outcome:
     here = "planned for this machine; --device-memory-gib 80 plans for GPUs of 80 GiB\n" * (
         flags.device_memory_gib == 0
     )
-    return Outcome(found.to_dict(), [f"{found.table()}\n{here}"])
+    return Outcome(found.to_dict(), [f"{found.title}\n{found.table()}\n{here}"])
 
 
 def _generate(flags: Generate) -> Outcome:

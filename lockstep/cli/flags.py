@@ -74,6 +74,12 @@ def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
             several and spelled_out(flag) == "--task.data",
             f"{flag} takes one file, folder or hub id, and is given {' and '.join(values)}; put files into one folder",
         )
+    for word in itertools.takewhile(lambda argument: not argument.startswith("-"), arguments):
+        key, sets, value = word.partition("=")
+        refuse(
+            bool(sets) and re.fullmatch(r"[+]*[A-Za-z]\w*([.]\w+)*", key) is not None,
+            f"{word} is no flag; settings are given as --section.key VALUE" + _meant(_as_flag(key), known),
+        )
     of_training = flags_of(kind, unread=True)
     refuse(
         bool(unread := [flag for flag in given if flag in of_training]),
@@ -85,6 +91,10 @@ def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
         raise InputError(
             f"unknown {flags} {', '.join(unknown)}; lockstep {kind.__name__.lower()} --help lists them all"
         )
+
+
+def _as_flag(key: str) -> str:
+    return "--" + key.lstrip("+").replace("_", "-")
 
 
 def _meant(flag: str, known: list[str]) -> str:

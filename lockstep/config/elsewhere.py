@@ -3,6 +3,7 @@
 NAMES: dict[str, str] = {
     "adam-beta1": "--optimizer.beta1",
     "adam-beta2": "--optimizer.beta2",
+    "adv-estimator": "--loss.loss-type",
     "batch-size": "--trainer.prompts-per-step",
     "bf16": "--dtype",
     "dataset-name": "--data",
@@ -30,8 +31,13 @@ NAMES: dict[str, str] = {
     "save-steps": "--checkpoint.interval",
     "save-total-limit": "--checkpoint.keep-last",
     "steps-per-generation": "--trainer.num-mini-batches",
+    "tensor-model-parallel-size": "--parallel.generator-tp",
     "tensor-parallel-size": "--parallel.generator-tp",
+    "total-epochs": "--steps",
+    "total-training-steps": "--steps",
     "train-batch-size": "--trainer.prompts-per-step",
+    "train-files": "--data",
+    "val-files": "--task.validation-data",
     "warmup-ratio": "--optimizer.warmup-steps",
 }
 
@@ -39,6 +45,7 @@ NAMES: dict[str, str] = {
 ABSENT = {
     **dict.fromkeys(("lora-r", "lora-alpha", "use-peft"), "there is no LoRA here: all weights are trained"),
     **dict.fromkeys(("push-to-hub", "hub-model-id"), "nothing is uploaded: the run's model/ is a Hugging Face folder"),
+    **dict.fromkeys(("n-gpus-per-node", "nnodes"), "as many as torchrun starts processes of lockstep"),
     "repetition-penalty": "there is none here: tokens are drawn from the model's own distribution, which trains",
     **dict.fromkeys(("use-vllm", "vllm-mode"), "the engine is in the same process, and always used"),
 }

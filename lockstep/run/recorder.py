@@ -97,8 +97,9 @@ class Recorder(AbstractContextManager["Recorder"]):
         return self._loop is not None
 
     def planned(self, plan: MemoryPlan, display: Display) -> None:
-        """The memory is planned, and there is room: show it where it is a GPU's, and record it."""
+        """The memory is planned, and there is room: show what is trained and, of a GPU, the plan; record that."""
         self.memory_plan, self.summary["memory"] = plan.table(), plan.to_dict()
+        display.note(plan.title)
         if resolve_device(self.config.device).type == "cuda":
             display.note(f"memory of a GPU, as planned:\n{self.memory_plan}")
 

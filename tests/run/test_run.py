@@ -88,7 +88,7 @@ def test_the_screen_of_a_run_without_a_terminal(tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr()
     first, *lines = printed.err.splitlines()
     assert first == f"run folder: {run}"
-    beginnings = ["warm-up: at most 2", "warm-up: loss", "validation after 0", "step 1/2"]
+    beginnings = ["tiny, random weights (0.", "warm-up: at most 2", "warm-up: loss", "validation after 0", "step 1/2"]
     beginnings += ["validation after 2", "step 2/2"]
     assert [line for line in lines if not line.startswith("start-up: ")] == [
         next(line for line in lines if line.startswith(beginning)) for beginning in beginnings

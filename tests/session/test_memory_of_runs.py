@@ -109,6 +109,11 @@ def test_the_command_plans_for_gpus_that_are_not_here(capsys: pytest.CaptureFixt
     assert main([*asked, "141", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["memory_gib"] == 141 and found["fits"] and found["terms_gib"]["weights"] == 15.256
+    assert main([*asked, "141"]) == 0
+    title = (
+        "qwen3-8b, random weights (8,190.7 million parameters), sum-digits, dapo: 64 prompts x 8 completions of at most"
+    )
+    assert capsys.readouterr().out.startswith(f"{title} 512 tokens a step; 8 processes\n  ")
     assert main([*asked, "39"]) == 2
     said = capsys.readouterr().err.partition("What would fit: ")[2]
     assert "--optimizer.offload, with 11.4 GiB" in said and "; 16 GPUs (torchrun)" in said  # two generating together

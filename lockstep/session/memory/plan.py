@@ -41,7 +41,7 @@ class MemoryPlan:
         fits: they have room, with a cache of one sequence at the least. lent: the trainer's graphs have the cache's
             memory while nobody generates; of what they hold the terms name what has no room there. pool: of the terms
             what lies in the pool of recorded graphs, or with a `lent` cache in that of the trainer's, with the cache;
-            0 where steps are not recorded whole.
+            0 where steps are not recorded whole. title: of the workload.
     """
 
     memory: int
@@ -54,6 +54,7 @@ class MemoryPlan:
     host: Mapping[str, int] = field(default_factory=dict)
     lent: bool = False
     pool: int = 0
+    title: str = ""
 
     @property
     def total(self) -> int:
@@ -72,7 +73,7 @@ class MemoryPlan:
         }
 
     def table(self) -> str:
-        """A line a term that is not nothing, largest first, and what is left."""
+        """A line a term that is not nothing, largest first, and all of them together."""
         rows = sorted(((size, name) for name, size in self.terms.items() if size >= GIB / 100), reverse=True)
         lines = [f"  {name:<22} {size / GIB:>8.2f} GiB" for size, name in rows]
         parts = [f"{self.again.layers} layers"] * (self.again.layers > 0) + [
@@ -173,7 +174,8 @@ def _with(w: Workload, memory: int, again: Again, tokens: int, lent: bool = Fals
     taken = sum(size for name, size in found.items() if name != "CUDA and NCCL")
     found[ALLOCATOR] = terms.allocator(w, taken)
     stage, together = w.zero_stage * w.sharded, w.config.parallel.generator_tp
-    return MemoryPlan(memory, found, tokens, again, False, stage, together, terms.host(w, _checks(w)), lent, pool)
+    host = terms.host(w, _checks(w))
+    return MemoryPlan(memory, found, tokens, again, False, stage, together, host, lent, pool, w.title)
 
 
 def _pool(w: Workload, again: Again, lent: bool) -> tuple[dict[str, int], int]:

@@ -29,7 +29,8 @@ def refusal(w: Workload, found: MemoryPlan) -> str:
     if not w.on_gpu:
         cures.append("GPUs, for which lockstep plan --device-memory-gib 80 plans")
     return (
-        f"the run needs {found.total / GIB:.1f} GiB {each} and may take {found.memory / GIB:.1f}:\n{found.table()}\n"
+        f"the run needs {found.total / GIB:.1f} GiB {each} and may take {found.memory / GIB:.1f}:\n"
+        f"{found.title}\n{found.table()}\n"
         f"What would fit: {'; '.join(cures)}"
     )
 

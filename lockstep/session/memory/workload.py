@@ -44,6 +44,18 @@ class Workload:
         changed = replace(getattr(self.config, section), **settings)
         return replace(self, config=replace(self.config, **{section: changed}))
 
+    @property
+    def title(self) -> str:
+        """What is trained, how, in how many processes: a line for readers."""
+        c, s = self.config, self.config.sampling
+        model, task = c.model or f"{c.arch}, random weights", c.task.data or c.task.name
+        turns = f", of {c.task.turns} turns" if c.task.turns > 1 else ""
+        return (
+            f"{model} ({num_parameters(self.model) / 1e6:,.1f} million parameters), {task}, {c.loss.algorithm}: "
+            f"{c.trainer.prompts_per_step} prompts x {s.num_generations} completions of at most "
+            f"{s.max_completion_length:,} tokens a step{turns}" + (f"; {self.ranks} processes" if self.sharded else "")
+        )
+
     @cached_property
     def shape(self) -> BatchShape:
         """Of the largest micro-batch."""
