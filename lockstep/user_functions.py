@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -54,7 +55,8 @@ def load_named(spec: str, what: str, other_forms: str = "", kind: str = "functio
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise InputError(f"{what}: importing {source} raised {type(error).__name__}: {one_line(error)}") from error
+        said = f"{type(error).__name__}: {one_line(error)}{_line_of(error)}"
+        raise InputError(f"{what}: importing {source} raised {said}") from error
     finally:
         changed = _put_back(before)
     instead = "leave it, and give the tensors made there their own"
@@ -64,6 +66,15 @@ def load_named(spec: str, what: str, other_forms: str = "", kind: str = "functio
         hint = f"; did you mean {near[0]}?" if near else ""
         raise InputError(f"{what}: {source} has no {kind} {name!r}{hint}")
     return getattr(module, name)
+
+
+def _line_of(error: BaseException) -> str:
+    """Where in a user's code an import failed; empty where that is not known, or is told by the error."""
+    within = traceback.extract_tb(error.__traceback__)[1:]  # from here on
+    own = [
+        frame for frame in within if frame.filename not in (__file__, importlib.__file__) and frame.filename[0] != "<"
+    ]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own and not isinstance(error, SyntaxError) else ""
 
 
 def _torch_defaults() -> dict[str, Any]:
@@ -93,15 +104,19 @@ def own(given: Any, what: str) -> Any:
 
 
 def _import_module(name: str) -> ModuleType:
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)  # last, so that no file here hides an installed package
+    _search(os.getcwd())
     return importlib.import_module(MOVED.get(name, name))
 
 
+def _search(folder: str) -> None:
+    """Find modules in a folder too: last, so that no file there hides an installed package."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
 def _import_file(path: Path) -> ModuleType:
-    """Import a file as a module of its own, once a path, so that two of its functions share its state. The script that
-    is running is there already."""
+    """Import a file as a module of its own, once a path, so that two of its functions share its state; it finds modules
+    beside it. The script that is running is there already."""
     if not path.is_file():
         raise FileNotFoundError(f"file {path} does not exist")
     script = getattr(sys.modules["__main__"], "__file__", None)
@@ -112,6 +127,7 @@ def _import_file(path: Path) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
+        _search(str(path.parent.resolve()))
         try:
             spec.loader.exec_module(sys.modules[name])
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,17 @@ def test_a_function_of_a_module() -> None:
     assert load_reward("lockstep.environments.tasks.gsm8k:gsm8k_reward") is gsm8k_reward
 
 
+def test_a_file_finds_the_modules_beside_it_behind_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "helper_of_rewards", raising=False)
+    (tmp_path / "helper_of_rewards.py").write_text("import json\nSCORE = 0.5\n")
+    (tmp_path / "json.py").write_text("1 / 0\n")
+    (tmp_path / "own.py").write_text(
+        "from helper_of_rewards import SCORE\ndef f(completions):\n    return [SCORE for _ in completions]\n"
+    )
+    assert load_reward(f"{tmp_path}/own.py:f")(completions=["a"]) == [0.5]
+
+
 def test_functions_of_one_name_are_told_apart_by_where_they_are(source: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.py"
     other.write_text("def length(completions): return [0.0] * len(completions)")
@@ -131,7 +143,10 @@ def test_functions_of_one_name_are_told_apart_by_where_they_are(source: Path, tm
         ("{folder}/my_rewards.py:limit", "my_rewards.py has no function 'limit'"),
         ("{folder}/broken.py:f", "importing .*broken.py raised SyntaxError"),
         ("{folder}/sets.py:f", "importing .*sets.py sets torch's default dtype to torch.float64 and default device to"),
-        ("{folder}/breaks.py:f", "importing .*breaks.py raised ZeroDivisionError"),
+        (
+            "{folder}/breaks.py:f",
+            r"importing .*breaks.py raised ZeroDivisionError: division by zero \(.*breaks.py, line 4\)",
+        ),
         ("builtins:max", "max does not say what it takes .*; wrap it in a def"),
     ],
 )
