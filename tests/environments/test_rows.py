@@ -317,6 +317,13 @@ def test_csv_and_json_arrays(tmp_path: Path, name: str, content: str) -> None:
     assert not has_splits(data)
 
 
+def test_a_csv_column_whose_numbers_begin_with_zeros_is_text(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("prompt,code,share,n\na,007,0.5,10\nb,42,0,\nc,,1,0\n")
+    found = [problem.columns for problem in read_problems(str(tmp_path / "rows.csv"))]
+    assert [row["code"] for row in found] == ["007", "42", None]
+    assert [row["share"] for row in found] == [0.5, 0.0, 1.0] and [row["n"] for row in found] == [10, None, 0]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

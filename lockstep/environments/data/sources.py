@@ -26,6 +26,7 @@ JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _BUILDERS = {".parquet": "parquet", ".csv": "csv", ".json": "json"}  # of `datasets`, for files; .json: an array
 # Of what can only be a file, so that none of them is looked for on the hub.
 _FILE_SUFFIXES = {*_BUILDERS, *JSON_LINES_SUFFIXES, ".arrow", ".tsv", ".txt", ".gz", ".zst", ".zip", ".yaml", ".py"}
+_LED_BY_ZEROS = re.compile("[+-]?0[0-9]")
 _DATA_SUFFIXES = {*JSON_LINES_SUFFIXES, ".parquet", ".arrow", ".csv", ".gz", ".zst"}
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -110,7 +111,7 @@ class ArrowRows(Source):
 
     def __init__(self, data: str, path: Path, split: str, label: str) -> None:
         try:
-            super().__init__(data, [] if _is_empty(path) else _load(data, path, split))
+            super().__init__(data, _read(data, path, split))
         except InputError:
             raise
         except Exception as error:  # the library raises many types: missing, offline, unknown split, damaged
@@ -123,10 +124,15 @@ class ArrowRows(Source):
         return iter(self._rows)
 
 
+def _read(data: str, path: Path, split: str) -> Any:
+    if path.suffix == ".csv" and path.is_file():
+        count, texts = _checked_csv(path)
+        return _load(data, path, split, converters=dict.fromkeys(texts, str)) if count else []
+    return [] if _is_empty(path) else _load(data, path, split)
+
+
 def _is_empty(path: Path) -> bool:
     """Whether this is a file without rows, which `datasets` cannot read."""
-    if path.suffix == ".csv":
-        return _checked_csv(path) == 0
     if path.suffix == ".json":
         with path.open("rb") as file:
             return b"".join(file.read(64).split()) == b"[]"
@@ -137,8 +143,9 @@ def _is_empty(path: Path) -> bool:
     return parquet.read_metadata(path).num_rows == 0
 
 
-def _checked_csv(path: Path) -> int:
-    """The rows of a CSV file, each of as many fields as the first line has names: the library would shift them."""
+def _checked_csv(path: Path) -> tuple[int, list[str]]:
+    """The number of rows of a CSV file, each of as many fields as the first line has names, as the library would shift
+    them; and its columns that are text although they look like numbers, which would lose their zeros: 007, 02139."""
     before = csv.field_size_limit(1 << 30)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -146,21 +153,22 @@ def _checked_csv(path: Path) -> int:
             names = next(lines, [])
             if repeated := [name for name in names if names.count(name) > 1]:
                 raise InputError(f"{path} line 1 names the column {repeated[0]!r} twice")
-            rows = 0
+            rows, texts = 0, set[str]()
             for row in filter(None, lines):
                 if len(row) != len(names):
                     raise InputError(f"{path} line {lines.line_num} has {len(row)} fields for {len(names)} columns")
                 rows += 1
-            return rows
+                texts.update(name for name, field in zip(names, row, strict=True) if _LED_BY_ZEROS.match(field))
+            return rows, sorted(texts)
     finally:
         csv.field_size_limit(before)
 
 
-def _load(data: str, path: Path, split: str) -> Any:
+def _load(data: str, path: Path, split: str, **options: Any) -> Any:
     import datasets
 
     if path.is_file():
-        return datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train")
+        return datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train", **options)
     if (path / "dataset_dict.json").is_file():
         return datasets.load_from_disk(str(path))[split]
     if (path / "state.json").is_file():
