@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,25 @@ def test_a_program_ends_with_the_run() -> None:
     began = time.monotonic()
     out, _ = run.communicate(timeout=20)  # all that could write is gone
     assert out.startswith(b"parent") and time.monotonic() - began < 10
+
+
+def test_signals_for_all_processes_are_the_runs() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        ran = pool.submit(run_python, "import time; time.sleep(0.5)\nprint('done')", LIMITS, True)
+        while not (watching := [pid for pid in children(os.getpid()) if children(pid)]):
+            assert not ran.done()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(watching[0], number)
+        assert ran.result() == Ran("done\n", "exit")
+
+
+def children(process: int) -> list[int]:
+    """Of all its threads."""
+    found: list[int] = []
+    for thread in Path(f"/proc/{process}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, thread.read_text().split())
+    return found
 
 
 def test_programs_repeat_and_show_their_last_value() -> None:

@@ -21,7 +21,7 @@ from lockstep.environments.rewards.workers import RewardWorkers
 from lockstep.errors import InputError
 
 SOURCE = """
-import asyncio, ctypes, os, sys, time
+import asyncio, ctypes, os, signal, subprocess, sys, time
 import numpy
 
 def process(completions, **_):
@@ -40,6 +40,16 @@ def count(completions, **_):
 
 def interrupted(completions, **_):
     raise KeyboardInterrupt
+
+def forks(completions, **_):
+    if (child := os.fork()) == 0:
+        time.sleep(600)
+    started = subprocess.Popen(["sleep", "600"])
+    time.sleep(0.1)
+    os.kill(child, signal.SIGTERM)
+    started.terminate()
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), started.wait()]
+    return [codes.count(-signal.SIGTERM)] * len(completions)
 
 def fragile(completions, **_):
     if "segfault" in completions: ctypes.string_at(0)
@@ -95,8 +105,8 @@ def test_results_come_in_order_from_other_processes(source: Path, workers: Rewar
     [
         ("segfault", "ended its process .signal SIGSEGV."),
         ("exit", "ended its process .exit code 7."),
-        ("sys.exit", "raised SystemExit: 3 in my_rewards.py line 25"),
-        ("raise", "raised ValueError: of course in my_rewards.py line 27"),
+        ("sys.exit", "raised SystemExit: 3 in my_rewards.py line 35"),
+        ("raise", "raised ValueError: of course in my_rewards.py line 37"),
     ],
 )
 def test_a_failing_call_costs_its_own_group_only(source: Path, workers: RewardWorkers, text: str, reason: str) -> None:
@@ -113,6 +123,20 @@ def test_an_interrupt_of_the_functions_own_is_a_failure(source: Path, workers: R
     assert scores.totals == [None] * 6
     with pytest.raises(InputError, match="reward interrupted raised KeyboardInterrupt"):
         score(load_rewards([f"{source}:interrupted"], workers=workers))
+
+
+def test_signals_for_all_processes_are_the_runs(source: Path) -> None:
+    """What a function forks or starts has the defaults, by which it is ended."""
+    pool = RewardWorkers(1)
+    (process,) = score(load_rewards([f"{source}:process"], workers=pool), ["a"], (0,)).totals
+    began = pool.begin((f"{source}:forks", {"completions": ["a"]}, 1))
+    while not began.done():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(int(process), number)
+        time.sleep(0.01)
+    assert began.result() == [2.0]
+    assert score(load_rewards([f"{source}:process"], workers=pool), ["a"], (0,)).totals == [process]
+    pool.close()
 
 
 def test_a_call_that_takes_too_long_is_stopped(source: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from .loading import load_reward
 
 def main(descriptor: int) -> None:
     """Answer ("load", spec) and ("call", spec, arguments, count) on the connection of this file descriptor."""
+    _leave_signals_to_the_parent()
     os.dup2(2, 1)  # what functions print must not mix with the parent's standard output
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     channel = Connection(descriptor)
@@ -38,8 +40,20 @@ def _loaded(spec: str, functions: dict[str, RewardFunction]) -> Any:
 def _called(function: RewardFunction, arguments: Arguments, count: int) -> Outcome:
     try:
         return call_all([(function, arguments, count)])[0]
-    except KeyboardInterrupt:  # the function's own doing: Ctrl-C does not come here
+    except KeyboardInterrupt:  # the function's own doing
         return Failed("raised KeyboardInterrupt")
+
+
+def _leave_signals_to_the_parent() -> None:
+    """Let nothing come of Ctrl-C, or of a signal that a launcher sends all processes: the parent's end is this one's.
+    What functions start or fork has the defaults."""
+
+    def all_be(handler: Any) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, handler)
+
+    all_be(lambda *_: None)
+    os.register_at_fork(after_in_child=lambda: all_be(signal.SIG_DFL))
 
 
 def _end_with(parent: int) -> None:

@@ -257,7 +257,9 @@ def _end_all(child: int) -> None:
 
 
 def main() -> None:
-    """Run the program, and tell how it ended."""
+    """Run the program, and tell how it ended. Signals that a launcher sends all processes are for the run."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # not ignored, which the program would inherit
     try:
         ended, output = Confinement(sys.argv[1:]).run()
     except Exception as error:
