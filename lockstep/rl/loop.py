@@ -24,6 +24,7 @@ from ..environments.ranks.rollouts import Holders
 from ..errors import LockstepError
 from ..session.build import TrainingSession
 from ..session.certificate import Certificate
+from ..session.signals import Ending
 from ..timings import Span
 from ..trainer import Packing, PendingResult, StepResult, averaged, learning_rate, pack_shards
 from ..trainer.programs import complete
@@ -64,6 +65,7 @@ class Loop:
         ).collect
         self._most_sampled = min(task.turns * config.sampling.max_completion_length, config.max_response_length)
         self._holders = Holders(self.world)  # of the latest step's groups
+        self.ending = Ending()  # what all ranks know of signals by the end of the latest step
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
 
     def step(self, step: int) -> tuple[dict[str, Any], list[RolloutGroup]]:
@@ -121,6 +123,7 @@ class Loop:
         if len(parts) > 1:
             result = averaged(results[: len(parts)])
         found = step_metrics(self.run, groups, result, [*batches, *checks], version, self.spans)
+        self.ending = found.pop("ending")
         if kl:
             found["kl"] = math.fsum(chain.from_iterable(kl.values())) / sum(map(len, kl.values()))
         self.left_out = without_reward

@@ -28,7 +28,7 @@ def step_metrics(
     spans: Sequence[Span],
 ) -> dict[str, Any]:
     """The metrics of a step that every run has, by name; the same on every rank. What ranks measure each by itself is
-    padding, of all batches, and the largest of their times and memory.
+    padding, of all batches, and the largest of their times and memory. `ending`, which is no metric, is of all ranks.
 
     Args:
         groups: of all ranks, whole on the first. batches: of this one. spans: of its step.
@@ -36,7 +36,8 @@ def step_metrics(
     """
     spent = {"sync": 0.0} | totals(spans)  # in one process the generator reads the trainer's weights
     seconds = {f"time/{name}": value for name, value in spent.items() if name in _TIMED}
-    own = {**seconds, "memory/peak_gib": peak_memory_gib(run.policy.model.embed.device), **run.runtime.metrics()}
+    own: dict[str, Any] = {**seconds, "memory/peak_gib": peak_memory_gib(run.policy.model.embed.device)}
+    own |= run.runtime.metrics() | {"ending": run.asked()}
     ranks = run.world.gather((*packed_slots(batches), own))
     slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
     names = dict.fromkeys(name for *_, of_rank in ranks for name in of_rank)  # not all ranks score what was sampled

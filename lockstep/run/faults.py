@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
 import platform
 import shutil
@@ -11,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -19,12 +20,13 @@ from typing import IO, Any
 from ..distributed import World
 from ..errors import InputError, LockstepError, NonFiniteError, ParityError, PeerLost, Terminated
 from ..machine import by_torchrun, torchrun_follows
-from ..session.signals import handled_by
+from ..session.signals import handled_by, raised_for
 from .crash import stacks_to
 
-STACKS, FAULT_FILE = "stacks", "fault.txt"
+STACKS, FAULT_FILE, SIGNAL_FILE = "stacks", "fault.txt", "signal.txt"
 _ASK = signal.SIGURG  # for a stack; a process that does not expect it ignores it
 _WAIT = 2.0  # seconds that a process has to answer
+_REPORT = 20.0  # seconds that the first has for its report, before a launcher sees another leave; it kills after 30
 _STATES = {"Z": "gone", "X": "gone", "T": "stopped"}  # of /proc/N/stat
 
 
@@ -49,21 +51,20 @@ class _Rank:
 
 
 @contextlib.contextmanager
-def told_once(run_dir: Path, world: World) -> Iterator[Callable[[], bool]]:
+def told_once(run_dir: Path, world: World) -> Iterator[Faults]:
     """Within it a fault that is not on all ranks, such as a process that is gone or stopped, is told by one of them and
     leaves the stacks of all in the run's folder. An error that is told by then, here or by another rank, has `reported`
-    set. The function tells whether another process of this host is gone."""
+    set. A rank that is asked to end, and does, is no fault: the others end as if they had been asked."""
+    folder, own = run_dir / STACKS, _Rank(world.rank, platform.node(), os.getpid())
     if world.size == 1:
-        yield lambda: False
+        yield Faults(folder, io.StringIO(), own, [])
         return
-    folder = run_dir / STACKS
     world.from_first(lambda: shutil.rmtree(folder, ignore_errors=True))
     with _stack_file(folder / f"rank-{world.rank}.txt", world.first) as file:
-        own = _Rank(world.rank, platform.node(), os.getpid())
-        faults = _Faults(folder, file, own, [r for r in world.gather(own) if r.host == own.host and r != own])
+        faults = Faults(folder, file, own, [r for r in world.gather(own) if r.host == own.host and r != own])
         try:
             with world.told_by(faults.told), world.peers():
-                yield faults.lost
+                yield faults
         except BaseException as error:
             faults.handle(error)
             raise
@@ -89,23 +90,41 @@ def _stack_file(path: Path, first: bool) -> Iterator[IO[str]]:
             file.close()
 
 
-class _Faults:
+class Faults:
     """The faults that one rank sees; `beside` are the others of its host."""
 
     def __init__(self, folder: Path, file: IO[str], own: _Rank, beside: list[_Rank]) -> None:
         self._folder, self._file, self._own, self._beside = folder, file, own, beside
+        self._all_end = False
+
+    def all_end(self) -> None:
+        """From now on all ranks, which know it, end for a signal."""
+        self._all_end = True
+
+    def leaves(self, number: int) -> None:
+        """This rank ends for a signal, in order: the others have not lost it."""
+        with contextlib.suppress(OSError):  # one process by itself has no such folder
+            (self._folder / SIGNAL_FILE).write_text(str(int(number)))
+        with contextlib.suppress(OSError):
+            self._path(self._own).unlink()
 
     def handle(self, error: BaseException) -> None:
         """Say in `error` what is known of the fault, or mark it as one that another rank tells of. Raises `PeerLost` in
-        place of the signal that a launcher sends when it finds a process dead."""
+        place of the signal that a launcher sends when it finds a process dead, and the signal for which another rank
+        has ended in place of that."""
         known: Any = error
         if hasattr(error, "reported") or isinstance(error, InputError):
             return
         if isinstance(error, KeyboardInterrupt):
             if not self.lost() or not isinstance(error, Terminated):
-                self._path(self._own).unlink(missing_ok=True)  # it leaves in order, and did not die
+                if self._all_end:
+                    self._let_the_first_report()
+                self.leaves(error.args[0] if isinstance(error, Terminated) else signal.SIGINT)
                 return
             known = PeerLost("another process of the run is gone")
+        if isinstance(error, PeerLost) and (number := self._left_for()) and not self.lost():
+            self.leaves(number)
+            raise raised_for(number) from error
         if isinstance(known, (ParityError, NonFiniteError)):  # found in what all ranks have
             known.reported = self._own.rank != 0
         elif isinstance(known, Exception):
@@ -117,6 +136,19 @@ class _Faults:
     def lost(self) -> bool:
         """Whether another process of this host died: one that leaves in order has no file."""
         return any(rank.state() == "gone" and self._path(rank).exists() for rank in self._beside)
+
+    def _left_for(self) -> int:
+        """The signal for which another rank has ended; 0 where none has."""
+        try:
+            return int((self._folder / SIGNAL_FILE).read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def _let_the_first_report(self) -> None:
+        """A launcher that sees a process leave ends the others, and the first may be at the run's report."""
+        first, until = self._folder / "rank-0.txt", time.monotonic() + _REPORT
+        while self._own.rank and first.exists() and not self.lost() and time.monotonic() < until:
+            time.sleep(0.01)
 
     def _tell(self, error: Any) -> None:
         with contextlib.suppress(OSError):  # a full disk
@@ -166,11 +198,14 @@ class _Faults:
 
     def tidy(self) -> None:
         """Remove what says nothing, as where nothing failed."""
-        if self._own.rank == 0 and not (self._folder / FAULT_FILE).exists():
+        known = [self._folder / FAULT_FILE, self._folder / SIGNAL_FILE]
+        if self._own.rank == 0 and not any(file.exists() for file in known):
             shutil.rmtree(self._folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             if self._empty(self._own):
                 self._path(self._own).unlink()
+            if [*self._folder.iterdir()] == known[1:]:  # nobody is left who would read it
+                known[1].unlink()
             self._folder.rmdir()
 
     def _path(self, rank: _Rank) -> Path:

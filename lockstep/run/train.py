@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import io
+import signal
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig, idle_in_updates, idle_in_warmup
 from ..distributed import ONE, World
+from ..errors import InputError, LockstepError
 from ..machine import settled
 from ..rl.loop import Loop
 from ..serve.rollouts import serving
 from ..session.build import build, resolve
 from ..session.degree import choose
 from ..session.memory import running_out_named
-from ..session.signals import Delay, raise_received
+from ..session.signals import Delay, Ending, raise_received
 from . import resume as resuming
 from .checkpoint import LoadedCheckpoint
-from .crash import noted
+from .closing import interrupted
+from .crash import CRASH_FILE, noted
 from .display import WORDS, Display
-from .faults import told_once
+from .faults import Faults, told_once
 from .recorder import Recorder
 from .timeline import recorded
 from .trackers import require_packages
+
+_SPOILED = "step {} is not saved, but done again when resumed: a reward, tool or environment failed behind the signal"
 
 
 def train(
@@ -49,9 +55,10 @@ def train(
     display = Display(config.steps, config.metrics.progress, stream)
     note = noted(run_dir, recorder.has_begun) if world.first else contextlib.nullcontext()
     named = running_out_named(lambda: recorder.memory_plan, world)
-    with note, told_once(run_dir, world) as lost, display, named:
+    with note, told_once(run_dir, world) as faults, display, named:
         grace = config.checkpoint.grace if config.checkpoint.interval else 0.0
-        delay = Delay(grace, partial(_tell_of_signal, display, grace), lost)
+        tell, last_words = partial(_tell_of_signal, display, grace), partial(_last_words, run_dir, world, faults)
+        delay = Delay(grace, tell, faults, last_words)
         return _train(recorder, resume, loaded, other_numerics, display, delay)
 
 
@@ -89,26 +96,7 @@ def _train(
         recorder.open(start)
         if start == config.steps and str(start) not in recorder.validations:  # it was to go on for longer
             recorder.validate(loop, display, start)
-        with settled(), delay:
-            for step in range(start, config.steps):
-                raise_received()
-                try:
-                    metrics, groups = loop.step(step)
-                finally:
-                    recorder.certify(loop)
-                every = config.task.validation_interval
-                if step + 1 == config.steps or (every > 0 and (step + 1) % every == 0):
-                    metrics |= recorder.validate(loop, display, step + 1)
-                ending = max(world.gather(delay.number)) if delay.seconds else 0
-                with loop.run.timings.measured("log"):
-                    recorder.step(step, metrics, groups + loop.left_out)
-                    display.update(step, metrics)
-                recorder.checkpoint(loop, step + 1, last=ending > 0)
-                if recorded(step + 1):
-                    recorder.trace(loop.spans, metrics)
-                if ending:
-                    recorder.checkpoints_written(loop)
-                    delay.end(ending)
+        _steps(recorder, loop, display, start, delay)
         recorder.save_model(loop)
         recorder.checkpoints_written(loop)
     if loop.run.runtime.compiles:
@@ -117,8 +105,60 @@ def _train(
     return world.from_first(lambda: recorder.summary)
 
 
+def _steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: Delay) -> None:
+    """Do all steps from `start` on, or until the run is asked to end."""
+    config, world = recorder.config, recorder.world
+
+    def asked() -> Ending:
+        return max(world.gather(delay.asked())) if delay.seconds else Ending()
+
+    def end_if(ending: Ending) -> None:
+        if ending.number:
+            recorder.checkpoints_written(loop)
+            delay.end(ending.number)
+
+    with settled(), delay:
+        loop.run.asked = delay.asked
+        for step in range(start, config.steps):
+            raise_received()
+            try:
+                metrics, groups = loop.step(step)
+                ending, every = loop.ending, config.task.validation_interval
+                if step + 1 == config.steps or (every > 0 and (step + 1) % every == 0):
+                    metrics |= recorder.validate(loop, display, step + 1)
+                    ending = max(ending, asked())
+            except LockstepError as error:
+                if type(error) in (InputError, LockstepError) and delay.asked().spoiled:
+                    display.note(f"{_SPOILED.format(step + 1)}: {error}")
+                    delay.end(delay.number)
+                raise
+            finally:
+                recorder.certify(loop)
+            if ending.spoiled:
+                display.note(_SPOILED.format(step + 1))
+                end_if(ending)
+            with loop.run.timings.measured("log"):
+                recorder.step(step, metrics, groups + loop.left_out)
+                display.update(step, metrics)
+            recorder.checkpoint(loop, step + 1, last=ending.number > 0)
+            if recorded(step + 1):
+                recorder.trace(loop.spans, metrics)
+            end_if(ending)
+        end_if(asked())
+
+
 def _tell_of_signal(display: Display, grace: float, name: str) -> None:
     display.note(f"{name}: the run ends once this step is done and saved, in {grace:g} s or unsaved; again: at once")
+
+
+def _last_words(run_dir: Path, world: World, faults: Faults, number: int) -> None:
+    """Of a process that ends for a signal, and whose main thread does not come back to say so."""
+    faults.leaves(number)
+    faults.tidy()
+    if world.first:
+        (run_dir / CRASH_FILE).unlink(missing_ok=True)
+        said = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+        print(f"lockstep: {said}\n{interrupted(run_dir, world.size)}", end="", file=sys.stderr, flush=True)
 
 
 def _checked(config: RunConfig, world: World) -> RunConfig:

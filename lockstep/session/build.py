@@ -63,6 +63,7 @@ from .memory import (
     require_room,
     workload,
 )
+from .signals import Ending
 from .text.policy import Policy
 
 
@@ -133,6 +134,7 @@ class TrainingSession(Session):
     Attributes:
         plan: of the memory that it takes. teacher: that of `loss.teacher`.
         prompt_limit: of the prompts' tokens. shapes: what the trainer's batches are padded to, largest first.
+        asked: what this rank knows of signals, which the ranks exchange at a step's end.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class TrainingSession(Session):
         watcher: Watcher | None = None,
         planned: Callable[[MemoryPlan], None] = lambda _: None,
     ) -> None:
+        self.asked: Callable[[], Ending] = Ending
         device, groups = resolve_device(config.device), config.trainer.prompts_per_step
         event = partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else None
         timings = Timings(keep_spans=True, event=event, watcher=watcher)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 from ..errors import Terminated
+from ..user_functions import failed_since
 
+T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 _ASKED_TO_END = (signal.SIGTERM, signal.SIGHUP)
 _ONE = 0.5  # seconds in which signals are one: a terminal's Ctrl-C reaches a launcher as well, which passes it on
+_ON_ITS_WAY = 0.2  # seconds from one process to the others that are sent a signal
+_SOON = 2.0  # seconds that a main thread which is to end has to be back from a collective or a device
 INTERRUPTED = 128 + signal.SIGINT  # the exit code of a command that Ctrl-C ended
 _received: list[signal.Signals] = []
 
@@ -72,29 +78,57 @@ _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler, _interrupted)
 
 def _raise(number: int, _: FrameType | None) -> NoReturn:
     _received.append(signal.Signals(number))
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    for every in _ASKED_TO_END:
-        if signal.getsignal(every) is _raise:
-            signal.signal(every, signal.SIG_DFL)
-    raise Terminated(_received[-1])
+    if number != signal.SIGINT:
+        for every in _ASKED_TO_END:
+            if signal.getsignal(every) is _raise:
+                signal.signal(every, signal.SIG_DFL)
+    raise raised_for(number)
+
+
+class Ending(NamedTuple):
+    """What a rank is asked for, as all see it (`max`): by which signal, 0 for none, and whether `failed_since` it came,
+    by which the step is not what it would have been."""
+
+    spoiled: bool = False
+    number: int = 0
+
+
+class Others(Protocol):
+    """The other processes of a run."""
+
+    def lost(self) -> bool:
+        """Whether one is gone, so that nothing is worth waiting for."""
+
+    def all_end(self) -> None:
+        """They end for a signal as well."""
 
 
 class Delay:
-    """The first signal within it raises nothing for so many seconds: until then its caller looks for it between steps.
-    Another one, its end, or one for which nothing is worth waiting for is as without it. Where `ended_by_signals` does
-    not handle them, or for no seconds at all, nothing changes.
+    """The first signal within it raises nothing for so many seconds: until then its caller looks for it between steps,
+    and where nobody did its end raises. Another one, the end of its time, or one for which nothing is worth waiting for
+    is as without it; a main thread that is not back from a collective or a device soon after that ends with the
+    process. Where `ended_by_signals` does not handle them, or for no seconds at all, nothing changes.
+
+    A thread is told of signals through a socket, as they come: Python's handlers run when the main thread is back.
 
     Args:
         seconds: alike in all processes of a run.
-        tell: called with the signal's name, from a thread.
-        pointless: whether to end at once, as when other processes are gone.
+        tell: called with the signal's name, from a thread, as whoever reads what it writes may not.
+        others: what is asked and told of the run's other processes.
+        last_words: called with the signal's number, from a thread, before the process is ended.
     """
 
-    def __init__(self, seconds: float, tell: Callable[[str], None], pointless: Callable[[], bool]) -> None:
-        self.seconds, self._tell, self._pointless = seconds, tell, pointless
-        self._first, self._came_at, self._late = 0, 0.0, False
-        self._came, self._over = threading.Event(), threading.Event()
+    def __init__(
+        self,
+        seconds: float,
+        tell: Callable[[str], None],
+        others: Others,
+        last_words: Callable[[int], None],
+    ) -> None:
+        self.seconds, self._tell, self._others, self._last_words = seconds, tell, others, last_words
+        self._first, self._came_at = 0, 0.0
+        self._ends_by = 0  # what the main thread is to raise for
+        self._over, self._deciding = threading.Event(), threading.RLock()
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
 
     def __enter__(self) -> Delay:
@@ -102,45 +136,102 @@ class Delay:
         numbers = (*_ASKED_TO_END, signal.SIGINT) if self.seconds > 0 and in_main else ()
         self._handled = [number for number in numbers if signal.getsignal(number) is _raise]
         if self._handled:
-            self._thread.start()  # now: a handler may come while another is being started
+            self._heard, self._told = socket.socketpair()
+            self._told.setblocking(False)
+            self._thread.start()
+            self._before = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+            _delays.append(self)
             for number in self._handled:
                 signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-        self._over.set()
-        self._came.set()
-        if self._handled:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if not self._handled:
+            return
+        try:
+            self._leave()
+        finally:
+            _delays.remove(self)
+            if (another := signal.set_wakeup_fd(self._before)) not in (-1, self._told.fileno()):
+                signal.set_wakeup_fd(another)
+            self._told.close()
             self._thread.join()
+            self._heard.close()
+        if kind is None and self._first:
+            _raise(self._first, None)
 
     @property
     def number(self) -> int:
         """Of the signal that came; 0 while none did."""
         return self._first
 
+    def asked(self) -> Ending:
+        """What this rank knows of signals. Where something failed just now, one that was sent all processes may be on
+        its way here."""
+        while self._handled and not self._first and failed_since(time.monotonic() - _ON_ITS_WAY):
+            time.sleep(0.01)
+        return Ending(bool(self._first) and failed_since(self._came_at - _ONE), self._first)
+
     def end(self, number: int) -> NoReturn:
-        """Raise for a signal, of this process or another of the run, as `ended_by_signals` does."""
-        self._restore()
+        """Raise for a signal, of this process or another of the run, as `ended_by_signals` does. All ranks call it."""
+        self._others.all_end()
+        self._leave()
         _raise(number, None)
 
+    def forget(self) -> None:
+        """Of a copy of the process, which others end: signals do there what they do by default."""
+        signal.set_wakeup_fd(-1)
+        for number in self._handled:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._first and not self._late and time.monotonic() - self._came_at < _ONE:
-            return
-        if self._first or self._pointless():
-            self._restore()
-            _raise(number, frame)
-        self._first, self._came_at = number, time.monotonic()
-        self._came.set()
+        if self._ends_by:
+            self._leave()
+            _raise(self._ends_by, frame)
+        own = self._told.fileno()
+        if (another := signal.set_wakeup_fd(own, warn_on_full_buffer=False)) != own:  # an event loop has taken it
+            self._told.send(bytes([number]))
+            if another != -1:
+                signal.set_wakeup_fd(another)
 
     def _watch(self) -> None:
-        self._came.wait()
-        if not self._first:
-            return
-        self._tell(signal.Signals(self._first).name)
-        if not self._over.wait(self.seconds):
-            self._late = True
-            signal.pthread_kill(threading.main_thread().ident or 0, self._first)
+        if number := self._number_to_end_by():
+            self._end_by(number)
+
+    def _number_to_end_by(self) -> int:
+        """Of the first signal, once its time is over, or of one that ends at once; 0: it was left."""
+        until: float | None = None
+        while True:
+            self._heard.settimeout(None if until is None else max(until - time.monotonic(), 0.001))
+            try:
+                came = self._heard.recv(1)
+            except TimeoutError:
+                return self._first
+            if not came:
+                return 0
+            now, (number,) = time.monotonic(), came
+            if number not in self._handled:
+                continue
+            if self._others.lost() or (self._first and now - self._came_at >= _ONE):
+                return number
+            if not self._first:
+                self._came_at, self._first, until = now, number, now + self.seconds
+                _call_beside(self._tell, signal.Signals(number).name)
+
+    def _end_by(self, number: int) -> None:
+        with self._deciding:
+            if self._over.is_set():
+                return
+            self._ends_by = number
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+        if not self._over.wait(_SOON) and not hasattr(sys, "ps1"):  # of an interactive session
+            _call_beside(self._last_words, number).join(_SOON)
+            os._exit(128 + number)
+
+    def _leave(self) -> None:
+        self._restore()
+        with self._deciding:
+            self._over.set()
 
     def _restore(self) -> None:
         for number in self._handled:
@@ -148,8 +239,39 @@ class Delay:
                 signal.signal(number, _raise)
 
 
+def _call_beside(function: Callable[[T], None], value: T) -> threading.Thread:
+    thread = threading.Thread(target=function, args=(value,), daemon=True)
+    thread.start()
+    return thread
+
+
+_delays: list[Delay] = []  # within which this process is
+_mask = threading.local()  # of a thread that forks
+
+
+def _hold_signals() -> None:
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_ASKED_TO_END, signal.SIGINT))
+
+
+def _let_signals_come() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _forget_delays() -> None:
+    for delay in _delays:
+        delay.forget()
+    _let_signals_come()
+
+
+os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_come, after_in_child=_forget_delays)
+
+
+def raised_for(number: int) -> KeyboardInterrupt:
+    """What a signal raises."""
+    return KeyboardInterrupt() if number == signal.SIGINT else Terminated(signal.Signals(number))
+
+
 def raise_received() -> None:
     """Raise for a signal whose exception was lost: Python drops those that arise in a finalizer or a callback."""
     if _received:
-        number = _received[0]
-        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+        raise raised_for(_received[0])

@@ -9,10 +9,13 @@ _calls = 0
 
 def spread(completion_ids: list[list[int]], **_: object) -> list[float]:
     """The mean token id, in hundreds. KILL_AFTER="CALLS SECONDS" ends the process with SIGKILL that long after its
-    so-manieth call."""
+    so-manieth call; SPOIL="CALLS" sends SIGTERM in it, and what it needs is gone as well."""
     global _calls
     _calls += 1
     calls, seconds = os.environ.get("KILL_AFTER", "0 0").split()
     if _calls == int(calls):
         threading.Timer(float(seconds), os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if _calls == int(os.environ.get("SPOIL", "0")):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise OSError("its program was ended")
     return [sum(ids) / len(ids) / 100 for ids in completion_ids]

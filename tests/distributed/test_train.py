@@ -44,6 +44,16 @@ def letters(completion_ids, **_):
     return [sum(97 <= t < 123 for t in ids) / len(ids) for ids in completion_ids]
 """
 
+HANGS = """
+import os, pathlib, time
+def hangs(completions, trainer_state, **_):
+    "In the second step of the second process."
+    if trainer_state.global_step and os.environ["RANK"] == "1":
+        pathlib.Path("hangs").touch()
+        time.sleep(10**6)
+    return [float(len(c)) for c in completions]
+"""
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory, shallow: Path) -> RunConfig:
@@ -225,6 +235,27 @@ def test_a_signal_to_one_process_ends_all_behind_the_same_step(config: RunConfig
     done = len(lines(run / "metrics.jsonl"))
     assert "lockstep: ended by SIGTERM" in said[0] and f"from    step {done}" in said[0]
     assert done > 0 and (run / "checkpoints" / f"step_{done}").is_dir() and not (run / "stacks").exists()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_process_whose_time_is_over_ends_the_others_as_a_signal_does(
+    config: RunConfig, tmp_path: Path, first: int
+) -> None:
+    """One hangs in a reward and the other waits for it in a collective, where Python hears of no signal."""
+    (tmp_path / "rewards.py").write_text(HANGS)
+    task = TaskConfig("dataset", data=config.task.data, reward=("rewards.py:hangs",), validation_prompts=0)
+    saved = CheckpointConfig(100_000, grace=0.2)
+    yaml_file.save(replace(config, steps=100_000, task=task, checkpoint=saved), tmp_path / "config.yaml")
+    run = tmp_path / "run"
+    with by_hand([*TRAIN[2:], str(tmp_path / "config.yaml"), "--run-dir", str(run)], [tmp_path] * 2) as ranks:
+        wait_for((tmp_path / "hangs").exists, ranks[0])
+        for number in (first, 1)[: 2 - first]:
+            ranks[number].send_signal(signal.SIGTERM)
+            wait_for(lambda number=number: ranks[number].poll() is not None)
+        said = [rank.communicate(timeout=DEADLINE)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [143, 143] and "Traceback" not in "".join(said)
+    assert f"lockstep: ended by SIGTERM\nfolder  {run}\n" in said[0] and "from    step 0" in said[0]
+    assert not (run / "stacks").exists() and not (run / "crash.txt").exists()
 
 
 def test_a_killed_process_ends_the_others_and_one_that_is_stopped(config: RunConfig, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,22 @@ def test_a_launchers_signal_names_the_process_that_died(tmp_path: Path, dead: in
     assert isinstance(lost, PeerLost) and f"rank 1 on {HOST} (process {dead}) is gone" in str(lost)
     Beside.process = os.getppid()
     assert isinstance(run_into(Terminated(signal.SIGTERM), tmp_path, rank=0), Terminated)
+
+
+def test_who_ends_for_a_signal_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank has ended for it, or ends as this one does and is at the report."""
+    monkeypatch.setattr(Beside, "process", os.getppid())
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks" / "signal.txt").write_text("1")
+    ended = run_into(PeerLost("late"), tmp_path)
+    assert isinstance(ended, Terminated) and ended.args == (signal.SIGHUP,)
+    assert {path.name for path in (tmp_path / "stacks").iterdir()} == {"rank-0.txt", "signal.txt"}
+    with pytest.raises(KeyboardInterrupt), told_once(tmp_path, Beside(1, 2, timeout=3.0)) as faults:
+        at_its_report = tmp_path / "stacks" / "rank-0.txt"
+        threading.Timer(0.2, at_its_report.unlink).start()
+        faults.all_end()
+        raise KeyboardInterrupt
+    assert not (tmp_path / "stacks").exists()
 
 
 def test_a_stopped_process_writes_its_stack_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

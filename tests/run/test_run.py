@@ -16,7 +16,9 @@ from runs import COMMAND, DATA, SMALL, SUM, records
 
 from lockstep.cli.main import main
 from lockstep.rl.loop import Loop
+from lockstep.run.recorder import Recorder
 
+UNHURRIED = ["--checkpoint.grace", str(DEADLINE)]
 pytestmark = pytest.mark.usefixtures("shallow_models")
 
 
@@ -62,8 +64,7 @@ def test_ctrl_c_says_what_goes_on(tmp_path: Path) -> None:
     command = [*COMMAND[:4], *SUM, "--trainer.max-idle-steps", "100000", "--run-dir", str(run)]
     command[command.index("2")] = "100000"
     metrics = run / "metrics.jsonl"
-    saved = ["--checkpoint.interval", "100000", "--checkpoint.grace", str(DEADLINE)]
-    with running_lockstep([*command[3:], *saved]) as process:
+    with running_lockstep([*command[3:], "--checkpoint.interval", "100000", *UNHURRIED]) as process:
         wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, process)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=DEADLINE)
@@ -79,7 +80,40 @@ def test_ctrl_c_says_what_goes_on(tmp_path: Path) -> None:
     done = len(metrics.read_text().splitlines())
     assert sorted(path.name for path in run.glob("checkpoints/*")) == ["step_0", f"step_{done}"]
     assert lines[-1] == f"from    step {done}" and done > 0
-    assert lines[-7].startswith("SIGINT: the run ends once this step is done and saved")
+    assert sum(line.startswith("SIGINT: the run ends once this step is done and saved") for line in lines) == 1
+
+
+@pytest.mark.parametrize("on_error", ["zero", "raise"])
+def test_a_step_whose_rewards_failed_behind_a_signal_is_done_again(tmp_path: Path, on_error: str) -> None:
+    """What a reward starts may be sent the signal, too."""
+    run, reward = tmp_path / "run", ["--reward", f"{DATA / 'rewards.py'}:spread", "--task.reward-on-error", on_error]
+    command = ["train", *SUM, *reward, "--checkpoint.interval", "1"]
+    command[command.index("2")] = "3"
+    with running_lockstep([*command, *UNHURRIED, "--run-dir", str(run)], shallow=True, SPOIL="3") as process:
+        _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 143 and "Traceback" not in errors
+    assert "step 3 is not saved" in errors and "lockstep: ended by SIGTERM" in errors
+    assert sorted(path.name for path in run.glob("checkpoints/*")) == ["step_1", "step_2"]
+    assert main(["train", "--resume", str(run)]) == 0
+    assert main([*command, "--run-dir", str(tmp_path / "whole")]) == 0
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert records(run / name) == records(tmp_path / "whole" / name)
+
+
+def test_a_signal_behind_the_last_step_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = Recorder.checkpoint
+
+    def checkpoint(recorder: Recorder, loop: Loop, step: int, last: bool = False) -> None:
+        saves(recorder, loop, step, last)
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    command = ["train", *SUM, "--checkpoint.interval", "2", *UNHURRIED, "--run-dir", str(tmp_path / "run")]
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "checkpoint", checkpoint)
+        assert main(command) == 143
+    assert (tmp_path / "run" / "checkpoints" / "step_2").is_dir() and not (tmp_path / "run" / "model").exists()
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 0 and (tmp_path / "run" / "model").is_dir()
 
 
 def test_the_screen_of_a_run_without_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
