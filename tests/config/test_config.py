@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from processes import finished
 
 from lockstep.config import (
+    CheckpointConfig,
     LossConfig,
     OptimizerConfig,
     RunConfig,
@@ -78,6 +79,7 @@ def test_validation_names_the_field(config: RunConfig, message: str) -> None:
     ("section", "message"),
     [
         (SamplingConfig(top_p=0.0), "sampling.top_p is 0.0; it must be between 1e-06 and 1 (1 is off)"),
+        (CheckpointConfig(1, grace=1e10), "checkpoint.grace is 10000000000.0; it must be between 0.0 and 86400.0"),
         (SamplingConfig(top_k=-1), "sampling.top_k is -1; it must be between 0 and 2147483647 (0 is off)"),
         (SamplingConfig(min_p=-1.0), "sampling.min_p is -1.0; it must be between 0 and 1 (0 is off)"),
         (SamplingConfig(stop=("",)), "sampling.stop holds an empty string"),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .section import Section, at_least
+from .section import Section, at_least, between
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,9 @@ class CheckpointConfig(Section):
     """Save every this many steps and at the end; 0 is off, and the run cannot be resumed."""
     keep_last: int = at_least(1, default=2)
     """Checkpoints kept."""
-    grace: float = at_least(0.0, default=0.0)
+    grace: float = between(0.0, 86400.0, default=25.0)
     """Seconds that a run has, once it is asked to end by Ctrl-C, SIGTERM or SIGHUP, to finish its step and save it; 0
-    ends it at once, and so does another signal. Only where the signal does not reach what rewards start, whose failures
-    would be saved; torchrun kills after 30."""
+    ends it at once, and so does another signal. torchrun kills after 30."""
     export_interval: int = at_least(0, default=0)
     """Export the model every this many steps too, as models/step_N, a Hugging Face folder each; 0 is off. All stay."""
 
