@@ -7,10 +7,8 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import math
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -26,19 +24,6 @@ MOVED = {  # modules of rewards, by the names that configurations of older versi
     "lockstep.tasks.mathematics": "lockstep.environments.rewards.mathematics",
     "lockstep.tasks.sum_digits": "lockstep.environments.tasks.sum_digits",
 }
-
-
-_failed_at = [-math.inf]  # when one failed last, a reward, tool or environment
-
-
-def note_failure() -> None:
-    """One has failed just now, whatever becomes of that."""
-    _failed_at[0] = time.monotonic()
-
-
-def failed_since(when: float) -> bool:
-    """Whether one has, by `time.monotonic`."""
-    return _failed_at[0] >= when
 
 
 def load_function(spec: str, what: str, other_forms: str = "", kind: str = "function") -> Callable[..., Any]:

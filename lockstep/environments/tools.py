@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..errors import InputError, ToolUnavailable, refuse
-from ..user_functions import is_unicode, note_failure, text_of
+from ..user_functions import is_unicode, text_of
 from .calls import awaited, in_the_main_thread
 from .environment import End, Environment, Message, Turn
 
@@ -105,7 +105,7 @@ class ToolEnvironment(Environment):
             for i, result in zip(waiting, found, strict=True):
                 if isinstance(result, ToolUnavailable):
                     raise result
-                results[i] = _failure(result) if isinstance(result, BaseException) else result
+                results[i] = {"error": text_of(result)} if isinstance(result, BaseException) else result
         return [(call["name"], _content(call["name"], result)) for call, result in zip(calls, results, strict=True)]
 
 
@@ -120,14 +120,9 @@ def _called(tool: Tool | None, call: Mapping[str, Any]) -> Any:
         raise
     except Exception as error:
         if not text_of(error).startswith(_OF_MAIN) or _of(tool) in _in_main:
-            return _failure(error)
+            return {"error": text_of(error)}
         _in_main.add(_of(tool))
         return _called(tool, call)
-
-
-def _failure(error: BaseException) -> dict[str, str]:
-    note_failure()
-    return {"error": text_of(error)}
 
 
 def _of(tool: Tool) -> Tool:

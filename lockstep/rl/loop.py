@@ -24,7 +24,7 @@ from ..environments.ranks.rollouts import Holders
 from ..errors import LockstepError
 from ..session.build import TrainingSession
 from ..session.certificate import Certificate
-from ..session.signals import Ending
+from ..session.signals import AskedToEnd, Delay, Ending
 from ..timings import Span
 from ..trainer import Packing, PendingResult, StepResult, averaged, learning_rate, pack_shards
 from ..trainer.programs import complete
@@ -75,13 +75,16 @@ class Loop:
             ParityError: strict parity, and a log-probability or a choice of experts differs; the weights are unchanged.
             NonFiniteError: the loss or the gradient norm is; the weights are what the updates before it made of them.
             LockstepError: `max_idle_steps` steps in a row had nothing to train on.
+            AskedToEnd: while it was generated, or scored; all is as it was before.
         """
         config, trainer, timings = self.config, self.run.trainer, self.run.timings
-        version, began = trainer.weights_version, time.perf_counter()
+        version, began, used = trainer.weights_version, time.perf_counter(), self.prompts_used
         lr = learning_rate(config.optimizer, step, config.steps)
         with timings.measured("step", on_device=True, step=step):  # to the end of what was launched in it
             with timings.measured("generate", on_device=True):
                 groups, without_reward, counts = self._collect(step)
+                if self.run.delay is not None:
+                    self._give_up_if_asked(self.run.delay, used)
             generated, self._holders = groups + without_reward, Holders(self.world)
             self._latest = (generated, None)
             tokens = sum(r.length for g in generated for r in g.rollouts)
@@ -128,6 +131,12 @@ class Loop:
             found["kl"] = math.fsum(chain.from_iterable(kl.values())) / sum(map(len, kl.values()))
         self.left_out = without_reward
         return counts | found | critic, groups
+
+    def _give_up_if_asked(self, delay: Delay, prompts_used: int) -> None:
+        """A signal may have reached what rewards, tools and environments start."""
+        if (ending := max(self.world.gather(delay.asked(rewards_given=True)))).number:
+            self.prompts_used = prompts_used
+            raise AskedToEnd(ending)
 
     def _collect(self, step: int) -> Collected:
         prompts = self.config.trainer.prompts_per_step

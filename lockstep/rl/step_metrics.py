@@ -11,6 +11,7 @@ import torch
 from ..environments import Environment
 from ..environments.environment import metrics_of
 from ..session.build import TrainingSession
+from ..session.signals import Ending
 from ..timings import Span, totals
 from ..trainer import StepResult, packed_slots
 from ..types import PackedBatch, RolloutGroup, Trajectory
@@ -37,7 +38,7 @@ def step_metrics(
     spent = {"sync": 0.0} | totals(spans)  # in one process the generator reads the trainer's weights
     seconds = {f"time/{name}": value for name, value in spent.items() if name in _TIMED}
     own: dict[str, Any] = {**seconds, "memory/peak_gib": peak_memory_gib(run.policy.model.embed.device)}
-    own |= run.runtime.metrics() | {"ending": run.asked()}
+    own |= run.runtime.metrics() | {"ending": Ending() if run.delay is None else run.delay.asked()}
     ranks = run.world.gather((*packed_slots(batches), own))
     slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
     names = dict.fromkeys(name for *_, of_rank in ranks for name in of_rank)  # not all ranks score what was sampled

@@ -83,6 +83,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._trackers: Trackers | None = None
         self._loop: Loop | None = None
         self._saver: checkpoint.Saver | None = None
+        self._saved: int | None = None  # steps done by the latest checkpoint
         self._rewards: list[float] = []
         self._updates = 0
         self._prompt: Any = None  # of a step's first group
@@ -192,7 +193,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             if changed := changed + resuming.redefined(loaded.state):
                 resumed = loop.certificate.settings.setdefault("resumed_with_other_numerics", [])
                 resumed.append({"steps_done": loaded.step, "changed": changed})
-            loop.idle_steps = loaded.state["idle_steps"]
+            loop.idle_steps, self._saved = loaded.state["idle_steps"], loaded.step
             prompts = self.config.trainer.prompts_per_step
             loop.prompts_used = loaded.state.get("prompts_used", loaded.step * prompts)
             self.validations = loaded.state["validations"]
@@ -218,10 +219,14 @@ class Recorder(AbstractContextManager["Recorder"]):
             self.save_model(loop, f"{MODELS}/step_{step}")
         due = c.interval > 0 and (last or step % c.interval == 0 or step == self.config.steps)
         if due:
-            with loop.run.timings.measured("checkpoint"), self.world.deadline("writing a checkpoint", timeouts=10):
-                self._save(loop, step)
+            self._save(loop, step)
         elif self._saver is not None:
             self._saver.look()
+
+    def checkpoint_before(self, loop: Loop, step: int) -> None:
+        """Save what the steps before this one, counted from 0, have made, unless that is done: it was given up."""
+        if self._saved != step:
+            self._save(loop, step)
 
     def checkpoints_written(self, loop: Loop) -> None:
         if self._saver is not None:
@@ -229,12 +234,14 @@ class Recorder(AbstractContextManager["Recorder"]):
                 self._saver.wait()
 
     def _save(self, loop: Loop, step: int) -> None:
-        if self._saver is None:
-            folder, keep_last = self.run_dir / CHECKPOINTS, self.config.checkpoint.keep_last
-            self._saver = checkpoint.Saver(folder, keep_last, self.world, self._all_see())
-            self._saver.copies = all(self.world.gather(holds_copy(loop.run.plan, loop.device)))
-        tensors, counters = self._tensors(loop)
-        self._saver.save(step, tensors, self._state(loop, counters) if self.world.first else {})
+        with loop.run.timings.measured("checkpoint"), self.world.deadline("writing a checkpoint", timeouts=10):
+            if self._saver is None:
+                folder, keep_last = self.run_dir / CHECKPOINTS, self.config.checkpoint.keep_last
+                self._saver = checkpoint.Saver(folder, keep_last, self.world, self._all_see())
+                self._saver.copies = all(self.world.gather(holds_copy(loop.run.plan, loop.device)))
+            tensors, counters = self._tensors(loop)
+            self._saver.save(step, tensors, self._state(loop, counters) if self.world.first else {})
+            self._saved = step
 
     def _tensors(self, loop: Loop) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
         """What this rank writes of a checkpoint, with numbers; where not all see the folder the first writes all."""

@@ -19,7 +19,7 @@ from ..serve.rollouts import serving
 from ..session.build import build, resolve
 from ..session.degree import choose
 from ..session.memory import running_out_named
-from ..session.signals import Delay, Ending, raise_received
+from ..session.signals import AskedToEnd, Delay, Ending, raise_received
 from . import resume as resuming
 from .checkpoint import LoadedCheckpoint
 from .closing import interrupted
@@ -30,7 +30,8 @@ from .recorder import Recorder
 from .timeline import recorded
 from .trackers import require_packages
 
-_SPOILED = "step {} is not saved, but done again when resumed: a reward, tool or environment failed behind the signal"
+_AGAIN = "step {} is not saved, but done again when resumed: what its rewards, tools or validation start may have been "
+_AGAIN += "ended by the signal, too"
 
 
 def train(
@@ -106,7 +107,8 @@ def _train(
 
 
 def _steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: Delay) -> None:
-    """Do all steps from `start` on, or until the run is asked to end."""
+    """Do all steps from `start` on, or until the run is asked to end: one whose rewards were given by then is finished
+    and saved, another is given up, and what was before it saved."""
     config, world = recorder.config, recorder.world
 
     def asked() -> Ending:
@@ -118,24 +120,29 @@ def _steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: 
             delay.end(ending.number)
 
     with settled(), delay:
-        loop.run.asked = delay.asked
+        loop.run.delay = delay if delay.seconds else None
         for step in range(start, config.steps):
             raise_received()
             try:
                 metrics, groups = loop.step(step)
                 ending, every = loop.ending, config.task.validation_interval
                 if step + 1 == config.steps or (every > 0 and (step + 1) % every == 0):
-                    metrics |= recorder.validate(loop, display, step + 1)
-                    ending = max(ending, asked())
+                    metrics |= (found := recorder.validate(loop, display, step + 1))
+                    if found and not ending.number:  # of which no reward is as it would be
+                        ending = asked()._replace(spoiled=True)
+            except AskedToEnd as given_up:
+                if not given_up.ending.spoiled:
+                    recorder.checkpoint_before(loop, step)
+                end_if(given_up.ending)
             except LockstepError as error:
-                if type(error) in (InputError, LockstepError) and delay.asked().spoiled:
-                    display.note(f"{_SPOILED.format(step + 1)}: {error}")
+                if type(error) in (InputError, LockstepError) and delay.number:
+                    display.note(f"{_AGAIN.format(step + 1)}: {error}")
                     delay.end(delay.number)
                 raise
             finally:
                 recorder.certify(loop)
-            if ending.spoiled:
-                display.note(_SPOILED.format(step + 1))
+            if ending.number and ending.spoiled:
+                display.note(_AGAIN.format(step + 1))
                 end_if(ending)
             with loop.run.timings.measured("log"):
                 recorder.step(step, metrics, groups + loop.left_out)
@@ -148,7 +155,7 @@ def _steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: 
 
 
 def _tell_of_signal(display: Display, grace: float, name: str) -> None:
-    display.note(f"{name}: the run ends once this step is done and saved, in {grace:g} s or unsaved; again: at once")
+    display.note(f"{name}: the run saves the last whole step and ends, in {grace:g} s or unsaved; again: at once")
 
 
 def _last_words(run_dir: Path, world: World, faults: Faults, number: int) -> None:

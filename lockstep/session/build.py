@@ -63,7 +63,7 @@ from .memory import (
     require_room,
     workload,
 )
-from .signals import Ending
+from .signals import Delay
 from .text.policy import Policy
 
 
@@ -134,7 +134,7 @@ class TrainingSession(Session):
     Attributes:
         plan: of the memory that it takes. teacher: that of `loss.teacher`.
         prompt_limit: of the prompts' tokens. shapes: what the trainer's batches are padded to, largest first.
-        asked: what this rank knows of signals, which the ranks exchange at a step's end.
+        delay: of the signals that ask the run to end, where it waits for them.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class TrainingSession(Session):
         watcher: Watcher | None = None,
         planned: Callable[[MemoryPlan], None] = lambda _: None,
     ) -> None:
-        self.asked: Callable[[], Ending] = Ending
+        self.delay: Delay | None = None
         device, groups = resolve_device(config.device), config.trainer.prompts_per_step
         event = partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else None
         timings = Timings(keep_spans=True, event=event, watcher=watcher)

@@ -14,14 +14,13 @@ from types import FrameType
 from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 from ..errors import Terminated
-from ..user_functions import failed_since
 
 T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 _ASKED_TO_END = (signal.SIGTERM, signal.SIGHUP)
 _ONE = 0.5  # seconds in which signals are one: a terminal's Ctrl-C reaches a launcher as well, which passes it on
-_ON_ITS_WAY = 0.2  # seconds from one process to the others that are sent a signal
+_ON_ITS_WAY = 0.005  # seconds between processes that a launcher sends a signal one after another
 _SOON = 2.0  # seconds that a main thread which is to end has to be back from a collective or a device
 INTERRUPTED = 128 + signal.SIGINT  # the exit code of a command that Ctrl-C ended
 _received: list[signal.Signals] = []
@@ -86,11 +85,19 @@ def _raise(number: int, _: FrameType | None) -> NoReturn:
 
 
 class Ending(NamedTuple):
-    """What a rank is asked for, as all see it (`max`): by which signal, 0 for none, and whether `failed_since` it came,
-    by which the step is not what it would have been."""
+    """What a rank is asked for, as all see it (`max`): by which signal, 0 for none, and whether it came, or may have
+    reached what rewards start, before the latest step's rewards were given."""
 
     spoiled: bool = False
     number: int = 0
+
+
+class AskedToEnd(Exception):
+    """A step was given up before it changed anything, as the run was asked to end; with the `Ending`."""
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__(ending)
+        self.ending = ending
 
 
 class Others(Protocol):
@@ -126,7 +133,7 @@ class Delay:
         last_words: Callable[[int], None],
     ) -> None:
         self.seconds, self._tell, self._others, self._last_words = seconds, tell, others, last_words
-        self._first, self._came_at = 0, 0.0
+        self._first, self._came_at, self._given_at = 0, 0.0, 0.0
         self._ends_by = 0  # what the main thread is to raise for
         self._over, self._deciding = threading.Event(), threading.RLock()
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
@@ -165,12 +172,11 @@ class Delay:
         """Of the signal that came; 0 while none did."""
         return self._first
 
-    def asked(self) -> Ending:
-        """What this rank knows of signals. Where something failed just now, one that was sent all processes may be on
-        its way here."""
-        while self._handled and not self._first and failed_since(time.monotonic() - _ON_ITS_WAY):
-            time.sleep(0.01)
-        return Ending(bool(self._first) and failed_since(self._came_at - _ONE), self._first)
+    def asked(self, rewards_given: bool = False) -> Ending:
+        """What this rank knows of signals. `rewards_given`: a step's were, just now."""
+        if rewards_given and not self._first:
+            self._given_at = time.monotonic()
+        return Ending(self._first > 0 and self._came_at < self._given_at + _ON_ITS_WAY, self._first)
 
     def end(self, number: int) -> NoReturn:
         """Raise for a signal, of this process or another of the run, as `ended_by_signals` does. All ranks call it."""
@@ -188,11 +194,17 @@ class Delay:
         if self._ends_by:
             self._leave()
             _raise(self._ends_by, frame)
+        self._came(number)  # before the main thread goes on
         own = self._told.fileno()
         if (another := signal.set_wakeup_fd(own, warn_on_full_buffer=False)) != own:  # an event loop has taken it
             self._told.send(bytes([number]))
             if another != -1:
                 signal.set_wakeup_fd(another)
+
+    def _came(self, number: int) -> None:
+        with self._deciding:
+            if not self._first:
+                self._first, self._came_at = number, time.monotonic()
 
     def _watch(self) -> None:
         if number := self._number_to_end_by():
@@ -209,14 +221,15 @@ class Delay:
                 return self._first
             if not came:
                 return 0
-            now, (number,) = time.monotonic(), came
+            (number,) = came
             if number not in self._handled:
                 continue
-            if self._others.lost() or (self._first and now - self._came_at >= _ONE):
+            if self._others.lost() or (until is not None and time.monotonic() - self._came_at >= _ONE):
                 return number
-            if not self._first:
-                self._came_at, self._first, until = now, number, now + self.seconds
-                _call_beside(self._tell, signal.Signals(number).name)
+            if until is None:
+                self._came(number)
+                until = self._came_at + self.seconds
+                _call_beside(self._tell, signal.Signals(self._first).name)
 
     def _end_by(self, number: int) -> None:
         with self._deciding:

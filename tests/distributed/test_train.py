@@ -48,9 +48,9 @@ HANGS = """
 import os, pathlib, time
 def hangs(completions, trainer_state, **_):
     "In the second step of the second process."
-    if trainer_state.global_step and os.environ["RANK"] == "1":
+    if trainer_state.global_step == 1 and os.environ["RANK"] == "1":
         pathlib.Path("hangs").touch()
-        time.sleep(10**6)
+        time.sleep({seconds})
     return [float(len(c)) for c in completions]
 """
 
@@ -224,17 +224,19 @@ def state_of(process: int) -> str:
 
 
 def test_a_signal_to_one_process_ends_all_behind_the_same_step(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(HANGS.format(seconds=1))
+    task = TaskConfig("dataset", data=config.task.data, reward=("rewards.py:hangs",), validation_prompts=0)
     saved = CheckpointConfig(100_000, grace=DEADLINE)
-    yaml_file.save(replace(config, steps=100_000, checkpoint=saved), tmp_path / "config.yaml")
+    yaml_file.save(replace(config, steps=100_000, task=task, checkpoint=saved), tmp_path / "config.yaml")
     run = tmp_path / "run"
     with by_hand([*TRAIN[2:], str(tmp_path / "config.yaml"), "--run-dir", str(run)], [tmp_path] * 2) as ranks:
-        wait_for(lambda: (run / "metrics.jsonl").exists() and lines(run / "metrics.jsonl") != [], ranks[0])
+        wait_for((tmp_path / "hangs").exists, ranks[0])
         ranks[1].send_signal(signal.SIGTERM)
         said = [rank.communicate(timeout=DEADLINE)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [143, 143] and "Traceback" not in "".join(said)
-    done = len(lines(run / "metrics.jsonl"))
-    assert "lockstep: ended by SIGTERM" in said[0] and f"from    step {done}" in said[0]
-    assert done > 0 and (run / "checkpoints" / f"step_{done}").is_dir() and not (run / "stacks").exists()
+    assert len(lines(run / "metrics.jsonl")) == 1  # the second step is given up
+    assert "lockstep: ended by SIGTERM" in said[0] and "from    step 1" in said[0]
+    assert (run / "checkpoints" / "step_1").is_dir() and not (run / "stacks").exists()
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -242,7 +244,7 @@ def test_a_process_whose_time_is_over_ends_the_others_as_a_signal_does(
     config: RunConfig, tmp_path: Path, first: int
 ) -> None:
     """One hangs in a reward and the other waits for it in a collective, where Python hears of no signal."""
-    (tmp_path / "rewards.py").write_text(HANGS)
+    (tmp_path / "rewards.py").write_text(HANGS.format(seconds=10**6))
     task = TaskConfig("dataset", data=config.task.data, reward=("rewards.py:hangs",), validation_prompts=0)
     saved = CheckpointConfig(100_000, grace=0.2)
     yaml_file.save(replace(config, steps=100_000, task=task, checkpoint=saved), tmp_path / "config.yaml")

@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 from statistics import pstdev
+from typing import Any
 
 import pytest
 from processes import DEADLINE, running_lockstep, wait_for
@@ -61,11 +62,11 @@ def test_a_run_that_is_told_to_end_leaves_its_summary(tmp_path: Path, number: si
 
 def test_ctrl_c_says_what_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [*COMMAND[:4], *SUM, "--trainer.max-idle-steps", "100000", "--run-dir", str(run)]
+    reward, scored = ["--reward", f"{DATA / 'rewards.py'}:spread"], tmp_path / "scored"
+    command = ["train", *SUM, *reward, "--checkpoint.interval", "100000", *UNHURRIED, "--run-dir", str(run)]
     command[command.index("2")] = "100000"
-    metrics = run / "metrics.jsonl"
-    with running_lockstep([*command[3:], "--checkpoint.interval", "100000", *UNHURRIED]) as process:
-        wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, process)
+    with running_lockstep(command, PAUSE=f"3 {scored}") as process:
+        wait_for(scored.exists, process)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 130 and "Traceback" not in errors
@@ -77,27 +78,66 @@ def test_ctrl_c_says_what_goes_on(tmp_path: Path) -> None:
         f"report  {run}/report.html",
         f"go on   lockstep train --resume {run}",
     ]
-    done = len(metrics.read_text().splitlines())
-    assert sorted(path.name for path in run.glob("checkpoints/*")) == ["step_0", f"step_{done}"]
-    assert lines[-1] == f"from    step {done}" and done > 0
-    assert sum(line.startswith("SIGINT: the run ends once this step is done and saved") for line in lines) == 1
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2  # the third step is given up
+    assert sorted(path.name for path in run.glob("checkpoints/*")) == ["step_0", "step_2"]
+    assert lines[-1] == "from    step 2"
+    assert sum(line.startswith("SIGINT: the run saves the last whole step and ends") for line in lines) == 1
 
 
 @pytest.mark.parametrize("on_error", ["zero", "raise"])
-def test_a_step_whose_rewards_failed_behind_a_signal_is_done_again(tmp_path: Path, on_error: str) -> None:
-    """What a reward starts may be sent the signal, too."""
+def test_a_step_whose_rewards_may_have_been_sent_a_signal_too_is_done_again(tmp_path: Path, on_error: str) -> None:
     run, reward = tmp_path / "run", ["--reward", f"{DATA / 'rewards.py'}:spread", "--task.reward-on-error", on_error]
-    command = ["train", *SUM, *reward, "--checkpoint.interval", "1"]
+    command = ["train", *SUM, *reward, "--checkpoint.interval", "100", "--loss.dynamic-sampling"]
     command[command.index("2")] = "3"
     with running_lockstep([*command, *UNHURRIED, "--run-dir", str(run)], shallow=True, SPOIL="3") as process:
         _, errors = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 143 and "Traceback" not in errors
-    assert "step 3 is not saved" in errors and "lockstep: ended by SIGTERM" in errors
-    assert sorted(path.name for path in run.glob("checkpoints/*")) == ["step_1", "step_2"]
+    assert process.returncode == 143 and "Traceback" not in errors and "lockstep: ended by SIGTERM" in errors
+    done = len((run / "metrics.jsonl").read_text().splitlines())
+    saved = sorted(path.name for path in run.glob("checkpoints/*"))
+    assert done == 2 and saved == (["step_0", f"step_{done}"] if on_error == "zero" else ["step_0"])
+    assert (f"step {done + 1} is not saved" in errors) == (on_error == "raise")
     assert main(["train", "--resume", str(run)]) == 0
     assert main([*command, "--run-dir", str(tmp_path / "whole")]) == 0
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert records(run / name) == records(tmp_path / "whole" / name)
+
+
+def test_a_step_whose_validation_may_have_been_sent_a_signal_too_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    validates = Loop.validate
+
+    def validate(loop: Loop) -> dict[str, float]:
+        found = validates(loop)
+        if loop.prompts_used:  # not the one before the first step
+            signal.raise_signal(signal.SIGTERM)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "validate", validate)
+        command = ["train", *SUM, "--checkpoint.interval", "100", *UNHURRIED]
+        command[command.index("--task.validation-prompts") + 1] = "2"
+        assert main([*command, "--run-dir", str(tmp_path / "run")]) == 143
+    assert "step 2 is not saved" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.glob("run/checkpoints/*")] == ["step_0"]
+
+
+def test_a_step_that_trains_when_a_signal_comes_is_finished_and_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packs = Loop._pack
+
+    def pack(loop: Loop, *groups: Any) -> Any:
+        time.sleep(0.1)  # until what rewards have started would have been told, too
+        signal.raise_signal(signal.SIGTERM)
+        return packs(loop, *groups)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_pack", pack)
+        assert (
+            main(["train", *SUM, "--checkpoint.interval", "5", *UNHURRIED, "--run-dir", str(tmp_path / "run")]) == 143
+        )
+    assert sorted(path.name for path in tmp_path.glob("run/checkpoints/*")) == ["step_0", "step_1"]
 
 
 def test_a_signal_behind_the_last_step_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from processes import DEADLINE, running, wait_for
 
 from lockstep.errors import Terminated
 from lockstep.session.signals import Delay, Ending, ended_by_signals, interrupts_in_imports, raise_received
-from lockstep.user_functions import note_failure
 
 
 @pytest.fixture(autouse=True)
@@ -68,22 +67,25 @@ def test_a_signal_waits_for_who_looks_for_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("lockstep.session.signals._ONE", DEADLINE)
     delay, told, others = delayed()
     with pytest.raises(KeyboardInterrupt) as ended, ended_by_signals(), delay:
-        assert delay.asked() == Ending(False, 0)
+        assert delay.asked(rewards_given=True) == Ending(False, 0)
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)  # as one that was sent to a launcher, too
-        wait_for(lambda: delay.number == signal.SIGTERM and told == ["SIGTERM"])
+        assert delay.number == signal.SIGTERM  # at once
+        wait_for(lambda: told == ["SIGTERM"])
         raise_received()  # nothing
-        note_failure()
-        assert delay.asked() == Ending(True, signal.SIGTERM) and not others.know
+        assert delay.asked() == delay.asked(rewards_given=True) == Ending(True, signal.SIGTERM) and not others.know
         delay.end(signal.SIGTERM)
     assert others.know and ended.value.args == (signal.SIGTERM,)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1
     with pytest.raises(Terminated), ended_by_signals(), delayed()[0]:
         signal.raise_signal(signal.SIGTERM)  # for which nobody looks
-    delay, _, others = delayed()
+    delay, told, others = delayed()
     with pytest.raises(Terminated), ended_by_signals(), delay:
+        delay.asked(rewards_given=True)
+        time.sleep(0.2)  # until what rewards have started would have been told, too
         signal.raise_signal(signal.SIGTERM)
-        wait_for(lambda: delay.number == signal.SIGTERM)
+        assert delay.asked() == Ending(False, signal.SIGTERM)
+        wait_for(lambda: told == ["SIGTERM"])
         others.gone = True
         signal.raise_signal(signal.SIGTERM)  # of a launcher that finds a process dead
         time.sleep(DEADLINE)

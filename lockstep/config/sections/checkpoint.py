@@ -15,8 +15,8 @@ class CheckpointConfig(Section):
     keep_last: int = at_least(1, default=2)
     """Checkpoints kept."""
     grace: float = between(0.0, 86400.0, default=25.0)
-    """Seconds that a run has, once it is asked to end by Ctrl-C, SIGTERM or SIGHUP, to finish its step and save it; 0
-    ends it at once, and so does another signal. torchrun kills after 30."""
+    """Seconds that a run has, once it is asked to end by Ctrl-C, SIGTERM or SIGHUP, to save its last whole step; 0 ends
+    it at once, and so does another signal. torchrun kills after 30."""
     export_interval: int = at_least(0, default=0)
     """Export the model every this many steps too, as models/step_N, a Hugging Face folder each; 0 is off. All stay."""
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from ...errors import LockstepError
 from ...timings import Timings
 from ...types import SampleIdentity, SamplingParams, Trajectory
-from ...user_functions import ATOMS, note_failure, one_line, own
+from ...user_functions import ATOMS, one_line, own
 from ..base import Problem
 from ..calls import Failure
 from ..environment import End, Environment
@@ -87,7 +87,6 @@ class Failures:
 
     def add(self, where: str, failure: Failure) -> None:
         """Log it. Raises `LockstepError`, with the first one's traceback as a note, when there are too many."""
-        note_failure()
         message = f"{where}: its environment failed: {failure.reason}"
         self.told.append(f"{failure.traceback}{message}")
         _log.warning("%s", self.told[-1])

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ...errors import InputError, refuse
-from ...user_functions import note_failure
 from .calls import (
     MAX_WEIGHT,
     Arguments,
@@ -290,7 +289,6 @@ class RewardSet:
             index, first = failures[0]
             origin = f" ({batch.origins[index]})" if batch.origins[index] else ""
             what = f"completion {index} of the {batch.where}{origin}"
-        note_failure()
         message = f"reward {reward.name} {first.reason} (for {what})"
         refuse(self._on_error == "raise" or first.fatal, message)
         if reward.name not in errors:  # the first of a batch; `errors` counts them all

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,13 +14,9 @@ from functools import cache
 from pathlib import Path
 
 from ...errors import InputError, ToolUnavailable, refuse
-from ...user_functions import note_failure
 
 MIB = 1 << 20
 GRACE = 10.0  # seconds beyond its own limit until the process that watches a program is given up
-
-# Exit codes of a program that a signal to all processes ended: Python's own of Ctrl-C, too.
-_OF_SIGNALS = (*(-number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)), 128 + signal.SIGINT)
 
 PythonTool = Callable[[str], Coroutine[None, None, str]]
 
@@ -162,10 +157,7 @@ def python_tool(limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool
         def run() -> str:
             if time.monotonic() - asked > limits.patience:
                 return "[not run: too many programs were waiting]"
-            ran = run_python(code, limits, allow_unsandboxed)
-            if ran.code in _OF_SIGNALS:
-                note_failure()
-            return shown(ran, limits)
+            return shown(run_python(code, limits, allow_unsandboxed), limits)
 
         return await asyncio.get_running_loop().run_in_executor(_pool(), run)
 
