@@ -320,6 +320,17 @@ class Recorder(AbstractContextManager["Recorder"]):
             display.note(f"validation after {step} step{'s' * (step != 1)}: {shown}")
         return metrics
 
+    def validate_later(self, loop: Loop, display: Display, step: int) -> None:
+        """Validate behind the latest step, which goes without, and add to its metrics. Before `open`."""
+        found, path = self.validate(loop, display, step), self.run_dir / METRICS_FILE
+        if found and self.world.first and path.exists():
+            for latest in [record for record in read_lines(path) if record["step"] == step - 1]:
+                with MetricsWriter(path, step - 1) as lines:
+                    lines.write(latest | found)
+
+    def forget_validation(self, step: int) -> None:
+        self.validations.pop(str(step), None)
+
     def step(self, step: int, metrics: dict[str, Any], groups: list) -> None:
         self._account(metrics)
         if not self.world.first:

@@ -30,8 +30,7 @@ from .recorder import Recorder
 from .timeline import recorded
 from .trackers import require_packages
 
-_AGAIN = "step {} is not saved, but done again when resumed: what its rewards, tools or validation start may have been "
-_AGAIN += "ended by the signal, too"
+_AGAIN = "step {} is not saved, but done again when resumed: the signal may have reached what its rewards start"
 
 
 def train(
@@ -94,9 +93,9 @@ def _train(
             recorder.validate(loop, display, 0)
             recorder.checkpoint(loop, 0)
             recorder.checkpoints_written(loop)  # a run that has steps can always be gone on with
+        if _validates(config, start) and str(start) not in recorder.validations:
+            recorder.validate_later(loop, display, start)  # it was asked to end by then, or was to go on for longer
         recorder.open(start)
-        if start == config.steps and str(start) not in recorder.validations:  # it was to go on for longer
-            recorder.validate(loop, display, start)
         _steps(recorder, loop, display, start, delay)
         recorder.save_model(loop)
         recorder.checkpoints_written(loop)
@@ -125,11 +124,13 @@ def _steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: 
             raise_received()
             try:
                 metrics, groups = loop.step(step)
-                ending, every = loop.ending, config.task.validation_interval
-                if step + 1 == config.steps or (every > 0 and (step + 1) % every == 0):
-                    metrics |= (found := recorder.validate(loop, display, step + 1))
-                    if found and not ending.number:  # of which no reward is as it would be
-                        ending = asked()._replace(spoiled=True)
+                ending = loop.ending
+                if _validates(config, step + 1) and not ending.number:
+                    found = recorder.validate(loop, display, step + 1)
+                    if found and (ending := asked()).number:
+                        recorder.forget_validation(step + 1)  # its rewards may have been sent the signal, too
+                    else:
+                        metrics |= found
             except AskedToEnd as given_up:
                 if not given_up.ending.spoiled:
                     recorder.checkpoint_before(loop, step)
@@ -152,6 +153,12 @@ def _steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: 
                 recorder.trace(loop.spans, metrics)
             end_if(ending)
         end_if(asked())
+
+
+def _validates(config: RunConfig, steps: int) -> bool:
+    """Whether a validation is due behind so many steps."""
+    every = config.task.validation_interval
+    return steps == config.steps or (every > 0 and steps % every == 0)
 
 
 def _tell_of_signal(display: Display, grace: float, name: str) -> None:

@@ -102,42 +102,54 @@ def test_a_step_whose_rewards_may_have_been_sent_a_signal_too_is_done_again(tmp_
         assert records(run / name) == records(tmp_path / "whole" / name)
 
 
-def test_a_step_whose_validation_may_have_been_sent_a_signal_too_is_done_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("within", [True, False])
+def test_a_validation_that_may_have_been_sent_a_signal_too_is_done_when_the_run_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: bool
 ) -> None:
-    validates = Loop.validate
+    """Or one that was due when it came."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    command = ["train", *SUM, "--checkpoint.interval", "100", "--task.validation-interval", "2", *UNHURRIED]
+    command[command.index("--steps") + 1], command[command.index("--task.validation-prompts") + 1] = "3", "2"
+    name = "validate" if within else "_pack"
+    does = getattr(Loop, name)
 
-    def validate(loop: Loop) -> dict[str, float]:
-        found = validates(loop)
-        if loop.prompts_used:  # not the one before the first step
+    def signalled(loop: Loop, *given: Any) -> Any:
+        if loop.prompts_used == 2:
+            time.sleep(0.1)  # until what rewards have started would have been told, too
             signal.raise_signal(signal.SIGTERM)
-        return found
+        return does(loop, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "validate", validate)
-        command = ["train", *SUM, "--checkpoint.interval", "100", *UNHURRIED]
-        command[command.index("--task.validation-prompts") + 1] = "2"
-        assert main([*command, "--run-dir", str(tmp_path / "run")]) == 143
-    assert "step 2 is not saved" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.glob("run/checkpoints/*")] == ["step_0"]
+        patch.setattr(Loop, name, signalled)
+        assert main([*command, "--run-dir", str(run)]) == 143
+    assert sorted(path.name for path in run.glob("checkpoints/*")) == ["step_0", "step_2"]
+    assert "validation/reward/mean" not in records(run / "metrics.jsonl")[1]
+    assert main(["train", "--resume", str(run)]) == 0
+    assert main([*command, "--run-dir", str(whole)]) == 0
+    validations = [json.loads((folder / "summary.json").read_text())["validation"] for folder in (run, whole)]
+    assert validations[0] == validations[1] and list(validations[0]) == ["0", "2", "3"]
+    assert records(run / "metrics.jsonl") == records(whole / "metrics.jsonl")
 
 
+@pytest.mark.parametrize("late", [0.0, 1e6])
 def test_a_step_that_trains_when_a_signal_comes_is_finished_and_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], late: float
 ) -> None:
+    """Unless what its rewards started may have had it before: a launcher sends it to one process after another."""
     packs = Loop._pack
 
     def pack(loop: Loop, *groups: Any) -> Any:
-        time.sleep(0.1)  # until what rewards have started would have been told, too
         signal.raise_signal(signal.SIGTERM)
         return packs(loop, *groups)
 
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "_pack", pack)
+        patch.setattr("lockstep.session.signals._ON_ITS_WAY", late)
         assert (
             main(["train", *SUM, "--checkpoint.interval", "5", *UNHURRIED, "--run-dir", str(tmp_path / "run")]) == 143
         )
-    assert sorted(path.name for path in tmp_path.glob("run/checkpoints/*")) == ["step_0", "step_1"]
+    assert sorted(path.name for path in tmp_path.glob("run/checkpoints/*")) == ["step_0"] + ["step_1"] * (not late)
+    assert ("step 1 is not saved" in capsys.readouterr().err) == bool(late)
 
 
 def test_a_signal_behind_the_last_step_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
