@@ -74,10 +74,13 @@ def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
             several and spelled_out(flag) == "--task.data",
             f"{flag} takes one file, folder or hub id, and is given {' and '.join(values)}; put files into one folder",
         )
-    for word in itertools.takewhile(lambda argument: not argument.startswith("-"), arguments):
+    flags_begin = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    for i, word in enumerate(arguments):
         key, sets, value = word.partition("=")
+        dots = "*" if i < flags_begin else "+"  # further on it may be a flag's own value
+        may_be = bool(sets) and (i < flags_begin or not arguments[i - 1].startswith("-"))
         refuse(
-            bool(sets) and re.fullmatch(r"[+]*[A-Za-z]\w*([.]\w+)*", key) is not None,
+            may_be and re.fullmatch(rf"[+]*[A-Za-z]\w*([.]\w+){dots}", key) is not None,
             f"{word} is no flag; settings are given as --section.key VALUE" + _meant(_as_flag(key), known),
         )
     of_training = flags_of(kind, unread=True)

@@ -14,7 +14,7 @@ from ..errors import InputError, LockstepError
 from ..timings import Timings
 from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams
 from .base import Problem, draw
-from .environment import Environment, SingleTurn
+from .environment import PLAIN, Environment, SingleTurn
 from .episodes import Asked, Episode, Failures, Limits, Play, Round, Sampler
 from .ranks.led import follow, leading
 from .ranks.rollouts import outline
@@ -101,6 +101,8 @@ class Collector:
         groups = sorted((group for of_rank in found for group in of_rank.groups), key=attrgetter("group"))
         without = sorted((group for of_rank in found for group in of_rank.without_reward), key=attrgetter("group"))
         counts = added(found)
+        if self.environment is not SingleTurn:
+            _name_alike(groups, self.rewards.names)
         if problems and not groups and required:
             raise self.world.on_all(InputError(self._nothing_scored(where, counts)))
         return Collected(groups, without, counts)
@@ -188,6 +190,19 @@ class Collector:
         )
 
 
+def _name_alike(groups: Sequence[RolloutGroup], functions: Sequence[str]) -> None:
+    """What an environment names for some of the trajectories only that it rewards is 0 for the others, as its rewards
+    are added up; the functions' stand first, and a number without a name last."""
+    rewarded = [r for group in groups for r in group.rollouts if r.rewards.keys() - {*functions}]
+    of_environment = dict[str, set[str]]()
+    for r in rewarded:
+        of_environment.setdefault(r.environment, set()).update(r.rewards.keys() - {*functions})
+    for r in rewarded:
+        named = sorted(of_environment[r.environment], key=lambda name: (name == PLAIN, name))
+        of_functions = {name: r.rewards[name] for name in functions if name in r.rewards}
+        r.rewards = of_functions | {name: r.rewards.get(name, 0.0) for name in named}
+
+
 def _well(episodes: Sequence[Episode], samples: int) -> list[Episode]:
     """Of a prompt's so many samples those that ended; one alone of several has nothing to be compared with."""
     well = [episode for episode in episodes if episode.end is not None]
@@ -234,7 +249,12 @@ def _score(
     without = set()
     found = zip(rows, scores.values, scores.totals, scores.unknown, strict=True)
     for (group, rollout), values, total, unknown in found:
-        given, rollout.rewards = rollout.rewards, {**values, **rollout.rewards}
+        given = rollout.rewards
+        if twice := values.keys() & given.keys():
+            raise InputError(
+                f"{about.where}: the environment and a reward function both name a reward {min(twice)!r}; rename one"
+            )
+        rollout.rewards = {**values, **given}
         if unknown or (total is None and not given):
             without.add(group.group)
         else:

@@ -16,6 +16,7 @@ from ..user_functions import is_unicode, one_line
 Given = str | list[dict[str, Any]] | list[int]
 Message = dict[str, Any]
 Reward = float | Mapping[str, float]  # a number, or several by name, which are added up
+PLAIN = "reward"  # the name of a number
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class End:
 
 def by_name(reward: Reward | None) -> dict[str, float]:
     """A reward's parts, as they are recorded; none of None."""
-    named = reward if isinstance(reward, Mapping) else {} if reward is None else {"reward": reward}
+    named = reward if isinstance(reward, Mapping) else {} if reward is None else {PLAIN: reward}
     return {name: float(value) for name, value in named.items()}
 
 

@@ -172,6 +172,8 @@ def _measures(
             result[f"rewards/{name}/mean"] = mean(values)
     scored = [[r.rewards.get(decides) for r in group.rollouts] for group in groups]
     counts = [[v >= threshold for v in row if v is not None] for row in scored if None not in row]
+    if left_out := len(scored) - len(counts):
+        result["pass_left_out"] = left_out
     for k in ks:  # a problem whose environment failed for some samples may have fewer
         if estimates := [pass_at_k(len(row), sum(row), k) for row in counts if len(row) >= k]:
             result[f"pass@{k}"] = mean(estimates)
@@ -226,5 +228,9 @@ def render(result: dict[str, Any]) -> str:
         lines.append(f"  {name:<{width}} {result[name]:.4f}   95 % interval {low:.4f} to {high:.4f}")
     lines += [f"  pass@{k}: no problem has {k} scored completions" for k in result.get("pass_unknown", ())]
     lines += [f"  {name:<{width}} {result[name]:.4f}" for name in others]
+    if "pass_left_out" in result:
+        lines.append(
+            f"  pass@k leaves out {result['pass_left_out']} problems, to which {result['pass_reward']} did not apply"
+        )
     lines.append(f"  passes when {result['pass_reward']} is at least {result['pass_threshold']:g}")
     return "\n".join(lines)

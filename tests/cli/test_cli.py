@@ -434,6 +434,10 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
             "train gsm8k data.train_batch_size=8",
             ["data.train_batch_size=8 is no flag; settings are given as --section.key VALUE", "prompts-per-step?)"],
         ),
+        (
+            "train gsm8k --model none data.train_files=x.parquet",
+            ["data.train_files=x.parquet is no flag", "(did you mean --data?)"],
+        ),
         ("train trainer.n_gpus_per_node=8", ["VALUE (as many as torchrun starts processes of lockstep)"]),
         ("generate --prompt a.b=c --stop d e=f --model none", ["none"]),
         ("train --stepz 3", ["unknown flag --stepz (did you mean --steps?); lockstep train --help lists"]),

@@ -622,6 +622,25 @@ def test_functions_score_what_an_environment_leaves_to_them(model: Decoder) -> N
     assert kinds <= {("even", "turns"), ("length",)} and ("length",) in kinds
 
 
+def test_what_an_environment_names_for_some_trajectories_is_0_for_the_others(model: Decoder) -> None:
+    class Solves(Talk):
+        def step(self, turn: Turn) -> Any:
+            answer = super().step(turn)
+            solved = {"solved": 1.0} if self.total % 2 else 0.5
+            return End(solved, functions=True) if isinstance(answer, End) else answer
+
+    length = Reward("length", lambda completions, **_: [1.0 for _ in completions])
+    rollouts = [r for g in collect(engine_of(model), Solves, rewards=RewardSet([length])).groups for r in g.rollouts]
+    solved = [r.rewards["solved"] for r in rollouts]
+    assert {tuple(r.rewards) for r in rollouts} == {("length", "solved", "reward")} and {*solved} == {0.0, 1.0}
+    assert all(
+        r.rewards["reward"] == 0.5 * (1 - s) and r.reward == 1.5 + 0.5 * s
+        for r, s in zip(rollouts, solved, strict=True)
+    )
+    with pytest.raises(InputError, match=r"both name a reward 'solved'; rename one"):
+        collect(engine_of(model), Solves, rewards=RewardSet([replace(length, name="solved")]))
+
+
 def test_text_tokens_and_the_seed_are_as_given(model: Decoder) -> None:
     seeds: dict[str, set[int]] = {}
 

@@ -191,7 +191,7 @@ def test_a_parquet_file_without_rows_is_named(tmp_path: Path) -> None:
 def test_an_unknown_split_is_named(tmp_path: Path) -> None:
     table = datasets.Dataset.from_list(ROWS)
     datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(InputError, match=r"\(split test\) cannot be loaded"):
+    with pytest.raises(InputError, match="splits has no split 'test'; it has train"):
         read_problems(str(tmp_path / "splits"), "test")
 
 
@@ -318,10 +318,49 @@ def test_csv_and_json_arrays(tmp_path: Path, name: str, content: str) -> None:
 
 
 def test_a_csv_column_whose_numbers_begin_with_zeros_is_text(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("prompt,code,share,n\na,007,0.5,10\nb,42,0,\nc,,1,0\n")
+    (tmp_path / "rows.csv").write_text("prompt,code,share,n\na,007,0.5,10\nb,42,0,\nc,,1e2,0\n")
     found = [problem.columns for problem in read_problems(str(tmp_path / "rows.csv"))]
     assert [row["code"] for row in found] == ["007", "42", None]
-    assert [row["share"] for row in found] == [0.5, 0.0, 1.0] and [row["n"] for row in found] == [10, None, 0]
+    assert [row["share"] for row in found] == [0.5, 0.0, 100.0]
+    assert repr([row["n"] for row in found]) == "[10, None, 0]", "an empty field makes no floats of whole numbers"
+
+
+def test_a_csv_field_is_what_is_written_in_a_folder_too(tmp_path: Path) -> None:
+    """Words that stand for a missing value elsewhere, and numbers of more digits than a float has."""
+    header = "prompt,word,number,truth\n"
+    (tmp_path / "a.csv").write_text(f"{header}NA,None,9007199254740993,True\n")
+    (tmp_path / "b.csv").write_text(f"{header}n/a,null,7,False\nc,nan,8,True\n")
+    rows = read_problems(str(tmp_path))
+    assert [problem.prompt for problem in rows] == ["NA", "n/a", "c"]
+    assert [problem.columns["word"] for problem in rows] == ["None", "null", "nan"]
+    assert [problem.columns["number"] for problem in rows] == ["9007199254740993", "7", "8"]
+    assert [problem.columns["truth"] for problem in rows] == ["True", "False", "True"]
+    (tmp_path / "b.csv").write_text(f"{header}c,d\n")
+    with pytest.raises(InputError, match="b.csv line 2 has 2 fields for 4 columns"):
+        read_problems(str(tmp_path))
+
+
+def test_json_values_are_as_written_in_arrays_and_folders(tmp_path: Path) -> None:
+    """Texts that look like dates or numbers, beside others, and whole numbers of any size."""
+    rows = [
+        {"prompt": "a", "x": "1969-07-20", "y": "02139", "z": ["007", 2]},
+        {"prompt": "b", "x": "t", "y": 1, "z": 2**70},
+    ]
+    (tmp_path / "array.json").write_text(json.dumps(rows))
+    (tmp_path / "folder").mkdir()
+    for name, row in zip("ab", rows, strict=True):
+        write(tmp_path / "folder" / f"{name}.jsonl", [row])
+    for data in ("array.json", "folder"):
+        found = read_problems(str(tmp_path / data))
+        assert [{"prompt": problem.prompt, **problem.columns} for problem in found] == rows
+    assert [problem.origin for problem in found] == [f"{tmp_path}/folder/{name}.jsonl line 1" for name in "ab"]
+
+
+def test_a_folder_of_several_formats_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"prompt": "a"}])
+    (tmp_path / "b.csv").write_text("prompt\nb\n")
+    with pytest.raises(InputError, match="has files of several formats: a.jsonl and b.csv; name one of them"):
+        read_problems(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -335,8 +374,8 @@ def test_a_csv_column_whose_numbers_begin_with_zeros_is_text(tmp_path: Path) -> 
         ("rows.csv", "prompt,n\na\n", "rows.csv line 2 has 1 fields for 2 columns"),
         ("rows.csv", "prompt,n,n\na,1,2\n", "rows.csv line 1 names the column 'n' twice"),
         ("rows.json", "[]", "task.data .*rows.json has no rows"),
-        ("rows.json", "[1, 2]", "rows.json row 0 has text; it needs prompt"),
-        ("rows.json", '[{"prompt": "a"}', "task.data .*rows.json .split train. cannot be loaded"),
+        ("rows.json", "[1, 2]", "rows.json row 0 is of type int; it must be an object"),
+        ("rows.json", '[{"prompt": "a"}', "task.data .*rows.json is not JSON: Expecting"),
         ("rows.json", '[{"prompt": "a"}, {"prompt": 3}]', "rows.json"),
     ],
 )

@@ -185,7 +185,11 @@ def checked_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
     for index, message in enumerate(messages):
         texts = ["role"] if _is_silent(message) else ["role", "content"]
         if not isinstance(message, dict) or not all(_is_text(message.get(key)) for key in texts):
-            raise InputError(f"{where} message {index} must be an object with role and content, both texts")
+            content = message.get("content") if isinstance(message, dict) else None
+            found = "; its content is empty" * (content == "") + "; its content is a list of parts" * isinstance(
+                content, list
+            )
+            raise InputError(f"{where} message {index} must be an object with role and content, both texts{found}")
         role = message["role"]
         if role not in ROLES and (near := difflib.get_close_matches(role, ROLES, n=1, cutoff=0.75)):
             raise InputError(f"{where} message {index} has the role {role!r}; did you mean {near[0]}?")

@@ -6,14 +6,17 @@ memory: data may be larger than it.
 
 from __future__ import annotations
 
+import bisect
 import csv
+import itertools
 import json
 import re
+import warnings
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...errors import InputError, refuse
 from ..base import Source
@@ -23,11 +26,15 @@ Row = dict[str, Any]
 
 VERIFIERS = "verifiers:"  # tasksets of that package
 JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
-_BUILDERS = {".parquet": "parquet", ".csv": "csv", ".json": "json"}  # of `datasets`, for files; .json: an array
+_BUILDERS = {".parquet": "parquet", ".csv": "csv"}  # of `datasets`, for files
 # Of what can only be a file, so that none of them is looked for on the hub.
 _FILE_SUFFIXES = {*_BUILDERS, *JSON_LINES_SUFFIXES, ".arrow", ".tsv", ".txt", ".gz", ".zst", ".zip", ".yaml", ".py"}
-_LED_BY_ZEROS = re.compile("[+-]?0[0-9]")
+Column = Literal["whole", "number", "text"]  # what a CSV file's column holds
+_WHOLE, _EXACT = re.compile("[+-]?(0|[1-9][0-9]*)"), 1 << 53
+_NUMBER = re.compile("[+-]?(0|[1-9][0-9]*)?([.][0-9]+|(?<=[0-9])[.]?)([eE][+-]?[0-9]+)?")
+_NEAR = "*", "*/*"  # where a folder's files are looked for
 _DATA_SUFFIXES = {*JSON_LINES_SUFFIXES, ".parquet", ".arrow", ".csv", ".gz", ".zst"}
+_ABOUT = "dataset_info.json", "dataset_infos.json", "croissant.json"  # what a folder says of its data
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -48,14 +55,14 @@ def open_source(data: str, split: str, field: str = "task.data") -> Source:
         return TasksetRows(data, label)
     special = path.exists() and not path.is_file() and not path.is_dir()  # a pipe or a device, which may have no end
     refuse(special, f"{label} is not a regular file")
-    if path.suffix in JSON_LINES_SUFFIXES and not path.is_dir() and not _is_array(path):
-        return JsonLines(path, label)
+    if path.suffix in JSON_LINES_SUFFIXES and not path.is_dir():
+        return JsonArray(path, label) if _is_array(path) else JsonLines(path, label)
     if path.is_file() and path.suffix not in _BUILDERS:
         raise InputError(f"{label} must end in {', '.join(JSON_LINES_SUFFIXES)}, .csv or .parquet, or be a folder")
     if not path.exists() and (path.suffix in _FILE_SUFFIXES or not _HUB_ID.fullmatch(data)):
         raise InputError(f"{label} does not exist")
-    if path.is_dir():
-        _require_data_files(label, path)
+    if path.is_dir() and (files := _data_files(label, path)) and _one_split(files):
+        return Together([JsonLines(file, f"{label}: {file.name}") for file in files], data)
     return ArrowRows(data, path, split, label)
 
 
@@ -106,8 +113,45 @@ class JsonLines(Source):
         return f"{self._data} line {self._lines[index]}"
 
 
+class JsonArray(Source):
+    """A file that holds one array of JSON objects."""
+
+    def __init__(self, path: Path, label: str) -> None:
+        try:
+            rows = json.loads(path.read_bytes().removeprefix(_BYTE_ORDER_MARK), object_pairs_hook=_without_repeats)
+        except OSError as error:
+            raise InputError(f"{label} cannot be read: {error.strerror}") from error
+        except KeyError as error:
+            raise InputError(f"{label} has the key {error.args[0]!r} twice; it may stand in an object once") from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{label} is not JSON: {error}") from error
+        for index, row in enumerate(rows):
+            refuse(
+                not isinstance(row, dict), f"{label} row {index} is of type {type(row).__name__}; it must be an object"
+            )
+        super().__init__(str(path), rows)
+
+
+class Together(Source):
+    """Several sources, one behind the other."""
+
+    def __init__(self, sources: Sequence[Source], data: str) -> None:
+        self._sources, self._ends = sources, list(itertools.accumulate(map(len, sources)))
+        super().__init__(data, range(self._ends[-1]))
+
+    def row(self, index: int) -> Row:
+        return self._of(index)[0].row(self._of(index)[1])
+
+    def origin(self, index: int) -> str:
+        return self._of(index)[0].origin(self._of(index)[1])
+
+    def _of(self, index: int) -> tuple[Source, int]:
+        number = bisect.bisect_right(self._ends, range(self._ends[-1])[index])
+        return self._sources[number], index - (self._ends[number] - len(self._sources[number]))
+
+
 class ArrowRows(Source):
-    """Rows as `datasets` loads them: parquet, CSV, a JSON array, a folder, a hub id."""
+    """Rows as `datasets` loads them: parquet, CSV, a folder, a hub id."""
 
     def __init__(self, data: str, path: Path, split: str, label: str) -> None:
         try:
@@ -125,17 +169,17 @@ class ArrowRows(Source):
 
 
 def _read(data: str, path: Path, split: str) -> Any:
-    if path.suffix == ".csv" and path.is_file():
-        count, texts = _checked_csv(path)
-        return _load(data, path, split, converters=dict.fromkeys(texts, str)) if count else []
-    return [] if _is_empty(path) else _load(data, path, split)
+    tables = [path] if path.is_file() else sorted(file for like in _NEAR for file in path.glob(f"{like}.csv"))
+    if not tables or path.suffix not in ("", ".csv"):
+        return [] if _is_empty(path) else _load(data, path, split)
+    columns, rows = dict[str, Column](), 0
+    for table in tables:
+        rows += _look_through(table, columns)
+    return _load(data, path, split, columns) if rows else []
 
 
 def _is_empty(path: Path) -> bool:
     """Whether this is a file without rows, which `datasets` cannot read."""
-    if path.suffix == ".json":
-        with path.open("rb") as file:
-            return b"".join(file.read(64).split()) == b"[]"
     if path.suffix != ".parquet":
         return False
     from pyarrow import parquet  # type: ignore[import-untyped]
@@ -143,49 +187,103 @@ def _is_empty(path: Path) -> bool:
     return parquet.read_metadata(path).num_rows == 0
 
 
-def _checked_csv(path: Path) -> tuple[int, list[str]]:
+def _look_through(table: Path, columns: dict[str, Column]) -> int:
     """The number of rows of a CSV file, each of as many fields as the first line has names, as the library would shift
-    them; and its columns that are text although they look like numbers, which would lose their zeros: 007, 02139."""
+    them. `columns` is what they hold so far: texts where a field is no number, or one that would not be read as it is
+    written: 007, 02139, or more digits than a float has."""
     before = csv.field_size_limit(1 << 30)
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with table.open(encoding="utf-8-sig", newline="") as file:
             lines = csv.reader(file)
             names = next(lines, [])
             if repeated := [name for name in names if names.count(name) > 1]:
-                raise InputError(f"{path} line 1 names the column {repeated[0]!r} twice")
-            rows, texts = 0, set[str]()
+                raise InputError(f"{table} line 1 names the column {repeated[0]!r} twice")
+            columns |= {name: columns.get(name, "whole") for name in names}
+            rows = 0
             for row in filter(None, lines):
                 if len(row) != len(names):
-                    raise InputError(f"{path} line {lines.line_num} has {len(row)} fields for {len(names)} columns")
+                    raise InputError(f"{table} line {lines.line_num} has {len(row)} fields for {len(names)} columns")
                 rows += 1
-                texts.update(name for name, field in zip(names, row, strict=True) if _LED_BY_ZEROS.match(field))
-            return rows, sorted(texts)
+                for name, field in zip(names, row, strict=True):
+                    if columns[name] != "text" and (kind := _kind(field)) != "whole":
+                        columns[name] = kind
+            return rows
     finally:
         csv.field_size_limit(before)
 
 
-def _load(data: str, path: Path, split: str, **options: Any) -> Any:
+def _kind(field: str) -> Column:
+    if field == "" or (_WHOLE.fullmatch(field) and abs(int(field)) <= _EXACT):
+        return "whole"
+    return "number" if _NUMBER.fullmatch(field) and not _WHOLE.fullmatch(field) else "text"
+
+
+def _whole(field: str) -> int | None:
+    return int(field) if field else None
+
+
+def _number(field: str) -> float | None:
+    return float(field) if field else None
+
+
+def _text(field: str) -> str | None:
+    return field or None
+
+
+_READS = {"whole": _whole, "number": _number, "text": _text}
+
+
+def _load(data: str, path: Path, split: str, columns: Mapping[str, Column] | None = None) -> Any:
     import datasets
 
-    if path.is_file():
-        return datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train", **options)
-    if (path / "dataset_dict.json").is_file():
-        return datasets.load_from_disk(str(path))[split]
-    if (path / "state.json").is_file():
-        return datasets.load_from_disk(str(path))
-    name, _, configuration = (str(path.resolve()), "", "") if path.exists() else data.partition(":")
-    return datasets.load_dataset(name, configuration or None, split=split)
+    options = dict[str, Any]()
+    if columns is not None:
+        kinds = {"whole": "int64", "number": "float64", "text": "string"}
+        options["features"] = datasets.Features({name: datasets.Value(kinds[kind]) for name, kind in columns.items()})
+        options |= {"converters": {name: _READS[kind] for name, kind in columns.items()}, "keep_default_na": False}
+    warnings.filterwarnings("ignore", "Both a converter and dtype were specified")  # by `features`
+    shows = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()  # which would stand between a run's lines
+    try:
+        if path.is_file():
+            return datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train", **options)
+        if (path / "dataset_dict.json").is_file():
+            found = datasets.load_from_disk(str(path))
+            name = split.partition("[")[0]  # train[:5%]
+            refuse(name not in found, f"{data} has no split {name!r}; it has {', '.join(found)}")
+            return found[split]
+        if (path / "state.json").is_file():
+            return datasets.load_from_disk(str(path))
+        name, _, configuration = (str(path.resolve()), "", "") if path.exists() else data.partition(":")
+        return datasets.load_dataset(name, configuration or None, split=split, **options)
+    finally:
+        if shows:
+            datasets.enable_progress_bars()
 
 
-def _require_data_files(label: str, folder: Path) -> None:
-    """`datasets` would search a whole tree for files; a folder without any near its top is a mistake."""
-    for pattern in ("*", "*/*"):
-        if any(path.suffix in _DATA_SUFFIXES for path in folder.glob(pattern)):
-            return
-    raise InputError(
-        f"{label} is a folder without data files; name a .jsonl or .parquet file, a folder of such files, "
-        "or a folder that datasets saved"
-    )
+def _data_files(label: str, folder: Path) -> list[Path]:
+    """Those of a folder that was not saved by `datasets`, which would search a whole tree for files, and take those of
+    one format alone."""
+    if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return []
+    found = [p for like in _NEAR for p in folder.glob(like) if p.suffix in _DATA_SUFFIXES and p.name not in _ABOUT]
+    if not found:
+        raise InputError(
+            f"{label} is a folder without data files; name a .jsonl or .parquet file, a folder of such files, "
+            "or a folder that datasets saved"
+        )
+    described = (folder / "README.md").is_file()  # which may say what of it is data
+    formats = {"JSON" if p.suffixes[0] in JSON_LINES_SUFFIXES else p.suffixes[0]: p for p in found}
+    one_each = " and ".join(path.name for path in formats.values())
+    refuse(len(formats) > 1 and not described, f"{label} has files of several formats: {one_each}; name one of them")
+    return sorted(found)
+
+
+def _one_split(files: Sequence[Path]) -> bool:
+    """Whether these are files of JSON lines that lie in one folder and have no splits by their names."""
+    of_split = any(re.search(r"(?<![a-z])(train|valid|dev|val|test|eval)", file.name.lower()) for file in files)
+    lines = all(file.suffix in JSON_LINES_SUFFIXES and not _is_array(file) for file in files)
+    return lines and not of_split and len({file.parent for file in files}) == 1
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> Row:

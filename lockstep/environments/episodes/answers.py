@@ -10,7 +10,7 @@ from ...errors import InputError
 from ...types import Trajectory
 from ...user_functions import is_unicode, one_line, own
 from ..calls import Failure
-from ..environment import Branch, End, Reward, by_name
+from ..environment import PLAIN, Branch, End, Reward, by_name
 from ..rewards.calls import MAX_VALUE, RESERVED_NAMES
 
 
@@ -77,7 +77,7 @@ def wrong_end(end: Any) -> str:
 
 def wrong_reward(reward: Any) -> str:
     """What is wrong with a reward; nothing if all is well."""
-    named = reward if isinstance(reward, Mapping) else {"reward": reward}
+    named = reward if isinstance(reward, Mapping) else {PLAIN: reward}
     if all(isinstance(name, str) and is_unicode(name) for name in named) and all(map(_is_value, named.values())):
         return ""
     what = f"a finite number, or several by name (at most {MAX_VALUE:g})"

@@ -123,7 +123,7 @@ class RewardSet:
 
     Attributes:
         in_workers: the functions are called in other processes.
-        logged: what functions logged while the last batch was scored.
+        logged: what functions logged while the last batch was scored. names: of the functions, in order.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class RewardSet:
     ) -> None:
         """Raises `InputError` for a name that two have, a weight that is too large, or a function that workers cannot
         find."""
-        names = [reward.name for reward in rewards]
+        self.names = names = [reward.name for reward in rewards]
         if twice := [name for name in names if names.count(name) > 1]:
             raise InputError(f"two rewards have the name {twice[0]}, by which their values are told: give one another")
         for reward in rewards:

@@ -65,7 +65,10 @@ def _tiles(record: Record) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if ends := record.ends("reward/mean"):
         found.append(("reward, first ten steps to last ten", change(*ends)))
-    held_out = sorted(record.validations, key=lambda name: not name.startswith("validation/rewards/"))
+    named = [name for name in record.validations if name.startswith("validation/rewards/")]
+    played = record.config is not None and record.config.task.environment is not None
+    first = named[0] if named and not (played and len(named) > 1) else "validation/reward/mean"
+    held_out = sorted(record.validations, key=lambda name: name != first)
     if held_out and (points := record.validations[held_out[0]]):
         label = f"held-out {held_out[0].removeprefix('validation/').removesuffix('/mean')}, before to after"
         found.append((label, change(points[0][1], points[-1][1])))
