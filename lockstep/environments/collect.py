@@ -194,11 +194,12 @@ def _name_alike(groups: Sequence[RolloutGroup], functions: Sequence[str]) -> Non
     """What an environment names for some of the trajectories only that it rewards is 0 for the others, as its rewards
     are added up; the functions' stand first, and a number without a name last."""
     rewarded = [r for group in groups for r in group.rollouts if r.rewards.keys() - {*functions}]
-    of_environment = dict[str, set[str]]()
+    of_environment = dict[str, dict[str, None]]()
+    for r in sorted(rewarded, key=lambda r: -len(r.rewards)):  # in the order of who names most
+        own = (name for name in r.rewards if name not in functions)
+        of_environment.setdefault(r.environment, {}).update(dict.fromkeys(own))
     for r in rewarded:
-        of_environment.setdefault(r.environment, set()).update(r.rewards.keys() - {*functions})
-    for r in rewarded:
-        named = sorted(of_environment[r.environment], key=lambda name: (name == PLAIN, name))
+        named = sorted(of_environment[r.environment], key=PLAIN.__eq__)
         of_functions = {name: r.rewards[name] for name in functions if name in r.rewards}
         r.rewards = of_functions | {name: r.rewards.get(name, 0.0) for name in named}
 

@@ -229,8 +229,7 @@ def render(result: dict[str, Any]) -> str:
     lines += [f"  pass@{k}: no problem has {k} scored completions" for k in result.get("pass_unknown", ())]
     lines += [f"  {name:<{width}} {result[name]:.4f}" for name in others]
     if "pass_left_out" in result:
-        lines.append(
-            f"  pass@k leaves out {result['pass_left_out']} problems, to which {result['pass_reward']} did not apply"
-        )
+        left_out = f"{result['pass_left_out']} of the problems, to which {result['pass_reward']} does not apply"
+        lines.append(f"  pass@k is without {left_out}")
     lines.append(f"  passes when {result['pass_reward']} is at least {result['pass_threshold']:g}")
     return "\n".join(lines)
