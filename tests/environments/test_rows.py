@@ -318,26 +318,27 @@ def test_csv_and_json_arrays(tmp_path: Path, name: str, content: str) -> None:
 
 
 def test_a_csv_column_whose_numbers_begin_with_zeros_is_text(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("prompt,code,share,n\na,007,0.5,10\nb,42,0,\nc,,1e2,0\n")
+    (tmp_path / "rows.csv").write_text("prompt,code,share,n,x\na,007,0.5,10,1e999\nb,42,0,,1\nc,,1e2,0,2\n")
     found = [problem.columns for problem in read_problems(str(tmp_path / "rows.csv"))]
     assert [row["code"] for row in found] == ["007", "42", None]
-    assert [row["share"] for row in found] == [0.5, 0.0, 100.0]
+    assert [row["share"] for row in found] == [0.5, 0.0, 100.0] and found[0]["x"] == "1e999"
     assert repr([row["n"] for row in found]) == "[10, None, 0]", "an empty field makes no floats of whole numbers"
 
 
 def test_a_csv_field_is_what_is_written_in_a_folder_too(tmp_path: Path) -> None:
     """Words that stand for a missing value elsewhere, and numbers of more digits than a float has."""
-    header = "prompt,word,number,truth\n"
-    (tmp_path / "a.csv").write_text(f"{header}NA,None,9007199254740993,True\n")
-    (tmp_path / "b.csv").write_text(f"{header}n/a,null,7,False\nc,nan,8,True\n")
-    rows = read_problems(str(tmp_path))
+    header, folder = "prompt,word,number,truth\n", tmp_path / "a.folder"
+    folder.mkdir()
+    (folder / "a.csv").write_text(f"{header}NA,None,9007199254740993,True\n")
+    (folder / "b.csv").write_text(f"{header}n/a,null,7,False\nc,nan,8,True\n")
+    rows = read_problems(str(folder))
     assert [problem.prompt for problem in rows] == ["NA", "n/a", "c"]
     assert [problem.columns["word"] for problem in rows] == ["None", "null", "nan"]
     assert [problem.columns["number"] for problem in rows] == ["9007199254740993", "7", "8"]
     assert [problem.columns["truth"] for problem in rows] == ["True", "False", "True"]
-    (tmp_path / "b.csv").write_text(f"{header}c,d\n")
+    (folder / "b.csv").write_text(f"{header}c,d\n")
     with pytest.raises(InputError, match="b.csv line 2 has 2 fields for 4 columns"):
-        read_problems(str(tmp_path))
+        read_problems(str(folder))
 
 
 def test_json_values_are_as_written_in_arrays_and_folders(tmp_path: Path) -> None:
@@ -350,10 +351,11 @@ def test_json_values_are_as_written_in_arrays_and_folders(tmp_path: Path) -> Non
     (tmp_path / "folder").mkdir()
     for name, row in zip("ab", rows, strict=True):
         write(tmp_path / "folder" / f"{name}.jsonl", [row])
-    for data in ("array.json", "folder"):
+    (tmp_path / "folder").rename(tmp_path / "a.folder")  # as a file's name may end
+    for data in ("array.json", "a.folder"):
         found = read_problems(str(tmp_path / data))
         assert [{"prompt": problem.prompt, **problem.columns} for problem in found] == rows
-    assert [problem.origin for problem in found] == [f"{tmp_path}/folder/{name}.jsonl line 1" for name in "ab"]
+    assert [problem.origin for problem in found] == [f"{tmp_path}/a.folder/{name}.jsonl line 1" for name in "ab"]
 
 
 def test_a_folder_of_several_formats_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Data rows on disk, read one at a time: JSON lines by their offsets, everything else through `datasets`.
 
 `datasets` keeps rows in a memory-mapped Arrow file, and JSON lines keep two numbers a row, so neither holds the rows in
-memory: data may be larger than it.
+memory: data may be larger than it. A JSON array is read whole.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import bisect
 import csv
 import itertools
 import json
+import math
 import re
 import warnings
 from array import array
@@ -61,9 +62,10 @@ def open_source(data: str, split: str, field: str = "task.data") -> Source:
         raise InputError(f"{label} must end in {', '.join(JSON_LINES_SUFFIXES)}, .csv or .parquet, or be a folder")
     if not path.exists() and (path.suffix in _FILE_SUFFIXES or not _HUB_ID.fullmatch(data)):
         raise InputError(f"{label} does not exist")
-    if path.is_dir() and (files := _data_files(label, path)) and _one_split(files):
+    files = _data_files(label, path) if path.is_dir() else [path]
+    if path.is_dir() and split == "train" and _one_split(files):
         return Together([JsonLines(file, f"{label}: {file.name}") for file in files], data)
-    return ArrowRows(data, path, split, label)
+    return ArrowRows(data, path, split, label, files)
 
 
 def has_splits(data: str) -> bool:
@@ -146,16 +148,16 @@ class Together(Source):
         return self._of(index)[0].origin(self._of(index)[1])
 
     def _of(self, index: int) -> tuple[Source, int]:
-        number = bisect.bisect_right(self._ends, range(self._ends[-1])[index])
+        number = bisect.bisect_right(self._ends, index)
         return self._sources[number], index - (self._ends[number] - len(self._sources[number]))
 
 
 class ArrowRows(Source):
     """Rows as `datasets` loads them: parquet, CSV, a folder, a hub id."""
 
-    def __init__(self, data: str, path: Path, split: str, label: str) -> None:
+    def __init__(self, data: str, path: Path, split: str, label: str, files: Sequence[Path]) -> None:
         try:
-            super().__init__(data, _read(data, path, split))
+            super().__init__(data, _read(data, path, split, files))
         except InputError:
             raise
         except Exception as error:  # the library raises many types: missing, offline, unknown split, damaged
@@ -168,12 +170,12 @@ class ArrowRows(Source):
         return iter(self._rows)
 
 
-def _read(data: str, path: Path, split: str) -> Any:
-    tables = [path] if path.is_file() else sorted(file for like in _NEAR for file in path.glob(f"{like}.csv"))
-    if not tables or path.suffix not in ("", ".csv"):
+def _read(data: str, path: Path, split: str, files: Sequence[Path]) -> Any:
+    """`files`: what there is of them here, unless it is described or was saved by the library."""
+    if not path.exists() or not files or any(file.suffix != ".csv" for file in files):
         return [] if _is_empty(path) else _load(data, path, split)
     columns, rows = dict[str, Column](), 0
-    for table in tables:
+    for table in files:
         rows += _look_through(table, columns)
     return _load(data, path, split, columns) if rows else []
 
@@ -213,9 +215,11 @@ def _look_through(table: Path, columns: dict[str, Column]) -> int:
 
 
 def _kind(field: str) -> Column:
-    if field == "" or (_WHOLE.fullmatch(field) and abs(int(field)) <= _EXACT):
+    if field == "":
         return "whole"
-    return "number" if _NUMBER.fullmatch(field) and not _WHOLE.fullmatch(field) else "text"
+    if _WHOLE.fullmatch(field):
+        return "whole" if len(field) < 18 and abs(int(field)) <= _EXACT else "text"
+    return "number" if _NUMBER.fullmatch(field) and math.isfinite(float(field)) else "text"
 
 
 def _whole(field: str) -> int | None:
@@ -262,8 +266,8 @@ def _load(data: str, path: Path, split: str, columns: Mapping[str, Column] | Non
 
 
 def _data_files(label: str, folder: Path) -> list[Path]:
-    """Those of a folder that was not saved by `datasets`, which would search a whole tree for files, and take those of
-    one format alone."""
+    """A folder's data files, of one format: `datasets` would search a whole tree for them, and leave out others. None
+    of what it saved, or of what is described as on the hub, which it knows."""
     if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return []
     found = [p for like in _NEAR for p in folder.glob(like) if p.suffix in _DATA_SUFFIXES and p.name not in _ABOUT]
@@ -272,17 +276,23 @@ def _data_files(label: str, folder: Path) -> list[Path]:
             f"{label} is a folder without data files; name a .jsonl or .parquet file, a folder of such files, "
             "or a folder that datasets saved"
         )
-    described = (folder / "README.md").is_file()  # which may say what of it is data
-    formats = {"JSON" if p.suffixes[0] in JSON_LINES_SUFFIXES else p.suffixes[0]: p for p in found}
+    if (folder / "README.md").is_file():
+        return []
+    formats = {_format(path): path for path in found}
     one_each = " and ".join(path.name for path in formats.values())
-    refuse(len(formats) > 1 and not described, f"{label} has files of several formats: {one_each}; name one of them")
+    refuse(len(formats) > 1, f"{label} has files of several formats: {one_each}; name one of them")
     return sorted(found)
+
+
+def _format(path: Path) -> str:
+    suffix = path.with_suffix("").suffix if path.suffix in (".gz", ".zst") else path.suffix
+    return "JSON" if suffix in JSON_LINES_SUFFIXES else suffix
 
 
 def _one_split(files: Sequence[Path]) -> bool:
     """Whether these are files of JSON lines that lie in one folder and have no splits by their names."""
     of_split = any(re.search(r"(?<![a-z])(train|valid|dev|val|test|eval)", file.name.lower()) for file in files)
-    lines = all(file.suffix in JSON_LINES_SUFFIXES and not _is_array(file) for file in files)
+    lines = bool(files) and all(file.suffix in JSON_LINES_SUFFIXES and not _is_array(file) for file in files)
     return lines and not of_split and len({file.parent for file in files}) == 1
 
 
