@@ -71,10 +71,10 @@ def load_named(spec: str, what: str, other_forms: str = "", kind: str = "functio
 def _line_of(error: BaseException) -> str:
     """Where in a user's code an import failed; empty where that is not known, or is told by the error."""
     within = traceback.extract_tb(error.__traceback__)[1:]  # from here on
-    own = [
-        frame for frame in within if frame.filename not in (__file__, importlib.__file__) and frame.filename[0] != "<"
-    ]
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own and not isinstance(error, SyntaxError) else ""
+    theirs = [f for f in within if f.filename not in (__file__, importlib.__file__) and f.filename[0] != "<"]
+    if not theirs or isinstance(error, SyntaxError):
+        return ""
+    return f" ({theirs[-1].filename}, line {theirs[-1].lineno})"
 
 
 def _torch_defaults() -> dict[str, Any]:

@@ -76,13 +76,12 @@ def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
         )
     flags_begin = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
     for i, word in enumerate(arguments):
-        key, sets, value = word.partition("=")
+        key, sets, _ = word.partition("=")
         dots = "*" if i < flags_begin else "+"  # further on it may be a flag's own value
-        may_be = bool(sets) and (i < flags_begin or not arguments[i - 1].startswith("-"))
-        refuse(
-            may_be and re.fullmatch(rf"[+]*[A-Za-z]\w*([.]\w+){dots}", key) is not None,
-            f"{word} is no flag; settings are given as --section.key VALUE" + _meant(_as_flag(key), known),
-        )
+        may_be = sets and (i < flags_begin or not arguments[i - 1].startswith("-"))
+        if may_be and re.fullmatch(rf"[+]*[A-Za-z]\w*([.]\w+){dots}", key):
+            meant = _meant("--" + key.lstrip("+").replace("_", "-"), known)
+            raise InputError(f"{word} is no flag; settings are given as --section.key VALUE{meant}")
     of_training = flags_of(kind, unread=True)
     refuse(
         bool(unread := [flag for flag in given if flag in of_training]),
@@ -94,10 +93,6 @@ def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
         raise InputError(
             f"unknown {flags} {', '.join(unknown)}; lockstep {kind.__name__.lower()} --help lists them all"
         )
-
-
-def _as_flag(key: str) -> str:
-    return "--" + key.lstrip("+").replace("_", "-")
 
 
 def _meant(flag: str, known: list[str]) -> str:

@@ -14,8 +14,9 @@ import math
 import re
 import warnings
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,8 @@ JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _BUILDERS = {".parquet": "parquet", ".csv": "csv"}  # of `datasets`, for files
 # Of what can only be a file, so that none of them is looked for on the hub.
 _FILE_SUFFIXES = {*_BUILDERS, *JSON_LINES_SUFFIXES, ".arrow", ".tsv", ".txt", ".gz", ".zst", ".zip", ".yaml", ".py"}
-Column = Literal["whole", "number", "text"]  # what a CSV file's column holds
+Column = Literal["int64", "float64", "string"]  # what a CSV file's column holds
+_READS: dict[Column, Callable[[str], Any]] = {"int64": int, "float64": float, "string": str}
 _WHOLE, _EXACT = re.compile("[+-]?(0|[1-9][0-9]*)"), 1 << 53
 _NUMBER = re.compile("[+-]?(0|[1-9][0-9]*)?([.][0-9]+|(?<=[0-9])[.]?)([eE][+-]?[0-9]+)?")
 _NEAR = "*", "*/*"  # where a folder's files are looked for
@@ -120,17 +122,13 @@ class JsonArray(Source):
 
     def __init__(self, path: Path, label: str) -> None:
         try:
-            rows = json.loads(path.read_bytes().removeprefix(_BYTE_ORDER_MARK), object_pairs_hook=_without_repeats)
+            data = path.read_bytes().removeprefix(_BYTE_ORDER_MARK)
         except OSError as error:
             raise InputError(f"{label} cannot be read: {error.strerror}") from error
-        except KeyError as error:
-            raise InputError(f"{label} has the key {error.args[0]!r} twice; it may stand in an object once") from error
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{label} is not JSON: {error}") from error
+        rows = _decoded(data, label)
         for index, row in enumerate(rows):
-            refuse(
-                not isinstance(row, dict), f"{label} row {index} is of type {type(row).__name__}; it must be an object"
-            )
+            if not isinstance(row, dict):
+                raise InputError(f"{label} row {index} is of type {type(row).__name__}; it must be an object")
         super().__init__(str(path), rows)
 
 
@@ -200,14 +198,14 @@ def _look_through(table: Path, columns: dict[str, Column]) -> int:
             names = next(lines, [])
             if repeated := [name for name in names if names.count(name) > 1]:
                 raise InputError(f"{table} line 1 names the column {repeated[0]!r} twice")
-            columns |= {name: columns.get(name, "whole") for name in names}
+            columns |= {name: columns.get(name, "int64") for name in names}
             rows = 0
             for row in filter(None, lines):
                 if len(row) != len(names):
                     raise InputError(f"{table} line {lines.line_num} has {len(row)} fields for {len(names)} columns")
                 rows += 1
                 for name, field in zip(names, row, strict=True):
-                    if columns[name] != "text" and (kind := _kind(field)) != "whole":
+                    if columns[name] != "string" and (kind := _kind(field)) != "int64":
                         columns[name] = kind
             return rows
     finally:
@@ -216,25 +214,14 @@ def _look_through(table: Path, columns: dict[str, Column]) -> int:
 
 def _kind(field: str) -> Column:
     if field == "":
-        return "whole"
+        return "int64"
     if _WHOLE.fullmatch(field):
-        return "whole" if len(field) < 18 and abs(int(field)) <= _EXACT else "text"
-    return "number" if _NUMBER.fullmatch(field) and math.isfinite(float(field)) else "text"
+        return "int64" if len(field) < 18 and abs(int(field)) <= _EXACT else "string"
+    return "float64" if _NUMBER.fullmatch(field) and math.isfinite(float(field)) else "string"
 
 
-def _whole(field: str) -> int | None:
-    return int(field) if field else None
-
-
-def _number(field: str) -> float | None:
-    return float(field) if field else None
-
-
-def _text(field: str) -> str | None:
-    return field or None
-
-
-_READS = {"whole": _whole, "number": _number, "text": _text}
+def _value(kind: Column, field: str) -> Any:
+    return _READS[kind](field) if field else None
 
 
 def _load(data: str, path: Path, split: str, columns: Mapping[str, Column] | None = None) -> Any:
@@ -242,10 +229,10 @@ def _load(data: str, path: Path, split: str, columns: Mapping[str, Column] | Non
 
     options = dict[str, Any]()
     if columns is not None:
-        kinds = {"whole": "int64", "number": "float64", "text": "string"}
-        options["features"] = datasets.Features({name: datasets.Value(kinds[kind]) for name, kind in columns.items()})
-        options |= {"converters": {name: _READS[kind] for name, kind in columns.items()}, "keep_default_na": False}
-    warnings.filterwarnings("ignore", "Both a converter and dtype were specified")  # by `features`
+        options["features"] = datasets.Features({name: datasets.Value(kind) for name, kind in columns.items()})
+        options["converters"] = {name: partial(_value, kind) for name, kind in columns.items()}
+        options["keep_default_na"] = False
+        warnings.filterwarnings("ignore", "Both a converter and dtype were specified")  # by `features`
     shows = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()  # which would stand between a run's lines
     try:
@@ -305,15 +292,20 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> Row:
     return row
 
 
-def _parse(line: bytes, origin: str) -> Row:
+def _decoded(data: bytes, origin: str, form: str = "") -> Any:
+    """JSON, which must have the `form` that messages end with."""
     try:
-        row = json.loads(line, object_pairs_hook=_without_repeats)
+        return json.loads(data, object_pairs_hook=_without_repeats)
     except UnicodeDecodeError as error:
         raise InputError(f"{origin} is not UTF-8: {error.reason}") from error
     except KeyError as error:
         raise InputError(f"{origin} has the key {error.args[0]!r} twice; a key may stand in an object once") from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{origin} is not JSON: {error}; each line must be one JSON object") from error
+        raise InputError(f"{origin} is not JSON: {error}{form}") from error
+
+
+def _parse(line: bytes, origin: str) -> Row:
+    row = _decoded(line, origin, "; each line must be one JSON object")
     if not isinstance(row, dict):
         raise InputError(f"{origin} is of type {type(row).__name__}; each line must be a JSON object")
     return row

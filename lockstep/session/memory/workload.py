@@ -44,7 +44,7 @@ class Workload:
         changed = replace(getattr(self.config, section), **settings)
         return replace(self, config=replace(self.config, **{section: changed}))
 
-    @property
+    @cached_property
     def title(self) -> str:
         """What is trained, how, in how many processes: a line for readers."""
         c, s = self.config, self.config.sampling
