@@ -163,7 +163,6 @@ def train_floors(c: ModelConfig, batch: PackedBatch) -> dict[str, float]:
         "products, LM head among them": 6 * (layers * tokens + c.vocab_size * c.hidden_size * scored),
         "attention": attention,
         "attention, backward": 2.5 * attention,
-        "gradient of the logits": 2 * c.vocab_size * c.hidden_size * scored,
     }
     bytes_ = {
         "AdamW": 34 * num_parameters(c),
@@ -171,6 +170,7 @@ def train_floors(c: ModelConfig, batch: PackedBatch) -> dict[str, float]:
         "gradients added up": 10 * num_parameters(c),
         "sums of exponentials": 4 * scored * c.vocab_size,
         "top-p": 4 * scored * c.vocab_size,
+        "gradient of the logits": 6 * scored * c.vocab_size,
         "norms, rotation, cache write": 2 * tokens * c.num_layers * (5 * 2 * c.hidden_size + 5 * projected),
         "SiLU": 2 * tokens * c.num_layers * 8 * c.intermediate_size,
         "embedding and its backward": 2 * c.vocab_size * c.hidden_size,

@@ -26,6 +26,7 @@ from .sections.compile import (
     CAPTURES,
     ELEMENTWISE,
     FULL,
+    LOGITS,
     OF_GENERATION,
     PASSES,
     RECORDINGS,

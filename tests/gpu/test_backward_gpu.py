@@ -188,6 +188,22 @@ def test_error_of_the_logprobs(kind, chunk_bytes, monkeypatch):
         assert error <= 1.05 * other
 
 
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("plain", 700), ("truncated", 1500), ("support", 700), ("truncated", 14_200)]
+)
+def test_logits_that_are_kept_give_the_words_of_those_that_are_not(kind, rows, census):
+    """Of more logits than a 32-bit number counts, too."""
+    s = scored(kind, rows)
+    logits = linear_fp32(s.hidden, s.weight)
+    apart = logprobs_operator._token_logprobs(s.hidden, s.weight, s.targets, s.filters, s.support, s.truncated)
+    found = logprobs_operator.score_logits(logits, s.targets, s.filters, s.support, s.truncated)
+    arguments = (*s.grads, s.hidden, s.weight, scored_by(s, apart[3:]))
+    apart += logprobs_operator.token_logprobs_backward(*arguments)
+    found += logprobs_operator.token_logprobs_backward(*arguments, logits)
+    for a, b in zip(apart, found, strict=True):
+        assert census(f"logits kept, {kind}, {rows} rows", a, b) == 0
+
+
 def capture(function: Callable, calls: int = 1) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -264,12 +280,14 @@ def test_speed_of_rows(name):
 @pytest.mark.timed
 @pytest.mark.parametrize("kind", ["plain", "truncated", "support"])
 def test_speed_of_logprobs(kind):
-    """Within 2.2 times the three matrix products at the measured peak, both log-probabilities differentiated."""
+    """Within 2.2 times the three matrix products at the measured peak, both log-probabilities differentiated, or two
+    where the logits were kept."""
     s = scored(kind, SCORED)
     stats = statistics(s)
     arguments = (*s.grads, s.hidden, s.weight, scored_by(s, stats))
-    ours = captured_milliseconds(lambda: logprobs_operator.token_logprobs_backward(*arguments), 2)
     plain = captured_milliseconds(lambda: torch_path(s, stats), 1)
-    floor = 3 * 2 * SCORED * VOCABULARY * DIM / FLOPS_PER_MS
-    print(f"\nlogprobs {kind:10s} ms: {ours:.2f}, products alone {floor:.2f}, torch path {plain:.2f}")
-    assert ours < 2.2 * floor
+    for products, kept in ((3, ()), (2, (linear_fp32(s.hidden, s.weight),))):
+        ours = captured_milliseconds(lambda kept=kept: logprobs_operator.token_logprobs_backward(*arguments, *kept), 2)
+        floor = products * 2 * SCORED * VOCABULARY * DIM / FLOPS_PER_MS
+        print(f"\nlogprobs {kind:10s} ms: {ours:.2f}, {products} products alone {floor:.2f}, torch path {plain:.2f}")
+        assert ours < 2.2 * floor

@@ -87,6 +87,9 @@ def test_three_captured_steps_are_three_eager_steps(decoder, rollout, runtime_of
     assert launches["optim_step"] == 3 and launches["forward_backward"] == launches["check"] >= 6
     recorded = [g for f in runtime.programs for g in f.graphs.values()]
     assert runtime.replays.total() == (launches.total() - len(recorded) if way != "captured" else 0)
+    trained = [g.captured for f in runtime.programs if f.name == "forward_backward" for g in f.graphs.values()]
+    kept = [sum(op_name(node) == "lockstep.score_logits" for node in one.graph.nodes) for one in trained]
+    assert kept and set(kept) == {way != "recomputed"}
 
 
 def test_a_reference_and_later_updates_on_the_support_that_was_sampled(decoder, rollout, runtime_of) -> None:

@@ -40,13 +40,15 @@ def test_the_default_settings_fit_eight_gpus() -> None:
     large = workload("qwen3-14b", 8)
     found = plan(large, H200)
     assert found.fits and 0 < found.again.layers < 5 and found.again.elementwise and found.total <= H200
-    one_less = terms.kept(large, Again(found.again.layers - 1, True)) - terms.kept(large, found.again)
+    one_less = terms.kept(large, found.again._replace(layers=found.again.layers - 1)) - terms.kept(large, found.again)
     assert found.total + one_less > H200 - GIB  # no more than needed
     names = tuple(f"layers.{i}" for i in range(found.again.layers))
-    assert adapted(large, found).compile.recompute == ("elementwise", *names)
-    assert f", {len(names)} layers and norms and activations computed again" in found.table()
+    assert adapted(large, found).compile.recompute == ("elementwise", "logits", *names)
+    assert f", {len(names)} layers and norms and activations and logits computed again" in found.table()
     roomier = plan(large, H200 + 4 * GIB)
-    assert roomier.fits and adapted(large, roomier).compile.recompute == ("elementwise",)
+    assert roomier.fits and adapted(large, roomier).compile.recompute == ("elementwise", "logits")
+    most = plan(large, H200 + 14 * GIB)
+    assert most.fits and most.again == (0, True, False) and "computed again" in most.table()
 
 
 def test_the_trainer_has_the_caches_memory_where_layers_would_be_computed_again() -> None:
@@ -76,7 +78,7 @@ def test_what_fits_with_the_caches_memory_alone_is_not_refused() -> None:
 def test_with_the_caches_memory_a_teachers_scores_are_beside_the_generators_pool() -> None:
     """What they take beyond what the trainer's graphs do, where a student is small."""
     w = replace(workload("qwen3-0.6b", 1), frozen=(architecture("qwen3-32b"),))
-    layers = Again(w.model.num_layers)
+    layers = Again(w.model.num_layers, logits=True)
     beyond = terms.scoring(w, True) - terms.kept(w, layers) - terms.working(w, layers) - terms.transit(w)
     assert beyond > terms.prefill(w) > 0
     assert [_pool(w, layers, lent)[0]["generation"] for lent in (False, True)] == [beyond, terms.prefill(w) + beyond]
@@ -207,7 +209,7 @@ def test_the_cache_takes_what_is_left() -> None:
     w = workload("qwen3-8b", 8, CompileConfig(activation_memory_gib=100.0))
     least = plan(w, H200)
     tight = plan(w, least.total - 2 * GIB)
-    assert tight.fits and tight.again == NOTHING and 0 < tight.terms[CACHE] < least.terms[CACHE]
+    assert tight.fits and tight.again == (0, False, True) and 0 < tight.terms[CACHE] < least.terms[CACHE]
     assert least.total - 3 * GIB < tight.total <= least.total - 2 * GIB
     without = replace(w, config=replace(w.config, parity="off", compile=replace(w.config.compile, verify="off")))
     assert plan(without, H200).terms[CHECK] == 0
@@ -218,4 +220,4 @@ def test_the_cache_takes_what_is_left() -> None:
     for mode, whole in (("full", True), ("full_and_piecewise", False), ("piecewise", False), ("none", False)):
         assert bool(plan(small.having("compile", cudagraph_mode=mode), H200).pool) == whole
     more = plan(small, H200)
-    assert more.pool == terms.machine_check(small) and more.terms[CHECK] > beside
+    assert more.pool == terms.machine_check(small, more.again) and more.terms[CHECK] > beside

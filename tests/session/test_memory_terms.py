@@ -17,11 +17,19 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lockstep import ops
-from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig, RunConfig
+from lockstep.config import (
+    LOGITS,
+    CompileConfig,
+    GeneratorConfig,
+    LossConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+)
 from lockstep.distributed import World
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Runtime
-from lockstep.graph.passes import recompute, saved_bytes
+from lockstep.graph.passes import keep_logits, recompute, saved_bytes
 from lockstep.models import Decoder, PackedAttention
 from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import ARCHITECTURES, architecture, initialize
@@ -84,15 +92,17 @@ def test_a_trace_keeps_as_much(family: str) -> None:
     model, shape = FAMILIES.get(family) or architecture(f"tiny-{family}"), BatchShape(64, 48, 5, 40)
     w = replace(workload("tiny", 1), model=model)
     w.__dict__["shape"] = shape
-    runtime = Runtime(CompileConfig("step"), torch.device("cpu"))
+    runtime = Runtime(CompileConfig("step", recompute=(LOGITS,)), torch.device("cpu"))
     trainer = Trainer(initialize(Decoder(model, torch.bfloat16), 0), OptimizerConfig(), LossConfig(), runtime=runtime)
     trainer.forward_backward(blank_batch(shape, SamplingParams(), True, model.moe is not None))
     (traced,) = trainer.programs.by_name["forward_backward"].made.traces.values()
     statistics = 4 * model.num_heads * shape.tokens  # of attention's rows, which a CPU makes anew
-    for again in (Again(*of) for of in itertools.product(range(model.num_layers + 1), (False, True))):
-        found = adapted(w, replace(plan(w, H200), again=again)).compile.recompute
-        bytes_kept = saved_bytes(recompute(traced, found)[0] if found else traced)
+    for again in (Again(*of) for of in itertools.product(range(model.num_layers + 1), (False, True), (False, True))):
+        found = adapted(w, replace(plan(w, H200), again=again)).compile
+        graph = keep_logits(traced)[0] if found.keeps_logits else traced
+        bytes_kept = saved_bytes(recompute(graph, found.made_again)[0] if found.made_again else graph)
         own = terms.kept(w, again) - statistics * (model.num_layers - again.layers)
+        own += terms.logits(w) * (not again.logits)
         assert own == pytest.approx(bytes_kept, rel=0.03), again
 
 

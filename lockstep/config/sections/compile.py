@@ -49,8 +49,17 @@ RECORDINGS = {
     "piecewise": Plugin("lockstep.graph.launch.piecewise:ATTENTION", ranks=False),
     "full": Plugin(whole=True),
 }
-FULL, ELEMENTWISE = "full", "elementwise"  # of `recompute`
-PASSES = ("canonicalize", "recompute", "fit", "reshard", "bucket", "reorder", "fuse")  # in the order of the default
+FULL, ELEMENTWISE, LOGITS = "full", "elementwise", "logits"  # of `recompute`
+PASSES = (
+    "canonicalize",
+    "keep_logits",
+    "recompute",
+    "fit",
+    "reshard",
+    "bucket",
+    "reorder",
+    "fuse",
+)  # in the order of the default
 
 
 def recordings(mode: str) -> tuple[str, str]:
@@ -89,10 +98,10 @@ class CompileConfig(Section):
     """Drop what nothing depends on from captured graphs."""
     recompute: tuple[str, ...] = ()
     """What the backward pass computes again instead of keeping: `full`, `elementwise` (norms, rotations and gated
-    activations), module paths such as `layers.*`, or operators such as `silu_mul`."""
+    activations), `logits` (the LM head's product), module paths such as `layers.*`, or operators such as `silu_mul`."""
     activation_memory_gib: float = at_least(0, default=0.0)
-    """Memory that the forward pass may keep for the backward pass: what is elementwise, and then as many layers as it
-    takes, are computed again; 0 is no limit."""
+    """Memory that the forward pass may keep for the backward pass: logits and what is elementwise, and then as many
+    layers as it takes, are computed again; 0 is no limit."""
     verify: Literal["strict", "warn", "off"] = "strict"
     """Before the first step every graph must give eager's bits as it is launched. strict: a difference ends the run.
     warn: the function runs one level further down: in pieces, without a CUDA graph, eagerly. off: no check."""
@@ -126,6 +135,17 @@ class CompileConfig(Section):
         for name, field in (("recompute", "recompute"), ("fit", "activation_memory_gib")):
             missing = bool(getattr(self, field)) and name not in self.pass_names
             refuse(missing, f"compile.{field} is set, and compile.passes leaves {name} out; add it, or default")
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether the backward pass of a captured graph reads the forward pass' logits."""
+        again = self.activation_memory_gib > 0 or not {FULL, LOGITS}.isdisjoint(self.recompute)
+        return "keep_logits" in self.pass_names and not again
+
+    @property
+    def made_again(self) -> tuple[str, ...]:
+        """`recompute` but for the logits, which an operator computes again by itself."""
+        return tuple(pattern for pattern in self.recompute if pattern != LOGITS)
 
     @property
     def pass_names(self) -> tuple[str, ...]:

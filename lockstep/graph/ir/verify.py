@@ -31,7 +31,7 @@ _ATTENTION = "aten._scaled_dot_product"
 
 # What must not follow from floats that are added across ranks: their order is one of the number of ranks.
 DECIDES = {
-    "lockstep.token_logprobs": "log-probabilities follow",
+    **dict.fromkeys(("lockstep.token_logprobs", "lockstep.score_logits"), "log-probabilities follow"),
     "lockstep.route": "a choice of experts follows",
     **dict.fromkeys(("lockstep.sample", "lockstep.sample_logits"), "a sampled token follows"),
     "lockstep.decode_advance": "what a token is recorded with follows",

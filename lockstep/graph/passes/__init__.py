@@ -14,7 +14,7 @@ from ..ir.verify import verify
 from .bucket import bucket
 from .canonicalize import canonicalize
 from .fuse import fuse
-from .recompute import fit, recompute, saved_bytes
+from .recompute import fit, keep_logits, recompute, saved_bytes
 from .reorder import reorder
 from .reshard import reshard
 
@@ -42,7 +42,8 @@ def pipeline(config: CompileConfig, sharded: bool = False, on_gpu: bool = False)
     c, budget = config, int(config.activation_memory_gib * 2**30)
     shipped = {
         "canonicalize": _bound("canonicalize", canonicalize) if c.canonicalize else None,
-        "recompute": _bound("recompute", recompute, patterns=tuple(c.recompute)) if c.recompute else None,
+        "keep_logits": _bound("keep_logits", keep_logits) if c.keeps_logits else None,
+        "recompute": _bound("recompute", recompute, patterns=c.made_again) if c.made_again else None,
         "fit": _bound("fit", fit, budget=budget) if c.activation_memory_gib > 0 else None,
         "reshard": _bound("reshard", reshard) if sharded and c.reshard_after_forward else None,
         "bucket": _bound("bucket", bucket) if sharded and c.bucket_collectives else None,

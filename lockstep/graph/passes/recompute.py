@@ -1,4 +1,5 @@
-"""Computing parts of the forward pass again in the backward pass, in place of keeping their results.
+"""Computing parts of the forward pass again in the backward pass, in place of keeping their results; and keeping what
+an operator would compute again.
 
 The same operators run on the same inputs, so every bit is the same; memory is traded for time.
 """
@@ -9,12 +10,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ...config import ELEMENTWISE, FULL
 from ...errors import InputError
+from ...ops.records import ScoredRows
 from ..ir.captured import (
     BACKWARD,
     BACKWARD_TAG,
@@ -30,8 +33,9 @@ from ..ir.captured import (
 )
 from ..torch_private import trace as torch_trace
 from .collectives import gathers_weights
-from .rewrite import reached, rewritten
+from .rewrite import called, reached, rewritten
 
+_LSE = 4 + ScoredRows._fields.index("lse_C")  # of the arguments of the head's backward call
 _PASSES_OVER = frozenset(f"lockstep.{name}" for name in ("rms_norm", "qk_norm_rope", "silu_mul"))
 
 
@@ -97,6 +101,34 @@ def fit(captured: Captured, budget: int) -> tuple[Captured, str]:
     note = f"{before / 2**20:.1f} -> {after / 2**20:.1f} MiB kept for the backward pass, {budget / 2**20:.1f} allowed"
     again = f"what is elementwise and {count - 1} of {len(modules)} modules" if count else "nothing"
     return result, f"{again} computed again, {note}"
+
+
+def keep_logits(captured: Captured) -> tuple[Captured, str]:
+    """Keep the LM head's logits, 4 bytes a scored row and word of the vocabulary, for its backward pass, whose operator
+    would compute them again: one of four products of the head less."""
+    result = rewritten(captured)
+    kept = sum(_keep_logits(node) for node in list(result.graph.nodes))
+    return result, f"logits kept of {kept} heads" if kept else "no backward pass of a head"
+
+
+def _keep_logits(backward: fx.Node) -> bool:
+    if op_name(backward) != "lockstep.token_logprobs_backward":
+        return False
+    number: Any = backward.args[_LSE]  # an item of the forward call's results
+    forward = called(number.args[0], "lockstep.token_logprobs")
+    if forward is None:
+        return False
+    multiply, score = (
+        torch_trace.operator_named(f"lockstep.{name}.default") for name in ("linear_fp32", "score_logits")
+    )
+    with forward.graph.inserting_before(forward):
+        logits = torch_trace.call(forward.graph, multiply, *forward.args[:2])
+        scored = torch_trace.call(forward.graph, score, logits, *forward.args[2:])
+    torch_trace.copy_tags(forward, [logits, scored])
+    forward.replace_all_uses_with(scored)
+    forward.graph.erase_node(forward)
+    backward.args = (*backward.args, logits)
+    return True
 
 
 def saved_bytes(captured: Captured) -> int:

@@ -8,8 +8,10 @@ Shape suffixes: C rows (one a token to score), D model dim, V vocabulary, B byte
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +24,7 @@ from ..records import Filters, SampleKeys, ScoredRows, cut
 from . import reference
 from .reference import divisor, pack_support, unpack_support
 
-CHUNK = 1024  # rows of logits at a time
-
-
-def _chunks(rows: int) -> list[slice]:
-    """Of `CHUNK` rows; an empty one where there are none."""
-    return [slice(i, i + CHUNK) for i in range(0, max(rows, 1), CHUNK)]
+CHUNK = 1024  # rows of logits at a time; none are one chunk, too
 
 
 def _rows(logits_CV: Tensor) -> ModuleType:
@@ -41,25 +38,32 @@ def _rows(logits_CV: Tensor) -> ModuleType:
 
 @operator(
     cuda="triton_backward:token_logprobs_backward",
-    fake=lambda grad_logprob_C, grad_model_C, hidden_CD, weight_VD, by: (
+    fake=lambda grad_logprob_C, grad_model_C, hidden_CD, weight_VD, *_: (
         hidden_CD.new_empty(hidden_CD.shape),
         weight_VD.new_empty(weight_VD.shape),
     ),
 )
 def token_logprobs_backward(
-    grad_logprob_C: Tensor | None, grad_model_C: Tensor | None, hidden_CD: Tensor, weight_VD: Tensor, by: ScoredRows
+    grad_logprob_C: Tensor | None,
+    grad_model_C: Tensor | None,
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    by: ScoredRows,
+    logits_CV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients for the hidden rows and the LM head, [C, D] and [V, D] in the inputs' dtype. Without `grad_model_C`
     only the sampled distribution's log-probabilities were differentiated, without `grad_logprob_C` only the model's.
+    Logits that were not kept, float32 [C, V], are computed again a chunk at a time.
 
     On a CPU a chunk is a range of rows, and gradients of the weight add up in float32.
     """
     grad_hidden = torch.empty_like(hidden_CD)
     grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
-    for c in _chunks(hidden_CD.shape[0]):
-        logits_CV = linear_fp32(hidden_CD[c], weight_VD)
+    for i in range(0, hidden_CD.shape[0], CHUNK):
+        c = slice(i, i + CHUNK)
+        chunk_CV = linear_fp32(hidden_CD[c], weight_VD) if logits_CV is None else logits_CV[c]
         grads = (None if grad_C is None else grad_C[c] for grad_C in (grad_logprob_C, grad_model_C))
-        grad_CV = grad_logits(logits_CV, cut(by, c), *grads).to(hidden_CD.dtype)
+        grad_CV = grad_logits(chunk_CV, cut(by, c), *grads).to(hidden_CD.dtype)
         grad_hidden[c] = matmul(grad_CV, weight_VD)
         grad_weight += matmul(grad_CV.t(), hidden_CD[c])
     return grad_hidden, grad_weight.to(weight_VD.dtype)
@@ -106,15 +110,33 @@ def _backward(ctx, grad_logprob_C: Tensor | None, grad_model_C: Tensor | None, *
 def _token_logprobs(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    chunks = map(linear_fp32, hidden_CD.split(CHUNK), itertools.repeat(weight_VD))
+    return _scored(chunks, targets_C, by, support_CB, truncated)
+
+
+@operator(
+    cuda=SAME,
+    fake=lambda logits_CV, targets_C, by, *_: tuple(torch.empty_like(by.temperature_C) for _ in range(6)),
+)
+def score_logits(
+    logits_CV: Tensor, targets_C: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `token_logprobs` gives, from the head's products (logits), float32 [C, V]. No autograd."""
+    return _scored(logits_CV.split(CHUNK), targets_C, by, support_CB, truncated)
+
+
+def _scored(
+    chunks: Iterable[Tensor], targets_C: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool
+) -> Any:
+    """Both log-probabilities, entropies, and numbers of `RowStatistics`, of logits that come a chunk at a time."""
     results = []
-    for c in _chunks(hidden_CD.shape[0]):
-        logits_CV = linear_fp32(hidden_CD[c], weight_VD)
+    for i, logits_CV in enumerate(chunks):
+        c = slice(i * CHUNK, (i + 1) * CHUNK)
         rows, filters, support = _rows(logits_CV), cut(by, c), None if support_CB is None else support_CB[c]
         stats = rows.statistics(logits_CV, filters, support, truncated, True)
         scored = rows.scores(logits_CV, targets_C[c], filters.temperature_C, stats)
-        results.append((*scored, *stats))
-    logprob, model_logprob, lse, sampled_lse, threshold, entropy = (torch.cat(r) for r in zip(*results, strict=True))
-    return logprob, model_logprob, entropy, lse, sampled_lse, threshold
+        results.append((*scored, stats.entropy_C, *stats[:3]))
+    return tuple(map(torch.cat, zip(*results, strict=True)))
 
 
 class TokenLogprobs(NamedTuple):
@@ -152,9 +174,10 @@ def support_mask(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, th
     """The sampled support as bits, uint8 [C, ceil(V / 8)]: for updates after the first, when logits have moved."""
     masks = []
     with torch.no_grad():
-        for c in _chunks(hidden_CD.shape[0]):
-            z_CV = linear_fp32(hidden_CD[c], weight_VD) / divisor(temperature_C[c]).unsqueeze(1)
-            masks.append(pack_support(z_CV >= threshold_C[c].unsqueeze(1)))
+        parts = (x.split(CHUNK) for x in (hidden_CD, temperature_C, threshold_C))
+        for hidden, temperature, threshold in zip(*parts, strict=True):
+            z_CV = linear_fp32(hidden, weight_VD) / divisor(temperature).unsqueeze(1)
+            masks.append(pack_support(z_CV >= threshold.unsqueeze(1)))
     return torch.cat(masks)
 
 

@@ -35,6 +35,7 @@ Outcome = Literal["kept", "replaced", "broken"]
 Shape = Product | HeadShape | LatentHeadShape
 
 CPU_ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 32, 33)
+CHAIN_ROWS = 4096  # of the chain at a time, which is as large again as what it is compared with
 CPU_WEIGHTS = 1 << 22  # elements of the weights that a CPU is checked with; columns are alike
 
 
@@ -167,17 +168,26 @@ def _cuda_product(p: Product, device: torch.device) -> Outcome:
     rows = rms_norm(x, norm, 1e-6) if p.kind.startswith("norm") else x
     bias = [wide(p.columns, device=device, dtype=torch.bfloat16)] if p.biased else []
     plain: Kind = "linear_fp32" if p.kind == "linear_fp32" else "linear"
-    chain, middle = chain_of(rows, weight, plain, *bias), slice(p.rows // 2, p.rows // 2 + 1)
-    if not same_bits(chain_of(rows[middle], weight, plain, *bias), chain[middle]):
-        return "broken"
-    found, expected = {
-        "linear_add": lambda: (linear_add(x, weight, residual, *bias), residual + chain),
-        "norm_linear": lambda: (norm_linear(x, norm, weight, 1e-6, *bias), chain),
-        "norm_gate_up": lambda: (norm_gate_up(x, norm, weight, 1e-6), silu_mul(chain)),
-        "linear_fp32": lambda: (linear_fp32(x, weight), chain),
-        "linear": lambda: (linear(x, weight, *bias), chain),
+    found = {
+        "linear_add": lambda: linear_add(x, weight, residual, *bias),
+        "norm_linear": lambda: norm_linear(x, norm, weight, 1e-6, *bias),
+        "norm_gate_up": lambda: norm_gate_up(x, norm, weight, 1e-6),
+        "linear_fp32": lambda: linear_fp32(x, weight),
+        "linear": lambda: linear(x, weight, *bias),
     }[p.kind]()
-    return "kept" if same_bits(found, expected) else "replaced"
+    outcome: Outcome = "kept"
+    for i in range(0, p.rows, CHAIN_ROWS):
+        part = rows[i : i + CHAIN_ROWS]
+        chain, middle = chain_of(part, weight, plain, *bias), part.shape[0] // 2
+        if not same_bits(chain_of(part[middle : middle + 1], weight, plain, *bias), chain[middle : middle + 1]):
+            return "broken"
+        if p.kind == "norm_gate_up":
+            chain = silu_mul(chain)
+        if p.kind == "linear_add":
+            chain = residual[i : i + CHAIN_ROWS] + chain
+        if not same_bits(found[i : i + CHAIN_ROWS], chain):
+            outcome = "replaced"
+    return outcome
 
 
 def _cpu_product(p: Product, dtype: torch.dtype) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...config import ELEMENTWISE, FULL, RECORDINGS, CompileConfig, recordings
+from ...config import ELEMENTWISE, FULL, LOGITS, RECORDINGS, CompileConfig, recordings
 from ...generator.cache_capacity import HOST_CACHE, per_sequence, rounded
 from . import terms
 from .terms import GIB, NOTHING, Again
@@ -64,6 +64,7 @@ class MemoryPlan:
         shown = {name: round(size / GIB, 3) for name, size in self.terms.items() if size}
         about = dict[str, Any](cache_tokens=self.cache_tokens, layers_computed_again=self.again.layers, fits=self.fits)
         about |= {"elementwise_computed_again": True} if self.again.elementwise else {}
+        about |= {"logits_computed_again": True} if self.again.logits else {}
         about |= {"zero_stage": self.zero_stage, "generator_tp": self.together} if self.zero_stage else {}
         about |= {"lent": True} if self.lent else {}
         about |= {"pool_gib": round(self.pool / GIB, 3)} if self.pool else {}
@@ -76,9 +77,9 @@ class MemoryPlan:
         """A line a term that is not nothing, largest first, and all of them together."""
         rows = sorted(((size, name) for name, size in self.terms.items() if size >= GIB / 100), reverse=True)
         lines = [f"  {name:<22} {size / GIB:>8.2f} GiB" for size, name in rows]
-        parts = [f"{self.again.layers} layers"] * (self.again.layers > 0) + [
-            "norms and activations"
-        ] * self.again.elementwise
+        there = self.again.layers, self.again.elementwise, self.again.logits
+        names = f"{self.again.layers} layers", "norms and activations", "logits"
+        parts = [name for name, is_there in zip(names, there, strict=True) if is_there]
         again = f", {' and '.join(parts)} computed again" if parts else ""
         stage = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
         shared = f", {self.together} generate together" if self.together > 1 else ""
@@ -91,8 +92,8 @@ class MemoryPlan:
 def plan(w: Workload, memory: int) -> MemoryPlan:
     """The plan of a workload on a device with so many bytes: the least computed again that leaves room for the cache
     that the workload wants, or for half of what is left beside the smallest micro-batch's."""
-    found = _apart(w, memory)
-    if found.fits and found.again == NOTHING or not _recorded_whole(w):
+    found, least = _apart(w, memory), Again(logits=not keeps_logits(w.config.compile))
+    if found.fits and found.again == least or not _recorded_whole(w):
         return found
     lent = _lent(w, memory)
     better = (lent.again, -lent.cache_tokens) < (found.again, -found.cache_tokens)
@@ -139,16 +140,24 @@ def _recorded_whole(w: Workload) -> bool:
 
 
 def _ways(w: Workload) -> list[Again]:
-    """What may be computed again, the least first: what the configuration says, or what takes no product, and then so
-    many layers too. Where ranks share products little is elementwise, and results are gathered again."""
-    c, layers = w.config.compile, w.model.num_layers
+    """What may be computed again, the least first: what the configuration says, or what takes no product, the logits,
+    and then so many layers too. Where ranks share products little is elementwise, and results are gathered again; what
+    no pass keeps logits for computes them again."""
+    c, layers, alone = w.config.compile, w.model.num_layers, w.tp == 1
     if c.recompute:
         given = sum(any(p == FULL or fnmatchcase(f"layers.{i}", p) for p in c.recompute) for i in range(layers))
-        return [Again(given, w.tp == 1 and ELEMENTWISE in c.recompute)]
-    ways = [NOTHING, *(Again(n, w.tp == 1) for n in range(w.tp > 1, layers + 1))]
+        return [Again(given, alone and ELEMENTWISE in c.recompute, not keeps_logits(c))]
+    more = [(0, True, False), *((n, True, True) for n in range(layers + 1))]
+    ways = [NOTHING, *(Again(n, elementwise and alone, logits) for n, elementwise, logits in more)]
+    ways = list(dict.fromkeys(way._replace(logits=way.logits or not keeps_logits(c)) for way in ways))
     if c.activation_memory_gib > 0:
         return [next((way for way in ways if terms.kept(w, way) <= c.activation_memory_gib * GIB), ways[-1])]
     return ways if chooses(c) else ways[:1]
+
+
+def keeps_logits(c: CompileConfig) -> bool:
+    """Whether a pass keeps them for the backward pass, of whole functions that are traced."""
+    return traces(c) and c.keeps_logits
 
 
 def chooses(c: CompileConfig) -> bool:
@@ -191,7 +200,7 @@ def _pool(w: Workload, again: Again, lent: bool) -> tuple[dict[str, int], int]:
     prefill, scoring = terms.prefill(w), max(0, terms.scoring(w, graphs) - held)
     pool = held + (scoring if lent else max(prefill - held, scoring))
     found[GENERATION] = pool - held + prefill * lent
-    check = max(terms.eager(w) * _checks(w), terms.machine_check(w) * (w.on_gpu and w.config.parity != "off"))
+    check = max(terms.eager(w) * _checks(w), terms.machine_check(w, again) * (w.on_gpu and w.config.parity != "off"))
     found[CHECK] = max(0, check - pool) + _beside(w)
     return found, max(pool, check)
 
@@ -231,7 +240,7 @@ def _cache_room(w: Workload, without: MemoryPlan) -> int:
 
 def patterns(w: Workload, again: Again) -> tuple[str, ...]:
     """`compile.recompute` for what is computed again, of layers with the modules that are in them."""
-    c, found = w.model, [ELEMENTWISE] * again.elementwise
+    c, found = w.model, [ELEMENTWISE] * again.elementwise + [LOGITS] * again.logits
     for layer in range(again.layers):
         found.append(f"layers.{layer}")
         if c.mla is not None or c.is_moe(layer):

@@ -17,7 +17,7 @@ _MOST_RANKS, _MOST_TOGETHER = 1024, 8
 def adapted(w: Workload, found: MemoryPlan) -> RunConfig:
     """The workload's configuration with what its plan computes again."""
     config = w.config
-    if found.again == NOTHING or config.compile.recompute or config.compile.activation_memory_gib:
+    if found.again == NOTHING or not chooses(config.compile):
         return config
     return replace(config, compile=replace(config.compile, recompute=patterns(w, found.again)))
 

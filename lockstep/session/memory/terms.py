@@ -18,6 +18,7 @@ from ...generator.cache_capacity import bytes_per_token
 from ...models import ModelConfig, num_parameters
 from ...models.checks import divides
 from ...models.config import MLAConfig
+from ...ops.machine_check.check import CHAIN_ROWS
 from ...ops.machine_check.inputs import DRAWN
 from ...trainer.optimizer import CHUNK
 from .workload import Workload
@@ -116,11 +117,12 @@ def supports(w: Workload) -> int:
 
 
 class Again(NamedTuple):
-    """What the backward pass computes again: the first `layers`, and of the others norms, rotations and gated
-    activations where `elementwise`. The more, the longer it takes."""
+    """What the backward pass computes again: the first `layers`, of the others norms, rotations and gated activations
+    where `elementwise`, and the head's `logits`. The more, the longer it takes."""
 
     layers: int = 0
     elementwise: bool = False
+    logits: bool = False
 
 
 NOTHING = Again()
@@ -223,14 +225,24 @@ def kept(w: Workload, again: Again = NOTHING) -> int:
     return tokens * (layers + c.hidden_size * w.b + 4 * rope) + scored
 
 
-def head(w: Workload) -> int:
-    """What the LM head takes at work, of this rank's C / S rows. Forward: two chunks of logits, `2 LOGIT_ROWS V 4`.
-    Backward: its gradient, `V D b`, a chunk of the logits' gradients, and that of the rows in float32 and rounded,
+def head(w: Workload, again: bool = True) -> int:
+    """What the LM head takes at work, of this rank's C / S rows, whose logits are computed `again` or kept (`logits`).
+    Forward: those, or two chunks of them, `2 LOGIT_ROWS V 4`. Backward: its gradient, `V D b`, a chunk of the logits'
+    gradients and, in float32, of those computed again, and the gradient of the rows in float32 and rounded,
     `C D (4 + b) / S`."""
     c, rows = w.model, -(-w.shape.completion_tokens // w.tp)
-    logits = min(rows, 2 * LOGIT_ROWS) * c.vocab_size * 4
-    backward = table(w) + GRADIENT_CHUNK + rows * c.hidden_size * (4 + w.b)
-    return max(logits, backward) + w.shape.tokens * c.hidden_size * w.b
+    chunk = min(GRADIENT_CHUNK, rows * c.vocab_size * w.b)
+    if again:
+        forward, there = min(rows, 2 * LOGIT_ROWS) * c.vocab_size * 4, chunk * 4 // w.b
+    else:
+        forward = there = logits(w)
+    backward = table(w) + there + chunk + rows * c.hidden_size * (4 + w.b)
+    return max(forward, backward) + w.shape.tokens * c.hidden_size * w.b
+
+
+def logits(w: Workload) -> int:
+    """`C V 4 / S`: all that a micro-batch's rows have, in float32."""
+    return -(-w.shape.completion_tokens // w.tp) * w.model.vocab_size * 4
 
 
 def table(w: Workload) -> int:
@@ -266,7 +278,8 @@ def working(w: Workload, again: Again = NOTHING) -> int:
         anew = layer_kept(w, last) - layer_kept(w, last, True)
     elif again.elementwise:
         anew = layer_elementwise(w, last)
-    return max(head(w), layer_backward(w) + anew * w.shape.tokens + table(w) * c.tie_word_embeddings)
+    layer = layer_backward(w) + anew * w.shape.tokens + table(w) * c.tie_word_embeddings
+    return max(head(w, again.logits), layer)
 
 
 def transit(w: Workload) -> int:
@@ -321,12 +334,15 @@ def eager(w: Workload) -> int:
     return layers + max(head(w), table(w) + layer) + 2 * table(w) * w.sharded + gathered
 
 
-def machine_check(w: Workload) -> int:
-    """The check of this machine's products at the run's shapes: the head's weight and two chunks of logits, or the
-    feed-forward's weight and its rows four times."""
+def machine_check(w: Workload, again: Again) -> int:
+    """The check of this machine's products at the run's shapes: the head's weight, and its logits, two chunks or all of
+    a micro-batch where these are kept and as many more as the chain has at a time; or the feed-forward's weight and its
+    rows four times."""
     c = w.model
     wide = 2 * c.intermediate_size if c.moe is None else 2 * c.moe.intermediate_size
     of_head = table(w) + 2 * LOGIT_ROWS * c.vocab_size * 4
+    if not again.logits:
+        of_head = max(of_head, table(w) + logits(w) + min(logits(w), CHAIN_ROWS * c.vocab_size * 4))
     of_rows = w.shape.tokens * (2 * wide + 2 * c.hidden_size) * w.b + wide * c.hidden_size * w.b
     return max(of_head, of_rows) + DRAWN * 4
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lockstep import ops
-from lockstep.config import CompileConfig
+from lockstep.config import PASSES, CompileConfig
 from lockstep.distributed.collectives import gather_columns, own_columns
 from lockstep.distributed.mesh import Axis, Mesh
 from lockstep.graph import (
@@ -98,7 +98,8 @@ def count(captured, name: str) -> int:
 def pipeline(
     canonical: bool = True, patterns: tuple[str, ...] = (), record: bool = False, saved_gib: float = 0.0
 ) -> list[Pass]:
-    config = CompileConfig(canonicalize=canonical, recompute=patterns, activation_memory_gib=saved_gib)
+    names = tuple(name for name in PASSES if name != "keep_logits")  # these steps have no head
+    config = CompileConfig(canonicalize=canonical, recompute=patterns, activation_memory_gib=saved_gib, passes=names)
     return passes.pipeline(config) + [passes.recorded()] * record
 
 
@@ -264,6 +265,14 @@ def test_passes_are_switched_one_by_one() -> None:
     assert [p.name for p in pipeline(saved_gib=1.0)] == ["canonicalize", "fit"]
     assert names() == ["canonicalize"] and names(False) == [] and names(False, (), True) == ["cudagraph"]
     assert names(True, ("full",), True) == ["canonicalize", "recompute", "cudagraph"]
+    kept = [
+        *((CompileConfig(), True), (CompileConfig(recompute=("silu_mul",)), True)),
+        *((CompileConfig(recompute=again), False) for again in (("full",), ("logits",), ("layers.0", "logits"))),
+        (CompileConfig(activation_memory_gib=1.0), False),
+    ]
+    for config, there in kept:
+        found = {p.name: p.options for p in passes.pipeline(config)}
+        assert ("keep_logits" in found) == there and "logits" not in found.get("recompute", {}).get("patterns", ())
     captured = Step().capture()
     assert run_passes(captured, pipeline(record=True), check=lambda c: c).recorded and not captured.recorded
 

@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 
 from lockstep import ops
+from lockstep.ops.linear.operator import linear_fp32
 from lockstep.ops.logprobs import operator as logprobs_operator
 from lockstep.ops.logprobs import reference as logprobs_reference
+from lockstep.ops.records import ScoredRows
 
 ROWS, DIM, VOCABULARY = 7, 12, 53
 
@@ -51,6 +53,24 @@ def test_gradients_of_either_and_both(use, chunk, monkeypatch):
     expected = torch.autograd.grad(chosen(exact), doubles, [g.double() for g in grads])
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_support", [True, False])
+def test_logits_that_are_kept_give_the_words_of_those_that_are_not(dtype, with_support, monkeypatch):
+    monkeypatch.setattr(logprobs_operator, "CHUNK", 3)
+    hidden, weight, targets, filters = inputs()
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    logits = linear_fp32(hidden, weight)
+    kept = (torch.rand_like(logits) < 0.5).scatter_(1, targets.unsqueeze(1), True)
+    support = logprobs_reference.pack_support(kept) if with_support else None
+    apart = logprobs_operator._token_logprobs(hidden, weight, targets, filters, support, True)
+    found = logprobs_operator.score_logits(logits, targets, filters, support, True)
+    by = ScoredRows(targets, filters.temperature_C, support, *apart[3:], True)
+    arguments = (*torch.randn(2, ROWS), hidden, weight, by)
+    apart = (*apart, *logprobs_operator.token_logprobs_backward(*arguments))
+    found = (*found, *logprobs_operator.token_logprobs_backward(*arguments, logits))
+    assert len(apart) == 8 and all(map(torch.equal, apart, found))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

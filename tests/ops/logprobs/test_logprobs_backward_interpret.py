@@ -31,11 +31,10 @@ class Interpreted:
         yield
         torch.use_deterministic_algorithms(False)
 
-    def case(self, vocabulary: int, kind: str) -> tuple[tuple, tuple]:
-        """Hidden rows, LM head and logits; the other arguments of `grad_logits`. Some rows are greedy, some have no
-        gradient. Products of these numbers are exact, so the logits are the same bits however they are computed."""
-        hidden, weight = torch.randint(-4, 5, (ROWS, DIM)) / 4, torch.randint(-16, 17, (vocabulary, DIM)) / 8
-        logits = hidden @ weight.t()
+    def case(self, vocabulary: int, kind: str) -> tuple[torch.Tensor, tuple]:
+        """Logits, and what `grad_logits` is given beside them and the range's first column. Some rows are greedy, some
+        have no gradient."""
+        logits = torch.randint(-4, 5, (ROWS, DIM)) / 4 @ (torch.randint(-16, 17, (vocabulary, DIM)) / 8).t()
         targets = torch.randint(vocabulary, (ROWS,))
         targets[0], targets[1] = 0, vocabulary - 1
         temperature = torch.tensor([1.0, 0.7, 0.0, 2.0, 1.0, 0.3])
@@ -48,28 +47,29 @@ class Interpreted:
         stats = logprobs_reference.statistics(logits, filters, support, truncated, False)
         grads = torch.randn(2, ROWS)
         grads[0, 3] = grads[1, 4] = 0
-        return (hidden, weight, logits), (ScoredRows(targets, temperature, support, *stats[:3], truncated), *grads)
+        return logits, (ScoredRows(targets, temperature, support, *stats[:3], truncated), *grads)
 
     @pytest.mark.parametrize("vocabulary", [5, 256, 603])
     @pytest.mark.parametrize("kind", ["plain", "truncated", "support"])
     def test_formula(self, vocabulary, kind):
-        (hidden, weight, logits), arguments = self.case(vocabulary, kind)
+        logits, arguments = self.case(vocabulary, kind)
         expected = logprobs_operator.grad_logits(logits, *arguments)
-        result = kernels.grad_logits(hidden, weight, 0, *arguments)
+        result = kernels.grad_logits(logits, 0, *arguments, torch.float32)
         assert result.dtype == torch.float32
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
-        parts = [kernels.grad_logits(hidden, weight[i : i + 256], i, *arguments) for i in range(0, vocabulary, 256)]
+        ranges = [(i, logits[:, i : i + 256]) for i in range(0, vocabulary, 256)]
+        parts = [kernels.grad_logits(some, i, *arguments, torch.float32) for i, some in ranges]
         assert torch.equal(torch.cat(parts, dim=1), result), "a range of the vocabulary at a time"
 
     @pytest.mark.parametrize("kind", ["plain", "truncated", "support"])
     @pytest.mark.parametrize("absent", [0, 1])
     def test_one_of_the_gradients_is_absent(self, kind, absent):
-        (hidden, weight, logits), (by, grad_sampled, grad_model) = self.case(100, kind)
+        logits, (by, grad_sampled, grad_model) = self.case(100, kind)
         grads, zero = [grad_sampled, grad_model], torch.zeros(ROWS)
         grads[absent] = zero
-        expected = kernels.grad_logits(hidden, weight, 0, by, *grads)
+        expected = kernels.grad_logits(logits, 0, by, *grads, torch.float32)
         grads[absent] = None
-        result = kernels.grad_logits(hidden, weight, 0, by, *grads)
+        result = kernels.grad_logits(logits, 0, by, *grads, torch.float32)
         torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-7)
         formula = logprobs_operator.grad_logits(logits, by, *grads)
         torch.testing.assert_close(result, formula, rtol=1e-5, atol=1e-6)
@@ -77,9 +77,9 @@ class Interpreted:
     @pytest.mark.parametrize("kind", ["plain", "truncated", "support"])
     def test_autograd(self, kind):
         """Of the definition, in float64: log-softmax over the support of the tempered logits, and of the logits."""
-        (hidden, weight, logits), arguments = self.case(100, kind)
+        logits, arguments = self.case(100, kind)
         (targets, temperature, support, _, _, threshold, _), grad_sampled, grad_model = arguments
-        result = kernels.grad_logits(hidden, weight, 0, *arguments)
+        result = kernels.grad_logits(logits, 0, *arguments, torch.float32)
         divisor = logprobs_reference.divisor(temperature).unsqueeze(1)
         kept = logits / divisor >= threshold.unsqueeze(1)
         if support is not None:
@@ -93,19 +93,19 @@ class Interpreted:
         torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-5)
 
     def test_rows_do_not_see_each_other(self):
-        (hidden, weight, _), arguments = self.case(100, "truncated")
-        hidden[3] = torch.nan
-        result = kernels.grad_logits(hidden, weight, 0, *arguments)
+        logits, arguments = self.case(100, "truncated")
+        logits[3] = torch.nan
+        result = kernels.grad_logits(logits, 0, *arguments, torch.float32)
         assert result.isnan().any(1).tolist() == [False, False, False, True, False, False]
 
     def test_rows_without_a_gradient_are_zero_whatever_they_hold(self):
-        (hidden, weight, _), (by, grad_sampled, grad_model) = self.case(100, "plain")
+        logits, (by, grad_sampled, grad_model) = self.case(100, "plain")
         padding = torch.tensor([False, True, True, False, False, True])
-        hidden[padding] = torch.nan
+        logits[padding] = torch.nan
         none = torch.zeros(ROWS)
         for own in (padding, torch.ones(ROWS, dtype=torch.bool)):
             grads = (torch.where(own, none, g) for g in (grad_sampled, grad_model))
-            result = kernels.grad_logits(hidden, weight, 0, by, *grads)
+            result = kernels.grad_logits(logits, 0, by, *grads, torch.float32)
             assert not result[own].any() and (result[~own] != 0).any(1).all()
 
 
