@@ -279,6 +279,15 @@ def mutates(node: fx.Node) -> bool:
     return bool(written(node))
 
 
+def acts(node: fx.Node) -> bool:
+    """Whether a call does more than make results, which nobody may read: it writes, draws from torch's random state, or
+    returns nothing, such as an assertion."""
+    if not torch_trace.is_operator(node.target):
+        return False
+    random = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+    return mutates(node) or random or not torch_trace.results(node.target)
+
+
 # Their schemas declare a fresh result, but it shares memory with the argument.
 _UNDECLARED_VIEWS = {"aten._unsafe_view", "aten.lift_fresh", "_c10d_functional.wait_tensor"}
 

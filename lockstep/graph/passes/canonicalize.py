@@ -1,4 +1,4 @@
-"""Removing what no output and no write depends on, the copies in name that autograd leaves, and a rank's own columns
+"""Removing what no output and no effect depends on, the copies in name that autograd leaves, and a rank's own columns
 copied out of the whole that they were put into."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import fx
 
-from ..ir.captured import Captured, mutates, op_name, origins, written
+from ..ir.captured import Captured, acts, op_name, origins, written
 from ..ir.rank_words import PUSH
 from ..torch_private import trace as torch_trace
 from .rewrite import called, rewritten
@@ -17,8 +17,8 @@ SAME_TENSOR = ("aten.detach", "aten.alias")  # graphs run without autograd, wher
 
 
 def canonicalize(captured: Captured) -> tuple[Captured, str]:
-    """Drop dead calls and aliases, and take own columns from where they were. Calls that write in place stay, and so
-    does the order."""
+    """Drop dead calls and aliases, and take own columns from where they were. Calls that write in place, draw random
+    numbers or assert stay, and so does the order."""
     result = rewritten(captured)
     aliases = own = dead = 0
     for node in list(result.graph.nodes):
@@ -30,7 +30,7 @@ def canonicalize(captured: Captured) -> tuple[Captured, str]:
         node.replace_all_uses_with(source)
         own += 1
     for node in reversed(list(result.graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users and not mutates(node):
+        if node.op in ("call_function", "get_attr") and not node.users and not acts(node):
             result.graph.erase_node(node)
             dead += 1
     taken = f", {own} own columns not copied" if own else ""

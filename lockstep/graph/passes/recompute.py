@@ -23,9 +23,9 @@ from ..ir.captured import (
     BACKWARD_TAG,
     Captured,
     GraphError,
+    acts,
     is_backward,
     module_of,
-    mutates,
     op_name,
     origins,
     viewed,
@@ -189,7 +189,7 @@ def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
     overwritten = {o for node in captured.graph.nodes for argument in written(node) for o in lies_in[argument]}
     chosen = set()
     for node in captured.graph.nodes:
-        if node.op != "call_function" or is_backward(node) or mutates(node):
+        if node.op != "call_function" or is_backward(node) or acts(node):
             continue
         if any(map(gathers_weights, lies_in[node])):
             continue  # weights: `reshard` decides
@@ -199,8 +199,7 @@ def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
         by_module = not leaves and any(_names_module(p, node) for p in patterns)
         if not by_module and not any(_names_operator(p, node) or _names_kind(p, node) for p in patterns):
             continue
-        random = torch_trace.is_operator(node.target) and torch.Tag.nondeterministic_seeded in node.target.tags
-        if not random and not any(o in overwritten for a in [node, *node.all_input_nodes] for o in lies_in[a]):
+        if not any(o in overwritten for a in [node, *node.all_input_nodes] for o in lies_in[a]):
             chosen.add(node)
     return chosen
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from ..ir.captured import Captured, mutates
+from ..ir.captured import Captured, acts
 from .collectives import (
     STAGES,
     Collective,
@@ -40,11 +40,11 @@ def reorder(captured: Captured) -> tuple[Captured, str]:
 
 def _begin_first(starts: Sequence[fx.Node]) -> int:
     """Move the calls that stand before each of these collectives, and that it does not need, behind its start, back to
-    the wait for the one before, or to a call that writes."""
+    the wait for the one before, or to a call that does more than compute."""
     moved, ends = 0, {*starts, *(user for started in starts for user in started.users)}
     for started in starts:
         before, node = list[fx.Node](), started.prev
-        while node.op == "call_function" and not mutates(node) and node not in ends:
+        while node.op == "call_function" and not acts(node) and node not in ends:
             before.append(node)
             node = node.prev
         needed = reached(started, lambda call: call.all_input_nodes, set(before).__contains__)

@@ -148,6 +148,24 @@ def test_canonicalize_drops_the_dead_and_keeps_writes_and_order() -> None:
     assert once.log == (f"canonicalize: {len(names)} -> {len(kept)} nodes; {dead} dead, 1 aliases removed",)
 
 
+def drawn_and_asserted(t: Inputs) -> dict[str, Tensor]:
+    torch._assert_async((t.user["x"] > 0).all(), "positive")
+    torch._assert_async((t.user["x"] < 9).all())
+    torch.rand(3)  # nobody's, but the next numbers follow from it
+    late = torch.rand(3)
+    (whole,) = gather_columns((torch.rand(4, 3),), Axis("tp", 2, 1, pushes=False))
+    return {"y": t.user["x"] * torch.rand(3), "late": late, "whole": whole}
+
+
+def test_what_nobody_reads_stays_in_its_place_where_it_asserts_or_draws_random_numbers() -> None:
+    before = capture("f", drawn_and_asserted, Inputs(user={"x": torch.ones(3)}))
+    after = run_passes(before, passes.pipeline(CompileConfig(), sharded=True))
+    for graph in (before, after):
+        assert count(graph, "aten._assert_async") == 2
+    kept = [[n.name for n in c.graph.nodes if op_name(n) == "aten.rand"] for c in (before, after)]
+    assert kept[0] == kept[1] and len(kept[0]) == 4
+
+
 def own_after_push(t: Inputs, late: str = "") -> dict[str, Tensor]:
     """A layer's sum, pushed, of which the next layer takes this rank's columns again."""
     axis, place = Axis("tp", 2, 1, pushes=True), t.buffer["spread.index"]
