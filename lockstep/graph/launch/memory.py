@@ -25,7 +25,7 @@ class OwnInputs:
         self._places = _places(inputs)
         self._first = min(self._places, default=None)
         self._run: Tensor | None = None
-        self.tensors = [x.new_empty(x.shape) for x in inputs]
+        self.tensors = [x.new_empty_strided(x.shape, x.stride()) for x in inputs]  # a graph holds for these strides
         if self._first is None:
             return
         first = inputs[self._first]

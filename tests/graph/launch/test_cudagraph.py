@@ -137,6 +137,20 @@ def test_user_inputs_are_copied_not_referred_to(runtime_of: Callable[..., Runtim
     assert counter.total.tolist() == [3, 3, 3]
 
 
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_user_input_keeps_the_strides_that_the_graph_was_traced_for(runtime_of, recorded: bool, turned: bool) -> None:
+    def body(t: Inputs, turned: bool) -> dict[str, Tensor]:
+        x = t.user["x"]
+        return {"in_memory": torch.as_strided(x, (4,), (6,)) + 1, "flat": (x.t().view(-1) if turned else x) + 1}
+
+    function = runtime_of(recorded).program("f", body, Inputs())
+    for start in (0.0, 10.0):
+        whole = torch.arange(start, start + 24).view(4, 6)
+        x = whole.t() if turned else whole[:, :3]
+        found, expected = function({"x": x}, turned=turned), body(Inputs(user={"x": x}), turned)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_inference_mode_around_a_launch_changes_nothing(runtime_of, recorded: bool) -> None:
     counter = Counter(runtime_of(recorded))
     for expected in ([2, 2, 2], [4, 4, 4]):
