@@ -87,13 +87,13 @@ class Program:
     def graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> GraphLauncher:
         if not isinstance(user, SideBySide) or self.tools.builder.alone is not None:
             return self._graph(user, statics)
-        known = (*statics.items(), user.layout)
+        known = (*map(repr, statics.items()), user.layout)  # 1, 1.0 and True are equal, and make other graphs
         if known not in self._by_layout:
             self._by_layout[known] = self._graph(user, statics)
         return self._by_layout[known]
 
     def _graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> GraphLauncher:
-        key = (*statics.items(), *user, *map(_shape, user.values()))
+        key = (*map(repr, statics.items()), *user, *map(_shape, user.values()))
         if key not in self.graphs:
             self.tools.warm_up.graph_made()
             inputs = replace(self.inputs, user=user)
@@ -115,7 +115,7 @@ class Program:
         """A graph that holds for these inputs, made if there is none; with fixed sizes if an open one's does not."""
         builder, wanted = self.tools.builder, self.request(inputs, statics)
         fixed = replace(wanted, dynamic={})
-        keys, given = {key for key, _ in self.made.ready}, tuple(statics.items())
+        keys, given = {key for key, _ in self.made.ready}, tuple(map(repr, statics.items()))
         known = any(key[: len(given)] == given for key in keys)
         one_shape = self.one_shape and not builder.backend.shared  # both roles' sizes are open, or neither's
         if fixed.key in keys or (one_shape and not known):

@@ -37,7 +37,7 @@ class Request:
 
     @property
     def key(self) -> tuple:
-        return (*self.statics.items(), self.specs)
+        return (*map(repr, self.statics.items()), self.specs)
 
     @cached_property
     def everywhere(self) -> dict[str, Any]:

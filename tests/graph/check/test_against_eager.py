@@ -399,7 +399,7 @@ def test_a_graph_that_passed_for_one_function_has_not_passed_for_another(tmp_pat
     check_against_eager(runtime, [(asked.function, [asked.case(2.0)])], "strict", verdicts)
     other = Scaled(runtime_at("none"))
     other.function.made.ready = {  # as if a stored graph had been taken for another
-        ((("factor", 3.0), *key[1:]), level): graph for (key, level), graph in asked.function.made.ready.items()
+        ((repr(("factor", 3.0)), *key[1:]), level): graph for (key, level), graph in asked.function.made.ready.items()
     }
     with pytest.raises(GraphError, match="differs from eager in output y"):
         check_against_eager(other.runtime, [(other.function, [other.case(3.0)])], "strict", verdicts)

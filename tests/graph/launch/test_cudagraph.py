@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.config import CompileConfig
 from lockstep.graph import CudaRecorder, GraphError, GraphLauncher, Inputs, Runtime
+from lockstep.types import side_by_side
 
 
 class Counter:
@@ -149,6 +150,18 @@ def test_a_user_input_keeps_the_strides_that_the_graph_was_traced_for(runtime_of
         x = whole.t() if turned else whole[:, :3]
         found, expected = function({"x": x}, turned=turned), body(Inputs(user={"x": x}), turned)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_statics_that_are_equal_and_of_other_types_have_graphs_of_their_own(runtime_of, recorded: bool) -> None:
+    def body(t: Inputs, k: int | float) -> dict[str, Tensor]:
+        return {"y": t.user["x"] * 7 if k is True else t.user["x"] * k}
+
+    function, x = runtime_of(recorded).program("f", body, Inputs()), torch.arange(3)
+    for user in ({"x": x}, side_by_side({"x": x}, torch.device("cpu"))):
+        found = [function(user, k=k)["y"].clone() for k in (1, 1.0, True, 0.0, -0.0)]
+        assert [y.dtype for y in found] == [torch.int64, torch.float32, torch.int64, torch.float32, torch.float32]
+        assert found[2].tolist() == [0, 7, 14] and [y.signbit().any() for y in found[3:]] == [False, True]
+    assert len(function.graphs) == 5
 
 
 def test_inference_mode_around_a_launch_changes_nothing(runtime_of, recorded: bool) -> None:
