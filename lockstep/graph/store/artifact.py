@@ -106,7 +106,7 @@ class _Writer:
         nodes = [self._node(node) for node in c.graph.nodes]
         graph = {
             "name": c.name,
-            "statics": dict(c.statics),
+            "statics": {name: self._argument(value) for name, value in c.statics.items()},
             "device": str(self._home),
             "inputs": [self._input(spec) for spec in c.inputs],
             "outputs": list(c.outputs),
@@ -229,7 +229,7 @@ class _Reader:
             fx.GraphModule({}, self._graph()),
             tuple(self._input(*spec) for spec in raw["inputs"]),
             tuple(raw["outputs"]),
-            raw["statics"],
+            {name: self._argument(value) for name, value in raw["statics"].items()},
             frozenset(raw["writes"]),
             raw["recorded"],
             frozenset(raw["split_at"]),

@@ -95,6 +95,13 @@ def test_sizes_numbers_and_what_a_trace_assumed_are_kept(small: Captured) -> Non
     assert b'{"float": "inf"}' in dumps(small)
 
 
+def test_statics_of_every_kind_are_kept() -> None:
+    kinds = {"on": True, "count": 1, "least": -0.0, "most": float("inf"), "none": None, "name": "x"}
+    inputs = Inputs(user={"x": torch.ones(3)})
+    made = capture("f", lambda t, **statics: {"y": t.user["x"].clamp(max=statics["most"])}, inputs, statics=kinds)
+    assert repr(loads(dumps(made)).statics) == repr(kinds)
+
+
 def test_loading_traces_nothing_and_needs_no_tracer(small: Captured, tmp_path: Path) -> None:
     (tmp_path / "graph").write_bytes(dumps(small))
     program = (
