@@ -14,10 +14,12 @@ import torch
 
 from . import loaded_code
 
-_SETTINGS = (  # of the environment, by which libraries choose how they add
+_SETTINGS = (  # of the environment, by which libraries choose how they add, and Triton what it compiles
     *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "CUBLAS_WORKSPACE_CONFIG"),
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
-    *("TRITON_DEFAULT_FP_FUSION", "TRITON_F32_DEFAULT", "PTXAS_OPTIONS", "TRITON_PTXAS_PATH"),
+    *("CUBLASLT_WORKSPACE_SIZE", "TRITON_DEFAULT_FP_FUSION", "TRITON_FORCE_DISABLE_FP_FUSION", "TRITON_F32_DEFAULT"),
+    *("PTXAS_OPTIONS", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH", "TRITON_OVERRIDE_ARCH", "TRITON_KERNEL_OVERRIDE"),
+    *("DISABLE_PTXAS_OPT", "DISABLE_LLVM_OPT", "DISABLE_MMA_V3"),
 )
 _log = logging.getLogger("lockstep.cache")
 
