@@ -64,7 +64,7 @@ class Sizes:
         return str(found.xreplace({symbol: sympy.Symbol(name) for symbol, name in self.symbols.items()}))
 
     def broken(self, values: Mapping[str, int]) -> list[str]:
-        return [f"{text(c)} ({where})" for c, where in self.conditions if not evaluated(c, values)]
+        return [f"{text(c)} ({where})" for c, where in self.conditions if not holds(c, values)]
 
     def also(self, conditions: Iterable[Condition]) -> Sizes:
         found = {repr(c): (c, where) for c, where in (*self.conditions, *conditions)}
@@ -93,6 +93,14 @@ def expression(found: Any, symbols: Mapping[Any, str]) -> Expression:
             return bool(found) if found.is_Boolean else int(found)
         raise KeyError(str(found))
     return [_INFIX[type(found).__name__][0], *(expression(argument, symbols) for argument in found.args)]
+
+
+def holds(condition: Expression, values: Mapping[str, int]) -> bool:
+    """One that divides by a size of 0 does not: it was asked behind another, which is broken then."""
+    try:
+        return bool(evaluated(condition, values))
+    except ZeroDivisionError:
+        return False
 
 
 def evaluated(e: Expression, values: Mapping[str, int]) -> Any:

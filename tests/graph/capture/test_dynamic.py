@@ -123,6 +123,17 @@ def test_a_trace_is_not_used_where_what_it_assumed_does_not_hold(runtime_of: Cal
     assert runtime.captures == 3  # 10 and 20 share; 4 and 5 have fixed sizes
 
 
+def test_a_condition_that_divides_by_what_an_earlier_one_rules_out_is_broken(runtime_of: Callable[..., Runtime]):
+    def body(t: Inputs) -> dict[str, Tensor]:
+        tokens = t.user["x"].shape[0]
+        return {"y": t.user["x"] * (2 if tokens >= 8 and tokens % (tokens // 8) == 0 else 3)}
+
+    runtime = runtime_of()
+    function = runtime.program("f", body, Inputs(), dynamic={"x": ("T",)})
+    assert [function({"x": torch.ones(tokens)})["y"].sum() for tokens in (16, 24, 5, 17)] == [32, 48, 15, 51]
+    assert runtime.captures == 3
+
+
 def test_inputs_that_disagree_about_a_size_are_refused(runtime_of: Callable[..., Runtime]):
     function = runtime_of().program(
         "f", lambda t: {"y": t.user["x"] + t.user["z"]}, Inputs(), (), dict.fromkeys("xz", "T")
