@@ -144,7 +144,7 @@ def _first_fault(
             known += 1
             continue
         state.note()
-        trial = Comparison(runtime, function, case)
+        trial = Comparison(function, case)
         if fault := trial.fault(first) if runtime.peers.size == 1 else trial.fault_of_any(runtime.peers, first):
             return f"{captured.title}, case {case.name!r}: {fault}", known
         del trial  # its copies, before the next one's

@@ -13,7 +13,6 @@ from ...distributed import World
 from ..capture.step import GraphBody
 from ..ir.captured import Captured, Inputs, Role, Static, inexact_results
 from ..program import Program
-from ..runtime import Runtime
 from .bisect import Fault, faulty_replay, faulty_step
 from .fingerprints import fingerprints, first_difference
 from .snapshot import Snapshot
@@ -65,7 +64,7 @@ class _Seen:
 class Comparison:
     """One case of one function, run in every way from the same state."""
 
-    def __init__(self, runtime: Runtime, function: Program, case: Case) -> None:
+    def __init__(self, function: Program, case: Case) -> None:
         self._recorder = function.tools.recorder
         self._function, self._case = function, case
         self._graph = function.graph(case.user, case.statics)
