@@ -9,9 +9,9 @@ from typing import Any, cast
 from torch import Tensor, fx
 
 from ...ops.records import PLAIN, AttentionGradient, Packed, Rotation
-from ..ir.captured import Captured, op_name
+from ..ir.captured import Captured, op_name, viewed
 from ..torch_private import trace as torch_trace
-from .rewrite import called, rewritten
+from .rewrite import called, reached, rewritten
 
 ATTENTION_ARGS = len(AttentionGradient._fields) + len(Packed._fields)  # before those of its scores
 ROTATION_ARGS = 2 + len(Rotation._fields)  # of a rotation's gradients: theirs, the projection, how it is rotated
@@ -117,8 +117,12 @@ def _accumulate_early(addition: fx.Node) -> bool:
 
 
 def _settled(grad: fx.Node, addition: fx.Node) -> fx.Node:
-    """The node from which on nothing but `addition` reads or writes a gradient, and the items of its call are taken."""
-    last = max([grad, *(user for user in grad.users if user is not addition)])
+    """The node from which on nothing reads or writes a gradient before `addition` does, itself or through a view, and
+    the items of its call are taken."""
+    base = grad
+    while base.target is not operator.getitem and (sources := viewed(base)):
+        base = sources[0]
+    last = max([grad, *reached(base, lambda n: n.users if n is base or viewed(n) else (), lambda n: n < addition)])
     while last.target is operator.getitem and last.next.target is operator.getitem:
         last = last.next
     return last

@@ -182,6 +182,28 @@ def test_totals_that_are_read_or_added_to_twice_stay_in_place() -> None:
     assert have["lockstep.add_gradient"] == 1 and have["aten.add_"] == 3
 
 
+def test_a_gradient_is_added_as_it_is_where_it_was_added() -> None:
+    """Whatever writes it through a view, before or after."""
+
+    def body(t: Inputs) -> dict[str, Tensor]:
+        before, through_base, after = (t.user["x"] * number for number in (2, 3, 4))
+        before.view(2, 4).view(-1).mul_(3)
+        view = through_base.view(2, 4)
+        through_base[:4].mul_(3)
+        totals = t.grad["before"], t.grad["base"], t.grad["after"]
+        for total, grad in zip(totals, (before, view, after), strict=True):
+            total.add_(grad)
+        after.mul_(3)
+        return {"after": after[:1] + 1}
+
+    grads = {"before": torch.zeros(8), "base": torch.zeros(2, 4), "after": torch.zeros(8)}
+    inputs = Inputs(grad=grads, user={"x": torch.randn(8).bfloat16()})
+    before = capture("sum", body, inputs, writes={"grad"})
+    after = run_passes(before, pipeline(CompileConfig(), on_gpu=True))
+    assert calls(after)["lockstep.add_gradient"] == 3
+    assert all(map(torch.equal, gradients(after, inputs), gradients(before, inputs)))
+
+
 def test_a_cpu_keeps_its_graphs() -> None:
     assert "fuse" not in [p.name for p in Runtime(CompileConfig("step"), torch.device("cpu")).builder.passes]
     cuda = Runtime(CompileConfig("step", cudagraph_mode="none"), torch.device("cuda"))
