@@ -121,8 +121,10 @@ class TrainerPrograms:
 
     def constants(self) -> dict[str, graph.Constants]:
         """For each function what its graphs depend on: the very objects that its body reads."""
-        layout, shapes = self.flat.layout, dict(zip(self.flat.names, self.flat.layout.shapes, strict=True))
-        sharding = {"sharding": {"ranks": layout.ranks, "shapes": shapes, "parameters": type(self.flat).__name__}}
+        layout, names = self.flat.layout, self.flat.names
+        parts = {"shapes": layout.shapes, "placements": self.flat.placements}
+        of_names = {what: dict(zip(names, values, strict=True)) for what, values in parts.items()}
+        sharding = {"sharding": {"ranks": layout.ranks, "parameters": type(self.flat).__name__, **of_names}}
         scoring = {**self.model.baked(), **sharding}
         losses = {"loss": self.algorithm, "supervised": self.supervised, "reference": self.reference is not None}
         return {

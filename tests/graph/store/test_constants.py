@@ -16,7 +16,9 @@ from small import completed, train_group
 
 from lockstep import ops
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
+from lockstep.distributed import World
 from lockstep.distributed.mesh import Axis, Mesh
+from lockstep.distributed.placement import Placement
 from lockstep.errors import LockstepError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Inputs, Program, Runtime, digest
@@ -257,6 +259,33 @@ def test_windows_and_masks() -> None:
             now = graphs(masks=masks)
             assert changes(base, now, "masks") and (before is None or changes(before, now, "masks"))
             before = now
+
+
+class Apart(World):
+    """Ranks that are not there, and would say what this one says."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+def gathered() -> dict[str, Key]:
+    """What brings a model's weights up to date on two ranks that share its products."""
+    world = Apart(0, 2, 10.0, tp=2)
+    runtime = Runtime(CompileConfig("step", canonicalize=False), torch.device("cpu"), mesh=world.sizes)
+    decoder = initialize(Decoder(DENSE, torch.float32), 0)
+    trainer = Trainer(decoder, ADAMW, LossConfig(), runtime=runtime, world=world)
+    return {"gather_weights": key_of_call(trainer.programs.by_name["gather_weights"], {})}
+
+
+def test_how_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which nothing else tells of them: all have the shapes that they had."""
+
+    def of_two(tp: int, blocks: tuple[int, ...]) -> Placement:
+        return Placement(tp=tp, blocks=(blocks[0], sum(blocks[1:])))
+
+    base = gathered()
+    monkeypatch.setattr("lockstep.models.blocks.layer.Placement", of_two)
+    assert changes(base, gathered(), "blocks of a placement")
 
 
 def test_a_number_that_is_not_declared_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
