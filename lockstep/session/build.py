@@ -24,7 +24,7 @@ from ..config import (
 )
 from ..distributed import ONE, World
 from ..distributed.mesh import ALONE, Axis, Mesh
-from ..environments import PromptLimit, make_environment, make_task
+from ..environments import Environment, PromptLimit, make_environment, make_task
 from ..errors import InputError, refuse
 from ..generator import Engine, SharedWeights, plan_cache_tokens
 from ..graph import CudaRecorder, Runtime, Store, Verdict, compile_report, require_plugins
@@ -165,6 +165,7 @@ class TrainingSession(Session):
         with timings.measured("prompts"):
             self.task.check_lengths(encode, self.prompt_limit)
             longest = max(world.share(lambda: self.policy.longest_prompt(self.task, self.environment, groups)))[0]
+        _require_prompts(self.environment, longest, self.prompt_limit)
         w = asked(longest_prompt=longest, prompt_limit=self.prompt_limit.tokens)
         self.plan = world.each(lambda: _planned(w, memory, device))
         planned(self.plan)
@@ -209,6 +210,15 @@ class TrainingSession(Session):
     def context(self) -> int:
         """Tokens that a prompt and what comes after it may have together."""
         return self.prompt_limit.tokens + self.config.max_response_length
+
+
+def _require_prompts(kind: type[Environment], longest: int, limit: PromptLimit) -> None:
+    """Raise `InputError` where a prompt that was looked at is too long, before graphs are made for it."""
+    refuse(
+        longest > limit.tokens and kind.start is Environment.start and kind.plays is None,  # or it begins otherwise
+        f"the longest prompt of the first step and of validation has {longest} tokens; at most {limit.tokens} are "
+        f"allowed ({limit.reason})",
+    )
 
 
 def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
