@@ -157,13 +157,13 @@ class TrainingSession(Session):
         asked = partial(workload, config, world.size, device.type == "cuda", model_config(config))
         _planned(asked(prompt_limit=prompt_limit(config, model_config(config)).tokens), memory, device)
         super().__init__(config, timings, world)
-        model, encode = self.policy.model, self.policy.encode
+        model = self.policy.model
         self.policy.template_variables = template_variables(config.task.chat_template_kwargs)
         with timings.measured("load"):
             self.teacher = load_teacher(config, self.policy, world)
         self.prompt_limit = prompt_limit(config, model.config, None if self.teacher is None else self.teacher.model)
         with timings.measured("prompts"):
-            self.task.check_lengths(encode, self.prompt_limit)
+            self.task.check_lengths(self.policy.least(self.environment), self.prompt_limit)
             longest = max(world.share(lambda: self.policy.longest_prompt(self.task, self.environment, groups)))[0]
         _require_prompts(self.environment, longest, self.prompt_limit)
         w = asked(longest_prompt=longest, prompt_limit=self.prompt_limit.tokens)

@@ -198,6 +198,14 @@ def test_the_current_folder_as_data(
     assert "task.data . is a folder without data files; name a .jsonl or .parquet file" in refused(arguments, capsys)
 
 
+def test_prompts_that_are_too_long_with_the_tools_beside_them(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = f'"""{"Ask. " * 120}\n\n    Args:\n        word: What.\n    """'
+    (place / "tools.py").write_text(f"def ask(word: str) -> str:\n    {text}\n    return word\n")
+    tools = ["--reward", "r.py:spread", "--task.tools", "tools.py:ask", "--task.max-prompt-length", "600"]
+    message = refused([*DATA, *tools, "--task.filter-overlong-prompts"], capsys)
+    assert "training prompts of task.data good.jsonl have more than 600 tokens" in message and "none is left" in message
+
+
 @pytest.mark.parametrize(
     ("reward", "message"),
     [

@@ -94,10 +94,10 @@ class Problems(Sequence[Problem]):
 
         Raises `InputError` naming them instead unless `leave_out`, and when none is left.
         """
-        kept, over = array("Q"), 0
+        kept, over, beside = array("Q"), 0, _beside(encode, limit.tokens)
         named: list[str] = []
         for row, problem in zip(self._rows, self, strict=True):
-            size = _size_if_over(encode, problem, limit.tokens)
+            size = _size_if_over(encode, problem, limit.tokens, beside)
             if size is None:
                 kept.append(row)
                 continue
@@ -144,13 +144,21 @@ def read_problems(
     return Problems(source, form, tuple(names), range(len(source)), f"{field} {data}")
 
 
-def _size_if_over(encode: Encode, problem: Problem, limit: int) -> str | None:
+def _beside(encode: Encode, limit: int) -> int:
+    """Tokens of an empty text: with tools their own, and the template's. One that refuses it may not refuse others."""
+    try:
+        return len(encode(""))
+    except InputError:
+        return limit
+
+
+def _size_if_over(encode: Encode, problem: Problem, limit: int, beside: int) -> str | None:
     """How large the prompt is, in words, when it has more tokens than `limit`, else None.
 
     A text cannot have many more tokens than bytes, so short ones are not encoded: twice the bytes allow for
-    normalization, 512 for the chat template. What that misses is refused when it is drawn.
+    normalization, 512 for the chat template, `beside` for tools. What that misses is refused when it is drawn.
     """
-    if 2 * _bytes(problem.prompt) + 512 <= limit:
+    if 2 * _bytes(problem.prompt) + 512 + beside <= limit:
         return None
     try:
         count = len(encode(problem.prompt))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from ...environments import Environment, Problem, Said, Task, Tokens, plain
+from ...environments.base import Encode
 from ...environments.tools import as_chat
 from ...errors import InputError
 from ...models import Decoder, WeightSource
@@ -96,19 +97,29 @@ class Policy:
         said = partial(self._said, tools=tools) if tools or (form is not None and form.special) else plain
         return Tokens(encode, following, self.tokenizer.decode, said, self.tokens_with, self.tokenizer)
 
+    def shown_with(self, tools: Sequence[Tool]) -> Encode:
+        """What makes tokens of a task's prompt where its template shows these tools: of a text alone it shows none."""
+        encode = self.tokens_with(tools).prompt
+        return (lambda prompt: encode(as_chat(prompt))) if tools else encode
+
+    def least(self, environment: type[Environment]) -> Encode:
+        """The same with the tools that take the fewest tokens, of all that the environment may have."""
+        shown = list(map(self.shown_with, environment.toolsets()))
+        return lambda prompt: min((encode(prompt) for encode in shown), key=len)
+
     def longest_prompt(self, task: Task, environment: type[Environment], groups: int) -> tuple[int, str]:
         """Of the first step's and the validation problems the longest prompt's tokens, with its tools, and its row."""
         problems = [task.train_problem(0, g) for g in range(min(groups, PROBED_GROUPS))] + task.validation_problems()
-        shown = [(self.tokens_with(tools).prompt, bool(tools)) for tools in environment.toolsets()]
-        return max((_length(encode, chat, problem), problem.origin) for encode, chat in shown for problem in problems)
+        shown = map(self.shown_with, environment.toolsets())
+        return max((_length(encode, problem), problem.origin) for encode in shown for problem in problems)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-def _length(encode: Callable[[Any], list[int]], chat: bool, problem: Problem) -> int:
+def _length(encode: Encode, problem: Problem) -> int:
     try:
-        return len(encode(as_chat(problem.prompt) if chat else problem.prompt))  # a text alone shows no tools
+        return len(encode(problem.prompt))
     except InputError as error:
         raise InputError(f"{problem.origin}: {error}" if problem.origin else str(error)) from error
