@@ -21,7 +21,8 @@ def learned(
     reward of the steps. The ready tasks' first reward is 1 for a solved problem and 0 otherwise, so its mean is told as
     a share. `rewards`: the mean of each step. `updates`: of the weights, in all of them."""
     if rewards and not updates:
-        return "nothing: no update was made in any step; where a prompt's rewards are all equal there is none"
+        masked = " or its completions are cut off and masked" * config.loss.mask_truncated_completions
+        return f"nothing: no update was made in any step; where a prompt's rewards are all equal{masked} there is none"
     if _unrewarded(config):
         return "nothing is rewarded; the loss is in the report"
     measured = sorted((int(step), metrics) for step, metrics in validations.items())

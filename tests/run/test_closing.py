@@ -35,6 +35,8 @@ def test_what_was_learned() -> None:
     assert closing.learned(CONFIG, {}, [0.0, 9.0, 1.0, 2.0, 4.0], 1) == "reward 4.5 -> 3, the first and last 2 steps"
     assert closing.learned(CONFIG, {}, [0.5], 1) == "reward 0.5, of one step"
     assert closing.learned(CONFIG, validations, [0.0, 0.0], 0).startswith("nothing: no update was made in any")
+    masks = replace(CONFIG, loss=replace(CONFIG.loss, mask_truncated_completions=True))
+    assert "equal or its completions are cut off and masked there" in closing.learned(masks, validations, [0.5, 1.0], 0)
 
 
 def test_what_was_compared() -> None:
