@@ -391,7 +391,9 @@ def test_ranks_write_their_parts_and_are_told_of_one_that_fails(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
 
 
-def test_leaving_waits_for_the_disk_and_for_no_rank_that_is_lost(tmp_path: Path, held_disk: threading.Event) -> None:
+def test_leaving_waits_for_the_disk_and_for_no_rank_that_is_lost(
+    tmp_path: Path, held_disk: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
     def lost(world: World) -> None:
         if not world.first:  # never writes its part
             world.from_first(lambda: None)
@@ -409,4 +411,12 @@ def test_leaving_waits_for_the_disk_and_for_no_rank_that_is_lost(tmp_path: Path,
         held_disk.set()
         left.result(60)
     assert_whole(checkpoint.latest(tmp_path), 1)
+    held_disk.clear()
+    saver.save(2, contents(2), state(2))
+    (next(tmp_path.glob(".tmp-step_2-*")) / "state.json").mkdir()  # so that its file is refused
+    held_disk.set()
+    saver.leave(KeyboardInterrupt())
+    assert [record.getMessage()[:26] for record in caplog.records] == ["could not write checkpoint"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
     assert _on_two(lost) == [None, None]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]

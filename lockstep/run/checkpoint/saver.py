@@ -3,6 +3,7 @@ copy. There is one copy, whose memory every save uses again, and so one save at 
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ _LOOK = 0.02  # seconds from one look for the other ranks' lists to the next
 _LEAVE = 20.0  # seconds that a process of several, which is told to end, waits; launchers kill after 30
 _ALIGNED = 64  # bytes
 _COPIERS, _PART = 8, 1 << 24  # threads that copy what is on the host already, elements at a time
+
+_log = logging.getLogger("lockstep.run.checkpoint")
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
@@ -80,11 +83,18 @@ class Saver:
             self._writing = None
 
     def leave(self, error: BaseException | None) -> None:
-        """After `error` on this rank, which calls nothing else: give what is being written the time that there is."""
+        """After `error` on this rank, which calls nothing else: give what is being written the time that there is. Of
+        what came to nothing nothing stays, whose room on the disk the run's last files may need."""
         if (writing := self._writing) is not None and error is not None:
             if isinstance(error, PeerLost):
                 writing.give_up()
             writing.join(None if self._world.size == 1 else _LEAVE)
+            try:
+                if writing.ended():
+                    writing.discard()
+            except Exception as refused:
+                _log.warning("%s", refused)  # what ended the run is the news
+                writing.discard()
 
     def _all(self, call: Any) -> list[Any]:
         try:
