@@ -43,7 +43,8 @@ def held(run_dir: Path) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 path.unlink()  # before it is free, so that whoever waits for no file does not get this one
             _open.remove(file)
-            os.close(file)
+            with contextlib.suppress(OSError):  # whatever code closes all files has closed it
+                os.close(file)
 
 
 def _locked(path: Path) -> int:

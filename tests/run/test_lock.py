@@ -76,6 +76,13 @@ def test_a_copy_of_the_process_does_not_keep_the_folder(tmp_path: Path) -> None:
         os.close(descriptor)
 
 
+def test_code_that_closes_all_files_frees_the_folder(tmp_path: Path) -> None:
+    with held(tmp_path):
+        os.close(next(iter(lock._open)))
+    with held(tmp_path):
+        pass
+
+
 def test_a_lock_that_was_deleted_under_the_next_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its holder deletes the file and lets go of it between the opening and the locking of the next."""
     flock, path = lock.fcntl.flock, tmp_path / LOCK_FILE
