@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import inspect
 import math
 import sys
@@ -82,9 +83,15 @@ def test_what_a_function_sets_of_torch_ends_with_its_call() -> None:
             *(torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled(), torch.get_num_threads()),
             *(torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"), torch.backends.mkldnn.enabled),
             *(torch.are_deterministic_algorithms_enabled(), torch.tensor(2.0**-130).mul(1).item() == 0),
+            *(torch.is_inference_mode_enabled(), torch.tensor(1.0).div(3).item()),
         ]
 
+    entered = torch.inference_mode()
+
     def sets(completions):
+        assert torch.is_grad_enabled()
+        entered.__enter__()
+        assert not ctypes.CDLL(None).fesetround(0x800)  # up, on x86; elsewhere another or none
         torch.set_default_dtype(torch.float64)
         torch.set_default_device("meta")
         torch.set_grad_enabled(False)

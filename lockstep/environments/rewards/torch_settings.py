@@ -1,8 +1,9 @@
-"""What a reward function may set of torch for the whole process, and must not set for the run."""
+"""What a reward function may set of torch and its arithmetic for the whole process, and must not set for the run."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,6 +19,8 @@ def _determinism() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+_C = ctypes.CDLL(None)  # the process's own library, by which libraries for intervals have sums rounded up and down
+
 # How each is read and written.
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
@@ -30,15 +33,17 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (_determinism, lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1])),  # imports compilers
     (lambda: torch.backends.mkldnn.enabled, lambda enabled: setattr(torch.backends.mkldnn, "enabled", enabled)),
     (_flushes_denormals, torch.set_flush_denormal),
+    (_C.fegetround, _C.fesetround),
 ]
 
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
     """What was set inside is as before afterwards."""
-    before = [read() for read, _ in _SETTINGS]
+    before, grad = [read() for read, _ in _SETTINGS], torch.is_grad_enabled()
     try:
-        yield
+        with torch.inference_mode(torch.is_inference_mode_enabled()), torch.set_grad_enabled(grad):
+            yield
     finally:
         for (read, write), value in zip(_SETTINGS, before, strict=True):
             if read() != value:
