@@ -87,13 +87,15 @@ _OUTCOMES = {"loaded": "reused", "refused": "refused", "absent": "made"}
 
 def _kept(store: Store) -> list[dict[str, Any]]:
     """Each graph that was looked for, what became of it, and the bytes that are kept of it; `refused` ones were made
-    anew. Raises `LockstepError` where nothing could be kept of any."""
+    anew. Raises `LockstepError` where one could not be written."""
     graphs = [
         asdict(found) | {"outcome": _OUTCOMES[found.outcome], "bytes": store.size(found.file)}
         for found in store.lookups
     ]
-    if graphs and not any(graph["bytes"] for graph in graphs):
-        raise LockstepError(f"{store.folder} cannot be written, so no graph was kept; set LOCKSTEP_CACHE")
+    if lost := len(store.unwritten):
+        raise LockstepError(
+            f"{store.folder} cannot be written: {lost} of {len(graphs)} graphs are not kept; set LOCKSTEP_CACHE"
+        )
     return graphs
 
 

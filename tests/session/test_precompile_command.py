@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import resource
 import shutil
 import signal
 import sys
@@ -104,7 +106,23 @@ def test_without_a_folder_to_write_to_a_run_goes_on(capsys, monkeypatch, tmp_pat
     run = summary_of(capsys, tmp_path / "run", "--compile.verify", "off")
     assert run["compile"]["traces"] > 0 == run["compile"]["loaded"] and run["steps_done"] == 1
     assert main(["precompile", *SMALL, "--compile.verify", "off"]) == 1
-    assert f"{os.devnull}/graphs cannot be written, so no graph was kept" in capsys.readouterr().err
+    assert re.search(
+        rf"{os.devnull}/graphs cannot be written: (\d+) of \1 graphs are not kept", capsys.readouterr().err
+    )
+
+
+def test_a_disk_that_has_room_for_some_graphs_is_told(cache: Path, capsys) -> None:
+    small, large = (next(cache.glob(f"{name}-*")) for name in ("optim_step", "forward_backward"))
+    limit, sizes = resource.getrlimit(resource.RLIMIT_FSIZE), (small.stat().st_size, large.stat().st_size)
+    small.unlink()
+    large.unlink()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (sum(sizes) // 2, limit[1]))
+    try:
+        assert main(["precompile", *SMALL]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert f"{cache} cannot be written: 1 of " in capsys.readouterr().err
+    assert small.exists() and not large.exists()
 
 
 def test_where_nothing_can_be_kept_it_says_so(capsys) -> None:

@@ -65,11 +65,12 @@ class Lookup:
 
 
 class Store:
-    """The folder of stored graphs; `lookups` is every search so far."""
+    """The folder of stored graphs; `lookups` is every search so far, `unwritten` the files that were refused."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or user_folder.cache_folder()) / "graphs"
         self.lookups: list[Lookup] = []
+        self.unwritten: set[str] = set()
 
     def load(self, key: Key, title: str, device: torch.device) -> Captured | None:
         """The graph that was stored under `key`, on this device, or None."""
@@ -92,6 +93,8 @@ class Store:
             data = pack({**described, "graph": dumps(captured)})
             if user_folder.write_bytes(self.folder / key.file, data):
                 self._evict(key)
+            else:
+                self.unwritten.add(key.file)
 
     def size(self, pattern: str = "*") -> int:
         return sum(status.st_size for _, status in self._files(pattern))
