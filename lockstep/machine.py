@@ -163,6 +163,13 @@ def thread_limits() -> str:
     )
 
 
+def open_files() -> int:
+    """That this process may have (`ulimit -n`)."""
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
 def many_connections() -> None:
     """Let the process have as many files open as it may, each connection being one: most systems begin at 1024."""
     import resource

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 from .. import __version__
 from ..errors import InputError, LockstepError, Terminated, no_more, ran_out
 from ..json_file import to_json
-from ..machine import launched, require_addresses, several_processes, thread_limits, torchrun_follows
+from ..machine import launched, open_files, require_addresses, several_processes, thread_limits, torchrun_follows
 from ..run.display import FailsafeStream, RequiredStream
 from .commands import COMMANDS, ON_RANKS
 from .resolve import parse
@@ -119,6 +120,8 @@ def _lacking(error: BaseException) -> str:
     said = (str(error) or type(error).__name__).splitlines()[0]
     if what := no_more(error):
         return f"the system starts no further {what}: {said}; {thread_limits()}"
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        return f"the system opens no further file: {said}; this process may have {open_files()} open (ulimit -n)"
     return f"memory ran out: {said}; ask for less at once, or use a smaller model" if ran_out(error) else ""
 
 

@@ -371,22 +371,36 @@ def test_a_thread_that_does_not_start_is_told_with_the_limits() -> None:
     assert done.stderr.startswith(begin) and "(ulimit -u)" in done.stderr and "(ulimit -v)" in done.stderr
 
 
-def test_a_process_that_does_not_start_is_told_with_the_limits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (
+            "subprocess.run(['true'])",
+            "starts no further process: [Errno 11] Resource temporarily unavailable; this user may have 0 processes "
+            "and threads (ulimit -u)",
+        ),
+        (
+            "resource.setrlimit(resource.RLIMIT_NOFILE, (0, 64)); open(os.devnull)",
+            "opens no further file: [Errno 24] Too many open files: '/dev/null'; this process may have 0 open "
+            "(ulimit -n)",
+        ),
+    ],
+)
+def test_what_the_system_refuses_is_told_with_the_limits(wanted: str, said: str, tmp_path: Path) -> None:
     code = f"""
 import os, resource, subprocess, sys, types
 from lockstep.cli.main import main
 def train(*_, **__):
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     os.setuid(os.getuid() or 65534)  # root may have any number
-    subprocess.run(["true"])
+    {wanted}
 sys.modules["lockstep.run.train"] = types.SimpleNamespace(train=train)
 sys.exit(main(["train", "--run-dir", {str(tmp_path / "run")!r}]))
 """
     done = finished([sys.executable, "-c", code])
-    said = "lockstep: error: the system starts no further process: [Errno 11] Resource temporarily unavailable; this "
     *before, last = done.stderr.splitlines()
     assert (done.returncode, done.stdout, before) == (2, "", [f"run folder: {tmp_path / 'run'}"]), done.stderr
-    assert last.startswith(f"{said}user may have 0 processes and threads (ulimit -u)")
+    assert last.startswith(f"lockstep: error: the system {said}")
 
 
 def test_a_reader_that_goes_away_does_not_end_a_run(run: Recorder, tmp_path: Path) -> None:
