@@ -46,6 +46,15 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 @contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turns what the disk does not give inside into an `InputError` naming `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A file to write inside, which then takes the place of `path`: whole or not at all. Raises as `writing` does."""
     temporary = path.with_name(f".tmp-{path.name}")
@@ -93,25 +102,28 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a JSON-lines file, without a torn last line. Raises `InputError` naming an unreadable one."""
+    """The records of a JSON-lines file, without a torn last line. Raises `InputError` naming an unreadable one, or the
+    file where the disk does not give it."""
     return (record for _, record in _lines(path))
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     refuse(not path.is_file(), f"{path} is not a regular file; move it away")
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return  # the process died while writing it
-            try:
-                record = json.loads(line)
-                if type(record["step"]) is not int or not 0 <= record["step"] < _STEPS_END:
-                    raise ValueError(f"step is {str(record['step'])[:40]}")
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise InputError(
-                    f"{path}, line {number}: not a JSON object with a whole number `step` ({error}); delete the line"
-                ) from error
-            yield line, record
+            yield line, _record(line, f"{path}, line {number}")
+
+
+def _record(line: bytes, named: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+        if type(record["step"]) is not int or not 0 <= record["step"] < _STEPS_END:
+            raise ValueError(f"step is {str(record['step'])[:40]}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{named}: not a JSON object with a whole number `step` ({error}); delete the line") from error
+    return record
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -121,6 +121,15 @@ def test_an_unreadable_line_is_named(tmp_path: Path, bad: str) -> None:
     assert path.read_bytes().count(b"\n") == 3  # untouched
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that gives an error in place of its bytes")
+def test_a_file_that_the_disk_does_not_give_is_named(tmp_path: Path) -> None:
+    (path := tmp_path / "metrics.jsonl").symlink_to("/proc/self/mem")
+    for read in (lambda: list(read_lines(path)), lambda: MetricsWriter(path, 1)):
+        with pytest.raises(InputError, match=r"metrics\.jsonl cannot be read: .*Input/output error"):
+            read()
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
 def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with MetricsWriter(tmp_path / "m.jsonl") as writer:

@@ -21,6 +21,15 @@ def test_a_missing_file_leaves_its_part_out(tmp_path: Path, missing: str) -> Non
     assert read(tmp_path).tags
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that gives an error in place of its bytes")
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "rollouts.jsonl"])
+def test_a_file_that_the_disk_does_not_give_is_named(tmp_path: Path, name: str) -> None:
+    (make_run(tmp_path) / name).unlink()
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(InputError, match=f"{name} cannot be read: .*Input/output error"):
+        write_report(tmp_path)
+
+
 def test_a_configuration_alone_and_one_step(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("steps: 3\n")
     assert "parity: not checked" in read(tmp_path).text

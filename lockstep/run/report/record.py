@@ -17,7 +17,7 @@ from ...config.recipes import RECIPES
 from ...config.yaml_file import flat, load
 from ...errors import InputError, refuse
 from ...json_file import read_json
-from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, WAITS_FILE, read_lines
+from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, WAITS_FILE, read_lines, reading
 
 ENDS = 10  # steps that "first" and "last" are means of
 
@@ -115,7 +115,7 @@ class Record:
         """
         path = self.path / name
         found: dict[int, list[bytes]] = {}
-        with path.open("rb") if path.is_file() else io.BytesIO() as file:
+        with reading(path), path.open("rb") if path.is_file() else io.BytesIO() as file:
             for line in file:
                 match = _STEP.match(line)
                 if match is None or not line.endswith(b"\n"):
@@ -139,7 +139,8 @@ def read_record(path: Path) -> Record:
         record.steps = list(read_lines(path / METRICS_FILE))
     config = path / "config.yaml"
     if config.is_file():
-        record.config_text = config.read_text(encoding="utf-8", errors="replace")
+        with reading(config):
+            record.config_text = config.read_text(encoding="utf-8", errors="replace")
         try:
             record.config = load(config)
         except InputError:  # of another version, perhaps: the text is there
