@@ -81,7 +81,10 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     refuse(not folder.is_dir(), f"tokenizer folder {folder} does not exist")
     found = any((folder / name).is_file() for name in _TOKENIZER_FILES)
     refuse(not found, f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there")
-    return kept(folder, lambda: _whole_tokenizer(folder))
+    try:
+        return kept(folder, lambda: _whole_tokenizer(folder))
+    except OSError as error:
+        raise InputError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
 
 def _whole_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

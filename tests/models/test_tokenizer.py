@@ -101,6 +101,15 @@ def test_the_generic_class_is_what_the_library_chooses(tmp_path: Path, named: st
     assert encode_prompt(loaded, MESSAGES) == encode_prompt(expected, MESSAGES) == encode_prompt(TOKENIZER, MESSAGES)
 
 
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that gives an error in place of its bytes")
+def test_a_file_that_the_disk_does_not_give_is_named(tmp_path: Path) -> None:
+    save_tokenizer(byte_tokenizer(), tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / "chat_template.jinja").symlink_to("/proc/self/mem")
+    with pytest.raises(InputError, match=f"the tokenizer in {tmp_path} cannot be read: .*Input/output error"):
+        load_tokenizer(tmp_path)
+
+
 def test_loading_names_the_folder_and_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nowhere does not exist"):
         load_tokenizer(tmp_path / "nowhere")
