@@ -75,6 +75,11 @@ class RunConfig(Section):
         return self.task.max_response_length or self.task.turns * self.sampling.max_completion_length
 
     @property
+    def max_sampled_length(self) -> int:
+        """Tokens that a trajectory samples, at most."""
+        return min(self.task.turns * self.sampling.max_completion_length, self.max_response_length)
+
+    @property
     def shard_groups(self) -> int:
         """Groups of a mini-batch that a shard has, at most."""
         return -(-self.trainer.prompts_per_step // (self.trainer.num_mini_batches * max(1, self.parallel.batch_shards)))
@@ -84,8 +89,9 @@ class RunConfig(Section):
         t, lo, s, rows = self.trainer, self.loss, self.sampling, self.task.name in DATA_TASKS
         refuse(s.temperature == 0, "sampling.temperature is 0: training needs samples that differ; use a value above 0")
         refuse(
-            lo.overlong_buffer > s.max_completion_length,
-            "loss.overlong_buffer is longer than sampling.max_completion_length",
+            lo.overlong_buffer > (most := self.max_sampled_length),
+            f"loss.overlong_buffer is {lo.overlong_buffer}; it must be at most {most}, the tokens that "
+            f"{'a trajectory' if self.task.turns > 1 else 'a completion'} may sample",
         )
         refuse(
             self.task.name == "dataset" and not self.task.reward and lo.needs_rewards and not self.task.environment,

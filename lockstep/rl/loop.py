@@ -63,7 +63,7 @@ class Loop:
         self._collect_from = Collector(
             *how, self.failures, run.timings, run.world, needs_rewards=config.loss.needs_rewards
         ).collect
-        self._most_sampled = min(task.turns * config.sampling.max_completion_length, config.max_response_length)
+        self._most_sampled = config.max_sampled_length
         self._holders = Holders(self.world)  # of the latest step's groups
         self.ending = Ending()  # what all ranks know of signals by the end of the latest step
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step

@@ -61,6 +61,13 @@ def test_recipes_are_named_and_valid_once_given_their_data(name: str) -> None:
         (RunConfig(task=TaskConfig(data="x")), "task.data has no effect on sum-digits"),
         (RunConfig(task=TaskConfig(reward=("m:f",), reward_weights=(1.0, 2.0))), "2 values for 1 reward functions"),
         (RunConfig(loss=LossConfig(overlong_buffer=4)), "overlong_buffer has no effect on loss_type grpo"),
+        (RunConfig(loss=LossConfig("dapo", overlong_buffer=101)), "overlong_buffer is 101; it must be at most 100"),
+        (
+            RunConfig(
+                loss=LossConfig("dapo", overlong_buffer=301), task=TaskConfig(environment="calculator", max_turns=3)
+            ),
+            "overlong_buffer is 301; it must be at most 300, the tokens that a trajectory may sample",
+        ),
         (RunConfig(loss=LossConfig(epsilon_high=0.1)), "epsilon_high is below"),
         (RunConfig(sampling=SamplingConfig(num_generations=1)), "num_generations is 1"),
         (

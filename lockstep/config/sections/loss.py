@@ -68,9 +68,10 @@ class LossConfig(Section):
     normalize_advantages: bool = False
     """rloo: less the mean of all the step's advantages, over their standard deviation."""
     overlong_buffer: int = at_least(0, default=0)
-    """dapo: the last this many tokens before max_completion_length cost a linear penalty; 0 is off."""
+    """dapo: the last this many tokens before max_completion_length cost a linear penalty; 0 is off. Of several
+    turns the tokens sampled in all, before max_turns times that, or max_response_length where it is less."""
     overlong_penalty: float = between(0, 1e6, default=1.0)
-    """dapo: the penalty at max_completion_length."""
+    """dapo: the penalty at that limit."""
     dynamic_sampling: bool = False
     """Replace groups whose rewards are all equal, before penalties, by those of further prompts until the step is full;
     DAPO's paper does. They are checked and not trained on."""
