@@ -84,9 +84,10 @@ def test_what_a_function_sets_of_torch_ends_with_its_call() -> None:
             *(torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu"), torch.backends.mkldnn.enabled),
             *(torch.are_deterministic_algorithms_enabled(), torch.tensor(2.0**-130).mul(1).item() == 0),
             *(torch.is_inference_mode_enabled(), torch.tensor(1.0).div(3).item()),
+            *(torch.backends.cuda.preferred_blas_library(), products.allow_bf16_reduced_precision_reduction),
         ]
 
-    entered = torch.inference_mode()
+    entered, products = torch.inference_mode(), torch.backends.cuda.matmul
 
     def sets(completions):
         assert torch.is_grad_enabled()
@@ -101,6 +102,8 @@ def test_what_a_function_sets_of_torch_ends_with_its_call() -> None:
         torch.backends.mkldnn.enabled = False
         torch.use_deterministic_algorithms(True)
         torch.set_flush_denormal(True)
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        products.allow_bf16_reduced_precision_reduction = not products.allow_bf16_reduced_precision_reduction
         raise ValueError("half-way")
 
     before = state()

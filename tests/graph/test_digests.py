@@ -25,24 +25,28 @@ from lockstep.types import SamplingParams
 
 PINS = Path(__file__).with_name("digests.json")
 COMMAND = "python tests/graph/test_digests.py"
+KEPT = ", logits kept"
 
 
 def graphs() -> dict[str, dict[str, Any]]:
-    """Each function's digest, and how often it calls each operator."""
-    runtime = Runtime(CompileConfig("step"), torch.device("cpu"))
-    model = initialize(Decoder(architecture("tiny"), torch.float32), 0)
-    trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=True, runtime=runtime)
-    sequences = [completed([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
-    (batch,) = pack([train_group([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
-    trainer.forward_backward(batch)
-    trainer.check(batch)
-    trainer.optim_step(0.0)
-    Engine(SharedWeights(model), GeneratorConfig(), 1024, runtime=runtime).warm_up(1, 64, SamplingParams())
+    """Each function's digest, and how often it calls each operator; logits are computed again, or `KEPT`."""
     found = {}
-    for function in runtime.programs:
-        for graph in function.graphs.values():
-            calls = Counter(op_name(n) for n in graph.captured.graph.nodes if n.op == "call_function")
-            found[function.name] = {"digest": digest(graph.captured), "calls": dict(sorted(calls.items()))}
+    for again in (("logits",), ()):
+        runtime = Runtime(CompileConfig("step", recompute=again), torch.device("cpu"))
+        model = initialize(Decoder(architecture("tiny"), torch.float32), 0)
+        trainer = Trainer(model, OptimizerConfig(), LossConfig(), enforce_parity=True, runtime=runtime)
+        sequences = [completed([3, 4, 5], 1.0, 0.1, [0.0] * 3, [0.0] * 3) for _ in range(2)]
+        (batch,) = pack([train_group([1, 2], sequences, SamplingParams())], max_tokens=64, check_parity=True)
+        trainer.forward_backward(batch)
+        if again:
+            trainer.check(batch)
+            trainer.optim_step(0.0)
+            Engine(SharedWeights(model), GeneratorConfig(), 1024, runtime=runtime).warm_up(1, 64, SamplingParams())
+        for function in runtime.programs:
+            for graph in function.graphs.values():
+                calls = Counter(op_name(n) for n in graph.captured.graph.nodes if n.op == "call_function")
+                about = {"digest": digest(graph.captured), "calls": dict(sorted(calls.items()))}
+                found[function.name + KEPT * (not again)] = about
     return found
 
 

@@ -19,6 +19,15 @@ def _determinism() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
+def _splits_products() -> bool:
+    return bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
+
+
+def _let_split_products(may: bool) -> None:
+    """And reduce in bfloat16: the library says this half alone, and both are set together."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (may, may)
+
+
 _C = ctypes.CDLL(None)  # the process's own library, by which libraries for intervals have sums rounded up and down
 
 # How each is read and written.
@@ -33,6 +42,8 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (_determinism, lambda both: torch.use_deterministic_algorithms(both[0], warn_only=both[1])),  # imports compilers
     (lambda: torch.backends.mkldnn.enabled, lambda enabled: setattr(torch.backends.mkldnn, "enabled", enabled)),
     (_flushes_denormals, torch.set_flush_denormal),
+    (torch.backends.cuda.preferred_blas_library, torch.backends.cuda.preferred_blas_library),
+    (_splits_products, _let_split_products),
     (_C.fegetround, _C.fesetround),
 ]
 

@@ -82,7 +82,8 @@ class CudaRecorder:
     ) -> _CudaRecording:
         graph = torch.cuda.CUDAGraph()
         pool: Any = self._open_pool().id
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=errors):
+        streams = torch.cuda.stream(self._stream)  # torch's own is not left where an end of a capture fails
+        with streams, torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=errors):
             outputs = run(arguments)
             if lasting:
                 torch_trace.copy_all([*lasting.values()], [outputs[i] for i in lasting])

@@ -106,7 +106,7 @@ def test_open_sizes_tags_and_names_are_those_of_a_trace() -> None:
     assert module_of(next(n for n in nodes.values() if op_name(n) == "aten.tanh")) == "0"
     assert is_backward(next(n for n in nodes.values() if op_name(n) == "aten.ones_like"))
     assert [op_name(n) for n in nodes.values() if op_name(n) in ("aten.copy_", "aten.add_")].count("aten.add_") == 3
-    assert [name for name, _ in b.captured.stages()] == ["capture", "canonicalize"]
+    assert [name for name, _ in b.captured.stages()] == ["capture", "canonicalize", "keep_logits"]
 
 
 def test_a_joint_graph_is_stored_and_loaded() -> None:
