@@ -102,7 +102,6 @@ def test_what_a_function_sets_of_torch_ends_with_its_call() -> None:
         torch.backends.mkldnn.enabled = False
         torch.use_deterministic_algorithms(True)
         torch.set_flush_denormal(True)
-        torch.backends.cuda.preferred_blas_library("cublaslt")
         products.allow_bf16_reduced_precision_reduction = not products.allow_bf16_reduced_precision_reduction
         raise ValueError("half-way")
 

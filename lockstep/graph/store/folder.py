@@ -152,16 +152,17 @@ class Store:
 def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
     now = json.loads(json.dumps(now))
     names = sorted(was.keys() | now.keys(), key=lambda name: ("." in name, name))
-    return tuple(
-        f"{name} was {_short(was.get(name))} and is {_short(now.get(name))}"
-        for name in names
-        if was.get(name) != now.get(name)
-    )
+    pairs = [(name, was.get(name), now.get(name)) for name in names]
+    return tuple(f"{name} was {_from(a, b)} and is {_from(b, a)}" for name, a, b in pairs if a != b)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:16]}..."
+def _from(value: Any, other: Any) -> str:
+    """A value in words; of a long one what is around the first place where the other is not like it."""
+    text, differs = repr(value), len(os.path.commonprefix([repr(value), repr(other)]))
+    if len(text) <= 40:
+        return text
+    begin = max(0, min(differs - 10, len(text) - 40))
+    return f"{'...' * (begin > 0)}{text[begin : begin + 40]}{'...' * (begin + 40 < len(text))}"
 
 
 def _digest(fields: Mapping[str, Any]) -> str:
