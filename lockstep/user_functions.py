@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +75,9 @@ def _line_of(error: BaseException) -> str:
     theirs = [f for f in within if f.filename not in (__file__, importlib.__file__) and f.filename[0] != "<"]
     if not theirs or isinstance(error, SyntaxError):
         return ""
-    return f" ({theirs[-1].filename}, line {theirs[-1].lineno})"
+    libraries = tuple(path + os.sep for name, path in sysconfig.get_paths().items() if name.endswith("lib"))
+    at = ([f for f in theirs if not f.filename.startswith(libraries)] or theirs)[-1]
+    return f" ({at.filename}, line {at.lineno})"
 
 
 def _torch_defaults() -> dict[str, Any]:

@@ -147,6 +147,7 @@ def test_functions_of_one_name_are_told_apart_by_where_they_are(source: Path, tm
             "{folder}/breaks.py:f",
             r"importing .*breaks.py raised ZeroDivisionError: division by zero \(.*breaks.py, line 4\)",
         ),
+        ("{folder}/within.py:f", r"within.py raised JSONDecodeError: .* \(.*within.py, line 3\)"),
         ("builtins:max", "max does not say what it takes .*; wrap it in a def"),
     ],
 )
@@ -155,6 +156,9 @@ def test_a_reward_that_cannot_be_loaded_is_named(source: Path, spec: str, messag
     sets = "import torch\ntorch.set_default_dtype(torch.float64)\ntorch.set_default_device('meta')\n"
     (source.parent / "sets.py").write_text(f"{sets}def f(completions):\n    return [0.0] * len(completions)\n")
     (source.parent / "breaks.py").write_text(f"{sets}1 / 0\n")
+    (source.parent / "within.py").write_text(
+        "import dataclasses\n\n@dataclasses.dataclass\nclass A:\n    x: list = []\n"
+    )
     spec = spec.format(folder=source.parent)
     with pytest.raises(InputError, match=f"reward '{spec}'.*{message}"):
         load_reward(spec)
