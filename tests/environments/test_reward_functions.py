@@ -156,9 +156,7 @@ def test_a_reward_that_cannot_be_loaded_is_named(source: Path, spec: str, messag
     sets = "import torch\ntorch.set_default_dtype(torch.float64)\ntorch.set_default_device('meta')\n"
     (source.parent / "sets.py").write_text(f"{sets}def f(completions):\n    return [0.0] * len(completions)\n")
     (source.parent / "breaks.py").write_text(f"{sets}1 / 0\n")
-    (source.parent / "within.py").write_text(
-        "import dataclasses\n\n@dataclasses.dataclass\nclass A:\n    x: list = []\n"
-    )
+    (source.parent / "within.py").write_text("import json\n\njson.loads('[1')\n")
     spec = spec.format(folder=source.parent)
     with pytest.raises(InputError, match=f"reward '{spec}'.*{message}"):
         load_reward(spec)
