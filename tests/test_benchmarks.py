@@ -329,7 +329,7 @@ def test_what_a_run_takes_stands_beside_its_plan(scripts: None) -> None:
 
 def test_plans_near_the_edge_are_on_both_sides_of_it(scripts: None) -> None:
     memory_plan = importlib.import_module("memory_plan")
-    found = memory_plan.edge_cases(8, 0, 2)
+    found = memory_plan.edge_cases(8, 1, 2)
     assert all(one.accepted == (one.limit >= one.least) for one in found)
     assert {one.accepted for one in found} == {True, False} and {one.ranks for one in found} == {1, 2}
 

@@ -19,10 +19,6 @@ def _determinism() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _splits_products() -> bool:
-    return bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction)
-
-
 def _let_split_products(may: bool) -> None:
     """And reduce in bfloat16: the library says this half alone, and both are set together."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (may, may)
@@ -43,7 +39,7 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (lambda: torch.backends.mkldnn.enabled, lambda enabled: setattr(torch.backends.mkldnn, "enabled", enabled)),
     (_flushes_denormals, torch.set_flush_denormal),
     (torch.backends.cuda.preferred_blas_library, torch.backends.cuda.preferred_blas_library),
-    (_splits_products, _let_split_products),
+    (lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction, _let_split_products),
     (_C.fegetround, _C.fesetround),
 ]
 
