@@ -83,6 +83,7 @@ PARTS = (
     Part("flex", _case("flex", "--only", "flex"), 90, 200),
     Part("windows", _case("flex", "--only", "native"), 120, 300),
     Part("decode_layer", _case("decode_layer"), 20, 60),
+    Part("sustained", _case("sustained"), 15, 60),
     Part("learning-digits", _learning(120, *DIGITS), 60, 150),
     Part("growth", _case("growth", "--repeats", "3"), 60, 300),
     Part("generate-big", _case("generate", "--peer", "none", "--case", "big", "--repeats", "3"), 75, 130),
@@ -107,6 +108,7 @@ PARTS = (
     # Every script at its smallest, to see here what would fail there.
     Part("cpu-decode_layer", _case("decode_layer", "--rows", "2"), 2, 200, "cpu"),
     Part("cpu-flex", _case("flex"), 4, 60, "cpu"),
+    Part("cpu-sustained", _case("sustained"), 2, 60, "cpu"),
     Part("cpu-moe", _case("moe", "--repeats", "1"), 3, 60, "cpu"),
     Part("cpu-ops", _case("ops"), 5, 60, "cpu"),
     Part("cpu-generate", _case("generate", "--repeats", "1", "--case", "mixed", "--case", "cpu"), 5, 60, "cpu"),
