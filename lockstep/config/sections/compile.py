@@ -50,16 +50,8 @@ RECORDINGS = {
     "full": Plugin(whole=True),
 }
 FULL, ELEMENTWISE, LOGITS = "full", "elementwise", "logits"  # of `recompute`
-PASSES = (
-    "canonicalize",
-    "keep_logits",
-    "recompute",
-    "fit",
-    "reshard",
-    "bucket",
-    "reorder",
-    "fuse",
-)  # in the order of the default
+# In the order of the default.
+PASSES = ("canonicalize", "keep_logits", "recompute", "fit", "reshard", "bucket", "reorder", "fuse")
 
 
 def recordings(mode: str) -> tuple[str, str]:
