@@ -51,7 +51,7 @@ RECORDINGS = {
 }
 FULL, ELEMENTWISE, LOGITS = "full", "elementwise", "logits"  # of `recompute`
 # In the order of the default.
-PASSES = ("canonicalize", "keep_logits", "recompute", "fit", "reshard", "bucket", "reorder", "fuse")
+PASSES = ("canonicalize", "recompute", "fit", "keep_logits", "reshard", "bucket", "reorder", "fuse")
 
 
 def recordings(mode: str) -> tuple[str, str]:
