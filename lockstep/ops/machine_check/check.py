@@ -187,6 +187,7 @@ def _cuda_product(p: Product, device: torch.device) -> Outcome:
             chain = residual[i : i + CHAIN_ROWS] + chain
         if not same_bits(found[i : i + CHAIN_ROWS], chain):
             outcome = "replaced"
+        del chain  # before the next part's
     return outcome
 
 

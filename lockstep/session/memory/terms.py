@@ -335,14 +335,16 @@ def eager(w: Workload) -> int:
 
 
 def machine_check(w: Workload, again: Again) -> int:
-    """The check of this machine's products at the run's shapes: the head's weight, and its logits, two chunks or all of
-    a micro-batch where these are kept and as many more as the chain has at a time; or the feed-forward's weight and its
-    rows four times."""
+    """The check of this machine's products at the run's shapes: the head's weight, and two chunks of its logits, or
+    where they are kept all of a micro-batch, its rows, and as many more as the chain has at a time; or the
+    feed-forward's weight and its rows four times."""
     c = w.model
     wide = 2 * c.intermediate_size if c.moe is None else 2 * c.moe.intermediate_size
     of_head = table(w) + 2 * LOGIT_ROWS * c.vocab_size * 4
     if not again.logits:
-        of_head = max(of_head, table(w) + logits(w) + min(logits(w), CHAIN_ROWS * c.vocab_size * 4))
+        rows = -(-w.shape.completion_tokens // w.tp)
+        chain = min(rows, CHAIN_ROWS) * c.vocab_size * 4
+        of_head = max(of_head, table(w) + rows * c.hidden_size * w.b + logits(w) + chain)
     of_rows = w.shape.tokens * (2 * wide + 2 * c.hidden_size) * w.b + wide * c.hidden_size * w.b
     return max(of_head, of_rows) + DRAWN * 4
 

@@ -1,8 +1,10 @@
 """The check of the machine: what it finds on this CPU, that it finds what is planted, and what it keeps on disk."""
 
+import importlib
 import json
 import os
 import stat
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from lockstep.cache import fingerprint, user_folder
 from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.linear import choice as linear_choice
 from lockstep.ops.linear.choice import Kind
+from lockstep.ops.linear.operator import linear_fp32
 from lockstep.ops.machine_check import attention as machine_check_attention
 from lockstep.ops.machine_check import check as machine_check
 from lockstep.ops.machine_check.check import HeadShape, LatentHeadShape, Product
@@ -57,6 +60,31 @@ def test_this_machine_holds(folder, dtype):
     verdict = check(folder, dtype)
     assert verdict.holds and verdict.checked == len(PRODUCTS) + 1 and not verdict.replaced
     assert str(verdict) == f"{len(PRODUCTS) + 1} shapes keep the contract"
+
+
+@pytest.mark.parametrize("differs_at", [None, 0, 2])
+def test_a_gpus_chain_is_there_for_a_part_of_the_rows_at_a_time(monkeypatch, differs_at):
+    """With the words of all of them."""
+    parts: list[weakref.ref] = []
+
+    def chain(x, weight, kind):
+        out = linear_fp32(x, weight)
+        if len(x) > 1:
+            assert not any(part() is not None for part in parts), "one part's beside another's"
+            parts.append(weakref.ref(out))
+        return out
+
+    def differing(x, weight):
+        out = linear_fp32(x, weight)
+        if differs_at is not None:
+            out[4 * differs_at] = 7.0
+        return out
+
+    monkeypatch.setattr(importlib.import_module("lockstep.ops.linear.triton"), "chain", chain)
+    monkeypatch.setattr(machine_check, "linear_fp32", differing)
+    monkeypatch.setattr(machine_check, "CHAIN_ROWS", 4)
+    found = machine_check._cuda_product(Product("linear_fp32", 11, 24, 40), CPU)
+    assert found == ("kept" if differs_at is None else "replaced") and len(parts) == 3
 
 
 def test_the_random_state_is_left_alone(folder):
