@@ -29,7 +29,7 @@ from lockstep.session.memory import (
     terms,
     usage,
 )
-from lockstep.session.memory.plan import CACHE, CHECK, KEPT, _pool
+from lockstep.session.memory.plan import CACHE, CHECK, KEPT, WORKING, _pool
 from lockstep.session.memory.terms import NOTHING, Again
 
 
@@ -199,10 +199,34 @@ def test_a_process_may_take_no_more_than_its_limit_of_addresses(monkeypatch: pyt
 def test_nothing_that_the_user_chose_is_changed() -> None:
     for chosen in (CompileConfig(recompute=("silu_mul",)), CompileConfig(activation_memory_gib=8.0)):
         w = workload("qwen3-14b", 8, chosen)
-        assert adapted(w, plan(w, H200)) is w.config
+        assert adapted(w, plan(w, 2 * H200)) is w.config
     given = replace(workload("qwen3-8b", 8), config=workload("qwen3-8b", 8).config)
     fixed = replace(given.config, generator=replace(given.config.generator, kv_cache_tokens=4096))
     assert plan(replace(given, config=fixed), H200).cache_tokens == 4096
+
+
+@pytest.mark.parametrize(
+    ("chosen", "beside"),
+    [
+        (CompileConfig(recompute=("elementwise", "layers.[0-5]")), ("elementwise", "layers.[0-5]")),
+        (CompileConfig("joint"), ()),
+        (CompileConfig(passes=("keep_logits",)), None),
+    ],
+)
+def test_logits_are_counted_where_they_are_kept_and_computed_again_beside_what_the_user_chose(
+    chosen: CompileConfig, beside: tuple[str, ...] | None
+) -> None:
+    w = workload("qwen3-4b", 1, chosen).having("compile", cudagraph_mode="none")
+    kept = plan(w, 2 * H200)
+    assert kept.fits and not kept.again.logits and kept.terms[WORKING] == terms.head(w, again=False) > terms.logits(w)
+    assert adapted(w, kept) is w.config
+    tight = plan(w, kept.total - GIB - kept.terms[CACHE])
+    if beside is None:  # no pass that would be told
+        assert tight.again == kept.again and adapted(w, tight) is w.config
+        return
+    assert tight.fits and tight.again == kept.again._replace(logits=True)
+    assert adapted(w, tight).compile.recompute == (*beside, "logits")
+    assert plan(replace(w, config=adapted(w, tight)), tight.memory) == tight
 
 
 def test_the_cache_takes_what_is_left() -> None:

@@ -140,24 +140,30 @@ def _recorded_whole(w: Workload) -> bool:
 
 
 def _ways(w: Workload) -> list[Again]:
-    """What may be computed again, the least first: what the configuration says, or what takes no product, the logits,
-    and then so many layers too. Where ranks share products little is elementwise, and results are gathered again; what
-    no pass keeps logits for computes them again."""
+    """What may be computed again, the least first: what takes no product, the logits, and then so many layers too; or
+    what the configuration says or the capture decides, and then the logits. Where ranks share products little is
+    elementwise, and results are gathered again; what no pass keeps logits for computes them again."""
     c, layers, alone = w.config.compile, w.model.num_layers, w.tp == 1
     if c.recompute:
         given = sum(any(p == FULL or fnmatchcase(f"layers.{i}", p) for p in c.recompute) for i in range(layers))
-        return [Again(given, alone and ELEMENTWISE in c.recompute, not keeps_logits(c))]
+        return _with_logits(c, Again(given, alone and ELEMENTWISE in c.recompute, not keeps_logits(c)))
     more = [(0, True, False), *((n, True, True) for n in range(layers + 1))]
     ways = [NOTHING, *(Again(n, elementwise and alone, logits) for n, elementwise, logits in more)]
     ways = list(dict.fromkeys(way._replace(logits=way.logits or not keeps_logits(c)) for way in ways))
     if c.activation_memory_gib > 0:
         return [next((way for way in ways if terms.kept(w, way) <= c.activation_memory_gib * GIB), ways[-1])]
-    return ways if chooses(c) else ways[:1]
+    return ways if chooses(c) else _with_logits(c, ways[0])
+
+
+def _with_logits(c: CompileConfig, way: Again) -> list[Again]:
+    """That way and, where it keeps logits and may say that they are computed again (`adapted`), that too."""
+    both = [way, way._replace(logits=True)]
+    return both if not way.logits and "recompute" in c.pass_names else [way]
 
 
 def keeps_logits(c: CompileConfig) -> bool:
-    """Whether a pass keeps them for the backward pass, of whole functions that are traced."""
-    return traces(c) and c.keeps_logits
+    """Whether a pass keeps them for the backward pass, in graphs of whole functions."""
+    return c.chosen[0].graphs and c.keeps_logits
 
 
 def chooses(c: CompileConfig) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...config import RunConfig
+from ...config import LOGITS, RunConfig
 from ...models.checks import divides
-from .plan import MemoryPlan, chooses, patterns, plan, traces
-from .terms import GIB, NOTHING
+from .plan import MemoryPlan, chooses, keeps_logits, patterns, plan, traces
+from .terms import GIB
 from .workload import Workload
 
 _MOST_RANKS, _MOST_TOGETHER = 1024, 8
@@ -16,10 +16,12 @@ _MOST_RANKS, _MOST_TOGETHER = 1024, 8
 
 def adapted(w: Workload, found: MemoryPlan) -> RunConfig:
     """The workload's configuration with what its plan computes again."""
-    config = w.config
-    if found.again == NOTHING or not chooses(config.compile):
-        return config
-    return replace(config, compile=replace(config.compile, recompute=patterns(w, found.again)))
+    c = w.config.compile
+    if chooses(c):
+        again = patterns(w, found.again)
+    else:
+        again = c.recompute + (LOGITS,) * (keeps_logits(c) and found.again.logits)
+    return w.config if again == c.recompute else replace(w.config, compile=replace(c, recompute=again))
 
 
 def refusal(w: Workload, found: MemoryPlan) -> str:
