@@ -33,6 +33,8 @@ _MODEL, _DATA, _FUNCTION = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
 _UNREAD = get_args(tyro.conf.Suppress[int])[1]  # marks what a command does not read
 _ANSWERS = ("yes", "no", "true", "false", "on", "off", "0", "1")
 _SHORT = {"--data": "--task.data", "--reward": "--task.reward"}  # of train
+# Take several values, of which any may look like another trainer's `section.key=value`.
+_WITH_SIGNS = ("--optimizer.lr-scales", "--optimizer.weight-decays", "--sampling.stop", "--stop")
 
 
 def spelled_out(flag: str) -> str:
@@ -75,10 +77,13 @@ def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
             f"{flag} takes one file, folder or hub id, and is given {' and '.join(values)}; put files into one folder",
         )
     flags_begin = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    latest = ""
     for i, word in enumerate(arguments):
+        latest = spelled_out(word) if word.startswith("-") else latest
         key, sets, _ = word.partition("=")
         dots = "*" if i < flags_begin else "+"  # further on it may be a flag's own value
-        may_be = sets and (i < flags_begin or not arguments[i - 1].startswith("-"))
+        own = latest in _WITH_SIGNS or arguments[i - 1].startswith("-")
+        may_be = sets and (i < flags_begin or not own)
         if may_be and re.fullmatch(rf"[+]*[A-Za-z]\w*([.]\w+){dots}", key):
             meant = _meant("--" + key.lstrip("+").replace("_", "-"), known)
             raise InputError(f"{word} is no flag; settings are given as --section.key VALUE{meant}")
