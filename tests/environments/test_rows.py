@@ -188,11 +188,15 @@ def test_a_parquet_file_without_rows_is_named(tmp_path: Path) -> None:
         read_problems(str(tmp_path / "rows.parquet"))
 
 
-def test_an_unknown_split_is_named(tmp_path: Path) -> None:
-    table = datasets.Dataset.from_list(ROWS)
-    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "splits")
-    with pytest.raises(InputError, match="splits has no split 'test'; it has train"):
-        read_problems(str(tmp_path / "splits"), "test")
+def test_splits_of_what_was_saved_and_their_parts(tmp_path: Path) -> None:
+    table = datasets.Dataset.from_list([{"prompt": f"p{i}"} for i in range(10)])
+    saved = str(tmp_path / "splits")
+    datasets.DatasetDict({"train": table, "more": table.select([7])}).save_to_disk(saved)
+    for split, kept in (("train[:30%]", [0, 1, 2]), ("train[-1:]+more", [9, 7]), ("more", [7])):
+        assert [problem.prompt for problem in read_problems(saved, split)] == [f"p{i}" for i in kept]
+    for unknown in ("test", "train+test[:5%]"):
+        with pytest.raises(InputError, match="splits has no split 'test'; it has train, more"):
+            read_problems(saved, unknown)
 
 
 def test_another_column_can_be_the_prompt(tmp_path: Path) -> None:

@@ -240,9 +240,10 @@ def _load(data: str, path: Path, split: str, columns: Mapping[str, Column] | Non
             return datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train", **options)
         if (path / "dataset_dict.json").is_file():
             found = datasets.load_from_disk(str(path))
-            name = split.partition("[")[0]  # train[:5%]
-            refuse(name not in found, f"{data} has no split {name!r}; it has {', '.join(found)}")
-            return found[split]
+            for name in re.sub(r"\[.*?\]", "", split).split("+"):  # train[:5%]+test
+                refuse(name not in found, f"{data} has no split {name!r}; it has {', '.join(found)}")
+            parts = datasets.ReadInstruction.from_spec(split).to_absolute({n: len(rows) for n, rows in found.items()})
+            return datasets.concatenate_datasets([found[p.splitname].select(range(p.from_, p.to)) for p in parts])
         if (path / "state.json").is_file():
             return datasets.load_from_disk(str(path))
         name, _, configuration = (str(path.resolve()), "", "") if path.exists() else data.partition(":")
