@@ -32,10 +32,10 @@ def evaluate(
         progress: where to say how far it is, for example `sys.stderr`.
 
     Returns a dict: `reward/mean` and `pass@K`, each with its 95 % interval under `.../ci95`, the mean of each reward
-    function, lengths, and `per_problem` counts. A problem on some of whose completions `pass_reward` is None does not
-    count for pass@k; `pass_unknown` are the k that no problem has as many scored completions for. Under `torchrun` all
-    processes call it, with the same arguments; problems are dealt to groups of `config.parallel.generator_tp` of them,
-    and each returns the result of all.
+    function, lengths, and `per_problem` counts, each with the problem's number. A problem on some of whose completions
+    `pass_reward` is None does not count for pass@k, and has `passed` None there; `pass_unknown` are the k that no
+    problem has as many scored completions for. Under `torchrun` all processes call it, with the same arguments;
+    problems are dealt to groups of `config.parallel.generator_tp` of them, and each returns the result of all.
 
     Raises `InputError` for settings that cannot work and for a task without validation problems, and `NonFiniteError`
     when the model's outputs are no numbers.

@@ -185,8 +185,9 @@ def _measures(
         "pass_threshold": threshold,
         "response_length/mean": mean(c.length for c in completions),
         "response_length/clip_ratio": mean(float(c.cut_off) for c in completions),
-        "per_problem": [
-            {"n": len(row), "passed": sum(v is not None and v >= threshold for v in row)} for row in scored
+        "per_problem": [  # what pass@k is made of, by place in the data
+            {"problem": g.group, "n": len(row), "passed": None if None in row else sum(v >= threshold for v in row)}
+            for g, row in zip(groups, scored, strict=True)
         ],
     }
 

@@ -138,10 +138,13 @@ def test_the_deciding_reward_and_problems_it_does_not_apply_to(config: RunConfig
     assert evaluate(config, pass_reward="never")["pass@1"] == 0.0
     result = evaluate(config, pass_reward="sometimes")
     assert result["pass@1"] == 1.0 and result["pass@1/ci95"] == wilson_interval(1.0, 5)  # five of the six problems
+    assert sorted(row["passed"] is None for row in result["per_problem"]) == [False] * 5 + [True]
     assert "  pass@k is without 1 of the problems, to which sometimes does not apply" in render(result).splitlines()
     assert result["temperature"] == 0.0 and result["n"] == 1 and "groups_without_reward" not in result
     alone = replace(config, task=replace(config.task, reward=config.task.reward[2:]))
     assert (result := evaluate(alone))["groups_without_reward"] == 1
+    numbers = [row["problem"] for row in result["per_problem"]]
+    assert len(numbers) == 5 and sorted(numbers) == numbers and set(numbers) < set(range(6))
     assert render(result).startswith("dataset: 6 problems (1 left out, without a reward), 1 completion each")
 
 
