@@ -84,7 +84,11 @@ def _check_mask(spec: str, function: ops.MaskFunction) -> str:
         if not isinstance(whole, torch.Tensor) or whole.dtype != torch.bool:
             found = str(whole.dtype) if isinstance(whole, torch.Tensor) else type(whole).__name__
             raise InputError(f"attention_mask {spec!r} returned {found}; it must return a bool tensor")
-        function(query.to("meta"), key.to("meta"))
+        if function(query.to("meta"), key.to("meta")).device != torch.device("meta"):  # table[key]
+            raise InputError(
+                f"attention_mask {spec!r} reads a tensor from elsewhere; it must use operators of torch on query and "
+                "key alone"
+            )
         traced = _traced(function, query, key)
         pairs = torch.vmap(torch.vmap(function, (None, 0)), (0, None))(query.squeeze(1), key)
     except InputError:

@@ -200,6 +200,7 @@ def test_what_cannot_be_is_refused(config: ModelConfig, attention: str, mask: st
         ("query.items() > 5", "raised AttributeError"),
         ("1 / 0", "raised ZeroDivisionError: division by zero"),
         ("torch.ones(999).bool()[key] & (query > 0)", "raised "),
+        ("torch.ones(999).bool()[key]", "reads a tensor from elsewhere"),
     ],
 )
 def test_a_mask_that_is_no_function_of_positions_is_refused(body: str, message: str, tmp_path: Path) -> None:
