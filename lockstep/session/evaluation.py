@@ -186,8 +186,9 @@ def _measures(
         "response_length/mean": mean(c.length for c in completions),
         "response_length/clip_ratio": mean(float(c.cut_off) for c in completions),
         "per_problem": [  # what pass@k is made of, by place in the data
-            {"problem": g.group, "n": len(row), "passed": None if None in row else sum(v >= threshold for v in row)}
+            {"problem": g.group, "n": len(row), "passed": None if None in row else passed}
             for g, row in zip(groups, scored, strict=True)
+            for passed in [sum(v is not None and v >= threshold for v in row)]
         ],
     }
 
