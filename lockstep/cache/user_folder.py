@@ -20,11 +20,17 @@ _unwritable: set[Path] = set()  # caches that a warning was given for
 
 
 def cache_folder() -> Path:
-    """`$LOCKSTEP_CACHE`, else `lockstep` under `$XDG_CACHE_HOME` or `~/.cache` (XDG Base Directory Specification)."""
+    """`$LOCKSTEP_CACHE`, else `lockstep` under `$XDG_CACHE_HOME` or `~/.cache` (XDG Base Directory Specification); of a
+    user without a home, as in a container that has no name for its user, `lockstep-UID` in the temporary folder."""
     if own := os.environ.get("LOCKSTEP_CACHE"):
         return Path(own)
     root = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(root) if os.path.isabs(root) else Path.home() / ".cache") / "lockstep"
+    if os.path.isabs(root):
+        return Path(root) / "lockstep"
+    try:
+        return Path.home() / ".cache" / "lockstep"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"lockstep-{os.getuid()}"
 
 
 def read(path: Path) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pwd
 import resource
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,3 +80,15 @@ def test_a_cache_that_cannot_be_written_is_said_once(
     (warning,) = caplog.messages
     assert warning.startswith("the cache /dev/null/cache cannot be written ([Errno 20] Not a directory")
     assert warning.endswith("set LOCKSTEP_CACHE to a folder of your own")
+
+
+def test_a_user_without_a_home_has_a_cache_in_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that is started as a number that its `/etc/passwd` does not have."""
+    for name in ("LOCKSTEP_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert user_folder.cache_folder() == tmp_path / f"lockstep-{os.getuid()}"
+    assert user_folder.write(user_folder.cache_folder() / "graphs" / "a.json", 1)
