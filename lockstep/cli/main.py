@@ -122,6 +122,8 @@ def _lacking(error: BaseException) -> str:
         return f"the system starts no further {what}: {said}; {thread_limits()}"
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         return f"the system opens no further file: {said}; this process may have {open_files()} open (ulimit -n)"
+    if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
+        return f"no temporary file can be written: {said}; set TMPDIR to a folder that is neither full nor read-only"
     return f"memory ran out: {said}; ask for less at once, or use a smaller model" if ran_out(error) else ""
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import shlex
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from processes import finished, unread_pipe
 
 import lockstep
 import lockstep.run.replay  # before something stands for what it imports
+from lockstep.cli import flags
 from lockstep.cli import main as cli_main
 from lockstep.cli.main import main
 from lockstep.config import LOSS_TYPES, READ_BY, CompileConfig, LossConfig, ParallelConfig, RunConfig, yaml_file
@@ -401,6 +403,19 @@ sys.exit(main(["train", "--run-dir", {str(tmp_path / "run")!r}]))
     *before, last = done.stderr.splitlines()
     assert (done.returncode, done.stdout, before) == (2, "", [f"run folder: {tmp_path / 'run'}"]), done.stderr
     assert last.startswith(f"lockstep: error: the system {said}")
+
+
+def test_no_folder_for_temporary_files_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a container with a root that is read-only; torch's import wants one."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/dev/null"])
+    monkeypatch.setitem(cli_main.COMMANDS, flags.Replay, lambda _: tempfile.gettempdir())
+    assert main(["replay", "run", "--trajectory", "0/0/0"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("lockstep: error: no temporary file can be written: [Errno 2] No usable temporary directory")
+    assert said.endswith("; set TMPDIR to a folder that is neither full nor read-only")
 
 
 def test_a_reader_that_goes_away_does_not_end_a_run(run: Recorder, tmp_path: Path) -> None:
