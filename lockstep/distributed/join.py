@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from .. import machine
 from ..config import ParallelConfig, require_divisor
-from ..errors import refuse
+from ..errors import InputError, refuse
 from . import torch_private
 from .cells import Cells
 from .collectives import exchange, gather
@@ -35,8 +36,9 @@ def join(config: ParallelConfig, device_type: str) -> World:
     """The world of this process: all that torchrun started, over NCCL on GPUs and gloo on CPUs, or itself alone.
 
     Raises:
-        InputError: it has joined them already; `parallel.fsdp` times `parallel.tp` is not the number of processes, or
-            these are on devices of different kinds, as where there are more of them than GPUs.
+        InputError: it has joined them already; nothing says where they meet, or the port there is taken;
+            `parallel.fsdp` times `parallel.tp` is not the number of processes, or these are on devices of different
+            kinds, as where there are more of them than GPUs.
         PeerLost: another process did not come.
     """
     launch = machine.launched()
@@ -58,7 +60,8 @@ def join(config: ParallelConfig, device_type: str) -> World:
     world = World(rank, count, config.timeout, on_gpu, tp, pushes=pushes, lanes=lanes, local_rank=local_rank)
     if on_gpu:
         machine.prepare_nccl(len(world.mesh.in_graphs))
-    with world.peers(), world.deadline("joining the other processes"):
+    first = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
+    with world.peers(), world.deadline(f"joining the other processes at {first}"):
         store = dist.PrefixStore(f"lockstep/{next(_joined)}", _store(timeout))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)  # through the host
         try:
@@ -139,7 +142,22 @@ def _fault(attempt: Callable[[], object]) -> str:
 
 @cache
 def _store(timeout: timedelta) -> dist.Store:
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    """What the first process serves, and all meet at."""
+    host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise InputError(
+            f"MASTER_ADDR is {host!r} and MASTER_PORT {port!r}; torchrun sets them to the first process's host and to "
+            "a port that is free there"
+        )
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+    except dist.DistNetworkError as error:
+        refuse(
+            "EADDRINUSE" in str(error),
+            f"port {port} of this host is taken, by another run perhaps, and the processes would meet there; choose "
+            "another one by MASTER_PORT (torchrun: --master-port)",
+        )
+        raise
     return store
 
 

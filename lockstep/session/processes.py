@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .. import machine
+from ..cache import fingerprint
 from ..config import RunConfig, yaml_file
 from ..distributed import World, join
 from ..models import glances
@@ -27,7 +28,7 @@ def together(config: RunConfig) -> Iterator[World]:
         world = join(config.parallel, resolve_device(config.device).type)
     try:
         with world.peers():
-            world.same("the processes of this run", lambda: {**_models(config), **yaml_file.flat(config)})
+            world.same("the processes of this run", lambda: _inputs(config))
             yield world
     except GeneratorExit:  # nobody closed it, and this process ends
         raise
@@ -37,10 +38,22 @@ def together(config: RunConfig) -> Iterator[World]:
     world.close()
 
 
+def _inputs(config: RunConfig) -> dict[str, Any]:
+    return {**_code(config), **_models(config), **yaml_file.flat(config)}
+
+
 def _models(config: RunConfig) -> dict[str, str]:
     """What tells the files of the models that are read from others."""
     given = {"model": config.model, "loss.teacher": config.loss.teacher}
     return {f"{field} {m}: {name}": of for field, m in given.items() if m for name, of in glances(m).items()}
+
+
+def _code(config: RunConfig) -> dict[str, str]:
+    """What computes: the package's source files and the libraries, which an installation on another host may not have
+    alike; steps of other code would be added up as if they were those of this one."""
+    found = {name: fingerprint.version(name) for name in ("transformers", "tokenizers", "datasets")}
+    found |= fingerprint.origin(resolve_device(config.device).type)
+    return {"the hash of lockstep's source files": found.pop("sources"), **found}
 
 
 class Requests(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from types import SimpleNamespace
@@ -13,16 +14,18 @@ import torch.distributed as dist
 from sharing import on_one_gpu
 
 from lockstep import machine
-from lockstep.config import ParallelConfig
-from lockstep.distributed import ONE, World, join, torch_private
+from lockstep.cache import fingerprint
+from lockstep.config import ParallelConfig, RunConfig
+from lockstep.distributed import ONE, World, join, torch_private, watchdog
 from lockstep.distributed.push import memory
 from lockstep.errors import InputError, PeerLost
+from lockstep.session import processes
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))  # nothing that is set here reaches other tests
-    started = "WORLD_SIZE", "RANK", "LOCAL_RANK"
+    started = "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
     for name in (*started, "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "NCCL_LAUNCH_ORDER_IMPLICIT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -50,11 +53,69 @@ def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("RANK", "one")
     with pytest.raises(InputError, match="RANK is 'one'"):
         machine.launched()
-    for rank, local_rank, processes in (("2", "0", "2"), ("0", "2", "2"), ("0", "0", "0")):
-        for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": processes}.items():
+    for rank, local_rank, size in (("2", "0", "2"), ("0", "2", "2"), ("0", "0", "0")):
+        for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(InputError, match=f"RANK is {rank} and LOCAL_RANK {local_rank}, of a WORLD_SIZE of"):
             machine.launched()
+
+
+def test_where_processes_cannot_meet_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    def set_up(rank: int, host: str, port: object) -> None:
+        given = {"WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": host, "MASTER_PORT": port}
+        for name, value in given.items():
+            monkeypatch.setenv(name, str(value))
+
+    for host, port in (("", 1), ("localhost", ""), ("localhost", "abc"), ("localhost", 1 << 16)):
+        set_up(0, host, port)
+        with pytest.raises(InputError, match=f"MASTER_ADDR is '{host}' and MASTER_PORT '{port}'; torchrun sets them"):
+            join(ParallelConfig(timeout=5.0), "cpu")
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        set_up(0, "localhost", port)
+        with pytest.raises(InputError, match=f"port {port} of this host is taken, .* by MASTER_PORT"):
+            join(ParallelConfig(timeout=5.0), "cpu")
+
+    def looks(timeout: object) -> None:
+        threading.Event().wait(0.2)
+        raise PeerLost("nobody")
+
+    def leave(code: int) -> None:
+        assert code == 1
+
+    monkeypatch.setattr(sys.modules["lockstep.distributed.join"], "_store", looks)
+    monkeypatch.setattr(watchdog, "GRACE", 0.0)
+    monkeypatch.setattr(os, "_exit", leave)
+    set_up(1, "no.host", 29500)
+    with pytest.raises(PeerLost, match="nobody"):
+        join(ParallelConfig(timeout=0.01), "cpu")
+    assert "joining the other processes at no.host:29500 (MASTER_ADDR, MASTER_PORT) did not" in capsys.readouterr().err
+
+
+def test_ranks_of_another_installation_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of another state of the package would add its gradients to those of this one."""
+
+    class Two(World):
+        def share(self, make):  # what rank 1 has: the same, of a package with another source file
+            here = make()
+            with monkeypatch.context() as patch:
+                patch.setattr(fingerprint, "sources", lambda: "others")
+                return [here, make()]
+
+        def on_all(self, error):
+            return error
+
+        def close(self, failed: bool = False) -> None:
+            pass
+
+    monkeypatch.setattr(processes, "join", lambda *_: Two(0, 2, 30.0))
+    with (
+        pytest.raises(InputError, match="the hash of lockstep's source files is 'others' on rank 1 and "),
+        processes.together(RunConfig(device="cpu")),
+    ):
+        pass
 
 
 def test_ranks_that_share_a_gpu_have_the_first_each(monkeypatch: pytest.MonkeyPatch) -> None:
