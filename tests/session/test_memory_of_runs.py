@@ -91,6 +91,12 @@ def test_running_out_is_answered_with_the_plan(
             running_out_named(str, World(0, 1)),
         ):
             raise error
+    monkeypatch.setattr("lockstep.session.memory.usage.addresses", lambda: 3 << 29)
+    with (
+        pytest.raises(InputError, match=r"This process may address 1\.50 GiB \(ulimit -v\): raise that"),
+        running_out_named(str, World(0, 1)),
+    ):
+        raise MemoryError
     with pytest.raises(RuntimeError, match="something else"), running_out_named(str, World(0, 1)):
         raise RuntimeError("something else")
 
