@@ -84,7 +84,9 @@ def test_what_a_micro_batch_keeps(arch: str) -> None:
     ends = tokens * (2 * hidden + 512) + scored * (2 * hidden + 40)
     assert terms.kept(w) == tokens * KEPT_A_TOKEN[arch] + ends
     assert terms.kept(w, Again(w.model.num_layers)) == tokens * w.model.num_layers * 2 * hidden + ends
-    assert terms.head(w) >= 151936 * hidden * 2 + scored * hidden * 6
+    backward = 151936 * hidden * 2 + scored * hidden * 6 + terms.GRADIENT_CHUNK
+    assert terms.head(w) >= backward and terms.logits(w) == scored * 151936 * 4
+    assert terms.head(w, again=False) == terms.logits(w) + backward + tokens * hidden * 2
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "olmo2", "gpt-oss"])
