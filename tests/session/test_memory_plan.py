@@ -113,6 +113,9 @@ def test_what_does_not_fit_is_refused_and_every_remedy_fits() -> None:
     crowded = workload("qwen3-8b", 8, CompileConfig(activation_memory_gib=100.0), max_tokens_per_micro_batch=40960)
     offered = list(remedies(crowded, H200))
     assert offered[0] == "--trainer.max-tokens-per-micro-batch 20480" and "--compile.recompute full" in offered
+    without = CompileConfig(passes=("canonicalize", "keep_logits"))  # where it would be refused
+    offered = list(remedies(workload("qwen3-8b", 8, without, max_tokens_per_micro_batch=40960), H200))
+    assert offered and not any("recompute" in one for one in offered)
 
 
 @pytest.mark.parametrize("seed", range(12))

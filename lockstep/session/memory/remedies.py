@@ -66,7 +66,8 @@ def _changes(w: Workload, memory: int) -> Iterator[tuple[str, Workload]]:
             break
     if fewer is not w:
         yield f"--trainer.max-tokens-per-micro-batch {fewer.config.trainer.max_tokens_per_micro_batch}", fewer
-    if not c.compile.recompute and traces(c.compile) and not chooses(c.compile):
+    can_say = traces(c.compile) and "recompute" in c.compile.pass_names
+    if can_say and not c.compile.recompute and not chooses(c.compile):
         yield "--compile.recompute full", w.having("compile", recompute=("full",), activation_memory_gib=0.0)
     if w.on_gpu and not c.optimizer.offload:
         on_host = f"with {12 * w.layout.size / GIB:.1f} GiB of the host's memory a GPU"
