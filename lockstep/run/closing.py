@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import OF_EVALUATION, RunConfig, TaskConfig, recipes
+from .metrics import deciding
 
 _ENDS = 10  # steps whose mean reward is told where no problems are held out
 _SHORT = 60  # characters of a prompt that a command can hold
@@ -35,9 +36,7 @@ def learned(
         first, last = (sum(part) / count for part in (rewards[:count], rewards[-count:]))
         return f"reward {first:.3g} -> {last:.3g}, the first and last {'step' if count == 1 else f'{count} steps'}"
     (first, before), (last, after) = measured[0], measured[-1]
-    named = [name for name in before if name.startswith("validation/rewards/") and name.endswith("/mean")]
-    several = config.task.environment is not None and len(named) > 1  # none of which is known to decide
-    name = "validation/reward/mean" if several or not named else named[0]
+    name = deciding(before, config)
     title = name.removeprefix("validation/").removeprefix("rewards/").removesuffix("/mean")
     share = title == "correct" and not config.task.reward
     shown = [_value(metrics.get(name), share) for metrics in (before, after)]

@@ -7,7 +7,7 @@ import io
 import json
 import os
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from ..errors import InputError, LockstepError, refuse
 from ..json_file import to_json
 
 if TYPE_CHECKING:
+    from ..config import RunConfig
     from ..types import RolloutGroup, Trajectory
 
 _STEPS_END = 1 << 53  # a step below it is exact as a float too
@@ -30,6 +31,14 @@ def number(value: float | None) -> str:
     if value is None or isinstance(value, int):
         return "-" if value is None else f"{value:,}"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def deciding(names: Iterable[str], config: RunConfig | None) -> str:
+    """Of validation metrics the one that decides: the first reward's mean; of several that an environment names, none
+    of which is known to, their sum's."""
+    named = [name for name in names if name.startswith("validation/rewards/") and name.endswith("/mean")]
+    played = config is not None and config.task.environment is not None
+    return "validation/reward/mean" if not named or (played and len(named) > 1) else named[0]
 
 
 @contextmanager

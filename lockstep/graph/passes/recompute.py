@@ -7,17 +7,16 @@ The same operators run on the same inputs, so every bit is the same; memory is t
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ...config import ELEMENTWISE, FULL
 from ...errors import InputError
-from ...ops.records import ScoredRows
 from ..ir.captured import (
     BACKWARD,
     BACKWARD_TAG,
@@ -35,7 +34,7 @@ from ..torch_private import trace as torch_trace
 from .collectives import gathers_weights
 from .rewrite import called, reached, rewritten
 
-_LSE = 4 + ScoredRows._fields.index("lse_C")  # of the arguments of the head's backward call
+_HEAD_BACKWARD = "lockstep.token_logprobs_backward"
 _PASSES_OVER = frozenset(f"lockstep.{name}" for name in ("rms_norm", "qk_norm_rope", "silu_mul"))
 
 
@@ -106,16 +105,17 @@ def fit(captured: Captured, budget: int) -> tuple[Captured, str]:
 def keep_logits(captured: Captured) -> tuple[Captured, str]:
     """Keep the LM head's logits, 4 bytes a scored row and word of the vocabulary, for its backward pass, whose operator
     would compute them again: one of four products of the head less."""
+    if not any(op_name(node) == _HEAD_BACKWARD for node in captured.graph.nodes):
+        return captured, "no backward pass of a head"
     result = rewritten(captured)
-    kept = sum(_keep_logits(node) for node in list(result.graph.nodes))
-    return result, f"logits kept of {kept} heads" if kept else "no backward pass of a head"
+    kept = sum(_keep_logits(node) for node in list(result.graph.nodes) if op_name(node) == _HEAD_BACKWARD)
+    return result, f"logits kept of {kept} heads"
 
 
 def _keep_logits(backward: fx.Node) -> bool:
-    if op_name(backward) != "lockstep.token_logprobs_backward":
-        return False
-    number: Any = backward.args[_LSE]  # an item of the forward call's results
-    forward = called(number.args[0], "lockstep.token_logprobs")
+    """Of this head, unless its forward call is not in the graph."""
+    items = (node for node in backward.all_input_nodes if node.target is operator.getitem)
+    forward = next(filter(None, (called(item.args[0], "lockstep.token_logprobs") for item in items)), None)
     if forward is None:
         return False
     multiply, score = (

@@ -1,7 +1,8 @@
 """Log-probabilities over a chunked LM head, and sampling from it: one code path for trainer and generator.
 
 Two numbers a token: of the distribution that was sampled (temperature, top-k, top-p, min-p) and of the model's own
-(temperature 1, untruncated). The [tokens, vocabulary] logits exist one chunk at a time.
+(temperature 1, untruncated). The [tokens, vocabulary] logits exist one chunk at a time, unless a graph keeps them for
+its backward pass (`score_logits`).
 
 Shape suffixes: C rows (one a token to score), D model dim, V vocabulary, B bytes of a support mask.
 """
@@ -24,7 +25,7 @@ from ..records import Filters, SampleKeys, ScoredRows, cut
 from . import reference
 from .reference import divisor, pack_support, unpack_support
 
-CHUNK = 1024  # rows of logits at a time; none are one chunk, too
+CHUNK = 1024  # rows of logits at a time
 
 
 def _rows(logits_CV: Tensor) -> ModuleType:

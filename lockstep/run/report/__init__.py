@@ -9,7 +9,7 @@ from typing import Any
 
 from ...config.yaml_file import flat
 from ..display import WORDS
-from ..metrics import number
+from ..metrics import deciding, number
 from ..timeline import TIMELINE_FILE
 from .curves import compared, details, learning
 from .metric_titles import LEARNING, PHASES, SECTIONS
@@ -65,9 +65,7 @@ def _tiles(record: Record) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     if ends := record.ends("reward/mean"):
         found.append(("reward, first ten steps to last ten", change(*ends)))
-    named = [name for name in record.validations if name.startswith("validation/rewards/")]
-    played = record.config is not None and record.config.task.environment is not None
-    first = named[0] if named and not (played and len(named) > 1) else "validation/reward/mean"
+    first = deciding(record.validations, record.config)
     held_out = sorted(record.validations, key=lambda name: name != first)
     if held_out and (points := record.validations[held_out[0]]):
         label = f"held-out {held_out[0].removeprefix('validation/').removesuffix('/mean')}, before to after"
