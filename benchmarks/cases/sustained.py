@@ -48,12 +48,14 @@ def operands(c: ModelConfig, tokens: int, device: str) -> list[tuple[Tensor, Ten
 
 @contextlib.contextmanager
 def watched(device: str) -> Iterator[dict[str, float]]:
-    """Watts and MHz, the medians of what the driver tells in the second half of what is within; nothing on a CPU."""
+    """Watts and MHz of the GPU, the medians of what the driver tells in the second half of what is within; nothing on a
+    CPU."""
     found: dict[str, float] = {}
     if device != "cuda":
         yield found
         return
-    with subprocess.Popen(QUERY, stdout=subprocess.PIPE, text=True) as process:
+    of_it = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
+    with subprocess.Popen([*QUERY, of_it], stdout=subprocess.PIPE, text=True) as process:
         try:
             yield found
         finally:
@@ -102,7 +104,7 @@ def measure(given: argparse.Namespace, report: Report) -> None:
             for tensors in made:
                 for tensor in tensors:
                     tensor.zero_()
-        with watched(given.device) as told:
+        with watched(given.device) if way != "short" else contextlib.nullcontext(dict[str, float]()) as told:
             found = rate(layer, operations, min(length_s, given.seconds), given.device)
         about = {"tflops": found / 1e12, "of_peak": found / PEAK, **told}
         report.figures["ways"][way] = about
