@@ -102,11 +102,11 @@ class OpenTensorFile:
     def write(
         self, name: str, first: int, values: Tensor, also: Callable[[memoryview], object] = lambda data: None
     ) -> None:
-        """Write elements `first` and after of a tensor, from a flat one of its dtype on any device; `also` gets the
-        bytes, chunk by chunk."""
-        step = CHUNK_BYTES // values.itemsize
+        """Write elements `first` and after of a tensor, from a flat one on any device, which is rounded to its dtype;
+        `also` gets the bytes, chunk by chunk."""
+        step, dtype = CHUNK_BYTES // values.itemsize, self._file.entries[name].dtype
         for at in range(0, values.numel(), step):
-            data = _bytes(values[at : at + step])
+            data = _bytes(values[at : at + step].to(dtype))
             also(data)
             begin = self._file.begin(name, first + at)
             while data:  # a call may write less

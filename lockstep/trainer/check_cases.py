@@ -200,12 +200,12 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
 
     kinds = ("first", "tiny", "not finite", "mismatch", "not covered")
     made: tuple[graph.Role, ...] = ("param", "grad", "optimizer")
-    optimizer, derived = programs.optimizer, dict[str, Callable[[], object]]()
+    flat, derived = programs.flat, dict[str, Callable[[], object]]()
     own = programs.by_name["optim_step"].inputs.optimizer
-    if own and optimizer.remade():
-        derived = dict.fromkeys(("param", "optimizer master"), optimizer.remake)
-    elif "master" in own:  # weights apart from their masters
-        derived = {"param": optimizer.round_masters}
+    if "master" in own:  # weights apart from their masters
+        derived = {"param": programs.optimizer.round_masters}
+    elif own and flat.as_read():
+        derived = {"param": flat.reread}
     return [graph.Case(name, load=partial(load, kind), made=made, derived=derived) for kind, name in enumerate(kinds)]
 
 

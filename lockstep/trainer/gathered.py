@@ -199,11 +199,17 @@ def _separate(differentiated: bool) -> AbstractContextManager[Any]:
 
 
 def flat_parameters(
-    model: Decoder, mesh: Mesh, frozen: Collection[str] = (), reader: Decoder | None = None, stage: int | None = None
+    model: Decoder,
+    mesh: Mesh,
+    frozen: Collection[str] = (),
+    reader: Decoder | None = None,
+    stage: int | None = None,
+    float32: bool = False,
 ) -> FlatParameters:
     """A model's parameters, but for those that are `frozen`, as they are trained on this mesh; `reader`, by default the
-    model, generates with them. `stage`: ZeRO's, 2 or 3; by default 2 where the model's own are whole."""
+    model, generates with them. `stage`: ZeRO's, 2 or 3; by default 2 where the model's own are whole. `float32`: of
+    several ranks each keeps its part in that, to be its optimizer's masters."""
     if not mesh.axes and reader is None:
         return FlatParameters(model, mesh, frozen)
     gathers = stage == 3 or reader is not None
-    return (GatheredParameters if gathers else ShardedParameters)(model, mesh, frozen, reader)
+    return (GatheredParameters if gathers else ShardedParameters)(model, mesh, frozen, reader, float32)

@@ -184,17 +184,6 @@ class AdamW:
         """Make the weights from the masters, as every update does."""
         self.flat.data.copy_(self.master)
 
-    def remade(self) -> bool:
-        """Whether `remake` gives what is there: masters are no more than the weights, as before the first update."""
-        pieces = zip(self.master.split(CHUNK), self.flat.data.split(CHUNK), strict=True)
-        return self.flat.beside and all(torch.equal(master, weights.float()) for master, weights in pieces)
-
-    def remake(self) -> None:
-        """Make weights and masters from the parameters that the model reads."""
-        self.flat.reread()
-        if self.master is not self.flat.data:
-            self.master.copy_(self.flat.data)
-
     def _take_over(self, own: Tensor, given: Tensor | Sequence[Buffer], tp: int) -> None:
         parts = [given] if isinstance(given, Tensor) else given
         if own is not self.steps:

@@ -27,6 +27,7 @@ from ..distributed.placement import WHOLE
 from ..models import Decoder, Held
 from ..ops import SQUARES_BLOCK
 
+_PIECE = 1 << 24  # elements of the weights that are compared at one time
 ALIGNMENT = SQUARES_BLOCK  # elements: whole blocks of the gradient's norm, and well aligned for vector loads
 
 
@@ -85,21 +86,23 @@ class FlatWeights:
         names: of the parameters, the model's own; a tied one stands once.
 
     Attributes:
-        names, parameters: as given, in buffer order.
+        names, parameters: as given, in buffer order. dtype: the parameters'.
         layout: where each lies. whole_layout: where they lie in one process, which shares no product.
-        data: [layout.size], the parameters' dtype; the gaps are zero and stay so.
+        data: [layout.size], of `dtype`, or float32; the gaps are zero and stay so.
         parts: views of `data`, one a parameter: its shape in one process, flat where it is sharded.
     """
 
-    def __init__(self, model: Decoder, mesh: Mesh, names: Sequence[str]) -> None:
+    def __init__(self, model: Decoder, mesh: Mesh, names: Sequence[str], float32: bool = False) -> None:
         self.names, self.parameters = list(names), [model.get_parameter(name) for name in names]
         first = self.parameters[0]
+        self.dtype = first.dtype
         assert all(p.dtype == first.dtype and p.device == first.device for p in self.parameters)
         self.mesh, self.placements = mesh, [model.placements[name] for name in names]
         self.layout = Layout.of([p.shape for p in self.parameters], mesh.fsdp.size)
         placed = zip(self.placements, self.layout.shapes, strict=True)
         self.whole_layout = Layout.of([whole_shape(on, mesh, shape) for on, shape in placed])
-        self.data = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
+        dtype = torch.float32 if float32 else first.dtype
+        self.data = torch.zeros(self.layout.size, dtype=dtype, device=first.device)
         self.parts = self._views(self.data)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -107,9 +110,9 @@ class FlatWeights:
 
     @torch.no_grad()
     def gathered(self, name: str, part: Tensor) -> Tensor:
-        """A parameter as the model has it, from all ranks' parts of it."""
+        """A parameter as the model has it, from all ranks' parts of it, which are rounded before they travel."""
         with _serving(name):
-            return distributed.unshard(part, self.layout.shapes[self.names.index(name)], self.mesh.fsdp)
+            return distributed.unshard(part.to(self.dtype), self.layout.shapes[self.names.index(name)], self.mesh.fsdp)
 
     def own(self) -> dict[str, list[Held]]:
         """This rank's ranges of the parameters."""
@@ -156,11 +159,12 @@ class FlatParameters(FlatWeights):
     cell: int = 0
     cells: Tensor | None = None
 
-    def __init__(self, model: Decoder, mesh: Mesh = ALONE, frozen: Collection[str] = ()) -> None:
+    def __init__(self, model: Decoder, mesh: Mesh = ALONE, frozen: Collection[str] = (), float32: bool = False) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in frozen)
         trained = [item for item in model.named_parameters() if item[0] not in frozen]
-        super().__init__(model, mesh, [name for name, _ in sorted(trained, key=lambda item: item[1].dim() < 2)])
+        names = [name for name, _ in sorted(trained, key=lambda item: item[1].dim() < 2)]
+        super().__init__(model, mesh, names, float32)
         self.counted: dict[str, Tensor] = {}
         self.num_matrix_elements = self.layout.offsets[sum(p.dim() >= 2 for p in self.parameters)]
         self.grad = torch.zeros(self.layout.size, dtype=torch.float32, device=self.data.device)
@@ -177,6 +181,10 @@ class FlatParameters(FlatWeights):
 
     def reread(self) -> None:
         """Nothing: the model's parameters are the buffer."""
+
+    def as_read(self) -> bool:
+        """Whether `data` has memory of its own and is what `reread` makes it."""
+        return False
 
     def inputs(self, model: Decoder) -> graph.Inputs:
         """What a function of the model is bound to: its weights as they are trained, and its other tensors."""
@@ -260,7 +268,7 @@ class FlatParameters(FlatWeights):
     def held(self, model: Decoder) -> dict[str, list[Held]]:
         """What this rank writes of the tensors of `model`, which is trained: its ranges, and as large ones of what all
         ranks have whole."""
-        found, mesh = self.own(), self.mesh
+        found, mesh = {} if self.beside else self.own(), self.mesh
         placements = dict(model.placements) | dict.fromkeys((name for name, _ in model.named_buffers()), WHOLE)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             on = placements[name]
@@ -277,7 +285,8 @@ class FlatParameters(FlatWeights):
 
 class ShardedParameters(FlatParameters):
     """`FlatParameters` of one of several ranks, which has a shard of both buffers: of what it has by `tp`, a part cut
-    along the mesh's `fsdp`. Micro-batches read the model's own parameters, which are whole: ZeRO's stage 2.
+    along the mesh's `fsdp`. Micro-batches read the model's own parameters, which are whole: ZeRO's stage 2. With
+    `float32` the shard is of the optimizer's masters, and gathers round it; else of weights of the model's dtype.
 
     `gather` brings those up to date. Where another model is the `reader` that generates, with all of the weights or a
     part, they are the reader's, the model has none but frozen ones, and the shard is to be filled (`own`).
@@ -286,10 +295,17 @@ class ShardedParameters(FlatParameters):
         gathering: what `gather` reads and writes.
     """
 
-    def __init__(self, model: Decoder, mesh: Mesh, frozen: Collection[str] = (), reader: Decoder | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        mesh: Mesh,
+        frozen: Collection[str] = (),
+        reader: Decoder | None = None,
+        float32: bool = False,
+    ) -> None:
         self.axis, self.reads_own = mesh.fsdp, reader is None
         self.beside = self.reads_own
-        super().__init__(model, mesh, frozen)
+        super().__init__(model, mesh, frozen, float32)
         if mesh.tp.size > 1:
             self.alike = self._alike()
             self.counted = self._counted()
@@ -306,13 +322,20 @@ class ShardedParameters(FlatParameters):
         if self.beside:
             self.reread()
 
-    @torch.no_grad()
-    def reread(self) -> None:
-        """Fill the shard from the model's own parameters, which are `beside` it."""
+    def _beside(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each part what is no gap, and what the model's own parameter has there: in pieces."""
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             own = parameter.data.flatten()[part.numel() * self.axis.rank :][: part.numel()]
-            part[: own.numel()].copy_(own)
-            part[own.numel() :].zero_()
+            yield from zip(part[: own.numel()].split(_PIECE), own.split(_PIECE), strict=True)
+
+    def reread(self) -> None:
+        """Fill the shard from the model's own parameters."""
+        self.data.zero_()
+        for part, own in self._beside():
+            part.copy_(own)
+
+    def as_read(self) -> bool:
+        return self.beside and all(torch.equal(part, own.to(part.dtype)) for part, own in self._beside())
 
     def _alike(self) -> Sequence[tuple[int, int]]:
         found = list[tuple[int, int]]()

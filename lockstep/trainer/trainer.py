@@ -91,7 +91,7 @@ class Trainer:
             model.add_value_head()
         trained = in_trainer(model, world.mesh)
         reader, frozen = None if trained is model else model, frozen_parameters(trained, optimizer)
-        self.flat = flat_parameters(trained, world.mesh, frozen, reader, zero_stage)
+        self.flat = flat_parameters(trained, world.mesh, frozen, reader, zero_stage, float32=not optimizer.offload)
         if reader is not None:
             give_memory(trained, frozen)
             kept = {name: held for name, held in ranges_of(trained).items() if name in frozen}
@@ -294,7 +294,7 @@ class Trainer:
         on_cpu = self.flat.data.device.type == "cpu"
         return {
             "torch": torch.__version__,
-            "dtype": str(self.flat.data.dtype),
+            "dtype": str(self.flat.dtype),
             "device": torch.backends.cpu.get_cpu_capability() if on_cpu else torch.cuda.get_device_name(),
             "operators": ops.cpu_backend() if on_cpu else "cuda",
             "threads": torch.get_num_threads() if on_cpu else 0,

@@ -44,21 +44,22 @@ def test_equals_torch_and_runs_at_the_speed_of_memory() -> None:
 
 
 def test_an_update_in_parts_has_the_bits_of_one() -> None:
-    """Groups of parameters are cut between blocks of 1,024 elements."""
+    """Groups of parameters are cut between blocks of 1,024 elements. And one that rounds nothing has its masters."""
     size, matrices, cuts = 1_000_003, 900_001, (0, 1024, 500_736, 1_000_003)
     start = torch.randn(2, size, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
     lr, scale, yes = (torch.tensor(v, device="cuda") for v in (3e-3, 2.5, True))
     found = []
-    for bounds in (cuts[::3], cuts):
+    for bounds, rounds in ((cuts[::3], True), (cuts, True), (cuts, False)):
         master, grad = start.clone()
-        flat = [master.bfloat16(), grad, master, *torch.zeros(2, size, device="cuda")]
+        flat = [master.bfloat16() if rounds else None, grad, master, *torch.zeros(2, size, device="cuda")]
         steps = torch.zeros(2, device="cuda")
         for begin, end in pairwise(bounds):
             settings = ops.AdamWSettings(max(0, min(end, matrices) - begin), 0.9, 0.95, 1e-8, 0.1)
-            own = ops.AdamWState(*(t[begin:end] for t in flat), steps.clone())
+            own = ops.AdamWState(*(None if t is None else t[begin:end] for t in flat), steps.clone())
             ops.adamw(own, ops.AdamWStep(lr, scale, yes), settings)
-        found.append(flat)
-    assert all(map(torch.equal, *found)) and not torch.equal(found[0][2], start[0])
+        found.append([master.bfloat16() if flat[0] is None else flat[0], *flat[1:]])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+    assert not torch.equal(found[0][2], start[0])
 
 
 @pytest.mark.timed

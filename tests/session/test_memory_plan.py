@@ -38,16 +38,17 @@ def test_the_default_settings_fit_eight_gpus() -> None:
     assert small.fits and small.again == NOTHING and small.cache_tokens == 64 * (1024 + 16)
     assert small.terms[KEPT] > 70 * GIB and small.total < H200
     large = workload("qwen3-14b", 8)
-    found = plan(large, H200)
-    assert found.fits and 0 < found.again.layers < 5 and found.again.elementwise and found.total <= H200
+    memory = H200 - terms.masters(large) // 2
+    found = plan(large, memory)
+    assert found.fits and 0 < found.again.layers < 5 and found.again.elementwise and found.total <= memory
     one_less = terms.kept(large, found.again._replace(layers=found.again.layers - 1)) - terms.kept(large, found.again)
-    assert found.total + one_less > H200 - GIB  # no more than needed
+    assert found.total + one_less > memory - GIB  # no more than needed
     names = tuple(f"layers.{i}" for i in range(found.again.layers))
     assert adapted(large, found).compile.recompute == ("elementwise", "logits", *names)
     assert f", {len(names)} layers and norms and activations and logits computed again" in found.table()
-    roomier = plan(large, H200 + 4 * GIB)
+    roomier = plan(large, memory + 4 * GIB)
     assert roomier.fits and adapted(large, roomier).compile.recompute == ("elementwise", "logits")
-    most = plan(large, H200 + 14 * GIB)
+    most = plan(large, memory + 14 * GIB)
     assert most.fits and most.again == (0, True, False) and "computed again" in most.table()
 
 
@@ -68,11 +69,11 @@ def test_the_trainer_has_the_caches_memory_where_layers_would_be_computed_again(
 
 def test_what_fits_with_the_caches_memory_alone_is_not_refused() -> None:
     w = workload("qwen3-30b-a3b", 8, max_tokens_per_micro_batch=4096).having("generator", kv_cache_tokens=100_000)
-    found = plan(w, 155 * GIB)
+    found = plan(w, 148 * GIB)
     assert found.fits and found.lent and NOTHING < found.again < (w.model.num_layers, True)
-    assert not plan(w.having("compile", cudagraph_mode="piecewise"), 155 * GIB).fits
+    assert not plan(w.having("compile", cudagraph_mode="piecewise"), 148 * GIB).fits
     set_by_hand = w.having("compile", recompute=("full",))
-    assert plan(set_by_hand, 155 * GIB).lent and not plan(set_by_hand, 160 * GIB).lent  # as much is computed again
+    assert plan(set_by_hand, 148 * GIB).lent and not plan(set_by_hand, 153 * GIB).lent  # as much is computed again
 
 
 def test_with_the_caches_memory_a_teachers_scores_are_beside_the_generators_pool() -> None:
@@ -93,7 +94,8 @@ def test_a_graph_that_gathers_weights_takes_more_than_one_that_reads_them_whole(
     assert ", ZeRO stage 2\n" in plans[0].table() and plans[1].to_dict()["zero_stage"] == 3
     layer = 4096 * 10240 + 3 * 4096 * 12288 + 2 * 4096 + 256
     more = terms.transit(gathers) - terms.transit(w)
-    assert more == pytest.approx(2 * 2 * layer + 2 * 151936 * 4096, rel=1e-6)  # two layers and the head, in bfloat16
+    gathered = 2 * 2 * layer + 2 * 151936 * 4096  # two layers and the head, in bfloat16, and what a rank sends of it
+    assert more == pytest.approx(gathered * 9 / 8, rel=1e-6)
 
 
 def test_what_does_not_fit_is_refused_and_every_remedy_fits() -> None:
@@ -160,7 +162,7 @@ def fits_with(w: Workload, said: str, memory: int) -> bool:
 def test_several_processes_have_a_part_of_a_reference_each_and_whole_layers_at_a_time() -> None:
     w = replace(workload("qwen3-8b", 8), frozen=[architecture("qwen3-8b")])
     found = plan(w, H200)
-    assert found.fits and found.again == NOTHING and terms.frozen(w) == terms.shard(w)
+    assert found.fits and found.again == NOTHING and terms.frozen(w) == terms.masters(w) // 2
     assert found.terms[CHECK] == plan(workload("qwen3-8b", 8), H200).terms[CHECK]
     larger = replace(w, config=replace(w.config, parallel=replace(w.config.parallel, generator_tp=2)))
     whole = 2 * PARAMETERS["qwen3-8b"]

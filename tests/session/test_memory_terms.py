@@ -59,8 +59,10 @@ def test_what_stays_is_so_many_bytes_a_parameter(arch: str, ranks: int) -> None:
         assert 0 <= term(w) - bytes_each * count / ranks <= bytes_each * (padding + 1024)
     in_cells = replace(w.config, parallel=replace(w.config.parallel, batch_shards=32, cell=16))  # of several rounds
     assert terms.gradients(replace(w, config=in_cells)) == 2 * terms.gradients(w)
-    assert terms.shard(w) == (0 if ranks == 1 else terms.masters(w) // 2)
-    assert terms.frozen(replace(w, frozen=[w.model])) == (2 * count if ranks == 1 else terms.shard(w))
+    assert terms.shard(w) == 0 and terms.shard(w.having("optimizer", offload=True)) == terms.masters(w) // 2 * (
+        ranks > 1
+    )
+    assert terms.frozen(replace(w, frozen=[w.model])) == (2 * count if ranks == 1 else terms.masters(w) // 2)
     position = {"qwen3-0.6b": 28, "qwen3-8b": 36, "qwen3-14b": 40, "qwen3-32b": 64}[arch] * 8 * 256 * 2
     assert terms.cache(w, 4096) == (4096 + 16) * position
 

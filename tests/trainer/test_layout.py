@@ -130,11 +130,14 @@ def test_what_a_cell_adds_up_first_leaves_it_once() -> None:
     assert [len(gradient_exchanges(two, stage)) for stage in (0, 1)] == [len(gradient_exchanges(flat))] * 2
 
 
-def test_each_rank_has_its_shard_and_the_model_keeps_its_own(make_model) -> None:
+@pytest.mark.parametrize("float32", [False, True])
+def test_each_rank_has_its_shard_and_the_model_keeps_its_own(make_model, float32: bool) -> None:
     model: Decoder = make_model(torch.bfloat16)
     before = [p.clone() for p in model.parameters()]
-    flats = [flat_parameters(model, World(rank, 3).mesh) for rank in range(3)]
+    flats = [flat_parameters(model, World(rank, 3).mesh, float32=float32) for rank in range(3)]
     whole = FlatParameters(make_model(torch.bfloat16)).data
+    whole = whole.float() if float32 else whole
+    assert {flat.data.dtype for flat in flats} == {whole.dtype} and {flat.dtype for flat in flats} == {torch.bfloat16}
     assert all(torch.equal(flat.data, cut(flat.layout, whole, rank)) for rank, flat in enumerate(flats))
     assert all(map(torch.equal, before, model.parameters()))
     assert all(flat.data.numel() < whole.numel() / 2 for flat in flats)
@@ -142,5 +145,17 @@ def test_each_rank_has_its_shard_and_the_model_keeps_its_own(make_model) -> None
         flat.data.zero_()
         flat.fill(flat.data, [whole])
         assert torch.equal(flat.data, cut(flat.layout, whole, flat.rank))
+        assert flat.as_read()
+        flat.data[5] += 1
+        assert not flat.as_read()
+        flat.reread()
+        assert flat.as_read() and torch.equal(flat.data, cut(flat.layout, whole, flat.rank))
+    written = {name: torch.zeros_like(p).flatten() for name, p in model.named_parameters()}
+    for flat in flats:
+        for name, ranges in flat.held(model).items():
+            for values, first in ranges:
+                assert values.dtype == torch.bfloat16 and not written[name][first : first + values.numel()].any()
+                written[name][first : first + values.numel()] = values
+    assert all(torch.equal(written[name], p.flatten()) for name, p in model.named_parameters())
     with pytest.raises(ValueError, match=r"expected shape \[\d+\], found \[5\]"):
         flats[0].fill(flats[0].data, [torch.zeros(5)] * 3)

@@ -39,7 +39,11 @@ def _merged(
 
 def _gather_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
     calls = [gather.collective for gather in run]
-    with graph.inserting_before(min(calls)):
+    first = min(calls)
+    for gather in run:
+        for node in gather.start[: gather.start.index(gather.collective)]:  # what it rounds
+            first.prepend(node)
+    with graph.inserting_before(first):
         made = torch_collectives.gather_many(graph, calls)
     torch_trace.copy_tags(calls[0], [*made[0].all_input_nodes, *made])
     for call, one in zip(calls, made, strict=True):

@@ -20,6 +20,7 @@ GATHERS = (GATHER, GATHER_MANY)
 _GROUP = ALONE.fsdp.group
 _WITHIN, _BETWEEN = (axis.group for axis in ALONE.cells)
 STAGES = (_GROUP, _WITHIN), (_BETWEEN,)  # what gradients are exchanged along, one after the other
+_ROUND = "aten._to_copy"
 _PREPARES = (
     *("aten.view", "aten.reshape", "aten._unsafe_view", "aten.constant_pad_nd", "aten.cat"),
     *("aten.transpose", "aten.permute", "aten.clone"),
@@ -74,12 +75,14 @@ def weight_gathers(captured: Captured) -> list[Collective]:
     weights = {node for node, spec in captured.placeholders() if spec.role == "param"}
     found = []
     for node in captured.graph.nodes:
-        shards = node.args[0] if gathers_weights(node) else None
-        if shards is not None and weights.issuperset(shards if isinstance(shards, (list, tuple)) else [shards]):
+        shards = node.all_input_nodes if gathers_weights(node) else []
+        rounded = [shard for shard in shards if op_name(shard) == _ROUND and len(shard.users) == 1]
+        of_them = [shard.all_input_nodes[0] if shard in rounded else shard for shard in shards]
+        if of_them and weights.issuperset(of_them):
             elements = [user for user in node.users if op_name(node) == GATHER_MANY]
             waits = [user for started in elements or [node] for user in started.users if op_name(user) == WAIT]
             layer = layer_of(waits[0]) if waits else ""
-            found.append(Collective(layer, (node, *elements), tuple(_views(waits))))
+            found.append(Collective(layer, (*rounded, node, *elements), tuple(_views(waits))))
     return sorted(found, key=first_use)
 
 

@@ -48,8 +48,9 @@ def weights(w: Workload) -> int:
 
 
 def shard(w: Workload) -> int:
-    """`n b` of several ranks, n = N / R padded: the part of the weights that this rank updates."""
-    return w.layout.size * w.b if w.sharded else 0
+    """`n b` of several ranks, n = N / R padded: the part of the weights that this rank updates; where the masters are
+    on the device it is made of them as it is sent."""
+    return w.layout.size * w.b if w.sharded and not masters(w) else 0
 
 
 def masters(w: Workload) -> int:
@@ -284,11 +285,11 @@ def working(w: Workload, again: Again = NOTHING) -> int:
 
 def transit(w: Workload) -> int:
     """Of several ranks: two layers' gradients that travel and their rows, and the head's; where a graph gathers
-    weights, as many of those."""
+    weights, as many of those, and the parts that are sent."""
     if not w.sharded:
         return 0
-    gathers = w.zero_stage == 3
-    return (4 + 2 * gathers) * layer_weights(w) + (1 + gathers) * table(w)
+    gathered = (1 + 1 / w.groups) * (w.zero_stage == 3)
+    return int((4 + 2 * gathered) * layer_weights(w) + (1 + gathered) * table(w))
 
 
 # ---- what else the graphs' pool holds at some time; it holds one of these at a time ----

@@ -90,6 +90,7 @@ def holds_copy(found: MemoryPlan, device: torch.device) -> bool:
 def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]:
     """GiB that the terms of the plan have by now, where that is known, and all that the device's driver counts."""
     optimizer, flat, device = trainer.optimizer, trainer.flat, trainer.flat.data.device
+    rounded = flat.data.dtype != flat.dtype  # as it is sent
 
     def on_device(tensor: torch.Tensor) -> int:
         return tensor.nbytes if tensor.device == device else 0
@@ -97,8 +98,8 @@ def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]
     kept = {p.data.untyped_storage().data_ptr(): p.data.untyped_storage().nbytes() for p in trainer.model.parameters()}
     sizes = {
         "weights": sum(kept.values()),
-        "shard of the weights": 0 if flat.data.untyped_storage().data_ptr() in kept else flat.data.nbytes,
-        "masters": 0 if optimizer.master is flat.data else on_device(optimizer.master),
+        "shard of the weights": 0 if flat.data.untyped_storage().data_ptr() in kept or rounded else flat.data.nbytes,
+        "masters": 0 if optimizer.master is flat.data and not rounded else on_device(optimizer.master),
         "moments": on_device(optimizer.exp_avg) + on_device(optimizer.exp_avg_sq),
         "gradients": flat.grad.nbytes + (0 if flat.cells is None else flat.cells.nbytes),
         "reference or teacher": 0 if trainer.reference is None else trainer.reference.nbytes,
