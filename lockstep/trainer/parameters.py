@@ -27,7 +27,7 @@ from ..distributed.placement import WHOLE
 from ..models import Decoder, Held
 from ..ops import SQUARES_BLOCK
 
-_PIECE = 1 << 24  # elements of the weights that are compared at one time
+_PIECE = 1 << 24  # elements of the weights that are rounded or compared at one time
 ALIGNMENT = SQUARES_BLOCK  # elements: whole blocks of the gradient's norm, and well aligned for vector loads
 
 
@@ -121,6 +121,11 @@ class FlatWeights:
             flat = part.flatten()
             found[name] = [Held(flat[at : at + count], there) for at, there, count in self._shares(i).held(self.rank)]
         return found
+
+    def round(self) -> None:
+        """Round a float32 buffer, which was filled from weights of any dtype, to the parameters' dtype."""
+        for piece in self.data.split(_PIECE):
+            piece.copy_(piece.to(self.dtype))
 
     def _shares(self, index: int) -> Shares:
         shape, size = self.whole_layout.shapes[index], self.layout.sizes[index]

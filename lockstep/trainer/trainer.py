@@ -96,6 +96,7 @@ class Trainer:
             give_memory(trained, frozen)
             kept = {name: held for name, held in ranges_of(trained).items() if name in frozen}
             world.each(lambda: (source or ResidentWeights(model)).fill({**kept, **self.flat.own()}))
+            self.flat.round()
         self.flat.add_up(cells)
         self._cells_begun, self._cell_ended = False, False  # of an update's several: one has ended, and the last so far
         groups, kind = parameter_groups(trained, self.flat, optimizer), OffloadedAdamW if optimizer.offload else AdamW

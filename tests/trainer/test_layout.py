@@ -21,10 +21,10 @@ from lockstep.distributed.placement import WHOLE, Placement
 from lockstep.graph.capture.step import capture
 from lockstep.graph.ir.captured import Captured, op_name
 from lockstep.graph.passes.collectives import gradient_exchanges
-from lockstep.models import Decoder, ModelConfig
+from lockstep.models import Decoder, ModelConfig, ResidentWeights, load_part
 from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, FlatParameters, Trainer
-from lockstep.trainer.gathered import flat_parameters
+from lockstep.trainer.gathered import flat_parameters, in_trainer
 from lockstep.trainer.packing import blank_batch
 from lockstep.trainer.parameters import ALIGNMENT, Layout
 from lockstep.trainer.programs import OPEN_SIZES, statics_of
@@ -128,6 +128,28 @@ def test_what_a_cell_adds_up_first_leaves_it_once() -> None:
 
     assert leaving(flat, 0, 4) == 4 * leaving(two, 1, 1) > 0
     assert [len(gradient_exchanges(two, stage)) for stage in (0, 1)] == [len(gradient_exchanges(flat))] * 2
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_masters_begin_as_the_rounded_weights_of_a_source(make_model, tp: int) -> None:
+    """Where no rank has the model whole, and the source's are float32."""
+    source = ResidentWeights(make_model(torch.float32))
+    world = Apart(1, 2 * tp, 10.0, tp=tp, generator_tp=2)
+    model = load_part(source, torch.bfloat16, "cpu", world.generator)
+    trainer = Trainer(model, OptimizerConfig(), LossConfig(), world=world, source=source)
+    master = trainer.optimizer.master
+    assert master is trainer.flat.data and master.dtype == torch.float32 and int(master.count_nonzero()) > 0
+    assert torch.equal(master, master.bfloat16().float())
+    unrounded = flat_parameters(in_trainer(model, world.mesh), world.mesh, (), model, float32=True)
+    source.fill(unrounded.own())
+    assert not torch.equal(master, unrounded.data)
+
+
+class Apart(World):
+    """Ranks that are not there, and would say what this one says."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.size
 
 
 @pytest.mark.parametrize("float32", [False, True])
