@@ -239,13 +239,13 @@ def compare(found: dict[str, Any]) -> list[tuple[str, float, float, bool]]:
     ]
 
 
-def edge_cases(count: int, seed: int, gpus: int) -> list[Edge]:
-    """Random workloads of one process, or of up to `gpus`, on devices near the size that they need, or that they take
-    with nothing computed again."""
+def edge_cases(count: int, seed: int, gpus: int, sharded: bool = False) -> list[Edge]:
+    """Random workloads of one process, or every third or all `sharded` of `gpus`, on devices near the size that they
+    need, or that they take with nothing computed again."""
     draw, cuda = random.Random(seed), torch.device("cuda")
     found = []
     for number in range(count):
-        ranks = gpus if number % 3 == 2 else 1
+        ranks = gpus if sharded or number % 3 == 2 else 1
         arch = draw.choice(["qwen3-0.6b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"])
         tokens, length = draw.choice([2048, 4096, 8192, 12288, 16384, 32768]), draw.choice([64, 128, 256, 512])
         case = Case(arch, tokens, draw.choice([8, 16, 32]), length)
@@ -327,6 +327,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases, from 0 (default: all)")
     parser.add_argument("--edges", type=int, default=0, metavar="N", help="random plans in place of the cases")
     parser.add_argument("--seed", type=int, default=0, help="of --edges")
+    parser.add_argument("--sharded", action="store_true", help="of --edges: all of --gpus processes (default: a third)")
     parser.add_argument("--beside", type=int, default=1, help="of --edges: runs that share a GPU (default: 1)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=int, nargs=2, help=argparse.SUPPRESS)
@@ -337,7 +338,8 @@ def main() -> None:
             print(json.dumps(one), flush=True)
         return
     if options.edges:
-        places, cases = Places(options.gpus, options.beside), edge_cases(options.edges, options.seed, options.gpus)
+        places = Places(options.gpus, options.beside)
+        cases = edge_cases(options.edges, options.seed, options.gpus, options.sharded)
         found = []
         with ThreadPoolExecutor(len(cases)) as pool:
             for done in as_completed([pool.submit(edge, one, places) for one in cases]):
