@@ -151,11 +151,12 @@ def measured(case: Case, device: str, memory: tuple[int, int] | None = None) -> 
 
 
 def _drawn(source: RandomWeights, wanted: Ranges) -> None:
-    """In place of `RandomWeights.fill`: drawn where they lie, which on a GPU is many times faster."""
+    """In place of `RandomWeights.fill`: drawn where they lie, on a GPU many times faster; the same on all ranks."""
     fills = Decoder(source.config, torch.float32, "meta").fills
     for name, held in wanted.items():
         for values, _ in held:
-            values.fill_(fills[name]) if name in fills else values.normal_(0, INITIALIZER_RANGE)
+            draw = torch.Generator(values.device).manual_seed(0)
+            values.fill_(fills[name]) if name in fills else values.normal_(0, INITIALIZER_RANGE, generator=draw)
 
 
 def _shrink(believed: int, allowed: int, communicators: int) -> None:
