@@ -25,6 +25,8 @@ import torch
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import INITIALIZER_RANGE, architecture
 
+GRACE_S = 60.0  # that what is asked to end has for it
+
 
 def arguments(description: str, prog: str | None = None) -> argparse.ArgumentParser:
     """A parser with the options that all benchmarks have."""
@@ -217,6 +219,29 @@ def in_a_process(case: str, *given: object, environment: dict[str, str] | None =
 def torchrun(processes: int) -> list[str]:
     """The words that start so many processes of a script, whose words follow."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+
+
+def ended(command: Sequence[str], limit_s: float, **environment: str) -> str:
+    """What a command prints that ends well. `SystemExit` with the end of that where it does not, or not in time: it is
+    asked to end first, and with a launcher its processes, which would go on beside what comes next."""
+    to_here: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=os.environ | environment, **to_here) as process:
+        try:
+            said, _ = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            try:
+                said, _ = process.communicate(timeout=GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                said, _ = process.communicate()
+            raise SystemExit(f"not done after {limit_s:.0f} s\n{said[-4000:]}") from None
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode:
+        raise SystemExit(f"ended with {process.returncode}\n{said[-4000:]}")
+    return said
 
 
 def require_gpus(device: str, processes: int) -> None:

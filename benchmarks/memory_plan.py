@@ -78,7 +78,7 @@ class Edge(NamedTuple):
 
 
 CASES = {
-    "cpu": [Case("tiny", 512, 4, 16)],
+    "cpu": [Case("tiny", 512, 8, 16)],
     "cuda": [
         Case("qwen3-0.6b"),
         Case("qwen3-0.6b", 8192, 32, 256, cache=37449),  # 4 GiB

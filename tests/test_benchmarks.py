@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+import torch
 from calls import wrong_calls
 from processes import DEADLINE, finished, running, wait_for
 
@@ -253,6 +254,62 @@ def test_the_command_line_takes_the_runs_that_cases_begin(
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if several else ():
                 launched.setenv(name, "2" if name == "WORLD_SIZE" else "0")
             validate(parse(list(words)).resolved())
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4, 6, 8])
+def test_a_step_of_every_case_is_shared_by_any_number_of_processes(
+    scripts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, processes: int
+) -> None:
+    from lockstep.cli.resolve import parse
+    from lockstep.session.build import settled
+
+    fsdp, kills, memory_plan = map(importlib.import_module, ("cases.fsdp", "cases.kills", "memory_plan"))
+    cpu = argparse.Namespace(device="cpu", processes=processes, steps=3, ranks_share_gpu=False)
+    layouts = [(1, 1), (processes, 1), (1, processes), (processes, processes)]
+    more = [argparse.Namespace(**vars(cpu), tp=tp, generator_tp=g, collectives=False) for tp, g in layouts]
+    words = [fsdp.command("sharded", tmp_path, cpu), *(["train", *kills.begun(g, tmp_path, tmp_path)] for g in more)]
+    words[0] = words[0][words[0].index("lockstep") + 1 :]
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    runs = [*(parse(one).resolved() for one in words), memory_plan.configuration(memory_plan.CASES["cpu"][0], "cpu")]
+    for run in runs[: len(runs) - (processes in (3, 6))]:  # the plan's eight prompts
+        assert settled(run, processes, torch.device("cpu")).parallel.batch_shards in (1, processes)
+
+
+def test_degrees_that_cannot_be_are_refused_before_processes_start(scripts: None) -> None:
+    degrees = importlib.import_module("cases.degrees")
+    given = argparse.Namespace(arch="tiny", processes=8, generator=[1, 2], pushed=[], trainer=[1])
+    degrees.require_degrees(degrees.first_layers("tiny"), given)
+    for wrong in ({"generator": [1, 8]}, {"trainer": [4]}, {"pushed": [3]}):
+        with pytest.raises(SystemExit, match="8 processes cannot share tiny by"):
+            degrees.require_degrees(degrees.first_layers("tiny"), argparse.Namespace(**vars(given) | wrong))
+    for device, processes in itertools.product(degrees.SIZES, (1, 2, 3, 4, 6, 8)):
+        prompts, *others = degrees.drawn_size(device, processes)
+        assert prompts % processes == 0 and [prompts, *others] >= [*degrees.SIZES[device]["drawn"]]
+
+
+def test_rates_are_of_the_fewest_processes_in_any_order(scripts: None) -> None:
+    scaling = importlib.import_module("cases.scaling")
+    of = {8: (2.0, 4.0), 1: (1.0, 3.0), 2: (1.25, 3.0)}
+    counts = [{"processes": n, "generate_s": g, "forward_backward_s": fb} for n, (g, fb) in of.items()]
+    scaling.add_rates(counts)
+    assert [way["rate"] for way in counts] == [
+        {"generate": 0.5, "forward_backward": 0.75}, {"generate": 1.0, "forward_backward": 1.0},
+        {"generate": 0.8, "forward_backward": 1.0},
+    ]  # fmt: skip
+
+
+def test_a_launcher_that_takes_too_long_ends_with_what_it_has_started(scripts: None, tmp_path: Path) -> None:
+    from common import ended
+
+    assert ended(["echo", "all of it"], 60) == "all of it\n"
+    with pytest.raises(SystemExit, match="ended with 3\nwhy"):
+        ended(["sh", "-c", "echo why; exit 3"], 60)
+    launcher = "sleep 47.3 & trap 'kill $!; exit 1' TERM; echo started; wait"
+    with pytest.raises(SystemExit, match="not done after 1 s\nstarted"):
+        ended(["sh", "-c", launcher], 1)
+    assert not any("47.3" in line for line in _running_commands())
 
 
 CALLED = """

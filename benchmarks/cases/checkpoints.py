@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common import Report, random_model, require_gpus, torchrun
+from common import Report, ended, random_model, require_gpus, torchrun
 
 LIMIT_S = 300.0
 
@@ -113,7 +112,7 @@ def processes(count: int, arch: str, device: str, repeats: int) -> dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         command = [*torchrun(count), str(Path(__file__).parents[1] / "run.py"), "checkpoints", "--part"]
         given = [arch, device, folder, str(repeats)]
-        subprocess.run([*command, *given], check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
+        ended([*command, *given], LIMIT_S)
         ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
     return {"processes": count} | {key: max(rank[key] for rank in ranks) for key in ranks[0]}
 

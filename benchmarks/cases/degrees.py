@@ -31,6 +31,8 @@ from typing import Any
 import torch
 from common import Report, bandwidth, first_layers, require_gpus, torchrun, vllm_times, write_json
 
+from lockstep.models import ModelConfig
+from lockstep.models.checks import divides
 from lockstep.models.hf.config import to_hf
 
 LIMIT_S = 570.0
@@ -77,6 +79,7 @@ class Bench:
         self.about, self.device, self.size = about, device, SIZES[device]
         self.config = first_layers(about["arch"], about["layers"])
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.drawn_size = drawn_size(device, about["processes"])
         self.drawn: dict[str, list[Any]] = {}
         self.figures: dict[str, Any] = {"generator": {}, "trainer": {}, "processes": about["processes"]}
         self.source = drawn_weights(device, self.config)
@@ -110,13 +113,13 @@ class Bench:
 
         began = time.perf_counter()
         with self.joined(generator_tp=degree, symmetric_memory=pushed) as (world, model, runtime):
-            prompts, samples, *_ = self.size["drawn"]
+            prompts, samples, *_ = self.drawn_size
             rows = max(prompts * samples, *(p * s for _, p, s, _ in self.size["decode"]))
             config = GeneratorConfig(prefix_caching=False, max_num_seqs=rows)
             engine = Engine(SharedWeights(model), config, self.size["cache_tokens"], runtime=runtime)
             longest = max(p + self.size["steps"] + 8 for *_, p in self.size["decode"])
             for kind in kinds(samples):
-                engine.warm_up(rows, max(longest, sum(self.size["drawn"][2:])), kind)
+                engine.warm_up(rows, max(longest, sum(self.drawn_size[2:])), kind)
             runtime.end_warm_up()
             found: dict[str, Any] = {"ready_s": time.perf_counter() - began, "replaced": _machine(model)}
             for case in self.size["decode"]:
@@ -165,7 +168,7 @@ class Bench:
         """Groups as the trainer takes them, and the seconds."""
         from lockstep.types import RolloutGroup, SampleIdentity
 
-        prompts, samples, length, new = self.size["drawn"]
+        prompts, samples, length, new = self.drawn_size
         ids = [[(17 * i + 7 * j) % 256 for j in range(length)] for i in range(prompts)]
         groups, began = [], time.perf_counter()
         for step, params in enumerate(replace(kind, max_completion_length=new) for kind in kinds(samples)):
@@ -210,6 +213,13 @@ class Bench:
     def save(self, world: Any) -> None:
         if world.first:
             write_json(self.figures, Path(self.about["folder"]) / "found.json")
+
+
+def drawn_size(device: str, processes: int) -> tuple[int, int, int, int]:
+    """Prompts, samples of each, tokens of a prompt and of a sample: as many prompts of each kind for every shard, as
+    shards are computed alike."""
+    prompts, *others = SIZES[device]["drawn"]
+    return -(-prompts // processes) * processes, *others
 
 
 def kinds(samples: int) -> list[Any]:
@@ -268,6 +278,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
 
 def measure(given: argparse.Namespace, report: Report) -> bool:
     require_gpus(given.device, given.processes)
+    require_degrees(first_layers(given.arch, given.layers), given)
     ways = [(degree, False) for degree in given.generator] + [(degree, True) for degree in given.pushed]
     about = {key: getattr(given, key) for key in ("arch", "layers", "trainer", "processes", "repeats")}
     about |= {"generator": ways, "bandwidth": bandwidth(given.device)}
@@ -288,6 +299,13 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
         report.figures.setdefault("vllm", {})[str(degree)] = vllm_decode(given, degree)
         report.save()
     return _told(report)
+
+
+def require_degrees(config: ModelConfig, given: argparse.Namespace) -> None:
+    """`SystemExit` where the processes cannot be grouped so, or do not divide the model: before any is started."""
+    wanted = sorted({*given.generator, *given.pushed, *given.trainer})
+    if odd := [degree for degree in wanted if given.processes % degree or not divides(config, degree)]:
+        raise SystemExit(f"{given.processes} processes cannot share {given.arch} by {', '.join(map(str, odd))}")
 
 
 def vllm_decode(given: argparse.Namespace, degree: int) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from cases import seed_workload
-from common import Report, torchrun
+from common import Report, ended, torchrun
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from sharing import KV_CACHE_TOKENS, WHERE, on_one_gpu
@@ -51,6 +50,7 @@ def command(name: str, folder: Path, given: argparse.Namespace) -> list[str]:
     """Of a way, on the model and the prompts in `folder`, which its run folder is made in."""
     (several, own), on_gpu = WAYS[name], given.device == "cuda"
     prompts, samples, tokens = (16, 8, 256) if on_gpu else (4, 4, 12)
+    prompts = -(-prompts // given.processes) * given.processes  # as many for each
     if given.ranks_share_gpu:
         tokens, own = 32, (*own, "--generator.kv-cache-tokens", str(KV_CACHE_TOKENS))
     size = Size(prompts, samples, tokens, given.steps)
@@ -94,10 +94,10 @@ def run_way(name: str, folder: Path, given: argparse.Namespace) -> dict[str, Any
 
 def trained(run: Path, words: list[str], weights: bool = True, **environment: str) -> dict[str, Any]:
     """What a run comes to that this command makes, its weights' digest included or not."""
-    to_here: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(words, timeout=LIMIT_S, env=os.environ | environment, **to_here)
-    if done.returncode != 0:
-        raise SystemExit(f"{run.name}: ended with {done.returncode}\n{done.stdout[-4000:]}")
+    try:
+        ended(words, LIMIT_S, **environment)
+    except SystemExit as error:
+        raise SystemExit(f"{run.name}: {error}") from error
     return outcome(run, weights)
 
 

@@ -29,6 +29,7 @@ from common import Report
 from lockstep.models.init import init_folder
 
 LIMIT_S = 300.0  # of a process
+LEAST_PROMPTS = 4  # of a step
 TIMEOUT_S = 30  # `parallel.timeout`
 DEADLINE_S = 2.0 * TIMEOUT_S  # for those that are left to end: it, its grace, and how busy the machine is
 FAULT = "lockstep: failed: "
@@ -157,17 +158,7 @@ def _start(given: argparse.Namespace, folder: Path, run: Path) -> list[subproces
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    new = [
-        *("dataset", "--model", str(folder / "model"), "--data", str(folder / "data.jsonl"), "--run-dir", str(run)),
-        *("--reward", f"{folder / 'rewards.py'}:letters", "--device", given.device, "--steps", str(given.steps)),
-        *("--trainer.prompts-per-step", "4", "--sampling.num-generations", "4", "--task.validation-prompts", "0"),
-        *("--sampling.max-completion-length", "12", "--trainer.max-tokens-per-micro-batch", "128"),
-        *("--checkpoint.interval", "1", "--parallel.batch-shards", str(given.processes // given.tp)),
-        *("--parallel.tp", str(given.tp), "--parallel.generator-tp", str(given.generator_tp)),
-        *["--parallel.no-symmetric-memory"] * given.collectives,
-        *("--parallel.timeout", str(TIMEOUT_S), "--metrics.no-progress", "--optimizer.learning-rate", "1e-3"),
-    ]
-    more = ["--resume", str(run)] if (run / "config.yaml").exists() else new
+    more = ["--resume", str(run)] if (run / "config.yaml").exists() else begun(given, folder, run)
     ranks = {"WORLD_SIZE": str(given.processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks |= {"OMP_NUM_THREADS": "1"}
     with (folder / f"{run.name}.log").open("ab") as log:
@@ -180,6 +171,22 @@ def _start(given: argparse.Namespace, folder: Path, run: Path) -> list[subproces
             )
             for rank in range(given.processes)
         ]
+
+
+def begun(given: argparse.Namespace, folder: Path, run: Path) -> list[str]:
+    """The flags of a run that begins; each shard has as many prompts."""
+    shards = given.processes // given.tp
+    prompts = -(-LEAST_PROMPTS // shards) * shards
+    return [
+        *("dataset", "--model", str(folder / "model"), "--data", str(folder / "data.jsonl"), "--run-dir", str(run)),
+        *("--reward", f"{folder / 'rewards.py'}:letters", "--device", given.device, "--steps", str(given.steps)),
+        *("--trainer.prompts-per-step", str(prompts), "--sampling.num-generations", "4"),
+        *("--sampling.max-completion-length", "12", "--trainer.max-tokens-per-micro-batch", "128"),
+        *("--task.validation-prompts", "0", "--checkpoint.interval", "1", "--parallel.batch-shards", str(shards)),
+        *("--parallel.tp", str(given.tp), "--parallel.generator-tp", str(given.generator_tp)),
+        *["--parallel.no-symmetric-memory"] * given.collectives,
+        *("--parallel.timeout", str(TIMEOUT_S), "--metrics.no-progress", "--optimizer.learning-rate", "1e-3"),
+    ]
 
 
 def _ended(ranks: list[subprocess.Popen[bytes]]) -> list[int]:

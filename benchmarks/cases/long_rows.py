@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 from cases.degrees import LIMIT_S, drawn_weights
-from common import Report, first_layers, product_rate, require_gpus, torchrun, write_json
+from common import Report, ended, first_layers, product_rate, require_gpus, torchrun, write_json
 
 from lockstep.config import ELEMENTWISE
 from lockstep.models import num_parameters
@@ -133,5 +132,5 @@ def launched(device: str, about: dict[str, Any]) -> dict[str, Any]:
             device,
         ]
         given = json.dumps({**about, "folder": folder})
-        subprocess.run([*command, given], check=True, timeout=LIMIT_S, stdout=subprocess.DEVNULL)
+        ended([*command, given], LIMIT_S)
         return json.loads((Path(folder) / "found.json").read_text())

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def measured(count: int, folder: Path, given: argparse.Namespace) -> dict[str, A
         functions = summary.get("compile", {}).get("functions", {})
         way["checks_s"] = {name: function.get("check_s") for name, function in functions.items()}
         way["memory"], way["parallel"] = summary.get("memory"), summary.get("parallel")
+        shutil.rmtree(run / "model")  # of many counts they would fill a disk
         found = found | {"warm": way} if again else way
     response = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["response_length/mean"]
     done = operations(given.arch, size, given.prompt, response)
@@ -70,6 +72,28 @@ def part(folder: str, arch: str, prompt: str, mean: str, sigma: str) -> dict[str
     rows = [json.dumps({"prompt": text, "mean": float(mean), "sigma": float(sigma)}) for text in texts]
     (Path(folder) / "prompts.jsonl").write_text("\n".join(rows) + "\n")
     return {}
+
+
+def add_rates(counts: list[dict[str, Any]]) -> None:
+    """To those that were measured so far, in any order: the seconds of the fewest processes over theirs."""
+    first = min(counts, key=lambda way: way["processes"])
+    for way in counts:
+        way["rate"] = {phase: first[f"{phase}_s"] / way[f"{phase}_s"] for phase in PHASES}
+
+
+def row(way: dict[str, Any]) -> list[str]:
+    """Of the table."""
+    times = [f"{way[f'{phase}_s'] * 1e3:.1f}" for phase in PHASES]
+    rates = [f"{way['rate'][phase]:.3f}" for phase in PHASES]
+    about = [
+        f"{way['tokens_per_s_per_gpu']:,.0f}",
+        f"{way['of_peak']:.3f}",
+        f"{way['step_s'] * 1e3:.0f}",
+        f"{way['peak_gib']:.2f}",
+    ]
+    start = " ".join(f"{one['startup_s']:.1f}" for one in (way, way.get("warm")) if one)
+    different = f"{way['tokens_different']} of {way['tokens_checked']:,}"
+    return [str(way["processes"]), *times, *rates, *about, start, different]
 
 
 def flags(parser: argparse.ArgumentParser) -> None:
@@ -91,26 +115,14 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
     settings = {name: value for name, value in vars(given).items() if name != "json"}
     report.figures |= {**settings, "counts": []}
     heads = [f"{phase} ms" for phase in PHASES] + [f"{phase}, rate" for phase in PHASES]
-    rows = [["processes", *heads, "tokens/s/GPU", "of 989", "step ms", "GiB", "start s", "different"]]
+    heads = ["processes", *heads, "tokens/s/GPU", "of 989", "step ms", "GiB", "start s", "different"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         # By a process that leaves nothing on the GPU that the runs plan with.
         in_a_process("scaling", folder, given.arch, given.prompt, given.mean, given.sigma)
         for count in given.processes:
-            report.figures["counts"].append(way := measured(count, folder, given))
-            first = report.figures["counts"][0]
-            way["rate"] = {phase: first[f"{phase}_s"] / way[f"{phase}_s"] for phase in PHASES}
+            report.figures["counts"].append(measured(count, folder, given))
+            add_rates(report.figures["counts"])
             report.save()
-            times = [f"{way[f'{phase}_s'] * 1e3:.1f}" for phase in PHASES]
-            rates = [f"{way['rate'][phase]:.3f}" for phase in PHASES]
-            about = [
-                f"{way['tokens_per_s_per_gpu']:,.0f}",
-                f"{way['of_peak']:.3f}",
-                f"{way['step_s'] * 1e3:.0f}",
-                f"{way['peak_gib']:.2f}",
-            ]
-            start = " ".join(f"{one['startup_s']:.1f}" for one in (way, way.get("warm")) if one)
-            different = f"{way['tokens_different']} of {way['tokens_checked']:,}"
-            rows.append([str(count), *times, *rates, *about, start, different])
-    report.tables.append(rows)
+    report.tables.append([heads, *map(row, report.figures["counts"])])
     return any(way["tokens_different"] or way["recompiles"] for way in report.figures["counts"])
