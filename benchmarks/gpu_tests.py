@@ -32,7 +32,7 @@ from sharing import WHERE
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "tests" / "gpu"
 REPORT_CHARACTERS = 3000  # kept of a failure
-SEVERAL = {"fsdp": (2,), "push": (2,), "tp": (2, 4)}  # GPUs that a file's tests need; of several `N_gpus` are apart
+SEVERAL = {"fsdp": (2,), "push": (2, 8), "tp": (2, 4, 8)}  # GPUs of a file's tests; of several `N_gpus` are apart
 PARTS = {"fsdp": ("not steps", "steps and sharded", "steps and gathered", "steps and products")}  # by their names
 SLOWEST = "fsdp", "scores", "families", "tp", "attention_backward", "fused", "flex"  # begin first
 SHARDS = {"scores": 3, "families": 2, "fused": 2}  # of the files that take longest

@@ -206,12 +206,14 @@ def test_tests_of_gpus_are_gone_on_with_and_run_in_shards(
     assert (whole.shard, [part.shard for part in gpu_tests.parts_of("families", 1, "", "")]) == ("1/1", ["1/2", "2/2"])
     apart = [(part.gpus, part.expression) for part in gpu_tests.parts_of("fsdp", 2, "bits", "not timed")]
     assert apart == [(2, f"bits and {part}") for part in gpu_tests.PARTS["fsdp"]] and len(apart) == 4
+    sizes = {name: [part.gpus for part in gpu_tests.parts_of(name, 8, "", "")] for name in ("push", "tp")}
+    assert sizes == {"push": [2, 8], "tp": [2, 4, 8]}
     tests = {"fold": {"0": False}, "tp": {"4": False, "9": True}, "ops": {"8": False, "7": True}}
     monkeypatch.setattr(gpu_tests, "listed", lambda names: tests)
-    for share, first, timed in ((1, ["tp", "tp", "ops"], []), (3, ["ops"], [["tp", "ops"]] * 2)):
+    for share, first, timed in ((1, ["tp", "tp", "tp", "ops"], []), (3, ["ops"], [["tp", "ops"]] * 2)):
         parts, last = gpu_tests.work(list(tests), 2, share, "", before)
         assert [part.files for part in parts] == [[name] for name in first] and [part.files for part in last] == timed
-    assert len(gpu_tests.work(list(tests), 2, 1, "", nothing)[0]) == 4
+    assert len(gpu_tests.work(list(tests), 2, 1, "", nothing)[0]) == 5
     for other in ({"sources": "others"}, {"device": "another GPU"}):
         gpu_tests.save("gpu_tests", {**json.loads(path.read_text()), "sources": gpu_tests.sources()} | other, path)
         assert gpu_tests.passed_before(path) == nothing

@@ -1,5 +1,5 @@
 """GPUs that share products: the words of one process, in graphs, whoever moves them. Two that share every product in
-both roles, and four of which two share those of the trainer and all those of the generator."""
+both roles, and four or eight of which two share those of the trainer and all those of the generator."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from launch import Launch
 RANKS = Path(__file__).with_name("tp_ranks.py")
 assert RANKS.is_file()
 
+GPUS = [pytest.param(ranks, marks=pytest.mark.gpus(ranks), id=f"{ranks}_gpus") for ranks in (2, 4, 8)]
 
-TWO, FOUR = (pytest.param(ranks, marks=pytest.mark.gpus(ranks), id=f"{ranks}_gpus") for ranks in (2, 4))
 
-
-@pytest.fixture(scope="module", params=[TWO, FOUR])
+@pytest.fixture(scope="module", params=GPUS)
 def found(request: pytest.FixtureRequest, launch: Launch) -> dict[str, Any]:
     return launch(request.param, RANKS)
 

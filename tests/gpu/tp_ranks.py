@@ -1,7 +1,7 @@
 """Run by torchrun on GPUs, or on a CPU with `cpu`: a model whose products two share in the trainer and all share in the
 generator, in graphs. The first prints what was found, a JSON object: whether they draw what one process draws, and what
 two updates find of it, of a shard for each two ranks; and of models of other families whether a captured step's
-gradients are an eager one's, and what both take.
+gradients are an eager one's, and what both take. More ranks than heads have models of as many heads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EXPERTS = ModelConfig(
     tie_word_embeddings=False, moe=MoEConfig(8, 2, SIZES[2] // 2),
 )  # fmt: skip
 assert DEEPSEEK.moe is not None
-LATENT = replace(DEEPSEEK, num_heads=4, head_dim=8, mla=MLAConfig(24, 12, 8, 16, 32), max_position_embeddings=512)
+LATENT = replace(DEEPSEEK, num_heads=4, head_dim=8, mla=MLAConfig(24, 16, 8, 16, 32), max_position_embeddings=512)
 if DEVICE.type == "cuda":
     LATENT = replace(
         LATENT, vocab_size=4096, hidden_size=512, intermediate_size=1024, num_heads=8, head_dim=64,
@@ -55,6 +55,12 @@ SHAPE = BatchShape(1024, 512, 32, 256)
 WAYS: dict[str, dict[str, Any]] = {"collectives": {"symmetric_memory": False}}
 if DEVICE.type == "cuda":
     WAYS["pushes"] = {}
+
+
+def for_ranks(config: ModelConfig, ranks: int) -> ModelConfig:
+    """With a head for each of so many, at the least."""
+    heads = {"num_heads": max(config.num_heads, ranks)}
+    return replace(config, **heads | ({} if config.mla else {"num_kv_heads": max(config.num_kv_heads, ranks)}))
 
 
 class Louder(RandomWeights):
@@ -152,9 +158,10 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     ranks = machine.launched().processes
+    dense, experts, *others = (for_ranks(config, ranks) for config in (DENSE, EXPERTS, *OTHERS.values()))
     for way, options in WAYS.items():
         world = join(ParallelConfig(tp=2, generator_tp=ranks, timeout=120, **options), DEVICE.type)
-        for name, config in {"dense": DENSE, "experts": EXPERTS}.items():
+        for name, config in {"dense": dense, "experts": experts}.items():
             shared, updates, levels = roles(config, world, ranks // 2)
             alone, own, _ = roles(config, ONE, ranks // 2) if world.first else ([], [], [])
             of_ranks = world.gather((shared, updates))
@@ -168,7 +175,7 @@ def main() -> None:
                 "levels": levels,
                 "drawn": shared[1],
             }
-        for name, config in OTHERS.items() if way == "collectives" else ():
+        for name, config in zip(OTHERS, others, strict=True) if way == "collectives" else ():
             of_ranks = world.gather(gradients(config, world))
             found[f"gradients, {name}"] = {"of ranks": of_ranks, "axes": world.sizes}
         world.close()
