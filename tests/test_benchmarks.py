@@ -291,6 +291,20 @@ def test_degrees_that_cannot_be_are_refused_before_processes_start(scripts: None
         assert prompts % processes == 0 and [prompts, *others] >= [*degrees.SIZES[device]["drawn"]]
 
 
+def test_a_run_that_is_gone_on_with_is_hit_at_what_it_does_itself(scripts: None, tmp_path: Path) -> None:
+    kills, run = importlib.import_module("cases.kills"), tmp_path / "killed-0"
+    begun, written = tmp_path / "killed-0.log", run / "checkpoints"
+    written.mkdir(parents=True)
+    begun.write_text("step 4/5  reward 0.1\n")
+    (run / "metrics.jsonl").write_text("{}\n" * 4)
+    (written / ".tmp-step_4-a").touch()
+    made, being_written = kills.made(run), kills.being_written(run)
+    assert (made(), being_written()) == (0, 0)
+    begun.write_text(f"{begun.read_text()}resumed from step_3\nstep 4/5  reward 0.1\n")
+    (written / ".tmp-step_5-b").touch()
+    assert (made(), being_written()) == (4, 5)
+
+
 def test_rates_are_of_the_fewest_processes_in_any_order(scripts: None) -> None:
     scaling = importlib.import_module("cases.scaling")
     of = {8: (2.0, 4.0), 1: (1.0, 3.0), 2: (1.25, 3.0)}

@@ -14,12 +14,14 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -92,11 +94,12 @@ def tried(given: argparse.Namespace, folder: Path, number: int, chance: random.R
     kills, run = [], folder / f"killed-{number}"
     for kill in range(given.kills):
         begun, done = len(_log(run)), min(_steps_done(run), given.steps - 2)
-        ranks = _start(given, folder, run)
-        victim, step = chance.randrange(given.processes), chance.randrange(done + 1, given.steps)
         number_of_hit = number * given.kills + kill
         stops, while_writing = number_of_hit % 3 == 2, number_of_hit % 2 == 0
-        _wait(ranks, run, step, while_writing)
+        victim, step = chance.randrange(given.processes), chance.randrange(done + 1, given.steps)
+        latest = (being_written if while_writing else made)(run)
+        ranks = _start(given, folder, run)
+        _wait(ranks, latest, step)
         time.sleep(0 if while_writing else chance.uniform(0.0, 1.5))
         with suppress(ProcessLookupError):
             ranks[victim].send_signal(signal.SIGSTOP if stops else signal.SIGKILL)
@@ -111,15 +114,23 @@ def tried(given: argparse.Namespace, folder: Path, number: int, chance: random.R
     return {"kills": kills, "exit_codes": _ended(_start(given, folder, run))}
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], run: Path, step: int, while_writing: bool) -> None:
-    """Until a checkpoint of this step or a later one is being written, or the step is done; or until a process ends."""
+def _wait(ranks: list[subprocess.Popen[bytes]], latest: Callable[[], int], step: int) -> None:
+    """Until the latest step is this one or a later one; or until a process ends."""
     until = time.perf_counter() + LIMIT_S
-    while time.perf_counter() < until and all(rank.poll() is None for rank in ranks):
-        if while_writing and any(_step(path) >= step for path in (run / "checkpoints").glob(".tmp-step_*")):
-            break
-        if not while_writing and _steps_done(run) >= step:
-            break
+    while time.perf_counter() < until and all(rank.poll() is None for rank in ranks) and latest() < step:
         time.sleep(0.001)
+
+
+def being_written(run: Path) -> Callable[[], int]:
+    """The latest step whose checkpoint is being written, from now on; what the last start has left is not."""
+    before = {*(run / "checkpoints").glob(".tmp-step_*")}
+    return lambda: max(map(_step, {*(run / "checkpoints").glob(".tmp-step_*")} - before), default=0)
+
+
+def made(run: Path) -> Callable[[], int]:
+    """The latest step that is made, from now on: metrics have those of the last start before it."""
+    begun = len(_log(run))
+    return lambda: max(map(int, re.findall(r"^step (\d+)/", _log(run)[begun:], re.MULTILINE)), default=0)
 
 
 def _steps_done(run: Path) -> int:
