@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 ADDRESSES = 1 << 30  # bytes, of which what is imported takes most
+_CGROUPS = "/sys/fs/cgroup"
 FILES = 1 << 16  # that a process of a server has open at most
 LONG = 10.0  # seconds after which what is being done is said
 _own: tuple[int, str] | None = None  # this process's number on its machine, and the GPU that it has
@@ -137,6 +138,26 @@ def addresses() -> int | None:
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return None if limit == resource.RLIM_INFINITY else limit
+
+
+def memory_of_group() -> int | None:
+    """Bytes that the processes of this one's container, or of its group there (cgroups), may have together; None:
+    without a limit."""
+    from pathlib import Path
+
+    found = list[int]()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            root, name = Path(_CGROUPS), "memory.max"
+            if kinds:
+                root, name = root / "memory", "memory.limit_in_bytes"
+            folder = root / path.lstrip("/")
+            for own in (folder, *folder.parents) if kinds in ("", "memory") else ():
+                if own.is_relative_to(root):  # of a container this is its own
+                    with contextlib.suppress(OSError, ValueError):  # "max"
+                        found.append(int((own / name).read_text()))
+    return min(found, default=None)
 
 
 def require_addresses() -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -131,3 +132,30 @@ def test_the_collector_waits_for_the_first_imports_alone() -> None:
     """Not where torch is there already, and it stays off where the user turned it off."""
     done = finished([sys.executable, "-c", IMPORTED])
     assert done.stdout.split() == ["0", "True", "True", "True", "False"], done.stderr
+
+
+def test_a_process_may_have_what_its_container_and_its_groups_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/self/cgroup": "12:cpuset:/x\n4:memory:/job\n0::/slurm/step_0\n",
+        "/sys/fs/cgroup/memory.max": "max\n",
+        "/sys/fs/cgroup/slurm/memory.max": "7000\n",
+        "/sys/fs/cgroup/slurm/step_0/memory.max": "9000\n",
+        "/sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9223372036854771712\n",
+    }
+
+    def read(path: Path) -> str:
+        try:
+            return files[str(path)]
+        except KeyError:
+            raise FileNotFoundError(path) from None
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert machine.memory_of_group() == 7000
+    files["/sys/fs/cgroup/memory/job/memory.limit_in_bytes"] = "5000\n"
+    assert machine.memory_of_group() == 5000
+    files |= {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/memory.max": "6000\n"}  # of a container
+    assert machine.memory_of_group() == 6000
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert machine.memory_of_group() is None
+    files.clear()
+    assert machine.memory_of_group() is None

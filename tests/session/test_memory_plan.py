@@ -15,6 +15,7 @@ from lockstep.config import CheckpointConfig, CompileConfig, OptimizerConfig, Pa
 from lockstep.config.run import resolve_parallel
 from lockstep.errors import InputError
 from lockstep.graph.check import snapshot
+from lockstep.models.checks import memory_bytes
 from lockstep.models.init import architecture
 from lockstep.session.memory import (
     Workload,
@@ -199,6 +200,13 @@ def test_a_process_may_take_no_more_than_its_limit_of_addresses(monkeypatch: pyt
     whole = memory_at_hand(torch.device("cpu"))
     monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_AS: (GIB, resource.RLIM_INFINITY)}.__getitem__)
     assert memory_at_hand(torch.device("cpu")) == GIB < whole
+
+
+def test_the_processes_of_a_container_share_what_it_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for limit, share in ((1 << 62, memory_bytes("cpu") // 8), (560 << 20, 70 << 20)):
+        monkeypatch.setattr(usage, "memory_of_group", lambda limit=limit: limit)
+        assert memory_at_hand(torch.device("cpu")) == share
 
 
 def test_nothing_that_the_user_chose_is_changed() -> None:

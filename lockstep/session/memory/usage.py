@@ -14,7 +14,7 @@ from ...distributed import ONE, World
 from ...errors import InputError, LockstepError, ran_out
 from ...generator import KVCache
 from ...graph import Runtime, clear_matmul_workspaces
-from ...machine import addresses, processes_here
+from ...machine import addresses, memory_of_group, processes_here
 from ...models import ModelConfig, resolve_folder
 from ...models.checks import memory_bytes
 from ...models.hf.folder import read_config
@@ -48,10 +48,12 @@ def workload(config: RunConfig, ranks: int, on_gpu: bool, model: ModelConfig, **
 
 def memory_at_hand(device: torch.device, world: World = ONE) -> int:
     """Bytes that this process may take: of a GPU all that others do not use, which is asked before anything is loaded
-    but what the processes of `world` talk through (what that has beyond its plan counts as others'); of a host its part
-    among the processes of one machine, or less where its addresses are limited."""
+    but what the processes of `world` talk through (what that has beyond its plan counts as others'); of a host, or of
+    what a container may have of it, its part among the processes of one machine, or less where its addresses are
+    limited."""
     if device.type != "cuda":
-        share, limit = memory_bytes(device) // processes_here(), addresses()
+        whole, of_group, limit = memory_bytes(device), memory_of_group(), addresses()
+        share = (whole if of_group is None else min(whole, of_group)) // processes_here()
         return share if limit is None else min(share, limit)
     if torch.cuda.memory_allocated(device):
         gc.collect()  # models of before lie in cycles with the programs that ran them
