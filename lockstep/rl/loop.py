@@ -123,8 +123,8 @@ class Loop:
         if config.loss.importance_sampling_mode is not None:
             counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
         self.spans = [span for span in timings.take() if span.began >= began]
-        if len(parts) > 1:
-            result = averaged(results[: len(parts)])
+        if len(results) > 1:
+            result = averaged(results[: len(parts)], results)
         found = step_metrics(self.run, groups, result, [*batches, *checks], version, self.spans)
         self.ending = found.pop("ending")
         if kl:

@@ -51,11 +51,12 @@ class StepResult:
         return self.tokens_different == self.tokens_not_covered == elsewhere == 0
 
 
-def averaged(updates: Sequence[StepResult]) -> StepResult:
+def averaged(updates: Sequence[StepResult], of_all: Sequence[StepResult]) -> StepResult:
     """The first of several updates, which compared all that was sampled, with means of what each has of its own part:
-    loss, gradient norm, KL divergence, clipped tokens and load-balancing loss."""
-    first, found = updates[0], dict[str, Any]()
-    for name in ("loss", "grad_norm", "kl", "clip_ratio"):
+    loss, gradient norm, KL divergence and load-balancing loss; and of clipped tokens the mean `of_all` iterations, as
+    there are none in a first update."""
+    first, found = updates[0], dict[str, Any](clip_ratio=_mean([update.clip_ratio for update in of_all]))
+    for name in ("loss", "grad_norm", "kl"):
         found[name] = _mean([getattr(update, name) for update in updates])
     if first.routing is not None:
         aux_loss = _mean([update.routing.aux_loss for update in updates if update.routing])
