@@ -123,7 +123,9 @@ def _several(name: str, given: Any) -> list[Callable[..., Any]]:
     found = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     for one in found:
         if not callable(one):
-            raise InputError(f"{name}: {one!r:.100} is no function; give one, or a list of them")
+            field = {"rewards": "task.reward"}.get(name, f"task.{name}")
+            named = f" (names go into config's {field})" if isinstance(one, str) else ""
+            raise InputError(f"{name}: {one!r:.100} is no function; give one, or a list of them{named}")
     return found
 
 
@@ -131,10 +133,14 @@ def _spec(kind: str, function: Callable[..., Any]) -> str:
     """How config.yaml names `function`: its module and name, or the script's file, where another process finds it."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if getattr(sys.modules.get(module), name, None) is not function:
-        raise InputError(
-            f"{kind} {name or function!r} cannot be named in config.yaml; define it with `def` or `class` at the top "
-            "level of a module or script"
-        )
+        given = name or repr(function)  # which may have another name in the script: what a function made, an object
+        named = [known for known, value in vars(sys.modules["__main__"]).items() if value is function]
+        if not named:
+            raise InputError(
+                f"{kind} {given} cannot be named in config.yaml; define it with `def` or `class`, or give it a name, "
+                "at the top level of a module or script"
+            )
+        module, name = "__main__", named[0]
     if module != "__main__":
         return f"{module}:{name}"
     script = Path(getattr(sys.modules[module], "__file__", None) or "")
@@ -179,6 +185,10 @@ def _write(rows: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -> Non
     for name, given in rows.items():
         path = folder / _ROWS.format(name)
         made = path.with_suffix(".new")
+        if isinstance(given, Mapping):
+            raise InputError(
+                f"{name} is a {type(given).__name__} of {', '.join(map(str, given))}; give rows, as of one split"
+            )
         if not isinstance(given, Iterable):
             raise InputError(f"{name} is {given!r}; give rows, the path of a file or folder of them, or a hub id")
         try:

@@ -138,6 +138,8 @@ def test_every_process_gives_its_rows_and_gets_the_summary(tmp_path: Path) -> No
         ),
         ([{"prompt": "a", "x": float("nan")}], "data row 0: x cannot be written as JSON"),
         ([], "task.data"),
+        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "data is a DatasetDict of train; give rows"),
+        ({"prompt": ["a"], "answer": ["b"]}, "data is a dict of prompt, answer; give rows"),
         (5, "data is 5; give rows, the path of"),
     ],
 )
@@ -169,6 +171,29 @@ def test_functions_of_a_script_are_found_again(
     assert len(rewards_of(tmp_path / "run")) == 3 and Path("imported").read_text().startswith("__main__ _user_mine")
     assert main(["train", "--resume", "run/checkpoints/step_2"]) == 2
     assert "not a run folder (it has no config.yaml); did you mean --resume run?" in capsys.readouterr().err
+
+
+OBJECTS = """
+import functools, lockstep, test_api
+class Score:
+    def __call__(self, completion_ids, **_):
+        return [1.0 / len(ids) for ids in completion_ids]
+def scaled(by, completion_ids, **_):
+    return [by * len(ids) for ids in completion_ids]
+brief, long = Score(), functools.partial(scaled, 2.0)
+if __name__ == "__main__":
+    lockstep.train(test_api.SMALL, "run", rewards=[brief, long])
+"""
+
+
+def test_objects_of_a_script_are_named_as_there(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OBJECTS)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, env=environment, check=True)
+    config = (tmp_path / "run/config.yaml").read_text()
+    assert "- mine.py:brief" in config and "- mine.py:long" in config
+    first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert first["rewards/long/mean"] > 2 and 0 < first["rewards/brief/mean"] <= 1
 
 
 def test_functions_of_no_file_train_and_are_said_to_be_lost(tmp_path: Path) -> None:
@@ -212,7 +237,8 @@ def test_a_function_of_a_script_that_is_run_alone_is_refused(tmp_path: Path) -> 
 def test_one_function_stands_for_a_list_of_it_and_what_is_none_is_refused(tmp_path: Path) -> None:
     assert lockstep.api._several("tools", spread) == lockstep.api._several("tools", (spread,)) == [spread]
     for given, said in (("brief.py:f", "'brief.py:f'"), ([spread, 3], "3"), (None, "None")):
-        with pytest.raises(InputError, match=f"rewards: {said} is no function; give one, or a list of them"):
+        place = r" \(names go into config's task.reward\)" * (given == "brief.py:f") + "$"
+        with pytest.raises(InputError, match=f"rewards: {said} is no function; give one, or a list of them{place}"):
             lockstep.train(SMALL, tmp_path / "run", rewards=given)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="config is of type dict; it must be a RunConfig"):
         lockstep.train({"steps": 1}, tmp_path / "run")  # type: ignore[arg-type]

@@ -27,8 +27,8 @@ def load_rewards(
 ) -> RewardSet:
     """The reward functions that `specs` name, with `weights` (all ones when empty).
 
-    Each has its function's name, or the whole spec where two share that. Raises `InputError` for a spec given twice
-    and whatever `load_reward` refuses.
+    Each has its function's name, that of an object in its module, or the whole spec where two share that. Raises
+    `InputError` for a spec given twice and whatever `load_reward` refuses.
     """
     for index, spec in enumerate(specs):
         refuse(spec in specs[:index], f"reward {spec!r} is given twice; give it once, with a weight")
@@ -54,4 +54,4 @@ def load_reward(spec: str) -> RewardFunction:
 
 
 def _name(spec: str, function: RewardFunction) -> str:
-    return spec if spec in READY else getattr(function, "__name__", spec)
+    return spec if spec in READY else getattr(function, "__name__", spec.rpartition(":")[2])
