@@ -17,6 +17,14 @@ class InputError(LockstepError):
     """Bad input: a flag, file, row, model folder or reward. The command line exits with code 2."""
 
 
+class FieldError(InputError):
+    """Bad input in one field of several, such as `messages[0].role`, which the message names too."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 def refuse(when: bool, message: str) -> None:
     """Raise `InputError`, where something is wrong."""
     if when:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from ..config import MAX_SEED
 from ..errors import InputError, refuse
 from ..session.generate import LLM
 from ..session.signals import handled_by
@@ -51,7 +52,8 @@ class Conversation:
         sampling = replace(self._sampling, max_completion_length=min(self._sampling.max_completion_length, room))
         answer = ""
         self._turns += 1
-        with contextlib.closing(self._llm.stream([prompt], sampling, self._turns)) as pieces:
+        seed = (self._llm.config.seed + self._turns) % (MAX_SEED + 1)  # an answer's is its own
+        with contextlib.closing(self._llm.stream([prompt], sampling, seed=seed)) as pieces:
             for piece in pieces:
                 answer += piece.text
                 yield piece.text

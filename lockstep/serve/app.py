@@ -16,7 +16,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .. import __version__
-from .errors import ApiError, closing
+from ..errors import FieldError
+from .errors import ApiError, closing, refused
 from .events import answered
 from .routes.chat import chat
 from .routes.completions import completions
@@ -50,7 +51,7 @@ def make_app(service: Service, under: str = "", more: Mapping[str, Route] = {}) 
     for method, routes in (("POST", posted), ("GET", asked)):  # plain routes, which read their bodies themselves
         for path, answer in routes.items():
             app.add_route(path, partial(answer, service), methods=[method])
-    for kind in (ApiError, HTTPException, ClientLeft, ClientDisconnect, Exception):
+    for kind in (ApiError, FieldError, HTTPException, ClientLeft, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _error)
     app.add_middleware(_Guard, service=service, paths=[*posted, *asked])
     return app
@@ -89,6 +90,8 @@ def _told(error: ApiError) -> Response:
 async def _error(request: Request, error: Exception) -> Response:
     if isinstance(error, (ClientLeft, ClientDisconnect)):
         return Response(status_code=499)  # nobody reads it; a number of its own for the metrics
+    if isinstance(error, FieldError):
+        error = refused(error.field, str(error))
     if isinstance(error, HTTPException):  # an unknown path, or another method than a route has
         error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     fault = ApiError(500, "the server has a fault; its log says which")

@@ -8,7 +8,6 @@ begins with the last one's prompt and what was sampled after it. Where the templ
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from os.path import commonprefix
@@ -16,14 +15,12 @@ from typing import Any
 
 from ..errors import InputError
 from ..models.tokenizer import check_size, encode_text, render_chat
+from ..session.text.messages import Message
 from ..session.text.policy import Policy
 from ..session.text.tool_calls import ToolFormat, begins_thought
 from .errors import refused
 
 MOST_TURNS = 512  # whose tokens are looked for in a prompt, each with the template
-
-Message = dict[str, Any]
-_ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
 @dataclass(frozen=True)
@@ -35,64 +32,6 @@ class ChatPrompt:
     kept: int = 0
     encoded_again: int = 0
     thinks: bool = False
-
-
-def checked_messages(messages: Any) -> list[Message]:
-    """Messages as chat templates take them: text as one string, arguments of tool calls as objects. Raises `ApiError`
-    naming the part that is wrong."""
-    if not isinstance(messages, list) or not messages:
-        raise refused("messages", "messages must be a list of at least one message")
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _message(message: Any, where: str) -> Message:
-    if not isinstance(message, dict):
-        raise refused(where, f"{where} must be an object with role and content")
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise refused(f"{where}.role", f"{where}.role is {role!r:.40}; it must be one of {', '.join(sorted(_ROLES))}")
-    given = {name: value for name, value in message.items() if value is not None}
-    given["role"] = "system" if role == "developer" else role
-    if "content" not in given and not (role == "assistant" and given.get("tool_calls")):
-        raise refused(f"{where}.content", f"{where}.content is missing")
-    given["content"] = _text(given.get("content", ""), f"{where}.content")
-    calls, place = given.get("tool_calls", []), f"{where}.tool_calls"
-    if not isinstance(calls, list):
-        raise refused(place, f"{place} must be a list")
-    if calls:
-        given["tool_calls"] = [_tool_call(call, f"{place}[{i}]") for i, call in enumerate(calls)]
-    else:
-        given.pop("tool_calls", None)
-    return given
-
-
-def _text(content: Any, where: str) -> str:
-    """A string as it is; parts, which must be text, joined."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise refused(where, f"{where} must be a string, or a list of parts with text")
-    for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise refused(f"{where}[{i}]", f"{where}[{i}] must be a part of type text, with its text")
-    return "".join(part["text"] for part in content)
-
-
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """A call whose arguments are an object, which templates write in their own way."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise refused(f"{where}.function", f"{where}.function must be an object with a name")
-    arguments = function.get("arguments") if function.get("arguments") is not None else {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise refused(f"{where}.function.arguments", f"{where}.function.arguments is no JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        what = f"must be an object, or one as JSON text; it is {arguments!r:.40}"
-        raise refused(f"{where}.function.arguments", f"{where}.function.arguments {what}")
-    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
 def encode_chat(

@@ -158,7 +158,7 @@ class TrainingSession(Session):
         _planned(asked(prompt_limit=prompt_limit(config, model_config(config)).tokens), memory, device)
         super().__init__(config, timings, world)
         model = self.policy.model
-        self.policy.template_variables = template_variables(config.task.chat_template_kwargs)
+        self.policy.set_variables(template_variables(config.task.chat_template_kwargs), "task.chat_template_kwargs")
         with timings.measured("load"):
             self.teacher = load_teacher(config, self.policy, world)
         self.prompt_limit = prompt_limit(config, model.config, None if self.teacher is None else self.teacher.model)
@@ -266,7 +266,7 @@ def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Wor
     tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
     policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)
     set_attention(policy.model, config.attention, config.attention_mask)
-    policy.template_variables = template_variables(config.task.chat_template_kwargs)
+    policy.set_variables(template_variables(config.task.chat_template_kwargs), "task.chat_template_kwargs")
     longest = policy.longest_prompt(make_task(config.task, groups), make_environment(config.task), groups)[0]
     limit = prompt_limit(config, model).tokens
     return workload(config, ranks, device.type == "cuda", model, longest_prompt=longest, prompt_limit=limit)

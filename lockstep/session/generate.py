@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ..config import (
     LAYOUT_OF_GENERATION,
+    MAX_SEED,
     Attention,
     CompileConfig,
     GeneratorConfig,
@@ -22,10 +23,12 @@ from ..config import (
     SamplingConfig,
     check_generation,
     check_layout,
+    check_range,
     given_or_default,
     validate,
 )
-from ..environments import checked_messages
+from ..environments import checked_messages as checked_prompt
+from ..environments.tools import schema
 from ..errors import InputError, LockstepError, NonFiniteError, refuse
 from ..generator import Engine, pays_by_group
 from ..models.tokenizer import TextStream
@@ -33,6 +36,8 @@ from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams, Trajectory
 from .build import Session, resolve
 from .degree import choose_by_memory
 from .processes import GENERATING, Requests, of_all, together
+from .text.messages import BESIDE_TOOLS, Message, check_variables, checked_messages, checked_tools
+from .text.tool_calls import Tool
 from .warm_up import make_ready, prepare_machine, warn_if_slow
 
 T = TypeVar("T")
@@ -88,7 +93,7 @@ class LLM(Session):
             self._given, world = choose_by_memory(given, joined.enter_context(together(given)))
             given = self._given
             super().__init__(world.each(lambda: resolve(given, world.size, steps=False)), world=world)
-            self.policy.template_variables = template_variables or {}
+            self.policy.set_variables({} if template_variables is None else template_variables, "template_variables")
             warn_if_slow(self)
             prepare_machine(self)  # there is no check here: nothing is compared with a trainer
             self._joined, self._left = joined.pop_all(), False
@@ -124,14 +129,19 @@ class LLM(Session):
         return self.policy.model.config.max_position_embeddings
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        seed: int | None = None,
     ) -> list[list[Trajectory]]:
         """For each prompt its `sampling.n` completions; one prompt may stand alone: text, chat messages, or token ids.
         Sampling is that of all prompts, or a list of each one's. Equal seeds give equal tokens, whatever else is in the
-        batch. Raises `InputError` for sampling parameters out of range and for a prompt that is empty or does not fit
-        the model's context, and `NonFiniteError` when the model's outputs are no numbers."""
+        batch; `seed` stands in for the model's. Raises `InputError` for sampling parameters out of range and for a
+        prompt that is empty or does not fit the model's context, and `NonFiniteError` when the model's outputs are no
+        numbers."""
         with self.together():
-            requests, engine = self._asked(prompts, SamplingParams() if sampling is None else sampling)
+            requests, engine = self._asked(prompts, SamplingParams() if sampling is None else sampling, seed)
             own = requests.share(self.world)
 
             def completed() -> list[list[Trajectory]]:
@@ -148,16 +158,16 @@ class LLM(Session):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        step: int = 0,
+        *,
+        seed: int | None = None,
     ) -> Generator[Piece, None, None]:
         """As `generate`, a piece at a time as text appears; all prompts run at once, so their pieces interleave. What
         other groups of processes complete comes in one piece a sample, at the end.
 
-        The pieces of a sample add up to its completion's text. Closing the iterator stops the generation. Calls with
-        another `step` draw other random numbers.
+        The pieces of a sample add up to its completion's text. Closing the iterator stops the generation.
         """
         with self.together():
-            requests, engine = self._asked(prompts, SamplingParams() if sampling is None else sampling, step)
+            requests, engine = self._asked(prompts, SamplingParams() if sampling is None else sampling, seed)
             own = self._share(len(requests[0]))
             done: list[list[Trajectory]] = [[] for _ in own]
             failed: LockstepError | None = None
@@ -171,6 +181,31 @@ class LLM(Session):
             for prompt, samples in enumerate(of_all(self.world, lambda: _unless(failed, done))):
                 for completion in samples if prompt not in own else ():
                     yield Piece(prompt, completion.identity.sample, completion.text, completion)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        seed: int | None = None,
+        tools: Sequence[Tool | Callable[..., Any]] = (),
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[list[Trajectory]]:
+        """As `generate`, of one conversation or several, as OpenAI's interface has them. The model's chat template
+        shows the tools, schemas or functions with type hints and a docstring, and has these variables beside
+        `template_variables`. `message` gives an answer with its calls."""
+        several = isinstance(messages, (list, tuple)) and messages and not isinstance(messages[0], Mapping)
+        asked = {f"messages[{i}]": each for i, each in enumerate(messages)} if several else {"messages": messages}
+        more = {} if chat_template_kwargs is None else chat_template_kwargs
+        check_variables(self.policy.tokenizer.chat_template, more, "chat_template_kwargs", BESIDE_TOOLS)
+        shown = _schemas(tools)
+        self.policy.tokens_with(shown)  # which refuses tools where the template teaches no calls
+        prompts = [self.policy.encode(checked_messages(each, where), shown, more) for where, each in asked.items()]
+        return self.generate(prompts, sampling, seed=seed)
+
+    def message(self, completion: Trajectory, tools: Sequence[Tool | Callable[..., Any]] = ()) -> Message:
+        """The chat message that a completion is, with `tool_calls` where it calls these tools."""
+        return self.policy.tokens_with(_schemas(tools)).said(completion.turns[-1]).message
 
     def _pieces(self, engine: Engine, requests: Requests) -> Iterator[Piece]:
         texts: dict[tuple[int, int], TextStream] = {}
@@ -254,13 +289,16 @@ class LLM(Session):
         return engine
 
     def _requests(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams], step: int = 0
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams], seed: int | None
     ) -> Requests:
+        if seed is None:
+            seed = self.config.seed
+        check_range("seed", seed, 0, MAX_SEED, whole=True)
         if not isinstance(prompts, (str, Sequence)):
             raise InputError(f"the prompts are of type {type(prompts).__name__}; give text, chat messages, or a list")
         refuse(not as_list(prompts), "there is no prompt; give at least one")
         ids = [self._encode(i, prompt) for i, prompt in enumerate(as_list(prompts))]
-        identities = [SampleIdentity(self.config.seed, GENERATE_DOMAIN, step, group) for group in range(len(ids))]
+        identities = [SampleIdentity(seed, GENERATE_DOMAIN, 0, group) for group in range(len(ids))]
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(ids)
         for params in each:
             check_sampling(params)
@@ -275,11 +313,15 @@ class LLM(Session):
             return parts
         if not isinstance(prompt, str) and not (parts and all(isinstance(part, dict) for part in parts)):
             raise InputError(f"prompt {index + 1} is {prompt!r:.40}; it must be text, chat messages, or token ids")
-        given = prompt if isinstance(prompt, str) else checked_messages(parts, f"prompt {index + 1}")
+        given = prompt if isinstance(prompt, str) else checked_prompt(parts, f"prompt {index + 1}")
         try:
             return self.policy.encode(given)
         except InputError as error:
             raise InputError(f"prompt {index + 1}: {error}") from error
+
+
+def _schemas(tools: Sequence[Tool | Callable[..., Any]]) -> list[Tool]:
+    return checked_tools([schema(tool, "tools") if callable(tool) else tool for tool in tools])
 
 
 def _unless(failed: LockstepError | None, done: list[list[Trajectory]]) -> list[list[Trajectory]]:
@@ -315,4 +357,8 @@ def check_sampling(sampling: SamplingParams) -> None:
         kind = type(sampling).__name__
         raise InputError(f"sampling is of type {kind}; it must be SamplingParams, or a list with one for each prompt")
     same = {name: value for name, value in vars(sampling).items() if name not in ("n", "stop_token_ids")}
-    SamplingConfig(num_generations=sampling.n, **same).validate()
+    SamplingConfig(**same).validate()
+    check_range("sampling.n", sampling.n, 1, 1 << 16, whole=True)
+    ids = sampling.stop_token_ids
+    listed = isinstance(ids, (list, tuple)) and all(type(token) is int for token in ids)
+    refuse(not listed, f"sampling.stop_token_ids is {ids!r:.40}; it must be a list of token ids")

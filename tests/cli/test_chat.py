@@ -47,7 +47,7 @@ def test_the_conversation_goes_on_until_it_is_reset(llm: LLM, monkeypatch: pytes
 
 def test_an_answer_is_what_the_template_asks_for(llm: LLM) -> None:
     answer = "".join(Conversation(llm, SAMPLING).ask("hello"))
-    alone = [p.text for p in llm.stream([[{"role": "user", "content": "hello"}]], SAMPLING, step=1)]
+    alone = [p.text for p in llm.stream([[{"role": "user", "content": "hello"}]], SAMPLING, seed=1)]
     assert answer == "".join(alone)
 
 

@@ -27,10 +27,11 @@ from serving import Running, running
 
 from lockstep.errors import PromptTooLong
 from lockstep.models.tokenizer import byte_tokenizer
-from lockstep.serve.chat_prompt import ChatPrompt, checked_messages, encode_chat
+from lockstep.serve.chat_prompt import ChatPrompt, encode_chat
 from lockstep.serve.service import Service
 from lockstep.serve.settings import Settings
 from lockstep.session.generate import LLM
+from lockstep.session.text.messages import checked_messages
 from lockstep.types import SamplingParams
 
 ADDS = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}

@@ -106,12 +106,14 @@ def test_closing_a_stream_leaves_the_engine_free(llm: LLM) -> None:
     assert len(llm.generate("abc", SHORT)[0]) == 2
 
 
-def test_seeds_and_steps_key_the_tokens(model: Path, llm: LLM) -> None:
-    again = LLM(model, device="cpu", seed=3)
-    assert again.generate("x", SHORT) == llm.generate("x", SHORT)
-    assert LLM(model, device="cpu", seed=4).generate("x", SHORT) != llm.generate("x", SHORT)
-    other_step = [p.completion for p in llm.stream("x", SHORT, step=1) if p.completion]
-    assert [c.token_ids for c in other_step] != [c.token_ids for c in llm.generate("x", SHORT)[0]]
+def test_seeds_key_the_tokens(model: Path, llm: LLM) -> None:
+    other, again = LLM(model, device="cpu", seed=4).generate("x", SHORT), LLM(model, device="cpu", seed=3)
+    assert again.generate("x", SHORT) == llm.generate("x", SHORT) != other
+    assert llm.generate("x", SHORT, seed=4) == other
+    streamed = [piece.completion for piece in llm.stream("x", SHORT, seed=4) if piece.completion]
+    assert sorted(streamed, key=lambda completion: completion.identity.sample) == other[0]
+    with pytest.raises(InputError, match="seed is -1; it must be between 0 and"):
+        llm.generate("x", SHORT, seed=-1)
 
 
 def test_one_engine_grows_with_what_is_asked(llm: LLM) -> None:
@@ -200,10 +202,12 @@ USER = {"role": "user", "content": "x"}
         (["x", "y"], [SHORT, 3], "sampling is of type int; it must be SamplingParams"),
         (["x", "y"], [], "there are 2 prompts and 0 sampling parameters; give one each"),
         ("x", SamplingParams(top_p=0.0), "sampling.top_p is 0"),
-        ("x", SamplingParams(n=0), "sampling.num_generations is 0"),
-        ("x", SamplingParams(n=1.5), "num_generations is 1.5, a float; it must be a whole number"),  # type: ignore[arg-type]
+        ("x", SamplingParams(n=0), "sampling.n is 0; it must be between 1 and 65536"),
+        ("x", SamplingParams(n=1.5), "sampling.n is 1.5, a float; it must be a whole number"),  # type: ignore[arg-type]
         ("x", SamplingParams(temperature=1e-45), "sampling.temperature is 1e-45; it must be at least 1e-06, or 0"),
         ("x", SamplingParams(stop="ab"), "sampling.stop is 'ab'; it must be a list of texts"),  # type: ignore[arg-type]
+        ("x", SamplingParams(stop=3), "sampling.stop is 3; it must be a list of texts"),  # type: ignore[arg-type]
+        ("x", SamplingParams(stop_token_ids=3), "stop_token_ids is 3; it must be a list of"),  # type: ignore[arg-type]
         ("x", SamplingParams(stop_token_ids=(2**63,)), "stop_token_ids has 9223372036854775808, which is no token id"),
         ("x", SamplingParams(max_completion_length=10**6), "exceeds the model's context"),
     ],
@@ -297,3 +301,60 @@ def test_the_system_prompt_and_the_variables_reach_the_template(
     assert prompts[0] == messages and again[:1] == expected
     variables = ["--prompts", str(tmp_path / "p.jsonl"), "--chat-template-kwargs", 'end="!"']
     assert texts(*variables) == (["ab", rows[1]["prompt"]], [*texts("--prompt", "ab")[1], found[1]])
+
+
+def weather(city: str) -> str:
+    """The weather.
+
+    Args:
+        city: Where.
+    """
+    return city
+
+
+ASKED = [{"role": "user", "content": "hello"}]
+CALLED = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+
+
+def test_chat_shows_tools_and_reads_calls(llm: LLM) -> None:
+    assert llm.chat(ASKED, SHORT) == llm.generate([ASKED], SHORT)
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    talk = [*ASKED, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "rain"}]
+    one, two = llm.chat([ASKED, talk], SHORT, tools=[weather], seed=4)
+    assert llm.chat(ASKED, SHORT, tools=[weather], seed=4) == [one]
+    shown = llm.policy.tokenizer.decode(two[0].prompt.token_ids)
+    assert shown.count('"description": "The weather."') == 1 and f"<tool_call>{CALLED}</tool_call>" in shown
+    segment = one[0].segments[-1]
+    said = replace(one[0], segments=[replace(segment, text=f"So <tool_call>{CALLED}</tool_call>")])
+    message = llm.message(said, [weather])
+    assert message["content"] == "So " and message["tool_calls"][0]["function"] == json.loads(CALLED)
+    assert "tool_calls" not in llm.message(said)
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "message"),
+    [
+        ("hello", {}, "messages must be a list of at least one message"),
+        ([ASKED, [{"role": "user"}]], {}, r"messages\[1\]\[0\].content is missing"),
+        (ASKED, {"tools": [{"name": "f"}]}, r"tools\[0\] must be"),
+        (ASKED, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking has no ef"),
+        (ASKED, {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs sets tools"),
+        (ASKED, {"chat_template_kwargs": [1]}, "chat_template_kwargs is of type list; it must be a dict"),
+    ],
+)
+def test_chat_refuses_by_field(llm: LLM, messages: list, more: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        llm.chat(messages, SHORT, **more)
+
+
+def test_variables_that_the_template_does_not_read_are_refused(
+    model: Path, templated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    LLM(templated, device="cpu", template_variables={"end": "!"})
+    with pytest.raises(InputError, match="template_variables.end has no effect: the model's chat template does not"):
+        LLM(model, device="cpu", template_variables={"end": "!"})
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": ASKED, "answer": "#### 1"}) + "\n")
+    task = ["--reward", "gsm8k", "--task.validation-prompts", "0", "--task.chat-template-kwargs", 'end="!"']
+    asked = ["train", "dataset", "--model", str(model), "--data", str(tmp_path / "p.jsonl"), *task]
+    assert main([*asked, "--run-dir", str(tmp_path / "run"), "--steps", "0"]) == 2
+    assert "task.chat_template_kwargs.end has no effect: the model's chat template" in capsys.readouterr().err

@@ -35,7 +35,7 @@ class SamplingConfig(Section):
             f"sampling.temperature is {self.temperature}; it must be at least {LEAST_TEMPERATURE}, or 0 for greedy",
         )
         refuse(
-            isinstance(self.stop, str) or not all(isinstance(text, str) for text in self.stop),
+            not isinstance(self.stop, (list, tuple)) or not all(isinstance(text, str) for text in self.stop),
             f"sampling.stop is {self.stop!r}; it must be a list of texts",
         )
         refuse(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -12,12 +11,12 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from ...config import TEMPLATE_ARGUMENTS
+from ...session.text.messages import BESIDE_TOOLS, check_variables, checked_messages, checked_tools
 from ...session.text.tool_calls import CALL_ID, ToolCall, ToolFormat
 from ...types import Trajectory
 from ..batcher import Update
 from ..bodies import ChatBody, read_body
-from ..chat_prompt import ChatPrompt, checked_messages, encode_chat
+from ..chat_prompt import ChatPrompt, encode_chat
 from ..errors import refused
 from ..service import Service
 from ..text import chat_logprobs, visible
@@ -49,28 +48,19 @@ async def chat(service: Service, request: Request) -> Response:
 
 
 def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
-    variables, template = dict(body.chat_template_kwargs), str(service.policy.tokenizer.chat_template)
-    if body.reasoning_effort:
-        variables["reasoning_effort"] = body.reasoning_effort
-    for name in variables:
-        where = f"chat_template_kwargs.{name}" if name in body.chat_template_kwargs else name
-        if name in (*TEMPLATE_ARGUMENTS, "tools"):
-            raise refused(where, f"chat_template_kwargs sets {name}, which is no variable of it")
-        if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise refused(where, f"{where} has no effect: the model's chat template does not read it")
-    return variables
+    effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
+    template = service.policy.tokenizer.chat_template
+    check_variables(template, body.chat_template_kwargs, "chat_template_kwargs", BESIDE_TOOLS)
+    check_variables(template, effort, "")
+    return {**body.chat_template_kwargs, **effort}
 
 
 def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
     """How the model is to call the tools; None where it is given none and all that it says is text."""
     if body.tool_choice not in ("auto", "none"):
         raise refused("tool_choice", 'tool_choice must be "auto" or "none": sampling is not constrained')
-    for i, tool in enumerate(body.tools):
-        function = tool.get("function")
-        named = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if tool.get("type") != "function" or not named:
-            raise refused(f"tools[{i}]", f'tools[{i}] must be {{"type": "function", "function": {{"name": ...}}}}')
-    tools = body.tools if body.tool_choice == "auto" else []
+    tools = checked_tools(body.tools)
+    tools = tools if body.tool_choice == "auto" else []
     if service.tool_format is None and tools:
         raise refused("tools", "the model's chat template has no tools, or calls them in a form that is not known here")
     return service.tool_format and service.tool_format.reading(tools)

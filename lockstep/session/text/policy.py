@@ -14,6 +14,7 @@ from ...errors import InputError
 from ...models import Decoder, WeightSource
 from ...models.tokenizer import check_size, encode_following, encode_prompt, encode_text, longest_token
 from ...types import Segment
+from .messages import check_variables
 from .tool_calls import Tool, ToolFormat
 from .tool_formats import FORMATS, may_be_special, tool_format
 
@@ -30,10 +31,18 @@ class Policy:
     source: WeightSource | None = None
     template_variables: dict[str, Any] = field(default_factory=dict)
 
-    def encode(self, prompt: str | list[dict[str, Any]], tools: Sequence[Tool] = ()) -> list[int]:
-        """Token ids of a prompt (text, or chat messages through the model's template, which shows these tools)."""
+    def set_variables(self, variables: dict[str, Any], where: str) -> None:
+        """Give the chat template these; `FieldError`, naming `where`, for one that it does not read."""
+        check_variables(self.tokenizer.chat_template, variables, where)
+        self.template_variables = variables
+
+    def encode(
+        self, prompt: str | list[dict[str, Any]], tools: Sequence[Tool] = (), more: dict[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a prompt (text, or chat messages through the model's template, which shows these tools and has
+        `more` variables)."""
         check_size(prompt, self.model.config.max_position_embeddings, self.longest_token)
-        return encode_prompt(self.tokenizer, prompt, self._variables(tools))
+        return encode_prompt(self.tokenizer, prompt, self._variables(tools) | (more or {}))
 
     def _variables(self, tools: Sequence[Tool]) -> dict[str, Any]:
         return self.template_variables | ({"tools": list(tools)} if tools else {})

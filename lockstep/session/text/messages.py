@@ -1,0 +1,102 @@
+"""Chat messages and tools as clients of OpenAI's interface write them, made what chat templates take."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...config import TEMPLATE_ARGUMENTS
+from ...errors import FieldError
+from .tool_calls import Tool
+
+Message = dict[str, Any]
+BESIDE_TOOLS = (*TEMPLATE_ARGUMENTS, "tools")  # that no variable may be, where a request has tools of its own
+_ROLES = {"system", "developer", "user", "assistant", "tool"}
+
+
+def checked_messages(messages: Any, where: str = "messages") -> list[Message]:
+    """Messages as chat templates take them: text as one string, arguments of tool calls as objects. Raises `FieldError`
+    naming the part that is wrong."""
+    if not isinstance(messages, list) or not messages:
+        raise FieldError(where, f"{where} must be a list of at least one message")
+    return [_message(message, f"{where}[{i}]") for i, message in enumerate(messages)]
+
+
+def checked_tools(tools: Sequence[Any]) -> list[Tool]:
+    """Tools as OpenAI's interface has them. Raises `FieldError` for one that is none."""
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            what = 'must be {"type": "function", "function": {"name": ...}}'
+            raise FieldError(f"tools[{i}]", f"tools[{i}] {what}")
+    return list(tools)
+
+
+def check_variables(template: Any, variables: Any, where: str, fixed: Sequence[str] = TEMPLATE_ARGUMENTS) -> None:
+    """Raise `FieldError` for a variable that the chat template does not read, or one of those that are set anyhow."""
+    if not isinstance(variables, Mapping):
+        raise FieldError(
+            where, f"{where} is of type {type(variables).__name__}; it must be a dict of variables by name"
+        )
+    for name in variables:
+        field = f"{where}.{name}" if where else name
+        if name in fixed:
+            raise FieldError(field, f"{where} sets {name}, which is no variable of it")
+        if not re.search(rf"\b{re.escape(str(name))}\b", str(template)):
+            raise FieldError(field, f"{field} has no effect: the model's chat template does not read it")
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, dict):
+        raise FieldError(where, f"{where} must be an object with role and content")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise FieldError(
+            f"{where}.role", f"{where}.role is {role!r:.40}; it must be one of {', '.join(sorted(_ROLES))}"
+        )
+    given = {name: value for name, value in message.items() if value is not None}
+    given["role"] = "system" if role == "developer" else role
+    if "content" not in given and not (role == "assistant" and given.get("tool_calls")):
+        raise FieldError(f"{where}.content", f"{where}.content is missing")
+    given["content"] = _text(given.get("content", ""), f"{where}.content")
+    calls, place = given.get("tool_calls", []), f"{where}.tool_calls"
+    if not isinstance(calls, list):
+        raise FieldError(place, f"{place} must be a list")
+    if calls:
+        given["tool_calls"] = [_tool_call(call, f"{place}[{i}]") for i, call in enumerate(calls)]
+    else:
+        given.pop("tool_calls", None)
+    return given
+
+
+def _text(content: Any, where: str) -> str:
+    """A string as it is; parts, which must be text, joined."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise FieldError(where, f"{where} must be a string, or a list of parts with text")
+    for i, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise FieldError(f"{where}[{i}]", f"{where}[{i}] must be a part of type text, with its text")
+    return "".join(part["text"] for part in content)
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """A call whose arguments are an object, which templates write in their own way."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise FieldError(f"{where}.function", f"{where}.function must be an object with a name")
+    arguments = function.get("arguments") if function.get("arguments") is not None else {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise FieldError(
+                f"{where}.function.arguments", f"{where}.function.arguments is no JSON: {error}"
+            ) from error
+    if not isinstance(arguments, dict):
+        what = f"must be an object, or one as JSON text; it is {arguments!r:.40}"
+        raise FieldError(f"{where}.function.arguments", f"{where}.function.arguments {what}")
+    return {**call, "type": "function", "function": {**function, "arguments": arguments}}
