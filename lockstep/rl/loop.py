@@ -124,7 +124,8 @@ class Loop:
             counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
         self.spans = [span for span in timings.take() if span.began >= began]
         if len(results) > 1:
-            result = averaged(results[: len(parts)], results)
+            own = config.loss.importance_sampling_mode is None  # its clip, which a first iteration seldom meets
+            result = averaged(results[: len(parts)], results if own else results[: len(parts)])
         found = step_metrics(self.run, groups, result, [*batches, *checks], version, self.spans)
         self.ending = found.pop("ending")
         if kl:
