@@ -14,7 +14,7 @@ def evaluate(
     config: RunConfig,
     *,
     n: int = 1,
-    k: Sequence[int] = (),
+    k: int | Sequence[int] = (),
     temperature: float | None = None,
     pass_reward: str | None = None,
     pass_threshold: float = 1.0,
@@ -40,5 +40,5 @@ def evaluate(
     Raises `InputError` for settings that cannot work and for a task without validation problems, and `NonFiniteError`
     when the model's outputs are no numbers.
     """
-    how = Measure(n, tuple(k), temperature, pass_reward, pass_threshold)
+    how = Measure(n, (k,) if isinstance(k, int) else tuple(k), temperature, pass_reward, pass_threshold)
     return measured(config, how, serving, progress)

@@ -130,10 +130,10 @@ _MOST_TOKENS = 10_000_000  # days on a CPU; all completions are held at once
 
 def check_model(
     model: str,
-    tokens: int,
-    seed: int,
-    device: str,
-    dtype: str,
+    tokens: int = 4000,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
     attention: Attention = "native",
     attention_mask: str | None = None,
     compile: CompileConfig | None = None,

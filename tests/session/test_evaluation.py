@@ -123,6 +123,7 @@ def test_a_k_that_no_problem_has_samples_for_is_told(config: RunConfig, tmp_path
 
 def test_an_evaluation_counts_what_passed(config: RunConfig) -> None:
     result = evaluate(config, n=4, k=(1, 4))
+    assert evaluate(config, n=4, k=4)["pass@4"] == result["pass@4"]
     counts = [row["passed"] for row in result["per_problem"]]
     assert result["n"] == 4 and result["prompts"] == 6 and 0 < sum(counts) < 24
     assert result["pass@1"] == pytest.approx(sum(counts) / 24)
