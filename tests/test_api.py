@@ -24,6 +24,7 @@ from processes import finished, on_ranks
 import lockstep
 import lockstep.config
 from lockstep.cli.main import main
+from lockstep.environments import End, Environment
 from lockstep.errors import InputError
 
 SMALL = lockstep.RunConfig(
@@ -38,6 +39,17 @@ SMALL = lockstep.RunConfig(
 
 def spread(completion_ids, **_):
     return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+class Spells(Environment):
+    """A turn that is one word."""
+
+    def step(self, turn):
+        return End(float(turn.text == "xyz"))
+
+    @classmethod
+    def worked_turns(cls, row, worked_example):
+        return [] if row["answer"] is None else ["xyz"]
 
 
 def rewards_of(run_dir: Path) -> list[float]:
@@ -126,6 +138,24 @@ def test_every_process_gives_its_rows_and_gets_the_summary(tmp_path: Path) -> No
     first, second = on_ranks(2, trained, tmp_path / "run")
     assert first == second and first["steps_done"] == 2 and first["run_dir"] == str(tmp_path / "run")
     assert len((tmp_path / "run" / "data.jsonl").read_text().splitlines()) == len(ROWS)
+
+
+def test_worked_turns_of_rows_are_learned_before_the_first_step(tmp_path: Path) -> None:
+    rows = [{"prompt": "spell: ", "answer": "x"}] * 4
+    task = replace(lockstep.recipes.dataset(None).task, validation_prompts=0)
+    trainer = replace(SMALL.trainer, warmup_steps=60, warmup_batch_size=8, warmup_learning_rate=2e-3)
+    config = replace(SMALL, task=task, trainer=trainer)
+    lockstep.train(config, tmp_path / "run", data=rows, environment=Spells)
+    assert min(rewards_of(tmp_path / "run")) > 0.5
+    with pytest.raises(InputError, match="its worked_turns are none"):
+        lockstep.train(config, tmp_path / "none", data=[{"prompt": "a", "answer": None}], environment=Spells)
+    with pytest.raises(
+        InputError, match="trainer.warmup_steps needs worked examples, which task dataset does not have"
+    ):
+        lockstep.train(config, tmp_path / "alone", data=rows, rewards=[right])
+    rewarded = replace(config, trainer=replace(trainer, warmup_reward=0.5))
+    with pytest.raises(InputError, match="trainer.warmup_reward needs problems that task dataset does not draw"):
+        lockstep.train(rewarded, tmp_path / "alone", data=rows, environment=Spells)
 
 
 @pytest.mark.parametrize(
@@ -295,6 +325,8 @@ def test_check_model_says_what_it_takes() -> None:
         name, value = next(iter(change.items()))
         with pytest.raises(InputError, match=f"{name} is {value!r}; it must be a whole number between"):
             lockstep.check_model(**{"model": "m", "tokens": 5, "seed": 0, "device": "cpu", "dtype": "auto"} | change)
+    with pytest.raises(InputError, match="model 'm': there is no such folder"):
+        lockstep.check_model("m")
     with pytest.raises(InputError, match="device is 'gpu'; it must be auto, cpu or cuda"):
         lockstep.check_model("m", 5, 0, "gpu", "auto")
     with pytest.raises(InputError, match="dtype is 'half'; it must be auto, float32 or bfloat16"):

@@ -98,8 +98,13 @@ class RunConfig(Section):
             "task.reward is missing: a dataset task needs at least one --reward MODULE:FUNCTION",
         )
         refuse(
-            t.warmup_steps > 0 and rows,
-            f"trainer.warmup_steps needs worked examples, which task {self.task.name} does not have; set it to 0",
+            t.warmup_steps > 0 and rows and self.task.environment is None,
+            f"trainer.warmup_steps needs worked examples, which task {self.task.name} does not have; set it to 0, or "
+            "give an environment whose worked_turns make them of the rows",
+        )
+        refuse(
+            t.warmup_steps > 0 and t.warmup_reward > 0 and rows,
+            f"trainer.warmup_reward needs problems that task {self.task.name} does not draw; use trainer.warmup_loss",
         )
         refuse(
             t.warmup_reward > 0 and self.task.validation_prompts == 0 and not rows,

@@ -64,7 +64,9 @@ def worked_trajectories(
     turns: dict[int, list[Segment]] = {}
     for a in asked:
         texts = environment.worked_turns(a.row, a.problem.worked_example or "")
-        refuse(not texts, f"{a.where}: its worked_turns are none; name what is to be learned, or leave the row out")
+        refuse(
+            not any(texts), f"{a.where}: its worked_turns are none; name what is to be learned, or leave the row out"
+        )
         turns[a.group] = [Segment(encode_completion(text), sampled=True, text=text) for text in texts]
     script, failures = _Script(turns), Failures(allowed=0)
     sampling = SamplingParams(max_completion_length=max(len(t.token_ids) for of in turns.values() for t in of))

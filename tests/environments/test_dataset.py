@@ -267,3 +267,7 @@ def test_template_variables_act_on_text_prompts_under_a_system_prompt(tmp_path: 
 def test_data_has_no_worked_examples() -> None:
     with pytest.raises(InputError, match="task gsm8k has no worked examples"):
         make_task(CONFIG, 5).warmup_problem(0, 0)
+    played = make_task(dataclasses.replace(CONFIG, environment="calculator"), 5)  # of which its worked_turns may tell
+    drawn = [played.warmup_problem(step, i) for step in range(2) for i in range(4)]
+    again = [played.warmup_problem(step, i) for step in range(2) for i in range(4)]
+    assert drawn == again and len({problem.origin for problem in drawn}) > 2

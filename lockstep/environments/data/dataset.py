@@ -39,6 +39,12 @@ class DatasetTask(Task):
             offset = permuted(offset, len(self._train), self._config.seed, epoch)
         return self._train[offset]
 
+    def warmup_problem(self, step: int, index: int) -> Problem:
+        """A row by chance, of which an environment's `worked_turns` say what is to be learned."""
+        if self._config.environment is None:
+            return super().warmup_problem(step, index)
+        return self._train[draw("warm-up", self._config.seed, step, index) % len(self._train)]
+
     def validation_problems(self) -> list[Problem]:
         return list(self._validation or ())
 
