@@ -190,7 +190,7 @@ def _llm(flags: Generate | Chat | Serve, config: GeneratorConfig, variables: dic
 
     names = ("device", "dtype", "seed", *_MODEL, *(("parallel",) if isinstance(flags, Generate) else ()))
     how = {name: getattr(flags, name) for name in names}
-    return LLM(flags.model, **how, config=config, template_variables=variables)
+    return LLM(flags.model, **how, config=config, chat_template_kwargs=variables)
 
 
 def _closing(llm: LLM, texts: Iterable[str]) -> Iterator[str]:

@@ -76,7 +76,7 @@ def measured(
         config.model or "",
         **how,
         config=config.generator,
-        template_variables=template_variables(config.task.chat_template_kwargs),
+        chat_template_kwargs=template_variables(config.task.chat_template_kwargs),
         compile=of_generation(config.compile),
         parallel=config.parallel,
     )

@@ -71,13 +71,13 @@ class LLM(Session):
         dtype: str = "auto",
         seed: int = 0,
         config: GeneratorConfig | None = None,
-        template_variables: dict[str, Any] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         attention: Attention = "native",
         attention_mask: str | None = None,
         compile: CompileConfig | None = None,
         parallel: ParallelConfig | None = None,
     ) -> None:
-        """Load a Hugging Face folder or hub id; `seed` is of sampling, `template_variables` go to the chat template
+        """Load a Hugging Face folder or hub id; `seed` is of sampling, `chat_template_kwargs` go to the chat template
         (`{"enable_thinking": False}`), attention, its mask and `compile` are as in `RunConfig` (by default CUDA graphs
         on a GPU, none on a CPU), and of `parallel` what generates (`generator_tp`, `timeout`). Raises `InputError` when
         the model cannot be used, or settings do not go together."""
@@ -93,7 +93,8 @@ class LLM(Session):
             self._given, world = choose_by_memory(given, joined.enter_context(together(given)))
             given = self._given
             super().__init__(world.each(lambda: resolve(given, world.size, steps=False)), world=world)
-            self.policy.set_variables({} if template_variables is None else template_variables, "template_variables")
+            variables = {} if chat_template_kwargs is None else chat_template_kwargs
+            self.policy.set_variables(variables, "chat_template_kwargs")
             warn_if_slow(self)
             prepare_machine(self)  # there is no check here: nothing is compared with a trainer
             self._joined, self._left = joined.pop_all(), False
@@ -192,8 +193,8 @@ class LLM(Session):
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[list[Trajectory]]:
         """As `generate`, of one conversation or several, as OpenAI's interface has them. The model's chat template
-        shows the tools, schemas or functions with type hints and a docstring, and has these variables beside
-        `template_variables`. `message` gives an answer with its calls."""
+        shows the tools, schemas or functions with type hints and a docstring, and has these variables beside those of
+        the model. `message` gives an answer with its calls."""
         several = isinstance(messages, (list, tuple)) and messages and not isinstance(messages[0], Mapping)
         asked = {f"messages[{i}]": each for i, each in enumerate(messages)} if several else {"messages": messages}
         more = {} if chat_template_kwargs is None else chat_template_kwargs

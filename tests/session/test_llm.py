@@ -350,11 +350,13 @@ def test_chat_refuses_by_field(llm: LLM, messages: list, more: dict, message: st
 def test_variables_that_the_template_does_not_read_are_refused(
     model: Path, templated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    LLM(templated, device="cpu", template_variables={"end": "!"})
-    with pytest.raises(InputError, match="template_variables.end has no effect: the model's chat template does not"):
-        LLM(model, device="cpu", template_variables={"end": "!"})
+    LLM(templated, device="cpu", chat_template_kwargs={"end": "!"})
+    with pytest.raises(InputError, match="chat_template_kwargs.end has no effect: the model's chat template does not"):
+        LLM(model, device="cpu", chat_template_kwargs={"end": "!"})
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": ASKED, "answer": "#### 1"}) + "\n")
     task = ["--reward", "gsm8k", "--task.validation-prompts", "0", "--task.chat-template-kwargs", 'end="!"']
     asked = ["train", "dataset", "--model", str(model), "--data", str(tmp_path / "p.jsonl"), *task]
     assert main([*asked, "--run-dir", str(tmp_path / "run"), "--steps", "0"]) == 2
     assert "task.chat_template_kwargs.end has no effect: the model's chat template" in capsys.readouterr().err
+    assert generate(model, "--prompt", "x", "--system-prompt", "s", "--chat-template-kwargs", 'end="!"') == 2
+    assert "error: chat_template_kwargs.end has no effect" in capsys.readouterr().err
