@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..config import ModelConfig, MoEConfig
@@ -46,43 +45,33 @@ class Form(ABC):
 
 
 @dataclass(frozen=True)
-class Interleaved(Form):
-    """A folder has the pairs of rows that rotate together side by side; the decoder has their first elements first,
-    then their second ones. Heads are of `block` rows, and their last `rotated` ones rotate."""
+class Reordered(Form):
+    """A folder has the rows of each head, which are `block`, in another order; `order` says which of its rows each of
+    the decoder's is."""
 
-    rotated: int
-
-    def from_hf(self, tensor: Tensor) -> Tensor:
-        return self._reordered(tensor, -1, 2)
-
-    def to_hf(self, rows: Tensor) -> Tensor:
-        return self._reordered(rows, 2, -1)
-
-    def _reordered(self, rows: Tensor, *shape: int) -> Tensor:
-        """With the two dims that each head's rotated rows have in this shape exchanged."""
-        plain, pairs = rows.unflatten(0, (-1, self.block)).split((self.block - self.rotated, self.rotated), dim=1)
-        return torch.cat((plain, pairs.unflatten(1, shape).transpose(1, 2).flatten(1, 2)), dim=1).flatten(0, 1)
-
-
-@dataclass(frozen=True)
-class PartlyRotated(Form):
-    """A folder's heads, of `block` rows, begin with the `rotated` elements, of which one of the first half rotates with
-    one of the second. The decoder rotates all pairs of elements half a head apart, these and those that stay where they
-    are: its heads have half of either in each half."""
-
-    rotated: int
+    order: tuple[int, ...]
 
     def from_hf(self, tensor: Tensor) -> Tensor:
-        return self._in_order(tensor, lambda turned, kept: (turned, turned, kept, kept))
+        return tensor.unflatten(0, (-1, self.block))[:, self.order].flatten(0, 1)
 
     def to_hf(self, rows: Tensor) -> Tensor:
-        return self._in_order(rows, lambda turned, kept: (turned, kept, turned, kept))
+        inverse = sorted(range(self.block), key=self.order.__getitem__)
+        return rows.unflatten(0, (-1, self.block))[:, inverse].flatten(0, 1)
 
-    def _in_order(self, rows: Tensor, sizes: Callable[[int, int], tuple[int, ...]]) -> Tensor:
-        """With the second and third of four parts of each head exchanged."""
-        parts = sizes(self.rotated // 2, (self.block - self.rotated) // 2)
-        first, second, third, fourth = rows.unflatten(0, (-1, self.block)).split(parts, dim=1)
-        return torch.cat((first, third, second, fourth), dim=1).flatten(0, 1)
+
+def interleaved(block: int, rotated: int) -> Reordered:
+    """For a folder whose last `rotated` rows of a head have the pairs that rotate together side by side; the decoder
+    has their first elements first, then their second ones."""
+    begin = block - rotated
+    return Reordered(block, (*range(begin), *range(begin, block, 2), *range(begin + 1, block, 2)))
+
+
+def partly_rotated(block: int, rotated: int) -> Reordered:
+    """For a folder whose heads begin with the `rotated` elements, of which one of the first half rotates with one of
+    the second. The decoder rotates all pairs of elements half a head apart, these and those that stay where they are:
+    its heads have half of either in each half."""
+    turned, kept = rotated // 2, rotated + (block - rotated) // 2
+    return Reordered(block, (*range(turned), *range(rotated, kept), *range(turned, rotated), *range(kept, block)))
 
 
 class LayerSlice(NamedTuple):
@@ -142,7 +131,7 @@ def qk_norm_slices(config: ModelConfig) -> Iterator[LayerSlice]:
 
 def _head_form(config: ModelConfig) -> Form | None:
     head, rotated = config.head_dim, config.rotary_dim
-    return PartlyRotated(head, rotated) if 0 < rotated < head else None
+    return partly_rotated(head, rotated) if 0 < rotated < head else None
 
 
 def attention_slices(config: ModelConfig, norms: Slices = ()) -> Iterator[LayerSlice]:

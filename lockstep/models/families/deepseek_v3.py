@@ -8,7 +8,7 @@ from typing import Any
 
 from ..blocks.mla import LatentLayer
 from ..blocks.rope import YarnScaling, rope_of_hf, scaling_from_hf
-from ..blocks.weight_slices import Interleaved, LayerSlice, slices_of_layer
+from ..blocks.weight_slices import LayerSlice, interleaved, slices_of_layer
 from ..config import MLAConfig, ModelConfig, MoEConfig
 from . import qwen3, qwen3_moe
 from .family import EXPERT_SIZES, PLAIN, Family, Raw, no_windows
@@ -79,8 +79,8 @@ def _attention(config: ModelConfig) -> Iterator[LayerSlice]:
     m = config.mla
     assert m is not None
     queries, up = config.num_heads * (m.nope_dim + m.rope_dim), config.num_heads * (m.nope_dim + m.v_dim)
-    q_form = Interleaved(m.nope_dim + m.rope_dim, m.rope_dim) if m.interleaved else None
-    kv_form = Interleaved(m.key_dim, m.rope_dim) if m.interleaved else None
+    q_form = interleaved(m.nope_dim + m.rope_dim, m.rope_dim) if m.interleaved else None
+    kv_form = interleaved(m.key_dim, m.rope_dim) if m.interleaved else None
     if m.q_rank is None:
         yield LayerSlice("self_attn.q_proj.weight", "mla.down", 0, queries, q_form)
     else:
