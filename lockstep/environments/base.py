@@ -77,17 +77,11 @@ class Task(ABC):
         """The held-out problems, the same at every call; empty when validation is off."""
 
     def selection_problems(self) -> list[Problem]:
-        """As many held-out problems as validation has, and none of those: they decide when a warm-up ends.
-
-        Raises `InputError` for a task that has none.
-        """
+        """As many held-out problems as validation has, and none of those: they decide when a warm-up ends."""
         raise InputError(f"task {self.name} has no held-out problems beside those of validation, which warm-ups end by")
 
     def warmup_problem(self, step: int, index: int) -> Problem:
-        """Example `index` of supervised step `step`, with its worked example.
-
-        Raises `InputError` for a task that has none.
-        """
+        """Example `index` of supervised step `step`, with its worked example."""
         raise InputError(f"task {self.name} has no worked examples, which supervised warm-up steps need")
 
     def check_lengths(self, encode: Encode, limit: PromptLimit) -> None:  # noqa: B027 (most tasks need none)

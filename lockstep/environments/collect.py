@@ -59,11 +59,9 @@ def added(parts: Sequence[Collected]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Collector:
-    """Plays problems in their environment and scores what was sampled, on all ranks of `world` together.
-
-    `seed` is a part of what keys the random numbers (`SampleIdentity`). `timings` measures `encode` and `rewards`.
-    `needs_rewards`: an end without a reward is refused where there are no reward functions either.
-    """
+    """Plays problems in their environment and scores what was sampled, on all ranks of `world` together. `seed` is a
+    part of what keys the random numbers (`SampleIdentity`). With `needs_rewards` an end without a reward is refused
+    where there are no reward functions either."""
 
     tokens: Tokens
     sampler: Callable[[list[list[int]], list[SamplingParams]], Sampler]
@@ -82,11 +80,8 @@ class Collector:
         """Sample `sampling.n` completions of each (group, problem) and score them. Ranks that generate together take
         their share of the problems, which the first of them plays; every rank has all groups in the end, of other
         ranks' an `outline`. A group with a completion that no reward applies to is kept apart, and so are samples whose
-        environment failed.
-
-        Raises `InputError` naming the group, and its data row, for a prompt that is empty or too long, when no group
-        has a reward and one is `required`, and whatever scoring refuses.
-        """
+        environment failed. `InputError`: a prompt is empty or too long, no group has a reward and one is `required`, or
+        what scoring refuses."""
         where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
         own = self.world.generator.fsdp.own(problems)
         shared = self.world.share(

@@ -103,12 +103,8 @@ class Environment:
         return self
 
     def start(self, row: dict[str, Any], seed: int) -> Given | Awaitable[Given]:
-        """The prompt: by default the row's.
-
-        Args:
-            row: the problem's `prompt` and its other columns.
-            seed: the same for all samples of a prompt, whose prompts must be the same.
-        """
+        """The prompt: by default that of the row, which is the problem's `prompt` and other columns. `seed` is the same
+        for all samples of a prompt, whose prompts must be the same."""
         return row["prompt"]
 
     def step(self, turn: Turn) -> Given | Branch | Next | End | Awaitable[Given | Branch | Next | End]:

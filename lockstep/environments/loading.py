@@ -26,9 +26,7 @@ TOOLS: dict[str, Callable[[TaskConfig], Tool]] = {
 
 def make_environment(config: TaskConfig) -> type[Environment]:
     """What `task.environment` names, with `task.tools`; without either, what a prompt is completed once in.
-
-    Raises `InputError` when it cannot be loaded or is no environment.
-    """
+    `InputError`: it cannot be loaded, or is no environment."""
     tools = [_tool(tool, config) for tool in config.tools]
     if config.environment is None:
         return tool_environment(tools, "task.tools") if tools else SingleTurn

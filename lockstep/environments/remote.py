@@ -34,8 +34,7 @@ class TurnRefused(LockstepError):
 
 @dataclass(eq=False)
 class _Ask:
-    """A turn that somebody waits for: all tokens before it, what ends it beside the run's own limits, and what was
-    sampled."""
+    """A turn that somebody waits for: all tokens before it, and what ends it beside the run's own limits."""
 
     token_ids: list[int]
     max_tokens: int | None
@@ -44,15 +43,8 @@ class _Ask:
 
 
 class Desk:
-    """Where the rollouts of a class of environments are found by who plays them.
-
-    Args:
-        address: host and port to answer at; port 0 is any that is free.
-
-    Attributes:
-        url: where it is answered; empty while nothing answers there.
-        model: the name that the model has there.
-    """
+    """Where the rollouts of a class of environments are found by who plays them: at `url`, which is empty while nothing
+    answers, by the name `model`. `address` is the host and port to answer at; port 0 is any that is free."""
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.address, self.url, self.model = address, "", ""

@@ -23,10 +23,8 @@ _in_main: set[Tool] = set()  # functions that have asked for signals
 
 
 def schema(tool: Tool, what: str) -> dict[str, Any]:
-    """The JSON schema of a function, from its type hints and its docstring in Google's style.
-
-    Raises `InputError`, naming `what`, when they do not say enough.
-    """
+    """The JSON schema of a function, from its type hints and its docstring in Google's style. `InputError`, naming
+    `what`: they do not say enough."""
     from transformers.utils import get_json_schema
 
     try:

@@ -55,11 +55,8 @@ def worked_trajectories(
     encode_completion: Callable[[str], list[int]],
     limits: Limits,
 ) -> list[Trajectory]:
-    """A trajectory of each problem's worked example, with what its environment gives between the turns.
-
-    Raises `InputError` for one that its environment does not end with, or that `limits` cut, and what environments
-    raise.
-    """
+    """A trajectory of each problem's worked example, with what its environment gives between the turns. `InputError`:
+    its environment does not end with it, or `limits` cut it."""
     asked = [Asked(i, p, 0, f"worked example {i}") for i, p in enumerate(problems)]
     turns: dict[int, list[Segment]] = {}
     for a in asked:

@@ -155,10 +155,8 @@ class RolloutPlay:
 
     def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
         """As `Play.run`; of the first prompt there are further episodes without an end: what was drawn and not given
-        back, which is compared alone, and numbered after its samples.
-
-        Raises `LockstepError` when the function fails, and `InputError` for what it may not ask or return.
-        """
+        back, which is compared alone, and numbered after its samples. `LockstepError`: the function fails.
+        `InputError`: it asks or returns what it may not."""
         samples = range(identity.sample, identity.sample + sampling.n)
         keys = [replace(identity, group=a.group, sample=s) for a in asked for s in samples]
         prompts = [a.problem.prompt for a in asked for _ in samples]

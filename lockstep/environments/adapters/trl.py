@@ -92,9 +92,7 @@ def _methods(instance: Any) -> list[tuple[str, Tool]]:
 
 def trl_environment(factory: Any, tools: Sequence[Tool], what: str) -> type[TrlEnvironment]:
     """An environment that plays what `factory`, or each of a dict of factories, makes, with further functions as tools.
-
-    One instance of each is made here, to learn its tools. Raises `InputError` naming `what` is wrong.
-    """
+    One instance of each is made here, to learn its tools. `InputError` names `what` is wrong."""
     factories = dict(factory) if isinstance(factory, Mapping) else {None: factory}
     refuse(not factories, f"{what} is an empty dict; it must have a factory for each environment that rows name")
     standalone = [schema(tool, what) for tool in tools]

@@ -58,10 +58,7 @@ class DatasetTask(Task):
 
 
 def hold_out(problems: Problems, count: int) -> tuple[Problems, Problems | None]:
-    """Training rows, and the last `count` rows for validation.
-
-    Raises `InputError` when that leaves nothing to train on.
-    """
+    """Training rows, and the last `count` rows for validation. `InputError`: that leaves nothing to train on."""
     if count == 0:
         return problems, None
     if count >= len(problems):

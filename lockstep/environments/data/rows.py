@@ -88,12 +88,8 @@ class Problems(Sequence[Problem]):
         return Problem(problem.prompt, {name: problem.columns.get(name) for name in self.columns}, None, problem.origin)
 
     def limited(self, encode: Encode, limit: PromptLimit, leave_out: bool, use: str = "training") -> Problems:
-        """These problems without those whose prompts are over the limit, which are counted and named in a warning.
-
-        `use` says in messages what they are for.
-
-        Raises `InputError` naming them instead unless `leave_out`, and when none is left.
-        """
+        """These problems without those whose prompts are over the limit, which are counted and named in a warning, or
+        unless `leave_out` in an `InputError`, as when none is left. `use` says in messages what they are for."""
         kept, over, beside = array("Q"), 0, _beside(encode, limit.tokens)
         named: list[str] = []
         for row, problem in zip(self._rows, self, strict=True):
@@ -119,12 +115,10 @@ class Problems(Sequence[Problem]):
 def read_problems(
     data: str, config: TaskConfig, check: Callable[[Problem], None] = lambda problem: None, field: str = "task.data"
 ) -> Problems:
-    """Every row of `data` as a problem, in the data's order; each is checked once here, also by `check`.
-
-    A row's prompt is text or chat messages and its other columns go to the rewards; a row with `question` and `answer`
-    instead (GSM8K) asks the question. Raises `InputError` naming the file and the line, or the row, and what is wrong;
-    `field` is the setting that `data` is of.
-    """
+    """Every row of `data` as a problem, in the data's order; each is checked once here, also by `check`. A row's other
+    columns go to the rewards; one with `question` and `answer` in place of a prompt (GSM8K) asks the question.
+    `InputError` names the file and the line, or the row, and what is wrong; `field` is the setting that `data` is
+    of."""
     form = RowFormat(config.prompt_column, config.system_prompt)
     source = open_source(data, config.split, field)
     refuse(not len(source), f"{field} {data} has no rows")

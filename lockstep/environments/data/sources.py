@@ -1,8 +1,5 @@
-"""Data rows on disk, read one at a time: JSON lines by their offsets, everything else through `datasets`.
-
-`datasets` keeps rows in a memory-mapped Arrow file, and JSON lines keep two numbers a row, so neither holds the rows in
-memory: data may be larger than it. A JSON array is read whole.
-"""
+"""Data rows on disk, read one at a time: JSON lines by their offsets, everything else through `datasets`, which keeps
+rows in a memory-mapped Arrow file. So data may be larger than the memory; a JSON array is read whole."""
 
 from __future__ import annotations
 
@@ -45,10 +42,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def open_source(data: str, split: str, field: str = "task.data") -> Source:
     """The rows of a JSON lines, JSON, CSV or parquet file, of a folder (saved by `datasets`, or of data files), or of a
     hub id, which may name its configuration as "id:configuration"; `split` is for the last two. Or tasks of
-    reasoning-gym, or of verifiers.
-
-    Raises `InputError` naming `field`, the setting that `data` is of, when they cannot be read.
-    """
+    reasoning-gym, or of verifiers. `InputError`, naming `field`, the setting that `data` is of: they cannot be read."""
     path, label = Path(data).expanduser(), f"{field} {data}"
     if data.startswith(SCHEME):
         return ProceduralRows(data, label)

@@ -39,10 +39,8 @@ class Play:
 
     def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
         """The episodes of each, `sampling.n` from `identity.sample` on; their random numbers are keyed by `identity`
-        with their group's number.
-
-        Raises `InputError` for a prompt that is empty or refused, and `LockstepError` when environments fail on and on.
-        """
+        with their group's number. `InputError`: a prompt is empty or refused. `LockstepError`: environments fail on and
+        on."""
         self._asked, self._sampling, self._identity = {a.group: a for a in asked}, sampling, identity
         samples = range(identity.sample, identity.sample + sampling.n)
         groups = [[self._made(a.group, s) for s in samples] for a in asked]

@@ -50,12 +50,8 @@ class _Counted:
 
 
 class Leader(_Counted):
-    """The first rank's generator, as a `Sampler`. What is called is told the others, who `follow`.
-
-    Args:
-        tell: gives `hear` of the others what they hear.
-        samples: as many as will be asked for in all; None where that is not known.
-    """
+    """The first rank's generator, as a `Sampler`. What is called is told the others, who `follow`: `tell` gives it to
+    them. `samples` are as many as will be asked for in all; None where that is not known."""
 
     def __init__(
         self, sampler: Sampler, launched: Callable[[], None], tell: Callable[[Told], object], samples: int | None
@@ -99,11 +95,7 @@ class Leader(_Counted):
 def leading(
     world: World, sampler: Callable[[list, list], Sampler], samples: int | None
 ) -> Iterator[Callable[[list, list], Sampler]]:
-    """What makes the generator; where several ranks generate together, one that leads the others meanwhile.
-
-    Args:
-        samples: see `Leader`.
-    """
+    """What makes the generator; where several ranks generate together, a `Leader` of `samples` meanwhile."""
     if world.together is None:
         yield sampler
         return

@@ -41,10 +41,8 @@ class Elsewhere(Sequence[Any]):
 
 
 def outline(group: RolloutGroup) -> RolloutGroup:
-    """What every rank needs of a group: all but its words, texts and columns.
-
-    Prompts that are equal become one list, here and there, which is sent once.
-    """
+    """What every rank needs of a group: all but its words, texts and columns. Prompts that are equal become one list,
+    here and there, which is sent once."""
     known, prompts = dict[int, Elsewhere](), [rollout.prompt for rollout in group.rollouts]
     for name in COLUMNS:
         different: list[Any] = []
@@ -72,10 +70,7 @@ class Holders:
 
     def bring(self, wanted: Iterable[tuple[RolloutGroup, Collection[int]]]) -> None:
         """Have the words of each of these groups on these ranks. All ranks call it, with groups of the same numbers.
-
-        Raises:
-            PeerLost: a rank is gone, or late by more than the timeout.
-        """
+        `PeerLost`: a rank is gone, or late by more than the timeout."""
         if self._world.size == 1:
             return
         here = self._world.rank

@@ -1,7 +1,5 @@
-"""One call of a reward function: what it is given, what it may return, and its failures as values.
-
-The same code runs here and in a worker process.
-"""
+"""One call of a reward function, here or in a worker process: what it is given, what it may return, and its failures as
+values."""
 
 from __future__ import annotations
 
@@ -76,10 +74,8 @@ class Logged:
 
 
 def _recorded(value: Any, method: str, name: Any) -> Any:
-    """A copy of what a function logged, as JSON can hold it.
-
-    Raises `ValueError` for text that is no Unicode, numbers of thousands of digits, and what contains itself.
-    """
+    """A copy of what a function logged, as JSON can hold it. `ValueError`: text that is no Unicode, numbers of
+    thousands of digits, or what contains itself."""
     try:
         recorded = plain(value)
         to_json(recorded).encode()
@@ -106,10 +102,8 @@ Outcome = Values | Failed
 
 
 def accepted(name: str, function: RewardFunction, columns: Iterable[str]) -> list[str]:
-    """The arguments to pass: of the reserved names and `columns`, those the function takes by name.
-
-    Raises `InputError` when the function called `name` requires one that is not there, or takes none by name.
-    """
+    """The arguments to pass: of the reserved names and `columns`, those the function takes by name. `InputError`: it
+    requires one that is not there, or takes none by name."""
     offered = [*RESERVED_NAMES, *columns]
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -224,10 +218,8 @@ def _run(coroutines: list[Any]) -> list[Any]:
 
 
 def raised(error: BaseException, function: RewardFunction) -> Failed:
-    """The failure that an exception is, with the line of the function's own file where it arose.
-
-    The text of an `InputError` is the reason as it is. `KeyboardInterrupt`, which is Ctrl-C, goes on.
-    """
+    """The failure that an exception is, with the line of the function's own file where it arose. An `InputError` is
+    told as it is. `KeyboardInterrupt`, which is Ctrl-C, goes on."""
     if isinstance(error, KeyboardInterrupt):
         raise error
     if isinstance(error, InputError):

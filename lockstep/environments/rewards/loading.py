@@ -25,11 +25,9 @@ def load_rewards(
     on_error: OnError = "raise",
     workers: RewardWorkers | None = None,
 ) -> RewardSet:
-    """The reward functions that `specs` name, with `weights` (all ones when empty).
-
-    Each has its function's name, that of an object in its module, or the whole spec where two share that. Raises
-    `InputError` for a spec given twice and whatever `load_reward` refuses.
-    """
+    """The reward functions that `specs` name, with `weights` (all ones when empty). Each has its function's name, that
+    of an object in its module, or the whole spec where two share that. `InputError`: a spec is given twice, or what
+    `load_reward` refuses."""
     for index, spec in enumerate(specs):
         refuse(spec in specs[:index], f"reward {spec!r} is given twice; give it once, with a weight")
     functions = [load_reward(spec) for spec in specs]
@@ -40,11 +38,8 @@ def load_rewards(
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """The reward function that `spec` names; verl's signature is adapted.
-
-    Raises `InputError` as `user_functions.load_function` does, and what the function's own `require`, if it has one,
-    says is missing.
-    """
+    """The reward function that `spec` names; verl's signature is adapted. `InputError` as
+    `user_functions.load_function`, and what the function's own `require`, if it has one, says is missing."""
     function = load_function(READY.get(spec, spec), f"reward {spec!r}", f" or a ready one ({', '.join(READY)})")
     try:
         getattr(function, "require", lambda: None)()

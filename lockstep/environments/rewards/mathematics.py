@@ -25,13 +25,9 @@ def math_reward(
     **_: Any,
 ) -> list[float | None]:
     """1.0 when the completion's final answer equals the row's, else 0.0; None for a row whose answer is no mathematics.
-
     The completion's is what it boxes, else its last expression; reasoning before `</think>` does not count. The row's
     stands in the first of `solution`, `answer`, `ground_truth` and verl's `reward_model` that there is, alone, in
-    LaTeX, or after GSM8K's `####`.
-
-    Raises `InputError` when there is no such column or math-verify is not installed.
-    """
+    LaTeX, or after GSM8K's `####`."""
     verl = None if reward_model is None else [verl_ground_truth(model) for model in reward_model]
     given = next((column for column in (solution, answer, ground_truth, verl) if column is not None), None)
     if given is None:

@@ -129,8 +129,7 @@ class RewardSet:
     def __init__(
         self, rewards: Sequence[Reward], on_error: OnError = "raise", workers: RewardWorkers | None = None
     ) -> None:
-        """Raises `InputError` for a name that two have, a weight that is too large, or a function that workers cannot
-        find."""
+        """`InputError`: two have a name, a weight is too large, or workers cannot find a function."""
         self.names = names = [reward.name for reward in rewards]
         if twice := [name for name in names if names.count(name) > 1]:
             raise InputError(f"two rewards have the name {twice[0]}, by which their values are told: give one another")
@@ -193,11 +192,9 @@ class RewardSet:
         self._begun.clear()
 
     def score(self, made: Completions, about: Scoring | None = None) -> Scores:
-        """Score completions. A column goes to the functions when every row has it.
-
-        Raises `InputError` when a function returns no list or one of the wrong length and, unless `on_error` says
-        otherwise, when it raises or returns something that is no finite number.
-        """
+        """Score completions. A column goes to the functions when every row has it. `InputError`: a function returns no
+        list or one of the wrong length and, unless `on_error` says otherwise, it raises or returns what is no finite
+        number."""
         count, about = len(made.prompts), about or Scoring()
         if not count:
             return Scores([], [], [], {})

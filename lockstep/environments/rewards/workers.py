@@ -27,11 +27,8 @@ _START_SECONDS = 120.0  # for importing the function's module
 
 
 class RewardWorkers:
-    """`count` processes that share the calls. Results come in the order of the calls, whoever was first.
-
-    Args:
-        timeout: seconds one call may take, importing its module aside; 0 is no limit. The process is killed then.
-    """
+    """`count` processes that share the calls. One that takes longer than `timeout` seconds for a call, importing its
+    module aside, is killed; 0 is no limit."""
 
     def __init__(self, count: int, timeout: float = 0.0) -> None:
         self._timeout = timeout

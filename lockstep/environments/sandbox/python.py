@@ -65,10 +65,8 @@ class Ran:
 
 
 def run_python(code: str, limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool = False) -> Ran:  # noqa: B008
-    """Run a program and wait for its end.
-
-    Raises `ToolUnavailable` when it cannot be started, and without `allow_unsandboxed` where it cannot be cut off.
-    """
+    """Run a program and wait for its end. `ToolUnavailable`: it cannot be started or, without `allow_unsandboxed`, not
+    cut off."""
     numbers = (limits.cpu_seconds, limits.memory_mib * MIB, limits.processes, limits.output_bytes)
     flags = (*numbers, limits.files_mib * MIB, int(not allow_unsandboxed or can_cut_off() == ""), os.getpid())
     script, runner = Path(__file__).with_name("confine.py"), Path(__file__).with_name("runner.py")
@@ -129,10 +127,8 @@ def can_cut_off() -> str:
 
 
 def python_tool(limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool = False) -> PythonTool:  # noqa: B008
-    """A function `python(code)` as `task.tools` takes them. Programs of different calls share nothing.
-
-    Raises `InputError` where programs cannot be started, or cannot be cut off and that is not allowed.
-    """
+    """A function `python(code)` as `task.tools` takes them. Programs of different calls share nothing. `InputError`:
+    they cannot be started, or not be cut off and that is not allowed."""
     if (reason := can_cut_off()) and not allow_unsandboxed:
         raise InputError(
             f"task.tools python: programs cannot be cut off from this machine: {reason}. It needs Linux with user "
