@@ -11,7 +11,8 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -146,6 +147,15 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+@contextmanager
+def blamed(what: str) -> Iterator[None]:
+    """What a user's code raises within is `InputError`, which says `what` before it."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{what} {type(error).__name__}: {one_line(error)}") from error
 
 
 def text_of(value: Any, form: Callable[[Any], str] = str) -> str:

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from ...errors import InputError
-from ...user_functions import one_line
+from ...user_functions import blamed
 from ..base import Source, setting
 from ..remote import Desk, Remote, TurnRefused
 
@@ -82,13 +82,11 @@ def _tasks(data: str, label: str) -> list[Any]:
         import verifiers.v1  # noqa: F401
     except ImportError as error:
         raise InputError(f"{label} needs a package: pip install 'lockstep-rl[verifiers]' ({error})") from error
-    try:
+    with blamed(f"{label} cannot be loaded:"):  # a taskset raises what it likes
         from verifiers.v1.utils.loaders import load_taskset
 
         taskset = load_taskset(_config(asked).taskset)
         return list(islice(taskset, asked.size or (None if taskset.bounded else _SIZE)))
-    except Exception as error:  # a taskset raises what it likes
-        raise InputError(f"{label} cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
 
 
 class TasksetRows(Source):
@@ -176,12 +174,10 @@ def verifiers_environment(data: str | None, max_turns: int, what: str) -> type[V
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.loaders import load_environment
 
-    try:
+    with blamed(f"{label} cannot be played:"):
         config = _config(asked, max_turns)
         if len(seats := agent_config_fields(config)) > 1:
             raise InputError(f"it has {len(seats)} agents ({', '.join(seats)}), and a rollout is one agent's")
         package = load_environment(config)
-    except Exception as error:
-        raise InputError(f"{label} cannot be played: {type(error).__name__}: {one_line(error)}") from error
     fields = {"desk": Desk(), "package": package, "tasks": tasks, "renderer": asked.renderer}
     return type("Verifiers", (VerifiersEnvironment,), fields)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import InputError
-from ...user_functions import one_line
+from ...user_functions import blamed
 from ..base import Source, setting
 
 SCHEME = "reasoning_gym:"
@@ -31,10 +31,8 @@ class ProceduralRows(Source):
         if type(given["size"]) is not int or given["size"] < 1:
             raise InputError(f"{label}: size is {given['size']!r}; it must be a whole number of at least 1")
         self._size = given["size"]
-        try:
+        with blamed(f"{label} cannot be made:"):  # the task's own checks raise what they like
             super().__init__(data, reasoning_gym.create_dataset(name, **given))
-        except Exception as error:  # the task's own checks raise what they like
-            raise InputError(f"{label} cannot be made: {type(error).__name__}: {one_line(error)}") from error
 
     def __len__(self) -> int:
         return self._size

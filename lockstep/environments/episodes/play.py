@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import InputError, PromptTooLong, RewritesPast
 from ...machine import short_turns
 from ...types import SampleIdentity, SamplingParams, Segment, Trajectory
-from ...user_functions import one_line, own
+from ...user_functions import blamed, one_line, own
 from ..calls import Answer, Calls, Failure
 from ..environment import Branch, End, Environment, Next, Turn, by_name
 from ..tokens import answering, said_by
@@ -85,12 +85,10 @@ class Play:
         return f"{self._asked[episode.group].where} sample {episode.sample}"
 
     def _made(self, group: int, sample: int) -> Episode:
-        try:
-            self._episodes.append(Episode(self._environment(), group, sample, self._tokens))
-            return self._episodes[-1]
-        except (Exception, SystemExit) as error:
-            kind = f"task.environment: {self._environment.__name__}()"
-            raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
+        with blamed(f"task.environment: {self._environment.__name__}() raised"):
+            made = self._environment()
+        self._episodes.append(Episode(made, group, sample, self._tokens))
+        return self._episodes[-1]
 
     def _answers(self, answers: list[Answer]) -> None:
         ready: list[Started] = []
@@ -167,10 +165,8 @@ class Play:
 
     def _tools(self, environment: Environment) -> Sequence[Mapping[str, Any]]:
         kind = f"task.environment: {self._environment.__name__}.tools"
-        try:
+        with blamed(f"{kind} raised"):
             tools = environment.tools
-        except Exception as error:
-            raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
         if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
             raise InputError(f"{kind} is {one_line(tools, repr)}; it must be a property that lists JSON schemas")
         return tools
@@ -178,10 +174,8 @@ class Play:
     def _until(self, environment: Environment, sampling: SamplingParams) -> SamplingParams:
         """How its next turn is sampled. Raises `InputError` for what it may not ask."""
         kind = f"task.environment: {self._environment.__name__}.until"
-        try:
+        with blamed(f"{kind} raised"):
             found = environment.until(sampling)
-        except Exception as error:
-            raise InputError(f"{kind} raised {type(error).__name__}: {one_line(error)}") from error
         most, stops = sampling.max_completion_length, sampling.stop_token_ids
         if (
             not isinstance(found, SamplingParams)
