@@ -18,11 +18,9 @@ def by_pattern(
     model: Decoder, patterns: Iterable[tuple[str, _T]], field: str, without: Collection[str] = ()
 ) -> dict[str, _T]:
     """What patterns say of parameters but those `without`, by the model's own names; of several the last that matches.
-
     A pattern (`fnmatch`: `*`, `?`, `[0-3]`) is of a tensor, such as `model.layers.*.mlp.down_proj.weight`, or of a
     module, and then of all in it. `InputError`: a pattern of `field` matches nothing, or tells tensors apart that are
-    one parameter of the decoder.
-    """
+    one parameter of the decoder."""
     names = {own: theirs for own, theirs in _folder_names(model).items() if own not in without}
     every = [n for theirs in names.values() for n in theirs]
     said: dict[str, _T] = {}  # by the names in a folder

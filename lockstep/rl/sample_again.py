@@ -47,10 +47,7 @@ def sample_again(
 ) -> Trajectory:
     """Sample the trajectory of `identity` with the weights of now. `given` are the tokens of its prompt and of what is
     given after each turn, with whether they begin a branch; None asks the task and the environment anew. `turns` are
-    what was sampled then.
-
-    Raises `LockstepError` when the environment fails.
-    """
+    what was sampled then. `LockstepError`: the environment fails."""
     run, where = loop.run, f"step {identity.step + 1} group {identity.group}"
     kind, problem = run.environment, Problem("")
     if given is None:

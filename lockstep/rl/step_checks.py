@@ -11,12 +11,7 @@ from ..trainer import StepResult
 
 def verify(parity: str, certificate: Certificate, step: int, result: StepResult, sampled: int) -> None:
     """Add a step's first result to the certificate, unless `parity` is "off", and check it against the `sampled` tokens
-    that were to be compared.
-
-    Raises:
-        NonFiniteError: as `require_finite`.
-        ParityError: as `raise_mismatch`, when `parity` is "strict".
-    """
+    that were to be compared. Raises as `require_finite` and, when `parity` is "strict", as `raise_mismatch`."""
     if parity != "off":
         certificate.add(step, result, sampled)
     require_finite(f"step {step + 1}", result)

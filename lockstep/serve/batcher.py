@@ -57,11 +57,8 @@ News = list[tuple[Job, Update | Exception]]
 
 
 class Batcher:
-    """An engine shared by jobs that come at any time.
-
-    Args:
-        deliver: called with what every turn brought, in the thread that takes turns. An exception is a job's end.
-    """
+    """An engine shared by jobs that come at any time. `deliver` is called with what every turn brought, in the thread
+    that takes turns; an exception is a job's end."""
 
     def __init__(self, engine: Engine, deliver: Callable[[News], None]) -> None:
         self.engine, self._deliver = engine, deliver
@@ -84,9 +81,7 @@ class Batcher:
 
     def turn(self, wait: float | None = None) -> None:
         """Take in what has come, launch once, and deliver; without a job wait, for `wait` seconds at most.
-
-        Raises `LockstepError` when the engine has failed too often in a row.
-        """
+        `LockstepError`: the engine has failed too often in a row."""
         self._take_in(wait)
         if self._jobs:
             try:

@@ -38,9 +38,7 @@ def encode_chat(
     policy: Policy, messages: list[Message], variables: dict[str, Any], form: ToolFormat | None
 ) -> ChatPrompt:
     """Token ids of checked messages through the model's template with these `variables`, its tools among them.
-
-    Raises `InputError` when the template refuses the messages, or they are larger than any prompt.
-    """
+    `InputError`: the template refuses the messages, or they are larger than any prompt."""
     config = policy.model.config
     check_size(messages, config.max_position_embeddings, policy.longest_token)
     of_turns = [_sampled(message, f"messages[{i}].token_ids", config.vocab_size) for i, message in enumerate(messages)]

@@ -9,12 +9,8 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """A request that gets no answer: the status, and what to tell its sender.
-
-    Args:
-        param: the field that is wrong.
-        code: a word that programs look for, such as `context_length_exceeded`.
-    """
+    """A request that gets no answer: the status, and what to tell its sender. `param` is the field that is wrong,
+    `code` a word that programs look for, such as `context_length_exceeded`."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

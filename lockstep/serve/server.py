@@ -35,10 +35,8 @@ _KINDS = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(temperatur
 
 
 class Server:
-    """An `LLM` that answers on a socket, from `run` until `stop`.
-
-    Raises `InputError` where the settings do not go with the model, or it cannot listen there.
-    """
+    """An `LLM` that answers on a socket, from `run` until `stop`. `InputError`: the settings do not go with the model,
+    or it cannot listen there."""
 
     def __init__(self, llm: LLM, settings: Settings) -> None:
         settings.validate()

@@ -25,16 +25,9 @@ class ClientLeft(Exception):
 
 
 class Ticket:
-    """The jobs of one request, for as long as someone waits for them: `async with` it and read its updates.
-
-    Leaving the block cancels what is unfinished. When the client leaves, reading raises `ClientLeft`.
-
-    Args:
-        enter, leave: called with it as the block begins and ends.
-
-    Attributes:
-        unfinished: samples that are not finished, by job.
-    """
+    """The jobs of one request, for as long as someone waits for them: `async with` it, which calls `enter` and at its
+    end `leave`, and read its updates. Leaving the block cancels what is unfinished. When the client leaves, reading
+    raises `ClientLeft`."""
 
     def __init__(
         self,
@@ -46,7 +39,7 @@ class Ticket:
     ) -> None:
         self.request, self.jobs = request, jobs
         self.samples = sum(job.sampling.n for job in jobs)
-        self.unfinished = {job: job.sampling.n for job in jobs}
+        self.unfinished = {job: job.sampling.n for job in jobs}  # samples
         self.news: asyncio.Queue[tuple[Job, Update | Exception] | None] = asyncio.Queue()
         self._metrics, self._enter, self._leave = metrics, enter, leave
 

@@ -13,12 +13,8 @@ from ..config import ModelConfig, MoEConfig
 
 
 class Window(NamedTuple):
-    """Rows of a block that are read at one time.
-
-    Attributes:
-        columns: of a block that a folder has by inputs, those that the rows are; None where it is read whole.
-        rows: of the block, in the order of `Form.from_hf`.
-    """
+    """Rows of a block that are read at one time, in the order of `Form.from_hf`; of a block that a folder has by
+    inputs, the `columns` that they are, and None where it is read whole."""
 
     columns: range | None
     rows: Sequence[range]

@@ -27,12 +27,8 @@ def save_model(
     model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write `config.json`, `generation_config.json` and the weights, a value head in a file of its own; `transformers`
-    loads the folder. `LockstepError`: a file cannot be written.
-
-    Args:
-        max_shard_bytes: of tensors in one file of weights, unless one tensor has more.
-        metadata: of the files of weights, besides the format.
-    """
+    loads the folder. A file of weights has tensors of `max_shard_bytes`, unless one has more, and this `metadata`
+    besides the format. `LockstepError`: a file cannot be written."""
     export = Export(model, folder, max_shard_bytes, metadata)
     export.begin()
     export.write(ranges_of(model))

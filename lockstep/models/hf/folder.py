@@ -112,11 +112,8 @@ def read_config(folder: Path) -> ModelConfig:
 
 class FolderWeights:
     """The `WeightSource` that a Hugging Face folder is: no other weights are read than those that are wanted.
-
-    Raises:
-        InputError: a file is missing or damaged; a tensor is missing, there twice, unknown or of the wrong shape; what
-            was read has values that are not finite in their dtype; or an embedding is not the head that is tied to it.
-    """
+    `InputError`: a file is missing or damaged; a tensor is missing, there twice, unknown or of the wrong shape; what
+    was read has values that are not finite in their dtype; or an embedding is not the head that is tied to it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.config = folder, read_config(folder)

@@ -38,11 +38,8 @@ class Found(NamedTuple):
 def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterator[Found]:
     """Each tensor in a folder's files, which can be read until `opened` is closed: those of `weight_map` or
     `fused_experts`, and a head beside tied weights; of a model that reads more than text the text part. Weights of 4
-    bits come as bfloat16.
-
-    Raises:
-        InputError: a file is missing or damaged; a tensor has no place in the model, or is there twice.
-    """
+    bits come as bfloat16. `InputError`: a file is missing or damaged; a tensor has no place in the model, or is there
+    twice."""
     from safetensors import SafetensorError
 
     once, pairs = _Once(config), mxfp4.Pairs()

@@ -13,9 +13,7 @@ from ...session.evaluation import Played
 
 def serving(run: TrainingSession | Played) -> AbstractContextManager[Any]:
     """Within it the rollouts of a run whose environment is played elsewhere can be; without any it does nothing.
-
-    Raises `InputError` when the extra `serve` is not installed, or it cannot listen at the address.
-    """
+    `InputError`: the extra `serve` is not installed, or it cannot listen at the address."""
     if not issubclass(run.environment, Remote):
         return nullcontext()
     try:
