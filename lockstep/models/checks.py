@@ -13,7 +13,7 @@ from ..errors import InputError
 from .blocks.rope import is_positive
 from .config import ModelConfig
 from .decoder import num_parameters
-from .families import FAMILIES, nearest
+from .families import FAMILIES, Family, nearest
 
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -57,7 +57,7 @@ def check_fields(values: dict[str, Any], where: str) -> None:
             refuse(name, "an integer above 0" if least else "an integer, 0 or above")
         if name in there and there[name] > limit:
             raise InputError(f"{where}: {name} is too large; it must be at most {limit:,}")
-    _check_layers(there, refuse)
+    _check_layers(there, family, refuse)
     for names, fits, wanted in _KINDS:
         for name in names:
             if name in there and not fits(there[name]):
@@ -73,10 +73,9 @@ def check_fields(values: dict[str, Any], where: str) -> None:
             check_fields({"rope_theta": there[name]["rope_theta"]}, f"{where}: {name}")
 
 
-def _check_layers(there: dict[str, Any], refuse: Callable[[str, str], None]) -> None:
+def _check_layers(there: dict[str, Any], family: Family | None, refuse: Callable[[str, str], None]) -> None:
     """Layers must be of kinds that the family has here, with weights that are not quantized."""
     kinds, dense = there.get("layer_types", []), there.get("mlp_only_layers", [])
-    family = FAMILIES.get(there.get("model_type", ""))
     known = family.layer_kinds if family else ()
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
         can = nearest(str(there.get("model_type")), "layer_types", kinds)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
-import re
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from ...config import TaskConfig
-from ...errors import InputError, PromptTooLong, refuse
+from ...errors import InputError, PromptTooLong, near, refuse
+from ...user_functions import is_unicode
 from ..base import Encode, Problem, Prompt, PromptLimit, Source
 from ..rewards.calls import RESERVED_NAMES
 from .sources import Row, open_source
@@ -22,7 +21,6 @@ USUAL_PROMPT_COLUMNS = ("messages", "conversation", "question", "problem", "inst
 GSM8K_INSTRUCTION = "Reason step by step. End with the final number alone after ####, like this: #### 42"
 
 ROLES = "system", "developer", "user", "assistant", "tool", "function"  # a template may have others
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _log = logging.getLogger("lockstep.environments")
 
 
@@ -193,8 +191,8 @@ def checked_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
             )
             raise InputError(f"{where} message {index} must be an object with role and content, both texts{found}")
         role = message["role"]
-        if role not in ROLES and (near := difflib.get_close_matches(role, ROLES, n=1, cutoff=0.75)):
-            raise InputError(f"{where} message {index} has the role {role!r}; did you mean {near[0]}?")
+        if role not in ROLES and (question := near(role, ROLES)):
+            raise InputError(f"{where} message {index} has the role {role!r}; {question}")
     if messages[-1]["role"] == "assistant":
         raise InputError(f"{where}: the last message is the assistant's; the completion comes there, so remove it")
     return [{**message, "content": ""} if _is_silent(message) else message for message in messages]
@@ -209,4 +207,4 @@ def _is_silent(message: Any) -> bool:
 
 def _is_text(value: Any) -> TypeGuard[str]:
     """Whether this is a text that is not empty and that UTF-8 can hold (JSON can escape half a surrogate pair)."""
-    return isinstance(value, str) and value != "" and not _SURROGATE.search(value)
+    return isinstance(value, str) and value != "" and is_unicode(value)
