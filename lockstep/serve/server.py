@@ -94,7 +94,7 @@ def listen(host: str, port: int) -> socket.socket:
         found = socket.create_server((host, port), family=family, backlog=2048)
         found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the end of an answer waits 40 ms for an ack
         return found
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of a name that is none, such as a..b
         raise InputError(f"cannot listen on {host}, port {port} ({error}); give another --host or --port") from error
 
 

@@ -48,6 +48,7 @@ def test_a_process_ends_in_order_when_it_is_told_to(model: Path) -> None:
         (["--api-key", ""], "the API key is empty"),
         (["--served-model-name", ""], "--served-model-name is empty"),
         (["--host", "no such host"], "cannot listen on no such host"),
+        (["--host", "a..b"], "cannot listen on a..b"),
         (["--chat-template-kwargs", "x"], "--chat-template-kwargs"),
     ],
 )
