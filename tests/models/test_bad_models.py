@@ -41,6 +41,14 @@ from lockstep.session.build import load_policy
             edited(model_type="mistral4", text_config={"model_type": "new"}),
             "its text part (text_config) is a 'new'; needed is a folder of its own, with a model_type of qwen3,",
         ),
+        (
+            edited(model_type="mistral4", text_config={"model_type": ["qwen3"]}),
+            "its text part (text_config) is a ['qwen3']; needed is a folder of its own",
+        ),
+        (
+            edited(model_type="gemma3_text", query_pre_attn_scalar=float("inf")),
+            "query_pre_attn_scalar is inf; it must be a number above 0",
+        ),
         (edited(attention_bias=True), "attention_bias is True; supported: False; the nearest family that can is glm4"),
         (edited(partial_rotary_factor=0.5), "supported: 1; the nearest family that can is glm4_moe"),
         (edited(hidden_act="gelu"), "hidden_act is 'gelu'; supported: 'silu'; no family here can"),

@@ -85,8 +85,9 @@ def require_family(values: dict[str, Any], where: str) -> None:
     if not isinstance(part, dict):
         raise InputError(f"{where}: model_type is {name!r}; supported: {supported}; {nearest_to(values)}")
     kind = part.get("model_type")
-    able = f"is a {kind}, which is supported: save it as" if kind in FAMILIES else f"is a {kind!r}; needed is"
-    can = "" if kind in FAMILIES else f"; {nearest_to(part)}"
+    known = str(kind) in FAMILIES  # it may be anything
+    able = f"is a {kind}, which is supported: save it as" if known else f"is a {kind!r}; needed is"
+    can = "" if known else f"; {nearest_to(part)}"
     raise InputError(
         f"{where}: model_type is {name!r}, which reads more than text; its text part (text_config) {able} a folder "
         f"of its own, with a model_type of {supported}{can}"

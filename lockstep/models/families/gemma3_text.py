@@ -13,7 +13,7 @@ from ... import ops
 from ..blocks.attention import Attend
 from ..blocks.layer import QKNormLayer
 from ..blocks.moe import Routing
-from ..blocks.rope import RopeScaling
+from ..blocks.rope import RopeScaling, is_positive
 from ..blocks.weight_slices import LayerSlice, attention_slices, feed_forward_slices, qk_norm_slices
 from ..blocks.weights import Weight
 from ..config import ModelConfig
@@ -69,8 +69,7 @@ def _slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
 
 def _read(raw: Raw) -> dict[str, Any]:
     found: Any = raw.values.get("query_pre_attn_scalar")
-    fits = isinstance(found, (int, float)) and found > 0
-    raw.refuse(not fits, f"query_pre_attn_scalar is {found!r}; it must be a number above 0")
+    raw.refuse(not is_positive(found), f"query_pre_attn_scalar is {found!r}; it must be a number above 0")
     period = raw.integer("sliding_window_pattern")
     raw.refuse(period < 1, f"sliding_window_pattern is {period}; it must be at least 1")
     return {"attention_scale": float(found) ** -0.5, **alternating(raw, period)}

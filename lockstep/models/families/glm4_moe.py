@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..blocks.layer import Layer, QKNormLayer
-from ..blocks.rope import scaling_to_hf
+from ..blocks.rope import is_positive, scaling_to_hf
 from ..blocks.weight_slices import slices_of_layer, slices_with_qk_norm
 from ..config import ModelConfig, MoEConfig
 from . import qwen3
@@ -17,7 +17,7 @@ from .family import EXPERT_SIZES, PARTLY, Family, Raw, no_windows, odd_words, ro
 def _factor(raw: Raw) -> float:
     both = raw.values.get("rope_scaling") or raw.values.get("rope_parameters") or {}
     found = both.get("partial_rotary_factor", raw.values.get("partial_rotary_factor", 0.5))  # as in transformers
-    fits = isinstance(found, (int, float)) and 0 < found <= 1
+    fits = is_positive(found) and found <= 1
     raw.refuse(not fits, f"partial_rotary_factor is {found!r}; it must be a number above 0, and at most 1")
     return float(found)
 
