@@ -41,6 +41,8 @@ def test_what_follows_the_name_is_read() -> None:
     for wrong in ("game", "game=a", "a-b=1"):
         with pytest.raises(InputError, match=f"task.data x has the setting '{wrong}'; each must be KEY=VALUE"):
             _asked(f"verifiers:echo,{wrong}", "task.data x")
+    with pytest.raises(InputError, match="has the setting 'a.b.c=2' beside another value of b"):
+        _asked("verifiers:echo,a.b=1,a.b.c=2", "task.data x")
     with pytest.raises(InputError, match="size must be a whole number"):
         _asked("verifiers:echo,size=true", "task.data x")
 

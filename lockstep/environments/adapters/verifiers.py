@@ -17,7 +17,7 @@ from functools import cache
 from itertools import islice
 from typing import Any, ClassVar
 
-from ...errors import InputError
+from ...errors import InputError, refuse
 from ...user_functions import blamed
 from ..base import Source, setting
 from ..remote import Desk, Remote, TurnRefused
@@ -50,6 +50,7 @@ def _asked(data: str, label: str) -> _Asked:
         into = asked.environment if parts[0] == "env" else asked.settings
         for part in parts[parts[0] == "env" : -1]:
             into = into.setdefault(part, {})
+            refuse(not isinstance(into, dict), f"{label} has the setting {text!r} beside another value of {part}")
         into[parts[-1]] = given
     if type(asked.size) is not int or asked.size < 0 or not isinstance(asked.renderer, str):
         raise InputError(f'{label}: size must be a whole number, and renderer a name, as in renderer="qwen3"')
