@@ -6,6 +6,7 @@ writes its weights again leaves it out.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ..json_file import read_json
@@ -16,8 +17,8 @@ MARK = {"lockstep": "random weights"}
 def random_width(model: str) -> int | None:
     """`hidden_size` of the folder `model` when all its weights are marked as random; None for any other model, such as
     a hub id, or a folder that cannot be read (loading it says why)."""
-    folder = Path(model).expanduser()
-    if not model.strip() or not folder.is_dir():
+    folder = Path(os.path.expanduser(model))
+    if not model.strip() or not os.path.isdir(folder):
         return None
     files = list(folder.glob("*.safetensors"))
     if not files or not all(path.is_file() and _is_marked(path) for path in files):

@@ -68,6 +68,8 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int 
         ("--arch qwen3-235b-a22b", "arch qwen3-235b-a22b: 235"),
         ("--model ", "model '': there is no such folder"),
         ("--model nowhere", "model 'nowhere': there is no such folder"),
+        ("--model ~nobody_of_this_name/x", "model '~nobody_of_this_name/x': there is no such folder"),
+        (f"--model ./{'a' * 300}", "aaa': there is no such folder"),
         ("--model good.jsonl", "model 'good.jsonl': there is no such folder"),
         ("--generator.page-size 0", "generator.page_size is 0; it must be between 1 and 4096"),
         ("--generator.kv-cache-tokens 8", "generator.kv_cache_tokens of 8 (whole pages of 16), 0 tokens, must"),

@@ -159,6 +159,7 @@ def test_malformed_rows_of_other_formats_are_named_by_row(tmp_path: Path) -> Non
         ("none.jsonl", None, "none.jsonl cannot be read: No such file"),
         ("none.parquet", None, "none.parquet does not exist"),
         ("none/folder/", None, "does not exist"),
+        (f"{'a' * 300}.parquet", None, "does not exist"),
         ("empty.jsonl", "", "empty.jsonl has no rows"),
         ("blank.jsonl", "\n \n", "blank.jsonl has no rows"),
         ("rows.tsv", "prompt\np\n", "rows.tsv must end in .jsonl, .json, .ndjson, .csv or .parquet, or be a folder"),
@@ -170,6 +171,11 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, content:
         (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=message):
         read_problems(f"{tmp_path}/{name}")
+
+
+def test_the_home_of_nobody_has_no_data() -> None:
+    with pytest.raises(InputError, match="~nobody_of_this_name/x.csv does not exist"):
+        read_problems("~nobody_of_this_name/x.csv")
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet", "rows"])

@@ -8,6 +8,7 @@ import csv
 import itertools
 import json
 import math
+import os
 import re
 import warnings
 from array import array
@@ -43,38 +44,39 @@ def open_source(data: str, split: str, field: str = "task.data") -> Source:
     """The rows of a JSON lines, JSON, CSV or parquet file, of a folder (saved by `datasets`, or of data files), or of a
     hub id, which may name its configuration as "id:configuration"; `split` is for the last two. Or tasks of
     reasoning-gym, or of verifiers. `InputError`, naming `field`, the setting that `data` is of: they cannot be read."""
-    path, label = Path(data).expanduser(), f"{field} {data}"
+    path, label = Path(os.path.expanduser(data)), f"{field} {data}"
+    is_file, is_folder, is_there = os.path.isfile(path), os.path.isdir(path), os.path.exists(path)
     if data.startswith(SCHEME):
         return ProceduralRows(data, label)
     if data.startswith(VERIFIERS):
         from ..adapters.verifiers import TasksetRows  # with torch, which processes that only score go without
 
         return TasksetRows(data, label)
-    special = path.exists() and not path.is_file() and not path.is_dir()  # a pipe or a device, which may have no end
+    special = is_there and not is_file and not is_folder  # a pipe or a device, which may have no end
     refuse(special, f"{label} is not a regular file")
-    if path.suffix in JSON_LINES_SUFFIXES and not path.is_dir():
+    if path.suffix in JSON_LINES_SUFFIXES and not is_folder:
         return JsonArray(path, label) if _is_array(path) else JsonLines(path, label)
-    if path.is_file() and path.suffix not in _BUILDERS:
+    if is_file and path.suffix not in _BUILDERS:
         raise InputError(f"{label} must end in {', '.join(JSON_LINES_SUFFIXES)}, .csv or .parquet, or be a folder")
-    if not path.exists() and (path.suffix in _FILE_SUFFIXES or not _HUB_ID.fullmatch(data)):
+    if not is_there and (path.suffix in _FILE_SUFFIXES or not _HUB_ID.fullmatch(data)):
         raise InputError(f"{label} does not exist")
-    files = _data_files(label, path) if path.is_dir() else [path]
-    if path.is_dir() and split == "train" and _one_split(files):
+    files = _data_files(label, path) if is_folder else [path]
+    if is_folder and split == "train" and _one_split(files):
         return Together([JsonLines(file, f"{label}: {file.name}") for file in files], data)
     return ArrowRows(data, path, split, label, files)
 
 
 def has_splits(data: str) -> bool:
     """Whether `data` names what may have splits: a hub id, or a folder other than one saved dataset."""
-    path = Path(data).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(data))
+    if os.path.isdir(path):
         return not (path / "state.json").is_file()
-    return not path.exists() and path.suffix not in _FILE_SUFFIXES and not data.startswith((SCHEME, VERIFIERS))
+    return not os.path.exists(path) and path.suffix not in _FILE_SUFFIXES and not data.startswith((SCHEME, VERIFIERS))
 
 
 def _is_array(path: Path) -> bool:
     """Whether this is a .json file that holds one array, over several lines as a rule."""
-    if path.suffix == ".json" and path.is_file():
+    if path.suffix == ".json" and os.path.isfile(path):
         with suppress(OSError), path.open("rb") as file:  # which reading it will say
             return file.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
     return False
@@ -153,7 +155,7 @@ class ArrowRows(Source):
         except InputError:
             raise
         except Exception as error:  # the library raises many types: missing, offline, unknown split, damaged
-            taken = "" if path.exists() else "no such path here; as a hub id: "
+            taken = "" if os.path.exists(path) else "no such path here; as a hub id: "
             cause = error.__cause__ or error
             reason = f"{taken}{type(cause).__name__}: {cause}"
             raise InputError(f"{label} (split {split}) cannot be loaded: {reason}") from error
@@ -164,7 +166,7 @@ class ArrowRows(Source):
 
 def _read(data: str, path: Path, split: str, files: Sequence[Path]) -> Any:
     """`files`: what there is of them here, unless it is described or was saved by the library."""
-    if not path.exists() or not files or any(file.suffix != ".csv" for file in files):
+    if not os.path.exists(path) or not files or any(file.suffix != ".csv" for file in files):
         return [] if _is_empty(path) else _load(data, path, split)
     columns, rows = dict[str, Column](), 0
     for table in files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,19 +31,19 @@ _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yam
 def resolve_folder(model: str) -> Path:
     """The local folder of `model`: a path, or a hub id that is downloaded or already in the hub's cache; `InputError`
     if there is neither."""
-    path = Path(model).expanduser()
-    if model.strip() and path.is_dir():
+    path = Path(os.path.expanduser(model))
+    if model.strip() and os.path.isdir(path):  # False, too, of a name that no folder can have
         _refuse_run_folder(path)
         return path
     local = model.startswith((".", "/", "~")) or model.count("/") != 1 or path.suffix.lower() in _FILE_SUFFIXES
-    if path.exists() or local:
+    if os.path.exists(path) or local:
         raise InputError(f"model {model!r}: there is no such folder (give a Hugging Face folder or a hub id org/name)")
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
     except Exception as error:
-        here = f" in {str(path.parent)!r}, which is here" if path.parent.is_dir() else ""
+        here = f" in {str(path.parent)!r}, which is here" if os.path.isdir(path.parent) else ""
         raise InputError(f"model {model!r}: no such folder{here}, and the hub did not give it ({error})") from error
 
 
@@ -72,7 +73,7 @@ def describe_folder(model: str) -> dict[str, Any]:
     """What a model is to a run that goes on with it: a hub id's `revision`, or size and SHA-256 of a folder's `files`,
     by name. Raises as `resolve_folder` does, and for a file that cannot be read."""
     folder = resolve_folder(model)
-    if not (model.strip() and Path(model).expanduser().is_dir()):
+    if not (model.strip() and os.path.isdir(os.path.expanduser(model))):
         return {"revision": folder.name}
     try:
         return {"files": fingerprints(folder, file_names(folder)), TEMPLATES: True}
