@@ -103,6 +103,14 @@ from lockstep.session.build import load_policy
             "index.json: weight_map places model.norm.weight in '../b.safetensors', out of the model's folder",
         ),
         (
+            written("model.safetensors.index.json", b'{"weight_map": {"model.norm.weight": "b\\u0000"}}'),
+            "weight_map places model.norm.weight in 'b\\x00', out of the model's folder",
+        ),
+        (
+            written("model.safetensors.index.json", json.dumps({"weight_map": {NORM: "b" * 300}}).encode()),
+            "bbb: cannot be read, File name too long (model.safetensors.index.json names it)",
+        ),
+        (
             written("model.safetensors.index.json", b'{"weight_map": {"model.norm.weight": "/b.safetensors"}}'),
             "index.json: weight_map places model.norm.weight in '/b.safetensors', out of the model's folder",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path, PurePath
@@ -46,7 +47,7 @@ def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterat
     name_of = of_text if is_wrapped(read_object(folder / "config.json")) else str
     staging = opened.enter_context(Staging())
     for file in _files(folder, config, name_of):
-        if not file.is_file():
+        if not os.path.isfile(file):  # also of a name that no file can have
             index = weights_path(folder).name
             named = "a model folder needs it, or an index and shards" if index == file.name else f"{index} names it"
             raise InputError(f"{file}: {_what_is_there(file)} ({named})")
@@ -131,7 +132,7 @@ def _placed(index: Path) -> dict[str, str]:
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise InputError(f"{index}: weight_map must be an object of tensor names and their files")
     for name, file in placed.items():
-        if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+        if PurePath(file).is_absolute() or ".." in PurePath(file).parts or "\0" in file:
             raise InputError(
                 f"{index}: weight_map places {name} in {file!r}, out of the model's folder; name a file in that folder"
             )
