@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from ..errors import InputError
 from ..types import FinishReason, SamplingParams, Segment, Trajectory
-from ..user_functions import blamed, is_unicode, one_line
+from ..user_functions import is_unicode, one_line
 
 # What a trajectory goes on with: text as it is, chat messages through the model's template, or tokens.
 Given = str | list[dict[str, Any]] | list[int]
@@ -146,8 +146,10 @@ class Environment:
 def metrics_of(kind: type[Environment], trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`Environment.metrics`. Raises `InputError` where it raises, or returns something else than numbers by name."""
     what = f"task.environment: {kind.__name__}.metrics"
-    with blamed(f"{what} raised"):
+    try:  # not `blamed`, as every step comes this way
         found = kind.metrics(trajectories)
+    except Exception as error:
+        raise InputError(f"{what} raised {type(error).__name__}: {one_line(error)}") from error
     named = isinstance(found, Mapping) and all(isinstance(name, str) and is_unicode(name) for name in found)
     if not named or "step" in found or not all(isinstance(value, Real) for value in found.values()):
         raise InputError(

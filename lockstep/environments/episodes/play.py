@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from ...errors import InputError, PromptTooLong, RewritesPast
@@ -43,7 +44,10 @@ class Play:
         on."""
         self._asked, self._sampling, self._identity = {a.group: a for a in asked}, sampling, identity
         samples = range(identity.sample, identity.sample + sampling.n)
-        groups = [[self._made(a.group, s) for s in samples] for a in asked]
+        with blamed(f"task.environment: {self._environment.__name__}() raised"):
+            for a, sample in product(asked, samples):
+                self._episodes.append(Episode(self._environment(), a.group, sample, self._tokens))
+        groups = [self._episodes[i * sampling.n : (i + 1) * sampling.n] for i in range(len(asked))]
         self._of_prompt = {a.group: episodes for a, episodes in zip(asked, groups, strict=True)}
         try:
             for a, episodes in zip(asked, groups, strict=True):
@@ -83,12 +87,6 @@ class Play:
 
     def _where(self, episode: Episode) -> str:
         return f"{self._asked[episode.group].where} sample {episode.sample}"
-
-    def _made(self, group: int, sample: int) -> Episode:
-        with blamed(f"task.environment: {self._environment.__name__}() raised"):
-            made = self._environment()
-        self._episodes.append(Episode(made, group, sample, self._tokens))
-        return self._episodes[-1]
 
     def _answers(self, answers: list[Answer]) -> None:
         ready: list[Started] = []
