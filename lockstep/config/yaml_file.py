@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import types
@@ -47,7 +48,7 @@ def load(
         raise InputError(f"{path}: cannot be read: {error}") from error
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # a number of thousands of digits
         said = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
         raise InputError(f"{path}: not valid YAML: {said}") from error
     try:
@@ -191,21 +192,12 @@ def _value(value: Any, begin: Any, hint: Any, path: str) -> Any:
         return tuple(_value(inner, None, arguments[0], f"{path}[{index}]") for index, inner in enumerate(value))
     if origin is typing.Literal and value in arguments:
         return value
-    if hint is float:
-        return _float(value, path)
-    if type(value) is hint:
+    if hint is float and type(value) in (int, float, str):  # YAML 1.1 reads 1e-6 (no dot) as a string
+        with contextlib.suppress(ValueError):
+            return float(str(value))  # of a whole number that is too large infinity, which is then refused
+    elif type(value) is hint:
         return value
     raise InputError(f"{path} is {value!r}; it must be {_expected(hint)}")
-
-
-def _float(value: Any, path: str) -> float:
-    """YAML 1.1 reads 1e-6 (no dot) as a string; whoever writes it means the number."""
-    if type(value) in (int, float, str):
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    raise InputError(f"{path} is {value!r}; it must be a number")
 
 
 def _expected(hint: Any) -> str:

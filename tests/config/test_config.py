@@ -93,6 +93,7 @@ def test_validation_names_the_field(config: RunConfig, message: str) -> None:
         (OptimizerConfig(learning_rate=-1.0), "optimizer.learning_rate is -1.0; it must be at least 0"),
         (TaskConfig(data="x"), "task.data has no effect on sum-digits"),
         (LossConfig(epsilon_high=float("inf")), "loss.epsilon_high is inf; it must be at least 0 and finite"),
+        (TrainerConfig(warmup_steps=10**400), f"trainer.warmup_steps is {10**400}; it must be at least 0 and finite"),
     ],
 )
 def test_a_section_is_validated_by_itself(section: Any, message: str) -> None:
@@ -205,6 +206,7 @@ def test_what_people_write_by_hand(tmp_path: Path, text: str, expected: RunConfi
         ("steps: 1\nsteps: 2", "key steps is given twice"),
         ("task: {data: [", "but found '<stream end>' at line 1, column 15: "),
         ("a: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        (f"steps: 1{5000 * '0'}", "not valid YAML: Exceeds the limit"),
         (b"\xff\xfe\x00", "cannot be read"),
     ],
 )

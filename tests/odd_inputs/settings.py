@@ -106,6 +106,8 @@ def yaml_files() -> Iterator[Odd]:
         ("steps: 2024-01-01", "steps"),
         ("steps: 1:30", "steps"),
         ("steps: .inf", "steps"),
+        (f"recipe: sum-digits\nsteps: 1{400 * '0'}", "it must be at least 0 and finite"),
+        (f"recipe: sum-digits\noptimizer: {{learning_rate: 1{400 * '0'}}}", "optimizer.learning_rate is inf"),
         ("steps: ~", "steps"),
         ("steps: [1]", "steps"),
         ("seed: -0x1", "seed is -1"),

@@ -1,6 +1,7 @@
 """What every section of a configuration is made of: fields that say their ranges, and checks."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import field, fields
 from typing import Any, ClassVar, TypeVar
@@ -26,9 +27,9 @@ def check_range(path: str, value: object, low: float, high: float, whole: bool =
     if not isinstance(value, int if whole else (int, float)):
         kind = "a whole number" if whole else "a number"
         raise InputError(f"{path} is {value!r}, a {type(value).__name__}; it must be {kind}")
-    if not math.isfinite(value) or not low <= value <= high:
-        finite = "" if math.isfinite(value) else " and finite"
-        bounds = f"at least {low}{finite}" if math.isinf(high) else f"between {low} and {high}"
+    finite = abs(value) <= sys.float_info.max  # `math.isfinite` raises for a whole number that no float holds
+    if not finite or not low <= value <= high:
+        bounds = f"at least {low}{'' if finite else ' and finite'}" if math.isinf(high) else f"between {low} and {high}"
         raise InputError(f"{path} is {value!r}; it must be {bounds}{more}")
 
 
