@@ -18,7 +18,6 @@ from .sections.task import DATA_TASKS, TaskConfig
 from .sections.trainer import TrainerConfig
 
 Attention = Literal["native", "flex"]
-_NO_MASK = "on attention native; set attention to flex, or remove the mask"
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,13 @@ class RunConfig(Section):
             f"task.max_response_length is {self.task.max_response_length}, less than one turn's "
             f"sampling.max_completion_length of {s.max_completion_length}; raise it, or set it to 0",
         )
-        check_attention(self.attention, self.attention_mask, self.compile)
+        refuse(
+            self.attention_mask == "", "attention_mask is empty; name a function as module:function, or leave it out"
+        )
+        refuse(
+            self.attention == "flex" and self.compile.capture == "layer",
+            "compile.capture is layer, and flex attention has a window a layer, so each is another; use step or joint",
+        )
         if self.device != "auto" or None not in (self.compile.capture, self.compile.cudagraph_mode):
             resolve_compile(self.compile, on_gpu=self.device == "cuda")
 
@@ -140,7 +145,7 @@ class RunConfig(Section):
             own = f"which has an architecture of its own, {self.model} here"
             yield "arch", f"with a model, {own}: remove one of the two {instead}"
         if self.attention != "flex":
-            yield "attention_mask", _NO_MASK
+            yield "attention_mask", "on attention native; set attention to flex, or remove the mask"
 
 
 # What runs did before there was a setting to name it: its default, but where that is new.
@@ -162,16 +167,6 @@ def validate(config: RunConfig) -> RunConfig:
     """Return `config` when every field is usable; raise `InputError` naming the first that is not."""
     config.validate()
     return config
-
-
-def check_attention(attention: Attention, attention_mask: str | None, compile: CompileConfig) -> None:
-    """Raise `InputError` for an attention that does not go with its mask, or with how its layers are captured."""
-    refuse(attention_mask is not None and attention != "flex", f"attention_mask has no effect {_NO_MASK}")
-    refuse(attention_mask == "", "attention_mask is empty; name a function as module:function, or leave it out")
-    refuse(
-        attention == "flex" and compile.capture == "layer",
-        "compile.capture is layer, and flex attention has a window a layer, so each is another; use step or joint",
-    )
 
 
 def unread(c: RunConfig) -> Iterator[tuple[str, str]]:
@@ -269,8 +264,19 @@ def _trainers(c: RunConfig, ranks: int) -> str:
 def require_ranks(c: RunConfig, ranks: int) -> None:
     """Raise `InputError` where so many processes cannot work together as `c`, with `c.compile` resolved, says."""
     require_divisor(c.parallel, ranks)
-    if ranks > 1:
-        _check_several(c.compile, ranks)
+    if ranks == 1:
+        return
+    compile = c.compile
+    refuse(
+        not all(plugin.ranks for plugin in compile.chosen) or set(compile.inductor) != {"backward"},
+        f"compile.capture is {compile.capture} and compile.inductor {list(compile.inductor)}: several processes need "
+        "step, and regions of the backward pass alone",
+    )
+    refuse(
+        not all(RECORDINGS[name].ranks for name in recordings(compile.cudagraph_mode or "none")),
+        f"compile.cudagraph_mode is {compile.cudagraph_mode} with {ranks} processes: a collective may begin in one "
+        "piece and end in another, which cannot be recorded; use full or none",
+    )
 
 
 def require_divisor(c: ParallelConfig, ranks: int) -> None:
@@ -288,18 +294,4 @@ def require_divisor(c: ParallelConfig, ranks: int) -> None:
         c.fsdp not in (0, ranks // c.tp),
         f"parallel.fsdp is {c.fsdp}{apart}, and {are}; start it with torchrun --nproc-per-node {c.fsdp * c.tp} -m "
         "lockstep, or leave parallel.fsdp at 0 for as many as there are",
-    )
-
-
-def _check_several(c: CompileConfig, ranks: int) -> None:
-    """Raise `InputError` for graphs that several processes cannot share."""
-    refuse(
-        not all(plugin.ranks for plugin in c.chosen) or set(c.inductor) != {"backward"},
-        f"compile.capture is {c.capture} and compile.inductor {list(c.inductor)}: several processes need step, and "
-        "regions of the backward pass alone",
-    )
-    refuse(
-        not all(RECORDINGS[name].ranks for name in recordings(c.cudagraph_mode or "none")),
-        f"compile.cudagraph_mode is {c.cudagraph_mode} with {ranks} processes: a collective may begin in one piece "
-        "and end in another, which cannot be recorded; use full or none",
     )

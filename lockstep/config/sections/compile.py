@@ -164,24 +164,19 @@ def resolve_compile(c: CompileConfig, on_gpu: bool) -> CompileConfig:
     _check_known("backend", c.backend_name, BACKENDS)
     for recording in recordings(mode):
         _check_known("cudagraph_mode", recording, RECORDINGS)
-    _check_modes(c)
+    modes = cudagraph_modes(capture, c.backend_name)
+    refuse(isinstance(modes, str), f"compile.backend is {c.backend_name} with compile.capture {capture}: {modes}")
+    refuse(
+        mode != "none" and modes == ("none",),
+        f"compile.cudagraph_mode is {mode}: CUDA graphs are recorded from captured graphs; set compile.capture to step "
+        "or joint, or use none",
+    )
     _check_passes(c)
     return c
 
 
 def _check_known(name: str, value: str, known: Iterable[str]) -> None:
     refuse(value not in known, f"compile.{name} is {value!r}; it must be one of {', '.join(known)}")
-
-
-def _check_modes(c: CompileConfig) -> None:
-    modes = cudagraph_modes(c.capture or "none", c.backend_name)
-    if isinstance(modes, str):
-        raise InputError(f"compile.backend is {c.backend_name} with compile.capture {c.capture}: {modes}")
-    if c.cudagraph_mode not in modes and modes == ("none",):
-        raise InputError(
-            f"compile.cudagraph_mode is {c.cudagraph_mode}: CUDA graphs are recorded from captured graphs; set "
-            f"compile.capture to step or joint, or use {' or '.join(modes)}"
-        )
 
 
 def _check_passes(c: CompileConfig) -> None:

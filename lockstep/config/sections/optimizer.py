@@ -53,21 +53,18 @@ class OptimizerConfig(Section):
 
     def of_patterns(self, name: str) -> list[tuple[str, float]]:
         """The patterns of the field `name`, which has their numbers, in order; raises `InputError` for another form."""
-        return [self._of_pattern(name, given) for given in getattr(self, name)]
-
-    def _of_pattern(self, name: str, given: str) -> tuple[str, float]:
-        pattern, _, number = given.rpartition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            value = -1.0
-        refuse(
-            not pattern or value < 0,
-            f"{self.path(name)} holds {given!r}; each must be PATTERN=NUMBER, such as model.embed_tokens=0.1",
-        )
-        refuse(
-            name == "lr_scales" and value == 0,
-            f"{self.path(name)} holds {given!r}; what is not to be trained is named in optimizer.freeze",
-        )
-        check_range(f"{self.path(name)} of {pattern}", value, 0, 1e6)
-        return pattern, value
+        found = []
+        for given in getattr(self, name):
+            pattern, _, number = given.rpartition("=")
+            try:
+                value = float(number)
+            except ValueError:
+                value = -1.0
+            holds = f"{self.path(name)} holds {given!r}"
+            wrong = not pattern or value < 0
+            refuse(wrong, f"{holds}; each must be PATTERN=NUMBER, such as model.embed_tokens=0.1")
+            frozen = name == "lr_scales" and value == 0
+            refuse(frozen, f"{holds}; what is not to be trained is named in optimizer.freeze")
+            check_range(f"{self.path(name)} of {pattern}", value, 0, 1e6)
+            found.append((pattern, value))
+        return found
