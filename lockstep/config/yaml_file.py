@@ -7,7 +7,7 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import yaml
 
 from ..errors import InputError, near, refuse
 from . import RunConfig, elsewhere, left_behind, require_config, without
+
+_LEVELS = 20  # of names, more than anybody writes
 
 
 def save(config: RunConfig, path: Path) -> None:
@@ -56,7 +58,7 @@ def load(
             return _dataclass({} if values is None else values, begin or RunConfig(), "")
         begin = _begin(values, recipes, flags)
         config = _dataclass(values, begin, "")
-        return without(config, left_behind(config, begin, _dotted(values)))
+        return without(config, left_behind(config, begin, dict(dotted(values))))
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
@@ -75,15 +77,16 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def flat(config: Any) -> dict[str, Any]:
     """`to_dict` with dotted names, such as `sampling.top_p`."""
-    return _dotted(to_dict(config))
+    return dict(dotted(to_dict(config)))
 
 
-def _dotted(values: dict[str, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        inner = {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {key: value}
-        result.update(inner)
-    return result
+def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values, nested ones with dotted names."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and prefix.count(".") < _LEVELS:
+            yield from dotted(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def suggest(name: str, allowed: Iterable[str]) -> str:

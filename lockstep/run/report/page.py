@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ...config.yaml_file import dotted
 from ...errors import InputError
 from ..metrics import number, replacing
 from .charts import COLOURS
 
-_TEXT_SHOWN, _LEVELS_SHOWN = 4000, 20
+_TEXT_SHOWN = 4000
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:
@@ -42,17 +42,8 @@ def _templates() -> Any:
         lstrip_blocks=True,
     )
     found.globals["COLOURS"] = COLOURS
-    found.filters |= {"text": text, "duration": duration, "preformatted": preformatted, "flat": flat}
+    found.filters |= {"text": text, "duration": duration, "preformatted": preformatted, "dotted": dotted}
     return found
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Names and values, nested ones with dotted names."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and prefix.count(".") < _LEVELS_SHOWN:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def preformatted(value: Any) -> str:
