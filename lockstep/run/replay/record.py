@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -65,23 +66,15 @@ def sampled_turns(recorded: dict[str, Any]) -> list[list[int]]:
 
 def difference(recorded: dict[str, Any], found: Trajectory) -> str:
     """The first token that is another, in words; without one, whether log-probabilities are."""
-    tokens, turn = list(recorded["token_ids"]), 0
-    before = []  # kind, tokens
-    for segment in recorded["segments"][1:]:
+    before, now, turns, turn = recorded["segments"][1:], found.segments[1:], iter(sampled_turns(recorded)), 0
+    for segment, again in zip(before, now, strict=False):
         sampled = segment["kind"] == "sampled"
-        count = segment["tokens"]
-        before.append((sampled, tokens[:count] if sampled else segment["token_ids"]))
-        tokens = tokens[count:] if sampled else tokens
-    now = [(segment.sampled, segment.token_ids) for segment in found.segments[1:]]
-    for (sampled, then), (_, again) in zip(before, now, strict=False):
         turn += sampled
-        if then != again:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(then, again, strict=False)) if a != b), min(len(then), len(again))
-            )
-            what = f"turn {turn}" if sampled else f"what was given after turn {turn}"
-            shown = [ids[at] if at < len(ids) else "none" for ids in (then, again)]
-            return f"{what}, token {at + 1}: {shown[0]} is recorded, {shown[1]} came now"
+        tokens = zip_longest(next(turns) if sampled else segment["token_ids"], again.token_ids, fillvalue="none")
+        for at, (then, came) in enumerate(tokens, start=1):
+            if then != came:
+                what = f"turn {turn}" if sampled else f"what was given after turn {turn}"
+                return f"{what}, token {at}: {then} is recorded, {came} came now"
     if len(before) != len(now):
         return f"{len(before)} segments after the prompt are recorded, {len(now)} came now"
     digest = recorded.get("logprobs_digest", logprobs_digest(found))
