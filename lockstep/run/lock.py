@@ -55,8 +55,10 @@ def _locked(path: Path) -> int:
             raise InputError(f"{path.parent} cannot be written: {error}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is(file, path):
+            if os.path.samestat(os.fstat(file), path.stat()):
                 return file
+        except FileNotFoundError:
+            pass
         except BlockingIOError:
             holder = os.read(file, 200).decode(errors="replace") or "another process"
             os.close(file)
@@ -67,10 +69,3 @@ def _locked(path: Path) -> int:
             _log.warning("%s cannot be locked (%s): nothing keeps a second process out of it", path.parent, error)
             return file
         os.close(file)  # its holder deleted it in between
-
-
-def _is(file: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file), path.stat())
-    return False

@@ -328,9 +328,6 @@ class Recorder(AbstractContextManager["Recorder"]):
                 with MetricsWriter(path, step - 1) as lines:
                     lines.write(latest | found)
 
-    def forget_validation(self, step: int) -> None:
-        self.validations.pop(str(step), None)
-
     def step(self, step: int, metrics: dict[str, Any], groups: list) -> None:
         self._account(metrics)
         if not self.world.first:

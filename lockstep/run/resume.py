@@ -204,8 +204,10 @@ def _require_same_config(
     run_dir: Path, loaded: checkpoint.LoadedCheckpoint, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> None:
     earlier, steps = _settings(EARLIER), new["steps"]
-    if old.get("device") != new["device"] and resolve_device(new["device"]).type == _device_of(loaded):
-        old = {**old, "device": new["device"]}  # one of the two is `auto`
+    if old.get("device") != new["device"]:
+        made_on = "cuda" if loaded.state["numerics"]["operators"] == "cuda" else "cpu"
+        if resolve_device(new["device"]).type == made_on:
+            old = {**old, "device": new["device"]}  # one of the two is `auto`
     if steps < loaded.step:
         raise InputError(
             f"--resume {run_dir}: steps is {steps}, and {loaded.path.name} has done {loaded.step}; give as many or "
@@ -218,11 +220,6 @@ def _require_same_config(
                 f"--resume {run_dir}: {name} was {before!r} when {loaded.path.name} was saved and is {after!r} in "
                 f"config.yaml; {ONLY}"
             )
-
-
-def _device_of(loaded: checkpoint.LoadedCheckpoint) -> str:
-    """The kind of device that it was made on."""
-    return "cuda" if loaded.state["numerics"]["operators"] == "cuda" else "cpu"
 
 
 def _model_files(what: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

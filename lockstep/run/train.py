@@ -57,8 +57,9 @@ def train(
     named = running_out_named(lambda: recorder.memory_plan, world)
     with note, told_once(run_dir, world) as faults, display, named:
         grace = config.checkpoint.grace if config.checkpoint.interval else 0.0
-        tell, last_words = partial(_tell_of_signal, display, grace), partial(_last_words, run_dir, world, faults)
-        delay = Delay(grace, tell, faults, last_words)
+        saves = f"the run saves the last whole step and ends, in {grace:g} s or unsaved; again: at once"
+        last_words = partial(_last_words, run_dir, world, faults)
+        delay = Delay(grace, lambda name: display.note(f"{name}: {saves}"), faults, last_words)
         return _train(recorder, resume, loaded, other_numerics, display, delay)
 
 
@@ -128,7 +129,7 @@ def _steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: 
                 if _validates(config, step + 1) and not ending.number:
                     found = recorder.validate(loop, display, step + 1)
                     if found and (ending := asked()).number:
-                        recorder.forget_validation(step + 1)  # its rewards may have been sent the signal, too
+                        recorder.validations.pop(str(step + 1))  # its rewards may have been sent the signal, too
                     else:
                         metrics |= found
             except AskedToEnd as given_up:
@@ -159,10 +160,6 @@ def _validates(config: RunConfig, steps: int) -> bool:
     """Whether a validation is due behind so many steps."""
     every = config.task.validation_interval
     return steps == config.steps or (every > 0 and steps % every == 0)
-
-
-def _tell_of_signal(display: Display, grace: float, name: str) -> None:
-    display.note(f"{name}: the run saves the last whole step and ends, in {grace:g} s or unsaved; again: at once")
 
 
 def _last_words(run_dir: Path, world: World, faults: Faults, number: int) -> None:

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +95,11 @@ def begun(folder: Path, step: int) -> Path:
 
 def write_part(temporary: Path, rank: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Write the tensors of a rank, to the disk, and then the list of the files, with their sizes and digests."""
-    files = {name: part for group, given in tensors.items() for name, part in _shards(group, given)}
+    files = {}
+    for stem, given in tensors.items():
+        sizes = ((key, tensor.nbytes) for key, tensor in given.items())
+        for index, keys in enumerate(cut(sizes, _SHARD_BYTES), start=1):
+            files[f"{stem}-{index:05d}{_SUFFIX}"] = {key: given[key] for key in keys}
     with ThreadPoolExecutor(_WRITERS) as pool:
         written = list(pool.map(lambda item: _write_file(temporary / item[0], item[1]), files.items()))
     partial = temporary / f".{_LIST.format(rank)}"
@@ -142,12 +146,6 @@ def latest(folder: Path, most: int | None = None) -> LoadedCheckpoint | None:
 
 class _Damaged(Exception):
     """A checkpoint that is not as it was written, and why."""
-
-
-def _shards(stem: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    sizes = ((key, tensor.nbytes) for key, tensor in tensors.items())
-    for index, keys in enumerate(cut(sizes, _SHARD_BYTES), start=1):
-        yield f"{stem}-{index:05d}{_SUFFIX}", {key: tensors[key] for key in keys}
 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
