@@ -133,7 +133,8 @@ class Delay:
         last_words: Callable[[int], None],
     ) -> None:
         self.seconds, self._tell, self._others, self._last_words = seconds, tell, others, last_words
-        self._first, self._came_at, self._given_at = 0, 0.0, 0.0
+        self.number = 0  # of the signal that came; 0 while none did
+        self._came_at = self._given_at = 0.0
         self._ends_by = 0  # what the main thread is to raise for
         self._over, self._deciding = threading.Event(), threading.RLock()
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
@@ -164,19 +165,14 @@ class Delay:
             self._told.close()
             self._thread.join()
             self._heard.close()
-        if kind is None and self._first:
-            _raise(self._first, None)
-
-    @property
-    def number(self) -> int:
-        """Of the signal that came; 0 while none did."""
-        return self._first
+        if kind is None and self.number:
+            _raise(self.number, None)
 
     def asked(self, rewards_given: bool = False) -> Ending:
         """What this rank knows of signals. `rewards_given`: a step's were, just now."""
-        if rewards_given and not self._first:
+        if rewards_given and not self.number:
             self._given_at = time.monotonic()
-        return Ending(self._first > 0 and self._came_at < self._given_at + _ON_ITS_WAY, self._first)
+        return Ending(self.number > 0 and self._came_at < self._given_at + _ON_ITS_WAY, self.number)
 
     def end(self, number: int) -> NoReturn:
         """Raise for a signal, of this process or another of the run, as `ended_by_signals` does. All ranks call it."""
@@ -203,33 +199,29 @@ class Delay:
 
     def _came(self, number: int) -> None:
         with self._deciding:
-            if not self._first:
-                self._first, self._came_at = number, time.monotonic()
+            if not self.number:
+                self.number, self._came_at = number, time.monotonic()
 
     def _watch(self) -> None:
-        if number := self._number_to_end_by():
-            self._end_by(number)
-
-    def _number_to_end_by(self) -> int:
-        """Of the first signal, once its time is over, or of one that ends at once; 0: it was left."""
+        """End by the first signal, once its time is over, or by one that ends at once, unless it was left before."""
         until: float | None = None
         while True:
             self._heard.settimeout(None if until is None else max(until - time.monotonic(), 0.001))
             try:
                 came = self._heard.recv(1)
             except TimeoutError:
-                return self._first
+                return self._end_by(self.number)
             if not came:
-                return 0
+                return
             (number,) = came
             if number not in self._handled:
                 continue
             if self._others.lost() or (until is not None and time.monotonic() - self._came_at >= _ONE):
-                return number
+                return self._end_by(number)
             if until is None:
                 self._came(number)
                 until = self._came_at + self.seconds
-                _call_beside(self._tell, signal.Signals(self._first).name)
+                _call_beside(self._tell, signal.Signals(self.number).name)
 
     def _end_by(self, number: int) -> None:
         with self._deciding:
@@ -242,14 +234,11 @@ class Delay:
             os._exit(128 + number)
 
     def _leave(self) -> None:
-        self._restore()
-        with self._deciding:
-            self._over.set()
-
-    def _restore(self) -> None:
         for number in self._handled:
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, _raise)
+        with self._deciding:
+            self._over.set()
 
 
 def _call_beside(function: Callable[[T], None], value: T) -> threading.Thread:
