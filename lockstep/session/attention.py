@@ -10,7 +10,7 @@ import torch
 from .. import ops
 from ..cache import fingerprint
 from ..config import Attention, GeneratorConfig
-from ..errors import InputError
+from ..errors import InputError, refuse
 from ..graph.torch_private.trace import flat_graph
 from ..models import Decoder, Masks
 from ..user_functions import load_function
@@ -22,30 +22,22 @@ _PROBED = 130  # positions that a mask is called on: more than two key tiles
 def set_attention(model: Decoder, attention: Attention, mask: str | None) -> None:
     """Give the model the attention of a run (`RunConfig.attention`, `attention_mask`); `InputError` where it does not
     go."""
-    config = model.config
-    if attention not in ("native", "flex"):
-        raise InputError(f"attention is {attention!r}; it must be native or flex")
+    refuse(attention not in ("native", "flex"), f"attention is {attention!r}; it must be native or flex")
     if attention == "native":
-        if mask is not None:
-            raise InputError("attention_mask has no effect on attention native; set attention to flex")
-    elif config.mla is not None:
-        raise InputError(
-            f"attention is flex, and {config.family} has latent attention, whose heads read one latent in another way; "
-            "use --attention native"
+        refuse(mask is not None, "attention_mask has no effect on attention native; set attention to flex")
+        return
+    c, why = model.config, ""
+    if c.mla is not None:
+        why = f"and {c.family} has latent attention, whose heads read one latent in another way"
+    elif not c.plain_scores:
+        why = f"and {c.family} has sinks or a scale of its own on attention's scores, which flex has not"
+    elif c.num_heads // c.num_kv_heads > _MOST_QUERIES or c.head_dim < _LEAST_HEAD:
+        why = (
+            f"which takes at most {_MOST_QUERIES} query heads a key head and heads of at least {_LEAST_HEAD} elements; "
+            f"the model has {c.num_heads} heads, {c.num_kv_heads} of keys, of {c.head_dim}"
         )
-    elif not config.plain_scores:
-        raise InputError(
-            f"attention is flex, and {config.family} has sinks or a scale of its own on attention's scores, which flex "
-            "has not; use --attention native"
-        )
-    elif config.num_heads // config.num_kv_heads > _MOST_QUERIES or config.head_dim < _LEAST_HEAD:
-        raise InputError(
-            f"attention is flex, which takes at most {_MOST_QUERIES} query heads a key head and heads of at least "
-            f"{_LEAST_HEAD} elements; the model has {config.num_heads} heads, {config.num_kv_heads} of keys, of "
-            f"{config.head_dim}; use --attention native"
-        )
-    else:
-        model.masks = Masks(config.windows, "" if mask is None else load_mask(mask))
+    refuse(bool(why), f"attention is flex, {why}; use --attention native")
+    model.masks = Masks(c.windows, "" if mask is None else load_mask(mask))
 
 
 def whole_tiles(config: GeneratorConfig, attention: Attention) -> GeneratorConfig:
