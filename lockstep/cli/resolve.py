@@ -29,7 +29,6 @@ def parse(arguments: list[str]) -> Any:
     """The command's flags, or an exit code when tyro has printed help or a usage error. `train`, `precompile` and
     `plan` are parsed once to learn what the run begins from, with a recipe as the defaults that flags override; where
     it begins from something else once more, with that, which takes a sixth of the time of a tiny run."""
-    _refuse_repeated(arguments)
     given = _given(arguments)
     kind: Any = _KINDS.get(arguments[0]) if arguments else None
     if kind is not None:
@@ -62,8 +61,8 @@ def parse(arguments: list[str]) -> Any:
         return int(stop.code or 0)
 
 
-def _refuse_repeated(arguments: list[str]) -> None:
-    """The last of two flags that set the same would win in silence."""
+def _given(arguments: list[str]) -> set[str]:
+    """The dotted names of what flags set. The last of two that set the same would win in silence."""
     seen: dict[str, str] = {}
     for flag in (argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")):
         name = spelled_out(flag)
@@ -71,11 +70,7 @@ def _refuse_repeated(arguments: list[str]) -> None:
             also = "" if seen[name] == flag else f" (as {seen[name]} before)"
             raise InputError(f"{flag} is given twice{also}; give it once, with all its values")
         seen[name] = flag
-
-
-def _given(arguments: list[str]) -> set[str]:
-    names = {spelled_out(argument.split("=", 1)[0]) for argument in arguments if argument.startswith("--")}
-    return {name.removeprefix("--").replace("-", "_") for name in names}
+    return {name.removeprefix("--").replace("-", "_") for name in seen}
 
 
 def _refuse_unread(found: Iterable[tuple[str, str]], given: set[str]) -> None:
