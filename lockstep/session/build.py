@@ -165,7 +165,12 @@ class TrainingSession(Session):
         with timings.measured("prompts"):
             self.task.check_lengths(self.policy.least(self.environment), self.prompt_limit)
             longest = max(world.share(lambda: self.policy.longest_prompt(self.task, self.environment, groups)))[0]
-        _require_prompts(self.environment, longest, self.prompt_limit)
+        kind, limit = self.environment, self.prompt_limit
+        refuse(
+            longest > limit.tokens and kind.start is Environment.start and kind.plays is None,  # or it begins otherwise
+            f"the longest prompt of the first step and of validation has {longest} tokens; at most {limit.tokens} are "
+            f"allowed ({limit.reason})",
+        )
         w = asked(longest_prompt=longest, prompt_limit=self.prompt_limit.tokens)
         self.plan = world.each(lambda: _planned(w, memory, device))
         planned(self.plan)
@@ -210,15 +215,6 @@ class TrainingSession(Session):
     def context(self) -> int:
         """Tokens that a prompt and what comes after it may have together."""
         return self.prompt_limit.tokens + self.config.max_response_length
-
-
-def _require_prompts(kind: type[Environment], longest: int, limit: PromptLimit) -> None:
-    """Raise `InputError` where a prompt that was looked at is too long, before graphs are made for it."""
-    refuse(
-        longest > limit.tokens and kind.start is Environment.start and kind.plays is None,  # or it begins otherwise
-        f"the longest prompt of the first step and of validation has {longest} tokens; at most {limit.tokens} are "
-        f"allowed ({limit.reason})",
-    )
 
 
 def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:

@@ -86,7 +86,11 @@ def measured(
         check_sampling(sampling)
         longest, origin = world.each(lambda: llm.policy.longest_prompt(task, environment, 0))
         too_long = config.task.turns == 1 and longest + config.max_response_length > llm.context
-        refuse(too_long, _too_long(origin, longest, config.max_response_length, llm.context))
+        refuse(
+            too_long,
+            f"{origin + ': ' if origin else ''}prompt of {longest} tokens plus {config.max_response_length} new ones "
+            f"exceeds the model's context of {llm.context}; shorten one of them (sampling.max_completion_length)",
+        )
         sizes = {"problems": len(problems), "tokens of the longest prompt": longest}
         world.same("the processes of this evaluation", lambda: sizes)
         sequences = world.generator.fsdp.most(len(problems)) * n
@@ -121,12 +125,6 @@ def measured(
     settings = {"task": name, "prompts": len(problems), "n": n, "temperature": temperature}
     failed = {name: count for name in ("environment/errors", "groups_without_reward") if (count := counts.get(name))}
     return settings | _measures(groups, ks, decides, pass_threshold, found) | played | failed
-
-
-def _too_long(origin: str, prompt: int, new: int, context: int) -> str:
-    whose = f"{origin}: " if origin else ""
-    why = f"exceeds the model's context of {context}; shorten one of them (sampling.max_completion_length)"
-    return f"{whose}prompt of {prompt} tokens plus {new} new ones {why}"
 
 
 def _checked_ks(n: int, k: Sequence[int]) -> list[int]:

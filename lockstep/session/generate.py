@@ -172,6 +172,12 @@ class LLM(Session):
             own = self._share(len(requests[0]))
             done: list[list[Trajectory]] = [[] for _ in own]
             failed: LockstepError | None = None
+
+            def completed() -> list[list[Trajectory]]:
+                if failed is not None:
+                    raise failed
+                return done
+
             try:
                 for piece in self._pieces(engine, requests.share(self.world)):
                     if piece.completion is not None:
@@ -179,7 +185,7 @@ class LLM(Session):
                     yield replace(piece, prompt=own[piece.prompt])
             except LockstepError as error:
                 failed = error
-            for prompt, samples in enumerate(of_all(self.world, lambda: _unless(failed, done))):
+            for prompt, samples in enumerate(of_all(self.world, completed)):
                 for completion in samples if prompt not in own else ():
                     yield Piece(prompt, completion.identity.sample, completion.text, completion)
 
@@ -323,12 +329,6 @@ class LLM(Session):
 
 def _schemas(tools: Sequence[Tool | Callable[..., Any]]) -> list[Tool]:
     return checked_tools([schema(tool, "tools") if callable(tool) else tool for tool in tools])
-
-
-def _unless(failed: LockstepError | None, done: list[list[Trajectory]]) -> list[list[Trajectory]]:
-    if failed is not None:
-        raise failed
-    return done
 
 
 def _power_of_two(number: int) -> int:

@@ -70,16 +70,6 @@ class ParityReport:
         different = self.tokens_different, self.tokens_not_covered, self.prompt_tokens_routed_differently
         return not any(different) and self.tokens_checked > 0
 
-    @property
-    def _more_than_asked(self) -> str:
-        asked = self.tokens_asked
-        return f" ({asked} were asked for; the completions of a prompt are whole)" * (self.tokens_checked > asked)
-
-    @property
-    def _ranks(self) -> str:
-        of, generator, trainer = self.processes, self.generator_tp, self.trainer_tp
-        return f"{of}; generator {of // generator} x {generator}, trainer {of // trainer} x {trainer}"
-
     def to_dict(self) -> dict[str, Any]:
         return {"identical": self.identical, **without_experts(asdict(self))}
 
@@ -93,6 +83,9 @@ class ParityReport:
             verdict = "FAIL: generator and trainer log-probs differ."
         elif not self.identical:
             verdict = "FAIL: not every sampled token was compared."
+        asked, of, generator, trainer = self.tokens_asked, self.processes, self.generator_tp, self.trainer_tp
+        more = f" ({asked} were asked for; the completions of a prompt are whole)" * (self.tokens_checked > asked)
+        ranks = f"{of}; generator {of // generator} x {generator}, trainer {of // trainer} x {trainer}"
         experts = [
             f"  Expert choices    : {self.expert_choices_checked}",
             f"  Routed differently: {self.tokens_routed_differently}",
@@ -101,11 +94,11 @@ class ParityReport:
         return "\n".join(
             [
                 f"  Compared          : {self.compared}",
-                *([f"  Processes         : {self._ranks}"] if self.processes > 1 else ()),
+                *([f"  Processes         : {ranks}"] if of > 1 else ()),
                 f"  Generator log-probs[:5]: {self.generator_logprobs[:5]}",
                 f"  Trainer   log-probs[:5]: {self.trainer_logprobs[:5]}",
                 f"  Bitwise identical : {self.identical}",
-                f"  Tokens checked    : {self.tokens_checked}{self._more_than_asked}",
+                f"  Tokens checked    : {self.tokens_checked}{more}",
                 f"  Tokens different  : {self.tokens_different}",
                 *([f"  Not compared      : {self.tokens_not_covered}"] if self.tokens_not_covered else ()),
                 *(experts if self.expert_choices_checked is not None else ()),

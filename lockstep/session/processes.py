@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from .. import machine
 from ..cache import fingerprint
@@ -28,7 +28,7 @@ def together(config: RunConfig) -> Iterator[World]:
         world = join(config.parallel, resolve_device(config.device).type)
     try:
         with world.peers():
-            world.same("the processes of this run", lambda: _inputs(config))
+            world.same("the processes of this run", lambda: _code(config) | _models(config) | yaml_file.flat(config))
             yield world
     except GeneratorExit:  # nobody closed it, and this process ends
         raise
@@ -36,10 +36,6 @@ def together(config: RunConfig) -> Iterator[World]:
         world.close(failed=True)
         raise
     world.close()
-
-
-def _inputs(config: RunConfig) -> dict[str, Any]:
-    return {**_code(config), **_models(config), **yaml_file.flat(config)}
 
 
 def _models(config: RunConfig) -> dict[str, str]:

@@ -207,13 +207,9 @@ def _pool(w: Workload, again: Again, lent: bool) -> tuple[dict[str, int], int]:
     pool = held + (scoring if lent else max(prefill - held, scoring))
     found[GENERATION] = pool - held + prefill * lent
     check = max(terms.eager(w) * _checks(w), terms.machine_check(w, again) * (w.on_gpu and w.config.parity != "off"))
-    found[CHECK] = max(0, check - pool) + _beside(w)
+    beside = terms.copies_here(w) + terms.HASHES if _checks(w) and w.on_gpu else 0  # of what an update writes
+    found[CHECK] = max(0, check - pool) + beside
     return found, max(pool, check)
-
-
-def _beside(w: Workload) -> int:
-    """What the check of graphs takes beside their pool: copies of what an update writes, and hashes."""
-    return terms.copies_here(w) + terms.HASHES if _checks(w) and w.on_gpu else 0
 
 
 def _graphs(w: Workload) -> bool:

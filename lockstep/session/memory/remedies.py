@@ -86,18 +86,13 @@ def _together(w: Workload, memory: int) -> tuple[list[str], Workload]:
 def in_larger_groups(w: Workload, memory: int) -> Workload:
     """The workload with the fewest processes generating together, more than there were, with which it fits; itself,
     where there are none."""
-    for together in range(w.config.parallel.generator_tp + 1, min(w.ranks, _MOST_TOGETHER) + 1):
+    prompts, alone = w.config.trainer.prompts_per_step, w.config.parallel.zero_stage == 2  # which has the weights whole
+    for together in range(w.config.parallel.generator_tp + 1, 1 if alone else min(w.ranks, _MOST_TOGETHER) + 1):
         larger = w.having("parallel", generator_tp=together)
-        if _shared(w, together) and plan(larger, memory).fits:
+        dealt = w.ranks % together == 0 and prompts % (w.ranks // together) == 0
+        if dealt and divides(w.model, together) and plan(larger, memory).fits:
             return larger
     return w
-
-
-def _shared(w: Workload, together: int) -> bool:
-    """Whether so many neighbours can share a model that generates, and nobody asks for its weights whole."""
-    if w.config.parallel.zero_stage == 2 or not divides(w.model, together):
-        return False
-    return w.ranks % together == 0 and w.config.trainer.prompts_per_step % (w.ranks // together) == 0
 
 
 def _ranks(w: Workload, memory: int) -> int | None:
