@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,9 +44,9 @@ class Saver:
     copies = True
 
     def __init__(self, folder: Path, keep_last: int, world: World, shared: bool) -> None:
-        self._folder, self._keep_last, self._world = folder, keep_last, world
-        self._writers = world.size if shared else 1
-        self._copies = _HostCopies()
+        self._folder, self.keep_last, self.world = folder, keep_last, world
+        self.writers = world.size if shared else 1
+        self._buffer = torch.empty(0, dtype=torch.uint8)
         self._writing: _Writing | None = None
 
     def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
@@ -63,10 +63,8 @@ class Saver:
             with writing(f"checkpoint {target}"):
                 return files.begun(self._folder, step), files.as_json(state)
 
-        temporary, words = self._world.from_first(begin)
-        place = _Place(target, temporary, self._world.rank, self._writers)
-        written = self._copies.of(tensors) if self.copies else tensors
-        self._writing = _Writing(place, written, words, self._keep_last)
+        temporary, words = self.world.from_first(begin)
+        self._writing = _Writing(self, target, temporary, self._copied(tensors) if self.copies else tensors, words)
         self._writing.start()
         if not self.copies:
             self.wait()
@@ -88,7 +86,7 @@ class Saver:
         if (writing := self._writing) is not None and error is not None:
             if isinstance(error, PeerLost):
                 writing.give_up()
-            writing.join(None if self._world.size == 1 else _LEAVE)
+            writing.join(None if self.world.size == 1 else _LEAVE)
             try:
                 if writing.ended():
                     writing.discard()
@@ -96,9 +94,35 @@ class Saver:
                 _log.warning("%s", refused)  # what ended the run is the news
                 writing.discard()
 
+    def _copied(self, tensors: Tensors) -> Tensors:
+        """Copies in the buffer, which a GPU's copy engine writes itself, until the next call. What was launched so far
+        is waited for, and so are the copies."""
+        every = [tensor for group in tensors.values() for tensor in group.values()]
+        sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in every]
+        on_gpu = any(tensor.is_cuda for tensor in every)
+        if self._buffer.numel() < sum(sizes):
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # given back before there is another
+            self._buffer = host_buffer(sum(sizes), on_gpu)
+        rooms = iter(self._buffer[: sum(sizes)].split(sizes) if sizes else ())
+        copies = {
+            name: {
+                key: next(rooms)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for key, tensor in group.items()
+            }
+            for name, group in tensors.items()
+        }
+        there = [copy for group in copies.values() for copy in group.values()]
+        for copy, tensor in zip(there, every, strict=True):
+            if tensor.is_cuda:
+                copy.copy_(tensor.detach(), non_blocking=True)
+        with ThreadPoolExecutor(_COPIERS) as pool:
+            list(pool.map(lambda pair: pair[0].copy_(pair[1]), _host_parts(there, every)))
+        if on_gpu:
+            torch.cuda.synchronize()
+        return copies
+
     def _all(self, call: Any) -> list[Any]:
         try:
-            return self._world.share(call)
+            return self.world.share(call)
         except BaseException as error:
             if self._writing is not None and not isinstance(error, KeyboardInterrupt):
                 self._writing.discard()
@@ -106,33 +130,30 @@ class Saver:
             raise
 
 
-class _Place(NamedTuple):
-    """Where a rank writes its part, of so many, of a checkpoint that will be `target`."""
-
-    target: Path
-    temporary: Path
-    rank: int
-    writers: int
-
-
 class _Writing(threading.Thread):
     """A rank's part of a checkpoint being written, and by the first rank, when all have written theirs, finished."""
 
-    def __init__(self, place: _Place, tensors: Tensors, state: str, keep_last: int) -> None:
+    def __init__(self, saver: Saver, target: Path, temporary: Path, tensors: Tensors, state: str) -> None:
         super().__init__(name="checkpoint", daemon=True)
-        self._place, self._tensors, self._state, self._keep_last = place, tensors, state, keep_last
+        self._saver, self._target, self._temporary, self._tensors, self._state = (
+            saver,
+            target,
+            temporary,
+            tensors,
+            state,
+        )
         self._own, self._over = threading.Event(), threading.Event()
         self._error: Exception | None = None
 
     def run(self) -> None:
-        place = self._place
+        saver, rank = self._saver, self._saver.world.rank
         try:
-            with writing(f"checkpoint {place.target}"):
-                if place.rank < place.writers:
-                    files.write_part(place.temporary, place.rank, self._tensors)
+            with writing(f"checkpoint {self._target}"):
+                if rank < saver.writers:
+                    files.write_part(self._temporary, rank, self._tensors)
                 self._own.set()
-                if place.rank == 0 and (lists := self._lists()):
-                    files.finish(place.target, place.temporary, self._state, lists, self._keep_last)
+                if rank == 0 and (lists := self._lists()):
+                    files.finish(self._target, self._temporary, self._state, lists, saver.keep_last)
         except Exception as error:
             self._error = error
         finally:
@@ -141,8 +162,8 @@ class _Writing(threading.Thread):
     def _lists(self) -> list[dict[str, Any]]:
         """Those of all ranks, when all are there; none when that is given up."""
         found = list[dict[str, Any]]()
-        while len(found) < self._place.writers:
-            if (one := files.list_of(self._place.temporary, len(found))) is not None:
+        while len(found) < self._saver.writers:
+            if (one := files.list_of(self._temporary, len(found))) is not None:
                 found.append(one)
             elif self._over.wait(_LOOK):
                 return []
@@ -171,40 +192,8 @@ class _Writing(threading.Thread):
     def discard(self) -> None:
         self.give_up()
         self.join()
-        if self._place.rank == 0:
-            shutil.rmtree(self._place.temporary, ignore_errors=True)
-
-
-class _HostCopies:
-    """Copies of tensors in one buffer of the host's memory, which a GPU's copy engine writes itself."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def of(self, tensors: Tensors) -> Tensors:
-        """Copies, until the next call. What was launched so far is waited for, and so are the copies."""
-        every = [tensor for group in tensors.values() for tensor in group.values()]
-        sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in every]
-        on_gpu = any(tensor.is_cuda for tensor in every)
-        if self._buffer.numel() < sum(sizes):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # given back before there is another
-            self._buffer = host_buffer(sum(sizes), on_gpu)
-        rooms = iter(self._buffer[: sum(sizes)].split(sizes) if sizes else ())
-        copies = {
-            name: {
-                key: next(rooms)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for key, tensor in group.items()
-            }
-            for name, group in tensors.items()
-        }
-        there = [copy for group in copies.values() for copy in group.values()]
-        for copy, tensor in zip(there, every, strict=True):
-            if tensor.is_cuda:
-                copy.copy_(tensor.detach(), non_blocking=True)
-        with ThreadPoolExecutor(_COPIERS) as pool:
-            list(pool.map(lambda pair: pair[0].copy_(pair[1]), _host_parts(there, every)))
-        if on_gpu:
-            torch.cuda.synchronize()
-        return copies
+        if self._saver.world.first:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def _host_parts(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
