@@ -119,9 +119,7 @@ class _Task(TaskConfig):
     """Where prompts and rewards come from."""
 
     data: Annotated[str | None, tyro.conf.arg(metavar=_DATA, aliases=["--data"])] = None
-    """JSON lines, parquet, a Hugging Face dataset folder or hub id."""
     reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...", aliases=["--reward"])] = ()
-    """Reward functions as module:function or path.py:function; empty for the task's own."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,6 @@ class _Begin(RunConfig):
     ] = ""
     """Named configuration to begin from: sum-digits, word-arithmetic, gsm8k or dataset."""
     model: Annotated[str | None, tyro.conf.arg(metavar=_MODEL)] = None
-    """Hugging Face folder or hub id; without it a tiny random model is made."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
     """Begin from this configuration (a run folder's config.yaml) instead of a recipe. What it leaves out is as in the
     recipe that it names."""
