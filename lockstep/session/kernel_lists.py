@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,26 +30,20 @@ def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) 
     """
     if device != "cuda" or not config.compile.chosen[0].graphs:
         return lambda: None
-    with timings.measured("compile"):
-        loading, path = _begun(config, ranks)
+    path, loading = _folder() / str(user_folder.read(_note(config))), None
+    with timings.measured("compile"), suppress(Exception):
+        from ..ops.precompile import hash_compiler, preload_beside
+
+        if ranks == 1 and (listed := user_folder.read(path)):
+            loading = preload_beside(listed)
+        else:
+            hash_compiler()
 
     def loaded() -> Path | None:
         with timings.measured("compile"):
             return path if loading is not None and loading.exception() is None and loading.result() else None
 
     return loaded
-
-
-def _begun(config: RunConfig, ranks: int) -> tuple[Future[int] | None, Path]:
-    """How many kernels will have been loaded, if any are, and where they are listed."""
-    path = _folder() / str(user_folder.read(_note(config)))
-    with suppress(Exception):
-        from ..ops.precompile import hash_compiler, preload_beside
-
-        if ranks == 1 and (listed := user_folder.read(path)):
-            return preload_beside(listed), path
-        hash_compiler()
-    return None, path
 
 
 def remember(config: RunConfig, path: Path) -> None:

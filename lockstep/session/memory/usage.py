@@ -128,16 +128,13 @@ def running_out_named(table: Callable[[], str], world: World) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not ran_out(error):
             raise
-        raise InputError(_ran_out(error, table(), world)) from error
-
-
-def _ran_out(error: Exception, table: str, world: World) -> str:
-    where = f" on rank {world.rank} ({socket.gethostname()})" if world.size > 1 else ""
-    said = (str(error) or type(error).__name__).splitlines()[0].split(". ")
-    planned = f"; it was planned as\n{table}\n" if table else ". "
-    if (limit := addresses()) is not None:
-        planned += f"This process may address {limit / GIB:.2f} GiB (ulimit -v): raise that where it is what ran out. "
-    return (
-        f"memory ran out{where}: {'. '.join(said[:2])}{planned}Lower --trainer.max-tokens-per-micro-batch or "
-        "--generator.kv-cache-tokens, set --compile.recompute full, or use more GPUs; `lockstep plan` shows what fits"
-    )
+        where = f" on rank {world.rank} ({socket.gethostname()})" if world.size > 1 else ""
+        said = (str(error) or type(error).__name__).splitlines()[0].split(". ")
+        planned = f"; it was planned as\n{terms}\n" if (terms := table()) else ". "
+        if (limit := addresses()) is not None:
+            planned += f"This process may address {limit / GIB:.2f} GiB (ulimit -v): raise that where it ran out. "
+        raise InputError(
+            f"memory ran out{where}: {'. '.join(said[:2])}{planned}Lower --trainer.max-tokens-per-micro-batch or "
+            "--generator.kv-cache-tokens, set --compile.recompute full, or use more GPUs; `lockstep plan` shows what "
+            "fits"
+        ) from error
