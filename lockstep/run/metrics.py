@@ -46,11 +46,7 @@ def writing(path: Path | str) -> Iterator[None]:
     """Turns what the disk refuses inside (no space left, say) into a `LockstepError` naming `path`."""
     try:
         yield
-    except Exception as error:
-        from safetensors import SafetensorError
-
-        if not isinstance(error, (OSError, SafetensorError)):
-            raise
+    except OSError as error:
         raise LockstepError(f"could not write {path}: {error}") from error
 
 
