@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
@@ -143,8 +143,7 @@ class _Begin(RunConfig):
         return cls(**(vars(config) | {"task": _Task(**vars(config.task))} | changes))
 
     def of_other(self, config: RunConfig) -> Self:
-        own = {item.name for item in fields(self)} - {item.name for item in fields(RunConfig)}
-        return self.of(config, **{name: getattr(self, name) for name in own})
+        return replace(self, **(vars(config) | {"task": _Task(**vars(config.task))}))
 
     def resolved(self) -> RunConfig:
         values = {item.name: getattr(self, item.name) for item in fields(RunConfig)}

@@ -180,7 +180,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         """Put the run where `loaded` left it; returns the steps it had done. `other_numerics`: go on with other
         arithmetic too, and say so in the certificate."""
         try:
-            changed = self._changed_numerics(loop, loaded.state["numerics"])
+            others = resuming.other_numerics(loaded.state["numerics"], self._numerics_of(loop))
+            changed = list(dict.fromkeys(sentence for of_rank in self.world.gather(others) for sentence in of_rank))
             if changed and not other_numerics:
                 raise InputError(
                     f"cannot resume with the same bits: since {loaded.path.name} was saved, {'; '.join(changed)}. "
@@ -276,11 +277,6 @@ class Recorder(AbstractContextManager["Recorder"]):
                 found = golden.arithmetic(model.embed.device, model.embed.dtype, model.config)
             self._numerics = loop.run.trainer.numerics() | found
         return self._numerics
-
-    def _changed_numerics(self, loop: Loop, then: dict[str, Any]) -> list[str]:
-        """What is not as it was on any rank."""
-        found = self.world.gather(resuming.other_numerics(then, self._numerics_of(loop)))
-        return list(dict.fromkeys(sentence for one in found for sentence in one))
 
     def certify(self, loop: Loop) -> None:
         if self.world.first:

@@ -71,7 +71,11 @@ def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeCho
     speed = links.bandwidth(world, device)
     found = []
     for each, load in zip(of_each, loads, strict=True):
-        waited, world = _exchanged(each, load, world, device)
+        waited = Exchanged()
+        if load.ranks > 1 and load.fits:  # else there is nobody to wait for, or no room
+            world = in_groups(world, load.ranks)
+            rows = torch.empty(load.rows, 0, dtype=w.dtype, device=device)
+            waited = links.exchanged(world, w.config.compile, w.model, rows, device)
         found.append(DecodeTime.of(each, load, speed, waited))
     choice = DegreeChoice(best(found), speed, found)
     return *_grouped(config, world, choice.ranks, choice.text()), choice
@@ -135,12 +139,3 @@ def best(found: Sequence[DecodeTime]) -> int:
         if one.of_all < GAIN * chosen.of_all:
             chosen = one
     return chosen.load.ranks
-
-
-def _exchanged(w: Workload, load: Load, world: World, device: torch.device) -> tuple[Exchanged, World]:
-    """What ranks that generate together take to exchange words; nothing where it is one, or where they have no room."""
-    if load.ranks == 1 or not load.fits:
-        return Exchanged(), world
-    world = in_groups(world, load.ranks)
-    rows = torch.empty(load.rows, 0, dtype=w.dtype, device=device)
-    return links.exchanged(world, w.config.compile, w.model, rows, device), world
