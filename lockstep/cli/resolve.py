@@ -79,8 +79,7 @@ def _refuse_unread(found: Iterable[tuple[str, str]], given: set[str]) -> None:
 
 
 def _settled(flags: _Run, given: set[str], begin: RunConfig) -> _Run:
-    """`flags` without what they left of `begin` that nothing reads beside them; a flag that nothing reads is refused at
-    any value."""
+    """`flags` without what they left of `begin` that nothing reads beside them; such a flag is refused."""
     config = flags.resolved()
     _refuse_unread(unread(config), given)
     if not (paths := left_behind(config, begin, given)):

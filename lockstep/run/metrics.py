@@ -81,11 +81,9 @@ def write_all(file: io.RawIOBase, data: bytes) -> None:
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
-    """Appends JSON objects, one a line, each flushed to the operating system before `write` returns.
-
-    Opened with `start_step=N` (a run that resumes before step N, or 0 for a new one), it first drops the lines of steps
-    N and later and a torn last line, atomically. Raises `InputError` when another line of the file cannot be read.
-    """
+    """Appends JSON objects, one a line, each flushed to the operating system before `write` returns. First it drops,
+    atomically, the lines of `start_step` and later steps and a torn last line. Raises `InputError` when another line of
+    the file cannot be read."""
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         if path.exists():

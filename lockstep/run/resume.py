@@ -128,8 +128,7 @@ def other_numerics(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def redefined(state: Mapping[str, Any]) -> list[str]:
-    """What this version computes otherwise than that which wrote a checkpoint with this state: a run goes on, and is
-    told so."""
+    """What this version computes otherwise than that which wrote a checkpoint with this state."""
     then, config, found = state["numerics"], state["inputs"]["config"], list[str]()
     if GRADIENT_NORM not in then.get("words", ()):
         found.append(

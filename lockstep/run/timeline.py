@@ -35,11 +35,9 @@ def recorded(step: int) -> bool:
 
 
 class Timeline:
-    """Appends spans and counters, flushed to the operating system before `write` returns.
-
-    Opened on a file that an earlier process of the run left, it goes on behind that one's whole lines, on one clock; a
-    file that is no timeline is begun anew, from when the process `began`, as `time.perf_counter` counts.
-    """
+    """Appends spans and counters, flushed to the operating system before `write` returns. Opened on a file that an
+    earlier process of the run left, it goes on behind that one's whole lines, on one clock; a file that is no timeline
+    is begun anew, from when the process `began`, as `time.perf_counter` counts."""
 
     def __init__(self, path: Path, title: str, began: float) -> None:
         self._path = path

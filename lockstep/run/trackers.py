@@ -124,8 +124,7 @@ class WandB(_Run):
 
 
 class Trackio(_Run):
-    """A trackio run named after the run folder, where trackio keeps its own (`TRACKIO_DIR`). Resuming goes on with the
-    latest of that name."""
+    """A trackio run named after the run folder. Resuming goes on with the latest of that name."""
 
     def __init__(self, project: str, run_dir: Path, settings: Mapping[str, Any]) -> None:
         """Raises `InputError` when it cannot start."""

@@ -38,11 +38,8 @@ def train(
 ) -> dict[str, Any]:
     """Run `config` in `run_dir`, or go on from its last whole checkpoint, with other arithmetic only if
     `other_numerics`; returns the summary it writes there. Every rank of `world` calls it, and the first writes.
-
-    Raises:
-        InputError: `resume`, and the run cannot go on as it was; nothing in its folder was changed.
-        LockstepError: the run failed; what it wrote until then stays, with a report.
-    """
+    `InputError`: the run cannot go on as it was, and nothing in its folder was changed; `LockstepError`: it failed, and
+    what it wrote until then stays, with a report."""
     config = world.each(lambda: _checked(config, world))
     world.same("the processes of this run", lambda: resuming.data(config))
     config, world, choice = choose(config, world)

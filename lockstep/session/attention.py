@@ -20,8 +20,7 @@ _PROBED = 130  # positions that a mask is called on: more than two key tiles
 
 
 def set_attention(model: Decoder, attention: Attention, mask: str | None) -> None:
-    """Give the model the attention of a run (`RunConfig.attention`, `attention_mask`); `InputError` where it does not
-    go."""
+    """Give the model the attention of a run, with its mask; `InputError` where it does not go."""
     refuse(attention not in ("native", "flex"), f"attention is {attention!r}; it must be native or flex")
     if attention == "native":
         refuse(mask is not None, "attention_mask has no effect on attention native; set attention to flex")

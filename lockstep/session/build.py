@@ -69,11 +69,7 @@ from .text.policy import Policy
 
 class Session:
     """A model on its device with what both roles compute by: every run, generation and check stands on one. `config` is
-    resolved (`resolve`).
-
-    Attributes:
-        verdicts: of the check of captured graphs. preloaded: the list of the kernels loaded beside the weights.
-    """
+    resolved (`resolve`); `preloaded`: the list of the kernels loaded beside the weights."""
 
     def __init__(self, config: RunConfig, timings: Timings | None = None, world: World = ONE) -> None:
         """Raises `InputError` when the model cannot be used as `config` says."""
@@ -94,8 +90,7 @@ class Session:
         self.runtime = make_runtime(self.config.compile, device, self.timings, self.world, lends)
 
     def cache_tokens(self, sequences: int, tokens: int) -> int:
-        """The capacity of a KV cache that is planned for so many sequences of so many tokens (`plan_cache_tokens`), the
-        same on every rank."""
+        """The capacity of a KV cache planned for so many sequences of so many tokens, the same on every rank."""
         model = self.policy.model
         about = model.config.shared_by(self.world.generator_tp), model.embed.dtype, model.embed.device
         found = self.world.share(lambda: plan_cache_tokens(self.config.generator, *about, sequences, tokens))
@@ -110,8 +105,7 @@ class Session:
         return engine
 
     def kernel_list(self, *about: object) -> Path | None:
-        """Where the kernels of what depends on these, on the model and on how processes share it are listed; None on a
-        CPU, which has none."""
+        """Where the kernels of what depends on these, the model and how it is shared are listed; None on a CPU."""
         model, world = self.policy.model, self.world
         layout = world.sizes, world.generator.tp.pushes, self.config.parallel.zero_stage
         return kernel_list(model.config, model.embed.dtype, *layout, *about) if model.embed.is_cuda else None
@@ -129,13 +123,8 @@ def _loaded(config: RunConfig, world: World) -> Policy:
 
 class TrainingSession(Session):
     """Everything a training run works with, of each rank of `world`; memory is planned and inputs are checked before
-    the first step.
-
-    Attributes:
-        plan: of the memory that it takes. teacher: that of `loss.teacher`.
-        prompt_limit: of the prompts' tokens. shapes: what the trainer's batches are padded to, largest first.
-        delay: of the signals that ask the run to end, where it waits for them.
-    """
+    the first step. `shapes`: what the trainer's batches are padded to, largest first; `delay`: of the signals that ask
+    the run to end, where it waits for them."""
 
     def __init__(
         self,
@@ -240,9 +229,8 @@ def build(
 
 
 def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPlan:
-    """The plan of a run on so many GPUs with so much memory each, none of which need be here; 0 is this machine's. Its
-    tokenizer and its first prompts are read, and no weights. `InputError`: it does not fit, and what would; or it
-    cannot be as configured."""
+    """The plan (`planned_workload`) of a run on so many GPUs with so much memory each, none of which need be here; 0 is
+    this machine's. `InputError`: it does not fit, and what would; or it cannot be as configured."""
     device = torch.device("cuda") if memory_gib else resolve_device(config.device)
     config = settled(config, ranks, device) if memory_gib else resolve(config, ranks)
     refuse(
@@ -290,11 +278,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 def load_policy(config: RunConfig, mesh: Mesh = ALONE, memory: bool = True, copies: Axis = ALONE.fsdp) -> Policy:
     """Load a Hugging Face folder or hub id, or make the named random model with a byte-level tokenizer; in both roles
     the model has the attention of `config`. Of ranks that share it, along the mesh's `tp`, each has its part; along
-    `copies` each has a share of that alone until it is `complete`.
-
-    Args:
-        memory: its parameters have some; otherwise nothing of its `source` is read.
-    """
+    `copies` each has a share of that alone until it is `complete`. Without `memory` its parameters have none, and
+    nothing of its `source` is read."""
     place = resolve_device(config.device)
     bound_threads(place)
     kind = resolve_dtype(config.dtype, place)
@@ -333,9 +318,8 @@ def load_reference(policy: Policy, world: World = ONE) -> Policy:
 
 
 def load_teacher(config: RunConfig, policy: Policy, world: World = ONE) -> Policy | None:
-    """The frozen model of `loss.teacher`, where there is one, for a run of `policy`; of several processes without
-    memory, for each to read a part. `InputError` when it cannot be used as the run's model can, or its tokens are
-    others."""
+    """The frozen model of `loss.teacher`, where there is one; of several processes without memory, for each to read a
+    part. `InputError` when it cannot be used as the run's model can, or its tokens are others."""
     if config.loss.teacher is None:
         return None
     try:

@@ -38,8 +38,7 @@ class Measure(NamedTuple):
 
 @dataclass(frozen=True)
 class Played:
-    """What an environment is played with, as a `TrainingSession` is; `sampling` is what may be asked for, where all is
-    sampled greedily as well."""
+    """What an environment is played with, as a `TrainingSession` is; `sampling` is what may be asked for."""
 
     config: RunConfig
     world: World
@@ -136,8 +135,7 @@ def _checked_ks(n: int, k: Sequence[int]) -> list[int]:
 
 
 class _Reporting:
-    """An engine that says on `progress`, now and then, how many completions are finished, of `total` where that is
-    known."""
+    """An engine that says on `progress`, now and then, how many completions are finished, of `total` if not 0."""
 
     def __init__(self, engine: Engine, progress: IO[str] | None, total: int) -> None:
         self._engine, self._progress, self._total = engine, progress, total

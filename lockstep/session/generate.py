@@ -163,10 +163,8 @@ class LLM(Session):
         seed: int | None = None,
     ) -> Generator[Piece, None, None]:
         """As `generate`, a piece at a time as text appears; all prompts run at once, so their pieces interleave. What
-        other groups of processes complete comes in one piece a sample, at the end.
-
-        The pieces of a sample add up to its completion's text. Closing the iterator stops the generation.
-        """
+        other groups of processes complete comes in one piece a sample, at the end. The pieces of a sample add up to its
+        completion's text. Closing the iterator stops the generation."""
         with self.together():
             requests, engine = self._asked(prompts, SamplingParams() if sampling is None else sampling, seed)
             own = self._share(len(requests[0]))
@@ -336,8 +334,7 @@ def _power_of_two(number: int) -> int:
 
 
 def require_numbers(prompt: int, completion: Trajectory) -> None:
-    """Raise `NonFiniteError` naming the first token whose log-probability is NaN or infinite: it was not sampled from
-    what the model learned."""
+    """Raise `NonFiniteError` naming the first token whose log-probability is NaN or infinite."""
     for token, (drawn, own) in enumerate(zip(completion.logprobs, completion.model_logprobs, strict=True)):
         if not (isfinite(drawn) and isfinite(own)):
             raise NonFiniteError(

@@ -14,20 +14,15 @@ KEPT = 64  # lists; and as many notes of which one a configuration last needed
 
 
 def kernel_list(*about: object) -> Path:
-    """Where the kernels of a start that depends on these are listed, each told by its `repr`. A list that is not quite
-    right costs time and nothing else."""
+    """Where the kernels of a start that depends on these are listed. A list that is wrong costs time alone."""
     return _folder() / f"{fingerprint.key(*about)}.json"
 
 
 def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) -> Callable[[], Path | None]:
     """Begin to load, on other threads, what the last start with this resolved configuration needed; several `ranks`
     agree on what they load, later. The list is found by more than is known before the weights are read, so whether it
-    was the right one shows later, and what goes wrong is left to the start that needs the kernels.
-
-    Returns:
-        a function that waits for the kernels and returns the path of their list, or None where none were loaded. Call
-            it before anything is launched.
-    """
+    was the right one shows later, and what goes wrong is left to the start that needs the kernels. What is returned
+    is to be called before anything is launched: it waits, and gives the path of the list, or None for no kernels."""
     if device != "cuda" or not config.compile.chosen[0].graphs:
         return lambda: None
     path, loading = _folder() / str(user_folder.read(_note(config))), None

@@ -19,12 +19,8 @@ from .warm_up import warm_up
 def precompile(config: RunConfig) -> dict[str, Any]:
     """Do what `lockstep train` does before its first step, and tell what became of each graph: the model is loaded and
     its graphs are made or loaded, recorded and checked, which also compiles the kernels. Under `torchrun` every process
-    calls it; the first keeps the graphs, and all return what it found.
-
-    Raises:
-        InputError: nothing is captured in this configuration.
-        LockstepError: a graph is not what eager is, or the cache folder cannot be written.
-    """
+    calls it; the first keeps the graphs, and all return what it found. `InputError`: this configuration captures
+    nothing; `LockstepError`: a graph is not what eager is, or the cache folder cannot be written."""
     with together(config) as world:
         return _precompiled(world.each(lambda: _checked(resolve(config, world.size))), world)
 

@@ -61,8 +61,7 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def handled_by(handler: Handler, numbers: Iterable[int]) -> Iterator[None]:
-    """Within it `handler` is called for these signals; afterwards what was before. Outside the main thread, which alone
-    may say so, nothing changes."""
+    """Within it `handler` is called for these signals. Outside the main thread, which alone may, nothing changes."""
     in_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in numbers if in_main}
     try:

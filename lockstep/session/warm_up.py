@@ -177,8 +177,7 @@ def _batches(run: TrainingSession) -> dict[str, Any]:
 def _precompile(
     session: Session, path: Path, parts: Sequence[Callable[[], None]], rehearse_check: Callable[[], None]
 ) -> None:
-    """Compile the kernels of all graphs side by side, or load those that an earlier start compiled. Should that fail,
-    each is compiled when it is first launched."""
+    """Compile the kernels of all graphs side by side, or load what an earlier start compiled."""
     runtime, world = session.runtime, session.world
     runtime.warm_up.loaded = False
     try:
@@ -208,8 +207,7 @@ def _precompile(
 
 
 def _compiled(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
-    """Compile the kernels that this launches, or adds to them; of a host's processes the first compiles, and the others
-    load them."""
+    """Compile the kernels that this launches, or adds to them, in a host's first process; the others load them."""
     warm_up, world = session.runtime.warm_up, session.world
     compiles = world.local_rank == 0
     with warm_up.rehearsal(compiles) as kernels:

@@ -132,9 +132,8 @@ def finish(target: Path, temporary: Path, state: str, lists: list[dict[str, Any]
 
 
 def latest(folder: Path, most: int | None = None) -> LoadedCheckpoint | None:
-    """The newest checkpoint in `folder`, of at most so many steps, whose every file is as it was written, or None. A
-    damaged one (a file missing, or of another size or digest, or unreadable JSON) is skipped with a warning that says
-    so."""
+    """The newest checkpoint in `folder`, of at most so many steps, whose every file is as it was written, or None. One
+    that is damaged is skipped with a warning that says how."""
     for step in reversed([step for step in steps(folder) if most is None or step <= most]):
         path = folder / f"step_{step}"
         try:

@@ -32,16 +32,10 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 class Saver:
     """The checkpoints of a run in `folder`. Every rank has one and makes its calls, and each call raises on all ranks
-    what writing raised on any: `LockstepError` where a disk refused. The checkpoints before are then as they were.
+    what writing raised on any: `LockstepError` where a disk refused. The checkpoints before are then as they were. All
+    ranks see a folder that is `shared`; else the first alone writes."""
 
-    Args:
-        shared: whether all ranks see the folder; else the first alone writes.
-
-    Attributes:
-        copies: whether there is memory for a copy on every rank; else a save waits until it is written.
-    """
-
-    copies = True
+    copies = True  # there is memory for a copy on every rank; else a save waits until it is written
 
     def __init__(self, folder: Path, keep_last: int, world: World, shared: bool) -> None:
         self._folder, self.keep_last, self.world = folder, keep_last, world
@@ -50,12 +44,9 @@ class Saver:
         self._writing: _Writing | None = None
 
     def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
-        """Copy what this rank has of a checkpoint, and begin to write it; waits for the one before.
-
-        Args:
-            tensors: by the name of their file and then by key, on any device; a rank's names are its own.
-            state: the first rank's; it must survive JSON unchanged: string keys, no tuples, no NaN.
-        """
+        """Copy what this rank has of a checkpoint, and begin to write it; waits for the one before. `tensors` are by
+        the name of their file, which is the rank's own, and then by key, on any device; `state`, the first rank's, must
+        survive JSON unchanged: string keys, no tuples, no NaN."""
         self.wait()
         target = self._folder / f"step_{step}"
 

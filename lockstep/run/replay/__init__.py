@@ -1,3 +1,3 @@
-"""`lockstep replay`: a trajectory of a run's record, sampled again alone, and compared bit by bit."""
+"""A trajectory of a run's record, sampled again."""
 
 from .again import replay

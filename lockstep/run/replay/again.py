@@ -28,12 +28,8 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Replayed:
-    """What was compared, and the first difference in words, if there is one.
-
-    Attributes:
-        steps_redone: that were trained again to have the weights.
-        logprobs_compared: whether the record tells of the log-probabilities' bits.
-    """
+    """What was compared, and the first difference in words, if there is one. `logprobs_compared`: the record tells of
+    the log-probabilities' bits."""
 
     trajectory: str
     turns: int
@@ -58,10 +54,8 @@ class Replayed:
 def replay(run_dir: Path, trajectory: str, call_tools: bool = False, note: Note = lambda text: None) -> Replayed:
     """Sample STEP/GROUP/SAMPLE of `rollouts.jsonl` again, with the weights of that step: those of a checkpoint, or what
     training from an earlier one, or from the beginning, makes of it. With `call_tools` the environment is asked again;
-    otherwise what it gave is given as recorded. `note` is told what is done.
-
-    `InputError`: there is no such trajectory, or the run cannot be gone on with as it was. Nothing is written.
-    """
+    otherwise what it gave is given as recorded. `note` is told what is done. `InputError`: there is no such trajectory,
+    or the run cannot be gone on with as it was. Nothing is written."""
     step, group, sample = numbers(trajectory)
     record, recorded = recorded_sample(run_dir, step, group, sample)
     config = resolve(yaml_file.load(run_dir / "config.yaml", begin=EARLIER))

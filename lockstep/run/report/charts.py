@@ -70,8 +70,7 @@ class _Plot:
 
 
 def line_chart(series: Sequence[Series], smooth: bool = True) -> str:
-    """The series as lines, with a gap where a value is not finite; a long one faint under its moving average, if
-    `smooth`."""
+    """The series as lines with gaps; if `smooth`, a long one faint under its moving average."""
     lines = [_thinned(one) for one in series]
     dots = [dot for line in lines for dot in line if dot is not None]
     if not dots:

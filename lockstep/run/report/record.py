@@ -109,10 +109,7 @@ class Record:
         }
 
     def _ends(self, name: str) -> dict[int, list[dict[str, Any]]]:
-        """The lines of the last and of the first step in a file of groups.
-
-        Only these are decoded: the file may be large. A damaged line is left out.
-        """
+        """The lines of the last and of the first step in a file of groups; as it may be large no others are decoded."""
         path = self.path / name
         found: dict[int, list[bytes]] = {}
         with reading(path), path.open("rb") if path.is_file() else io.BytesIO() as file:

@@ -17,8 +17,7 @@ _FACTS = {"reward": "reward", "advantage": "advantage", "tokens": "tokens", "fin
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample, by what it is: "Best". A `long` prompt is folded. Of `turns` each has a name, its text and a
-    style."""
+    """One sample, by what it is: "Best". Of `turns` each has a name, its text and a style."""
 
     title: str
     group: Any

@@ -26,11 +26,7 @@ GAIN = 0.95  # of the time that fewer take: what more must come below, as measur
 
 @dataclass(frozen=True)
 class DegreeChoice:
-    """How many generate together, and what it was chosen from.
-
-    Attributes:
-        bandwidth: of memory, bytes a second. considered: in ascending order.
-    """
+    """How many generate together, what was `considered`, and the memory's bandwidth in bytes a second."""
 
     ranks: int
     bandwidth: float
@@ -49,14 +45,8 @@ class DegreeChoice:
 def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeChoice | None]:
     """A run's configuration and processes with as many generating together as take the least time for a step's samples,
     where `parallel.generator_tp` is 0; every rank calls it, and the first says why. Where it is 1 and the run does not
-    fit so, the fewest with which it does. The third is None where nothing was measured.
-
-    Args:
-        config: resolved.
-
-    Raises:
-        InputError: the run cannot be, whatever is chosen.
-    """
+    fit so, the fewest with which it does. The third is None where nothing was measured. `config` is resolved.
+    `InputError`: the run cannot be, whatever is chosen."""
     if world.size == 1 or config.parallel.generator_tp > 1:
         return config, world, None
     device = resolve_device(config.device)
@@ -100,11 +90,7 @@ def _that_fit(w: Workload, world: World, memory: int) -> tuple[RunConfig, World]
 
 def choose_by_memory(config: RunConfig, world: World) -> tuple[RunConfig, World]:
     """The same where no steps say how many samples there will be: as few as have room for their parts of the weights,
-    as requests are dealt to groups, and most groups complete the most at one time.
-
-    Raises:
-        InputError: the model cannot be read.
-    """
+    as requests are dealt to groups, and most groups complete the most at one time."""
     if config.parallel.generator_tp:
         return config, world
     found = world.share(lambda: (_loaded(config, world.size), memory_at_hand(resolve_device(config.device), world)))
@@ -131,8 +117,7 @@ def degrees(model: ModelConfig, processes: int) -> Iterator[int]:
 
 
 def best(found: Sequence[DecodeTime]) -> int:
-    """The fewest ranks that fit, unless more take clearly less time; the fewest of all where none fits, which the plan
-    then refuses."""
+    """The fewest ranks that fit (of all where none does), unless more take clearly less time."""
     fitting = [one for one in found if one.load.fits]
     chosen = fitting[0] if fitting else found[0]
     for one in fitting:

@@ -21,12 +21,8 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class Load:
-    """What falls to a group of so many ranks that generate together.
-
-    Attributes:
-        fits: its plan does.
-        sequences: that the group makes of a step's samples. rows: of them that run at once.
-    """
+    """What falls to a group of so many ranks that generate together: whether its plan fits, the sequences that it makes
+    of a step's samples, and how many rows of them run at once."""
 
     ranks: int
     fits: bool
@@ -59,10 +55,8 @@ class DecodeTime:
 
     @staticmethod
     def of(w: Workload, load: Load, bandwidth: float, exchanged: Exchanged) -> DecodeTime:
-        """That of a workload, by measured bytes a second of memory and seconds of exchanges.
-
-        Every expert is read, and of the embedding's table what the head does not read is not; sequences are half done.
-        """
+        """By what was measured. Every expert is read, and no table that is the embedding's alone; sequences are half
+        done."""
         c, ranks = w.model, load.ranks
         table = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
         tokens = w.longest_prompt + w.config.max_response_length / 2

@@ -32,12 +32,8 @@ def bandwidth(world: World, device: torch.device) -> float:
 
 def exchanged(world: World, compile: CompileConfig, model: ModelConfig, x: Tensor, device: torch.device) -> Exchanged:
     """Seconds of what a layer exchanges, the four gathers of its columns, and of what the head does, of the slowest
-    rank: at the level that the generator will run at, eager or in graphs.
-
-    Args:
-        compile: resolved.
-        x: of the compute dtype, a row a sequence: [R, 0].
-    """
+    rank: at the level that the generator will run at, eager or in graphs. `x`, of the compute dtype, has a row a
+    sequence: [R, 0]."""
     rows, ranks = x.shape[0], world.generator_tp
     values = model.num_heads * (model.head_dim if model.mla is None else model.mla.v_dim)
     wide = model.intermediate_size if model.moe is None else model.hidden_size

@@ -84,8 +84,7 @@ def _together(w: Workload, memory: int) -> tuple[list[str], Workload]:
 
 
 def in_larger_groups(w: Workload, memory: int) -> Workload:
-    """The workload with the fewest processes generating together, more than there were, with which it fits; itself,
-    where there are none."""
+    """The workload with the fewest more processes generating together with which it fits; else itself."""
     prompts, alone = w.config.trainer.prompts_per_step, w.config.parallel.zero_stage == 2  # which has the weights whole
     for together in range(w.config.parallel.generator_tp + 1, 1 if alone else min(w.ranks, _MOST_TOGETHER) + 1):
         larger = w.having("parallel", generator_tp=together)

@@ -83,8 +83,7 @@ def require_host_room(found: MemoryPlan) -> None:
 
 
 def holds_copy(found: MemoryPlan, device: torch.device) -> bool:
-    """Whether four fifths of the host's memory have room for the copy that a checkpoint is written from, too; the rest
-    is for all else, the disk's cache above all."""
+    """Whether four fifths of the host's memory, as the disk's cache needs some, hold a checkpoint's copy too."""
     taken = sum(found.host.values()) + (found.total if device.type == "cpu" else 0)
     return taken <= 0.8 * memory_at_hand(torch.device("cpu"))
 

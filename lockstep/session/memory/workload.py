@@ -22,13 +22,8 @@ from ...trainer.shapes import BatchShape, planned_tokens, train_shapes
 
 @dataclass(frozen=True)
 class Workload:
-    """One process of a training run.
-
-    Attributes:
-        config: of the run, resolved for so many `ranks`. dtype: the compute dtype.
-        longest_prompt: tokens of the longest prompt that was looked at. prompt_limit: of any.
-        frozen: other models that are only read: the reference or the teacher.
-    """
+    """One process of a training run, whose `config` is resolved for so many `ranks`. `longest_prompt`: tokens of the
+    longest prompt that was looked at; `prompt_limit`: of any. `frozen`: the reference or the teacher."""
 
     model: ModelConfig
     config: RunConfig

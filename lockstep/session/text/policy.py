@@ -23,8 +23,7 @@ PROBED_GROUPS = 1024  # of the first step, whose prompts' lengths plan the cache
 
 @dataclass
 class Policy:
-    """A model with its tokenizer, in its compute dtype on its device. `source`: where its weights come from, and those
-    of other parts of it."""
+    """A model with its tokenizer, in its compute dtype on its device. `source`: where its weights come from."""
 
     model: Decoder
     tokenizer: Any

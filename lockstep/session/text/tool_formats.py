@@ -199,8 +199,7 @@ _ASKED, _CALLED = "What is the question?", {"name": "probe", "arguments": {"x": 
 
 
 def may_be_special(tokenizer: Any) -> bool:
-    """Whether the chat template names a special token of a format. Nothing is rendered: that imports a library, which
-    a run without tools has no need of."""
+    """Whether the chat template names a special token of a format; without rendering it, which imports Jinja."""
     template = str(tokenizer.chat_template or "")
     return any(form.special in template for form in FORMATS.values() if form.special)
 
