@@ -236,8 +236,9 @@ def _eval(flags: Eval) -> Outcome:
         validation_prompts=prompts,
         **{name: getattr(flags, name) for name in OF_EVALUATION},
     )
-    length = flags.max_completion_length or base.sampling.max_completion_length
-    sampling = replace(base.sampling, max_completion_length=length, stop=flags.stop)
+    sampling = replace(base.sampling, stop=flags.stop)
+    if flags.max_completion_length is not None:
+        sampling = replace(sampling, max_completion_length=flags.max_completion_length)
     changes = {name: getattr(flags, name) for name in ("model", "seed", "device", "dtype", "parallel", *_MODEL)}
     config = replace(base, task=task, sampling=sampling, **changes)
     from ..run.evaluate import evaluate

@@ -529,6 +529,10 @@ def test_report_says_where_it_is(run: Recorder, capsys: pytest.CaptureFixture[st
         ("eval --model m --task sum-digit", ["unknown task 'sum-digit'", "did you mean sum-digits"]),
         ("eval --model m --task gsm8k", ["task.data is missing"]),
         ("eval --model m --task sum-digits --prompts 0", ["--prompts is 0"]),
+        (
+            "eval --model m --task sum-digits --max-completion-length 0",
+            ["sampling.max_completion_length is 0; it must be at least 1"],
+        ),
         ("generate --model m", ["give --prompt TEXT or --prompts FILE"]),
         ("generate --model m --prompt x --prompts f.txt", ["--prompt TEXT or --prompts FILE, one of the two"]),
         ("generate --model m --prompts f.txt", ["--prompts f.txt cannot be read"]),
