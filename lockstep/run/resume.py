@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -89,7 +90,7 @@ def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
     if config["model"] is not None and loaded.state["inputs"].get("model") is None:
         found.append(f"{name} does not record the files of model {config['model']}: they were not compared")
     for record, field in _MODELS.items():
-        folder = Path(config.get(field) or "").expanduser() / TEMPLATES
+        folder = Path(os.path.expanduser(config.get(field) or "")) / TEMPLATES
         if _leaves_out_templates(loaded.state["inputs"].get(record)) and folder.is_dir():
             found.append(f"{name} does not record {folder}: its files were not compared")
     if "words" not in loaded.state["numerics"]:
@@ -250,7 +251,7 @@ def _words(fingerprint: Mapping[str, Any] | None) -> str:
 
 def _fingerprint(data: str | None) -> dict[str, Any] | None:
     """Bytes and SHA-256 of a file, or of the files of a folder in the order of their names."""
-    path = Path(data or "").expanduser()
+    path = Path(os.path.expanduser(data or ""))
     if data is None or not path.exists():
         return None
     # not what `datasets` keeps beside the rows for itself, nor hidden files
