@@ -119,7 +119,7 @@ def measured(case: Case, device: str, memory: tuple[int, int] | None = None) -> 
     from lockstep.distributed import ONE, join
     from lockstep.machine import several_processes
     from lockstep.rl.loop import Loop
-    from lockstep.session import build
+    from lockstep.session.build import TrainingSession, resolve
     from lockstep.session.memory import used
     from lockstep.session.warm_up import warm_up
 
@@ -130,7 +130,8 @@ def measured(case: Case, device: str, memory: tuple[int, int] | None = None) -> 
     try:
         with mock.patch.object(RandomWeights, "fill", _drawn):
             began = time.perf_counter()
-            session = build.build(configuration(case, device), world, planned=plans.append)
+            config = resolve(configuration(case, device), world.size)
+            session = TrainingSession(config, world, planned=plans.append)
         loaded = _reserved(device)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()

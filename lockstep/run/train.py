@@ -16,7 +16,7 @@ from ..errors import InputError, LockstepError
 from ..machine import settled
 from ..rl.loop import Loop
 from ..serve.rollouts import serving
-from ..session.build import build, resolve
+from ..session.build import TrainingSession, resolve
 from ..session.degree import choose
 from ..session.memory import running_out_named
 from ..session.signals import AskedToEnd, Delay, Ending, raise_received
@@ -73,7 +73,7 @@ def _train(
     for idle in idle_in_updates(config, world.size), None if loaded else idle_in_warmup(config, world.size):
         if idle is not None:
             display.note(idle)
-    session = build(config, world, display, partial(recorder.planned, display=display))
+    session = TrainingSession(config, world, display, partial(recorder.planned, display=display))
     loop = Loop(config, session)
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)

@@ -124,7 +124,8 @@ def _loaded(config: RunConfig, world: World) -> Policy:
 class TrainingSession(Session):
     """Everything a training run works with, of each rank of `world`; memory is planned and inputs are checked before
     the first step. `shapes`: what the trainer's batches are padded to, largest first; `delay`: of the signals that ask
-    the run to end, where it waits for them."""
+    the run to end, where it waits for them. `config` is resolved; `planned` is told the plan before what it is of takes
+    memory."""
 
     def __init__(
         self,
@@ -218,14 +219,8 @@ def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
     return found
 
 
-def build(
-    config: RunConfig,
-    world: World = ONE,
-    watcher: Watcher | None = None,
-    planned: Callable[[MemoryPlan], None] = lambda _: None,
-) -> TrainingSession:
-    """`planned` is told the plan before what it is of takes memory."""
-    return TrainingSession(resolve(config, world.size), world, watcher, planned)
+def build(config: RunConfig, world: World = ONE) -> TrainingSession:
+    return TrainingSession(resolve(config, world.size), world)
 
 
 def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPlan:

@@ -13,7 +13,7 @@ from ...rl.loop import Loop
 from ...rl.sample_again import sample_again
 from ...rl.sft_warmup import sft_warmup
 from ...serve.rollouts import serving
-from ...session.build import build, resolve
+from ...session.build import TrainingSession, resolve
 from ...session.signals import ended_by_signals, raise_received
 from ...session.warm_up import warm_up
 from ...types import TRAIN_DOMAIN, SampleIdentity
@@ -83,7 +83,7 @@ def _with_weights(config: RunConfig, run_dir: Path, step: int, note: Note) -> tu
     recorder, loaded = Recorder(config, run_dir), checkpoint.latest(run_dir / CHECKPOINTS, step)
     if loaded is not None:
         resuming.require_same(run_dir, loaded, recorder.inputs)
-    loop, start = Loop(config, build(config)), 0
+    loop, start = Loop(config, TrainingSession(config)), 0
     if loaded is not None:
         start = recorder.restore(loop, loaded)
     elif config.trainer.warmup_steps:
