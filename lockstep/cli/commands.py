@@ -115,12 +115,10 @@ def _generate(flags: Generate) -> Outcome:
     return Outcome({"model": flags.model, "prompts": pairs})
 
 
-_PER_TOKEN = ("token_ids", "logprobs", "model_logprobs", "weight_versions")
-
-
 def _as_json(one: Completion) -> dict[str, Any]:
     """What `--json` prints of a completion."""
-    found = {name: getattr(one, name) for name in (*_PER_TOKEN, "text", "finish_reason")}
+    names = "token_ids", "logprobs", "model_logprobs", "weight_versions", "text", "finish_reason"
+    found = {name: getattr(one, name) for name in names}
     routes = {name: getattr(one, name) for name in ("route_digests", "prompt_route_digests")}
     return found | {"identity": asdict(one.identity)} | routes
 

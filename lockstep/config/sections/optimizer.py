@@ -6,8 +6,6 @@ from typing import Literal
 from ...errors import refuse
 from .section import Section, at_least, between, check_range
 
-Patterns = tuple[str, ...]
-
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
@@ -29,13 +27,13 @@ class OptimizerConfig(Section):
     """Steps of linear warm-up."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """Decay over the run after warm-up."""
-    freeze: Patterns = ()
+    freeze: tuple[str, ...] = ()
     """Parameters that are not trained, by patterns of their names in a Hugging Face folder, or their modules':
     model.embed_tokens, 'model.layers.[0-9].*'. They have no gradients, masters or moments, and max_grad_norm is of the
     others alone."""
-    lr_scales: Patterns = ()
+    lr_scales: tuple[str, ...] = ()
     """Other learning rates as PATTERN=FACTOR, times that of every step, supervised ones too; the last that matches."""
-    weight_decays: Patterns = ()
+    weight_decays: tuple[str, ...] = ()
     """Other weight decays as PATTERN=DECAY, of norm weights too; the last that matches."""
     router_bias_rate: float = between(0, 1, default=0.0)
     """Balance experts that are chosen with a bias (DeepSeek-V3): with each update an expert's bias goes up by this when
