@@ -56,7 +56,10 @@ def measured(
     """`run.evaluate.evaluate`. Within `serving` environments are played that live elsewhere."""
     n, k, temperature, pass_reward, pass_threshold = by
     config = validate(yaml_file.checked(config))
-    ks = _checked_ks(n, k)
+    refuse(n < 1, f"n is {n}; it must be at least 1")
+    ks = sorted(set(k)) or [2**i for i in range(n.bit_length())]
+    named = ", ".join(map(str, ks))
+    refuse(not 1 <= ks[0] <= ks[-1] <= n, f"k is {named}; each must be between 1 and n, which is {n}")
     refuse(not math.isfinite(pass_threshold), f"pass_threshold is {pass_threshold}; it must be a finite number")
     task = make_task(config.task, config.trainer.prompts_per_step)
     problems = list(enumerate(task.validation_problems()))
@@ -124,14 +127,6 @@ def measured(
     settings = {"task": name, "prompts": len(problems), "n": n, "temperature": temperature}
     failed = {name: count for name in ("environment/errors", "groups_without_reward") if (count := counts.get(name))}
     return settings | _measures(groups, ks, decides, pass_threshold, found) | played | failed
-
-
-def _checked_ks(n: int, k: Sequence[int]) -> list[int]:
-    refuse(n < 1, f"n is {n}; it must be at least 1")
-    ks = sorted(set(k)) or [2**i for i in range(n.bit_length())]
-    if not 1 <= ks[0] <= ks[-1] <= n:
-        raise InputError(f"k is {', '.join(map(str, ks))}; each must be between 1 and n, which is {n}")
-    return ks
 
 
 class _Reporting:
