@@ -1,7 +1,7 @@
-"""Backward operators fused with their neighbours, on a GPU alone: the bits of the separate ones, in fewer kernels, but
+"""Backward operators fused with their neighbours, GPU only: the bits of the separate operators in fewer kernels, except
 for the sign of a zero where one says so.
 
-Autograd calls the separate ones; captured graphs get these in their place (`graph/passes/fuse.py`).
+Autograd calls the separate operators; captured graphs get these in their place (`graph/passes/fuse.py`).
 
 Shape suffixes: T tokens, E = (N + 2K) * H fused projection, D model dim, N query heads, K key/value heads, G query
 heads of a key/value head, H head dim, R table rows.
@@ -25,8 +25,8 @@ from ..records import PLAIN, AttentionGradient, AttentionScores, Packed, Rotatio
 def rms_norm_add(  # type: ignore[empty-body]
     grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, other_TD: Tensor, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """`norm.operator.rms_norm_backward` with another gradient of x added to its first result; that is rounded, and so
-    is the sum."""
+    """`norm.operator.rms_norm_backward` with another gradient of x added to its first result. Both that result and the
+    sum are rounded."""
 
 
 @operator(
@@ -43,10 +43,10 @@ def rotated_attention_packed(  # type: ignore[empty-body]
     scores: AttentionScores = PLAIN,
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of attention over rotated queries and keys for the fused projection that these and the values are of,
-    [T, E], and for both norms' weights: the arguments of `attention.operator.attention_packed_backward`, then those of
-    `rope.operator.qk_norm_rope_backward` but for its gradient. A -0 stays one, which no product of it can tell from
-    0."""
+    """Gradients of attention, whose queries and keys were rotated, for the fused projection [T, E] and for both norms'
+    weights. Takes the arguments of `attention.operator.attention_packed_backward`, then those of
+    `rope.operator.qk_norm_rope_backward` without its gradient. A gradient of -0 stays -0 here; no matrix product of it
+    can tell."""
 
 
 @operator(
@@ -55,10 +55,10 @@ def rotated_attention_packed(  # type: ignore[empty-body]
     cuda=".embedding.triton_backward:add_gathered_rows",
 )
 def add_gathered_rows(total_RD: Tensor, grad_TD: Tensor, rows_T: Tensor) -> None:
-    """Add `embedding.operator.gather_rows_backward` to another gradient of the table, of the same dtype; rows without a
-    gradient are not touched. A row's sum is rounded, as is what it makes with the other."""
+    """Add `embedding.operator.gather_rows_backward` to `total_RD`, another gradient of the table, of the same dtype;
+    rows without a gradient are not touched. A row's own sum is rounded, and so is its total."""
 
 
 @operator(mutates=("total",), gpu_only=True, cuda="triton_backward:add_gradient")
 def add_gradient(total: Tensor, grad: Tensor) -> None:
-    """`total.add_(grad)` for a float32 total of the same shape, at the speed of memory whatever grad's dtype."""
+    """`total.add_(grad)` for a float32 total of the same shape, at memory bandwidth whatever the dtype of grad."""

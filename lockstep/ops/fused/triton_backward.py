@@ -1,4 +1,4 @@
-"""Backward passes that write where their neighbours read. Meaning: `ops/fused/backward.py`."""
+"""Backward passes that write directly where the next one reads. Semantics: `ops/fused/backward.py`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def rotated_attention(
     scores: AttentionScores = PLAIN,
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `fused.backward.rotated_attention_packed`. Values' gradients are written where they stay, those of queries
-    and keys where the rotation reads them."""
+    """See `fused.backward.rotated_attention_packed`. Gradients of the values are written to their final place, those of
+    queries and keys to where the rotation's backward reads them."""
     (tokens, num_heads, head_dim), kv_heads = x.q_TNH.shape, x.k_TKH.shape[1]
     grad_qkv_TE = torch.empty((tokens, qkv_TE.shape[1]), dtype=qkv_TE.dtype, device=qkv_TE.device)
     grad_qk = torch.empty((tokens, num_heads + kv_heads, head_dim), dtype=x.q_TNH.dtype, device=qkv_TE.device)
