@@ -1,1 +1,1 @@
-"""The SiLU-gated product."""
+"""The gated product: SiLU, GELU or clamped SwiGLU."""

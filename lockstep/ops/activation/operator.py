@@ -5,8 +5,8 @@ Activations are of one form, `gate * sigmoid(x)`, computed as `gate / (1 + exp(-
 - `silu`: x is the gate (Shazeer 2020, arXiv 2002.05202);
 - `gelu_tanh`: GELU with its tanh written as a sigmoid, x is 2 sqrt(2 / pi) (gate + 0.044715 gate^3) (Hendrycks and
   Gimpel 2016, arXiv 1606.08415);
-- `swiglu_clamped`: the gate is at most 7, the other factor within 7 of 0 and then 1 more, x is 1.702 times the gate
-  (gpt-oss, arXiv 2508.10925, section 2).
+- `swiglu_clamped`: the gate is clamped to at most 7, the other factor to [-7, 7], and 1 is added to that; x is 1.702
+  times the gate (gpt-oss, arXiv 2508.10925, section 2).
 
 Shape suffixes: T rows, F feed-forward dim.
 """
@@ -26,7 +26,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 @operator(native=native.silu_mul_backward, cuda="triton:silu_mul_backward", fake=like(1))
 def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
-    """Gradient of `silu_mul` for its input, [T, 2F], from that of its result, [T, F]."""
+    """Gradient of `silu_mul` for its input, [T, 2F], given that of its result, [T, F]."""
     (gate, up), grad = _factors(gate_up_TE, activation), grad_TF.float()
     sigmoid = torch.sigmoid(_exponent(gate, activation))
     active = gate * sigmoid
@@ -49,17 +49,17 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SIL
     backward=lambda ctx, grad_TF: silu_mul_backward(grad_TF, *saved(ctx)),
 )
 def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
-    """`silu(gate) * up` of a fused [T, 2F] projection (gate first), [T, F] in its dtype; or with another of
-    `ACTIVATIONS`, of which an unknown one is a ValueError.
+    """`silu(gate) * up` of a fused [T, 2F] projection (gate first), [T, F] in its dtype; or the same with another of
+    `ACTIVATIONS`. Any other activation is a ValueError.
 
-    `x / (1 + exp(-x))`: torch's own silu differs between its vector body and scalar tail.
+    It is written `x / (1 + exp(-x))` since torch's own silu differs between its vector body and its scalar tail.
     """
     gate, up = _factors(gate_up_TE, activation)
     return (gate / (torch.exp(-_exponent(gate, activation)) + 1.0) * up).to(gate_up_TE.dtype)
 
 
 def _factors(gate_up_TE: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """What is multiplied, float32."""
+    """The gate and the other factor, clamped where the activation says so, float32."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
     gate, up = gate_up_TE.float().chunk(2, dim=1)
@@ -69,7 +69,7 @@ def _factors(gate_up_TE: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def _exponent(gate: Tensor, activation: str) -> Tensor:
-    """What the sigmoid is of."""
+    """The argument of the sigmoid."""
     if activation == "gelu_tanh":
         return gate * (gate * gate * GELU_CUBIC + GELU_LINEAR)
     if activation == "swiglu_clamped":

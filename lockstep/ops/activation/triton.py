@@ -22,7 +22,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = tl.constexpr(operator.SWIGLU_ALPHA), tl.constexpr(o
 
 @triton.jit
 def _factors(gate, up, ACTIVATION: tl.constexpr):
-    """What is multiplied; NaN stays."""
+    """The gate and the other factor, clamped where the activation says so; NaN stays NaN."""
     if ACTIVATION == "swiglu_clamped":
         gate = tl.where(gate > SWIGLU_LIMIT, SWIGLU_LIMIT, gate)
         up = tl.where(up > SWIGLU_LIMIT, SWIGLU_LIMIT, tl.where(up < -SWIGLU_LIMIT, -SWIGLU_LIMIT, up)) + 1.0
@@ -31,7 +31,7 @@ def _factors(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _exponent(gate, ACTIVATION: tl.constexpr):
-    """What the sigmoid is of."""
+    """The argument of the sigmoid."""
     if ACTIVATION == "gelu_tanh":
         gate = gate * (gate * gate * GELU_CUBIC + GELU_LINEAR)
     elif ACTIVATION == "swiglu_clamped":
@@ -43,7 +43,7 @@ def _exponent(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _rising(gate, active, sigmoid, ACTIVATION: tl.constexpr):
-    """The gate times the derivative of the sigmoid by it."""
+    """The gate times the derivative of the sigmoid with respect to the gate."""
     rising = active * (1.0 - sigmoid)
     if ACTIVATION == "gelu_tanh":
         rising = rising * (gate * gate * (3 * GELU_CUBIC) + GELU_LINEAR)
