@@ -1,1 +1,1 @@
-"""Terms of whole sequences in a loss a token."""
+"""Sums over whole sequences, for per-token losses."""

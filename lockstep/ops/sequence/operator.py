@@ -14,7 +14,7 @@ from ..operator import like, operator, save
 
 
 def _backward(ctx, grad_C: Tensor):
-    return sequence_sum(grad_C, *ctx.saved_tensors)  # it is symmetric
+    return sequence_sum(grad_C, *ctx.saved_tensors)  # the operator is its own transpose
 
 
 @operator(
@@ -24,10 +24,10 @@ def _backward(ctx, grad_C: Tensor):
     backward=_backward,
 )
 def sequence_sum(values_C: Tensor, cu_completions: Tensor) -> Tensor:
-    """For each token the sum over its sequence of float32 values, [C]; 0 for a token of none.
+    """For each token, the sum of float32 values over its sequence, [C]; 0 for a token outside all sequences.
 
-    Sequence s has the rows from `cu_completions[s]` to `cu_completions[s + 1]` (int32 [S + 1]). The order of additions
-    depends on the sequence's length alone, so the bits do not depend on where it stands, nor beside what.
+    Sequence s is rows `cu_completions[s]:cu_completions[s + 1]` (int32 [S + 1]). The order of additions depends on the
+    sequence's length alone, so the bits do not depend on its place or its neighbours.
     """
     values_C = values_C.contiguous()
     out_C = torch.zeros_like(values_C)

@@ -1,4 +1,4 @@
-"""`sequence_sum` on a GPU: one program a sequence."""
+"""`sequence_sum` on a GPU: one program per sequence."""
 
 from __future__ import annotations
 
