@@ -1,9 +1,9 @@
 """Causal latent attention (MLA, absorbed) for both roles: packed with shared prefixes, and paged.
 
-All heads read one row a position, the latent and a rotated key; a score is the sum of both parts' products, and the
+All heads read one row per position, the latent and a rotated key; a score is the sum of both parts' products, and the
 result is the weighted sum of the latents alone. Tiles, splits and their order are those of `ops/attention/operator.py`,
-so a query's bits depend on the rows' absolute positions only. On a CPU attention's own paths do it, with each row as
-key and value: queries are float32 there, so that the scale is applied before any rounding; the result is rounded once.
+so a query's bits depend on the rows' absolute positions only. A CPU uses attention's own paths, with each row as key
+and value: queries are float32 there, so that the scale is applied before any rounding; the result is rounded once.
 
 Shape suffixes: T rows, S segments or sequences, N heads, R latent rank, P rotated dim, H = R + P.
 """
@@ -25,7 +25,7 @@ from ..records import KVPages, Latent, Packed, Paged
 
 def mla_packed(x: Latent, by: Packed) -> Tensor:
     """Latent attention over packed segments, each after an optional shared prefix; [T, N, R] in q's dtype, zero in
-    padding. All parts are of one dtype."""
+    padding. All parts have one dtype."""
     return _packed(x, by)[0]
 
 
@@ -65,8 +65,8 @@ def _packed(x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
 def mla_packed_backward(
     grad_TNR: Tensor, x: Latent, by: Packed, out_TNR: Tensor, lse_TN: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients for the first four inputs, zero in padding rows. Not under the forward's contract, but the same every
-    time. `out_TNR` and `lse_TN` are what the forward returned."""
+    """Gradients for the first four fields of `x`, zero in padding rows. Not under the forward's contract, but
+    deterministic. `out_TNR` and `lse_TN` are what the forward returned."""
     parts = (x.q_TNR.shape[2], x.q_rope_TNP.shape[2])
     q_TNH, k_T1H = _queries(x.q_TNR, x.q_rope_TNP, x.scale), _keys(x).float()
     grad_TNH = F.pad(grad_TNR.float(), (0, parts[1]))
@@ -101,7 +101,7 @@ def mla_write(latent_TR: Tensor, k_rope_TP: Tensor, cache: Tensor, slots_T: Tens
 
 
 def _factor(scale: float, width: int) -> float:
-    """On the queries, as attention scales its scores by `width ** -0.5`."""
+    """The factor on the queries that turns attention's own scale, `width ** -0.5`, into `scale`."""
     return scale * width**0.5
 
 
@@ -115,5 +115,5 @@ def _keys(x: Latent) -> Tensor:
 
 
 def _latents(out_TNH: Tensor, like_TNR: Tensor) -> Tensor:
-    """Without the sums of rotated keys."""
+    """The result without the weighted sums of rotated keys."""
     return out_TNH[:, :, : like_TNR.shape[2]].to(like_TNR.dtype).contiguous()

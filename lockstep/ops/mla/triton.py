@@ -1,9 +1,9 @@
 """Latent attention over packed segments and over a paged cache, by the kernel of `attention.triton`, and its backward,
 by those of `attention.triton_backward`.
 
-A token's heads are a group that reads the same keys, with a rotated part, and a tile of latents in shared memory is
-both keys and values. Single queries are tiles like any others: a token's heads fill them. So it is in the backward's
-first kernel; the second's programs do `GROUP` heads each, and what the groups found is added last.
+A token's heads are a group that reads the same keys, which have a rotated part, and a tile of latents in shared memory
+serves as keys and values. Single queries need no kernel of their own: a token's heads fill a tile. The backward's first
+kernel is the same in this; programs of its second handle `GROUP` heads each, and the groups' sums are added last.
 
 Shape suffixes: T tokens, S sequences, N heads, R latent rank, P rotated dim, C groups of heads.
 """
@@ -23,11 +23,11 @@ from ..rows import unit_inner
 
 TILE = AttentionTile(64, 8, 2)
 QUERY_TILE, KEY_TILE = AttentionTile(32, 8, 1, keys=32), AttentionTile(32, 8, 1, keys=32)  # larger ones spill registers
-GROUP = 16  # heads that a program of the second kernel does, if they divide by it
+GROUP = 16  # heads per program of the second kernel, if it divides their number
 
 
 def rotated(q_rope_TNP: Tensor, k_rope_rows: Tensor) -> dict[str, Any]:
-    """What the kernels of `attention` are given of the rotated parts."""
+    """Arguments of the kernels of `attention` for the rotated parts."""
     stride, head_stride, _ = q_rope_TNP.stride()
     return {
         **{"q_rope_ptr": q_rope_TNP, "q_rope_stride": stride, "q_rope_head_stride": head_stride},
@@ -37,13 +37,13 @@ def rotated(q_rope_TNP: Tensor, k_rope_rows: Tensor) -> dict[str, Any]:
 
 
 def as_keys(latent_rows: Tensor) -> Tensor:
-    """Rows of latents as a kv head's, [rows, 1, R]; the next head's, if a program asks for them, are the same."""
+    """Rows of latents as the rows of one kv head, [rows, 1, R]; with head stride 0, any other head reads the same."""
     x = unit_inner(latent_rows)
     return x.as_strided((x.shape[0], 1, x.shape[1]), (x.stride(0), 0, 1))
 
 
 def _launch(x: Latent, by: Packed | Paged, page_size: int, max_queries: int) -> tuple[Tensor, Tensor]:
-    """Rows of latents and of rotated keys lie anywhere."""
+    """The rows of latents and rotated keys are the tokens' own or a cache's."""
     latent = as_keys(x.latent_TR)
     tile = TILE._replace(query_rows=min(block(max_queries * x.q_TNR.shape[1]), TILE.query_rows))
     parts = rotated(unit_inner(x.q_rope_TNP), unit_inner(x.k_rope_TP))
@@ -51,8 +51,7 @@ def _launch(x: Latent, by: Packed | Paged, page_size: int, max_queries: int) -> 
 
 
 def packed(x: Latent, by: Packed) -> tuple[Tensor, Tensor]:
-    """See `mla.operator.mla_packed`; also the rows' log-sum-exp of scaled scores in base 2, float32 [T,
-    N]."""
+    """See `mla.operator.mla_packed`; also returns each row's log2-sum-exp2 of scaled scores, float32 [T, N]."""
     out_TNR, lse_1TN = _launch(x, by, 0, by.max_len)
     return out_TNR, lse_1TN[0]
 
