@@ -10,11 +10,11 @@ from ..records import AdamWSettings, AdamWState, AdamWStep
 
 @operator(mutates=("weights", "grad", "master", "exp_avg", "exp_avg_sq", "steps"), cuda="triton:adamw")
 def adamw(state: AdamWState, step: AdamWStep, settings: AdamWSettings) -> None:
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) where `applied`, else nothing; gradients are cleared always.
-    `steps` are counted here."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) if `applied`, else no update; gradients are cleared either
+    way. `steps` is incremented here."""
     found_inf, count = (~step.applied).float(), settings.num_matrix_elements
     for i, (span, decay) in enumerate(((slice(0, count), settings.weight_decay), (slice(count, None), 0.0))):
-        torch_adamw(  # leaves at once where `found_inf` is 1
+        torch_adamw(  # returns at once if `found_inf` is 1
             [state.master[span]], [state.grad[span]], [state.exp_avg[span]], [state.exp_avg_sq[span]],
             [], [state.steps[i]],
             fused=True, grad_scale=step.grad_scale, found_inf=found_inf, amsgrad=False, maximize=False,

@@ -1,4 +1,4 @@
-"""AdamW in one pass, every element read once and written once. Meaning: `ops/adamw/operator.py`."""
+"""AdamW in one pass that reads and writes every element once. Semantics: `ops/adamw/operator.py`."""
 
 from __future__ import annotations
 
