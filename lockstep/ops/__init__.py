@@ -1,12 +1,12 @@
-"""The only numerics. One public operator each, the reference path on a CPU and kernels on a GPU behind it.
+"""The only numerics: public operators, each backed by a reference path or C on a CPU and by kernels on a GPU.
 
-Both roles call these and nothing else, so a log-probability is the same bits wherever it is computed. The rules are
+Both roles call these and nothing else, so a log-probability has the same bits wherever it is computed. The rules are
 in `docs/numerics.md`.
 
-Triton kernels are imported by the operators when they first run on a GPU, never before. Two rules keep their bits apart
-from the batch. A reduction's order follows the tile's shape, the number of warps and the loads' alignment, so all three
-are functions of the model's sizes alone. Multiplications and additions are fused only where `tl.fma` says so
-(`enable_fp_fusion=False`), so the compiler has nothing left to choose.
+Operators import their Triton kernels when they first run on a GPU, never before. Two rules make the kernels' bits
+independent of the batch. The order of a reduction depends on the tile's shape, the number of warps and the alignment of
+the loads, so all three are functions of the model's sizes alone. Multiplications and additions are fused only where
+`tl.fma` says so (`enable_fp_fusion=False`), so the compiler has no choice left.
 """
 
 from .activation.operator import silu_mul
@@ -26,7 +26,7 @@ from .attention.operator import (
 from .decode_update.operator import decode_advance, decode_slots
 from .embedding.operator import gather_rows
 from .fold.operator import fold_rows, sum_rows
-from .fused import backward as fused_backward  # registers what graphs call
+from .fused import backward as fused_backward  # registers operators that only captured graphs call
 from .gradient_norm.operator import BLOCK as SQUARES_BLOCK
 from .gradient_norm.operator import exact_sum, root_of_sum, square_sums
 from .linear.operator import gate_up, linear, linear_add, linear_fp32, norm_gate_up, norm_linear, per_head_linear

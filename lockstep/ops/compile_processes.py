@@ -1,7 +1,7 @@
-"""Processes that compile Triton kernels into Triton's cache on disk, for one that has other work meanwhile.
+"""Processes that compile Triton kernels into Triton's cache on disk while the calling process does other work.
 
-A compiler holds Python's lock for a part of its time. Threads that compile take it from a thread beside them that
-traces a model, again and again: a first start of a 0.6B model on 16 cores took a quarter longer for it.
+A compiler holds the GIL for part of its time, so compiling in threads slows a thread that traces a model: it made the
+first start of a 0.6B model on 16 cores take a quarter longer.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 PACKAGE = __package__.partition(".")[0] + "."
-LIMIT_S = 120.0  # that a kernel may take; then no other is asked for
-MAX_WORKERS = 32  # threads, and processes, that compile side by side
-FEW_CORES = 4  # fewer are busy without more processes
-PIPE = 1 << 19  # bytes, so that no thread waits to ask: each has asked for one kernel at most
-NICE = 5  # traces beside it, for which the others wait, come first
-LOOK_S = 1.0  # between looks whether the parent is there
+LIMIT_S = 120.0  # the longest wait for a kernel; after that no other is requested
+MAX_WORKERS = 32  # threads, and processes, that compile in parallel
+FEW_CORES = 4  # fewer than this are busy without more processes
+PIPE = 1 << 19  # bytes: enough that no thread blocks on its request, as each has at most one pending
+NICE = 5  # tracing, which all else waits for, takes precedence
+LOOK_S = 1.0  # seconds between checks that the parent is alive
 
 Kernel = tuple[str, str, str]  # module, name, and Triton's own description of its arguments, constants and options
 
 
 def workers() -> int:
-    """How many compile side by side."""
+    """How many threads or processes compile in parallel."""
     return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
 class CompileProcesses:
-    """So many processes, forked from one that has imported what they need, which starts beside the caller's work.
+    """`count` processes, forked from one that has imported what they need, which starts while the caller goes on.
 
-    Whatever happens to them, a call of `compile` returns; what is not in the cache then, the caller compiles. They end
-    when this is closed, or when its process has ended.
+    Whatever happens to them, `compile` returns, and the caller compiles what is not in the cache by then. They end when
+    this is closed or the caller's process ends.
     """
 
     def __init__(self, count: int) -> None:
         target = driver.active.get_current_target()
         about = json.dumps([count, target.backend, target.arch, target.warp_size])
-        path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))  # imports as here
+        path = os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path))  # so that imports match
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, about],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pipesize=PIPE,
-            stderr=subprocess.DEVNULL,  # what goes wrong is met again, and told, where the caller compiles
+            stderr=subprocess.DEVNULL,  # the caller compiles what failed, and reports the error
             text=True,
             env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the parent, whose end is theirs
+            start_new_session=True,  # Ctrl-C goes to the parent, and these end with it
         )
         self._numbers, self._sending = itertools.count(), threading.Lock()
         self._asked: dict[int, threading.Event] = {}
@@ -68,13 +68,13 @@ class CompileProcesses:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def compile(self, kernel: Kernel) -> None:
-        """Wait until a kernel of this package has been compiled, or could not be."""
+        """Wait until a kernel of this package has been compiled or has failed to."""
         if self._ended or not kernel[0].startswith(PACKAGE):
             return
         done, number = threading.Event(), next(self._numbers)
         self._asked[number] = done
         assert self._process.stdin is not None
-        with self._sending, suppress(OSError, ValueError):  # it has ended, or was closed
+        with self._sending, suppress(OSError, ValueError):  # the process has ended, or was closed
             print(json.dumps([number, *kernel]), file=self._process.stdin, flush=True)
         if not self._ended and not done.wait(LIMIT_S):
             self._ended = True
@@ -87,7 +87,7 @@ class CompileProcesses:
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with suppress(ValueError, KeyError):  # something else that printed as it was imported
+            with suppress(ValueError, KeyError):  # something that an import printed
                 self._asked.pop(int(line)).set()
         self._ended = True
         for done in list(self._asked.values()):
@@ -96,23 +96,23 @@ class CompileProcesses:
 
 
 def _serve(count: int, *target: Any) -> None:
-    """Compile what the lines of standard input name; answer with their numbers."""
+    """Compile the kernels that lines of standard input name; answer with the lines' numbers."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever else prints
+    os.dup2(2, 1)  # for anything else that prints
     os.nice(NICE)
     asked = {"get_current_device": lambda: 0, "get_current_target": lambda: GPUTarget(*target)}
-    driver.set_active(SimpleNamespace(**asked))  # all that compiling asks of a driver
-    with suppress(ImportError):  # where it lies elsewhere each computes it
+    driver.set_active(SimpleNamespace(**asked))  # all that compilation asks of a driver
+    with suppress(ImportError):  # if it is elsewhere, each worker computes it
         from triton.runtime.cache import triton_key
 
-        triton_key()  # a hash of all of Triton, kept from here on
+        triton_key()  # a hash of all of Triton, cached for the forked workers
     pool = ProcessPoolExecutor(count, mp_context=get_context("fork"), initializer=_begin, initargs=(os.getpid(),))
     try:
         for line in sys.stdin:
             number, *kernel = json.loads(line)
             pool.submit(_compile, *kernel).add_done_callback(partial(_answer, answers, number))
     finally:
-        os._exit(0)  # waits for none of the others, which end with it
+        os._exit(0)  # does not wait for the workers, which end with this process
 
 
 def _answer(answers: int, number: int, _: Future[None]) -> None:
@@ -121,7 +121,7 @@ def _answer(answers: int, number: int, _: Future[None]) -> None:
 
 
 def _begin(parent: int) -> None:
-    gc.disable()  # each look through all of torch
+    gc.disable()  # each collection would walk all of torch
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
@@ -133,10 +133,10 @@ def _end_with(parent: int) -> None:
 
 def _compile(module: str, name: str, description: str) -> None:
     kernel = getattr(import_module(module), name).preload(description)
-    with suppress(Exception):  # where there is no such GPU's library
+    with suppress(Exception):  # without an NVIDIA GPU's libraries
         from triton.backends.nvidia.driver import CudaLauncher
 
-        CudaLauncher(kernel.src, kernel.metadata)  # some versions of Triton have a C compiler build it
+        CudaLauncher(kernel.src, kernel.metadata)  # some versions of Triton build it with a C compiler
 
 
 if __name__ == "__main__":

@@ -18,17 +18,18 @@ from .native import library
 
 
 class Declaration(TypedDict, total=False):
-    """What there is of an operator beside its reference, whose annotations are its schema.
+    """What an operator has besides its reference, whose annotations are its schema.
 
     Attributes:
-        native: what computes float32 on a CPU where the C library is there; by the first tensor's dtype.
-        cuda: what computes on a GPU, "module:function" beside the operator's own module, imported when it first does;
-            or SAME, where the reference does.
-        gpu_only: there is nothing for a CPU, and the reference has no body.
-        mutates: names of the arguments that it writes.
-        fake: empty results of the right shape, a function or where it is, as in `cuda`; by default there is no result.
-        composed: what computes where autograd records: other operators, of which this is a shorter way without it.
-        backward: of ctx and the results' gradients, those of the first arguments; the others have none.
+        native: the implementation for float32 (and for integers) on a CPU, used if the C library is loaded; the dtype
+            is the first tensor's.
+        cuda: the implementation on a GPU, "module:function" relative to the operator's own folder, imported on first
+            use; or SAME, the reference.
+        gpu_only: there is no CPU implementation, and the reference has no body.
+        mutates: names of the arguments that it writes in place.
+        fake: returns empty results of the right shape; a function or, as in `cuda`, its place. Default: no result.
+        composed: called instead where autograd records: differentiable operators, to which this one is a shortcut.
+        backward: maps ctx and the results' gradients to the gradients of the first arguments; the rest have none.
         setup: saves what the backward reads, by default all inputs; see `save`.
     """
 
@@ -43,20 +44,20 @@ class Declaration(TypedDict, total=False):
 
 
 NAMESPACE = "lockstep"
-OF_OTHERS = "lockstep_user"  # the namespace of operators that are made so outside of the package
+OF_OTHERS = "lockstep_user"  # the namespace of operators that are defined outside the package
 SAME = ":"
 _OPERATORS: list[Operator] = []
 MISSING = object()
 
 
 class Operator:
-    """A `torch.library` operator, called past the dispatcher where nobody but the CPU is concerned.
+    """A `torch.library` operator whose calls skip the dispatcher when only the CPU implementation is concerned.
 
-    Autograd, tracers and other devices need the dispatcher, which costs 3 to 5 us a call; decoding one token of a
-    small model makes forty. On a CPU none of them is there where no gradients are recorded.
+    Autograd, tracers and other devices need the dispatcher, which costs 3 to 5 us per call, and decoding one token of
+    a small model makes forty calls. On a CPU without autograd or a tracer, none of that is needed.
 
     Attributes:
-        on_cpu: who computes on a CPU, by dtype; for operators that are made of others.
+        on_cpu: the CPU implementation by dtype, for operators that are composed of others.
     """
 
     def __init__(self, name: str, reference: Callable[..., Any], declared: Declaration) -> None:
@@ -89,11 +90,11 @@ class Operator:
             _OPERATORS.append(self)
 
     def __call__(self, *args: Any) -> Any:
-        """Directly where nothing records, intercepts or replaces a call on the first tensor."""
+        """Skip the dispatcher if nothing records, intercepts or replaces calls on the first tensor."""
         if self._composed is not None and torch.is_grad_enabled():
             return self._composed(*args)
         if (
-            torch.compiler.is_dynamo_compiling()  # first: its tracer understands none of the others
+            torch.compiler.is_dynamo_compiling()  # first: Dynamo cannot trace the other conditions
             or type(x := args[0][0] if self._leads else args[0]) not in self._direct
             or not x.is_cpu
             or torch.is_grad_enabled()
@@ -103,7 +104,7 @@ class Operator:
         return self.on_cpu[x.dtype](*args)
 
     def replaced(self) -> str | None:
-        """Whether somebody has registered something else for it, in words."""
+        """A message if another implementation has been registered since, else None."""
         same = self._registration() == self._registered
         return None if same else f"operator {self._name} is not what was registered"
 
@@ -117,12 +118,12 @@ class Operator:
 
 
 def in_c(x: torch.Tensor) -> bool:
-    """Whether a part of an operator that is none itself is computed in C for x."""
+    """Whether a helper of an operator, not an operator itself, runs in C for x."""
     return x.is_cpu and x.dtype is torch.float32 and library.current is not None
 
 
 class ByDtype(dict[torch.dtype, Callable[..., Any]]):
-    """Who computes on a CPU: decided when a dtype first comes, and again when the C library is another."""
+    """CPU implementations: chosen when a dtype is first seen, and again when the C library changes."""
 
     def __init__(self, reference: Callable[..., Any], native: Callable[..., Any] | None) -> None:
         self._reference, self._native = reference, native
@@ -135,13 +136,12 @@ class ByDtype(dict[torch.dtype, Callable[..., Any]]):
 
 
 class ArgumentLayout:
-    """An operator's arguments, some of which are records, that is, classes of `NamedTuple`; its schema has their fields
-    in their place.
+    """An operator's arguments. Some are records (`NamedTuple`s), which its schema replaces by their fields.
 
     Attributes:
-        prototype: what has the signature of the schema.
-        records: whether there are any.
-        leads: whether the first argument is one.
+        prototype: a function with the signature of the schema.
+        records: whether any argument is a record.
+        leads: whether the first argument is a record.
         count: how many arguments the schema has.
     """
 
@@ -164,11 +164,11 @@ class ArgumentLayout:
 
     @staticmethod
     def fields(args: Iterable[Any]) -> Iterator[Any]:
-        """The arguments as the schema has them, of those that are records or their fields already."""
+        """The arguments as the schema has them, given as records or already as their fields."""
         return itertools.chain.from_iterable(x if hasattr(x, "_fields") else (x,) for x in args)
 
     def of_fields(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, called with the arguments that the schema has. Those at the end may be left out."""
+        """`function`, callable with the schema's arguments. Trailing ones may be omitted."""
         if not self.records:
             return function
 
@@ -184,8 +184,9 @@ class ArgumentLayout:
 
 
 def operator(name: str = "", **declared: Unpack[Declaration]) -> Callable[[Callable[..., Any]], Operator]:
-    """Decorates the reference of operator "namespace::name", by default of the reference's own name among the package's
-    operators, or outside of it among those of `OF_OTHERS`. Its first argument is a tensor or begins with one."""
+    """Decorate the reference of operator "namespace::name". By default it has the reference's own name, in the
+    package's namespace or, outside the package, in `OF_OTHERS`. Its first argument is a tensor or a record that begins
+    with one."""
 
     def made(reference: Callable[..., Any]) -> Operator:
         space = NAMESPACE if reference.__module__.partition(".")[0] == __package__.partition(".")[0] else OF_OTHERS
@@ -202,7 +203,7 @@ loaded_code.ALSO.append(_replaced)
 
 
 def _found(function: Callable[..., Any] | str, beside: Callable[..., Any]) -> Callable[..., Any]:
-    """A function; one that is named is imported when it is first called."""
+    """`function`; if it is given by name, it is imported when it is first called."""
     if not isinstance(function, str):
         return function
     module, _, name = function.partition(":")
@@ -216,8 +217,8 @@ def _nothing(*_: Any) -> None:
 
 
 def like(*places: int, contiguous: bool = False) -> Callable[..., Any]:
-    """For `Declaration.fake`: a result for each of the arguments at these places, of its shape and dtype, and of its
-    strides unless it is to be `contiguous`."""
+    """For `Declaration.fake`: an empty result for each argument at these places, with its shape and dtype, and with its
+    strides unless `contiguous`."""
     form = torch.contiguous_format if contiguous else torch.preserve_format
 
     def results(*args: Any) -> Any:
@@ -234,18 +235,18 @@ def save(ctx: Any, inputs: Sequence[Any], output: Any = None) -> None:
 
 
 def saved(ctx: Any) -> list[Any]:
-    """What `save` kept. Read once: a checkpoint makes tensors anew at each reading."""
+    """What `save` kept. Read it once: under activation checkpointing, each read unpacks the tensors anew."""
     return [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
 
 
 def save_inputs_and_results(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """A setup: all inputs and then all results; gradients that nobody gave are None."""
+    """A setup that keeps all inputs, then all results. Results without a gradient get None, not zeros."""
     save(ctx, [*inputs, *output])
     ctx.set_materialize_grads(False)
 
 
 def _filled(backward: Callable[..., Any], count: int) -> Callable[..., tuple[Any, ...]]:
-    """A backward that has None for the arguments to which it gives no gradient."""
+    """`backward`, returning None for the remaining arguments too."""
 
     def filled(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         found = backward(ctx, *grads)
@@ -257,7 +258,7 @@ def _filled(backward: Callable[..., Any], count: int) -> Callable[..., tuple[Any
 
 @contextmanager
 def recording_gradients() -> Iterator[None]:
-    """Autograd within the implementation of an operator, which the dispatcher reaches with autograd behind it."""
+    """Enable autograd within an operator's implementation, where the dispatcher has excluded its keys."""
     keys = [torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA, torch._C.DispatchKey.ADInplaceOrView]
     before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
     try:
@@ -271,6 +272,6 @@ def recording_gradients() -> Iterator[None]:
 
 
 def sizes_apart() -> AbstractContextManager[None]:
-    """Within, `torch.compile` does not take open sizes for one because they are equal when it compiles."""
+    """Within it, `torch.compile` does not unify dynamic sizes that happen to be equal at compile time."""
     patched: AbstractContextManager[None] = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore
     return patched

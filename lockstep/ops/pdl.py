@@ -1,9 +1,9 @@
-"""Programmatic dependent launch: a kernel's start overlaps with the end of the one before it on the stream (Hopper on).
+"""Programmatic dependent launch (PDL): a kernel starts while the previous one on the stream ends (Hopper and later).
 
-A kernel that is launched so waits before its first access to memory that another may have written, until the one
-before it is complete (`hopper_async` reads weights sooner, and says when it may). Every such kernel waits, so those
-before that one are complete too, and it may let its own dependents start at once: they wait for it in turn. Short
-kernels do; matrix products do where the table says that it pays.
+A kernel launched this way waits for the previous kernel to complete before it first accesses memory that another kernel
+may have written (`hopper_async` reads weights sooner, and says when it may). Every such kernel waits, so all earlier
+ones are complete too, and it may let its own dependents start at once: they wait in turn. Short kernels do; matrix
+products do where the table of measurements says that it pays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # Triton without it
+except ImportError:  # this version of Triton has no PDL
     gdc_wait = gdc_launch_dependents = None
 
 HOPPER = (9, 0)
@@ -26,7 +26,7 @@ HOPPER = (9, 0)
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Release the dependents, then wait for the kernel before, if it is launched so."""
+    """With PDL, release the dependents, then wait for the previous kernel."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -34,13 +34,13 @@ def begin(PDL: tl.constexpr):
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Of the GPU; (0, 0) where nothing can be launched so."""
+    """Of the GPU; (0, 0) where PDL is unavailable."""
     usable = gdc_wait is not None and device.type == "cuda"
     return torch.cuda.get_device_capability(device) if usable else (0, 0)
 
 
 def supported(x: Tensor) -> bool:
-    """Whether kernels on the device of `x` are launched so."""
+    """Whether kernels on the device of `x` are launched with PDL."""
     return _capability(x.device) >= HOPPER
 
 
@@ -50,8 +50,8 @@ def has_wgmma(x: Tensor) -> bool:
 
 
 def options(x: Tensor, **others: int) -> dict[str, Any]:
-    """Launch options of a forward kernel, which has a `PDL` constant, on the device of `x`; and others. Multiplications
-    and additions are fused only where `tl.fma` says so."""
+    """Launch options of a forward kernel with a `PDL` constant on the device of `x`, and `others`. Multiplications and
+    additions are fused only where `tl.fma` says so."""
     if supported(x):
         return {"PDL": True, "launch_pdl": True, "enable_fp_fusion": False, **others}
     return {"PDL": False, "enable_fp_fusion": False, **others}

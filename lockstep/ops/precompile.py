@@ -1,5 +1,5 @@
-"""Compiling Triton kernels side by side before they are launched; at their first launches they are compiled one by one,
-which takes most of a cold start."""
+"""Compile Triton kernels in parallel before they are launched. At their first launches they would be compiled one by
+one, which takes most of a cold start."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .compile_processes import FEW_CORES, PACKAGE, CompileProcesses, Kernel, wor
 
 
 class _Pool(ThreadPoolExecutor):
-    """Threads that also ready each kernel for its launch: some versions of Triton have a C compiler build a launcher,
-    which takes as long as the kernel.
+    """Threads that also prepare each kernel for launch: some versions of Triton build a launcher with a C compiler,
+    which takes as long as compiling the kernel.
 
     Attributes:
-        noted: the kernel that is submitted next, if it is known.
+        noted: the kernel that is submitted next, if known.
     """
 
     def __init__(self, processes: CompileProcesses | None = None) -> None:
@@ -47,14 +47,14 @@ def _use(device: int | None) -> None:
 def _ready(compile_kernel: Callable[[], Any], processes: CompileProcesses | None, kernel: Kernel | None) -> Any:
     if processes is not None and kernel is not None:
         processes.compile(kernel)
-    compiled = compile_kernel()  # if not there, then here
-    if compiled.run is None:  # asking builds the launcher and loads the binary
+    compiled = compile_kernel()  # from the cache, or here if it is not there
+    if compiled.run is None:  # reading `run` builds the launcher and loads the binary
         raise RuntimeError("a compiled kernel has no launcher")
     return compiled
 
 
 def hash_compiler() -> None:
-    """Begin to hash Triton's own files, half a second before the first kernel is looked for in its cache."""
+    """Hash Triton's own files in the background: half a second that the first look-up in its cache would wait for."""
     from triton.runtime.cache import triton_key
 
     Thread(target=triton_key, daemon=True).start()
@@ -62,8 +62,8 @@ def hash_compiler() -> None:
 
 @dataclass(frozen=True)
 class Kernels:
-    """`named`: what launches so far lacked, each once, for `preload` in another process. `take`: name and compile those
-    of this package that another process has named."""
+    """`named`: the kernels that launches have lacked so far, each once, for `preload` in another process. `take`: name
+    and compile those kernels of this package that another process has named."""
 
     named: dict[Kernel, None]
     take: Callable[[Iterable[Kernel]], None]
@@ -71,14 +71,14 @@ class Kernels:
 
 @contextmanager
 def compiling_only(compiles: bool = True) -> Iterator[Kernels]:
-    """Within, a launch only has its kernel compiled and loaded, on any core; at the end all are. If it `compiles`
-    nothing, kernels are listed alone. With enough cores, kernels of this package are compiled in other processes.
+    """Within this context a launch only compiles and loads its kernel, on any core; on exit all of them are loaded.
+    Without `compiles`, kernels are only listed. With enough cores, other processes compile this package's kernels.
 
-    One that does not compile or load is left to its first launch, which says why. Triton has no switch that turns
-    launches off, so for this long `JITFunction.run` is another function; no other thread may launch.
+    A kernel that fails to compile or load is left to its first launch, which reports why. Triton has no switch that
+    disables launches, so `JITFunction.run` is replaced meanwhile; no other thread may launch.
 
     Returns:
-        what kernels are added to as they are launched.
+        the record to which kernels are added as they are launched.
     """
     run, named = JITFunction.run, dict[Kernel, None]()
 
@@ -87,7 +87,7 @@ def compiling_only(compiles: bool = True) -> Iterator[Kernels]:
         try:
             with _noted(note):
                 return run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        except TypeError:  # it has a constant that cannot be described, nor is it named
+        except TypeError:  # one of its constants cannot be described, so it cannot be named either
             return run(kernel, *args, grid=grid, warmup=True, **kwargs)
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
@@ -111,7 +111,7 @@ def compiling_only(compiles: bool = True) -> Iterator[Kernels]:
 
 
 def _processes(compiles: bool) -> AbstractContextManager[CompileProcesses | None]:
-    """Some that compile kernels, where there is a use for them and they can be started."""
+    """Processes that compile kernels, if they are of use and can be started."""
     if compiles and workers() >= FEW_CORES:
         with suppress(Exception):
             return closing(CompileProcesses(workers()))
@@ -120,7 +120,7 @@ def _processes(compiles: bool) -> AbstractContextManager[CompileProcesses | None
 
 @contextmanager
 def _noted(note: Callable[..., bool]) -> Iterator[None]:
-    """Kernels that this process does not have yet are told to `note`, unless another hook is there."""
+    """Report kernels that this process does not have yet to `note`, unless another hook is installed."""
     before = knobs.runtime.jit_cache_hook
     knobs.runtime.jit_cache_hook = before or note
     try:
@@ -130,17 +130,17 @@ def _noted(note: Callable[..., bool]) -> Iterator[None]:
 
 
 def preload(kernels: Iterable[Kernel]) -> int:
-    """Load kernels of this package on all cores, from Triton's cache where it has them; returns how many were found.
+    """Load kernels of this package on all cores, from Triton's cache where it has them; return how many were found.
 
-    It is a hint: one that is not there any more, or is for another device, is left out, and compiled at its launch.
+    The list is a hint: a kernel that no longer exists or is for another device is skipped, and compiled at its launch.
     """
     with _Pool() as pool, AsyncCompileMode(pool, ignore_errors=True):
         return sum(map(_preload, kernels))
 
 
 def _preload(kernel: Kernel) -> bool:
-    """Whether it is one of this package, and described for it as it is now. One that is here is not loaded again: some
-    versions of Triton unload what they replace, which a graph may hold."""
+    """Load a kernel; return whether it is one of this package whose description still fits. One that is loaded already
+    is not loaded again: some versions of Triton unload the old one, which a graph may hold."""
     module, name, description = kernel
     with suppress(Exception):
         if module.startswith(PACKAGE):
@@ -152,14 +152,14 @@ def _preload(kernel: Kernel) -> bool:
 
 
 def _is_here(function: JITFunction, description: str) -> bool:
-    with suppress(Exception):  # where Triton keeps it elsewhere
+    with suppress(Exception):  # some versions of Triton keep them elsewhere
         return json.loads(description)["key"] in function.device_caches[driver.active.get_current_device()][0]
     return False
 
 
 def preload_beside(kernels: Iterable[Kernel]) -> Future[int]:
-    """`preload` on a thread of its own, beside what this one does next; it must launch none of them before they are
-    there. Modules are imported here, so that no two threads import the same."""
+    """Run `preload` on a thread of its own. The calling thread must launch none of these kernels before they are
+    loaded. Their modules are imported here, so that no two threads import the same one."""
     kernels = list(kernels)
     for module in {module for module, *_ in kernels}:
         if module.startswith(PACKAGE):
@@ -168,5 +168,5 @@ def preload_beside(kernels: Iterable[Kernel]) -> Future[int]:
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     thread = ThreadPoolExecutor(1, initializer=_use, initargs=(device,))
     loading = thread.submit(preload, kernels)
-    thread.shutdown(wait=False)  # it ends with its work
+    thread.shutdown(wait=False)  # the thread ends when its work is done
     return loading

@@ -1,8 +1,8 @@
-"""What travels together. An operator's arguments are records in Python and their fields, in a row, in its schema.
+"""Records of operators' arguments. Python passes the records; an operator's schema has their fields instead, in order.
 
 Shape suffixes: T tokens, S segments or sequences, N query heads, H head dim, R latent rank, P rotated dim, C rows or
-groups of sequences, W sequences of a group, V vocabulary, B bytes of a mask; of decode steps R rows, K stop
-ids, M words a result, N steps.
+groups of sequences, W sequences of a group, V vocabulary, B bytes of a mask; in decode steps R rows, K stop ids,
+M words per result, N steps.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 SILU = "silu"
-ACTIVATIONS = (SILU, "gelu_tanh", "swiglu_clamped")  # of a gated product: see `activation.operator`
+ACTIVATIONS = (SILU, "gelu_tanh", "swiglu_clamped")  # for the gate of a gated product: see `activation.operator`
 
 
 class Epilogue(NamedTuple):
-    """What a product's kernel does to its float32 accumulator beside what its kind says.
+    """What a product's kernel does to its float32 accumulator, besides what the kind of product implies.
 
     Attributes:
-        bias_N: added to it before it is rounded.
-        activation: of the gate, of `ACTIVATIONS`.
+        bias_N: added before the result is rounded.
+        activation: applied to the gate, one of `ACTIVATIONS`.
     """
 
     bias_N: Tensor | None = None
@@ -29,7 +29,7 @@ class Epilogue(NamedTuple):
 
     @property
     def contiguous_bias(self) -> Tensor | None:
-        """As kernels read it."""
+        """The bias as kernels read it."""
         return None if self.bias_N is None else self.bias_N.contiguous()
 
 
@@ -41,9 +41,9 @@ class Packed(NamedTuple):
 
     Attributes:
         cu_seqlens: int32 [S + 1]; segment s is rows `cu_seqlens[s]:cu_seqlens[s + 1]` (empty ones allowed).
-        prefix_start_S, prefix_len_S: int32 [S]; the rows that come before the segment's own (length 0: none), the first
-            ones of one segment.
-        max_len: bound on prefix + own length.
+        prefix_start_S, prefix_len_S: int32 [S]; first row and length of the shared prefix that precedes the segment's
+            own rows (length 0: none). A prefix consists of the first rows of another segment.
+        max_len: upper bound on prefix + own length.
     """
 
     cu_seqlens: Tensor
@@ -53,14 +53,14 @@ class Packed(NamedTuple):
 
 
 class KVPages(NamedTuple):
-    """A paged cache of keys and values, [pages, page_size, K, H] each, of the queries' dtype."""
+    """A paged cache of keys and values, [pages, page_size, K, H] each, in the queries' dtype."""
 
     k_cache: Tensor
     v_cache: Tensor
 
 
 class Contexts(NamedTuple):
-    """What one new token a sequence sees of a paged cache; the fields are those of `Paged`."""
+    """What each sequence's single new token sees of a paged cache; the fields are those of `Paged`."""
 
     block_table: Tensor
     context_len_S: Tensor
@@ -68,14 +68,14 @@ class Contexts(NamedTuple):
 
 
 class Paged(NamedTuple):
-    """Sequences with new tokens, over a paged cache that already holds these.
+    """Sequences with new tokens, over a paged KV cache that already holds those tokens.
 
     Attributes:
-        block_table: int32 [S, pages a sequence]; entry j holds positions `j * page_size` onwards.
-        cu_seqlens: int32 [S + 1]; sequence s has the new tokens in rows `cu_seqlens[s]:cu_seqlens[s + 1]`, the last
+        block_table: int32 [S, pages per sequence]; the page at entry j holds positions `j * page_size` onwards.
+        cu_seqlens: int32 [S + 1]; the new tokens of sequence s are rows `cu_seqlens[s]:cu_seqlens[s + 1]` and the last
             ones of its context.
-        context_len_S: int32 [S], positions that exist, the new ones included.
-        max_query_len, max_context_len: bounds on new tokens and on context over the sequences.
+        context_len_S: int32 [S], context lengths, the new tokens included.
+        max_query_len, max_context_len: upper bounds on any sequence's new tokens and context length.
     """
 
     block_table: Tensor
@@ -85,13 +85,13 @@ class Paged(NamedTuple):
     max_context_len: int
 
     def decoding(self, tokens: int) -> Contexts | None:
-        """Of one new token a sequence; None if it may be otherwise."""
+        """`Contexts` if every sequence has one new token; None if that is not certain."""
         if self.max_query_len == 1 and tokens == self.context_len_S.shape[0]:
             return Contexts(self.block_table, self.context_len_S, self.max_context_len)
         return None
 
     def divided(self, single: int) -> tuple[Contexts, Paged]:
-        """The first sequences, so many, which have one new token each, and the others, at the rows where they are."""
+        """The first `single` sequences, which have one new token each, and the others, whose rows keep their places."""
         table, starts, context_len_S, _, max_context_len = self
         first = Contexts(table[:single], context_len_S[:single], max_context_len)
         return first, self._replace(
@@ -100,15 +100,15 @@ class Paged(NamedTuple):
 
 
 class PrefixGroups(NamedTuple):
-    """Which sequences with one new token read the same first pages, so that a GPU reads those once a group; no bit
+    """Which sequences with one new token share their first pages, so that a GPU reads those once per group; no bit
     depends on it.
 
     Attributes:
-        group_rows_CW: int32, the group's sequences and then -1 (a group may be all -1); a sequence is in one group at
-            most.
-        shared_len_S: int32, the positions that all of the sequence's group have in common, the same number for each of
-            them, and 0 for a sequence without a group. Whole key tiles of them are shared. One that does not see them
-            all is at rest: what it attends to means nothing.
+        group_rows_CW: int32, each group's sequences, padded with -1 (a group may be all -1); a sequence is in at most
+            one group.
+        shared_len_S: int32, how many leading positions all sequences of its group share, the same number throughout
+            the group; 0 for a sequence without a group. Only whole key tiles of them are read together. A sequence
+            whose context is shorter is idle, and its result is meaningless.
     """
 
     group_rows_CW: Tensor | None = None
@@ -116,7 +116,7 @@ class PrefixGroups(NamedTuple):
 
     @property
     def sequences(self) -> int:
-        """That they are of: all that have one new token."""
+        """How many sequences the groups describe: all those with one new token."""
         return 0 if self.shared_len_S is None else self.shared_len_S.shape[0]
 
 
@@ -124,15 +124,15 @@ ALONE = PrefixGroups()
 
 
 class AttentionScores(NamedTuple):
-    """How a layer makes weights of the products of queries and keys.
+    """How a layer turns query-key products into attention weights.
 
     Attributes:
-        sinks_N: a logit a query head that takes part in the softmax beside those of the keys and has no value
-            (gpt-oss, arXiv 2508.10925, section 2); None: without.
-        window: of so many last keys, its own among them, a query sees; 0: of all.
-        scale: on the products; 0: H ** -0.5.
-        softcap: scaled products x become `softcap * tanh(x / softcap)` (Gemma 2, arXiv 2408.00118, section 2); 0: they
-            stay as they are.
+        sinks_N: a logit per query head that joins the softmax beside those of the keys and has no value (gpt-oss,
+            arXiv 2508.10925, section 2); None: no sinks.
+        window: how many of the last keys a query sees, its own included; 0: all.
+        scale: factor on the products; 0: H ** -0.5.
+        softcap: scaled products x become `softcap * tanh(x / softcap)` (Gemma 2, arXiv 2408.00118, section 2); 0: no
+            cap.
     """
 
     sinks_N: Tensor | None = None
@@ -141,7 +141,7 @@ class AttentionScores(NamedTuple):
     softcap: float = 0.0
 
     def first_key(self, position: int) -> int:
-        """The first position that a query at this one sees."""
+        """The first position that a query at `position` sees."""
         return max(0, position - self.window + 1) if self.window else 0
 
 
@@ -149,7 +149,7 @@ PLAIN = AttentionScores()
 
 
 class FlexSizes(NamedTuple):
-    """Of queries, [tokens, heads, H], and of what they read."""
+    """Sizes of queries, [tokens, heads, H], and the number of heads of the keys and values that they read."""
 
     tokens: int
     heads: int
@@ -157,8 +157,8 @@ class FlexSizes(NamedTuple):
 
 
 class FlexMask(NamedTuple):
-    """What a query sees of the keys up to its own: see `masks.visibility`; and where a GPU finds both, from
-    `flex_tiles_packed` or `flex_tiles_paged` of the same window."""
+    """Which of the keys up to its own a query sees, by window and mask (`masks.visibility`), and where a GPU finds
+    queries and keys, from `flex_tiles_packed` or `flex_tiles_paged` with the same window."""
 
     window: int
     mask: str
@@ -166,7 +166,7 @@ class FlexMask(NamedTuple):
 
 
 class AttentionGradient(NamedTuple):
-    """What attention's gradients are made of: that of its output, contiguous; its inputs; what it returned."""
+    """What attention's backward reads: the gradient of its output, contiguous; its inputs; what it returned."""
 
     grad_TNH: Tensor
     q_TNH: Tensor
@@ -180,7 +180,7 @@ class Rotation(NamedTuple):
     """How a fused projection becomes rotated queries and keys.
 
     Attributes:
-        q_weight_H, k_weight_H: weights of the RMSNorm a head, both or neither.
+        q_weight_H, k_weight_H: weights of the RMSNorm of each head; both or neither.
         cos_sin_TH: float32 [T, H]; cosines in the first half, sines in the second (`rope_table`).
     """
 
@@ -193,9 +193,9 @@ class Rotation(NamedTuple):
 
 
 class Latent(NamedTuple):
-    """Absorbed queries, and what all their heads read, with the rotated parts apart, all of one dtype.
+    """Absorbed queries and what all their heads read, the rotated parts separately, all of one dtype.
 
-    `latent_TR` and `k_rope_TP` are the tokens' own, and what the cache keeps of them; `scale` is on the scores.
+    `latent_TR` and `k_rope_TP` are what the cache keeps of each token; `scale` multiplies the scores.
     """
 
     q_TNR: Tensor
@@ -206,7 +206,7 @@ class Latent(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """How each row is sampled, as in `types.SamplingParams`: float32 but for top-k, int32."""
+    """How each row is sampled, as in `types.SamplingParams`: float32, except int32 for top-k."""
 
     temperature_C: Tensor
     top_k_C: Tensor
@@ -215,8 +215,8 @@ class Filters(NamedTuple):
 
 
 class RowStatistics(NamedTuple):
-    """Per row, float32: log-sum-exp of the logits; of logits / temperature over the support; the smallest
-    logit / temperature in the support (-inf: all); entropy in nats at temperature 1, untruncated."""
+    """Per row, float32: log-sum-exp of the logits; log-sum-exp of logits / temperature over the support; the smallest
+    logit / temperature in the support (-inf: all are); entropy in nats at temperature 1, without filters."""
 
     lse_C: Tensor
     sampled_lse_C: Tensor
@@ -225,7 +225,7 @@ class RowStatistics(NamedTuple):
 
 
 class SampleKeys(NamedTuple):
-    """Which random numbers a row is drawn with: int64 words of the sample's identity (`philox.sample_key`), and the
+    """What a row's random numbers are functions of: int64 words of the sample's identity (`philox.sample_key`), and the
     absolute position of the token that is drawn."""
 
     key_C4: Tensor
@@ -233,7 +233,7 @@ class SampleKeys(NamedTuple):
 
 
 class ScoredRows(NamedTuple):
-    """What log-probabilities of targets are differentiated with: how they were computed, and `RowStatistics`."""
+    """What the backward of targets' log-probabilities reads: how they were computed, and their `RowStatistics`."""
 
     targets_C: Tensor
     temperature_C: Tensor
@@ -254,12 +254,12 @@ class Drawn(NamedTuple):
 
 
 class DecodeRows(NamedTuple):
-    """The rows' state between steps.
+    """The rows' state between decode steps.
 
     Attributes:
-        stop_RK: int64; -1: none.
+        stop_RK: int64 stop ids; -1: none.
         token_R, position_R, remaining_R: int64, int64 and int32.
-        results_RMN, next_result: int32 words, and the step, int64 [1], whose are written next.
+        results_RMN, next_result: int32 words of results, and the index of the step to write next, int64 [1].
     """
 
     stop_RK: Tensor
@@ -271,12 +271,12 @@ class DecodeRows(NamedTuple):
 
 
 class AdamWState(NamedTuple):
-    """What an update writes, flat.
+    """The flat buffers that an update writes.
 
     Attributes:
-        weights: the masters rounded to the compute dtype; None when they are the masters.
+        weights: the master weights rounded to the compute dtype; None if the weights are the masters themselves.
         grad, master, exp_avg, exp_avg_sq: float32 [size].
-        steps: float32 [2], updates applied to matrices and to vectors.
+        steps: float32 [2], how many updates were applied to matrices and to vectors.
     """
 
     weights: Tensor | None
@@ -288,7 +288,7 @@ class AdamWState(NamedTuple):
 
 
 class AdamWStep(NamedTuple):
-    """An update's rate and what its gradients are divided by, float32, and whether it is applied, bool; all 0-dim."""
+    """Learning rate and divisor of the gradients, float32, and whether the update is applied, bool; all 0-dim."""
 
     lr: Tensor
     grad_scale: Tensor
@@ -296,7 +296,7 @@ class AdamWStep(NamedTuple):
 
 
 class AdamWSettings(NamedTuple):
-    """The elements before `num_matrix_elements` are matrices', to which alone weight decay applies."""
+    """The first `num_matrix_elements` elements belong to matrices; weight decay applies only to them."""
 
     num_matrix_elements: int
     beta1: float
@@ -309,10 +309,10 @@ class RouteSettings(NamedTuple):
     """How a token's experts are chosen and weighted.
 
     Attributes:
-        slots: experts a token.
+        slots: experts per token.
         sigmoid: scores are the sigmoid of the logits, not their softmax.
-        groups, kept_groups: with several groups, only experts of the `kept_groups` groups whose two best sum highest
-            are eligible.
+        groups, kept_groups: with several groups, only experts of `kept_groups` groups are eligible, those whose two
+            best experts have the highest sum.
         normalize: divide a token's weights by their sum.
         scale: factor on the weights.
     """

@@ -1,9 +1,9 @@
-"""What kernels share: constants, strides, the alignment and the warps on which a row's bits depend, and the fold of
-backward kernels' weight gradients.
+"""Shared by kernels: constants, strides, the alignment and number of warps on which a row's bits depend, and the fold
+of the backward's partial weight gradients.
 
-A program does one row (one token), so the order of a row's sum is a function of its width. Programs of the backward do
-some tokens one after the other and leave weight gradients in rows of their own; the number of rows alone fixes the
-order in which those are added. Nothing of the backward is under the forward's contract.
+A program computes one row (one token), so the order of a row's sum is a function of its width. A program of the
+backward handles several tokens one after another and writes its weight gradient to a row of its own; the number of
+those rows alone fixes the order in which they are added. Nothing in the backward is under the forward's contract.
 
 Shape suffixes: D model dim, P programs.
 """
@@ -19,18 +19,17 @@ from torch import Tensor
 
 FOLD_ROWS, FOLD_BLOCK, FOLD_WARPS = 512, 8, 8
 LOG2_E, LN_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
-ALIGNMENT = 16  # Triton compiles a kernel anew for pointers and strides that are multiples of this
+ALIGNMENT = 16  # Triton specializes kernels on whether pointers and strides are multiples of this
 
 
 def unit_inner(x: Tensor) -> Tensor:
-    """`x` with unit inner stride, copied if need be."""
+    """`x` with unit inner stride, copied if necessary."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def aligned_rows(x: Tensor) -> Tensor:
-    """`x` ([rows, width] or [width]) with unit inner stride and an alignment that its width decides, copied if need be.
-
-    Triton vectorizes loads, and so lays out the reduction after them, by the alignment that it sees.
+    """`x` ([rows, width] or [width]) with unit inner stride and an alignment that depends only on its width, copied if
+    necessary: the alignment decides how Triton vectorizes loads, and with that the layout of the reduction after them.
     """
     width, stride = x.shape[-1], x.stride(0) if x.dim() == 2 else x.shape[-1]
     regular = stride == width or (stride > width and stride % ALIGNMENT == 0 and width % ALIGNMENT == 0)
@@ -44,7 +43,7 @@ def warps(elements: int, per_thread: int) -> int:
 
 @triton.jit
 def load_halves(ptr, mask, HALF: tl.constexpr):
-    """Both halves of rows as float32, zeros where masked."""
+    """Both halves of rows as float32, zero where masked."""
     first = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
     return first, tl.load(ptr + HALF, mask=mask, other=0.0).to(tl.float32)
 
@@ -57,7 +56,7 @@ def store_halves(ptr, first, second, mask, HALF: tl.constexpr):
 
 @triton.jit
 def eighths(x):
-    """Of [..., 2, 2, 2] the eight parts, in the order of their numbers in binary."""
+    """The eight slices of [..., 2, 2, 2], ordered by their index read as a binary number."""
     even, odd = tl.split(x)
     x04, x26 = tl.split(even)
     x15, x37 = tl.split(odd)
@@ -75,7 +74,7 @@ def _fold_kernel(partial_ptr, out_ptr, programs, width, stride, ROWS: tl.constex
     for start in range(0, programs, ROWS):
         program = start + tl.arange(0, ROWS)
         mask = (program < programs)[:, None] & (column < width)[None, :]
-        row_ptr = partial_ptr + program.to(tl.int64) * stride  # further apart than an int32 counts
+        row_ptr = partial_ptr + program.to(tl.int64) * stride  # may exceed int32
         total += tl.load(row_ptr[:, None] + column[None, :], mask=mask, other=0.0)
     tl.store(out_ptr + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=column < width)
 
