@@ -1,1 +1,1 @@
-"""Causal attention: packed and paged, native and flex."""
+"""Causal attention, packed and paged, and flex attention."""

@@ -1,10 +1,10 @@
-"""Attention with sliding windows and masks of one's own, for both roles: FlexAttention (`torch.nn.attention`) on a GPU.
+"""Attention with sliding windows and custom masks, for both roles: FlexAttention (`torch.nn.attention`) on a GPU.
 
 As in `attention`, a query's result depends on the keys' absolute positions only: keys are taken in tiles of `KEY_TILE`
-at absolute positions in ascending order, wherever they lie. There are no splits. A query that sees no key is zero.
+at absolute positions in ascending order, wherever they lie. There are no splits. A query that sees no key gives zero.
 
-On a CPU torch's flex_attention adds in an order that depends on shapes and has no backward, so the reference of
-`attention` does the same with the mask.
+On a CPU, torch's flex_attention has no backward, and its order of additions depends on shapes, so the reference of
+`attention` takes the mask instead.
 
 Shape suffixes: T rows, S segments or sequences, N query heads, K key/value heads, H head dim, P pages.
 """
@@ -20,13 +20,13 @@ from .masks import visibility
 
 
 def flex_tiles_packed(by: Packed, sizes: FlexSizes, window: int) -> list[Tensor]:
-    """Where a GPU finds the queries and keys of packed segments: the same for all layers with this window. Nothing on a
-    CPU. A prefix must begin a segment that has none itself."""
+    """Where a GPU finds the queries and keys of packed segments, the same for all layers with this window; empty on a
+    CPU. A prefix must begin a segment that has no prefix itself."""
     return _tiles_packed(by, sizes, window) if by.cu_seqlens.is_cuda else []
 
 
 def flex_tiles_paged(by: Paged, sizes: FlexSizes, k_cache: Tensor, window: int) -> list[Tensor]:
-    """`flex_tiles_packed` of a paged cache, [P, page_size, K, H]."""
+    """`flex_tiles_packed` for a paged cache, [P, page_size, K, H]."""
     return _tiles_paged(by, sizes, *k_cache.shape[:2], window) if by.cu_seqlens.is_cuda else []
 
 
@@ -58,7 +58,8 @@ def _backward(ctx, grad_TNH: Tensor):
     backward=_backward,
 )
 def flex_packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMask) -> Tensor:
-    """`attention_packed` where a query sees, of the keys up to its own, those of a window and a mask; [T, N, H]."""
+    """`attention_packed` where a query sees, of the keys up to its own, those that a window and a mask allow;
+    [T, N, H]."""
     return reference.packed(q_TNH, k_TKH, v_TKH, by, visible=visibility(*mask[:2]))
 
 
@@ -66,8 +67,8 @@ def flex_packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: F
 def flex_packed_backward(
     grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients for q, k and v, zero in padding rows. Not under the forward's contract, but the same every time.
-    `grad_TNH`: gradient of the output, contiguous; the others are what the forward was given."""
+    """Gradients for q, k and v, zero in padding rows. Not under the forward's contract, but deterministic. `grad_TNH`
+    is the output's gradient, contiguous; the others are the forward's arguments."""
     return reference.packed_backward((grad_TNH, q_TNH, k_TKH, v_TKH), by, visible=visibility(*mask[:2]))[:3]
 
 
@@ -75,7 +76,7 @@ def flex_packed_backward(
 def flex_paged(q_TNH: Tensor, cache: KVPages, by: Paged, mask: FlexMask) -> Tensor:
     """`attention_paged` with a window and a mask, see `flex_packed`; [T, N, H].
 
-    On a GPU a page must be one key tile or several (`KEY_TILE` positions each), and what the cache holds at positions
+    On a GPU, a page must consist of whole key tiles (`KEY_TILE` positions each), and what the cache holds at positions
     that do not exist yet must be finite.
     """
     return reference.paged(q_TNH, cache, by, visible=visibility(*mask[:2]))

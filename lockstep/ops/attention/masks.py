@@ -1,6 +1,6 @@
 """Which keys a query sees, beyond causality: a sliding window, and a user's function by name.
 
-Operators take a mask as a window and a name, which a graph can hold; the function behind the name is registered here
+Operators take a mask as a window and a name, which a graph can hold. The function with that name is registered here
 before anything runs.
 """
 
@@ -10,23 +10,23 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-# Of a query's and a key's absolute position (int32 tensors that broadcast) to a bool tensor.
+# Maps a query's and a key's absolute positions (int32 tensors that broadcast) to a bool tensor.
 MaskFunction = Callable[[Tensor, Tensor], Tensor]
 
 _REGISTERED: dict[str, MaskFunction] = {}
 
 
 def register_mask(name: str, function: MaskFunction) -> None:
-    """Let operators know `function` as `name`. The name should change with the function: what was compiled or checked
-    under it is kept."""
+    """Make `function` available to operators as `name`. If the function changes, so should the name: what was compiled
+    or checked under a name is kept."""
     _REGISTERED[name] = function
 
 
 def visibility(window: int, mask: str) -> MaskFunction:
-    """Whether a query at one position sees the key at another of its sequence.
+    """Returns the function that says whether a query at one position sees the key at another of its sequence.
 
     Args:
-        window: of so many last keys, the query's own among them; 0: of all.
+        window: how many of the last keys a query sees, its own included; 0: all.
         mask: a registered name; "": none.
 
     Raises:

@@ -2,8 +2,8 @@
 
 A query's result depends on the keys' absolute positions only: keys are taken in tiles of `KEY_TILE` at absolute
 positions in ascending order, wherever they lie, with a fresh softmax every `KEY_SPLIT` keys whose results are merged in
-that order. The two operators differ in how a position becomes an address and in nothing else. Of one new token a
-sequence there are also operators from the fused projection on: the bits of the separate ones, in fewer kernels.
+that order. The two operators differ only in how they turn a position into an address. For one new token per sequence,
+there are also operators that start from the fused projection: the bits of the separate ones in fewer kernels.
 
 Shape suffixes: T rows, E fused projection, S segments or sequences, N query heads, K key/value heads, H head dim,
 P pages, C groups of sequences, W rows of a group.
@@ -40,8 +40,8 @@ def attention_packed(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN
 ) -> Tensor:
     """Attention over packed segments, each after an optional shared prefix; [T, N, H] in q's dtype, zero in padding.
-    All are of one dtype; N is a multiple of K. Segments and prefixes outside the rows are an IndexError on a CPU, and
-    so are pages outside a cache in float32 there; on a GPU nothing looks at them."""
+    q, k and v have one dtype; N is a multiple of K. On a CPU, segments and prefixes outside the rows raise an
+    IndexError, as do pages outside a float32 cache in `attention_paged`; on a GPU nothing checks them."""
     return _packed(q_TNH, k_TKH, v_TKH, by, scores)[0]
 
 
@@ -73,7 +73,7 @@ def _packed(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """The output and, for the backward, log2 of each row's sum of exponentials, float32 [K, T, N / K]; empty on a CPU,
-    whose backward takes the softmax anew."""
+    whose backward recomputes the softmax."""
     return reference.packed(q_TNH, k_TKH, v_TKH, by, scores), q_TNH.new_empty(0, dtype=torch.float32)
 
 
@@ -84,7 +84,7 @@ def _packed(
 def attention_packed_backward(
     x: AttentionGradient, by: Packed, scores: AttentionScores = PLAIN
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients for q, k and v, zero in padding rows. Not under the forward's contract, but the same every time."""
+    """Gradients for q, k and v, zero in padding rows. Not under the forward's contract, but deterministic."""
     return reference.packed_backward(x[:4], by, scores)[:3]
 
 
@@ -103,21 +103,20 @@ def attention_sinks_packed_backward(
 def attention_paged(
     q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE, scores: AttentionScores = PLAIN
 ) -> Tensor:
-    """Attention of new tokens over a paged cache that already holds their keys and values; [T, N, H]. With groups the
-    first sequences, as many as these are of, have one new token each. With a window, pages that lie before it are not
-    read."""
+    """Attention of new tokens over a paged cache that already holds their keys and values; [T, N, H]. With groups, the
+    first `groups.sequences` sequences have one new token each. With a window, pages before it are not read."""
     return reference.paged(q_TNH, cache, by, scores)
 
 
 @operator(mutates=("k_cache", "v_cache"), native=native.write_kv, cuda=SAME)
 def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> None:
-    """Store keys and values [T, K, H], of the cache's dtype, at `slots_T` (int64; page * page_size + offset) of it."""
+    """Store keys and values [T, K, H], in the cache's dtype, at its `slots_T` (int64; page * page_size + offset)."""
     for pages, x_TKH in zip(cache, (k_TKH, v_TKH), strict=True):
         pages.flatten(0, 1).index_copy_(0, slots_T, x_TKH)
 
 
 def _queries_fake(qkv_TE, by, *_):
-    heads = by.num_heads + (0 if qkv_TE.is_cuda else by.num_kv_heads)  # strides as the implementations leave them
+    heads = by.num_heads + (0 if qkv_TE.is_cuda else by.num_kv_heads)  # for the strides that the implementations give
     return qkv_TE.new_empty(qkv_TE.shape[0], heads, by.cos_sin_TH.shape[1])[:, : by.num_heads]
 
 
@@ -129,7 +128,7 @@ def _queries_fake(qkv_TE, by, *_):
 def qk_norm_rope_write_kv(
     qkv_TE: Tensor, by: Rotation, cache: KVPages, slots_T: Tensor, weight_offset: float = 0.0
 ) -> Tensor:
-    """`qk_norm_rope`, then `write_kv` of the keys and of the projection's values; the queries, [T, N, H]. No
+    """`qk_norm_rope`, then `write_kv` of the keys and of the projection's values. Returns the queries, [T, N, H]. No
     autograd."""
     qk = qk_norm_rope.on_cpu[qkv_TE.dtype](qkv_TE, by, weight_offset)
     tokens, heads, head_dim = qk.shape
@@ -154,9 +153,9 @@ def attention_decode(
     scores: AttentionScores = PLAIN,
     weight_offset: float = 0.0,
 ) -> Tensor:
-    """`qk_norm_rope_write_kv` of the tokens' fused projections and `attention_paged` of one new token a sequence: [S,
-    N, H], without autograd. `slots` are where each sequence's last position lies by its block table; elsewhere for a
-    row that is idle: what it attends to means nothing."""
+    """`qk_norm_rope_write_kv` of the tokens' fused projections, then `attention_paged` of one new token per sequence:
+    [S, N, H], without autograd. `slots_S` are the cache slots of each sequence's last position in its block table; an
+    idle row's slot may be elsewhere, as its result is meaningless."""
     q_SNH = qk_norm_rope_write_kv.on_cpu[qkv_SE.dtype](qkv_SE, by, cache, slots_S, weight_offset)
     table, context_len_S, max_context_len = contexts
     paged = Paged(table, _one_token_each(q_SNH.shape[0]), context_len_S, 1, max_context_len)

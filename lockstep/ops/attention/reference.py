@@ -1,14 +1,14 @@
 """Attention on a CPU: fixed key tiles at absolute positions, float32 throughout, one rounding at the end.
 
-Queries are taken in blocks of `QUERY_BLOCK` tokens; blocks whose last query needs the same number of key tiles run
-together. Scores of all tiles, one softmax a split, then one product a tile added in ascending order; splits are merged
-left to right. A masked key has probability 0 exactly and its value is a finite stand-in, so what lies behind the mask
-cannot reach the result. With a window, tiles before it are not looked at, and sinks come last.
+Queries are taken in blocks of `QUERY_BLOCK` tokens; blocks that need the same key tiles run together. A block computes
+the scores of all its tiles, one softmax per split, then one product per tile, added in ascending order; splits are
+merged left to right. A masked key has probability exactly 0 and a finite placeholder as its value, so nothing behind
+the mask can reach the result. With a window, tiles before it are skipped; sinks come last.
 
-The backward of packed attention is plain torch: segments of like shape are padded together and done densely.
+The backward of packed attention is plain torch: segments of similar shape are padded into dense batches.
 
 Shape suffixes: B query blocks, or segments of one batch, M query rows of a block (tokens x heads of a group), Q padded
-queries, L keys, I either, N query heads, K kv heads, G query heads a kv head, H head dim.
+queries, L keys, I either, N query heads, K kv heads, G query heads per kv head, H head dim.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .masks import MaskFunction, visibility
 
 KEY_TILE = 64
 KEY_SPLIT = 4096  # a multiple of KEY_TILE
-MAX_SEQUENCES = 65_534  # of one call: programs of a GPU along the axis that they lie on, less one for the padding
+MAX_SEQUENCES = 65_534  # per call: a GPU grid's limit along the sequence axis, less one for the padding
 QUERY_BLOCK = 32
 ROW_BLOCK = 16  # measured: batched products of 16, 32, 48 ... rows agree bit for bit; of 4 they do not at a depth of 96
 SCORE_BUDGET, BACKWARD_BUDGET = 1 << 23, 1 << 27  # score elements in flight
-LENGTHS = 32  # segments whose lengths round up to the same multiples run together in the backward
+LENGTHS = 32  # segments whose lengths round up to the same multiples of this run together in the backward
 
 
 class _Block(NamedTuple):
-    """Queries `row .. row + length` of one sequence; the first has absolute position `position`."""
+    """Queries in rows `row:row + length` of one sequence; the first has absolute position `position`."""
 
     sequence: int
     row: int
@@ -48,8 +48,8 @@ class _Block(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Keys and values, the row of each of a sequence's positions (of [B] sequences and [B, L] positions), what becomes
-    of their scores, and what a query sees of them if not all before it."""
+    """Keys and values; `rows`, which maps [B] sequences and [B, L] positions to their rows; how scores become weights;
+    and which keys a query sees, if not simply all up to its own."""
 
     k_RKH: Tensor
     v_RKH: Tensor
@@ -84,7 +84,7 @@ def paged(
 ) -> Tensor:
     """See `attention.operator.attention_paged`; with `visible`, `flex.flex_paged`."""
     contexts = by.decoding(q_TNH.shape[0])
-    if contexts and not scores.window:  # of which each sequence has its own first tile
+    if contexts and not scores.window:  # with a window, each sequence has a first tile of its own
         return _decode(q_TNH, cache, contexts, scores, visible)
     starts, context = by.cu_seqlens.tolist(), by.context_len_S.tolist()
     lengths = [starts[s + 1] - starts[s] for s in range(len(context))]
@@ -102,7 +102,7 @@ def paged(
 def _decode(
     q_SNH: Tensor, cache: KVPages, by: Contexts, scores: AttentionScores, visible: MaskFunction | None
 ) -> Tensor:
-    """One new token a sequence: all sequences in one block each, padded with masked tiles, which change no bit."""
+    """One new token per sequence, which is a block; all are padded with masked tiles, which change no bit."""
     length = -(-by.max_context_len // KEY_TILE) * KEY_TILE
     page_size = cache.k_cache.shape[1]
     keys_L, page_L, offset_L = _page_offsets(length, page_size, by.block_table.shape[1])
@@ -120,13 +120,13 @@ def _decode(
 
 @functools.lru_cache(maxsize=64)
 def _page_offsets(length: int, page_size: int, pages: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions 0 .. length - 1, the block table column of each (the last one past its end) and the offset in it."""
+    """Positions 0 to length - 1, the block table column of each (past its end, the last one), and the page offset."""
     keys_L = torch.arange(length, dtype=torch.int32)
     return keys_L, (keys_L // page_size).clamp(max=pages - 1), keys_L % page_size
 
 
 def _attend(q_TNH: Tensor, keys: _Keys, queries: list[tuple[int, int, int]]) -> Tensor:
-    """Run all query blocks; `queries` holds (first row, length, first absolute position) a sequence."""
+    """Run all query blocks; `queries` holds (first row, length, first absolute position) of each sequence."""
     out_TNH = torch.zeros_like(q_TNH)
     by_tiles: dict[tuple[range, int], list[_Block]] = defaultdict(list)
     for sequence, (row, length, position) in enumerate(queries):
@@ -164,9 +164,9 @@ def _attend_blocks(out_TNH: Tensor, q_TNH: Tensor, keys: _Keys, blocks: list[_Bl
 
 
 def _softmax_attention(q_BWNH: Tensor, keys: _Keys, key_rows_BL: Tensor, bias_BWL: Tensor, start: int = 0) -> Tensor:
-    """[B, W, N, H] in q's dtype: W query tokens a block over the block's key rows, at positions from `start` on.
+    """[B, W, N, H] in q's dtype: W query tokens per block over the block's key rows, at positions from `start` on.
 
-    With a mask of one's own a query may see any keys or none, which makes it zero, and there are no splits.
+    With a custom mask there are no splits, and a query may see any keys or none; in that case its output is zero.
     """
     k_RKH, v_RKH, _, scoring, masked = *keys[:4], keys.visible is not None
     blocks, width, heads, head_dim = q_BWNH.shape
@@ -197,14 +197,14 @@ def _softmax_attention(q_BWNH: Tensor, keys: _Keys, key_rows_BL: Tensor, bias_BW
 
 
 def _sink_rows(sinks_N: Tensor, q_BWNH: Tensor, kv_heads: int, rows: int) -> Tensor:
-    """The sink of each of `rows` rows of a block and kv head, zeros in padding; [batch, M, 1]."""
+    """The sink of each of `rows` rows of a block and kv head, 0 in padding; [batch, M, 1]."""
     blocks, width = q_BWNH.shape[:2]
     sinks = sinks_N.float().view(1, kv_heads, 1, -1).expand(blocks, -1, width, -1).reshape(blocks * kv_heads, -1, 1)
     return F.pad(sinks, (0, 0, 0, rows - sinks.shape[1]))
 
 
 def _attend_splits(scores: Tensor, v: Tensor, first: int, sinks: Tensor | None) -> Tensor:
-    """The output of keys from position `first` on and of sinks."""
+    """The output over keys from position `first` on, with the sinks joined."""
     if first // KEY_SPLIT == (first + v.shape[1] - 1) // KEY_SPLIT:
         out, p = _attend_split(scores, v)
         return out if sinks is None else out * _beside_sinks(*_statistics(scores, p), sinks)
@@ -213,7 +213,7 @@ def _attend_splits(scores: Tensor, v: Tensor, first: int, sinks: Tensor | None) 
 
 
 def _attend_split(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Of scores [batch, M, L] and values [batch, L, H] of one split: the output [batch, M, H] and the probabilities."""
+    """Output [batch, M, H] and probabilities from scores [batch, M, L] and values [batch, L, H] of one split."""
     p = torch.softmax(scores, dim=-1)
     out = torch.bmm(p[:, :, :KEY_TILE], v[:, :KEY_TILE])
     for tile in range(KEY_TILE, v.shape[1], KEY_TILE):
@@ -228,8 +228,8 @@ def _statistics(scores: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge_splits(scores: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The output over several splits of keys from position `first` on, and `_statistics`. Each is weighted by its sum
-    of exponentials; one without a key is skipped."""
+    """The output over several splits of keys from position `first` on, and its `_statistics`. Each split is weighted by
+    its sum of exponentials; a split in which a row sees no key is skipped."""
     total, total_sum, total_max = torch.empty(0), torch.empty(0), torch.empty(0)
     for begin in range(first // KEY_SPLIT * KEY_SPLIT, first + v.shape[1], KEY_SPLIT):
         keys = slice(max(begin - first, 0), begin - first + KEY_SPLIT)
@@ -243,7 +243,7 @@ def _merge_splits(scores: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor
         before, after = total_sum * torch.exp(total_max - new_max), exp_sum * torch.exp(maximum - new_max)
         seen, new_sum = maximum != -torch.inf, before + after
         merged = (total * (before / new_sum) + out * (after / new_sum), new_sum, new_max)
-        first_seen = total_max == -torch.inf  # what is before a window is no number
+        first_seen = total_max == -torch.inf  # splits before a window are NaN
         state, of_split = (total, total_sum, total_max), (out, exp_sum, maximum)
         total, total_sum, total_max = (
             torch.where(first_seen, y, torch.where(seen, z, x)) for x, y, z in zip(state, of_split, merged, strict=True)
@@ -252,15 +252,15 @@ def _merge_splits(scores: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor
 
 
 def _beside_sinks(exp_sum: Tensor, maximum: Tensor, sinks: Tensor) -> Tensor:
-    """What is left to the keys: their share of the sum of exponentials that has the sinks' too."""
+    """The share that keys have in the sum of exponentials once the sinks' are added."""
     highest = torch.maximum(maximum, sinks)
     of_keys = exp_sum * torch.exp(maximum - highest)
     return of_keys / (of_keys + torch.exp(sinks - highest))
 
 
 def soft_capped(x: Tensor, cap: float) -> Tensor:
-    """`cap * tanh(x / cap)`; x where the cap is 0. The hyperbolic tangent is that of Cephes (`tanhf`): torch's own has
-    other bits in a vector's tail."""
+    """`cap * tanh(x / cap)`; x if the cap is 0. The tanh is that of Cephes (`tanhf`), since torch's own has other bits
+    in a vector's tail."""
     if not cap:
         return x
     x = x / cap
@@ -281,7 +281,8 @@ def packed_backward(
     tensors: Sequence[Tensor], by: Packed, scores: AttentionScores = PLAIN, visible: MaskFunction | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `attention.operator.attention_packed` (with `visible`, of `flex.flex_packed`) for q, k, v and the
-    sinks (empty without), accumulated in float32 in a fixed order; from that of the output, q, k and v."""
+    sinks (empty if there are none), accumulated in float32 in a fixed order. `tensors` are the output's gradient, q, k
+    and v."""
     grad_TNH, q_TNH, k_TKH, v_TKH = tensors
     if scores.window:
         assert visible is None
@@ -311,7 +312,7 @@ def packed_backward(
 
 
 class _Padded(NamedTuple):
-    """Rows of the padded queries and keys, and the mask as a bias; padding points at the segment's first row."""
+    """Rows of the padded queries and keys, and the mask as a bias; padding refers to the segment's first row."""
 
     token_BQ: Tensor
     row_BL: Tensor
@@ -334,7 +335,7 @@ def _layout(table: Tensor, queries: int, keys: int, visible: MaskFunction | None
 def _dense(
     grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: _Padded, scoring: AttentionScores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients [B, N, Q, H], [B, K, L, H] twice and of the sinks, [B, N] or [0], float32; padded rows are exactly
+    """Gradients for q [B, N, Q, H], k and v [B, K, L, H], and the sinks [B, N] or [0], float32; padded rows are exactly
     zero."""
     token_BQ, row_BL, bias_BQL = layout
     batch, queries = token_BQ.shape
@@ -369,14 +370,14 @@ def _softmax_beside(scores: Tensor, sinks_N: Tensor | None) -> tuple[Tensor, Ten
 
 
 def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Rows of each segment, a head's side by side: [B, N, I, H] of each tensor, [T, N, H], all of one dtype."""
+    """Each segment's rows of each tensor [T, N, H], grouped by head: [B, N, I, H]. All tensors have one dtype."""
     if in_c(tensors[0]):
         return native.gather_heads(rows_BI, *tensors)
     return [x[rows_BI.flatten()].view(*rows_BI.shape, *x.shape[1:]).transpose(1, 2).contiguous() for x in tensors]
 
 
 def accumulate_heads(rows_BI: Tensor, *sums: tuple[Tensor, Tensor]) -> None:
-    """Of each total [T, N, H] and its values [B, N, I, H]: `total[rows[b, i], n] += values[b, n, i]` in place, in the
+    """For each total [T, N, H] and its values [B, N, I, H]: `total[rows[b, i], n] += values[b, n, i]` in place, in the
     order of (b, i)."""
     if in_c(sums[0][0]):
         native.accumulate_heads(rows_BI, *sums)

@@ -1,8 +1,8 @@
 """Attention over packed segments and over a paged cache: one kernel, two ways to find a position's row.
 
-A program does a tile of query rows (tokens x heads of a group, tokens outermost) of one kv head of one sequence. In
-long sequences the key tiles that all of its rows see come first, without masks. `triton_tiles` has the expression, that
-of latent attention included, and why the tile of queries is free; `triton_decode` does single queries.
+A program handles a tile of query rows (tokens x heads of a group, tokens outermost) of one kv head of one sequence. In
+long sequences, the key tiles that all of its rows see come first and need no mask. `triton_tiles` has the expression,
+for latent attention too, and says why the query tile may have any size; `triton_decode` handles single queries.
 
 Shape suffixes: T tokens, S sequences, N query heads, K kv heads, H head dim, P rotated dim, R rows of keys and values,
 M query rows of a program, G query heads of a kv head, L keys of a tile.
@@ -40,8 +40,8 @@ from .triton_tiles import (
 
 TILE = AttentionTile(64, 4, 3)
 LONG_TILE = AttentionTile(128, 8, 3)  # above `LONG` keys, or `PAGED_LONG`
-PAIRED_TILE = AttentionTile(128, 8, 2, registers=128)  # likewise, two programs a multiprocessor
-PAGED_LONG = 4096  # where rows that decode, of one token each, are beside prompts
+PAIRED_TILE = AttentionTile(128, 8, 2, registers=128)  # likewise, with two programs per multiprocessor
+PAGED_LONG = 4096  # for a paged cache, where decode rows of one token each run beside prompts
 SMALL_TILE = AttentionTile(64, 4, 1)  # for float32 and for head dims above 128
 
 
@@ -58,7 +58,7 @@ def _zero_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Zero one kv head's query heads in tokens `first` onwards; the programs along axis 0 take turns."""
+    """Zero one kv head's query heads in tokens `first` onwards; the programs along axis 0 share the work."""
     for start in range(tl.program_id(0) * BLOCK_M, (tokens - first) * GROUP, tl.num_programs(0) * BLOCK_M):
         row_M = start + tl.arange(0, BLOCK_M)
         token_M = first + row_M // GROUP
@@ -72,16 +72,16 @@ def _attend_causal(
     q,
     last_M,
     begin,
-    unmasked_end,  # below it all rows see all keys
+    unmasked_end,  # below it, all rows see all keys
     end,
     keys,
     scale,
     IS_LONG: tl.constexpr,
     FORM: tl.constexpr,
-    lowest,  # these if WINDOW > 0: before this position no row sees a key
+    lowest,  # this and the next if WINDOW > 0: no row sees a key before this position
     highest,  # the first position that the last row sees
 ):
-    """The state of the keys at positions `begin` to `end`, none of them in another split."""
+    """The state after the keys at positions `begin` to `end`, all of one split."""
     state = empty_state(q[0].shape[0], q[0].shape[1])
     if FORM.WINDOW > 0:
         begin = tl.maximum(begin, lowest // BLOCK_L * BLOCK_L)
@@ -116,13 +116,13 @@ def _attention_kernel(
     v_head_stride,
     scale,
     PAGE_SIZE: tl.constexpr,  # 0: packed
-    SPLIT: tl.constexpr,  # keys of a split; 0: no sequence has more than one
+    SPLIT: tl.constexpr,  # keys per split; 0: no sequence has more than one
     IS_LONG: tl.constexpr,  # whether tiles that all rows see have a loop of their own, without masks
-    GROUP: tl.constexpr,  # query heads a kv head
+    GROUP: tl.constexpr,  # query heads per kv head
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    q_rope_ptr=None,  # [T, N, P]; these if ROPE_DIM > 0, and then v_ptr is not read
+    q_rope_ptr=None,  # [T, N, P]; the rope arguments are given if ROPE_DIM > 0, and then v_ptr is not read
     q_rope_stride=None,
     q_rope_head_stride=None,
     k_rope_ptr=None,  # [R, P]
@@ -135,7 +135,7 @@ def _attention_kernel(
 ):
     kv_head, kv_heads, sequence = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
     if ROPE_DIM > 0:
-        kv_head, kv_heads = 0, 1  # as the compiler should know
+        kv_head, kv_heads = 0, 1  # known to the compiler
     out_stride = kv_heads * GROUP * HEAD_DIM
     first = tl.load(cu_seqlens_ptr + sequence)
     lse_ptr += (kv_head * tokens + first) * GROUP
@@ -143,7 +143,7 @@ def _attention_kernel(
         _zero_rows(out_ptr, lse_ptr, kv_head, first, tokens, out_stride, GROUP, HEAD_DIM, BLOCK_M, BLOCK_H)
         return
     length = tl.load(cu_seqlens_ptr + sequence + 1) - first
-    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the rows that see most come first
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the rows that see the most keys come first
     if first_row >= length * GROUP:
         return
 
@@ -190,7 +190,7 @@ def _attention_kernel(
 
 
 def _tile(max_context: int, head_dim: int, dtype: torch.dtype, roomy: bool, long: int = LONG) -> AttentionTile:
-    """`roomy`: pages or a window, for which half of the registers are too few where heads are wide."""
+    """`roomy`: with pages or a window, for which half of the registers are too few if heads are wide."""
     if dtype.itemsize > 2 or head_dim > 128:
         return SMALL_TILE
     if max_context <= long:
@@ -206,9 +206,9 @@ def launch(
     tile: AttentionTile,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Output and, float32 [K, T, G], the rows' log-sum-exp of scaled scores in base 2: of q [T, N, H], k and v
-    [R, K, H], and of what else there is of latents' rotated parts and of scores. The page size is 0 of packed
-    segments."""
+    """Output, and each row's log2-sum-exp2 of scaled scores, float32 [K, T, G], from q [T, N, H] and k and v [R, K, H].
+    `page_size` is 0 for packed segments; `others` are the kernel's arguments for latents' rotated parts and for
+    `AttentionScores`."""
     if isinstance(by, Packed):
         at, max_queries, max_context = (by.cu_seqlens, by.prefix_len_S, by.prefix_start_S), by.max_len, by.max_len
     else:
@@ -233,7 +233,7 @@ def launch(
 def packed(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN
 ) -> tuple[Tensor, Tensor]:
-    """See `attention.operator.attention_packed`; and `launch`'s log-sum-exp."""
+    """See `attention.operator.attention_packed`; also returns `launch`'s log-sum-exp."""
     head_dim = q_TNH.shape[2]
     tile = _tile(by.max_len, head_dim, q_TNH.dtype, scores.window > 0)
     scale, others = triton_scores.arguments(scores, head_dim)

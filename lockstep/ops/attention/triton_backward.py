@@ -1,20 +1,20 @@
-"""Backward of packed attention, dense and latent, in two kernels, without atomics: a program owns the rows of the
-gradients it writes.
+"""Backward of packed attention, dense and latent, in two kernels without atomics: a program owns the rows of the
+gradients that it writes.
 
-The first computes dQ: a program does a tile of query rows (tokens x heads of a group, tokens outermost) over the keys
-they see, and leaves `delta = rowsum(dO * O)` for the second. The second computes dK and dV: a program does a tile of
-one segment's keys over the query rows that see them, first the segment's own from the tile on, then those of the
-segments whose shared prefix reaches into the tile, in their order. So the packing alone fixes the order of additions.
+The first computes dQ: a program handles a tile of query rows (tokens x heads of a group, tokens outermost) over the
+keys they see, and stores `delta = rowsum(dO * O)` for the second. The second computes dK and dV: a program handles a
+tile of one segment's keys over the query rows that see them, first the segment's own from the tile on, then those of
+the segments whose shared prefix reaches into the tile, in order. So the packing alone fixes the order of additions.
 
-The tiles of all segments are numbered through and a program finds its own on the device, so grids follow from shapes.
-Rows after the last segment are one more segment, whose gradients are zero.
+The tiles of all segments are numbered consecutively, and a program finds its own on the device, so grids depend on
+shapes alone. Rows after the last segment are one more segment, whose gradients are zero.
 
-Where ROPE_DIM > 0 (see `triton_tiles`) a latent is key and value, so both of its gradients go into one accumulator, and
-the second kernel's programs do a group of the heads each, whose sums are left apart.
+If ROPE_DIM > 0 (see `triton_tiles`), a latent is both key and value, so both of its gradients go into one accumulator,
+and each program of the second kernel handles a group of heads, whose sums are stored separately.
 
 Rounding points: scores, probabilities (from the forward's log-sum-exp), their gradients and the accumulators are
 float32; P and dS are rounded to the inputs' dtype before a product; each gradient is rounded once. The method is
-FlashAttention-2's (Dao 2023, algorithm 2) with the loop over queries and that over keys apart.
+FlashAttention-2's (Dao 2023, algorithm 2), with the loops over queries and over keys in separate kernels.
 
 Shape suffixes: T tokens, S segments, N query heads, K kv heads, G query heads of a kv head, H head dim, P rotated dim,
 M query rows of a tile, L keys of a tile, C groups of heads.
@@ -50,7 +50,7 @@ from .triton_tiles import (
 
 DQ_TILE, DKV_TILE = AttentionTile(64, 4, 2, keys=32), AttentionTile(64, 4, 2, keys=64)
 LONG_DQ_TILE, LONG_DKV_TILE = AttentionTile(128, 8, 3, keys=64), AttentionTile(64, 8, 2, keys=128)  # above `LONG` keys
-SMALL_TILE = AttentionTile(32, 4, 1, keys=32)  # of either kernel, for float32 and for head dims above 128
+SMALL_TILE = AttentionTile(32, 4, 1, keys=32)  # for both kernels, for float32 and for head dims above 128
 
 
 @triton.jit(do_not_specialize=["tokens", "segments"])
@@ -100,7 +100,7 @@ def _query_kernel(
     if segment > segments:
         return
     first = tl.load(cu_seqlens_ptr + segment)
-    first_row = (tiles - 1 - tile) * BLOCK_M  # the rows that see most come first
+    first_row = (tiles - 1 - tile) * BLOCK_M  # the rows that see the most keys come first
     row_M = first_row + tl.arange(0, BLOCK_M)
     token_M, head_M = first + row_M // GROUP, kv_head * GROUP + row_M % GROUP
     dq_offset_M = token_M.to(tl.int64) * dq_stride + head_M * HEAD_DIM
@@ -143,7 +143,7 @@ def _query_kernel(
         begin = first_tile(prefix + first_row // GROUP, WINDOW, BLOCK_L)
         seen_by_all = tl.maximum(seen_by_all, begin)
         if IS_LONG:
-            entered = tl.cdiv(tl.maximum(seen - WINDOW, 0), BLOCK_L) * BLOCK_L  # from here on all rows see keys
+            entered = tl.cdiv(tl.maximum(seen - WINDOW, 0), BLOCK_L) * BLOCK_L  # from here on, all windows have begun
             entered = tl.maximum(begin, tl.minimum(entered, seen_by_all))
             dq = over_keys(dq, q, grad_MH, lse_M, delta_M, position_M, begin, entered, keys, scale, True, BLOCK_L, FORM)
             begin = entered
@@ -185,7 +185,7 @@ def _key_kernel(
     dk_stride,
     dv_stride,
     HEADS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads a kv head; if ROPE_DIM > 0, heads that a program does
+    GROUP: tl.constexpr,  # query heads per kv head; if ROPE_DIM > 0, heads per program
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
@@ -241,7 +241,7 @@ def _key_kernel(
         rows_end = tl.minimum(end, tl.minimum(first + BLOCK_L, end) - 1 + WINDOW) * GROUP
     stop = rows_end
     if IS_LONG:
-        after = begin + tl.cdiv(BLOCK_L * GROUP, BLOCK_M) * BLOCK_M  # from here on rows see the whole tile
+        after = begin + tl.cdiv(BLOCK_L * GROUP, BLOCK_M) * BLOCK_M  # from here on, rows see the whole tile
         stop = tl.minimum(after, rows_end)
     grads = over_queries(grads, keys, row_L, visible_L, begin, stop, rows_end, rows, scale, "causal", BLOCK_M, FORM)
     if IS_LONG:
@@ -262,7 +262,7 @@ def _key_kernel(
     reaches_S = (length_S > 0) & (start_S < last) & (start_S + length_S > first)
     child = tl.min(tl.where(reaches_S, s, segments), axis=0)
     children_end = tl.max(tl.where(reaches_S, s + 1, 0), axis=0)
-    while child < children_end:  # a run of segments with one prefix; its rows follow each other
+    while child < children_end:  # a run of segments with the same prefix, whose rows are consecutive
         shared = tl.load(prefix_start_ptr + child)
         length = tl.load(prefix_len_ptr + child)
         other_S = (s > child) & ((start_S != shared) | (length_S != length))
@@ -298,15 +298,15 @@ def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionTi
 
 
 def packed(x: AttentionGradient, by: Packed, scores: AttentionScores = PLAIN) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v and of sinks where there are some."""
+    """Gradients of q, k, v and, if there are any, the sinks."""
     grads = tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in x[1:4])
     delta_KTG = packed_into(grads, x, by, scores)
     return grads if scores.sinks_N is None else (*grads, sinks_gradient(x, by, scores.sinks_N, delta_KTG))
 
 
 def packed_into(grads: tuple[Tensor, ...], x: AttentionGradient, by: Packed, scores: AttentionScores = PLAIN) -> Tensor:
-    """`packed`, writing to `grads`, of q, k and v: a token's heads are contiguous in each. Returns what `launch`
-    does."""
+    """`packed`, written to `grads` of q, k and v, in each of which a token's heads are contiguous. Returns what
+    `launch` does."""
     head_dim = x.q_TNH.shape[2]
     scale, others = triton_scores.arguments(scores, head_dim)
     return launch(grads, x, by, scale, _tiles(by.max_len, head_dim, x.q_TNH.dtype), (others, others))
@@ -320,8 +320,8 @@ def launch(
     tiles: tuple[AttentionTile, AttentionTile],
     others: tuple[dict[str, Any], dict[str, Any]],
 ) -> Tensor:
-    """Both kernels, with a tile each and, of latents and of scores, with more arguments each: among a latent's the
-    second's heads a group. Returns `delta`, float32 [K, T, G], which is not set in padding."""
+    """Run both kernels, each with its tile and with its `others`, the arguments for latents and for `AttentionScores`;
+    for latents, the second's include GROUP. Returns `delta`, float32 [K, T, G], which is not set in padding."""
     read = q_TNH, k_TKH, _ = tuple(map(unit_inner, x[1:4]))
     (tokens, heads, head_dim), kv_heads, segments = q_TNH.shape, k_TKH.shape[1], by.prefix_len_S.shape[0]
     grad_TNH, out_TNH = x.grad_TNH.contiguous(), x.out_TNH.contiguous()
@@ -342,7 +342,7 @@ def launch(
     rows = tokens * of_queries["GROUP"]
     tiles_of_queries = triton.cdiv(rows, tiles[0].query_rows) + segments + 1  # a segment's last tile may be short
     tiles_of_keys = triton.cdiv(tokens, tiles[1].keys) + segments + 1
-    grid = (kv_heads * tiles_of_queries,)  # a second axis has no room for so many
+    grid = (kv_heads * tiles_of_queries,)  # the limit of a grid's second axis is too small
     _query_kernel[grid](grad_TNH, *read, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, dq_TNH.stride(0), **of_queries)
     grid = (heads // of_keys["GROUP"] * tiles_of_keys,)
     strides = dk_TKH.stride(0), dv_TKH.stride(0)

@@ -1,14 +1,14 @@
-"""Attention of one query token a sequence over a paged cache, and of groups that read the same first pages.
+"""Attention of one query token per sequence over a paged cache, and of groups that share their first pages.
 
-A program does the query heads of one kv head, of one sequence, over one split of its keys. With `group_rows_CW` another
-kernel runs before: a program does the rows of a whole group over the key tiles that the group has in common, so those
-are read once, and leaves each row's state where the row's own program picks it up. A row goes through the same tiles in
-the same order either way, and its state is float32 in memory as in registers, so no bit changes.
+A program handles the query heads of one kv head of one sequence, over one split of its keys. With `group_rows_CW`,
+another kernel runs first: each program handles the rows of a whole group over the key tiles that the group shares, so
+that those are read once, and stores each row's state, from which the row's own program continues. Either way a row goes
+through the same tiles in the same order, and its state is float32 in memory as in registers, so no bit changes.
 
-Given a fused projection, and no groups, programs norm and rotate the heads that they need, and the one that
-reaches the new token's position stores its key and value before it reads any.
+Given a fused projection, and no groups, programs norm and rotate the heads that they need, and the one that reaches
+the new token's position stores its key and value before it reads any.
 
-States, where there are several splits or groups: acc float32 [splits, S, N, H]; statistics float32 [2, splits, S, N],
+With several splits or groups, states are stored: acc float32 [splits, S, N, H]; statistics float32 [2, splits, S, N],
 shifts and sums.
 
 Shape suffixes: S sequences, C groups, W rows of a group, N query heads, K kv heads, H head dim, M query rows of a
@@ -48,15 +48,15 @@ from .triton_tiles import (
     store_state,
 )
 
-MAX_GROUP_ROWS = 64  # query rows of a tile: a larger group takes several
-MULTIPROCESSORS = 132  # of an H100 and an H200
-FEW = 32  # programs up to which no more tiles need be on their way
-SHARED_BYTES = 200 << 10  # of one, for the tiles on their way
+MAX_GROUP_ROWS = 64  # query rows of a tile; a larger group takes several tiles
+MULTIPROCESSORS = 132  # of an H100 or an H200
+FEW = 32  # up to so many programs, three pipeline stages suffice
+SHARED_BYTES = 200 << 10  # shared memory of a multiprocessor for tiles in flight
 
 
 @triton.jit
 def _store_token(wanted, q_MH, is_key_M, value_ptr, keys, slot_ptr, HEAD_DIM: tl.constexpr):
-    """Put the new token's key, one of the rows, and its value into the cache, for the whole program to read."""
+    """Store the new token's key, one of the rows, and its value in the cache, for the whole program to read."""
     if wanted:
         h = tl.arange(0, q_MH.shape[1])
         slot, inside = tl.load(slot_ptr), h < HEAD_DIM
@@ -97,7 +97,7 @@ def _group_kernel(
     WINDOW: tl.constexpr = 0,
     FACTOR: tl.constexpr = 0.0,
 ):
-    """The states of a group's rows after the whole key tiles of one split that the group has in common."""
+    """Store the states of a group's rows after the whole key tiles of one split that the group shares."""
     pdl.begin(PDL)
     kv_head, split = tl.program_id(0), tl.program_id(2)
     tiles = tl.cdiv(WIDTH * GROUP, BLOCK_M)
@@ -116,7 +116,7 @@ def _group_kernel(
     sequence_M = tl.load(group_rows_ptr + member_M, mask=member_M < WIDTH, other=-1)
     if tl.max(sequence_M, axis=0) < 0:
         return
-    last_M = row_M  # none is needed where all see all
+    last_M = row_M  # unused without a window: all rows see all of these keys
     lowest = 0
     if WINDOW > 0:
         last_M = tl.load(context_len_ptr + sequence_M, mask=sequence_M >= 0, other=end + WINDOW) - 1
@@ -140,17 +140,17 @@ def _group_kernel(
 
 @triton.jit(do_not_specialize=["table_width", "cache_rows"])
 def _decode_kernel(
-    q_ptr,  # [S, N, H], or with slots [S, (N + 2K) * H]
+    q_ptr,  # [S, N, H]; with slots, [S, (N + 2K) * H]
     k_ptr,  # [P * page_size, K, H]
     v_ptr,
-    out_ptr,  # [S, N, H], contiguous; written when there is one split
+    out_ptr,  # [S, N, H], contiguous; written if there is one split
     acc_ptr,
     statistics_ptr,
     table_ptr,  # [S, pages]
     context_len_ptr,  # [S]
     shared_len_ptr,  # [S], or None
-    slots_ptr,  # [S], or None, and so are these
-    q_weight_ptr,  # [H], and None without a norm, as the next
+    slots_ptr,  # [S], or None, and then so are the next three
+    q_weight_ptr,  # [H], or None without a norm, like the next
     k_weight_ptr,
     cos_sin_ptr,  # [S, H]
     cos_sin_stride,
@@ -169,7 +169,7 @@ def _decode_kernel(
     AHEAD: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,  # whether a sequence may have more than one
+    SPLITS: tl.constexpr,  # whether a sequence may have several
     GROUP: tl.constexpr,  # query heads a kv head
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -179,7 +179,7 @@ def _decode_kernel(
     FACTOR: tl.constexpr = 0.0,
     OFFSET: tl.constexpr = 0.0,  # of the norms' weights
 ):
-    """One split of one sequence, from where its group left off."""
+    """One split of one sequence, continuing where its group stopped."""
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin = split * SPLIT
     k_ptr += kv_head * k_head_stride
@@ -264,7 +264,7 @@ def _merge_kernel(
     sinks_ptr=None,  # [N]
     WINDOW: tl.constexpr = 0,
 ):
-    """A sequence's splits, left to right, for the heads of one kv head."""
+    """Merge a sequence's splits, left to right, for the heads of one kv head."""
     pdl.begin(PDL)
     kv_head, sequence = tl.program_id(0), tl.program_id(1)
     sequences, heads = tl.num_programs(1), tl.num_programs(0) * GROUP
@@ -288,10 +288,11 @@ def _merge_kernel(
 
 
 def _tile(rows: int, programs: int, key_bytes: int) -> AttentionTile:
-    """For so many query rows, of so many programs; `key_bytes`: of a tile of keys and values.
+    """The tile for `rows` query rows in each of `programs` programs; `key_bytes` is the size of a tile of keys and
+    values.
 
-    A program waits for its tiles, one after the other: where a multiprocessor has few programs, more of them are on
-    their way; where it has many, fewer warps wait for one another, if these have registers enough.
+    A program waits for one tile after another. With few programs per multiprocessor, more tiles are in flight; with
+    many, a program has fewer warps, which then wait less for each other, if their registers suffice.
     """
     together = triton.cdiv(programs, MULTIPROCESSORS)
     warps = 2 if together > 1 and key_bytes <= 32 << 10 else 4
@@ -300,8 +301,8 @@ def _tile(rows: int, programs: int, key_bytes: int) -> AttentionTile:
 
 
 def _group_tile(rows: int, groups: int, key_bytes: int) -> AttentionTile:
-    """For room for `groups` of so many query rows, all kv heads counted, of which half are mostly none: small tiles as
-    long as they run at once."""
+    """The tile for up to `groups` groups, counted per kv head and split, of `rows` query rows each; usually half of
+    the groups are empty. Tiles are small as long as all of them run at once."""
     if groups * triton.cdiv(rows, MIN_BLOCK) <= 2 * MULTIPROCESSORS:
         return AttentionTile(MIN_BLOCK, 4, max(_fitting(5, key_bytes), 3))
     size = block(min(rows, MAX_GROUP_ROWS))
@@ -309,12 +310,12 @@ def _group_tile(rows: int, groups: int, key_bytes: int) -> AttentionTile:
 
 
 def _fitting(stages: int, key_bytes: int) -> int:
-    """At most so many that the tiles, one fewer, have room."""
+    """`stages`, or as many as fit in shared memory, which holds one tile fewer than there are stages."""
     return min(stages, 1 + SHARED_BYTES // key_bytes)
 
 
 class Projected(NamedTuple):
-    """Fused projections of the tokens, [S, (N + 2K) * H], and what `operator.attention_decode` does with them first."""
+    """Fused projections of the tokens, [S, (N + 2K) * H], and what rotates and stores them (`attention_decode`)."""
 
     qkv_SE: Tensor
     rotation: Rotation
@@ -330,8 +331,8 @@ def decode(
     scores: AttentionScores = PLAIN,
     out_SNH: Tensor | None = None,
 ) -> Tensor:
-    """See `attention.operator.attention_paged`: row s of the queries is that of sequence s's last token, [S, N, H]; or
-    see `operator.attention_decode`. The result goes to `out`, contiguous, if it is given."""
+    """See `attention.operator.attention_paged`, for queries [S, N, H] whose row s is sequence s's last token; for
+    `Projected`, see `operator.attention_decode`. The result goes to `out_SNH`, contiguous, if it is given."""
     projected = isinstance(queries, Projected)
     q, rotation, slots_S, offset = queries if projected else (queries, None, None, 0.0)
     (sequences, *_), (_, page_size, kv_heads, head_dim) = q.shape, cache.k_cache.shape
@@ -382,7 +383,7 @@ def decode(
 
 
 def _rotation(x: Rotation | None, slots_S: Tensor | None) -> tuple[Tensor | float | None, ...]:
-    """Slots, norm weights, the rotary table and its stride, epsilon."""
+    """`_decode_kernel`'s arguments from `slots_ptr` to `eps`."""
     if x is None:
         return (None,) * 6
     cos_sin_SH = aligned_rows(x.cos_sin_TH)
@@ -402,5 +403,5 @@ def attention_decode(
 ) -> Tensor:
     if groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0:
         return decode(Projected(qkv_SE, by, slots_S, weight_offset), cache, contexts, ALONE, scores)
-    q_SNH = qk_norm_rope(qkv_SE, by, cache, slots_S, weight_offset)  # each query is in two programs
+    q_SNH = qk_norm_rope(qkv_SE, by, cache, slots_S, weight_offset)  # two programs read each query
     return decode(q_SNH, cache, contexts, groups, scores)

@@ -1,16 +1,16 @@
 """FlexAttention over packed segments and over a paged cache: one compiled kernel, two ways to find a sequence's tiles.
 
-Both roles hand the kernel the same things: queries in blocks of 64 rows (tokens x heads of a group, tokens outermost)
-of one sequence; keys and values as physical tiles of `KEY_TILE` rows, each at an absolute position of its
-sequence; and for each block the physical tiles that it reads, in ascending order of position. Pages of the cache are
-such tiles as they lie. Packed segments are copied into tiles first, a shared prefix's whole tiles once.
+Both roles pass the kernel the same things: queries in blocks of 64 rows (tokens x heads of a group, tokens outermost)
+of one sequence; keys and values as physical tiles of `KEY_TILE` rows, each at an absolute position of its sequence; and
+for each block, the physical tiles that it reads, in ascending order of position. The cache's pages consist of such
+tiles and are read in place. Packed segments are copied into tiles first, a shared prefix's whole tiles only once.
 
-A row's bits depend on nothing but its keys' positions then: the kernel takes tiles one after another with an online
-softmax, and one that a row sees nothing of leaves its accumulators as they are (torch 2.11 and 2.13,
-`_inductor/kernel/flex/templates`). For that every tile is passed as partial, because the kernel would take all full
-ones after all partial ones; tile sizes, warps and stages are fixed; and the decoding kernel, which splits keys, is off.
+A row's bits then depend only on its keys' positions: the kernel takes tiles one after another with an online softmax,
+and a tile of which a row sees nothing leaves its accumulators as they are (torch 2.11 and 2.13,
+`_inductor/kernel/flex/templates`). To that end every tile is passed as partial, since the kernel would take all full
+tiles after all partial ones; tile sizes, warps and stages are fixed; and the decode kernel, which splits keys, is off.
 
-Where queries and tiles lie is the same for all layers with one window, so it is found once (`Tiles`).
+The places of queries and tiles are the same for all layers with one window, so they are computed once (`Tiles`).
 
 Shape suffixes: T tokens, S sequences, N query heads, K kv heads, G query heads of a kv head, H head dim, B query
 blocks, W tokens of a block, L tiles of a sequence, R physical tiles.
@@ -41,30 +41,30 @@ OPTIONS = {
 
 
 class Size(NamedTuple):
-    """Rows of a block of queries, and of a tile of keys and values."""
+    """Rows per block of queries, and per tile of keys and values."""
 
     rows: int
     tile: int
 
 
 FORWARD = Size(64, KEY_TILE)
-BACKWARD = Size(128, 128)  # of which torch's own choices of the backward kernel's tiles are parts, on every GPU
+BACKWARD = Size(128, 128)  # divisible by the tiles that torch chooses for the backward kernel, on every GPU
 
 
 class Tiles(NamedTuple):
-    """Where queries and keys lie. No size is 1 where another batch has more: that would be another compilation.
+    """Where queries and keys are. No size that is larger in other batches may be 1, which would cause a recompilation.
 
     Attributes:
-        query_rows: the row of q [T * N, H] that is at each of the blocks' rows, int64 [K * B * rows]; where there is no
-            token, one of the block's own.
-        out_rows: the blocks' row of each token and head, int64 [T * N]; of padding, one that sees nothing.
+        query_rows: for each row of the blocks, its row of q [T * N, H], int64 [K * B * rows]; where there is no token,
+            another row of the block.
+        out_rows: for each token and head, its row of the blocks, int64 [T * N]; for padding, a row that sees nothing.
         position: of each row of a head's blocks, int32 [B * rows]; -1 where there is no token.
         key_position: of each row of the tiles in the sequences that have it, int32 [R * tile].
-        count_B, list_BL: physical tiles of each block, in order, int32.
-        key_rows: packed: the row of k and v that is at each tile's row, int64 [R * tile]; where there is none, one of
-            the segment's own, so that no other segment's value can matter.
-        key_targets: packed: the same, but one of the rows after T where there is none. They are as many as a tile has,
-            since a sum over very many rows of one index is slow.
+        count_B, list_BL: number of physical tiles of each block, and the tiles in order, int32.
+        key_rows: packed only: for each row of the tiles, its row of k and v, int64 [R * tile]; where there is none, a
+            row of the same segment, so that no other segment's value can matter.
+        key_targets: packed only: the same, but where there is no row, one past T. There are as many of those as a tile
+            has rows, since adding very many rows to one index is slow.
     """
 
     query_rows: Tensor
@@ -78,8 +78,8 @@ class Tiles(NamedTuple):
 
 
 class _Blocks(NamedTuple):
-    """Blocks of queries: tokens that one has room for; of each its sequence, the first token's absolute position and
-    its tokens; and three fields of `Tiles`."""
+    """Blocks of queries: how many tokens fit in one; each one's sequence, absolute position of its first token, and
+    number of tokens; and three fields of `Tiles`."""
 
     width: int
     sequence_B: Tensor
@@ -91,12 +91,12 @@ class _Blocks(NamedTuple):
 
 
 def tiles_packed(by: Packed, sizes: FlexSizes, window: int) -> list[Tensor]:
-    """`Tiles` of packed segments, those of the forward pass and then those of the backward pass."""
+    """`Tiles` of packed segments, first for the forward pass, then for the backward pass."""
     return [*_tiles_packed(by, sizes, window, FORWARD), *_tiles_packed(by, sizes, window, BACKWARD)]
 
 
 def _tiles_packed(by: Packed, sizes: FlexSizes, window: int, size: Size) -> Tiles:
-    """Whole tiles of a prefix are those of the segment that it begins."""
+    """A prefix's whole tiles are shared with the segment that it begins."""
     segments, device, tokens = by.prefix_len_S.shape[0], by.cu_seqlens.device, sizes.tokens
     (start_S, length_S), prefix_S = _spans(by.cu_seqlens, segments), by.prefix_len_S.long()
     context_S = torch.where(length_S > 0, prefix_S + length_S, 0)
@@ -126,10 +126,10 @@ def _tiles_packed(by: Packed, sizes: FlexSizes, window: int, size: Size) -> Tile
 
 
 def tiles_paged(by: Paged, sizes: FlexSizes, pages: int, page_size: int, window: int) -> list[Tensor]:
-    """`Tiles` of a cache of so many pages, which is read where it lies.
+    """`Tiles` of a cache of `pages` pages, which is read in place.
 
-    Sequences that share a page have it at the same positions. A row without a sequence may still name a page that is
-    another's by now, but has one position, 0, so the largest number that a page is given is the right one.
+    Sequences that share a page have it at the same positions. An idle row may still refer to a page that belongs to
+    another sequence by now, but it has only position 0, so the largest position that a page is given is the right one.
     """
     if page_size % KEY_TILE:
         raise ValueError(f"pages have {page_size} positions; flex attention reads multiples of {KEY_TILE}")
@@ -148,15 +148,15 @@ def tiles_paged(by: Paged, sizes: FlexSizes, pages: int, page_size: int, window:
 
 
 def _spans(cu_seqlens: Tensor, segments: int) -> tuple[Tensor, Tensor]:
-    """First rows and lengths. A trace has the two sizes for unrelated, so neither is taken from the other."""
+    """First rows and lengths. To a trace the two sizes are unrelated, so neither is derived from the other."""
     s = torch.arange(segments, device=cu_seqlens.device)
     start_S = cu_seqlens[s].long()
     return start_S, cu_seqlens[s + 1] - start_S
 
 
 def _blocks(start_S: Tensor, length_S: Tensor, before_S: Tensor, sizes: FlexSizes, rows: int) -> _Blocks:
-    """Cut sequences into blocks; `before_S` is what each has before its tokens. One block more than there can be, which
-    sees nothing."""
+    """Cut sequences into blocks; `before_S` is the number of positions before each one's tokens. There is one block
+    more than can be needed, which sees nothing."""
     tokens, heads, kv_heads = sizes
     group, segments, device = heads // kv_heads, start_S.shape[0], start_S.device
     width, end_of_S = rows // group, start_S + length_S
@@ -221,7 +221,8 @@ def paged(q_TNH: Tensor, cache: KVPages, by: Paged, mask: FlexMask) -> Tensor:
 def packed_backward(
     grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMask
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `flex.flex_packed_backward`: the forward again, then torch's own backward, which has no atomics here."""
+    """See `flex.flex_packed_backward`. Recomputes the forward, then runs torch's own backward, which uses no atomics
+    here."""
     if not _real(q_TNH):
         return q_TNH.new_empty(q_TNH.shape), k_TKH.new_empty(k_TKH.shape), v_TKH.new_empty(v_TKH.shape)
     where = Tiles(*mask.tiles[len(Tiles._fields) :])
@@ -239,7 +240,7 @@ def packed_backward(
 
 
 def _forward(q_TNH: Tensor, k: Tensor, v: Tensor, where: Tiles, mask: FlexMask) -> Tensor:
-    """The queries' results from keys and values as tiles, [T, N, H]."""
+    """The queries' results, [T, N, H], from keys and values in tiles."""
     out = _attend(mask.window, mask.mask, False)(_to_blocks(q_TNH, k, where), k, v, *where[2:6])
     return _from_blocks(out, q_TNH, where)
 
@@ -255,12 +256,12 @@ def _from_blocks(x: Tensor, like_TNH: Tensor, where: Tiles) -> Tensor:
 
 
 def _as_tiles(x_RKH: Tensor) -> Tensor:
-    """Rows of tiles as the kernel takes them, [1, K, R * tile, H]; the same strides in both roles."""
+    """Rows of tiles in the kernel's layout, [1, K, R * tile, H]; both roles have the same strides."""
     return x_RKH.transpose(0, 1).unsqueeze(0)
 
 
 def _from_tiles(x: Tensor, where: Tiles, tokens: int) -> Tensor:
-    """Sums of the tiles' rows by source, [T, K, H]: a prefix's last rows may lie in several tiles."""
+    """Sums of the tiles' rows by source row, [T, K, H]: a prefix's last rows may be in several tiles."""
     values = x.squeeze(0).transpose(0, 1).flatten(1).float()
     total = accumulate_rows(values.new_zeros(tokens + BACKWARD.tile, values.shape[1]), where.key_targets, values)
     return total[:tokens].to(x.dtype).view(tokens, x.shape[1], -1)
@@ -270,7 +271,7 @@ def _from_tiles(x: Tensor, where: Tiles, tokens: int) -> Tensor:
 def _attend(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]:
     """Attention of blocks over tiles, in the blocks' layout, compiled once for all sizes.
 
-    Torch bounds how often a piece of code is compiled, so each of these has code of its own.
+    Torch limits how often one code object is compiled, so each of these has its own.
     """
     made = _attending(window, mask, for_backward)
     own = types.FunctionType(made.__code__.replace(), made.__globals__, made.__name__, None, made.__closure__)
@@ -285,7 +286,7 @@ def _attend(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]
 
 def _attending(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]:
     """The function that `_attend` compiles; its last arguments are fields of `Tiles`."""
-    window_text = str(window)  # a number that is closed over would be one more open size, and text is not
+    window_text = str(window)  # text, because Dynamo would make a closed-over integer another dynamic size
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, position: Tensor, key_position: Tensor, count_B: Tensor, list_BL: Tensor
@@ -296,7 +297,7 @@ def _attending(window: int, mask: str, for_backward: bool) -> Callable[..., Tens
         def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
             return visible(position[row], key_position[key])
 
-        if for_backward:  # torch takes the width of the lists for the number of tiles
+        if for_backward:  # torch takes the lists' width to be the number of tiles
             physical = k.shape[2] // size.tile
             list_BL = F.pad(list_BL, (0, physical))[:, :physical].contiguous()
         block_mask = BlockMask.from_kv_blocks(
@@ -309,5 +310,5 @@ def _attending(window: int, mask: str, for_backward: bool) -> Callable[..., Tens
 
 
 def _real(tensor: Tensor) -> bool:
-    """Whether there is memory behind it: a stand-in must not reach what launches kernels of its own."""
+    """Whether the tensor has real memory: a fake one must not reach code that launches kernels itself."""
     return type(tensor) in (Tensor, torch.nn.Parameter)

@@ -1,4 +1,4 @@
-"""Tiles of attention's gradients: the sums over keys and over queries of `triton_backward`, and where its tiles lie.
+"""Tiles of attention's gradients: `triton_backward`'s sums over keys and over queries, and how it finds its tiles.
 
 Shape suffixes: H head dim, P rotated dim, M query rows of a program, L keys of a tile, S segments.
 """
@@ -16,7 +16,7 @@ from .triton_tiles import Queries, key_rows, load_key_parts, load_queries, load_
 
 @triton.jit
 def over_keys(
-    dq,  # [M, H], and [M, P] if ROPE_DIM > 0; so is q
+    dq,  # [M, H], and [M, P] if ROPE_DIM > 0, like q
     q,
     grad_MH,
     lse_M,
@@ -54,7 +54,7 @@ def over_keys(
 
 
 class Rows(NamedTuple):
-    """In a kernel: a kv head's query rows, and what the forward and the first kernel left of them."""
+    """In a kernel: a kv head's query rows, and what the forward and the first kernel stored for them."""
 
     queries: Queries
     grad_ptr: Any
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def over_queries(
-    grads,  # dK, and dV, or, if ROPE_DIM > 0, dK of the rotated part
+    grads,  # dK and dV; if ROPE_DIM > 0, dK and dK of the rotated part
     keys,  # [L, H], values [L, H], and the rotated part [L, P] if ROPE_DIM > 0
     row_L,
     visible_L,
@@ -76,10 +76,10 @@ def over_queries(
     MASK: tl.constexpr,  # "causal": a query sees keys up to its row; "visible": those of visible_L; "none": all
     BLOCK_M: tl.constexpr,
     FORM: tl.constexpr,
-    shift=0,  # of a row's token, to what keys' rows are counted from, if WINDOW > 0
+    shift=0,  # if WINDOW > 0: added to a row's token to count it as keys' rows are counted
 ):
-    """The gradients with the query rows (token * G + head) of the tiles that start in `begin` to `stop` added, those
-    below `end`; products are transposed, keys first."""
+    """The gradients with query rows (token * G + head) added: those below `end` in tiles that start from `begin` to
+    `stop`. Products are transposed, keys first."""
     dk_LH, other_LX = grads
     k_LH, v_LH, k_LP = keys
     for start in range(begin, stop, BLOCK_M):
@@ -108,7 +108,7 @@ def over_queries(
         if FORM.FACTOR > 0:
             ds_LM = ds_LM * (1.0 - score_LM * score_LM)
         if FORM.ROPE_DIM > 0:
-            ds_LM = ds_LM * (scale * LN_2)  # beside dV, which has no such factor
+            ds_LM = ds_LM * (scale * LN_2)  # dV, in the same accumulator, has no such factor
             dk_LH = tl.dot(p_LM.to(grad_MH.dtype), grad_MH, dk_LH, input_precision="ieee")
             other_LX = tl.dot(ds_LM.to(q_MH.dtype), q_MP, other_LX, input_precision="ieee")
         dk_LH = tl.dot(ds_LM.to(q_MH.dtype), q_MH, dk_LH, input_precision="ieee")
@@ -122,13 +122,13 @@ def find_tile(
     prefix_len_ptr,
     tokens,
     segments,
-    ROWS: tl.constexpr,  # rows a token
-    BLOCK: tl.constexpr,  # rows a tile
+    ROWS: tl.constexpr,  # rows per token
+    BLOCK: tl.constexpr,  # rows per tile
     BLOCK_S: tl.constexpr,
 ):
-    """The segment of tile number `index`, the tile's place in it and the segment's tiles.
+    """The segment of tile number `index`, the tile's place in it, and the segment's number of tiles.
 
-    Segment `segments` is the padding, a larger one means that no tile is left. Segments without a prefix come first:
+    Segment `segments` is the padding; a larger number means that no tile is left. Segments without a prefix come first:
     their keys may be a shared prompt's, whose programs run longest.
     """
     s = tl.arange(0, BLOCK_S)
@@ -148,7 +148,7 @@ def find_tile(
 
 @triton.jit
 def store_keys(ptr, grad_LX, group, row_L, inside_L, tokens, stride, WIDTH: tl.constexpr, ROPE_DIM: tl.constexpr):
-    """A gradient of the rows of kv head `group`; if ROPE_DIM > 0, what that group of heads found, which lies apart."""
+    """Store a gradient of kv head `group`'s rows; if ROPE_DIM > 0, the partial sum of that group of heads, apart."""
     if ROPE_DIM > 0:
         offset_L = (group.to(tl.int64) * tokens + row_L) * WIDTH
     else:

@@ -1,7 +1,7 @@
-"""Bringing keys and values into the L2 cache while a program waits for the kernel before it (`pdl`).
+"""Prefetch keys and values into the L2 cache while a program waits for the previous kernel (`pdl`).
 
-What a program reads to find them may be stale by then: it is kept within bounds, kept out of the L1 cache, and used for
-nothing else.
+What a program reads to find them may be stale at that time, so it is clamped to bounds, kept out of the L1 cache, and
+used for nothing else.
 
 Shape suffixes: L keys or rows.
 """
@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-AHEAD = 256  # keys a program
-FEW = 16  # programs up to which it pays: more keep the memory busy without
-BULK = 16  # bytes: what an asynchronous copy's address and size are multiples of
+AHEAD = 256  # keys per program
+FEW = 16  # the most programs for which it pays; more of them keep the memory busy anyway
+BULK = 16  # bytes: an asynchronous copy's address and size must be multiples of this
 
 
 def keys(programs: int, *caches: Tensor) -> int:
-    """How many keys each of so many programs asks for, from caches [rows, K, H]: 0 or `AHEAD`."""
+    """How many keys each of `programs` programs prefetches from caches [rows, K, H]: 0 or `AHEAD`."""
     sizes = (n * cache.element_size() for cache in caches for n in (*cache.stride()[:2], cache.shape[2]))
     aligned = not any(size % BULK for size in (*sizes, *(cache.data_ptr() for cache in caches)))
     return AHEAD if aligned and programs <= FEW else 0
@@ -28,7 +28,7 @@ def keys(programs: int, *caches: Tensor) -> int:
 def paged(
     keys, begin, end, table_width, cache_rows, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, AHEAD: tl.constexpr
 ):
-    """Ask for the keys and values at up to `AHEAD` positions from `begin` on, below `end`."""
+    """Prefetch the keys and values at up to `AHEAD` positions from `begin` on, below `end`."""
     position_L = begin + tl.arange(0, AHEAD)
     wanted_L = position_L < tl.minimum(end, table_width * PAGE_SIZE)
     page_L = tl.load(keys.table_ptr + position_L // PAGE_SIZE, mask=wanted_L, other=0, cache_modifier=".cg")
@@ -39,7 +39,7 @@ def paged(
 
 @triton.jit
 def rows(ptr_L, wanted_L, HEAD_DIM: tl.constexpr):
-    """Ask for rows of `HEAD_DIM` elements."""
+    """Prefetch rows of `HEAD_DIM` elements."""
     tl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0;}",
         "=r,l,r,r",

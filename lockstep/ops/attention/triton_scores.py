@@ -1,8 +1,8 @@
-"""What `AttentionScores` are to the kernels of attention: constants that leave no code where a layer has none of them.
+"""`AttentionScores` as the attention kernels see them: constants, which generate no code where a layer lacks them.
 
-WINDOW is the window. With a soft cap, FACTOR is the scale divided by the cap, and products become tanh(product *
-FACTOR) before a kernel multiplies them with `scale`, which is the cap then. Sinks join a row's state last, after its
-splits are merged, wherever that is done.
+WINDOW is the window. With a soft cap, FACTOR is the scale divided by the cap: products become tanh(product * FACTOR),
+which a kernel then multiplies by `scale`, in this case the cap. Sinks join a row's state last, after its splits are
+merged, in whichever kernel does that.
 
 Shape suffixes: N query heads, M query rows of a program, L keys of a tile, T tokens, K kv heads, G query heads of one.
 """
@@ -22,7 +22,7 @@ from ..rows import LOG2_E
 
 
 def arguments(scores: AttentionScores, head_dim: int) -> tuple[float, dict[str, Any]]:
-    """`scale`, without log2(e), and the constants of a kernel: no key where a layer has none of it."""
+    """`scale`, without log2(e), and a kernel's constants, with no entry for what the layer lacks."""
     scale = scores.scale or head_dim**-0.5
     others: dict[str, Any] = {}
     if scores.window:
@@ -33,13 +33,13 @@ def arguments(scores: AttentionScores, head_dim: int) -> tuple[float, dict[str, 
 
 
 def sinks(scores: AttentionScores) -> dict[str, Tensor]:
-    """What the kernels that end a row are given besides."""
+    """The additional arguments of the kernels that finish a row."""
     return {} if scores.sinks_N is None else {"sinks_ptr": scores.sinks_N.contiguous()}
 
 
 @triton.jit
 def first_tile(position, WINDOW: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Where the first tile begins of which a query at `position` sees a key."""
+    """Where the first tile begins in which a query at `position` sees a key."""
     return tl.maximum(position - WINDOW + 1, 0) // BLOCK_L * BLOCK_L
 
 
@@ -58,7 +58,7 @@ def tanh(x):
 
 @triton.jit
 def beside_sinks(state, sinks_ptr, head_M, inside_M):
-    """The state of rows with their heads' sinks joined, which have no value."""
+    """The rows' state with their heads' sinks joined; a sink has no value."""
     shift_M, sum_M, acc_MH = state
     sink_M = tl.load(sinks_ptr + head_M, mask=inside_M, other=0.0).to(tl.float32) * LOG2_E
     new_M = tl.maximum(shift_M, sink_M)
@@ -67,7 +67,7 @@ def beside_sinks(state, sinks_ptr, head_M, inside_M):
 
 
 def sinks_gradient(x: AttentionGradient, by: Packed, sinks_N: Tensor, delta_KTG: Tensor) -> Tensor:
-    """The gradient for the sinks, [N]: what each took of its rows, times what that cost them."""
+    """The gradient for the sinks, [N]: the sum over rows of a sink's probability times -delta."""
     kv_heads, tokens, group = delta_KTG.shape
     took_KTG = torch.exp2(sinks_N.float().view(kv_heads, 1, group) * math.log2(math.e) - x.lse_KTG)
     inside_T1 = (torch.arange(tokens, device=delta_KTG.device) < by.cu_seqlens[-1]).unsqueeze(1)

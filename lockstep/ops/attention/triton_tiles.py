@@ -3,19 +3,19 @@
 Keys come in tiles of `KEY_TILE` at absolute positions, ascending; at every multiple of `KEY_SPLIT` a fresh online
 softmax begins, and the splits' states are merged left to right. A tile that is masked for a row multiplies its
 accumulators by 1 and adds 0; a split in which a row sees no key is skipped. The order of a tile's row sum is written
-out (`row_sum`), so nothing depends on a query tile's rows, on its warps or on how the compiler lays them out.
+out (`row_sum`), so no bit depends on the rows of a query tile, its warps or the layout that the compiler picks.
 
 Rounding points: scores, maxima, sums and the output's accumulator are float32; probabilities are rounded to the values'
-dtype before the second product, their sum is taken before that rounding; the result is rounded once.
+dtype before the second product, but summed before that rounding; the result is rounded once.
 
-A state is (shift, sum, acc): the row's largest score times `scale` (which holds log2(e)), the sum of exponentials and
-the output before its division, both relative to that shift.
+A state is (shift, sum, acc): the row's largest score times `scale` (which includes log2(e)), the sum of exponentials
+and the output before its division, both relative to that shift.
 
-With a window, tiles before it are left out: of a row that sees none of a tile's keys yet, the state stays empty.
-`triton_scores` has what else a layer may want of its scores.
+With a window, tiles before it are skipped; the state of a row that sees no key yet stays empty. `triton_scores` has the
+other options of `AttentionScores`.
 
-Latent attention has the same expression. There ROPE_DIM > 0: queries and keys have a rotated part of that width beside
-them, whose products are added last to a score, in the same accumulator; and a tile of keys is also that of the values.
+Latent attention has the same expression with ROPE_DIM > 0: queries and keys also have a rotated part of that width,
+whose products are added to a score last, in the same accumulator, and a tile of keys serves as the values too.
 
 Shape suffixes: H head dim, P rotated dim, M query rows of a program, L keys of a tile.
 """
@@ -33,12 +33,12 @@ from .triton_scores import tanh
 
 MIN_BLOCK = 16  # tl.dot's smallest side
 BLOCK_L = tl.constexpr(KEY_TILE)
-LONG = 512  # keys of a sequence above which larger tiles of queries pay
+LONG = 512  # above so many keys per sequence, larger query tiles pay
 
 
 class AttentionTile(NamedTuple):
-    """How a kernel runs: query rows of a program, warps, pipeline stages, where they are free keys of a tile, and the
-    most registers that a thread may have, where fewer than it would take leave room for a second program."""
+    """How a kernel runs: query rows per program, warps, pipeline stages, keys per tile (only the backward may choose
+    these), and a limit on registers per thread, where that makes room for a second program."""
 
     query_rows: int
     warps: int
@@ -48,9 +48,9 @@ class AttentionTile(NamedTuple):
 
 
 class AttentionForm(NamedTuple):
-    """In a kernel: what is constant of a layer's attention. Blocks hold the dims; ROPE_DIM and, of `triton_scores`,
-    WINDOW and FACTOR are 0 where a layer has none, and PAGE_SIZE where keys are packed. A backward has all `HEADS`, in
-    groups of `GROUP`."""
+    """In a kernel: the constants of a layer's attention. BLOCK_* are the dims padded to a block; ROPE_DIM, WINDOW and
+    FACTOR (`triton_scores`) are 0 where a layer lacks them, and PAGE_SIZE is 0 for packed keys. The backward also has
+    all `HEADS`, in groups of `GROUP`."""
 
     HEAD_DIM: Any
     BLOCK_H: Any
@@ -64,7 +64,7 @@ class AttentionForm(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """In a kernel: query rows of tokens and heads, and their rotated part if ROPE_DIM > 0."""
+    """In a kernel: queries by token and head, and their rotated part if ROPE_DIM > 0."""
 
     ptr: Any
     stride: Any
@@ -75,7 +75,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """In a kernel: the keys and values of a kv head, and where `key_rows` finds a position's row."""
+    """In a kernel: the keys and values of a kv head, and what `key_rows` needs to find a position's row."""
 
     k_ptr: Any
     v_ptr: Any
@@ -91,7 +91,7 @@ class Keys(NamedTuple):
 
 @triton.jit
 def key_rows(position_L, end, keys, FORM: tl.constexpr):
-    """Rows (int32) of absolute positions below `end`: by the block table when PAGE_SIZE > 0, else `shared + position`
+    """Rows (int32) of absolute positions below `end`: from the block table if PAGE_SIZE > 0, else `shared + position`
     in the prefix and `own + position` after it."""
     if FORM.PAGE_SIZE > 0:
         page_L = tl.load(keys.table_ptr + position_L // FORM.PAGE_SIZE, mask=position_L < end, other=0)
@@ -102,7 +102,7 @@ def key_rows(position_L, end, keys, FORM: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, row_L, stride, inside_L, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
-    """A tile of keys or values; with MASKED, zeros where not inside."""
+    """A tile of keys or values; with MASKED, zero outside."""
     h = tl.arange(0, BLOCK_H)
     at_LH = ptr + (row_L.to(tl.int64) * stride)[:, None] + h[None, :]
     if MASKED or HEAD_DIM != BLOCK_H:
@@ -113,7 +113,7 @@ def load_rows(ptr, row_L, stride, inside_L, MASKED: tl.constexpr, HEAD_DIM: tl.c
 
 @triton.jit
 def store_rows(ptr, value_MX, offset_M, inside_M, WIDTH: tl.constexpr):
-    """Store the first `WIDTH` elements of rows that are inside, rounded to what lies there."""
+    """Store the first `WIDTH` elements of the rows that are inside, rounded to the destination's dtype."""
     x = tl.arange(0, value_MX.shape[1])
     mask_MX = inside_M[:, None] & (x < WIDTH)[None, :]
     tl.store(ptr + offset_M[:, None] + x[None, :], value_MX.to(ptr.dtype.element_ty), mask=mask_MX)
@@ -128,10 +128,10 @@ def empty_state(BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def row_sum(p_ML, BLOCK_M: tl.constexpr):
-    """Sums over a tile's 64 keys: for each t the keys 8 j + 2 t + b in order of (j, b), then t = (0 + 2) + (1 + 3). It
-    is the order of the MMA's layout of accumulators, where it costs no more than `tl.sum`."""
+    """Sums over a tile's 64 keys: for each t, the keys 8 j + 2 t + b in the order of (j, b), then the four sums over t
+    as (0 + 2) + (1 + 3). This follows the layout of MMA accumulators, so it costs no more than `tl.sum`."""
     p_M6 = tl.reshape(p_ML, (BLOCK_M, 2, 2, 2, 4, 2))  # M, the bits of j, t, b
-    by_j = eighths(tl.permute(p_M6, (0, 4, 5, 1, 2, 3)))  # first what warps may lie along
+    by_j = eighths(tl.permute(p_M6, (0, 4, 5, 1, 2, 3)))  # j first, as warps may be laid out along it
     even, odd = tl.split(by_j[0])
     sum_M4 = even + odd
     for j in tl.static_range(1, len(by_j)):
@@ -142,7 +142,7 @@ def row_sum(p_ML, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def load_queries(ptr, token_M, head_M, stride, head_stride, inside_M, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Rows [M, H] of [T, N, HEAD_DIM], zeros where not inside."""
+    """Rows [M, H] of [T, N, HEAD_DIM], zero outside."""
     h = tl.arange(0, BLOCK_H)
     offset_M = token_M.to(tl.int64) * stride + head_M * head_stride
     return tl.load(ptr + offset_M[:, None] + h[None, :], inside_M[:, None] & (h < HEAD_DIM)[None, :], other=0.0)
@@ -150,7 +150,7 @@ def load_queries(ptr, token_M, head_M, stride, head_stride, inside_M, HEAD_DIM: 
 
 @triton.jit
 def load_query_parts(x, token_M, head_M, inside_M, FORM: tl.constexpr):
-    """`load_queries` of both parts of `Queries`; where there is one, it stands for the other."""
+    """`load_queries` of both parts of `Queries`; without a rotated part, the first is returned twice."""
     q_MH = load_queries(x.ptr, token_M, head_M, x.stride, x.head_stride, inside_M, FORM.HEAD_DIM, FORM.BLOCK_H)
     if FORM.ROPE_DIM > 0:
         return q_MH, load_queries(
@@ -162,7 +162,7 @@ def load_query_parts(x, token_M, head_M, inside_M, FORM: tl.constexpr):
 
 @triton.jit
 def load_key_parts(x, row_L, inside_L, MASKED: tl.constexpr, FORM: tl.constexpr):
-    """`load_rows` of keys, of values and of the keys' rotated part, from `Keys`; keys stand for what there is not."""
+    """`load_rows` of the keys, the values and the keys' rotated part; keys take the place of a part that is missing."""
     k_LH = load_rows(x.k_ptr, row_L, x.k_stride, inside_L, MASKED, FORM.HEAD_DIM, FORM.BLOCK_H)
     if FORM.ROPE_DIM > 0:
         return k_LH, k_LH, load_rows(x.rope_ptr, row_L, x.rope_stride, inside_L, MASKED, FORM.ROPE_DIM, FORM.BLOCK_P)
@@ -172,7 +172,7 @@ def load_key_parts(x, row_L, inside_L, MASKED: tl.constexpr, FORM: tl.constexpr)
 
 @triton.jit
 def scores(a, b, FORM: tl.constexpr):
-    """Products of query rows and keys, both parts of each, float32 [M, L]; or of keys and query rows."""
+    """Products of query rows and keys, summed over both parts, float32 [M, L]; or of keys and query rows, [L, M]."""
     score_ML = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     if FORM.ROPE_DIM > 0:
         score_ML = tl.dot(a[1], tl.trans(b[1]), score_ML, input_precision="ieee")
@@ -192,10 +192,10 @@ def attend(
     scale,
     MASKED: tl.constexpr,  # some row does not see some of the keys
     FORM: tl.constexpr,
-    lowest,  # what no row sees a key before, if WINDOW > 0
+    lowest,  # if WINDOW > 0: no row sees a key before this position
 ):
-    """The state with the keys at positions `begin` to `end` added: a tile of the online softmax (Milakov and Gimelshein
-    2018) after the other."""
+    """The state with the keys at positions `begin` to `end` added, tile by tile, by the online softmax (Milakov and
+    Gimelshein 2018)."""
     shift_M, sum_M, acc_MH = state
     row_L = key_rows(begin + tl.arange(0, BLOCK_L), end, keys, FORM)
     for start in range(begin, end, BLOCK_L):
@@ -225,7 +225,7 @@ def attend(
 
 @triton.jit
 def merge_states(state, next_state):
-    """The state of the splits so far with the next one's added; exactly the other's where one has no key."""
+    """The state of the splits so far merged with the next one's; where one has no key, exactly the other."""
     shift_M, sum_M, acc_MH = state
     next_shift_M, next_sum_M, next_acc_MH = next_state
     new_M = tl.maximum(shift_M, next_shift_M)
@@ -241,7 +241,7 @@ def merge_states(state, next_state):
 
 @triton.jit
 def load_state(acc_ptr, statistics_ptr, row_M, mask_M, states, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
-    """States of rows (split * S + sequence) * N + head; empty where masked."""
+    """States in rows (split * S + sequence) * N + head; empty where masked."""
     shift_M = tl.load(statistics_ptr + row_M, mask=mask_M, other=float("-inf"))
     sum_M = tl.load(statistics_ptr + states + row_M, mask=mask_M, other=0.0)
     return shift_M, sum_M, load_rows(acc_ptr, row_M, HEAD_DIM, mask_M, True, HEAD_DIM, BLOCK_H)
@@ -256,5 +256,5 @@ def store_state(acc_ptr, statistics_ptr, row_M, mask_M, states, state, HEAD_DIM:
 
 
 def block(width: int) -> int:
-    """A power of two that holds so many elements, and that `tl.dot` takes."""
+    """The smallest power of two that holds `width` elements and that `tl.dot` accepts."""
     return max(triton.next_power_of_2(width), MIN_BLOCK)
