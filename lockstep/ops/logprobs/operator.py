@@ -1,10 +1,10 @@
 """Log-probabilities over a chunked LM head, and sampling from it: one code path for trainer and generator.
 
-Two numbers a token: of the distribution that was sampled (temperature, top-k, top-p, min-p) and of the model's own
-(temperature 1, untruncated). The [tokens, vocabulary] logits exist one chunk at a time, unless a graph keeps them for
+Each token has two: under the distribution that was sampled (temperature, top-k, top-p, min-p) and under the model's own
+(temperature 1, no filters). The [tokens, vocabulary] logits exist one chunk at a time, unless a graph keeps them for
 its backward pass (`score_logits`).
 
-Shape suffixes: C rows (one a token to score), D model dim, V vocabulary, B bytes of a support mask.
+Shape suffixes: C rows (one per token to score), D model dim, V vocabulary, B bytes of a support mask.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def token_logprobs_backward(
     by: ScoredRows,
     logits_CV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients for the hidden rows and the LM head, [C, D] and [V, D] in the inputs' dtype. Without `grad_model_C`
-    only the sampled distribution's log-probabilities were differentiated, without `grad_logprob_C` only the model's.
-    Logits that were not kept, float32 [C, V], are computed again a chunk at a time.
+    """Gradients for the hidden rows and the LM head, [C, D] and [V, D] in the inputs' dtype. `grad_logprob_C` is the
+    gradient of the log-probabilities under the sampled distribution, `grad_model_C` of those under the model's own;
+    None if they have none. Logits, float32 [C, V], are recomputed a chunk at a time if they were not kept.
 
-    On a CPU a chunk is a range of rows, and gradients of the weight add up in float32.
+    On a CPU a chunk is a range of rows, and the weight's gradient accumulates in float32.
     """
     grad_hidden = torch.empty_like(hidden_CD)
     grad_weight = torch.zeros_like(weight_VD, dtype=torch.float32)
@@ -73,7 +73,8 @@ def token_logprobs_backward(
 def grad_logits(
     logits_CV: Tensor, by: ScoredRows, grad_logprob_C: Tensor | None, grad_model_C: Tensor | None
 ) -> Tensor:
-    """`d/dlogits` of both log-probabilities: (one-hot - softmax), the sampled one over its support and temperature."""
+    """`d/dlogits` of both log-probabilities: (one-hot - softmax), for the sampled one over its support and divided by
+    the temperature."""
     if grad_logprob_C is None:
         grad_logprob_C = torch.zeros_like(by.temperature_C)
     slope_C = torch.where(by.temperature_C > 0, grad_logprob_C / divisor(by.temperature_C), 0.0)
@@ -122,14 +123,14 @@ def _token_logprobs(
 def score_logits(
     logits_CV: Tensor, targets_C: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `token_logprobs` gives, from the head's products (logits), float32 [C, V]. No autograd."""
+    """`_token_logprobs` from the head's products (logits), float32 [C, V]. No autograd."""
     return _scored(logits_CV.split(CHUNK), targets_C, by, support_CB, truncated)
 
 
 def _scored(
     chunks: Iterable[Tensor], targets_C: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool
 ) -> Any:
-    """Both log-probabilities, entropies, and numbers of `RowStatistics`, of logits that come a chunk at a time."""
+    """Both log-probabilities, entropies, and the first three of `RowStatistics`, from logits in chunks."""
     results = []
     for i, logits_CV in enumerate(chunks):
         c = slice(i * CHUNK, (i + 1) * CHUNK)
@@ -141,8 +142,8 @@ def _scored(
 
 
 class TokenLogprobs(NamedTuple):
-    """Float32 [C] each: of the sampled distribution, of the model's own, entropy (nats; no gradient), and the
-    support's threshold (`support_mask`)."""
+    """Float32 [C] each: log-probability under the sampled distribution and under the model's own, entropy (nats; no
+    gradient), and the support's threshold (`support_mask`)."""
 
     logprob_C: Tensor
     model_logprob_C: Tensor
@@ -164,7 +165,7 @@ def token_logprobs(
         support_CB: uint8 bits of the support to use in place of the filters (`support_mask`).
         truncated: whether any row has a filter on; False skips the search for the support.
 
-    A target outside the vocabulary is an IndexError on a CPU; on a GPU nothing looks at it.
+    On a CPU, a target outside the vocabulary raises an IndexError; on a GPU nothing checks it.
     """
     scored = _token_logprobs(hidden_CD, weight_VD, targets_C, by, support_CB, truncated)
     logprob, model, entropy, _, _, threshold = scored
@@ -172,7 +173,7 @@ def token_logprobs(
 
 
 def support_mask(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, threshold_C: Tensor) -> Tensor:
-    """The sampled support as bits, uint8 [C, ceil(V / 8)]: for updates after the first, when logits have moved."""
+    """The sampled support as bits, uint8 [C, ceil(V / 8)], for updates after the first, when logits have changed."""
     masks = []
     with torch.no_grad():
         parts = (x.split(CHUNK) for x in (hidden_CD, temperature_C, threshold_C))
@@ -191,8 +192,9 @@ def _drawn_fake(*args):
 def sample(
     hidden_CD: Tensor, weight_VD: Tensor, keys: SampleKeys, by: Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token a row and score it: token ids, int64 [C], and log-probabilities under the sampled distribution and
-    under the model's own, float32 [C]. `truncated`, `greedy`: whether any row has a filter on, or temperature 0."""
+    """Draw one token per row and score it. Returns token ids, int64 [C], and their log-probabilities under the sampled
+    distribution and under the model's own, float32 [C]. `truncated`, `greedy`: whether any row has a filter on, or
+    temperature 0."""
     return _drawn(linear_fp32(hidden_CD, weight_VD), keys, by, truncated, greedy)
 
 

@@ -1,6 +1,6 @@
 """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), counter-based random numbers.
 
-One formula for Python integers and int64 tensors that hold 32-bit words.
+The same code serves Python integers and int64 tensors that hold 32-bit words.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Word = TypeVar("Word", int, Tensor)
 
 
 def philox(c0: Word, c1: Word, c2: Word, c3: Word, k0: Word, k1: Word) -> tuple[Word, Word, Word, Word]:
-    """Four 32-bit words for a 128-bit counter and a 64-bit key; tensors broadcast."""
+    """Four 32-bit words from a 128-bit counter and a 64-bit key; tensors broadcast."""
     for _ in range(ROUNDS):
         low, high = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1  # int64 wraps; only the 64 bits matter
         c0, c1, c2, c3 = ((high >> 32) ^ c1 ^ k0) & MASK, high & MASK, ((low >> 32) ^ c3 ^ k1) & MASK, low & MASK
@@ -35,7 +35,7 @@ def sample_key(seed: int, domain: int, step: int, group: int, sample: int) -> tu
 def gumbel(key_S4: Tensor, position_S: Tensor, columns: int) -> Tensor:
     """Standard Gumbel noise, float32 [S, columns], a function of (key, position, column) alone.
 
-    `-log(e)` of an exponential `e = -log1p(-v)`: float32 is dense near v = 0, where the largest noise comes from.
+    It is `-log(e)` of an exponential `e = -log1p(-v)`: float32 is dense near v = 0, where the largest noise comes from.
     """
     k0, k1, c2, c3 = key_S4.unsqueeze(2).unbind(1)
     quads = (columns + 3) // 4

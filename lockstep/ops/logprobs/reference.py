@@ -11,13 +11,13 @@ from torch import Tensor
 from ..records import Filters, RowStatistics, SampleKeys
 from .philox import gumbel
 
-MASS_SCALE = 2.0**42  # of a probability over the largest one, as an integer; the sum of 2^21 of them fits in 63 bits
+MASS_SCALE = 2.0**42  # turns a probability relative to the largest into an integer; 2^21 of them sum to at most 63 bits
 
 
 def statistics(
     logits_CV: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool, with_entropy: bool
 ) -> RowStatistics:
-    """See `RowStatistics`, float32 [C] each."""
+    """`RowStatistics` of the logits, float32 [C] each."""
     lse_C = torch.logsumexp(logits_CV, dim=1)
     threshold_C = torch.full_like(lse_C, -torch.inf)
     sampled_lse_C = lse_C
@@ -45,16 +45,16 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: R
 
 
 def divisor(temperature_C: Tensor) -> Tensor:
-    """What logits are divided by: greedy rows (temperature 0) are left as they are."""
+    """What logits are divided by: the temperature, or 1 in greedy rows (temperature 0)."""
     return torch.where(temperature_C > 0, temperature_C, 1.0)
 
 
 def support_threshold(z_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor, min_p_C: Tensor) -> Tensor:
     """The smallest logit that the filters keep; every logit at least as large is kept, ties included.
 
-    Top-k keeps what is no smaller than the k-th largest. Top-p keeps a logit when the mass of the strictly larger
-    ones, out of what top-k kept, is below p; masses are integers, whose sum is exact in any order. Min-p keeps what is
-    at least min_p times as likely as the largest.
+    Top-k keeps logits no smaller than the k-th largest. Top-p keeps a logit if the mass of the strictly larger ones is
+    below p of the mass that top-k kept; masses are integers, whose sum is exact in any order. Min-p keeps logits that
+    are at least min_p times as likely as the largest.
     """
     vocabulary = z_CV.shape[1]
     sorted_CV = z_CV.sort(dim=1, descending=True).values
@@ -70,7 +70,7 @@ def support_threshold(z_CV: Tensor, top_k_C: Tensor, top_p_C: Tensor, min_p_C: T
 
 
 def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: SampleKeys, greedy: bool) -> Tensor:
-    """Sampled token ids, int64 [C]: Gumbel-max over the support, the largest logit where temperature is 0."""
+    """Sampled token ids, int64 [C]: Gumbel-max over the support, or the largest logit if the temperature is 0."""
     z_CV = logits_CV / divisor(temperature_C).unsqueeze(1)
     noisy_CV = z_CV + gumbel(*keys, z_CV.shape[1])
     token_C = noisy_CV.masked_fill_(z_CV < threshold_C.unsqueeze(1), -torch.inf).argmax(dim=1)
@@ -78,7 +78,7 @@ def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: Sa
 
 
 def pack_support(kept_CV: Tensor) -> Tensor:
-    """Booleans as bits, uint8 [C, ceil(V / 8)], least significant first."""
+    """Booleans as bits, uint8 [C, ceil(V / 8)], least significant bit first."""
     padded_CB8 = torch.nn.functional.pad(kept_CV, (0, -kept_CV.shape[1] % 8)).unflatten(1, (-1, 8))
     weights = 2 ** torch.arange(8, device=kept_CV.device, dtype=torch.uint8)
     return (padded_CB8 * weights).sum(dim=2, dtype=torch.uint8)

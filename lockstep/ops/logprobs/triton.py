@@ -1,7 +1,7 @@
-"""Row statistics of logits and the sampler's draw. Meaning: `reference.py`, and of the noise `philox.py`.
+"""Row statistics of logits and the sampler's draw. Semantics: `reference.py`; for the noise, `philox.py`.
 
-A row is cut into fixed blocks, a program each; a second kernel folds a row's partial results in one fixed order. Both
-are functions of the vocabulary alone, and the same compiled kernels serve scoring and sampling.
+A row is cut into fixed blocks, one program each; a second kernel folds a row's partial results in a fixed order. Blocks
+and order depend on the vocabulary alone, and the same compiled kernels serve scoring and sampling.
 
 Shape suffixes: C rows, V vocabulary, B blocks of a row (`support_CB`: bytes of its mask), L logits of a block.
 """
@@ -18,17 +18,17 @@ from ..records import Filters, RowStatistics, SampleKeys
 from ..rows import LN_2, aligned_rows
 from .triton_topk_topp import Mass, blocks_of, search, tempered, tempered_row
 
-NUM_WARPS = 8  # of a program that sums a block; with the block's size, the order of the sum
+NUM_WARPS = 8  # of a program that sums a block; this and the block's size fix the order of the sum
 SCORES_BLOCK = 32
 MAX_UNIFORM = tl.constexpr(1 - 2.0**-24)
-BITS_OF_ONE, BITS_OF_2_23 = tl.constexpr(0x3F800000), tl.constexpr(0x4B000000)  # of the float32
+BITS_OF_ONE, BITS_OF_2_23 = tl.constexpr(0x3F800000), tl.constexpr(0x4B000000)  # as float32
 MARGIN = tl.constexpr(2.0**-15)
-DRAW_BLOCK, DRAW_WARPS, DRAW_REGISTERS = 2048, 4, 80  # the largest of a row is the same in any order
+DRAW_BLOCK, DRAW_WARPS, DRAW_REGISTERS = 2048, 4, 80  # free: a row's maximum is the same in any order
 
 
 @triton.jit
 def _finite(maximum):
-    """A shift for exponentials: 0 where nothing is above -inf."""
+    """A shift for exponentials: the maximum, or 0 if it is -inf."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
@@ -42,7 +42,7 @@ def _load_block(logits_ptr, row, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store_kept(z_L, partial_ptr, blocks):
-    """The maximum of kept tempered logits, and the sum of their exponentials."""
+    """Store the maximum of the kept tempered logits, and the sum of their exponentials relative to it."""
     maximum = tl.max(z_L, axis=0)
     tl.store(partial_ptr, maximum)
     tl.store(partial_ptr + blocks, tl.sum(tl.exp(z_L - _finite(maximum)), axis=0))
@@ -53,7 +53,7 @@ def _block_sums_kernel(
     logits_ptr,
     temperature_ptr,
     support_ptr,  # or None
-    partial_ptr,  # [C, 5, B]: maximum, sum of exp, sum of exp * shifted logit; of kept tempered ones: maximum, sum
+    partial_ptr,  # [C, 5, B]: maximum, sum of exp, sum of exp * shifted logit; for kept tempered logits: maximum, sum
     vocabulary,
     support_stride,
     BLOCK: tl.constexpr,
@@ -78,7 +78,7 @@ def _block_sums_kernel(
     else:
         if (temperature > 0) & (temperature != 1.0):
             _store_kept(tempered_row(x_L, temperature), partial + 3 * blocks, blocks)
-        else:  # tempered logits are the logits
+        else:  # the tempered logits are the logits
             tl.store(partial + 3 * blocks, maximum)
             tl.store(partial + 4 * blocks, total)
 
@@ -91,8 +91,8 @@ def _fold_kept(block_maximum, block_total):
 
 @triton.jit(do_not_specialize=["out_stride"])
 def _fold_sums_kernel(partial_ptr, out_ptr, out_stride, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
-    """out [6, C]: log-sum-exp, entropy; log-sum-exp of the kept; the maximum; sum of exp(z - maximum) of the kept; the
-    threshold of a row without a filter."""
+    """out [6, C]: log-sum-exp; entropy; log-sum-exp of the kept; the maximum; sum of exp(z - maximum) over the kept;
+    the threshold of a row without a filter."""
     pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
@@ -119,7 +119,7 @@ def _fold_sums_kernel(partial_ptr, out_ptr, out_stride, blocks, BLOCKS: tl.const
 
 
 def _row_sums(logits_CV: Tensor, temperature_C: Tensor, support_CB: Tensor | None) -> Tensor:
-    """Float32 [6, C], in `_fold_sums_kernel`'s order. Kept is what the support's bits say; without them, all."""
+    """Float32 [6, C], in `_fold_sums_kernel`'s order. Kept logits are those in the support; without a support, all."""
     rows, vocabulary = logits_CV.shape
     cut, device = blocks_of(vocabulary), logits_CV.device
     partial = torch.empty((rows, 5, cut.count), dtype=torch.float32, device=device)
@@ -161,7 +161,7 @@ def _fold_kept_kernel(partial_ptr, least_ptr, lse_ptr, blocks, BLOCKS: tl.conste
 
 
 def _keep(logits_CV: Tensor, temperature_C: Tensor, least_C: Tensor, kept_lse_C: Tensor) -> None:
-    """Log-sum-exp of the tempered logits of at least `least_C`, in place of that of all, in rows that have one."""
+    """In rows with a finite `least_C`, replace `kept_lse_C` by the log-sum-exp of the tempered logits from it on."""
     rows, vocabulary = logits_CV.shape
     cut = blocks_of(vocabulary)
     partial = torch.empty((rows, 2, cut.count), dtype=torch.float32, device=logits_CV.device)
@@ -177,8 +177,7 @@ def _keep(logits_CV: Tensor, temperature_C: Tensor, least_C: Tensor, kept_lse_C:
 def statistics(
     logits_CV: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool, with_entropy: bool
 ) -> RowStatistics:
-    """See `RowStatistics`. The entropy comes with the same pass, so it is there without being asked
-    for."""
+    """`RowStatistics` of the logits. The entropy comes from the same pass, so it is computed in any case."""
     logits_CV = aligned_rows(logits_CV)
     sums = _row_sums(logits_CV, by.temperature_C, support_CB)
     lse_C, entropy_C, kept_lse_C, maximum_C, total_C, no_threshold_C = sums.unbind()
@@ -227,7 +226,7 @@ def scores(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor, stats: R
 
 @triton.jit
 def philox_words(key_ptr, position, quad):
-    """A word a column: column 4 * quad + i has word i of Philox4x32-10 at counter (position, quad, key[2], key[3])."""
+    """One word per column: column 4 * quad + i has word i of Philox4x32-10 at (position, quad, key[2], key[3])."""
     k0, k1 = tl.load(key_ptr).to(tl.uint64), tl.load(key_ptr + 1).to(tl.uint64)
     c2, c3 = tl.load(key_ptr + 2).to(tl.uint32), tl.load(key_ptr + 3).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox((k1 << 32) | k0, position.to(tl.uint32), quad.to(tl.uint32), c2, c3)
@@ -236,8 +235,9 @@ def philox_words(key_ptr, position, quad):
 
 @triton.jit
 def gumbel(words):
-    """Standard Gumbel noise of uniform 32-bit words: -log(e) of e = -log1p(-u), which is -log(1 - u) corrected for the
-    rounding of 1 - u (Goldberg 1991, "What every computer scientist should know about floating-point", theorem 4)."""
+    """Standard Gumbel noise from uniform 32-bit words: -log(e) with e = -log1p(-u), computed as -log(1 - u) corrected
+    for the rounding of 1 - u (Goldberg 1991, "What every computer scientist should know about floating-point", theorem
+    4)."""
     uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.0**-32, MAX_UNIFORM)
     rest = 1.0 - uniform
     exponential = tl.where(rest == 1.0, uniform, -tl.log(rest) * tl.div_rn(uniform, 1.0 - rest))
@@ -246,10 +246,10 @@ def gumbel(words):
 
 @triton.jit
 def gumbel_bound(words):
-    """No less than `gumbel` of the same words, at most 0.07 more for words from 2**16 on, and cheap.
+    """A cheap upper bound on `gumbel` of the same words, at most 0.07 above it for words from 2**16 on.
 
-    -log1p(-u) is no less than u, and log2(u) no less than u's exponent plus its fraction, which are its bits. The low
-    bits of u are left out, which makes it less. `MARGIN` is more than all rounding errors.
+    -log1p(-u) is no less than u, and log2(u) no less than u's exponent plus its fraction, which are its bits. Dropping
+    the low bits of u only makes it smaller. `MARGIN` covers all rounding errors.
     """
     below = (words.to(tl.uint32, bitcast=True) >> 9 | BITS_OF_ONE).to(tl.float32, bitcast=True) - 1.0
     bits = below.to(tl.uint32, bitcast=True) >> 7 | BITS_OF_2_23  # an integer without a conversion
@@ -263,10 +263,10 @@ def _first(is_wanted_L, column_L, otherwise):
 
 @triton.jit
 def _best_noisy(z_L, column_L, words_L, first, otherwise):
-    """The largest of z plus Gumbel noise, and its first column; the column `first` where all of z is -inf.
+    """The largest of z plus Gumbel noise, and its first column; the column `first` if all of z is -inf.
 
-    Noise is computed for one column after the other, the one of the largest bound first, until no bound reaches the
-    best so far: rounding preserves order, so z plus a bound on its noise bounds the sum. One or two mostly do.
+    Noise is computed for one column after another, starting with the largest bound, until no bound reaches the best so
+    far: rounding preserves order, so z plus a bound on its noise bounds the sum. One or two columns are usually enough.
     """
     left_L = z_L + gumbel_bound(words_L)
     top = tl.max(left_L, axis=0)
@@ -290,7 +290,7 @@ def _draw_kernel(
     threshold_ptr,
     key_ptr,
     position_ptr,
-    score_ptr,  # [C, B], a block's best, and its column
+    score_ptr,  # [C, B], a block's best; `column_ptr`: its column
     column_ptr,
     vocabulary,
     BLOCK: tl.constexpr,
@@ -326,7 +326,7 @@ def _fold_draw_kernel(score_ptr, column_ptr, token_ptr, vocabulary, blocks, BLOC
 
 
 def draw(logits_CV: Tensor, temperature_C: Tensor, threshold_C: Tensor, keys: SampleKeys, greedy: bool) -> Tensor:
-    """See `logprobs.reference.draw`. A row with temperature 0 is greedy whether or not `greedy` announces it."""
+    """See `logprobs.reference.draw`. A row with temperature 0 is greedy whatever `greedy` says."""
     logits_CV = aligned_rows(logits_CV)
     rows, vocabulary = logits_CV.shape
     blocks, device = triton.cdiv(vocabulary, DRAW_BLOCK), logits_CV.device

@@ -1,8 +1,8 @@
-"""Gradient of both log-probabilities for the logits, and with it those of the LM head and the hidden rows.
+"""Gradients of both log-probabilities for the logits, and from these for the LM head and the hidden rows.
 
-The logits were kept, or a range of the vocabulary at a time is computed again, with the forward's bits (C1), so that
-each is on the same side of the threshold. Meaning: `ops/logprobs/operator.py`, `grad_logits`; an element is a function
-of its own logit and its row's numbers.
+The logits were kept, or are recomputed for a range of the vocabulary at a time, with the forward's bits (C1), so that
+each is on the same side of the threshold. Semantics: `ops/logprobs/operator.py`, `grad_logits`; an element is a
+function of its own logit and its row's numbers.
 
 Shape suffixes: C rows, D model dim, V columns of the vocabulary, B bytes of a support mask, L columns of a program.
 """
@@ -19,8 +19,8 @@ from ..records import ScoredRows
 from ..rows import LOG2_E
 from .triton_topk_topp import tempered, untempered
 
-CHUNK_BYTES = 256 << 20  # of the logits' gradients at a time
-COLUMN_BLOCK = 2048  # the chunks are ranges of the vocabulary, multiples of this
+CHUNK_BYTES = 256 << 20  # bytes of the logits' gradients at a time
+COLUMN_BLOCK = 2048  # chunks are ranges of the vocabulary, a multiple of this wide
 
 BLOCK, NUM_WARPS = 2048, 8
 
@@ -33,12 +33,12 @@ def _grad_logits_kernel(
     lse_ptr,
     sampled_lse_ptr,
     threshold_ptr,
-    support_ptr,  # or None, and so the next two
+    support_ptr,  # or None, like the next two
     grad_logprob_ptr,
     grad_model_ptr,
     out_ptr,
     columns,
-    first_column,  # of the vocabulary, that `logits_ptr` and `out_ptr` start at
+    first_column,  # column of the vocabulary at which `logits_ptr` and `out_ptr` start
     logits_stride,
     support_stride,
     TRUNCATED: tl.constexpr,
@@ -55,7 +55,7 @@ def _grad_logits_kernel(
     slope = 0.0
     if grad_logprob_ptr is not None:
         slope = tl.where(temperature > 0, tempered(tl.load(grad_logprob_ptr + row), temperature), 0.0)
-    if (slope == 0) & (grad_model == 0):  # such as padding's, whose numbers need not be finite
+    if (slope == 0) & (grad_model == 0):  # such as padding, whose numbers may not be finite
         tl.store(out, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=inside_L)
         return
     x_L = tl.load(logits_ptr + row * logits_stride + n, mask=inside_L, other=0.0)
@@ -85,8 +85,8 @@ def grad_logits(
     grad_model_C: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`d/dlogits` of the two log-probabilities for columns `first_column` onwards, of which these are the logits:
-    [C, V] in `dtype`. Everything else is of the whole vocabulary."""
+    """`d/dlogits` of the two log-probabilities for the columns from `first_column` on, whose logits are given: [C, V]
+    in `dtype`. All other arguments refer to the whole vocabulary."""
     rows, columns = logits_CV.shape
     out_CV = torch.empty((rows, columns), dtype=dtype, device=logits_CV.device)
     _grad_logits_kernel[(rows, triton.cdiv(columns, BLOCK))](
@@ -106,8 +106,8 @@ def token_logprobs_backward(
     by: ScoredRows,
     logits_CV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `logprobs.operator.token_logprobs_backward`. A chunk is a range of the vocabulary over all rows, of which two
-    products use the gradients: the weight's is written once, and that of the hidden rows adds up in float32."""
+    """See `logprobs.operator.token_logprobs_backward`. A chunk is a range of the vocabulary over all rows. Two products
+    use its gradients: the weight's is written once, and that of the hidden rows accumulates in float32."""
     hidden_CD = hidden_CD.contiguous()
     rows, vocabulary = hidden_CD.shape[0], weight_VD.shape[0]
     grad_hidden = torch.zeros_like(hidden_CD, dtype=torch.float32)
@@ -121,5 +121,5 @@ def token_logprobs_backward(
         grad_CV = grad_logits(chunk_CV, i, by, grad_logprob_C, grad_model_C, hidden_CD.dtype)
         torch.mm(grad_CV.t(), hidden_CD, out=grad_weight[columns])
         torch.addmm(grad_hidden, grad_CV, weight_VD[columns], out_dtype=torch.float32, out=grad_hidden)
-        del chunk_CV, grad_CV  # before the next chunk's
+        del chunk_CV, grad_CV  # before the next chunk's are allocated
     return grad_hidden.to(hidden_CD.dtype), grad_weight

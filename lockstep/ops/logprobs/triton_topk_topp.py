@@ -1,10 +1,11 @@
 """The support of filtered sampling: the smallest tempered logit that top-k, top-p and min-p keep, without a sort.
 
-A filter's threshold is the largest logit at and above which enough lies: k logits, or p of the mass. Masses are
-integers (`logprobs.reference.MASS_SCALE`), so no sum depends on its order and the threshold is exact. Three kernels
-find it: one guesses a bracket from a fixed sample of the row; one adds up what lies outside, over the whole row, and
-lists the few logits inside; one bisects the list in registers. A bracket that missed, or holds more than they do, shows
-in the sums: the last kernel then narrows its range first, by passes over the list where that is whole, else the row.
+A filter's threshold is the largest logit such that those at or above it are enough: k logits, or p of the mass. Masses
+are integers (`logprobs.reference.MASS_SCALE`), so no sum depends on its order and the threshold is exact. Three kernels
+find it: the first guesses a bracket from a fixed sample of the row; the second adds up what is outside the bracket,
+over the whole row, and lists the few logits inside; the third bisects the list in registers. If the bracket missed, or
+holds more than registers do, the sums show it: the third kernel then narrows the range first, by passes over the list
+if that is complete, else over the row.
 
 Shape suffixes: C rows, V vocabulary, S sampled logits.
 """
@@ -23,24 +24,24 @@ from ..rows import LOG2_E
 from .reference import MASS_SCALE as _MASS_SCALE
 
 MAX_BLOCK = 8192
-TALLY_RUNS, TALLY_RUN, TALLY_WARPS = 512, 4, 4  # logits a program: runs of a few, so that counting them is cheap
+TALLY_RUNS, TALLY_RUN, TALLY_WARPS = 512, 4, 4  # a program's logits, in short runs, so that counting them is cheap
 CAPACITY, CAPACITY_WARPS = 8192, 16  # logits of a row that one program's registers hold
-LIST_SHARE = 8  # a row's list has room for one in so many: brackets of flat distributions hold one in ten
+LIST_SHARE = 8  # a row's list has room for one logit in so many; brackets of flat distributions hold one in ten
 MASS_SCALE = tl.constexpr(_MASS_SCALE)
-NEIGHBOURS = tl.constexpr(4)  # floats on either side of a product among which its quotient's preimage lies
+NEIGHBOURS = tl.constexpr(4)  # the preimage of a quotient is within so many floats of the product
 SAMPLES, SAMPLE_WARPS = 8192, 16
-REGISTERS = 64  # a thread: two programs of 16 warps fit a multiprocessor
+REGISTERS = 64  # per thread: two programs of 16 warps fit on a multiprocessor
 RUN = tl.constexpr(8)  # neighbours in the sample: a 32-byte sector
-HALVINGS = tl.constexpr(10)  # of the sample's range, for an end of the bracket
-DEVIATIONS = tl.constexpr(4.0)  # of the sample's estimate, either way
-UNSEEN = tl.constexpr(8.0)  # sampled logits that may be missing where few are
+HALVINGS = tl.constexpr(10)  # bisection steps over the sample's range, for each end of the bracket
+DEVIATIONS = tl.constexpr(4.0)  # standard deviations of the sample's estimate, either way
+UNSEEN = tl.constexpr(8.0)  # logits that a sample may miss where there are few
 AT_LEAST = tl.constexpr(16)  # sampled logits above the lower end
 NEGATIVE_INFINITY_KEY = tl.constexpr(0x007FFFFF)
 
 
 class Blocks(NamedTuple):
-    """How a row is cut: logits a block (a power of two), blocks, and those rounded up to a power of two. A function
-    of the vocabulary alone, since the order of a row's sums follows it."""
+    """How a row is cut: logits per block (a power of two), number of blocks, and that number rounded up to a power of
+    two. It depends on the vocabulary alone, since it fixes the order of a row's sums."""
 
     size: int
     count: int
@@ -48,7 +49,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(vocabulary: int) -> Blocks:
-    """The cut of a row of so many logits."""
+    """How a row of `vocabulary` logits is cut."""
     size = min(triton.next_power_of_2(vocabulary), MAX_BLOCK)
     count = triton.cdiv(vocabulary, size)
     return Blocks(size, count, triton.next_power_of_2(count))
@@ -66,14 +67,15 @@ def _inverse(temperature):
 
 @triton.jit
 def tempered(logit, temperature):
-    """What the sampler sees: logits over the temperature, as they are where it is 0. IEEE division, as torch's is."""
+    """What the sampler sees: logits divided by the temperature, unchanged if it is 0. IEEE division, as in torch."""
     return tl.div_rn(logit, _divisor(temperature))
 
 
 @triton.jit
 def tempered_row(logit, temperature):
-    """`tempered` of many logits of one temperature, the same bits: quotients from the divisor's reciprocal, corrected
-    twice by their remainders (Markstein 1990, "Computation of elementary functions on the IBM RISC System/6000")."""
+    """`tempered` for many logits of one temperature, with the same bits: products with the divisor's reciprocal,
+    corrected twice by their remainders (Markstein 1990, "Computation of elementary functions on the IBM RISC
+    System/6000")."""
     divisor, inverse = _divisor(temperature), _inverse(temperature)
     z = logit * inverse
     z = tl.fma(tl.fma(-z, divisor, logit), inverse, z)
@@ -83,14 +85,14 @@ def tempered_row(logit, temperature):
 
 @triton.jit
 def ordered_key(x):
-    """Float32 to uint32 in the same order, but for -0 below 0: as thresholds they keep the same logits."""
+    """Map float32 to uint32 in the same order, except that -0 is below 0; as thresholds both keep the same logits."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
 
 
 @triton.jit
 def from_key(key):
-    """The inverse of `ordered_key`; -inf for keys below its own."""
+    """The inverse of `ordered_key`; -inf for keys below that of -inf."""
     bits = tl.where((key >> 31) != 0, key ^ 0x80000000, ~key)
     return tl.where(key > NEGATIVE_INFINITY_KEY, bits.to(tl.float32, bitcast=True), float("-inf"))
 
@@ -114,13 +116,13 @@ def _active(amount, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _probability(x, maximum, scale):
-    """Over that of the row's largest logit; `scale` is log2(e) over the temperature."""
+    """Relative to that of the row's largest logit; `scale` is log2(e) / temperature."""
     return tl.exp2((x - maximum) * scale)
 
 
 @triton.jit
 def _weight(x, maximum, scale, BY_MASS: tl.constexpr):
-    """What a logit adds to a sum, int64: 1, or its mass."""
+    """What a logit adds to a sum, int64: 1 for top-k, its mass for top-p."""
     if BY_MASS:
         return (_probability(x, maximum, scale) * MASS_SCALE).to(tl.int64)
     else:
@@ -129,9 +131,9 @@ def _weight(x, maximum, scale, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _surely_kept(x_S, mass_S, v, mass_v, wanted, BY_MASS: tl.constexpr):
-    """Whether the threshold is, as far as the sample can tell, v or more.
+    """Whether the threshold is v or more, as far as the sample can tell.
 
-    Top-p: the mass below v is within `wanted`, what may be cut off. Top-k: `wanted` logits are at or above v.
+    Top-p: the mass below v is at most `wanted`, which may be cut off. Top-k: `wanted` logits are at or above v.
     """
     above_S = x_S >= v
     count = tl.sum(above_S.to(tl.float32), axis=0)
@@ -145,7 +147,7 @@ def _surely_kept(x_S, mass_S, v, mass_v, wanted, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _surely_cut(x_S, mass_S, v, wanted, BY_MASS: tl.constexpr):
-    """Whether the threshold is, as far as the sample can tell, below v."""
+    """Whether the threshold is below v, as far as the sample can tell."""
     above_S = x_S >= v
     if BY_MASS:
         below_S = tl.where(above_S, 0.0, mass_S)
@@ -171,7 +173,7 @@ def _bracket_kernel(
     SAMPLES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Where the threshold probably lies: at or above the first number and below the second. Clears the tally."""
+    """Store where the threshold probably is: at or above the first number and below the second. Clears the tally."""
     pdl.begin(PDL)
     row, is_high = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tl.store(tally_ptr + row * 4 + is_high * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int64))
@@ -188,7 +190,7 @@ def _bracket_kernel(
         if BY_MASS:
             tail = (1.0 - amount) * tl.load(total_ptr + row)
             wanted = tail * share
-            left = maximum + tl.log(tail / vocabulary) * _divisor(temperature)  # were all logits as small, so much
+            left = maximum + tl.log(tail / vocabulary) * _divisor(temperature)  # logits all this small make up the tail
             end = left - _divisor(temperature)
         else:
             wanted = amount * share
@@ -208,7 +210,7 @@ def _bracket_kernel(
                 kept = _surely_kept(x_S, mass_S, v, mass_v, wanted, BY_MASS)
                 left, right, end = tl.where(kept, v, left), tl.where(kept, right, v), tl.where(kept, v, end)
         if BY_MASS:
-            least = tl.load(least_ptr + row)  # top-k left few, of which the sample says nothing: they are the bracket
+            least = tl.load(least_ptr + row)  # top-k kept few, which the sample hardly sees: they are the bracket
             end = tl.where(least > float("-inf"), tl.where(is_high > 0, float("inf"), least), end)
         tl.store(bracket_ptr + row * 2 + is_high, end)
 
@@ -221,7 +223,7 @@ def _tally_kernel(
     maximum_ptr,
     least_ptr,
     bracket_ptr,
-    tally_ptr,  # [C, 4]: weights above and, for BY_MASS, below the bracket; how many logits are in it
+    tally_ptr,  # [C, 4]: weights above and, if BY_MASS, below the bracket; how many logits are in it
     list_ptr,  # [C, ROOM], those logits in any order
     vocabulary,
     BY_MASS: tl.constexpr,
@@ -235,14 +237,14 @@ def _tally_kernel(
     row = tl.program_id(0).to(tl.int64)
     if _active(tl.load(amount_ptr + row), BY_MASS):
         column = (tl.program_id(1) * RUNS + tl.arange(0, RUNS))[:, None] * RUN + tl.arange(0, RUN)[None, :]
-        x = tl.load(logits_ptr + row * vocabulary + column, mask=column < vocabulary, other=float("nan"))  # nowhere
+        x = tl.load(logits_ptr + row * vocabulary + column, mask=column < vocabulary, other=float("nan"))  # not counted
         low, high = tl.load(bracket_ptr + row * 2), tl.load(bracket_ptr + row * 2 + 1)
         tally = tally_ptr + row * 4
         scale = LOG2_E * _inverse(tl.load(temperature_ptr + row))
         weight = _weight(x, tl.load(maximum_ptr + row), scale, BY_MASS)
         tl.atomic_add(tally, tl.sum(tl.where(x >= high, weight, 0)))
         if BY_MASS:
-            below = tl.sum(tl.where(x < low, weight, 0))  # top-k cut them all off if it is on, as the bracket says
+            below = tl.sum(tl.where(x < low, weight, 0))  # with top-k on, `low` is its cut: these are all cut off
             tl.atomic_add(tally + 1, tl.where(tl.load(least_ptr + row) > float("-inf"), 0, below))
         within = ((x >= low) & (x < high)).to(tl.int32)
         count = tl.sum(within, axis=1)
@@ -264,7 +266,7 @@ def _target(amount, total, vocabulary, BY_MASS: tl.constexpr):
 
 @triton.jit
 def _first_key(x):
-    """The smallest key of a logit that is at least x, int64: -0 is no less than 0."""
+    """The smallest key of any logit that is at least x, int64: for 0 it is that of -0."""
     return ordered_key(tl.where(x == 0, -0.0, x)).to(tl.int64)
 
 
@@ -290,7 +292,7 @@ def _weigh(x_ptr, length, first, last, maximum, scale, BY_MASS: tl.constexpr, CH
 
 @triton.jit
 def _list(x_ptr, length, first, last, list_ptr, CHUNK: tl.constexpr):
-    """List the logits with keys from `first` to `last`, in order, maybe in place of the list that they come from."""
+    """List the logits with keys from `first` to `last`, in order, possibly in place over the list that is read."""
     count = tl.zeros((), tl.int32)
     for start in range(0, length, CHUNK):
         x, within = _chunk(x_ptr, length, start, first, last, CHUNK)
@@ -307,12 +309,12 @@ def _search(
     row_ptr, list_ptr, bracket_ptr, above, below, count, amount, maximum, scale, vocabulary,
     BY_MASS: tl.constexpr, CAPACITY: tl.constexpr, ROOM: tl.constexpr
 ):  # fmt: skip
-    """The threshold's key, where the bracket missed it or holds more than CAPACITY logits: by passes over the list, or
-    over the row until the list has room for what is left."""
+    """The threshold's key if the bracket missed it or holds more than CAPACITY logits: by passes over the list, or over
+    the row until what is left fits in the list."""
     x_ptr, length, room = list_ptr, count, CAPACITY
     if count > ROOM:
         x_ptr, length, room = row_ptr, vocabulary, ROOM
-    highest = ordered_key(maximum + 0.0).to(tl.int64)  # 0 may be there too where -0 is the largest
+    highest = ordered_key(maximum + 0.0).to(tl.int64)  # if the maximum is -0, there may be a 0 too
     first, last = _first_key(tl.load(bracket_ptr)), tl.minimum(_first_key(tl.load(bracket_ptr + 1)) - 1, highest)
     within, _ = _weigh(x_ptr, length, first, last, maximum, scale, BY_MASS, CAPACITY)
     target = _target(amount, above + within + below, vocabulary, BY_MASS)
@@ -322,9 +324,9 @@ def _search(
             first, last, above = last + 1, highest, tl.zeros_like(above)
         else:
             first, last, above = tl.zeros_like(first), first - 1, above + within
-    while first < last:  # `above` is the weight of keys past `last`; the range holds no more than `count` logits
+    while first < last:  # `above` is the weight of keys past `last`; the range holds at most `count` logits
         if (count <= room) & (length > room):
-            length = _list(x_ptr, length, first, last, list_ptr, CAPACITY // 4)  # as many as need no spilled registers
+            length = _list(x_ptr, length, first, last, list_ptr, CAPACITY // 4)  # larger chunks would spill registers
             x_ptr, room = list_ptr, CAPACITY
         middle = last - (last - first) // 2
         weight, counted = _weigh(x_ptr, length, middle, last, maximum, scale, BY_MASS, CAPACITY)
@@ -354,8 +356,8 @@ def _threshold_kernel(
     ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Top-k's threshold among logits; or (BY_MASS) the largest of top-k's, top-p's and min-p's among tempered ones, and
-    the smallest logit that reaches it."""
+    """Store top-k's threshold on logits; or, if BY_MASS, the largest of top-k's, top-p's and min-p's thresholds on
+    tempered logits, and the smallest logit that reaches it."""
     pdl.begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     amount, maximum, temperature = tl.load(amount_ptr + row), tl.load(maximum_ptr + row), tl.load(temperature_ptr + row)
@@ -398,7 +400,7 @@ def _threshold_kernel(
 
 
 class Mass(NamedTuple):
-    """What top-p and min-p need, float32 [C] each: the sum of probabilities over the largest one's (an estimate will
+    """What top-p and min-p need, float32 [C] each: the sum of probabilities relative to the largest (an estimate will
     do), min-p, and top-k's threshold."""
 
     total_C: Tensor
@@ -409,11 +411,11 @@ class Mass(NamedTuple):
 def search(
     logits_CV: Tensor, temperature_C: Tensor, amount_C: Tensor, maximum_C: Tensor, mass: Mass | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Thresholds, float32 [C]: top-k's among the logits for `amount_C` = k (int32); or with `mass` all filters' among
-    the tempered ones for `amount_C` = p, and the smallest logits that reach those. `maximum_C` is the largest logit."""
+    """Thresholds, float32 [C]: top-k's on logits, for `amount_C` = k (int32), twice; or with `mass`, for `amount_C` =
+    p, all filters' on tempered logits, and the smallest logits that reach those. `maximum_C` is the largest logit."""
     rows, vocabulary = logits_CV.shape
     device = logits_CV.device
-    total_C, min_p_C, least_C = mass or (maximum_C,) * 3  # read if BY_MASS
+    total_C, min_p_C, least_C = mass or (maximum_C,) * 3  # read only if BY_MASS
     bracket = torch.empty((rows, 2), dtype=torch.float32, device=device)
     tally = torch.empty((rows, 4), dtype=torch.int64, device=device)
     room = max(CAPACITY, triton.cdiv(vocabulary, LIST_SHARE))
