@@ -1,1 +1,1 @@
-"""The norm that gradients are clipped by."""
+"""The gradient norm, by which gradients are clipped."""

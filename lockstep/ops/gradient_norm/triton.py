@@ -1,4 +1,4 @@
-"""Sums of squares, and the root of their exact sum. Meaning: `ops/gradient_norm/operator.py`."""
+"""Sums of squares, and the root of their exact sum. Semantics: `ops/gradient_norm/operator.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .operator import LIMBS, NOT_FINITE, WORDS
 ROWS = 8  # blocks of squares that a program adds up
 NUM_WARPS = 8
 SUM_BLOCK, SUM_WARPS = 256, 4
-SUM_PROGRAMS = 264  # two for each multiprocessor of an H200; integers have the same sum by any number
+SUM_PROGRAMS = 264  # two per multiprocessor of an H200; the sum of integers is the same for any number of programs
 
 
 @triton.jit
@@ -61,8 +61,8 @@ def exact_sum(x: Tensor) -> Tensor:
 
 @triton.jit
 def _root_of_sum_kernel(words_ptr, root_ptr, LIMBS: tl.constexpr, NOT_FINITE: tl.constexpr):
-    """One program: carries from limb to limb, then rounds the highest three that hold something, and whether any below
-    them does, once."""
+    """One program: propagates carries, then rounds once the highest three limbs from the first that is not zero, with a
+    sticky bit for those below."""
     zero = tl.load(words_ptr) * 0
     carry, before, second_before, below = zero, zero, zero, zero
     first, second, third, scale = zero, zero, zero, zero
@@ -79,7 +79,7 @@ def _root_of_sum_kernel(words_ptr, root_ptr, LIMBS: tl.constexpr, NOT_FINITE: tl
     high = first.to(tl.float64) * 18446744073709551616.0  # 2^64
     middle = second.to(tl.float64) * 4294967296.0
     total = high + middle
-    lost = middle - (total - high)  # exact (Dekker 1971), and so is its sum with what is below 2^32
+    lost = middle - (total - high)  # exact (Dekker 1971), and so is its sum with the third limb, below 2^32
     total += lost + third.to(tl.float64)
     total *= ((scale + 1023) << 52).to(tl.float64, bitcast=True)
     root = tl.sqrt(total).to(tl.float32)
