@@ -1,4 +1,4 @@
-"""Rows of a table, and their gradient: embedding lookup and positions of logits.
+"""Gathering rows of a table, such as embeddings or logit positions, and its gradient.
 
 Shape suffixes: T rows, D model dim, R table rows.
 """
@@ -26,8 +26,7 @@ def _gather_backward(ctx, grad_TD: Tensor):
     backward=_gather_backward,
 )
 def gather_rows(table_RD: Tensor, rows_T: Tensor) -> Tensor:
-    """Rows (int64 or int32) of a table [R, D], such as embeddings or logit positions, [T, D]. The backward adds
-    duplicates in a fixed order."""
+    """`table[rows]`, [T, D], of a table [R, D] and int64 or int32 rows. The backward adds duplicates in fixed order."""
     return table_RD.index_select(0, rows_T)
 
 
@@ -37,12 +36,12 @@ def gather_rows(table_RD: Tensor, rows_T: Tensor) -> Tensor:
     fake=lambda grad_TD, rows_T, table_rows: grad_TD.new_empty(table_rows, grad_TD.shape[1]),
 )
 def gather_rows_backward(grad_TD: Tensor, rows_T: Tensor, table_rows: int) -> Tensor:  # type: ignore[empty-body]
-    """Gradient of `gather_rows` for its table, [R, D]: a row's gradients add up in float32, in an order that `rows_T`
-    alone decides. A trace keeps it whole. For GPUs alone; `gather_rows` differentiates by plain torch on a CPU."""
+    """Gradient of `gather_rows` for its table, [R, D]: a row's gradients are added in float32, in an order that depends
+    on `rows_T` alone. Opaque to traces. GPU only; on a CPU, `gather_rows` differentiates by plain torch."""
 
 
 def accumulate_rows(total_RD: Tensor, rows_T: Tensor, values_TD: Tensor) -> Tensor:
-    """`total[rows[t]] += values[t]` in place, in an order that is the same every time."""
+    """`total[rows[t]] += values[t]` in place, in a deterministic order."""
     if total_RD.is_cuda:  # sorts by row; index_add_ would use atomics
         return total_RD.index_put_((rows_T,), values_TD, accumulate=True)
     return total_RD.index_add_(0, rows_T, values_TD)  # serial; index_put_ would use atomics

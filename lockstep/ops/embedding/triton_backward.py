@@ -1,9 +1,9 @@
-"""Backward of `embedding.operator.gather_rows`: gradients of one table row add up in float32 in an order that the rows
-alone decide.
+"""Backward of `embedding.operator.gather_rows`: gradients of one table row are added in float32, in an order that
+depends on the rows alone.
 
-It is a segmented sum: gradients are sorted by their rows, and a program adds up runs of equal rows among a few of them;
-what goes on beyond is left in pieces, which a second kernel adds up. A row's sum is rounded once and then added to what
-is there.
+It is a segmented sum: gradients are sorted by row, and a program adds up runs of equal rows among a few of them. A run
+that extends beyond a program leaves partial sums (pieces), which a second kernel adds up. A row's sum is rounded once
+and then added to the output.
 
 Shape suffixes: T rows, D model dim, R table rows, P programs.
 """
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ..rows import unit_inner
 
-ROWS, BLOCK = 16, 256  # sorted gradients that one program adds up; elements of each
-PIECES = 8  # sums of a table row's parts that are added at a time
+ROWS, BLOCK = 16, 256  # sorted gradients per program; elements of each
+PIECES = 8  # pieces of a table row that are added at a time
 
 
 @triton.jit
 def _add(ptr, total, mask):
-    """Add float32 sums, rounded, to what lies there."""
+    """Round float32 sums to the output's dtype and add them to it."""
     rounded = total.to(ptr.dtype.element_ty).to(tl.float32)
     there = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
     tl.store(ptr, (there + rounded).to(ptr.dtype.element_ty), mask=mask)
@@ -33,7 +33,7 @@ def _add(ptr, total, mask):
 def _gather_pieces_kernel(
     grad_ptr,
     sorted_ptr,  # [T], table rows in ascending order
-    token_ptr,  # [T], where in grad_ptr's rows each comes from
+    token_ptr,  # [T], the row of grad_ptr that each comes from
     out_ptr,  # [R, D], added to
     piece_ptr,  # [P, 2, D], float32
     tokens,
@@ -42,8 +42,8 @@ def _gather_pieces_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add up runs of equal rows among `ROWS` of them. One that came in from the program before leaves its sum as the
-    first piece, one that began here and goes on as the second."""
+    """Add up runs of equal rows among `ROWS` of them. A run that continues from the previous program stores its sum as
+    the first piece; one that begins here and continues in the next, as the second."""
     program = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     piece = piece_ptr + program.to(tl.int64) * (2 * width) + column
@@ -77,7 +77,7 @@ def _gather_pieces_kernel(
 def _gather_whole_kernel(
     sorted_ptr, piece_ptr, out_ptr, tokens, width, ROWS: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The program whose second piece begins a run adds the pieces that go on with it; the others have nothing to do."""
+    """A program whose second piece begins a run adds the pieces that continue it; the others do nothing."""
     program = tl.program_id(0).to(tl.int64)
     first, following = program * ROWS, (program + 1) * ROWS
     row = tl.load(sorted_ptr + following - 1, mask=following < tokens, other=-1)
@@ -91,7 +91,7 @@ def _gather_whole_kernel(
     inside = column < width
     total = tl.load(piece_ptr + (program * 2 + 1) * width + column, mask=inside, other=0.0)
     start, count = program + 1, tl.full((), PIECES, tl.int32)
-    while count == PIECES:  # the run may go on
+    while count == PIECES:  # the run may continue
         p = start + tl.arange(0, PIECES)
         same = tl.load(sorted_ptr + p * ROWS, mask=p * ROWS < tokens, other=-1) == row
         offset = (p * 2 * width)[:, None] + column[None, :]
