@@ -31,7 +31,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 
     """`x / sqrt(mean(x^2) + eps) * (weight + weight_offset)` over the last dim (Zhang and Sennrich 2019),
     in x's dtype; the weight is [D].
 
-    With an offset of 1 weights are what norms have beside 1 (Gemma, arXiv 2403.08295); the sum is float32.
+    With an offset of 1, weights are stored relative to 1 (Gemma, arXiv 2403.08295); the sum is float32.
     """
     return normalized(x_TD, _factors(weight_D, weight_offset), eps).to(x_TD.dtype)
 
@@ -44,8 +44,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 
     ),
 )
 def norm_add(x_TD: Tensor, weight_D: Tensor, residual_TD: Tensor, eps: float, weight_offset: float = 0.0) -> Tensor:
-    """`residual + rms_norm(x, weight, eps, weight_offset)`, [T, D], of layers with a norm behind: both the norm and the
-    sum are rounded. With gradients enabled the separate operators run."""
+    """`residual + rms_norm(x, weight, eps, weight_offset)`, [T, D], for layers with a norm at their end: both the norm
+    and the sum are rounded. With gradients enabled, the separate operators run."""
     return rms_norm.on_cpu[x_TD.dtype](x_TD, weight_D, eps, weight_offset).add_(residual_TD)
 
 
@@ -53,14 +53,14 @@ def norm_add(x_TD: Tensor, weight_D: Tensor, residual_TD: Tensor, eps: float, we
 def rms_norm_backward(
     grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `rms_norm` for x, [T, D], and for the weight, [D]. A trace keeps it whole. It is not under the
-    forward's contract, and gives the same bits every time."""
+    """Gradients of `rms_norm` for x, [T, D], and for the weight, [D]. Opaque to traces. Not under the forward's
+    contract, but deterministic."""
     grad_x, grad_w = normalized_backward(x_TD.float(), _factors(weight_D, weight_offset), grad_TD.float(), eps)
     return grad_x.to(x_TD.dtype), grad_w.sum(0).to(weight_D.dtype)
 
 
 def _factors(weight: Tensor, offset: float) -> Tensor:
-    """What normalized elements are multiplied by, float32."""
+    """The factors on normalized elements, float32."""
     return weight.float() + offset if offset else weight.float()
 
 
@@ -71,7 +71,7 @@ def normalized(x: Tensor, factors: Tensor, eps: float) -> Tensor:
 
 
 def normalized_backward(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of RMSNorm for the input and, per row and still unreduced, for the weight (float32)."""
+    """Gradients of RMSNorm for the input and, per row, not yet summed, for the weight (float32)."""
     rstd = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
     normed = x * rstd
     weighted = grad * weight

@@ -1,5 +1,5 @@
-"""RMSNorm and its gradients on a GPU: float32 inside, each rounded once to the input's dtype. `rows` says which program
-does what.
+"""RMSNorm and its gradients on a GPU: float32 inside, each rounded once to the input's dtype. `rows` says how programs
+divide the work.
 
 Shape suffixes: T rows, D model dim, P programs.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 from .. import pdl
 from ..rows import aligned_rows, fold, unit_inner, warps
 
-NORM_ROWS = 8  # whose weight gradients one program adds up
-NORM_TILE, NORM_THREAD = 2048, 16  # elements that it does at a time, and a thread of them
+NORM_ROWS = 8  # rows whose weight gradients one program adds up
+NORM_TILE, NORM_THREAD = 2048, 16  # elements at a time, per program and per thread
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 
 def norm_add(
     x_TD: Tensor, weight_D: Tensor, residual_TD: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
-    """See `norm.operator.norm_add`; None: nothing is added."""
+    """See `norm.operator.norm_add`; without `residual_TD`, nothing is added."""
     x_TD, weight_D = aligned_rows(x_TD), aligned_rows(weight_D)
     residual_TD = None if residual_TD is None else aligned_rows(residual_TD)
     rows, width = x_TD.shape
@@ -124,7 +124,7 @@ def rms_norm_backward(
 def rms_norm_backward_add(
     grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float, other_TD: Tensor | None, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """See `fused.backward.rms_norm_add`; None: no other gradient of x."""
+    """See `fused.backward.rms_norm_add`; without `other_TD`, there is no other gradient of x."""
     grad_TD, x_TD, weight_D = unit_inner(grad_TD), unit_inner(x_TD), unit_inner(weight_D)
     other_TD = None if other_TD is None else unit_inner(other_TD)
     rows, width = x_TD.shape
