@@ -1,1 +1,1 @@
-"""The running batch before and after a decode step."""
+"""Updates of the running batch before and after a decode step."""

@@ -1,9 +1,8 @@
 """Between two decode steps: where the next token's keys and values go, and what a drawn token does to its row.
 
-No numbers are computed here but positions and counts; as one operator each they are one kernel each on a GPU instead
-of twenty-five.
+Only positions and counts are computed here; as two operators they take two kernels on a GPU instead of twenty-five.
 
-Shape suffixes: R rows, W pages a sequence, K stop ids, M words a result, N steps.
+Shape suffixes: R rows, W pages per sequence, K stop ids, M words per result, N steps.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ..records import DecodeRows, Drawn
 def decode_slots(
     position_R: Tensor, remaining_R: Tensor, table_RW: Tensor, page_size: int, null_page: int
 ) -> tuple[Tensor, Tensor]:
-    """The cache slot of each row's token, int64 [R], and its context's length with it, int32 [R].
+    """The cache slot of each row's token, int64 [R], and its context length, this token included, int32 [R].
 
     Args:
         position_R: int64, the token's position. remaining_R: int32; 0: an idle row, whose slot is in the null page.
@@ -35,14 +34,15 @@ def decode_slots(
     cuda="triton:advance",
 )
 def decode_advance(drawn: Drawn, rows: DecodeRows, route_R: Tensor | None = None) -> None:
-    """Store what was drawn and leave each row ready for its next token.
+    """Store what was drawn and prepare each row for its next token.
 
-    A row whose token is its last (by count, or one of its stop ids) becomes idle: nothing remains, position 0. Of the
-    step `next_result`, which then moves on, the words are the token, both log-probabilities' bits, and `route`; -1 and
-    zeros from an idle row, which keeps its token: what it draws depends on who last wrote to the null page.
+    A row whose token is its last (by count, or one of its stop ids) becomes idle: nothing remains, position 0. The
+    results of step `next_result`, which is then incremented, are the token, the bits of both log-probabilities, and the
+    route. For an idle row they are -1 and zeros, and it keeps its token, since what it draws depends on who last wrote
+    to the null page.
 
     Args:
-        route_R: int32, of the experts that the row was routed to; None, and M is 3, without any.
+        route_R: int32, digests of the experts that the rows were routed to; None without experts, and then M is 3.
     """
     idle_R = rows.remaining_R == 0
     words = [drawn.logprob_R.view(torch.int32), drawn.model_logprob_R.view(torch.int32)]

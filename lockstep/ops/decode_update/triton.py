@@ -1,6 +1,6 @@
-"""Slots of decode tokens, and rows after a draw. Meaning: `ops/decode_update/operator.py`.
+"""Slots of decode tokens, and rows after a draw. Semantics: `ops/decode_update/operator.py`.
 
-Shape suffixes: R rows, W pages a sequence, K stop ids, M words a result, N steps, B rows of a program.
+Shape suffixes: R rows, W pages per sequence, K stop ids, M words per result, N steps, B rows at a time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _advance_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program does all rows, so that the step's number can move on after the last of them."""
+    """One program handles all rows, so that it can increment the step's number after the last of them."""
     pdl.begin(PDL)
     step = tl.load(next_ptr)
     for first in range(0, rows, BLOCK):
@@ -104,7 +104,7 @@ def advance(drawn: Drawn, rows: DecodeRows, route_R: Tensor | None = None) -> No
     assert rows.stop_RK.is_contiguous() and rows.results_RMN.is_contiguous()
     assert rows.results_RMN.shape[1] == 3 + (route_R is not None)
     _advance_kernel[(1,)](
-        *drawn, *rows, drawn.drawn_R if route_R is None else route_R,  # read if there are four words
+        *drawn, *rows, drawn.drawn_R if route_R is None else route_R,  # read only if there are four words
         drawn.drawn_R.shape[0],
         WORDS=rows.results_RMN.shape[1], STEPS=rows.results_RMN.shape[2], STOPS=rows.stop_RK.shape[1], BLOCK=BLOCK,
         **pdl.options(rows.token_R, num_warps=NUM_WARPS),
