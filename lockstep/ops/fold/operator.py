@@ -1,4 +1,4 @@
-"""Adding up what several ranks or shards have, in an order that is stated."""
+"""Sums over several ranks' or shards' rows, in a specified order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def fold_rows(total: Tensor, rows_RN: Tensor, cell: int = 0) -> None:
 
     Args:
         total: float32 or float64, of N elements. rows_RN: of any float dtype.
-        cell: rows of a cell, the last of which may have fewer. Each cell's rows are added up from 0, and the cells to
-            the total, one by one; 0: every row goes to the total.
+        cell: rows per cell; the last cell may have fewer. Each cell's rows are summed from 0, and the cells are added
+            to the total one by one. 0: every row is added to the total directly.
     """
     rows = rows_RN.view(-1, *total.shape)
     if not cell:
@@ -31,7 +31,7 @@ def fold_rows(total: Tensor, rows_RN: Tensor, cell: int = 0) -> None:
 
 @operator(cuda=SAME, fake=lambda rows_RN: rows_RN.new_empty(rows_RN.shape[1:], dtype=torch.float32))
 def sum_rows(rows_RN: Tensor) -> Tensor:
-    """The sum of rows, float32 [N], added up row by row from 0, as that of a cell in `fold_rows`."""
+    """The sum of rows, float32 [N], row by row from 0, like a cell's in `fold_rows`."""
     total_N = rows_RN.new_zeros(rows_RN.shape[1:], dtype=torch.float32)
     fold_rows(total_N, rows_RN)
     return total_N

@@ -1,4 +1,4 @@
-"""Every element's additions in one program, in their order. Meaning: `ops/fold/operator.py`."""
+"""One program does all additions of an element, in order. Semantics: `ops/fold/operator.py`."""
 
 from __future__ import annotations
 
