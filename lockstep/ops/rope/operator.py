@@ -39,7 +39,7 @@ def _native_backward(
 
 
 def _of_weights(grad_weight: Tensor, by: Rotation) -> tuple[Tensor, Tensor]:
-    """The gradients of both weights, of a gradient a token and head."""
+    """Sum weight gradients per token and head to those of both weights."""
     assert by.q_weight_H is not None and by.k_weight_H is not None
     grad_weight = grad_weight.sum(0)
     return (
@@ -57,11 +57,11 @@ def _of_weights(grad_weight: Tensor, by: Rotation) -> tuple[Tensor, Tensor]:
     backward=_backward,
 )
 def qk_norm_rope(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Tensor:
-    """Queries and keys out of the fused projection: RMSNorm a head (when weights are given), then rotary embedding.
+    """Queries and keys from the fused projection: per-head RMSNorm (if weights are given), then rotary embedding.
 
     Args:
         qkv_TE: [T, (N + 2K) * H], heads in the order q, k, v.
-        weight_offset: of the norm's weights, as in `rms_norm`.
+        weight_offset: added to the norm's weights, as in `rms_norm`.
 
     Returns:
         [T, N + K, H] in qkv's dtype. Rotation pairs element i with i + H/2, as Hugging Face does (Su et al. 2021).
@@ -80,7 +80,7 @@ def qk_norm_rope(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Te
 
 
 def _head_weights(by: Rotation, offset: float) -> Tensor:
-    """What normalized heads are multiplied by, float32 [N + K, H]."""
+    """The factors on normalized heads, float32 [N + K, H]."""
     assert by.q_weight_H is not None and by.k_weight_H is not None
     weights = torch.cat((by.q_weight_H.expand(by.num_heads, -1), by.k_weight_H.expand(by.num_kv_heads, -1)))
     return weights.float() + offset if offset else weights.float()
@@ -96,9 +96,8 @@ def _backward_fake(grad, qkv_TE, by, *_):
 def qk_norm_rope_backward(
     grad: Tensor, qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `qk_norm_rope` for qkv, [T, (N + 2K) * H] with zeros for v, and for both weights, [H]; the latter
-    are empty where there are no weights. A trace keeps it whole. It is not under the forward's contract, and gives the
-    same bits every time."""
+    """Gradients of `qk_norm_rope` for qkv, [T, (N + 2K) * H] with zeros for v, and for both weights, [H], which are
+    empty if there are no weights. Opaque to traces. Not under the forward's contract, but deterministic."""
     tokens, head_dim = by.cos_sin_TH.shape
     heads = by.num_heads + by.num_kv_heads
     cos, sin = by.cos_sin_TH.unsqueeze(1).chunk(2, dim=-1)

@@ -1,5 +1,5 @@
 """Queries and keys, normalized and rotated, and the table of angles: float32 inside, one rounding to the input's dtype.
-`rows` says which program does what.
+`rows` says how programs divide the work.
 
 Shape suffixes: T rows, E a fused projection's output, H head dim, P programs.
 """
@@ -16,15 +16,16 @@ from .. import pdl
 from ..records import KVPages, Rotation
 from ..rows import aligned_rows, eighths, fold, load_halves, store_halves, unit_inner, warps
 
-RUN = tl.constexpr(8)  # neighbours that `sum_columns` adds one after the other
-MAX_LEVELS = tl.constexpr(8)  # of halves of a row of at most `RUN << MAX_LEVELS` columns
-QK_ROWS, QK_HEADS, QK_WARPS = 16, 8, 4  # tokens and heads that a program of the backward does, and its warps
+RUN = tl.constexpr(8)  # neighbours that `sum_columns` adds one after another
+MAX_LEVELS = tl.constexpr(8)  # of halving: rows have at most `RUN << MAX_LEVELS` columns
+QK_ROWS, QK_HEADS, QK_WARPS = 16, 8, 4  # tokens and heads per program of the backward, and its warps
 
 
 @triton.jit
 def sum_columns(x_MB, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
-    """Row sums, [M, 1]: of every `RUN` neighbours from left to right, then of the first half of those and the second,
-    and so on. Written out, so that the order is not the compiler's; zeros appended to a row change no bit."""
+    """Row sums, [M, 1]: first over each `RUN` neighbours from left to right; then the first half of these sums is added
+    to the second half, and so on. The order is written out, so the compiler has no choice; zeros appended to a row
+    change no bit."""
     run = eighths(tl.reshape(x_MB, (BLOCK_M, BLOCK // RUN, 2, 2, 2)))
     sum_MR = run[0]
     for i in tl.static_range(1, RUN):
@@ -51,11 +52,11 @@ def rotated_heads(
     BLOCK_H: tl.constexpr,
     OFFSET: tl.constexpr = 0.0,  # of the norm's weights
 ):
-    """Heads of one token with the bits that `_qk_norm_rope_kernel` gives them, [M, H]; zeros where masked."""
+    """Heads of one token with the bits that `_qk_norm_rope_kernel` gives them, [M, H]; zero where masked."""
     HALF: tl.constexpr = HEAD_DIM // 2
     h = tl.broadcast_to(tl.arange(0, BLOCK_H)[None, :], (BLOCK_M, BLOCK_H))
     is_first, is_key = h < HALF, tl.broadcast_to(is_key_M[:, None], (BLOCK_M, BLOCK_H))
-    pair = tl.where(is_first, h + HALF, h - HALF)  # what it is rotated with
+    pair = tl.where(is_first, h + HALF, h - HALF)  # the element that it is rotated with
     mask = mask_M[:, None] & (h < HEAD_DIM)
     x = tl.load(qkv_ptr + head_M[:, None] * HEAD_DIM + h, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(qkv_ptr + head_M[:, None] * HEAD_DIM + pair, mask=mask, other=0.0).to(tl.float32)
@@ -212,7 +213,7 @@ def _qk_norm_rope_backward_kernel(
     cos_sin_stride,
     eps,
     OFFSET: tl.constexpr,
-    HAS_VALUES: tl.constexpr,  # the values' gradients are there
+    HAS_VALUES: tl.constexpr,  # the values' gradients are already in grad_qkv
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,  # query and key heads
     WIDTH: tl.constexpr,  # of qkv
@@ -266,8 +267,8 @@ def _qk_norm_rope_backward_kernel(
 def qk_norm_rope_backward(
     grad: Tensor, qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0, grad_qkv_TE: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `rope.operator.qk_norm_rope_backward`; a `grad_qkv_TE` that is given holds the values' gradients and gets the
-    rest."""
+    """See `rope.operator.qk_norm_rope_backward`. A given `grad_qkv_TE` holds the values' gradients; the rest is written
+    to it."""
     q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps = by
     grad, qkv_TE, cos_sin_TH = grad.contiguous(), unit_inner(qkv_TE), unit_inner(cos_sin_TH)
     (tokens, width), head_dim = qkv_TE.shape, cos_sin_TH.shape[1]
