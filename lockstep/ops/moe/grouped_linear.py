@@ -1,4 +1,4 @@
-"""Grouped matrix products under contract C1: every expert's rows by that expert's weights.
+"""Grouped matrix products under contract C1: each expert's rows times that expert's weights.
 
 Shape suffixes: R rows sorted by group, G groups, N output columns, K contracted dim.
 """
@@ -18,8 +18,7 @@ from ..operator import like, operator, saved
 def grouped_linear_backward(
     grad_RN: Tensor, x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients for the input, [R, K], and the weights, [G, N, K] (zero for a group without rows); the same every
-    time."""
+    """Gradients for the input, [R, K], and the weights, [G, N, K] (zero for a group without rows); deterministic."""
     grad_x_RK, grad_w_GNK = torch.empty_like(x_RK), torch.zeros_like(weight_GNK)
     for g, (start, end) in enumerate(pairwise(offsets.tolist())):
         if end > start:
@@ -33,8 +32,8 @@ def grouped_linear_backward(
     fake=lambda x_RN, offsets: x_RN.new_empty(offsets.shape[0] - 1, x_RN.shape[1]),
 )
 def grouped_sum(x_RN: Tensor, offsets: Tensor) -> Tensor:
-    """The sum of each group's rows, [G, N] in x's dtype, made in float32 (zero for a group without rows); the same
-    every time."""
+    """The sum of each group's rows, [G, N] in x's dtype, accumulated in float32 (zero for a group without rows);
+    deterministic."""
     sums_GN = [x_RN[start:end].float().sum(0) for start, end in pairwise(offsets.tolist())]
     return torch.stack(sums_GN).to(x_RN.dtype)
 
@@ -52,9 +51,9 @@ def _backward(ctx, grad_RN: Tensor):
     backward=_backward,
 )
 def grouped_linear(x_RK: Tensor, weight_GNK: Tensor, offsets: Tensor, bias_GN: Tensor | None = None) -> Tensor:
-    """`x[r] @ weight[g].T + bias[g]` for each row r of group g, [R, N] in x's dtype, of weights [G, N, K] and biases
-    [G, N]; the bits of `linear` a row.
-    `offsets`: int32 [G + 1], ascending from 0 to R; group g has the rows `offsets[g]:offsets[g + 1]`, or none."""
+    """`x[r] @ weight[g].T + bias[g]` for each row r of group g, [R, N] in x's dtype, with weights [G, N, K] and biases
+    [G, N]; each row has the bits of `linear`.
+    `offsets`: int32 [G + 1], ascending from 0 to R; group g is rows `offsets[g]:offsets[g + 1]`, possibly none."""
     out_RN = x_RK.new_empty(x_RK.shape[0], weight_GNK.shape[1])
     for g, (start, end) in enumerate(pairwise(offsets.tolist())):
         if end > start:

@@ -1,11 +1,11 @@
-"""Mixture of experts: which experts a token goes to, its way there, and the way back; and what is kept of that: a word
-a token to compare the roles by, how busy each expert is, and its balance.
+"""Mixture of experts: routing, dispatch to experts and combination of their results; and routing statistics: a digest
+per token, by which the roles are compared, and each expert's load and router probability.
 
-Each token's choice and result are a function of its own row only, no matter which tokens are beside it or how many
-go to an expert. There is no float atomic and no value that the host must know.
+Each token's choice and result are functions of its own row only, whatever tokens are beside it and however many go to
+an expert. There are no floating-point atomics and no values that the host must know.
 
-Shape suffixes: T tokens, E experts, K slots a token (chosen experts), R = T * K rows sorted by expert, D hidden dim,
-L layers with experts, N = L * K choices a token.
+Shape suffixes: T tokens, E experts, K slots (chosen experts) per token, R = T * K rows sorted by expert, D hidden dim,
+L layers with experts, N = L * K choices per token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _router_backward(ctx, grad_TE: Tensor):
     backward=_router_backward,
 )
 def router_logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """Router scores before their activation, float32 [T, E]: the C1 product's accumulator, never rounded."""
+    """Router logits, float32 [T, E]: the C1 product's accumulator, never rounded."""
     return linear_fp32(x_TD, weight_ED)
 
 
@@ -68,11 +68,11 @@ def _route_setup(ctx, inputs, output) -> None:
     backward=lambda ctx, grad_TK, _: route_backward(grad_TK.contiguous(), *saved(ctx)),
 )
 def route(logits_TE: Tensor, bias_E: Tensor | None, by: RouteSettings) -> tuple[Tensor, Tensor]:
-    """The experts of each token and their weights: float32 [T, K], and expert indices, int64 [T, K], best first.
+    """The weights of each token's experts, float32 [T, K], and the experts' indices, int64 [T, K], best first.
 
     Scores are the softmax of the float32 logits (Shazeer et al. 2017), or their sigmoid. With a float32 bias, experts
-    are chosen by score + bias and weighted by the score alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). Of equal
-    scores the lower index wins.
+    are chosen by score + bias and weighted by the score alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). On ties
+    the lower index wins.
     """
     scores_TE = _scores(logits_TE, by.sigmoid)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
@@ -94,8 +94,8 @@ def _scores(logits_TE: Tensor, sigmoid: bool) -> Tensor:
 
 
 def _top(values: Tensor, count: int) -> Tensor:
-    """Indices of the largest `count` values of the last dim, descending; the lower index first among equal ones. One
-    integer holds a value and, inverted, its index, so no two are equal and `torch.topk` has nothing to choose."""
+    """Indices of the largest `count` values of the last dim, descending, ties in ascending order of index. Values are
+    packed with their inverted index into one integer, so no two are equal and `torch.topk` has no choice."""
     bits = (values + 0.0).view(torch.int32).long()  # -0 becomes 0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     index = torch.arange(values.shape[-1], device=values.device)
@@ -120,11 +120,11 @@ def _sum_in_order(weights_TK: Tensor) -> Tensor:
     ),
 )
 def dispatch_plan(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows sorted by expert, stably: an expert's rows stand in the order of their tokens.
+    """A stable sort of rows by expert: an expert's rows are in the order of their tokens.
 
     Returns:
         order_R, int64: row r is slot `order[r] % K` of token `order[r] // K`. row_TK, int64: its inverse.
-        offsets, int32 [E + 1]: expert e has the rows `offsets[e]:offsets[e + 1]`.
+        offsets, int32 [E + 1]: expert e has rows `offsets[e]:offsets[e + 1]`.
     """
     flat = experts_TK.flatten()
     sorted_R, order_R = flat.sort(stable=True)
@@ -146,7 +146,7 @@ def _dispatch_backward(ctx, grad_RD: Tensor):
     backward=_dispatch_backward,
 )
 def dispatch(x_TD: Tensor, order_R: Tensor, row_TK: Tensor) -> Tensor:
-    """Each row's token, [R, D]. The backward adds a token's rows in slot order."""
+    """A copy of its token for each row, [R, D]. The backward adds a token's rows in slot order."""
     return x_TD.index_select(0, order_R // row_TK.shape[1])
 
 
@@ -164,7 +164,7 @@ def _combine_grad(ctx, grad_TD: Tensor):
     backward=_combine_grad,
 )
 def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Weighted sums of each token's rows, [T, D]: float32, slot by slot, rounded once to y's dtype."""
+    """The weighted sum of each token's rows, [T, D]: in float32, slot by slot, rounded once to y's dtype."""
     total_TD = y_RD.index_select(0, row_TK[:, 0]).float() * weights_TK[:, :1]
     for slot in range(1, row_TK.shape[1]):
         term_TD = y_RD.index_select(0, row_TK[:, slot]).float() * weights_TK[:, slot : slot + 1]
@@ -180,7 +180,7 @@ def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
     ),
 )
 def combine_backward(grad_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of `combine` for its rows, [R, D] in their dtype, and for the weights, float32 [R] by row."""
+    """Gradients of `combine` for its rows, [R, D] in their dtype, and for the weights, float32 [R] in row order."""
     grad_RD = grad_TD.index_select(0, order_R // weights_TK.shape[1]).float()
     weight_R1 = weights_TK.flatten().index_select(0, order_R).unsqueeze(1)
     return (grad_RD * weight_R1).to(y_RD.dtype), (grad_RD * y_RD.float()).sum(1)
@@ -191,15 +191,15 @@ def combine_backward(grad_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TK:
     fake=lambda experts_TN: experts_TN.new_empty(experts_TN.shape[0], dtype=torch.int32),
 )
 def route_digest(experts_TN: Tensor) -> Tensor:
-    """A word of 31 bits for each token's experts (int64), in order, int32 [T]: the sum of `experts[t, n] * base ** (n +
-    1)` modulo 2 ** 31.
+    """A 31-bit digest of each token's experts (int64), in order, int32 [T]: the sum over n of `experts[t, n] * base **
+    (n + 1)` modulo 2 ** 31.
 
-    With fewer than 2 ** 14 experts and choices, two rows that differ in one place, or by an exchange of two places,
-    never have the same word; others have it by a chance of about 2 ** -31.
+    With fewer than 2 ** 14 experts and choices, two rows that differ in one place, or in the exchange of two places,
+    never have the same digest; other rows do with a probability of about 2 ** -31.
     """
     mask = (1 << _BITS) - 1
     base_N = torch.full((experts_TN.shape[1],), _BASE, dtype=torch.int64, device=experts_TN.device)
-    powers_N = base_N.cumprod(0) & mask  # it wraps around, modulo 2 ** 64
+    powers_N = base_N.cumprod(0) & mask  # wraps around modulo 2 ** 64
     return ((experts_TN * powers_N).sum(1) & mask).int()
 
 
@@ -208,8 +208,8 @@ def route_digest(experts_TN: Tensor) -> Tensor:
     fake=lambda experts_TN, times_T, layers, experts: experts_TN.new_empty(layers, experts),
 )
 def expert_loads(experts_TN: Tensor, times_T: Tensor, layers: int, experts: int) -> Tensor:
-    """How many of the tokens chose each expert, each counted so many times (int64, or bool), int64 [L, E]; the layers'
-    choices (int64) are side by side."""
+    """How many tokens chose each expert of each layer, int64 [L, E]. Token t counts `times_T[t]` times (int64 or bool);
+    the choices of all layers (int64) are side by side."""
     first_L1 = torch.arange(layers, device=experts_TN.device).unsqueeze(1) * experts
     places_TLK = experts_TN.unflatten(1, (layers, -1)) + first_L1
     times_TLK = times_T.long().view(-1, 1, 1).expand_as(places_TLK)
@@ -222,8 +222,8 @@ def expert_loads(experts_TN: Tensor, times_T: Tensor, layers: int, experts: int)
     fake=lambda tokens_T, cu_seqlens, prefix_start_S, prefix_len_S: torch.empty_like(tokens_T, dtype=torch.int64),
 )
 def times_in_sequences(tokens_T: Tensor, cu_seqlens: Tensor, prefix_start_S: Tensor, prefix_len_S: Tensor) -> Tensor:
-    """Of how many sequences each packed token is one (`Packed`), int64 [T]: of one, a shared prefix's of all that begin
-    with it, and padding of none."""
+    """How many sequences each packed token belongs to (`Packed`), int64 [T]: one; for a shared prefix, all that begin
+    with it; for padding, none."""
     begin_S, shares_S = prefix_start_S.long(), (prefix_len_S > 0).long()
     changes = torch.zeros(len(tokens_T) + 1, dtype=torch.int64, device=tokens_T.device)
     changes.scatter_add_(0, begin_S, shares_S).scatter_add_(0, begin_S + prefix_len_S, -shares_S)  # integers: exact
@@ -233,7 +233,7 @@ def times_in_sequences(tokens_T: Tensor, cu_seqlens: Tensor, prefix_start_S: Ten
 
 @operator(cuda=SAME, fake=like(1))
 def router_probabilities_backward(grad_E: Tensor, logits_TE: Tensor, valid_T: Tensor) -> Tensor:
-    """Gradient for the scores, float32 [T, E]."""
+    """Gradient for the logits, float32 [T, E]."""
     weighted_TE = torch.softmax(logits_TE, dim=1)
     centered_TE = grad_E - (weighted_TE * grad_E).sum(1, keepdim=True)
     return torch.where(valid_T.unsqueeze(1), weighted_TE * centered_TE, 0.0)
@@ -245,5 +245,5 @@ def router_probabilities_backward(grad_E: Tensor, logits_TE: Tensor, valid_T: Te
     backward=lambda ctx, grad_E: router_probabilities_backward(grad_E.contiguous(), *saved(ctx)),
 )
 def router_probabilities(logits_TE: Tensor, valid_T: Tensor) -> Tensor:
-    """The softmax of the router's float32 scores summed over the valid tokens (bool), float32 [E], differentiable."""
+    """The softmax of the router's float32 logits, summed over the valid tokens (bool), float32 [E], differentiable."""
     return torch.where(valid_T.unsqueeze(1), torch.softmax(logits_TE, dim=1), 0.0).sum(0)

@@ -1,10 +1,10 @@
-"""Matrix products of rows that lie sorted by group, each group with weights of its own, at any sizes of the groups.
+"""Matrix products of rows sorted by group, each group with weights of its own, for groups of any sizes.
 
-A program finds a tile's group from the offsets on the device. Where groups have many rows, the kernel is persistent: a
-program a multiprocessor goes from tile to tile and copies blocks by tensor descriptors (TMA); the loops over tiles and
-over K are one pipeline, so the next tile is being read while the last is stored. Where they have few, reading weights
-is all there is to it: the grid is the most tiles that so many rows in so many groups can need, and a program beyond the
-last returns. The forward is contract C1: `acc = tl.dot(a, b, acc)` over ascending K, K never split, so neither tiles
+A program finds a tile's group from the offsets on the device. For groups with many rows the kernel is persistent: one
+program per multiprocessor goes from tile to tile and copies blocks by tensor descriptors (TMA); the loops over tiles
+and over K are one pipeline, so the next tile is read while the last one is stored. For groups with few rows, reading
+weights dominates: the grid has as many programs as so many rows in so many groups can need tiles, and superfluous ones
+return. The forward is under contract C1: `acc = tl.dot(a, b, acc)` over ascending K, K never split, so neither tiles
 nor kernels change a bit.
 
 Shape suffixes: R rows, G groups, K contracted dim, N columns of the result.
@@ -26,10 +26,10 @@ from ..linear.triton import biased, swizzled
 _SMALL = Choice("grouped", 16, 128, 128, 4, 4)
 _MEDIUM = Choice("grouped", 64, 256, 64, 4, 4)
 _LARGE = Choice("grouped", 128, 256, 64, 8, 4)
-_ODD = Choice("grouped", 64, 128, 64, 4, 3)  # for what has no descriptor
-_SMALL_ROWS, _MEDIUM_ROWS = 16, 96  # mean rows a group that they are for, at most
-_SUM = Choice("grouped", 32, 128, 0, 4)  # rows added at a time, and columns
-_OUTER = Choice("grouped", 64, 128, 128, 8, 3)  # block_m rows contracted at a time, a tile of block_n x block_k
+_ODD = Choice("grouped", 64, 128, 64, 4, 3)  # for operands that no descriptor can describe
+_SMALL_ROWS, _MEDIUM_ROWS = 16, 96  # the most rows per group, on average, for _SMALL and _MEDIUM
+_SUM = Choice("grouped", 32, 128, 0, 4)  # block_m rows are added at a time, of block_n columns
+_OUTER = Choice("grouped", 64, 128, 128, 8, 3)  # contracts block_m rows at a time, for a tile of block_n x block_k
 
 
 def _config(rows: int, groups: int) -> Choice:
@@ -45,7 +45,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def _row_tiles(offsets_ptr, groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
-    """Of each group the first row, the end row, its row tiles, and the tiles up to its last."""
+    """For each group: its first row, end row and number of row tiles, and the cumulative number of tiles."""
     g = tl.arange(0, GROUPS)
     start_G = tl.load(offsets_ptr + g, mask=g < groups, other=0)
     end_G = tl.load(offsets_ptr + g + 1, mask=g < groups, other=0)
@@ -55,7 +55,7 @@ def _row_tiles(offsets_ptr, groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr)
 
 @triton.jit
 def _locate(tile, offsets_ptr, groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
-    """Group, first row and end row of a row tile; the group is `groups` when there is no such tile."""
+    """A row tile's group and first row, and the group's end row; the group is `groups` if there is no such tile."""
     start_G, end_G, tiles_G, last_G = _row_tiles(offsets_ptr, groups, BLOCK_M, GROUPS)
     g = tl.arange(0, GROUPS)
     group = tl.sum(((last_G <= tile) & (g < groups)).to(tl.int32), axis=0)
@@ -126,7 +126,7 @@ def _persistent_kernel(
     K_INNERMOST: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """A block may reach into the next group: such rows are masked when they are stored, and so are such columns."""
+    """A block may reach into the next group; the store masks such rows and columns."""
     _, _, tiles_G, last_G = _row_tiles(offsets_ptr, groups, BLOCK_M, GROUPS)
     tiles_m, tiles_n = tl.sum(tiles_G, axis=0), tl.cdiv(columns, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
@@ -178,10 +178,10 @@ def grouped_matmul(x_RK: Tensor, w_GKN: Tensor, offsets: Tensor, bias_GN: Tensor
 
 
 def _described(x_RK: Tensor, w_GKN: Tensor, c: Choice) -> tuple[TensorDescriptor, TensorDescriptor] | None:
-    """The rows, and the weights of all groups below one another, along K or along N; None if descriptors cannot tell.
+    """Descriptors of the rows and of all groups' weights, stacked, contiguous along K or N; None if there can be none.
 
-    Weights along N are read in blocks of whole K: one that reached into the next group would multiply its weights by
-    zero, which is not zero for all weights.
+    Weights contiguous along N need a depth of whole blocks: a block that reached into the next group would multiply
+    its weights by zero, and not every product with zero is zero.
     """
     groups, depth, columns = w_GKN.shape
     if w_GKN.element_size() != 2 or depth % 8 or x_RK.data_ptr() % 16 or w_GKN.data_ptr() % 16:
@@ -225,7 +225,7 @@ def _outer_kernel(
 
 
 def grouped_outer(a_RN: Tensor, b_RK: Tensor, offsets: Tensor) -> Tensor:
-    """`a[rows of g].T @ b[rows of g]` of each group, [G, N, K] in b's dtype; zeros for a group without rows."""
+    """`a[rows of g].T @ b[rows of g]` for each group g, [G, N, K] in b's dtype; zero for a group without rows."""
     a_RN, b_RK = a_RN.contiguous(), b_RK.contiguous()
     groups, a_width, b_width = offsets.shape[0] - 1, a_RN.shape[1], b_RK.shape[1]
     out_GNK = torch.empty((groups, a_width, b_width), dtype=b_RK.dtype, device=b_RK.device)

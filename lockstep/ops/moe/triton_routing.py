@@ -1,10 +1,10 @@
-"""Which experts a token goes to, the rows sorted by expert, a token's rows back together, and their gradients. Meaning
-and rounding points: `ops/moe/routing.py`.
+"""Routing, sorting of rows by expert, dispatch and combine, with gradients. Semantics and rounding points:
+`ops/moe/routing.py`.
 
-A program does one token or one row of the result, so the order of its sums is the experts' or the slots'; sorting has a
-program an expert, and only counts.
+A program handles one token or one row of the result, so its sums run in the order of experts or slots; sorting has one
+program per expert, which only counts.
 
-Shape suffixes: T tokens, E experts, K slots a token, R = T * K rows, D hidden dim, G groups of experts.
+Shape suffixes: T tokens, E experts, K slots per token, R = T * K rows, D hidden dim, G groups of experts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..records import RouteSettings
 from ..rows import unit_inner
 
 NUM_WARPS = 4
-MAX_PLAN_BLOCK, PLAN_WARPS = 4096, 8  # rows that an expert's program looks at at once
+MAX_PLAN_BLOCK, PLAN_WARPS = 4096, 8  # rows that an expert's program reads at once
 LOWEST = tl.constexpr(-(1 << 63))  # below every key
 
 
 @triton.jit
 def _key(value, index):
-    """int64 in the order of (value, lower index first), so that no two are equal."""
+    """int64 keys, no two equal: the largest belongs to the largest value, on ties to the lower index."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     return (ordered << 32) | (0xFFFFFFFF - index.to(tl.int64))
@@ -39,7 +39,7 @@ def _value(key):
 
 @triton.jit
 def _eligible(key_E, e, size, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Keys of the experts in the `KEPT` groups whose two best sum highest; `LOWEST` for the others."""
+    """Keys of the experts in the `KEPT` groups whose two best have the highest sum; `LOWEST` for the others."""
     g = tl.arange(0, BLOCK_G)
     inside_GE = (e // size)[None, :] == g[:, None]
     key_GE = tl.where(inside_GE, key_E[None, :], LOWEST)
@@ -121,7 +121,7 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, by: RouteSettings) -> tuple[
 
 @triton.jit(do_not_specialize=["rows"])
 def _plan_kernel(experts_ptr, order_ptr, row_ptr, offsets_ptr, rows, BLOCK: tl.constexpr):
-    """One expert's rows in the order of their tokens, after those of the experts before it."""
+    """Place one expert's rows, in the order of their tokens, after those of the experts before it."""
     expert = tl.program_id(0)
     r = tl.arange(0, BLOCK)
     before_B, own_B = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
@@ -135,7 +135,7 @@ def _plan_kernel(experts_ptr, order_ptr, row_ptr, offsets_ptr, rows, BLOCK: tl.c
         tl.store(offsets_ptr + expert + 1, rows)
     end = place + tl.sum(own_B, axis=0)
     start = 0
-    while place < end:  # until all of the expert's rows have been met
+    while place < end:  # until all of the expert's rows have been found
         is_own_B = tl.load(experts_ptr + start + r, mask=start + r < rows, other=1 << 30) == expert
         place_B = (place + tl.cumsum(is_own_B.to(tl.int32), axis=0) - 1).to(tl.int64)
         tl.store(order_ptr + place_B, (start + r).to(tl.int64), mask=is_own_B)
