@@ -1,8 +1,8 @@
-"""Which kernel computes a matrix product: a function of its kind and shape, from a table that was measured.
+"""Which kernel computes a matrix product: a function of its kind and shape, from a table of measurements.
 
-`benchmarks/tune_linear.py` writes a table a GPU, `linear_<model>.json`; shapes that it lacks get a rule. A GPU without
-one has that of the nearest: of the same compute capability, if there is any. The choice moves time, never a bit:
-contract C1 leaves tiles free, and the fused forms round where the separate operators round.
+`benchmarks/tune_linear.py` writes one table per GPU, `linear_<model>.json`; shapes that it lacks follow a rule. A GPU
+without a table uses that of the nearest one, by compute capability. The choice affects time, never a bit: contract C1
+leaves tiles free, and the fused forms round where the separate operators round.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 Kind = Literal["linear", "linear_fp32", "linear_add", "norm_linear", "norm_gate_up"]
 
 FOLDER = Path(__file__).parents[1] / "tables"
-MEASURED = "NVIDIA H200", (9, 0)  # what stands for a machine without a GPU: its name and compute capability
-PROGRAMS = 96  # that a grid should have at least, if its tiles can be made small enough
+MEASURED = "NVIDIA H200", (9, 0)  # name and compute capability assumed on a machine without a GPU
+PROGRAMS = 96  # the least that a grid should have, if its tiles can be made small enough
 SHARED_BYTES = 180 * 1024  # for the stages of a program's pipeline
 MAX_STAGES = 8
-ON_HOPPER = {"pipelined": (200 * 1024, MAX_STAGES), "tma": (220 * 1024, 12)}  # shared bytes and stages, at most
-MAX_ROWS = 128  # beyond them the library's tiles are as good
+ON_HOPPER = {"pipelined": (200 * 1024, MAX_STAGES), "tma": (220 * 1024, 12)}  # the most shared bytes and stages
+MAX_ROWS = 128  # above this the library's tiles are as good
 DEPTHS = (256, 128, 64)  # of a tile
 
 
@@ -31,8 +31,8 @@ class Choice(NamedTuple):
     """A kernel, by its name in `linear.kernels`, and how it runs.
 
     Attributes:
-        block_m: rows of a tile; `block_n` its columns and `block_k`, a multiple of 16, its depth.
-        num_stages: of the pipeline; of the weights' alone where the rows have `x_stages` of their own.
+        block_m: rows of a tile; `block_n` is its columns and `block_k`, a multiple of 16, its depth.
+        num_stages: of the pipeline; of the weights alone if the rows have their own `x_stages`.
         early: whether it lets the next kernel start early.
     """
 
@@ -50,10 +50,10 @@ Table = dict[str, dict[tuple[int, int], list[tuple[int, Choice]]]]
 Candidates = Callable[[Kind, Sequence[int], int, int], list[Choice]]
 
 LIBRARY = Choice("library")  # cuBLASLt, and row operators around it
-CHAIN = Choice("pipelined", 128, 128, 64, 8, 4)  # what every other choice, and the library, is held to
-overrides: dict[tuple[int, int], Choice] = {}  # by (columns, depth), where the machine check found others to differ
-used: set[tuple[Any, ...]] = set()  # what was asked for so far: kind, rows, columns, depth and, with a bias, True
-offers: dict[str, Candidates] = {}  # of kernels from outside the package (`linear.kernels.register`)
+CHAIN = Choice("pipelined", 128, 128, 64, 8, 4)  # every other choice, the library included, must give its bits
+overrides: dict[tuple[int, int], Choice] = {}  # by (columns, depth), where the machine check found that others differ
+used: set[tuple[Any, ...]] = set()  # products requested so far: kind, rows, columns, depth and, with a bias, True
+offers: dict[str, Candidates] = {}  # by kernels from outside the package (`linear.kernels.register`)
 
 
 def choose(kind: Kind, rows: int, columns: int, depth: int, biased: bool = False) -> Choice:
@@ -72,11 +72,11 @@ def choose(kind: Kind, rows: int, columns: int, depth: int, biased: bool = False
 
 
 def by_rule(kind: Kind, rows: int, columns: int, depth: int) -> Choice:
-    """For shapes that are in no table: of 48 shapes of nine models, at 8 to 128 rows on an H200, 1 % above the fastest
-    tile on average and 29 % at most (`benchmarks/tune_linear.py --alone`).
+    """The choice for shapes that are in no table. Over 48 shapes of nine models, at 8 to 128 rows on an H200, it takes
+    1 % longer than the fastest tile on average and 29 % at most (`benchmarks/tune_linear.py --alone`).
 
-    Rows that do not all begin at whole 16 bytes are never the library's: its kernels for them add up in another order,
-    and take 2 to 5 times as long as the chain (an H200, 4,099 and 151,669 columns).
+    Rows that do not all begin at a multiple of 16 bytes never go to the library: its kernels for them add in another
+    order, and take 2 to 5 times as long as the chain (on an H200, with 4,099 and 151,669 columns).
     """
     if rows > MAX_ROWS:
         return LIBRARY if columns % 8 == depth % 8 == 0 else CHAIN
@@ -88,14 +88,14 @@ def by_rule(kind: Kind, rows: int, columns: int, depth: int) -> Choice:
 
 
 def _head(rows: int, depth: int) -> Choice:
-    """Many columns."""
+    """For the LM head, which has many columns."""
     if rows > 64:
         return LIBRARY
     return _tile("pipelined", _at_least(rows), 128, 128 if rows <= 32 else 64, depth)
 
 
 def _gated(rows: int, columns: int, depth: int) -> Choice:
-    """With so many columns of the result."""
+    """For gated products; `columns` are the result's."""
     if rows <= 16 or (rows <= 32 and columns < 3072):
         width = _width(columns, 64, 64, 32)
         return _tile("pipelined", 16, width, 256 if width == 32 else 128, depth, weights=2)
@@ -122,7 +122,7 @@ def _plain(rows: int, columns: int, depth: int) -> Choice:
 
 
 def _tile(kernel: str, block_m: int, block_n: int, block_k: int, depth: int, weights: int = 1) -> Choice:
-    """As deep as `block_k` at most, in two steps at least, with as many stages as fit."""
+    """A tile at most `block_k` deep, so that there are two steps or more, with as many stages as fit."""
     block_k = next(k for k in DEPTHS if k <= block_k and depth % k == 0 and depth > k)
     shared, most = ON_HOPPER[kernel]
     stages = min(shared // (2 * block_k * (block_m + weights * block_n)), depth // block_k + 1, most)
@@ -130,19 +130,19 @@ def _tile(kernel: str, block_m: int, block_n: int, block_k: int, depth: int, wei
 
 
 def _width(columns: int, most: int, programs: int, least: int = 16) -> int:
-    """Of a tile: at most, but so that there are so many programs, and at least."""
+    """A tile's columns: `most`, or fewer to have `programs` programs, but no fewer than `least`."""
     while most > least and columns < programs * most:
         most //= 2
     return most
 
 
 def _at_least(rows: int) -> int:
-    """A tile's rows, 16 to 64, that hold so many."""
+    """A tile's rows, 16 to 64, enough to hold `rows` if possible."""
     return next(block for block in (16, 32, 64) if rows <= block or block == 64)
 
 
 def portable(kind: Kind, rows: int, columns: int, depth: int) -> Choice:
-    """For every GPU that Triton compiles for: tiles small enough that the grid fills it, then as deep as fits."""
+    """For any GPU that Triton supports: tiles small enough that the grid fills it, with as many stages as fit."""
     weights = tiles_of_weight(kind)
     block_m = _at_least(rows)
     block_n = _width(-(-rows // block_m) * (columns // weights), 128, PROGRAMS)
@@ -153,14 +153,14 @@ def portable(kind: Kind, rows: int, columns: int, depth: int) -> Choice:
 
 
 def tiles_of_weight(kind: Kind) -> int:
-    """That a program multiplies with: of gate and of up, or one."""
+    """How many weight tiles a program multiplies by: two, of gate and up, or one."""
     return 2 if kind == "norm_gate_up" else 1
 
 
 @functools.cache
 def table() -> Table:
-    """Of each kind and (columns, depth): bounds on the rows, ascending, and what was fastest up to each; for this
-    process's GPU, or for the one that the package was measured on."""
+    """For each kind and (columns, depth): ascending bounds on the rows, and the fastest choice up to each; for this
+    process's GPU or, without one, `MEASURED`."""
     return table_for(*this_gpu())
 
 
@@ -175,7 +175,7 @@ def path_of(gpu: str) -> Path:
 
 
 def table_for(gpu: str, capability: tuple[int, int]) -> Table:
-    """The table of a GPU, or of the nearest."""
+    """The table of a GPU, or of the nearest one."""
 
     def distance(raw: dict[str, Any]) -> tuple[bool, int, int]:
         major, minor = raw["capability"]

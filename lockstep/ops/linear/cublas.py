@@ -1,4 +1,4 @@
-"""Process-wide settings that the contract needs from libraries, set in this one place, and the library's product."""
+"""cuBLAS's product, and the process-wide settings that the contract needs from it, set in this one place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..records import PLAIN_EPILOGUE, Epilogue
 from .choice import LIBRARY, Choice, Kind
 from .triton import supports as supports
 
-MIN_ROWS = 8  # below this cuBLAS may use matrix-vector kernels, whose order of additions is another
+MIN_ROWS = 8  # below this cuBLAS may use matrix-vector kernels, which add in another order
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def cublaslt_linear(
 
 
 def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
-    """One: the library chooses itself."""
+    """A single one: the library chooses its kernel itself."""
     return [LIBRARY]
 
 

@@ -1,16 +1,16 @@
-"""Matrix products that load weights while the kernel before still runs: contract C1, for up to a few hundred rows.
+"""Matrix products that load weights while the previous kernel still runs: contract C1, for up to a few hundred rows.
 
-A product of a decode step reads its weights, which nothing before it writes, and its rows, which the kernel before
-does. Launched early (`pdl`), a program here asks for the first stages of its weights at once, for all of them where
-they fit, and only then waits; what is left between two kernels is the way of the rows, the chain of MMAs and the way of
-the result. Triton's pipeliner cannot part the two kinds of loads; Gluon, the language below it, can.
+A product of a decode step reads its weights, which no kernel before it writes, and its rows, which the previous kernel
+writes. Launched early (`pdl`), a program here first requests the first stages of its weights, or all of them if they
+fit, and only then waits. Between two kernels there remain only the loads of the rows, the chain of MMAs and the stores
+of the result. Triton's pipeliner cannot separate the two kinds of loads; Gluon, the language below it, can.
 
-Weights are asked for ahead only in a captured graph, and no graph that holds these products writes a weight (one that
-gathers weights has the separate operators): what wrote it was complete before the graph began. Launched one by one, a
-kernel waits first, and so does one of the plain product, which any graph may hold.
+Weights are loaded early only in a captured graph, and no graph that holds these products writes a weight (one that
+gathers weights has the separate operators): whatever wrote it was complete before the graph began. Launched one by one,
+a kernel waits first, and so does the kernel of a plain product, which any graph may hold.
 
-GATED and ADD are those of `linear`. Blocks of 16 rows use `mma.sync`, of 64 or more `wgmma`: the same bits. A `wgmma`
-runs while the next tiles are asked for.
+GATED and ADD are those of `linear.triton`. Blocks of 16 rows use `mma.sync`, those of 64 or more `wgmma`, with the same
+bits. A `wgmma` runs while the next tiles are requested.
 
 Shape suffixes: M rows, N columns of the result, K depth.
 """
@@ -33,17 +33,17 @@ from .choice import Choice, Kind, tiles_of_weight
 from .hopper_common import STAGES_KIB, WGMMA_ROWS, asks_ahead, barrier, biased, operands, rounded_gated
 from .hopper_common import supports as supports
 
-_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # by Triton's version
+_copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # depends on Triton's version
 
-STAGES = {64: (4, 8), 128: (3, 4), 256: (3, 4)}  # of the rows, by the depth of one; the weights fill the rest
-MIN_COPIED = 8  # rows that are copied at least: the period of the shared layouts
+STAGES = {64: (4, 8), 128: (3, 4), 256: (3, 4)}  # of the rows, by a stage's depth; the weights' fill the rest
+MIN_COPIED = 8  # the fewest rows that are copied: the period of the shared layouts
 
 
 @gluon.jit
 def _copy_columns(
     to, ptr, stride, first, rows, start, BLOCK_R: gl.constexpr, BLOCK_K: gl.constexpr, PAIRED: gl.constexpr
 ):
-    """Ask for `BLOCK_R` rows from `first` on, zeros past `rows`. PAIRED: each of those, then that `rows` further on."""
+    """Start loading `BLOCK_R` rows from `first` on, zeros past `rows`. PAIRED: each, then the one `rows` further on."""
     warps: gl.constexpr = gl.num_warps()
     lanes: gl.constexpr = min(BLOCK_K // 8, 32)
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
@@ -62,7 +62,7 @@ def _copy_columns(
 
 @gluon.jit
 def _multiplied(a, b, acc):
-    """`acc + a @ b.T`, of tiles in shared memory."""
+    """`acc + a @ b.T` for tiles in shared memory."""
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
     return mma_v2(a.load(left), b.permute((1, 0)).load(right), acc)
@@ -70,8 +70,8 @@ def _multiplied(a, b, acc):
 
 @gluon.jit
 def _begun(a, b, acc):
-    """The same by the tensor core on its own, while the program goes on. The one begun before has ended, in all warps:
-    its tiles may be overwritten."""
+    """Begin the same asynchronously, by `wgmma`. The one begun before has completed in all warps, so its tiles may be
+    overwritten."""
     hopper.fence_async_shared()
     barrier()
     acc = hopper.warpgroup_mma(a, b.permute((1, 0)), acc, is_async=True)
@@ -83,7 +83,7 @@ def _begun(a, b, acc):
 @gluon.jit(do_not_specialize=["rows", "ahead"])
 def _async_kernel(
     x_ptr,  # [rows, DEPTH]
-    w_ptr,  # [columns, DEPTH], or [2 * columns, DEPTH] when GATED
+    w_ptr,  # [columns, DEPTH], or [2 * columns, DEPTH] if GATED
     residual_ptr,  # [rows, columns], read if ADD
     out_ptr,  # [rows, columns], contiguous
     bias_ptr,  # [columns], or None
@@ -92,7 +92,7 @@ def _async_kernel(
     x_stride,
     w_stride,
     residual_stride,
-    ahead,  # ask for weights before the kernel before has ended
+    ahead,  # load weights before the previous kernel has ended
     DEPTH: gl.constexpr,
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,  # of the gate
@@ -100,7 +100,7 @@ def _async_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
-    COPIED: gl.constexpr,  # rows of a block that there are, rounded up to a power of two
+    COPIED: gl.constexpr,  # rows of a block that exist, rounded up to a power of two
     X_STAGES: gl.constexpr,
     W_STAGES: gl.constexpr,
     WGMMA: gl.constexpr,
@@ -116,9 +116,9 @@ def _async_kernel(
     else:
         shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
         result: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, warps], [16, 8])
-    x_lead: gl.constexpr = X_STAGES - 1  # steps whose rows are asked for ahead
+    x_lead: gl.constexpr = X_STAGES - 1  # steps by which the loads of rows run ahead
     w_lead: gl.constexpr = steps if steps <= W_STAGES else W_STAGES - 1
-    gl.static_assert(x_lead >= 1 and w_lead >= min(x_lead, steps))  # with a step's rows come its weights
+    gl.static_assert(x_lead >= 1 and w_lead >= min(x_lead, steps))  # waiting for a step's rows covers its weights
     blocks_m = gl.cdiv(rows, BLOCK_M)
     first_m, first_n = gl.program_id(0) % blocks_m * BLOCK_M, gl.program_id(0) // blocks_m * BLOCK_N
     w_shared = gl.allocate_shared_memory(dtype, [W_STAGES, WIDE, BLOCK_K], shared)
@@ -156,7 +156,7 @@ def _async_kernel(
             if next_w < steps:
                 to_w = w_shared.index(next_w % W_STAGES)
                 _copy_columns(to_w, w_ptr, w_stride, first_n, columns, next_w * BLOCK_K, WIDE, BLOCK_K, GATED)
-        if x_lead < steps:  # known here: Triton 3.6 fails on a branch that it finds dead later
+        if x_lead < steps:  # at compile time: Triton 3.6 fails on a branch that it finds dead only later
             next_x = step + x_lead
             if next_x < steps:
                 to_x = x_shared.index(next_x % X_STAGES).slice(0, COPIED, dim=0)
@@ -207,9 +207,9 @@ def run(
     residual_MN: Tensor | None = None,
     epilogue: Epilogue = PLAIN_EPILOGUE,
 ) -> Tensor:
-    """See `kernels.ProductKernel`; in bfloat16, at a depth that is a multiple of `choice.block_k`.
+    """See `kernels.ProductKernel`; in bfloat16, with a depth that is a multiple of `choice.block_k`.
 
-    But for the plain product, nothing that runs just before writes the weight: a captured graph asks for it early.
+    Except for the plain product, the previous kernels must not write the weight, which a captured graph loads early.
     """
     x_MK, out_MN, residual = operands(kind, x_MK, weight_NK, residual_MN)
     (rows, depth), columns = x_MK.shape, out_MN.shape[1]

@@ -1,4 +1,4 @@
-"""What kernels of products on Hopper have in common: where they run, their operands, the end of an accumulator.
+"""Shared by the Hopper kernels for products: where they run, their operands, their epilogue.
 
 Shape suffixes: M rows, N columns of the result, K depth.
 """
@@ -17,9 +17,9 @@ from .choice import Choice, Kind, tiles_of_weight
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-ALIGNMENT = 16  # bytes: of what one instruction copies
-WGMMA_ROWS = 64  # of a block, from which on it is multiplied so
-STAGES_KIB = (74, 110, 224)  # three programs a multiprocessor, two, or one
+ALIGNMENT = 16  # bytes that one instruction copies
+WGMMA_ROWS = 64  # blocks of so many rows or more use wgmma
+STAGES_KIB = (74, 110, 224)  # for three programs per multiprocessor, two, or one
 
 
 @gluon.jit
@@ -30,7 +30,7 @@ def rounded_gated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def biased(acc, bias_ptr, first_n, columns):
-    """An accumulator and the bias of its columns, from `first_n` on."""
+    """The accumulator plus the bias of its columns, from `first_n` on."""
     n = first_n + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
     return acc + gl.expand_dims(gl.load(bias_ptr + n, mask=n < columns, other=0.0).to(gl.float32), 0)
 
@@ -41,12 +41,12 @@ def supports(choice: Choice, weight_NK: Tensor) -> bool:
 
 
 def operands(kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows and residual as kernels take them, and room for the result between; without a residual, that room."""
+    """The rows as kernels take them, memory for the result, and the residual; without a residual, that memory again."""
     x_MK = aligned_rows(x_MK)
     out_MN = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0] // tiles_of_weight(kind))
     return x_MK, out_MN, out_MN if residual_MN is None else aligned_rows(residual_MN)
 
 
 def asks_ahead(kind: Kind) -> bool:
-    """Whether weights are asked for before the kernel before has ended: in a captured graph, where one may."""
+    """Whether weights are loaded before the previous kernel has ended: in a captured graph, for kinds that allow it."""
     return kind != "linear" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

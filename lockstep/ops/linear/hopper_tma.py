@@ -1,12 +1,12 @@
-"""Matrix products whose tiles the copy engine brings (TMA), multiplied by `wgmma`: contract C1, for 8 rows and more.
+"""Matrix products whose tiles are copied by TMA and multiplied by `wgmma`: contract C1, for 8 rows and more.
 
-With some dozens of rows it is not the weights that take longest to read, but the rows, from the L2 cache, once for each
-program. Here one thread asks for a whole tile, so a program has time for wide ones, and there are fewer programs.
+With a few dozen rows, reading the weights takes less time than reading the rows, from the L2 cache, in every program.
+Here one thread requests a whole tile, so a program can afford wide tiles, and there are fewer programs.
 
-The engine takes long for rows that are not there. So a block is two pieces that overlap where there are fewer rows than
-both have, the two again and again where a block has more, and the last block begins early: what is multiplied twice has
-the same bits. With a few rows this is for narrow weights: a program has little of them to read, and all of the chain of
-MMAs to go. GATED, ADD and what `hopper_async` says of weights asked for ahead hold here.
+TMA is slow for rows that are out of bounds. So a block consists of two pieces, which overlap if there are fewer rows
+than both hold; they are repeated if a block is larger still, and the last block begins early. Rows that are multiplied
+twice have the same bits. With few rows, this kernel is for narrow weights, of which a program has little to read but
+the whole chain of MMAs to compute. GATED, ADD and what `hopper_async` says of loading weights early hold here too.
 
 Shape suffixes: M rows, N columns of the result, K depth.
 """
@@ -30,14 +30,14 @@ from .choice import Choice, Kind, tiles_of_weight
 from .hopper_common import STAGES_KIB, asks_ahead, barrier, biased, operands, rounded_gated
 from .hopper_common import supports as supports
 
-_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # by Triton's version
+_copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # depends on Triton's version
 WEIGHTS, PIECES = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 4)
-FEWEST = 8  # rows that are worth it: fewer are asked for in too many pieces
+FEWEST = 8  # rows for which it pays; fewer would take too many pieces
 
 
 @gluon.jit
 def _ask_weights(w, columns, first_n, k, tiles, stage, ready, GATED: gl.constexpr):
-    """Ask for a step's weights, GATED for both halves."""
+    """Start loading a step's weights; if GATED, both halves."""
     if GATED:
         _copy(w, [first_n, k], ready, tiles.index(2 * stage))
         _copy(w, [columns + first_n, k], ready, tiles.index(2 * stage + 1))
@@ -47,15 +47,15 @@ def _ask_weights(w, columns, first_n, k, tiles, stage, ready, GATED: gl.constexp
 
 @gluon.jit(do_not_specialize=["rows", "ahead"])
 def _tma_kernel(
-    x,  # [BLOCK_M // (2 * PIECE), 2, max(rows - PIECE, PIECE), DEPTH]: rows, and those a piece further on; repeated
-    w,  # [columns, DEPTH], or [2 * columns, DEPTH] when GATED
+    x,  # [BLOCK_M // (2 * PIECE), 2, max(rows - PIECE, PIECE), DEPTH]: the rows, and those a piece later; repeated
+    w,  # [columns, DEPTH], or [2 * columns, DEPTH] if GATED
     residual_ptr,  # [rows, columns], read if ADD
     out_ptr,  # [rows, columns], contiguous
     bias_ptr,  # [columns], or None
     rows,
     columns,
     residual_stride,
-    ahead,  # ask for weights before the kernel before has ended
+    ahead,  # load weights before the previous kernel has ended
     DEPTH: gl.constexpr,
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,  # of the gate
@@ -117,7 +117,7 @@ def _tma_kernel(
             acc, up = hopper.warpgroup_mma_wait(2, deps=(acc, up))
         else:
             acc = hopper.warpgroup_mma_wait(1, deps=(acc,))
-        barrier()  # the step before has been multiplied, in all warps: its tiles may be overwritten
+        barrier()  # all warps have multiplied the previous step's tiles, which may now be overwritten
         after = step + lead
         if after < steps:
             free = after % STAGES
@@ -161,10 +161,10 @@ def run(
     residual_MN: Tensor | None = None,
     epilogue: Epilogue = PLAIN_EPILOGUE,
 ) -> Tensor:
-    """As `hopper_async.run`, in blocks of 64 or 128 rows, in two steps and stages at least."""
+    """As `hopper_async.run`, with blocks of 64 or 128 rows and at least two steps and stages."""
     x_MK, out_MN, residual = operands(kind, x_MK, weight_NK, residual_MN)
     (rows, depth), columns = x_MK.shape, out_MN.shape[1]
-    piece = min(choice.block_m // 2, 1 << (rows.bit_length() - 1))  # so that two have all
+    piece = min(choice.block_m // 2, 1 << (rows.bit_length() - 1))  # two pieces cover all rows of a block
     assert depth % choice.block_k == 0 and depth > choice.block_k and choice.num_stages > 1
     further = min(piece, rows - piece) * x_MK.stride(0)
     shape = choice.block_m // (2 * piece), 2, max(rows - piece, piece), depth

@@ -1,6 +1,6 @@
 """The kernels that compute matrix products on a GPU: one file each, registered here by name.
 
-Which of them computes a shape, `choice` says. Tiles and kernels change no bit (contract C1).
+`choice` says which of them computes a shape. Tiles and kernels change no bit (contract C1).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .choice import Choice, Kind
 
 
 class ProductKernel(Protocol):
-    """What a file of a kernel has. Shape suffixes: M rows, N columns of the weight, K depth."""
+    """What a kernel's file provides. Shape suffixes: M rows, N columns of the weight, K depth."""
 
     def supports(self, choice: Choice, weight_NK: Tensor) -> bool:
-        """Whether the weight's GPU can run that, and the weight is laid out for it."""
+        """Whether the weight's GPU can run this choice, and the weight has the layout that it needs."""
 
     def candidates(self, kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
         """Choices worth timing for these numbers of rows, ascending; `columns` as in `linear_choice.choose`."""
@@ -38,29 +38,28 @@ class ProductKernel(Protocol):
         residual_MN: Tensor | None = None,
         epilogue: Epilogue = PLAIN_EPILOGUE,
     ) -> Tensor:
-        """The product, with what comes after it in that kind: the bias, added to the float32 accumulator; the rounding
-        to bfloat16; the gate with its activation, or the sum with the residual. What comes before it, the norm, has
-        been done. An epilogue is given where it is not the plain one; kinds that gate or stay in float32 have no bias.
-        """
+        """The product and what follows it in this kind: the bias, added to the float32 accumulator; the rounding to
+        bfloat16; then the activated gate's product, or the sum with the residual. What precedes it, the norm, has been
+        done. `epilogue` is passed only if it is not the plain one; kinds that gate or stay in float32 have no bias."""
 
 
 KERNELS: dict[str, ProductKernel] = {"library": cublas, "pipelined": triton}
 try:
     from . import hopper_async, hopper_tma
-except ImportError:  # Triton without Gluon
+except ImportError:  # this version of Triton lacks Gluon
     pass
 else:
     KERNELS |= {"async": hopper_async, "tma": hopper_tma}
 
 
 def register(name: str, kernel: ProductKernel) -> None:
-    """Add a kernel from outside the package: shapes that it has candidates for are its own, by the first of them."""
+    """Add a kernel from outside the package. It computes every shape for which it has candidates, by the first."""
     KERNELS[name] = kernel
     linear_choice.offers[name] = kernel.candidates
 
 
 def choose(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> Choice:
-    """By the table or its rule; where their kernel cannot run, by the rule for every GPU."""
+    """The choice of the table or its rule; if that kernel cannot run, the portable one."""
     choice = linear_choice.choose(kind, rows, *weight_NK.shape, biased=biased)
     if choice.kernel in KERNELS and KERNELS[choice.kernel].supports(choice, weight_NK):
         return choice
@@ -70,12 +69,12 @@ def choose(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> Ch
 def product(
     kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None = None, epilogue: Epilogue = PLAIN_EPILOGUE
 ) -> Tensor:
-    """By the kernel that is chosen for its shape."""
+    """The product, by the kernel that is chosen for its shape."""
     if x_MK.dtype != torch.bfloat16:
         raise TypeError(f"the GPU path computes in bfloat16, got {x_MK.dtype}")
     choice = choose(kind, x_MK.shape[0], weight_NK, epilogue.bias_N is not None)
     is_plain = epilogue.bias_N is None and epilogue.activation == SILU
-    given = () if is_plain else (epilogue,)  # kernels from outside may know of none
+    given = () if is_plain else (epilogue,)  # kernels from outside may not take one
     return KERNELS[choice.kernel].run(kind, choice, x_MK, weight_NK, residual_MN, *given)
 
 
@@ -109,6 +108,6 @@ def norm_gate_up(
 
 
 def gate_up(x_TD: Tensor, weight_ED: Tensor, activation: str = SILU) -> Tensor:
-    if choose("norm_gate_up", x_TD.shape[0], weight_ED).kernel == "library":  # two kernels, the first of any file
+    if choose("norm_gate_up", x_TD.shape[0], weight_ED).kernel == "library":  # two kernels, the first from any file
         return silu_mul(linear(x_TD, weight_ED), activation)
     return product("norm_gate_up", x_TD, weight_ED, None, Epilogue(activation=activation))

@@ -1,15 +1,15 @@
-"""Matrix products under contract C1: one float32 accumulator an output element, ascending K, one rounding. A bias is
-added to the accumulator in float32, before that rounding, as cuBLAS's epilogue does and so `F.linear`.
+"""Matrix products under contract C1: one float32 accumulator per output element, ascending K, one rounding. A bias is
+added to the accumulator in float32, before that rounding, as in cuBLAS's epilogue and therefore in `F.linear`.
 
-What keeps a row's bits its own on a CPU was measured, not assumed (`docs/numerics.md`): products are made in blocks of
-`ROW_BLOCK` rows, with at least `MIN_COLUMNS` columns and a depth of at least `MIN_DEPTH`.
+What makes a row's bits independent of other rows on a CPU was measured, not assumed (`docs/numerics.md`): products are
+computed in blocks of `ROW_BLOCK` rows, with at least `MIN_COLUMNS` columns and a depth of at least `MIN_DEPTH`.
 
-Layers fused with their neighbours have the same bits as the separate operators, in fewer kernels: each rounds where
-those round. With gradients enabled those run, because their backward passes are separate; without, one operator runs,
-and on a GPU the shape decides how much of it is one kernel.
+Products fused with their neighbours have the same bits as the separate operators, in fewer kernels: each rounds where
+those round. With gradients enabled the separate ones run, because their backward passes are separate; otherwise one
+operator runs, and on a GPU the shape decides how much of it is one kernel.
 
 Shape suffixes: T rows, D model dim, E fused projection, F feed-forward dim, K depth, N columns;
-of a product a head: N heads, M columns.
+of per-head products: N heads, M columns.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..norm.operator import rms_norm
 from ..operator import SAME, operator
 from ..records import SILU
 
-ROW_BLOCK = 64  # one shape a weight: how a library cuts a product, and whether it splits the depth, follows the rows
-MIN_COLUMNS = 16  # measured: with 12 and more a row's bits are its own; with fewer they change with rows and addresses
-MIN_DEPTH = 32  # torch leaves bfloat16 products of 16 * 16 * 16 multiplications and fewer to other code
+ROW_BLOCK = 64  # one shape per weight: a library cuts a product, and may split its depth, according to the rows
+MIN_COLUMNS = 16  # measured: with fewer than 12, a row's bits change with the number of rows and with addresses
+MIN_DEPTH = 32  # torch has other code for bfloat16 products of at most 16 * 16 * 16 multiplications
 
 
 def _backward(ctx, grad_TN: Tensor):
     x_TK, weight_NK, bias_N = ctx.saved_tensors
-    grad_N = None if bias_N is None else grad_TN.sum(0)  # in an order that the shape alone decides
+    grad_N = None if bias_N is None else grad_TN.sum(0)  # in an order that depends on the shape alone
     return matmul(grad_TN, weight_NK), matmul(grad_TN.t(), x_TK), grad_N
 
 
@@ -42,12 +42,12 @@ def _backward(ctx, grad_TN: Tensor):
     backward=_backward,
 )
 def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, [T, N] in the dtype of both, of weights [N, K]; a row's bits do not depend on how many
-    rows there are."""
+    """`x @ weight.T + bias`, [T, N] in the dtype of both, with weights [N, K]; a row's bits do not depend on the number
+    of rows."""
     if bias_N is not None:
         return (linear_fp32.on_cpu[x_TK.dtype](x_TK, weight_NK) + bias_N.float()).to(x_TK.dtype)
     (rows, depth), columns = x_TK.shape, weight_NK.shape[0]
-    deeper, wider = max(MIN_DEPTH - depth, 0), max(MIN_COLUMNS - columns, 0)  # filled up with zeros
+    deeper, wider = max(MIN_DEPTH - depth, 0), max(MIN_COLUMNS - columns, 0)  # zero padding
     if deeper or wider:
         weight_NK = F.pad(weight_NK, (0, deeper, 0, wider))
     padded = F.pad(x_TK, (0, deeper, 0, -rows % ROW_BLOCK))
@@ -60,8 +60,8 @@ def linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Ten
     fake=lambda x_TK, weight_NK: x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0], dtype=torch.float32),
 )
 def linear_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """The same product without a bias and with the accumulator as its result, float32 [T, N] (logits, router scores).
-    No autograd."""
+    """The same product without a bias, whose result is the accumulator, float32 [T, N] (for logits and routers). No
+    autograd."""
     return linear.on_cpu[torch.float32](x_TK.float(), weight_NK.float())
 
 
@@ -71,7 +71,7 @@ def linear_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     fake=lambda a_RD, b_DC: a_RD.new_empty(a_RD.shape[0], b_DC.shape[1]),
 )
 def matmul(a_RD: Tensor, b_DC: Tensor) -> Tensor:
-    """`a @ b`, [R, C] of one dtype, for backward passes: under no contract, but the same every time."""
+    """`a @ b`, [R, C], both of one dtype, for backward passes: under no contract, but deterministic."""
     return a_RD @ b_DC
 
 
@@ -105,8 +105,8 @@ def norm_linear(
 def norm_gate_up(
     x_TD: Tensor, norm_D: Tensor, weight_ED: Tensor, eps: float, weight_offset: float = 0.0, activation: str = SILU
 ) -> Tensor:
-    """`silu_mul(linear(rms_norm(x, norm, eps, weight_offset), weight), activation)`: the weight is [2F, D], gate rows
-    first; [T, F]."""
+    """`silu_mul(linear(rms_norm(x, norm, eps, weight_offset), weight), activation)`, [T, F]; the weight is [2F, D],
+    gate rows first."""
     normed_TD = rms_norm.on_cpu[x_TD.dtype](x_TD, norm_D, eps, weight_offset)
     return silu_mul.on_cpu[x_TD.dtype](linear.on_cpu[x_TD.dtype](normed_TD, weight_ED), activation)
 
@@ -117,7 +117,7 @@ def norm_gate_up(
     composed=lambda x_TD, weight_ED, activation=SILU: silu_mul(linear(x_TD, weight_ED), activation),
 )
 def gate_up(x_TD: Tensor, weight_ED: Tensor, activation: str = SILU) -> Tensor:
-    """`silu_mul(linear(x, weight), activation)`, [T, F]: `norm_gate_up` of what no norm is before."""
+    """`silu_mul(linear(x, weight), activation)`, [T, F]: `norm_gate_up` without a norm."""
     return silu_mul.on_cpu[x_TD.dtype](linear.on_cpu[x_TD.dtype](x_TD, weight_ED), activation)
 
 
@@ -144,8 +144,8 @@ def _per_head_backward(ctx, grad_TNM: Tensor):
     backward=_per_head_backward,
 )
 def per_head_linear(x_TNK: Tensor, weight_NMK: Tensor) -> Tensor:
-    """`x[:, n] @ weight[n].T` for each head n, [T, N, M] in x's dtype; the bits of `linear` a head. Either may be a
-    view with any strides, such as one projection's rows of a fused weight."""
+    """`x[:, n] @ weight[n].T` for each head n, [T, N, M] in x's dtype; each head has the bits of `linear`. Either may
+    be a view with any strides, such as one projection's rows of a fused weight."""
     (tokens, heads, _), columns = x_TNK.shape, weight_NMK.shape[1]
     out_TNM = x_TNK.new_empty(tokens, heads, columns)
     for n in range(heads):

@@ -1,18 +1,19 @@
 """Matrix products under contract C1: `acc = tl.dot(a, b, acc)` over ascending K, K never split.
 
-Measured on an H200: tiles, warps and stages do not change a bit, so the configuration follows the shape. One kernel
-does the plain product and two fused forms, which round where the separate operators round, so the bits are theirs:
+As measured on an H200, tiles, warps and stages do not change a bit, so the configuration may follow the shape. One
+kernel computes the plain product and two fused forms, which round where the separate operators round, so they have the
+same bits:
 
-- GATED: the weight holds gate rows and up rows, a program does a tile of both, and the result is their gated product,
-  such as `silu(gate) * up`;
+- GATED: the weight holds gate rows and up rows, a program computes a tile of both, and the result is their gated
+  product, such as `silu(gate) * up`;
 - ADD: the product is added to a residual.
 
-With a bias, that is added to the accumulator before it is rounded.
+A bias is added to the accumulator before it is rounded.
 
-A product a head has three strides an operand, so one kernel does the product, both of its gradients, and views of fused
-weights.
+Per-head products have three strides per operand, so one kernel computes the product, both of its gradients, and
+products of views of fused weights.
 
-Shape suffixes: M rows, N columns of the result, K depth; of a product a head: T rows, N heads, M columns, K depth.
+Shape suffixes: M rows, N columns of the result, K depth; of per-head products: T rows, N heads, M columns, K depth.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from ..rows import unit_inner
 from .choice import CHAIN, Choice, Kind, tiles_of_weight
 
 SMALL, LARGE = Choice("per_head", 16, 128, 64, 4, 4), Choice("per_head", 128, 128, 64, 8, 3)
-MANY_ROWS = 64  # of a product a head, whose tiles these are
-PIPELINE_KIB = (110, 200)  # a program's stages: two programs a multiprocessor, or one
+MANY_ROWS = 64  # from so many rows on, per-head products use LARGE
+PIPELINE_KIB = (110, 200)  # of a program's stages, for two programs per multiprocessor or one
 SHARED_BYTES = 220 * 2**10
 
 
 @triton.jit
 def swizzled(program, blocks_m, blocks_n, GROUP: tl.constexpr = 8):
-    """A program's block of rows and of columns: `GROUP` blocks of rows take turns at a block of columns, whose weights
-    they share in the L2 cache."""
+    """A program's block of rows and of columns, ordered so that `GROUP` successive programs, each with other rows,
+    share the weights of a block of columns in the L2 cache."""
     first_m = program // (GROUP * blocks_n) * GROUP
     group = tl.minimum(blocks_m - first_m, GROUP)
     within = program % (GROUP * blocks_n)
@@ -49,14 +50,14 @@ def swizzled(program, blocks_m, blocks_n, GROUP: tl.constexpr = 8):
 
 @triton.jit
 def biased(acc, bias_ptr, n, columns):
-    """An accumulator and the bias of its columns."""
+    """The accumulator plus the bias of its columns."""
     return acc + tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit(do_not_specialize=["rows", "early"])
 def _linear_kernel(
     x_ptr,  # [rows, depth]
-    w_ptr,  # [columns, depth], or [2 * columns, depth] when GATED
+    w_ptr,  # [columns, depth], or [2 * columns, depth] if GATED
     residual_ptr,  # [rows, columns], read if ADD
     out_ptr,  # [rows, columns], contiguous
     bias_ptr,  # [columns], or None
@@ -105,7 +106,7 @@ def _linear_kernel(
         x += BLOCK_K
         w += BLOCK_K
     if PDL:
-        pdl.gdc_launch_dependents()  # without effect if they were released early
+        pdl.gdc_launch_dependents()  # no effect if they were released early
     dtype = out_ptr.dtype.element_ty
     if bias_ptr is not None:
         acc = biased(acc, bias_ptr, n, columns)
@@ -117,7 +118,7 @@ def _linear_kernel(
 
 
 def supports(choice: Choice, weight_NK: Tensor) -> bool:
-    """Always: what is laid out otherwise is copied."""
+    """Always: a weight in another layout is copied."""
     return True
 
 
@@ -132,7 +133,7 @@ def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> lis
         few, many = programs < 48, programs > 400 and block_n < 64
         if few or many or (most >= 256 and block_n < 64) or tile > 128 * 256 or depth % block_k:
             continue
-        split = block_m < min(most, 64)  # the rows over several blocks
+        split = block_m < min(most, 64)  # the rows span several blocks
         for kib in PIPELINE_KIB[split:]:
             stages = min(kib * 1024 // stage, 8, depth // block_k + 1)
             if stages >= 3 and stages * stage <= SHARED_BYTES:
@@ -167,7 +168,7 @@ def run(
 
 
 def chain(x_MK: Tensor, weight_NK: Tensor, kind: Kind = "linear", bias_N: Tensor | None = None) -> Tensor:
-    """The product whose words every other choice is held to, rounded or ("linear_fp32") not."""
+    """The product by `CHAIN`, whose bits every other choice must have; rounded, or for "linear_fp32" not."""
     return run(kind, CHAIN, x_MK, weight_NK, None, Epilogue(bias_N))
 
 
