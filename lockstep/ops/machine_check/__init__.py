@@ -1,1 +1,1 @@
-"""Does this machine keep the contract?"""
+"""Checks whether this machine keeps the bitwise contract."""

@@ -1,8 +1,8 @@
-"""Is attention over a paged cache attention over packed tokens, on this machine? Parts of the check of `check.py`.
+"""Whether attention over a paged cache has the bits of attention over packed tokens on this machine, for `check.py`.
 
-Attention's sums are float32 and rounded once, so in bfloat16 few words show that two sums were added in different
+Attention's sums are float32 and rounded once, so in bfloat16 few results show that two sums were added in different
 orders. On a CPU, whose libraries choose the order, there are therefore also inputs whose sums cancel and leave their
-rounding errors; a GPU runs kernels of ours, which `tests/gpu` compares on many more.
+rounding errors; a GPU runs kernels of ours, which `tests/gpu` compares on many more inputs.
 
 Shape suffixes: T tokens, N query heads, K key/value heads, H head dim, R latent rank, P rotated dim.
 """
@@ -23,13 +23,13 @@ from .shapes import HeadShape, LatentHeadShape
 KINDS = ("ordinary", "scores", "values")
 TOKENS, PAGE = KEY_TILE + 6, 16
 PAIRED = KEY_TILE // 2
-WINDOW, SCALE = KEY_TILE - 3, 0.3  # of a layer that has such: some queries see no key of the first ones
-LARGE = 256.0  # of queries and keys whose products cancel: errors of scores are then no smaller than bfloat16's
+WINDOW, SCALE = KEY_TILE - 3, 0.3  # of a `scored` layer: some queries do not see the first keys
+LARGE = 256.0  # factor on queries and keys whose products cancel, so that scores' errors exceed bfloat16's
 
 
 def attention_agrees(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether decoding, a token at a time and all in one batch, has the bits of one packed pass; so for a prompt's
-    second chunk."""
+    """Whether decoding, with one sequence per token in one batch, and the second chunk of a prompt have the bits of one
+    packed pass."""
     kinds = [PLAIN]
     if shape.scored:
         kinds.append(AttentionScores(torch.randn(shape.heads, device=device).to(dtype), WINDOW, SCALE))
@@ -41,7 +41,7 @@ def latent_agrees(shape: LatentHeadShape, device: torch.device, dtype: torch.dty
 
 
 def _probes(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Queries, keys and values: ordinary ones, scores that cancel, and weighted sums of values that cancel."""
+    """Queries, keys and values: ordinary ones, some whose scores cancel, and some whose weighted values cancel."""
     for kind in KINDS if device.type == "cpu" else KINDS[:1]:
         qk = torch.randn(TOKENS, shape.heads + shape.kv_heads, shape.head_dim, device=device).to(dtype)
         q, k = qk[:, : shape.heads], qk[:, shape.heads :]
@@ -57,8 +57,8 @@ def _probes(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Itera
 def _latent_probes(
     shape: LatentHeadShape, device: torch.device, dtype: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Absorbed and rotated queries, latents and rotated keys: as `_probes`. As latents are keys too, those that cancel
-    as values are seen by queries of zeros."""
+    """Absorbed and rotated queries, latents and rotated keys, like `_probes`. Latents are keys too, so the absorbed
+    queries are zero where latents cancel as values."""
     for kind in KINDS:
         q = torch.randn(TOKENS, shape.heads, shape.kv_rank, device=device).to(dtype)
         rotated = torch.randn(TOKENS, shape.heads + 1, shape.rope_dim, device=device).to(dtype)
@@ -73,7 +73,7 @@ def _latent_probes(
 
 
 def _cancel_values(k: Tensor, v: Tensor) -> None:
-    """Make the first `PAIRED` values cancel, in pairs of the same key, and the others zero, in place. Later queries are
+    """Make the first `PAIRED` values cancel, in pairs with equal keys, and the others zero, in place. Later queries are
     left with rounding errors."""
     first, second, _ = pairs(PAIRED)
     k[second], v[second] = k[first], -v[first]
@@ -99,7 +99,7 @@ def _latents_agree(q_TNR: Tensor, q_rope_TNP: Tensor, latent_TR: Tensor, k_rope_
 
 
 def _roles_agree(packed: Callable[..., Tensor], paged: Callable[..., Tensor], device: torch.device) -> bool:
-    """Of one sequence: `packed` takes a layout, `paged` the rows of the queries and then the sequences."""
+    """Compare both roles on one sequence; `packed` takes a layout, `paged` the queries' rows and the sequences."""
 
     def ints(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -119,7 +119,7 @@ def _pages(device: torch.device) -> Tensor:
 
 
 def _paged(x: Tensor) -> Tensor:
-    """A row a token in the sequence's pages."""
+    """One row per token, placed in the sequence's pages."""
     pages = _pages(x.device)
     cache = torch.zeros(len(pages), PAGE, *x.shape[1:], dtype=x.dtype, device=x.device)
     position = torch.arange(len(x), device=x.device)

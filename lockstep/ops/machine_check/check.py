@@ -1,12 +1,12 @@
-"""Does this machine keep the contract? Checked at start-up, at exactly the shapes that a run will compute.
+"""Checks whether this machine keeps the bitwise contract, at start-up and at exactly the shapes that a run will use.
 
-On a GPU every matrix product is compared, word by word, with the one-accumulator chain of a fixed Triton kernel: tiles
+On a GPU, every matrix product is compared bit by bit with the single-accumulator chain of a fixed Triton kernel: tiles
 must not change a bit, and the library must not split K. A shape whose kernel differs falls back to that Triton kernel
-(`choice.overrides`); one whose chain depends on the number of rows has nothing to fall back to, and strict parity
-must not start. On a CPU a row's product must not depend on how many rows there are. On both, attention over a paged
-cache must be attention over packed tokens.
+(`choice.overrides`); one whose chain depends on the number of rows has nothing to fall back to, and a run with strict
+parity must not start. On a CPU, a row's product must not depend on the number of rows. On both, attention over a paged
+cache must have the bits of attention over packed tokens.
 
-Verdicts are kept in the user's cache folder, by package, versions and machine, for what was checked.
+Verdicts are cached in the user's cache folder, by package, versions and machine.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Outcome = Literal["kept", "replaced", "broken"]
 Shape = Product | HeadShape | LatentHeadShape
 
 CPU_ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 32, 33)
-CHAIN_ROWS = 4096  # of the chain at a time, which is as large again as what it is compared with
-CPU_WEIGHTS = 1 << 22  # elements of the weights that a CPU is checked with; columns are alike
+CHAIN_ROWS = 4096  # rows of the chain at a time, which bounds the memory beside the product itself
+CPU_WEIGHTS = 1 << 22  # elements of a weight, at most, that a CPU is checked with; all columns are alike
 
 
 class MachineReport(NamedTuple):
-    """How many shapes were looked at, which products another kernel computes now, what breaks the contract, and what
-    else could compute it."""
+    """How many shapes were checked, which products now use another kernel, what breaks the contract, and what could be
+    used instead."""
 
     checked: int
     replaced: tuple[str, ...]
@@ -50,7 +50,7 @@ class MachineReport(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether generator and trainer can agree bit by bit on this machine."""
+        """Whether generator and trainer can be bitwise equal on this machine."""
         return not self.broken
 
     def __str__(self) -> str:
@@ -80,9 +80,9 @@ def check(
     dtype: torch.dtype,
     folder: Path | None = None,
 ) -> MachineReport:
-    """Check every shape, or take the verdict of an earlier run on this machine; replace what does not hold.
+    """Check every shape, or take the verdict of an earlier run on this machine; replace kernels that differ.
 
-    Graphs that were captured before a shape was replaced have to be made again.
+    Graphs that were captured before a kernel was replaced have to be captured again.
 
     Args:
         dtype: the compute dtype.
@@ -100,7 +100,7 @@ def check(
 
 
 def _cure(device: torch.device, dtype: torch.dtype) -> str:
-    """What to use where this machine breaks the contract."""
+    """What to use if this machine breaks the contract."""
     if device.type == "cuda":
         return "another torch, Triton or driver version"
     if dtype == torch.float32 and cpu_backend() == "native":
@@ -110,8 +110,8 @@ def _cure(device: torch.device, dtype: torch.dtype) -> str:
 
 
 def restore(device: torch.device, dtype: torch.dtype, folder: Path | None = None) -> None:
-    """Replace what an earlier run on this machine found to differ: before graphs are made, as `check` of what they
-    hold (`used`) comes after."""
+    """Replace the kernels that an earlier run on this machine found to differ. This is done before graphs are captured,
+    since `check` of the products in them (`used`) comes after."""
     outcomes = _known(_path(device, dtype, folder))
     _replace(name for name, outcome in outcomes.items() if outcome == "replaced")
 
@@ -123,8 +123,8 @@ def rehearse(
     dtype: torch.dtype,
     folder: Path | None = None,
 ) -> None:
-    """Go through the motions of `check`, and forget what is found: where launches only compile
-    (`ops.precompile`), this compiles what it launches."""
+    """Do what `check` does and discard the outcome: while launches only compile (`ops.precompile`), this compiles the
+    kernels that it launches."""
     outcomes = _known(_path(device, dtype, folder))
     for shape in (*products, *heads):
         if str(shape) not in outcomes:
@@ -136,7 +136,7 @@ def _path(device: torch.device, dtype: torch.dtype, folder: Path | None) -> Path
 
 
 def _known(path: Path) -> dict[str, Outcome]:
-    raw = None if linear_choice.offers else user_folder.read(path)  # the key tells no code from outside the package
+    raw = None if linear_choice.offers else user_folder.read(path)  # the key does not cover code from outside
     return raw if isinstance(raw, dict) and all(outcome in get_args(Outcome) for outcome in raw.values()) else {}
 
 
@@ -159,7 +159,8 @@ def _check(shape: Shape, device: torch.device, dtype: torch.dtype) -> Outcome:
 
 
 def _cuda_product(p: Product, device: torch.device) -> Outcome:
-    """Whether the kernel that would compute it has the chain's bits, and the chain the same for each of its rows."""
+    """Whether the kernel that would compute it has the chain's bits, and the chain's own do not depend on the number
+    of rows."""
     from ..linear.triton import chain as chain_of
 
     x, weight = (scaled(wide(n, p.depth, device=device, dtype=torch.bfloat16)) for n in (p.rows, p.columns))
@@ -187,12 +188,12 @@ def _cuda_product(p: Product, device: torch.device) -> Outcome:
             chain = residual[i : i + CHAIN_ROWS] + chain
         if not same_bits(found[i : i + CHAIN_ROWS], chain):
             outcome = "replaced"
-        del chain  # before the next part's
+        del chain  # before the next one is allocated
     return outcome
 
 
 def _cpu_product(p: Product, dtype: torch.dtype) -> bool:
-    """Whether rows have the same bits among few as among many, wherever they lie in memory."""
+    """Whether rows have the same bits among few rows as among many, wherever they are in memory."""
     operator = linear_fp32 if p.kind == "linear_fp32" else linear
     device, columns = torch.device("cpu"), min(p.columns, max(CPU_WEIGHTS // p.depth, 1))
     count = max(CPU_ROWS) + 2
@@ -204,7 +205,7 @@ def _cpu_product(p: Product, dtype: torch.dtype) -> bool:
 
 
 def fingerprint(device: torch.device, dtype: torch.dtype) -> str:
-    """What the bits depend on: the package, versions and the machine, the device itself, and on a CPU what computes."""
+    """A key of what the bits depend on: package, versions, machine, device, and on a CPU the build of the operators."""
     on_gpu = device.type == "cuda"
     about = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_build()}\n{torch.__config__.show()}"
     return cache_fingerprint.key("machine check", dtype, about, *linear_choice.offers, device=device.type)

@@ -1,11 +1,11 @@
-"""Inputs on which a change in the order of additions shows, and the comparison of words."""
+"""Inputs that reveal a change in the order of additions, and the comparison of bits."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-DRAWN = 1 << 24  # elements drawn, and compared, at once; bounds the memory that this takes
+DRAWN = 1 << 24  # elements drawn, and compared, at once, to bound memory
 
 
 def wide(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -22,10 +22,10 @@ def scaled(x: Tensor) -> Tensor:
 
 
 def cancel(x_RK: Tensor, weight_NK: Tensor) -> None:
-    """Make every second row's products with the weight cancel, in pairs of elements drawn at random, in place.
+    """Make every second row's products with the weight cancel, in randomly drawn pairs of elements, in place.
 
-    What is left of the sums is their rounding errors alone, of which every digit is kept by rounding to bfloat16: a
-    float32 sum in another order would be the same bfloat16 number most of the time.
+    Only the rounding errors of the sums remain, and rounding these to bfloat16 keeps their leading digits. Otherwise a
+    float32 sum in another order would usually round to the same bfloat16 number.
     """
     first, second, rest = pairs(x_RK.shape[-1])
     weight_NK[..., second] = weight_NK[..., first]
@@ -34,7 +34,7 @@ def cancel(x_RK: Tensor, weight_NK: Tensor) -> None:
 
 
 def pairs(count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Partners among `count` elements, and the element that is left over, if one is."""
+    """Random pairs among `count` elements, and the element that is left over, if any."""
     order, half = torch.randperm(count), count // 2
     return order[:half], order[half : 2 * half], order[2 * half :]
 

@@ -1,4 +1,4 @@
-"""The shapes of a decoder's products and attention, as the check of the machine (`check.py`) takes them."""
+"""The shapes of a decoder's products and attention, as the machine check (`check.py`) takes them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ..linear.choice import Kind
 
 
 class Product(NamedTuple):
-    """`rows` x `depth` times `columns` x `depth`, and a bias where `biased`; `columns` counts the weight's rows, gate
-    and up together."""
+    """`rows` x `depth` times `columns` x `depth`, with a bias if `biased`; `columns` counts the weight's rows, gate and
+    up together."""
 
     kind: Kind
     rows: int
@@ -22,7 +22,7 @@ class Product(NamedTuple):
 
 
 class HeadShape(NamedTuple):
-    """The shape of attention layers, and whether some have a window, sinks or a scale of their own."""
+    """The shape of attention layers, and whether some of them have a window, sinks or their own scale."""
 
     heads: int
     kv_heads: int
