@@ -1,7 +1,7 @@
-"""The operators on a CPU in C, for float32; other dtypes, and machines without a compiler, take the reference path.
+"""The CPU operators in C, for float32; other dtypes, and machines without a compiler, take the reference path.
 
-The two paths agree closely but not bit for bit, so a process stays on one. Functions have the names, arguments and
-meanings of the reference's; the expressions are in the C sources.
+The two paths agree closely but not bit for bit, so a process stays on one. Functions have the reference's names,
+arguments and semantics; the expressions are in the C sources.
 
 Shape suffixes as in the operators and in `logprobs.reference`.
 """
@@ -35,13 +35,13 @@ from . import library
 
 FLOAT, LONG = torch.float32, torch.int64
 THREAD_WORK = 1 << 24  # multiplications that are worth a thread
-ELEMENT, EXPONENTIAL = 32, 96  # multiplications of a product that take as long as an element read, and its exponential
+ELEMENT, EXPONENTIAL = 32, 96  # cost of an element, without and with an exponential, in a product's multiplications
 TILE = 64  # keys that attention takes at a time (product.h)
 
 
 def _addresses(*tensors: Tensor | torch.dtype | None) -> list[int]:
-    """Of the data of contiguous tensors, each of the dtype that stands before it, float32 at first; 0 for None. The
-    caller keeps them alive."""
+    """Data addresses of contiguous tensors; 0 for None. A dtype among the arguments is required of the tensors after
+    it, float32 of the first ones. The caller keeps the tensors alive."""
     dtype, found = FLOAT, []
     for x in tensors:
         if x is None:
@@ -56,7 +56,7 @@ def _addresses(*tensors: Tensor | torch.dtype | None) -> list[int]:
 
 
 def linear(a_RD: Tensor, b: Tensor, bias: Tensor | None = None, transposed: bool = True) -> Tensor:
-    """`a @ b.T + bias`, or `a @ b`; a may be transposed. See `linear.operator.linear`."""
+    """`a @ b.T + bias`, or `a @ b + bias` if not `transposed`; a may have any strides. See `linear.operator.linear`."""
     b, (rows, dim), (columns, stride) = b.contiguous(), a_RD.shape, b.shape
     if not a_RD.dtype is b.dtype is FLOAT:
         raise TypeError(f"expected tensors of {FLOAT}, got {a_RD.dtype} and {b.dtype}")
@@ -73,8 +73,8 @@ matmul = partial(linear, transposed=False)
 
 
 def _run(name: str, work: int, *arguments: float) -> bool:
-    """Do a job of these arguments (see `library.JOBS`) on as many threads as its work (multiplications) is worth;
-    whether it succeeded."""
+    """Run a job of `library.JOBS` with these arguments, on as many threads as its work (multiplications) is worth;
+    return whether it succeeded."""
     make, pack, error = library.JOBS[name]
     job, function = make(pack(*arguments)), getattr(library.current, name)
     threads = 1 if work < 2 * THREAD_WORK else min(torch.get_num_threads(), work // THREAD_WORK)
@@ -111,7 +111,7 @@ def qk_norm_rope(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Te
 
 
 def rotate_back(grad_TNH: Tensor, cos_sin_TH: Tensor, out_TE: Tensor) -> None:
-    """The gradient before the rotation of `qk_norm_rope`, into the first columns of `out`."""
+    """Undo the rotation of `qk_norm_rope` in the gradient, and write it to the first columns of `out`."""
     grad_TNH = grad_TNH.contiguous()
     tokens, heads, head_dim = grad_TNH.shape
     assert cos_sin_TH.shape == (tokens, head_dim) and out_TE.shape[0] == tokens and out_TE.shape[1] >= heads * head_dim
@@ -120,8 +120,8 @@ def rotate_back(grad_TNH: Tensor, cos_sin_TH: Tensor, out_TE: Tensor) -> None:
 
 
 def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float, out_TE: Tensor) -> Tensor:
-    """Gradients of RMSNorm over each of N heads, the first columns of x: for x into those of `out`, and for the weights
-    a row and head, [T, N, H]. The sums that rows are divided by are torch's."""
+    """Gradients of RMSNorm over each of N heads, which are the first columns of x. That for x is written to the same
+    columns of `out`; that for the weights, per row and head, is returned, [T, N, H]. Means over rows are torch's."""
     grad_TNH = grad_TNH.contiguous()
     tokens, heads, head_dim = grad_TNH.shape
     width, work = heads * head_dim, ELEMENT * grad_TNH.numel()
@@ -218,7 +218,7 @@ def paged(q_TNH: Tensor, cache: KVPages, by: Paged, _: PrefixGroups = ALONE, sco
 
 
 def _head_rows(*tensors: Tensor) -> list[Tensor]:
-    """Float32 [..., K, H] each, with the heads of a row side by side; rows may lie apart."""
+    """Float32 [..., K, H] each, with the heads of a row contiguous; rows may have any stride."""
     for x in tensors:
         if x.dtype is not FLOAT:
             raise TypeError(f"expected tensors of {FLOAT}, got {x.dtype}")
@@ -233,7 +233,7 @@ def _attention(
     max_len: int,
     scores: AttentionScores,
 ) -> Tensor:
-    """With int32 cu_seqlens, context lengths, and the starts of packed sequences' prefixes or a block table."""
+    """`at`: int32 cu_seqlens, context lengths, and the starts of packed sequences' prefixes or a block table."""
     cu_seqlens, context_len_S, prefix_start_S, block_table = at
     q_TNH, k, v = _head_rows(q_TNH, k, v)
     (tokens, heads, head_dim), sequences = q_TNH.shape, context_len_S.shape[0]

@@ -1,4 +1,4 @@
-/* Activations of a gated product, all of the form gate * sigmoid(x) * up. Meaning: ops/activation/operator.py. */
+/* Activations of a gated product, all of the form gate * sigmoid(x) * up. Semantics: ops/activation/operator.py. */
 #ifndef LOCKSTEP_ACTIVATION_H
 #define LOCKSTEP_ACTIVATION_H
 
@@ -7,8 +7,8 @@
 enum { SILU, GELU_TANH, SWIGLU_CLAMPED }; /* as in `ACTIVATIONS` */
 
 typedef struct {
-    V gate, up; /* what is multiplied */
-    V x, slope; /* what the sigmoid is of, and its derivative by the gate */
+    V gate, up; /* the two factors, clamped where the activation says so */
+    V x, slope; /* the sigmoid's argument, and its derivative with respect to the gate */
 } Gated;
 
 INLINE Gated gated(int64_t activation, V gate, V up) {
@@ -24,7 +24,7 @@ INLINE Gated gated(int64_t activation, V gate, V up) {
     return (Gated){gate, up, gate, splat(1)};
 }
 
-/* 1 where a value is within the limits that `gated` has for it, and 0 elsewhere: what its gradient is multiplied by. */
+/* 1 where a value is within the limits to which `gated` clamps it, 0 elsewhere: the factor on its gradient. */
 INLINE V gate_inside(int64_t activation, V gate) {
     return activation == SWIGLU_CLAMPED ? pick(gate <= 7.0f, splat(1), splat(0)) : splat(1);
 }

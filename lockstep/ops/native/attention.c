@@ -1,12 +1,12 @@
 /* Causal attention over packed segments or a paged cache: one body for training, prefill and decode.
  *
- * A query row takes its keys in tiles of 64 at absolute positions, ascending. Scores and outputs are one accumulator an
- * element, over ascending head dim and ascending key; the softmax is online, its sum 16 partial sums by key position. It
+ * A query row takes its keys in tiles of 64 at absolute positions, ascending. Each element of scores and outputs is one
+ * accumulator, over ascending head dim or key; the softmax is online, its sum 16 partial sums by key position. It
  * begins afresh every 4,096 keys, and these splits are merged left to right.
- * So a row's bits depend on itself and on the keys it sees; where keys lie and which rows share a block does not matter.
- * Neighbours that see the same keys (tokens of a sequence, samples of a prompt) load them once. Keys behind a row's mask
- * reach no sum, not even as zeros: they may be NaN. Tiles before all windows are skipped, and no page is looked up that
- * lies before them. A sink joins the softmax last.
+ * So a row's bits depend only on itself and the keys it sees, not on where keys are or which rows share a block.
+ * Neighbours that see the same keys (tokens of a sequence, samples of a prompt) load them once. Keys behind a row's
+ * mask are in no sum, not even as zeros: they may be NaN. Tiles before all windows are skipped, and their pages are not
+ * looked up. A sink joins the softmax last.
  */
 #include "product.h"
 
@@ -18,23 +18,23 @@ typedef struct {
     int64_t q_stride, k_stride, v_stride; /* elements from one token or cached position to the next */
     int64_t tokens, kv_rows, sequences, heads, kv_heads, dim;
     const int32_t *cu_seqlens, *context_len; /* the new tokens are the last ones of their sequence's context */
-    const int32_t *prefix_start;             /* packed: row of position 0; what is not new lies there */
-    const int32_t *block_table;              /* paged: [sequences, table_width]; NULL when packed */
+    const int32_t *prefix_start;             /* packed: row of position 0, where the context before the new tokens is */
+    const int32_t *block_table;              /* paged: [sequences, table_width]; NULL if packed */
     int64_t page_size, table_width;
     const float *sinks; /* [heads]; NULL: none */
     int64_t window;     /* 0: none */
     double scale, softcap; /* softcap 0: none */
-    int64_t next, error; /* shared by the threads; error: 1 when a length, page or row lies outside its table */
+    int64_t next, error; /* shared by the threads; error: 1 if a length, page or row is out of bounds */
 } Attention;
 
-/* Of one block of query tokens; a row is a token and one of the heads of a kv head. */
+/* For one block of query tokens; a row is a token and one of the heads of a kv head. */
 typedef struct {
     int64_t width;                             /* head dim rounded up to two vectors */
     float *q, *acc, *score;                    /* [rows, width] twice, [rows, TILE] */
     float *sum, *maximum, *rescale;            /* [rows, LANES], [rows] twice */
-    float *total_acc, *total_sum, *total_max;  /* of the splits that are done: like acc, sum and maximum */
+    float *total_acc, *total_sum, *total_max;  /* over the completed splits, like acc, sum and maximum */
     float *columns, *values;                   /* [width, TILE]; [TILE, width], for head dims that need padding */
-    int32_t *hidden, *visible;                 /* [rows]: a row sees the tile's keys from `hidden` to before `visible` */
+    int32_t *hidden, *visible;                 /* [rows]: a row sees the tile's keys in [hidden, visible) */
     int64_t sequence[BLOCK_ROWS], position[BLOCK_ROWS]; /* of each token */
     const float *key[TILE], *value[TILE];
 } Scratch;
@@ -73,8 +73,8 @@ static int64_t first_key(const Attention *a, int64_t position) {
     return a->window && position >= a->window ? position - a->window + 1 : 0;
 }
 
-/* Locate the keys and values `from` to `count` of the tile at position `tile`, run by run of neighbouring rows; the first
- * stands for those before. 1 when one lies outside. */
+/* Locate the keys and values `from` to `count` of the tile at position `tile`, in runs of neighbouring rows; the first
+ * of them stands in for those before. Returns 1 if one is out of bounds. */
 static int find_tile(const Attention *a, Scratch *s, int64_t sequence, int64_t kv_head, int64_t tile, int64_t from,
                      int64_t count) {
     int64_t own = a->cu_seqlens[sequence], prefix = prefix_of(a, sequence);
@@ -105,8 +105,8 @@ static int sees(const Attention *a, const Scratch *s, int64_t t, int64_t tile) {
     return s->position[t] >= tile && first_key(a, s->position[t]) < tile + TILE;
 }
 
-/* Whether token `t` finds the keys of a tile where token t - 1 does: in its sequence, or both a whole tile of a prefix
- * that their sequences share. */
+/* Whether token `t` has the keys of a tile in the same place as token t - 1: both are of one sequence, or both see a
+ * whole tile of a prefix that their sequences share. */
 static int same_tile(const Attention *a, const Scratch *s, int64_t t, int64_t tile) {
     int64_t i = s->sequence[t - 1], j = s->sequence[t], end = tile + TILE;
     if (i == j) return 1;
@@ -119,13 +119,13 @@ static int same_tile(const Attention *a, const Scratch *s, int64_t t, int64_t ti
            !memcmp(table + i * a->table_width, table + j * a->table_width, sizeof(int32_t) * (last - first + 1));
 }
 
-/* Values as whole vectors, padded with zeros. */
+/* Copy values into whole vectors, padded with zeros. */
 static void pad_values(Scratch *s, int64_t dim, int64_t count) {
     for (int64_t j = 0; j < count; j++)
         s->value[j] = memcpy(s->values + j * s->width, s->value[j], sizeof(float) * dim);
 }
 
-/* Online softmax of `rows` rows from `first` on; of a tile that no row's window begins in, `windowed` is 0. */
+/* Online softmax of `rows` rows from `first` on; `windowed` is 0 if no row's window begins in the tile. */
 INLINE void softmax_rows(const int windowed, const Scratch *s, int64_t first, int64_t rows) {
     for (int64_t r = first; r < first + rows; r++) {
         float *score = s->score + r * TILE, before = s->maximum[r];
@@ -154,7 +154,7 @@ INLINE void softmax_rows(const int windowed, const Scratch *s, int64_t first, in
     }
 }
 
-/* Add R rows' share of the values. */
+/* Add the values, weighted, to the accumulators of R rows. */
 INLINE void add_values(const int R, const int windowed, const Scratch *s, int64_t first) {
     const float *p = s->score + first * TILE;
     const int32_t *hidden = s->hidden + first, *visible = s->visible + first; /* the latter ascends */
@@ -200,13 +200,13 @@ static __attribute__((noinline)) void windowed_values(const Scratch *s, int64_t 
     add_rows(1, s, first, rows);
 }
 
-/* Scores x as softcap * tanh(x / softcap). */
+/* Replace scores x by softcap * tanh(x / softcap). */
 static void cap_scores(const Attention *a, float *score, int64_t count) {
     float cap = (float)a->softcap;
     for (int64_t i = 0; i < count; i += LANES) store(score + i, cap * tanh_(load(score + i) / cap));
 }
 
-/* Tokens `t` to `end` of the block take a tile, of which each sees a key, and whose keys they find in the same place. */
+/* Process a tile for tokens `t` to `end` of the block, each of which sees one of its keys, all in the same place. */
 static int attend_tile(const Attention *a, Scratch *s, int64_t kv_head, int64_t t, int64_t end, int64_t tile) {
     int64_t group = a->heads / a->kv_heads, first = t * group, rows = (end - t) * group;
     int64_t keys = smaller(s->position[end - 1] + 1 - tile, TILE); /* the last token sees the most */
@@ -234,7 +234,7 @@ static int attend_tile(const Attention *a, Scratch *s, int64_t kv_head, int64_t 
     return 0;
 }
 
-/* Before a split's first key. */
+/* Reset the state before a split's first key. */
 static void clear_split(const Scratch *s, int64_t rows) {
     for (int64_t r = 0; r < rows; r++) s->maximum[r] = -INFINITY;
     memset(s->sum, 0, sizeof(float) * rows * LANES);
@@ -246,7 +246,7 @@ static void add_scaled(float *total, float scale, const float *add, float add_sc
     for (int64_t i = 0; i < count; i += LANES) store(total + i, load(total + i) * scale + load(add + i) * add_scale);
 }
 
-/* Merge the split that begins at `start` into the totals of the rows that see a key of it. */
+/* Merge the split that begins at `start` into the totals of the rows that see a key in it. */
 static void merge_split(const Attention *a, const Scratch *s, int64_t start, int64_t rows) {
     int64_t group = a->heads / a->kv_heads;
     for (int64_t r = 0; r < rows; r++) {
@@ -268,15 +268,15 @@ static void merge_split(const Attention *a, const Scratch *s, int64_t start, int
     }
 }
 
-/* A sum of exponentials with a sink's added, and in `share` what its terms are multiplied by, for both are relative to
- * the larger of the sink and the largest score. */
+/* A sum of exponentials with a sink's added; `share` is set to the factor on the sum's own terms, since everything is
+ * relative to the larger of the sink and the largest score. */
 static float beside_sink(float sum, float highest, float sink, float *share) {
     float maximum = sink > highest ? sink : highest;
     *share = exp_(splat(highest - maximum))[0];
     return sum * *share + exp_(splat(sink - maximum))[0];
 }
 
-/* `count` query tokens from row `token` on, whose sequences and positions are set, with the heads of one kv head. */
+/* Attend from `count` query tokens from row `token` on, whose sequences and positions are set, for one kv head. */
 static int attend_block(const Attention *a, Scratch *s, int64_t kv_head, int64_t token, int64_t count) {
     int64_t group = a->heads / a->kv_heads, rows = count * group, width = s->width, last = 0, begin = INT64_MAX;
     int64_t start = token * a->heads * a->dim + kv_head * group * a->dim; /* of the block in the output */
@@ -314,7 +314,7 @@ static int attend_block(const Attention *a, Scratch *s, int64_t kv_head, int64_t
     return 0;
 }
 
-/* 1 when lengths contradict each other. */
+/* Returns 1 if lengths contradict each other. */
 static int check_lengths(const Attention *a) {
     if (a->cu_seqlens[0] != 0 || a->cu_seqlens[a->sequences] > a->tokens) return 1;
     for (int64_t i = 0; i < a->sequences; i++)
@@ -336,7 +336,7 @@ void attention(Attention *a) {
             s->sequence[t] = sequence;
             s->position[t] = prefix_of(a, sequence) + i - a->cu_seqlens[sequence];
         }
-        sequence = s->sequence[0]; /* the next block may start there again, for another kv head */
+        sequence = s->sequence[0]; /* the next block may start here again, for another kv head */
         if (attend_block(a, s, mine % a->kv_heads, token, count)) fail(&a->error);
         mine = claim(&a->next);
     }

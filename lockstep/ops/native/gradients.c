@@ -1,7 +1,7 @@
-/* Parts of gradients that are one expression an element. Their sums over rows and tokens are torch's.
+/* Parts of gradients that are one expression per element. Their sums over rows and tokens are torch's.
  *
  * They have the bits of the plain expressions in torch, which run without this library: every product, sum and
- * difference is rounded as it stands there.
+ * difference is rounded as there.
  */
 #include "activation.h"
 
@@ -22,8 +22,8 @@ void silu_mul_backward(RowJob *j) {
     }
 }
 
-/* RMSNorm of x, [rows, heads, dim] at a stride a row, with weights a head: what the gradient's mean is over, grad *
- * weight * normed, and the weight's gradient a row, grad * normed; normed is x * rstd, [rows, heads]. */
+/* For RMSNorm of x, [rows, heads, dim] with a row stride, with weights per head: the terms of the mean in the gradient,
+ * grad * weight * normed, and the weight's gradient per row, grad * normed; normed is x * rstd, rstd [rows, heads]. */
 void norm_products(RowJob *j) {
     int64_t stride = j->size[0], heads = j->size[1], dim = j->size[2];
     EACH_ROW(j)
@@ -41,7 +41,7 @@ void norm_products(RowJob *j) {
         }
 }
 
-/* The gradient of that x, rstd * (grad * weight - normed * mean), at a stride of its own. */
+/* The gradient for that x, rstd * (grad * weight - normed * mean), with a row stride of its own. */
 void norm_gradient(RowJob *j) {
     int64_t out_stride = j->size[0], stride = j->size[1], heads = j->size[2], dim = j->size[3];
     EACH_ROW(j)
@@ -55,7 +55,7 @@ void norm_gradient(RowJob *j) {
         }
 }
 
-/* The rotation of qk_norm_rope taken back: [rows, heads, dim], out at a stride a row. */
+/* The rotation of qk_norm_rope undone: [rows, heads, dim]; out has a row stride. */
 void rotate_back(RowJob *j) {
     int64_t out_stride = j->size[0], heads = j->size[1], dim = j->size[2], half = dim / 2;
     EACH_ROW(j)
@@ -70,7 +70,8 @@ void rotate_back(RowJob *j) {
         }
 }
 
-/* out[b, h, i] = x[row[b, i], h]: a row a head of a segment, [segments * heads, length, dim]; x at a stride a row. */
+/* out[b, h, i] = x[row[b, i], h], [segments * heads, length, dim]; a row of the job is a head of a segment, and x has a
+ * row stride. */
 void gather_heads(RowJob *j) {
     int64_t stride = j->size[0], heads = j->size[1], length = j->size[2], dim = j->size[3], x_rows = j->size[4];
     EACH_ROW(j) {

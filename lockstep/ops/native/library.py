@@ -1,4 +1,4 @@
-"""The C library: finding it, checking that it fits, and choosing between it and the reference path.
+"""The C library: finding it, checking that it is usable, and choosing between it and the reference path.
 
 It is built when the package is installed (`setup.py`), if there is a C compiler.
 """
@@ -20,17 +20,17 @@ from typing import Any, Literal
 _log = logging.getLogger("lockstep")
 
 
-Job = tuple[Callable[[bytes], Any], Callable[..., bytes], int]  # makes its memory of what the second packs; its error
+Job = tuple[Callable[[bytes], Any], Callable[..., bytes], int]  # makes a buffer of bytes; packs them; offset of `error`
 
 
 def _job(layout: str, error: int) -> Job:
-    """A structure of the C sources, which tells an error at this byte."""
+    """A struct of the C sources, whose error flag is at byte `error`."""
     packed = struct.Struct(layout)
     return (c_char * packed.size).from_buffer_copy, packed.pack, error
 
 
 def _row_job(sizes: int, tensors: int) -> Job:
-    """`RowJob` of vector.h, of eps, rows, and so many sizes and addresses."""
+    """`RowJob` of vector.h: eps, rows, and so many sizes and tensors' addresses."""
     return _job(f"dq16x{sizes}q{8 * (5 - sizes)}x{tensors}P{8 * (8 - tensors)}x", 24)
 
 
@@ -58,7 +58,7 @@ ARGUMENTS: dict[str, list[type]] = {
 
 
 def load(path: Path) -> Any:
-    """The library at `path`; None when there is none, or not of the sources beside it, or for another machine."""
+    """The library at `path`; None if there is none, or it was built from other sources or for another machine."""
     if not path.exists():
         return None
     library = ctypes.CDLL(str(path))
@@ -72,8 +72,8 @@ def load(path: Path) -> Any:
 
 
 def _team() -> Callable[..., None] | None:
-    """Runs a function on torch's own threads, if torch has GNU OpenMP. Threads of our own would have to share the cores
-    with torch's, which spin for milliseconds after each of its operators."""
+    """The function that runs another on torch's own threads, if torch has GNU OpenMP. Threads of our own would share
+    the cores with torch's, which spin for milliseconds after each of its operators."""
     try:
         run = ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, TypeError, OSError):
@@ -86,11 +86,11 @@ team = _team()
 paths = [Path(__file__).parent / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES]
 built: Any = next(filter(None, map(load, paths)), None)
 current = built
-when_changed: list[Callable[[], None]] = []  # for whoever sets `current`: what was decided by it is forgotten
+when_changed: list[Callable[[], None]] = []  # whoever sets `current` calls these, to reset what was derived from it
 
 
 def cpu_backend() -> Literal["native", "reference"]:
-    """What computes float32 on a CPU in this process. The bits of a run depend on it."""
+    """What computes float32 on a CPU in this process; the bits of a run depend on it."""
     return "reference" if current is None else "native"
 
 
@@ -106,7 +106,7 @@ def cpu_build() -> str | None:
 
 @functools.cache
 def warn_if_missing() -> None:
-    """Say, once a process, that float32 on this CPU is computed without the C library."""
+    """Warn, once per process, that float32 on this CPU is computed without the C library."""
     if current is None:
         _log.warning(
             "the C operators are missing (no C compiler when this package was installed, or another CPU): generation "

@@ -1,7 +1,7 @@
 /* Matrix products. */
 #include "product.h"
 
-enum { CHUNK = 512, DEPTH = 128 }; /* rows and inner indices that meet one packed block of columns: what caches hold */
+enum { CHUNK = 512, DEPTH = 128 }; /* rows and inner indices per packed block of columns, sized for the caches */
 
 typedef struct {
     float *out; /* [rows, columns] = a times b */
@@ -10,7 +10,7 @@ typedef struct {
     int64_t next, error; /* shared by the threads */
 } Product;
 
-/* Columns `column` to `column + count` of b over `depth` inner indices. */
+/* Pack columns `column` to `column + count` of b over `depth` inner indices. */
 static void pack(float *tile, const Product *p, int64_t column, int64_t count, int64_t inner, int64_t depth) {
     const float *row[TILE];
     if (p->transposed) {
@@ -32,7 +32,7 @@ void product(Product *p) {
             if (piece++ != mine) continue;
             int64_t count = smaller(p->columns - n, TILE), size = smaller(p->rows - first, CHUNK);
             float *target = p->out + first * p->columns + n;
-            for (int64_t d = 0; d == 0 || d < p->dim; d += DEPTH) { /* a product of no depth is zeros */
+            for (int64_t d = 0; d == 0 || d < p->dim; d += DEPTH) { /* a product of depth 0 is zeros */
                 int64_t depth = smaller(p->dim - d, DEPTH);
                 Rows x = {p->a + first * p->a_row + d * p->a_step, p->a_row, p->a_step};
                 pack(tile, p, n, count, d, depth);

@@ -1,7 +1,7 @@
-/* Row statistics of logits, and the sampler's draw. Meaning: `logprobs_reference.py`. */
+/* Row statistics of logits, and the sampler's draw. Semantics: ops/logprobs/reference.py. */
 #include "vector.h"
 
-/* 16 of a row's logits divided by the temperature; -inf for what is not in the support, and past the row's end. */
+/* 16 of a row's logits divided by the temperature; -inf outside the support and past the row's end. */
 INLINE V tempered(const float *x, int64_t column, int64_t n, float divisor, float threshold, const uint8_t *support) {
     V z = load_first(x + column, n - column, -INFINITY);
     if (divisor != 1.0f) z /= divisor;
@@ -43,7 +43,8 @@ void statistics(float *lse, float *sampled_lse, float *entropy, const float *log
     }
 }
 
-/* Both log-probabilities of each row's target; the sampled one is 0 at temperature 0. 1 when a target lies outside. */
+/* Both log-probabilities of each row's target; the sampled one is 0 at temperature 0. Returns 1 if a target is outside
+ * the vocabulary. */
 int scores(float *sampled, float *model, const float *logits, const int64_t *target, const float *temperature,
            const float *lse, const float *sampled_lse, int64_t rows, int64_t vocabulary) {
     for (int64_t row = 0; row < rows; row++, logits += vocabulary) {
@@ -70,7 +71,7 @@ INLINE void philox(U c[4], uint32_t k0, uint32_t k1) {
     }
 }
 
-/* -log(-log1p(-v)) of v uniform in (0, 1). What 1 - v rounds away is added to its logarithm. */
+/* -log(-log1p(-v)) for v uniform in (0, 1). The logarithm of 1 - v is corrected for the rounding of 1 - v. */
 INLINE V gumbel(U bits) {
     V v;
     EACH_LANE v[l] = (float)bits[l];

@@ -1,7 +1,7 @@
-/* Rows times 64 columns: the one product behind `linear` and attention's scores.
+/* Rows times 64 columns: the product behind `linear` and attention's scores.
  *
- * An element is one accumulator from 0 over ascending inner index (contract C1), so how many rows share the loads of a
- * column does not matter.
+ * An element is one accumulator from 0 over ascending inner index (contract C1), so it does not matter how many rows
+ * share the loads of a column.
  */
 #ifndef LOCKSTEP_PRODUCT_H
 #define LOCKSTEP_PRODUCT_H
@@ -10,8 +10,8 @@
 
 enum { TILE = 64, GROUPS = TILE / LANES };
 
-/* columns[d][j] = row[j][d] for `count` rows of `dim` elements; [dim rounded up to LANES, TILE]. Interleaving row i
- * with row i + 8, four times, transposes 16 x 16. */
+/* columns[d][j] = row[j][d] for `count` rows of `dim` elements; [dim rounded up to LANES, TILE]. Interleaving rows i
+ * and i + 8 four times transposes a 16 x 16 block. */
 static void transpose_rows(float *columns, const float *const *row, int64_t count, int64_t dim) {
     for (int64_t j = 0; j < count; j += LANES)
         for (int64_t d = 0; d < dim; d += LANES) {

@@ -1,7 +1,7 @@
-/* Row operators, keys and values into the cache, and what the loader asks of the library. */
+/* Row operators, writes of keys and values to the cache, and what the loader asks of the library. */
 #include "activation.h"
 
-/* The checksum of the sources, and whether this machine has the instructions that they were compiled for. */
+/* The checksum of the sources, and whether this machine has the instructions for which they were compiled. */
 uint32_t kernels_checksum(void) { return SOURCE_CHECKSUM; }
 
 int kernels_supported(void) {
@@ -48,7 +48,7 @@ void rms_norm(RowJob *j) {
     }
 }
 
-/* [tokens, heads, dim] of [tokens, stride]. Norm weights may be NULL: rotation alone. */
+/* [tokens, heads, dim] from [tokens, stride]. If the norm weights are NULL, heads are only rotated. */
 void qk_norm_rope(RowJob *j) {
     int64_t stride = j->size[0], heads = j->size[1], kv_heads = j->size[2], dim = j->size[3], half = dim / 2;
     const float *q_weight = j->at[2], *k_weight = j->at[3];
@@ -70,7 +70,7 @@ void qk_norm_rope(RowJob *j) {
     }
 }
 
-/* One library call an element, never its vector version. (torch's cos and sin wake all threads for a few hundred.) */
+/* One library call per element, never its vector version. (torch's cos and sin wake all threads for a few hundred.) */
 void rope_table(float *out, const int64_t *positions, const float *inv_freq, int64_t tokens, int64_t half) {
     for (int64_t t = 0; t < tokens; t++, out += 2 * half)
         for (int64_t i = 0; i < half; i++) {
@@ -79,7 +79,7 @@ void rope_table(float *out, const int64_t *positions, const float *inv_freq, int
         }
 }
 
-/* [rows, dim] of [rows, 2 * dim] */
+/* [rows, dim] from [rows, 2 * dim] */
 void silu_mul(RowJob *j) {
     int64_t dim = j->size[0], activation = j->size[1];
     EACH_ROW(j) {
@@ -93,7 +93,7 @@ void silu_mul(RowJob *j) {
     }
 }
 
-/* Rows of `bytes` bytes, `k_stride` and `v_stride` apart, to slots of two caches. */
+/* Copy rows of `bytes` bytes, `k_stride` and `v_stride` bytes apart, to slots of two caches. */
 int write_kv(const char *k, const char *v, char *k_cache, char *v_cache, const int64_t *slots, int64_t tokens,
              int64_t cache_rows, int64_t k_stride, int64_t v_stride, int64_t bytes) {
     for (int64_t t = 0; t < tokens; t++) {

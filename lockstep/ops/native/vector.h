@@ -1,13 +1,13 @@
 /* Vectors of 16 float32 for the operators on a CPU.
  *
- * A result is a fixed expression of its own row: additions, multiplications, divisions, square roots and fused
- * multiply-adds written out (`fmadd`), each rounded as IEEE 754 says, in an order that the source fixes. Compiled with
- * -ffp-contract=off and without -ffast-math nothing is left to the compiler, so the bits are the same for any vector
- * width and any number of threads. exp and log are polynomials here: a library's vector and scalar versions differ.
+ * A result is a fixed expression of its own row: additions, multiplications, divisions, square roots and explicit fused
+ * multiply-adds (`fmadd`), each rounded as IEEE 754 says, in an order that the source fixes. Compiled with
+ * -ffp-contract=off and without -ffast-math, the compiler has no choice left, so the bits are the same for any vector
+ * width and any number of threads. exp and log are polynomials, since a library's vector and scalar versions differ.
  *
  * Sums over a row are 16 partial sums (lane l takes the elements l, l + 16, ...), folded by halves.
  *
- * Loops over lanes stay loops (UNROLLED and EACH_LANE steer GCC): they become one instruction each.
+ * Loops over lanes are kept as loops (UNROLLED and EACH_LANE control GCC), so that each becomes one instruction.
  */
 #ifndef LOCKSTEP_VECTOR_H
 #define LOCKSTEP_VECTOR_H
@@ -30,7 +30,7 @@ static const I LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #define UNROLLED _Pragma("GCC unroll 16") for
 
 INLINE V load(const float *p) { V v; memcpy(&v, p, sizeof v); return v; }
-/* A load for several uses: GCC would repeat it at each, and loads are what a product waits for. */
+/* A load for several uses. GCC would repeat it at each use, and a product is bound by its loads. */
 INLINE V load_once(const float *p) {
     V v = load(p);
 #if defined(__AVX512F__)
@@ -43,7 +43,7 @@ INLINE void store(float *p, V v) { memcpy(p, &v, sizeof v); }
 INLINE V splat(float x) { V r; EACH_LANE r[l] = x; return r; }
 INLINE V fmadd(V a, V b, V c) { V r; EACH_LANE r[l] = __builtin_fmaf(a[l], b[l], c[l]); return r; }
 INLINE V pick(I mask, V yes, V no) { V r; EACH_LANE r[l] = mask[l] ? yes[l] : no[l]; return r; }
-INLINE V largest(V a, V b) { V r; EACH_LANE r[l] = a[l] > b[l] ? a[l] : b[l]; return r; } /* b where one is NaN */
+INLINE V largest(V a, V b) { V r; EACH_LANE r[l] = a[l] > b[l] ? a[l] : b[l]; return r; } /* b if either is NaN */
 INLINE V at_least(V a, float low) { return largest(splat(low), a); }
 INLINE V at_most(V a, float high) { V r; EACH_LANE r[l] = high < a[l] ? high : a[l]; return r; }
 
@@ -63,16 +63,16 @@ INLINE void store_first(float *p, V v, int64_t n) {
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-/* The next piece of a job that threads share; pieces are independent, so who computes one does not matter. */
+/* The next piece of a job that threads share; pieces are independent, so it does not matter which thread takes one. */
 static inline int64_t claim(int64_t *next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }
 static inline void fail(int64_t *error) { __atomic_store_n(error, 1, __ATOMIC_RELAXED); }
 static inline int failed(const int64_t *error) { return __atomic_load_n(error, __ATOMIC_RELAXED) != 0; }
 
-/* What is done row by row, by threads that take some rows at a time. */
+/* Work done row by row, by threads that take SHARE rows at a time. */
 typedef struct {
     double eps;
     int64_t rows, next, error; /* next and error are shared by the threads */
-    int64_t size[5];           /* dims and strides of the tensors, as each function says */
+    int64_t size[5];           /* dims and strides of the tensors, specific to each function */
     void *at[8];               /* the tensors, results first */
 } RowJob;
 
@@ -113,7 +113,7 @@ INLINE V exp_(V x) {
     return p * power * 2.0f;
 }
 
-/* The hyperbolic tangent, that of Cephes (tanhf). */
+/* The hyperbolic tangent of Cephes (tanhf). */
 INLINE V tanh_(V x) {
     V z = x * x, size = largest(x, -x), far = 1.0f - 2.0f / (exp_(2.0f * size) + 1.0f);
     V p = fmadd(splat(-5.70498872745e-3f), z, splat(2.06390887954e-2f));
@@ -125,7 +125,7 @@ INLINE V tanh_(V x) {
 
 /* Natural logarithm of positive normal numbers within 1 ulp; NaN for NaN and infinity. The polynomial is fdlibm's. */
 INLINE V log_(V x) {
-    U bits = (U)x - 0x3f3504f3u; /* sqrt(1/2), so that the mantissa lies around 1 */
+    U bits = (U)x - 0x3f3504f3u; /* sqrt(1/2), so that the mantissa is around 1 */
     V exponent = __builtin_convertvector((I)bits >> 23, V);
     V f = (V)((bits & 0x7fffffu) + 0x3f3504f3u) - 1.0f;
     V s = f / (f + 2.0f), z = s * s, w = z * z;
