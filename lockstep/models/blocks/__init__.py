@@ -1,1 +1,1 @@
-"""What a decoder's layers are made of."""
+"""The building blocks of a decoder's layers."""

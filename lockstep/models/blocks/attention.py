@@ -1,6 +1,6 @@
 """The one thing that differs between the roles: how a layer's queries reach keys and values.
 
-Grouped-query attention calls both, and latent attention their `latent`; each has one family of operators.
+Grouped-query attention calls the role's `Attend`, latent attention its `latent`; each has one family of operators.
 
 Shape suffixes: T tokens, E = (N + 2K) * H fused projection, N query heads, K key/value heads, H head dim, R latent
 rank, P rotated dim.
@@ -18,7 +18,7 @@ from ... import ops
 
 @dataclass(frozen=True)
 class Masks:
-    """Of FlexAttention; None in a model stands for `ops.attention_*`, to which each layer tells its own scores.
+    """Masks for FlexAttention. A model without them uses `ops.attention_*`, with each layer's `AttentionScores`.
 
     `windows` are the layers' sliding windows (0: none), `name` a mask of `ops.register_mask` for all layers ("": none).
     """
@@ -27,21 +27,21 @@ class Masks:
     name: str = ""
 
     def of(self, layer: int, tiles: dict[int, list[Tensor]], scores: ops.AttentionScores) -> ops.FlexMask:
-        """A layer's, with the tiles of its window."""
+        """A layer's mask, with the tiles of its window."""
         assert scores.sinks_N is None and not scores.softcap, "flex attention has a window and a mask"
         return ops.FlexMask(self.windows[layer], self.name, tiles[self.windows[layer]])
 
 
 class Attend(Protocol):
-    """What a decoder is given."""
+    """A role's attention, given to the decoder."""
 
     def prepare(self, sizes: ops.FlexSizes) -> None:
-        """Find what all layers share, before the first of them."""
+        """Compute what all layers share, before the first of them."""
 
     def __call__(
         self, layer: int, qkv_TE: Tensor, by: ops.Rotation, scores: ops.AttentionScores, weight_offset: float
     ) -> Tensor:
-        """Grouped-query attention, [T, N, H]; `weight_offset` is on the weights of the norms in `by`."""
+        """Grouped-query attention, [T, N, H]; `weight_offset` is added to the weights of the norms in `by`."""
 
     def latent(self, layer: int, x: ops.Latent) -> Tensor:
         """Latent attention: weighted sums of latents, [T, N, R]."""
@@ -49,7 +49,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True)
 class PackedAttention:
-    """Training: packed segments after shared prefixes; `masks` are the model's."""
+    """Training: packed segments, each after an optional shared prefix; `masks` are the model's."""
 
     packed: ops.Packed
     masks: Masks | None = None
@@ -75,10 +75,11 @@ class PackedAttention:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """Generation: new keys and values go to their slots (int64 [T]), then queries reach the sequence's pages.
+    """Generation: new keys and values are stored in their slots (int64 [T]), then queries read their sequence's pages.
 
-    The pages' tensors are [layers, pages, page_size, K, H] each; with latents, [layers, pages, page_size, 1, R + P] and
-    empty. `contexts` says the same as `paged` where each sequence has one new token, and `masks` are the model's.
+    The pages' tensors are [layers, pages, page_size, K, H] each; for latents, [layers, pages, page_size, 1, R + P] and
+    an empty one. `contexts` is given if each sequence has one new token, and says the same as `paged`. `masks` are the
+    model's.
     """
 
     pages: ops.KVPages

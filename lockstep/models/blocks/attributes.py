@@ -1,4 +1,4 @@
-"""What a model's modules hold besides parameters, buffers and each other: a trace has it as constants."""
+"""What a model's modules hold besides parameters, buffers and submodules; traces hold it as constants."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _PLAIN = bool, int, float, str, bytes, torch.dtype, torch.device
 
 
 class Attributes:
-    """Of modules, in their order.
+    """The attributes of modules, in the modules' order.
 
     Attributes:
-        values: numbers, text and such, by module and name.
-        classes: the modules' and those of records among their attributes; `object` for one that no value tells apart
-            from another, as a function.
+        values: text for each module that has its numbers, strings and the like by name.
+        classes: those of the modules and of the records among their attributes; `object` stands for a value, such as a
+            function, that its text does not distinguish from another.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -48,7 +48,7 @@ class Attributes:
         return getattr(value, "__qualname__", type(value).__qualname__)
 
     def _record(self, value: Any) -> str:
-        if id(value) not in self._seen:  # a layer's configuration is that of all
+        if id(value) not in self._seen:  # layers share one configuration
             self.classes[type(value)] = None
             named = {field.name: getattr(value, field.name) for field in fields(value)}
             self._seen[id(value)] = f"{type(value).__qualname__}{self._told(named)}"

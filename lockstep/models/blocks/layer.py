@@ -1,4 +1,4 @@
-"""A layer of most families, in parts that the others put together in another way.
+"""The decoder layer of most families, in parts that other families combine differently.
 
 Shape suffixes: T tokens, D hidden, E fused projection, F feed-forward, H head dim.
 """
@@ -18,13 +18,13 @@ from .weights import Weight
 
 
 class Layer(nn.Module):
-    """Grouped-query attention and a feed-forward, each behind a norm and added to the residual stream.
+    """Grouped-query attention and a feed-forward, each preceded by a norm and added to the residual stream.
 
     Attributes:
         num_heads, num_kv_heads: this rank's.
-        qk_norm: whether queries and keys are normalized a head.
+        qk_norm: whether queries and keys are normalized per head.
         norm_offset: added to the weights of norms.
-        norms_before: norms of the stream that products read, whose results a backward pass needs.
+        norms_before: how many norms of the stream are inputs of products, so that a backward pass needs their results.
         activation: of the gated feed-forward.
     """
 
@@ -53,7 +53,7 @@ class Layer(nn.Module):
             self.down = weight(config.hidden_size, width, on=ROWS)
 
     def make_projections(self, config: ModelConfig, weight: Weight) -> int:
-        """Make what gives queries, keys and values; the elements of all heads' values."""
+        """Make the parameters that give queries, keys and values; return the width of all heads' values."""
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         blocks = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
         self.qkv = weight(sum(blocks), config.hidden_size, on=Placement(tp=0, blocks=blocks))
@@ -69,7 +69,7 @@ class Layer(nn.Module):
     def forward(
         self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend, routes: list[Routing] | None = None
     ) -> Tensor:
-        """The stream after layer `index`, [T, D]; `routes` takes what a router found."""
+        """The residual stream after layer `index`, [T, D]; the layer's `Routing`, if any, is appended to `routes`."""
         eps, offset = self.config.rms_norm_eps, self.norm_offset
         added = self.spread.added
         attended_TW = self.attention(index, x_TD, rope_TH, attend)
@@ -83,13 +83,13 @@ class Layer(nn.Module):
         return self.spread.columns(ops.linear(self.spread.columns(x_TW), weight))
 
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
-        """Of the normalized stream, before the output's projection; of this rank's heads."""
+        """Attention over the normalized stream by this rank's heads, before the output projection."""
         norm, eps = self.attention_norm, self.config.rms_norm_eps
         qkv_TE = ops.norm_linear(x_TD, norm, self.qkv, eps, self.qkv_bias, self.norm_offset)
         return self.attend(index, qkv_TE, rope_TH, attend)
 
     def attend(self, index: int, qkv_TE: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
-        """Attention of queries, keys and values, which are normalized a head where `qk_norm` says so, and rotated."""
+        """Attention of projected queries, keys and values, after per-head norms (if `qk_norm`) and rotation."""
         c, (q_norm, k_norm) = self.config, (self.q_norm, self.k_norm) if self.qk_norm else (None, None)
         by = ops.Rotation(q_norm, k_norm, rope_TH, self.num_heads, self.num_kv_heads, c.rms_norm_eps)
         scores = self.scores if self.sinks is None else self.scores._replace(sinks_N=self.sinks)

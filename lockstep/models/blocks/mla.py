@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), absorbed in both roles: a query is
-multiplied by its head's key projection and meets the latents themselves, and the weighted sum of latents is multiplied
-by the head's value projection. So only the latent and one rotated key are cached.
+multiplied by its head's key projection and attends to the latents themselves, and the weighted sum of latents is
+multiplied by the head's value projection. So only the latent and one rotated key are cached.
 
 Shape suffixes: T tokens, D hidden, E fused down-projection, Q query rank, N heads, R latent rank, P rotated dim.
 """
@@ -18,12 +18,12 @@ from .layer import Layer
 from .rope import YarnScaling
 from .weights import Weight
 
-LATENT_EPS = 1e-6  # of the norms of the latents, whatever the model's: Hugging Face's DeepseekV3RMSNorm default
+LATENT_EPS = 1e-6  # for the latents' norms, whatever the model's own: Hugging Face's DeepseekV3RMSNorm default
 
 
 class LatentAttention(nn.Module):
-    """The weights of a layer's attention but for its output projection. `down` stacks the projections of the hidden
-    state: to the query latent (or the queries), the latent, and the key that is rotated."""
+    """The weights of a layer's attention, except its output projection. `down` stacks the projections of the hidden
+    state: to the query latent (or the queries), the latent, and the rotated key."""
 
     def __init__(self, config: ModelConfig, weight: Weight) -> None:
         super().__init__()

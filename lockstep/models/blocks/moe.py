@@ -1,6 +1,6 @@
 """Mixture of experts in place of a layer's feed-forward.
 
-Shape suffixes: T tokens, E experts, K slots a token, R = T * K rows sorted by expert, D hidden, F feed-forward.
+Shape suffixes: T tokens, E experts, K slots per token, R = T * K rows sorted by expert, D hidden, F feed-forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .weights import Weight
 
 
 class Routing(NamedTuple):
-    """What a layer's router found: float32 scores before their activation [T, E], and the experts, int64 [T, K]."""
+    """What a layer's router computed: float32 logits [T, E], and the chosen experts, int64 [T, K]."""
 
     logits_TE: Tensor
     experts_TK: Tensor
@@ -26,7 +26,8 @@ class Routing(NamedTuple):
 class MixtureOfExperts(nn.Module):
     """Routed experts, and shared ones as one wide feed-forward. The submodules name the regions of a captured graph.
 
-    `router_bias` (float32, a buffer: no gradient reaches it) is added to scores where experts are chosen, not weighted.
+    `router_bias` (float32, a buffer without gradient) is added to the scores by which experts are chosen, not to those
+    by which they are weighted.
     """
 
     router_bias: Tensor | None
@@ -44,7 +45,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = SharedExperts(config, hidden_size, weight) if config.shared_experts else None
 
     def forward(self, x_TD: Tensor, routes: list[Routing] | None = None) -> Tensor:
-        """The sum of each token's experts' outputs, weighted, and of the shared experts' outputs, [T, D]."""
+        """The weighted sum of each token's experts' outputs, plus the shared experts' output, [T, D]."""
         x_RD, plan, weights_TK, routing = self.dispatch(x_TD, self.router, self.router_bias, self.router_offset)
         if routes is not None:
             routes.append(routing)
@@ -60,7 +61,7 @@ class Dispatch(nn.Module):
     def forward(
         self, x_TD: Tensor, router_ED: Tensor, bias_E: Tensor | None, offset_E: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor, Routing]:
-        """Rows sorted by expert, their plan (`ops.dispatch_plan`), the tokens' weights, and where both come from."""
+        """Rows sorted by expert, their plan (`ops.dispatch_plan`), the experts' weights, and the `Routing`."""
         c = self.config
         settings = c.sigmoid, c.groups, c.kept_groups, c.normalize, c.scale
         logits_TE = ops.router_logits(x_TD, router_ED)
@@ -72,7 +73,7 @@ class Dispatch(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards, one an expert, as grouped products. Biases are vectors, the experts' one after the other."""
+    """One gated feed-forward per expert, as grouped products. A bias is one vector, with the experts' concatenated."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, weight: Weight) -> None:
         super().__init__()
@@ -80,13 +81,13 @@ class Experts(nn.Module):
         self.config, self.spread = config, weight.spread
         fused = Placement(ep=0, tp=1, blocks=(width, width))
         self.gate_up = weight(count, 2 * width, hidden_size, on=fused)
-        fused, plain = (Placement(ep=0, tp=0, blocks=blocks) for blocks in ((width, width), (hidden_size,)))  # of each
+        fused, plain = (Placement(ep=0, tp=0, blocks=blocks) for blocks in ((width, width), (hidden_size,)))  # biases
         self.gate_up_bias = weight(count * 2 * width, on=fused, fill=0.0) if config.biases else None
         self.down = weight(count, hidden_size, width, on=Placement(ep=0, tp=1))
         self.down_bias = weight(count * hidden_size, on=plain, fill=0.0) if config.biases else None
 
     def forward(self, x_RD: Tensor, offsets: Tensor) -> Tensor:
-        """Each row through its expert, [R, D]; of the outputs this rank's columns."""
+        """Each row through its expert; this rank's columns of the outputs, [R, D / ranks]."""
         up_bias, down_bias = self.gate_up_bias, self.down_bias
         if up_bias is not None and down_bias is not None:
             up_bias, down_bias = (bias.unflatten(0, (self.config.num_experts, -1)) for bias in (up_bias, down_bias))
@@ -96,12 +97,12 @@ class Experts(nn.Module):
 
 class Combine(nn.Module):
     def forward(self, y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Weighted sums, [T, D]."""
+        """The weighted sum of each token's rows, [T, D]."""
         return ops.combine(y_RD, row_TK, weights_TK)
 
 
 class SharedExperts(nn.Module):
-    """SiLU-gated feed-forward for every token, as wide as its experts together."""
+    """A SiLU-gated feed-forward for every token, as wide as the shared experts together."""
 
     def __init__(self, config: MoEConfig, hidden_size: int, weight: Weight) -> None:
         super().__init__()
@@ -111,6 +112,6 @@ class SharedExperts(nn.Module):
         self.down = weight(hidden_size, width, on=ROWS)
 
     def forward(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
-        """`y`, of which there are this rank's columns, plus the feed-forward of x, [T, D]."""
+        """`y` plus the feed-forward of x; of `y` and of the result, this rank's columns, [T, D / ranks]."""
         gated_TF = self.spread.columns(ops.silu_mul(ops.linear(x_TD, self.gate_up)))
         return ops.linear_add(gated_TF, self.down, y_TD)

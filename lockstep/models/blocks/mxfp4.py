@@ -1,4 +1,4 @@
-"""Weights of 4 bits with a power of two for every 32 (OCP Microscaling Formats, MXFP4), as bfloat16."""
+"""Weights in MXFP4 (OCP Microscaling Formats: 4 bits each, with a power-of-two scale for every 32), as bfloat16."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ...cache.tensor_file import Entry, Stored
 from ...errors import InputError
 
 METHOD = "mxfp4"  # what `quantization_config` calls it
-BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of a tensor's two parts
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the names of a tensor's two parts
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The numbers of a tensor [..., N, G * 32], bfloat16 and exact, by inputs: [..., G * 32, N].
+    """The numbers of a tensor [..., N, G * 32], exact in bfloat16, transposed to rows by inputs, [..., G * 32, N].
 
     Args:
         blocks: uint8 [..., N, G, 16]; a byte holds two numbers, the first in its lower half: a sign and a magnitude.
@@ -29,14 +29,14 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 class Pairs:
-    """Tensors whose two parts come one after the other, perhaps from different files."""
+    """Joins the two parts of tensors, which may come from different files."""
 
     def __init__(self) -> None:
         self._first: dict[str, Stored] = {}
 
     def whole(self, part: str, stored: Stored, where: str) -> tuple[str, Stored] | None:
-        """Name and numbers of the tensor, with its second part; None after its first. Others are what they are.
-        `InputError`: the parts are not those of one tensor; `where` names the file of this one."""
+        """The whole tensor and its name once its second part is here; None at its first. Other tensors are returned as
+        they are. `InputError`: the parts do not fit together; `where` names the file of this one."""
         if not part.endswith((BLOCKS, SCALES)):
             return part, stored
         name, other = part[: -len(BLOCKS)], SCALES if part.endswith(BLOCKS) else BLOCKS
@@ -47,7 +47,7 @@ class Pairs:
 
 
 def _numbers(name: str, blocks: Stored, scales: Stored) -> Stored:
-    """The tensor of two parts."""
+    """The tensor that its two parts make."""
     shape = blocks.entry.shape
     if shape != (*scales.entry.shape, 16) or {blocks.entry.dtype, scales.entry.dtype} != {torch.uint8}:
         both = f"{BLOCKS} {list(shape)} and {SCALES} {list(scales.entry.shape)}"
@@ -57,7 +57,7 @@ def _numbers(name: str, blocks: Stored, scales: Stored) -> Stored:
 
 
 def _fill(blocks: Stored, scales: Stored, first: int, values: Tensor, step: int = 0) -> None:
-    """See `Fill`: columns of a matrix, all of its rows. In both parts the columns are rows."""
+    """See `Fill`; supports whole columns of a matrix only. In both parts, these columns are rows."""
     *_, outputs, groups, _ = blocks.entry.shape
     assert step == outputs and len(values) == groups * 32
     matrix, column = divmod(first, len(values) * outputs)

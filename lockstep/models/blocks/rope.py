@@ -17,11 +17,12 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How the frequencies are stretched; field names follow Hugging Face.
+    """How the frequencies are scaled; field names follow Hugging Face.
 
-    - `linear`: all divided by `factor` (Chen et al. 2023, arXiv 2306.15595).
-    - `llama3`: wavelengths above `original_max_position_embeddings / low_freq_factor` divided by `factor`, those below
-      `original_max_position_embeddings / high_freq_factor` kept, a linear blend in between (the Llama 3.1 release).
+    - `linear`: all are divided by `factor` (Chen et al. 2023, arXiv 2306.15595).
+    - `llama3`: frequencies with wavelengths above `original_max_position_embeddings / low_freq_factor` are divided by
+      `factor`, those with wavelengths below `original_max_position_embeddings / high_freq_factor` kept, and those in
+      between blended linearly (the Llama 3.1 release).
     """
 
     rope_type: Literal["linear", "llama3"]
@@ -36,8 +37,9 @@ class YarnScaling:
     """YaRN (Peng et al. 2023, arXiv 2309.00071); field names follow Hugging Face.
 
     Frequencies that turn more than `beta_fast` times over the original context are kept, those that turn less than
-    `beta_slow` times are divided by `factor`, with a linear ramp over the pairs in between, whose ends are whole pairs
-    when `truncate`. Cosines and sines are multiplied by `attention_factor`, or what the `mscale`s make of `factor`.
+    `beta_slow` times are divided by `factor`, with a linear ramp over the pairs in between; `truncate` rounds its ends
+    to whole pairs. Cosines and sines are multiplied by `attention_factor` or, without it, by a function of `factor` and
+    the `mscale`s.
     """
 
     factor: float
@@ -50,10 +52,10 @@ class YarnScaling:
     truncate: bool = True
 
     def frequencies(self, inv_freq: Tensor, theta: float) -> Tensor:
-        """The stretched ones of these, float32 [pairs]."""
+        """The scaled frequencies, float32 [pairs]."""
         pairs = len(inv_freq)
 
-        def pair(turns: float) -> float:  # that turns so many times over the original context
+        def pair(turns: float) -> float:  # the (fractional) pair that turns so many times over the original context
             wavelength = self.original_max_position_embeddings / (turns * 2 * math.pi)
             return pairs * math.log(wavelength) / math.log(theta)
 
@@ -68,7 +70,7 @@ class YarnScaling:
 
     @property
     def table_factor(self) -> float:
-        """On cosines and sines."""
+        """The factor on cosines and sines."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -77,7 +79,8 @@ class YarnScaling:
 
     @property
     def score_factor(self) -> float:
-        """On the scale of latent attention's scores, which reaches what is not rotated (DeepSeek-V2's code)."""
+        """The factor on the scale of latent attention's scores, which covers the unrotated part too (DeepSeek-V2's
+        code)."""
         return self._magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def _magnitude(self, mscale: float) -> float:
@@ -87,13 +90,13 @@ class YarnScaling:
 def partial_frequencies(
     head_dim: int, rotary_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None
 ) -> Tensor:
-    """`inverse_frequencies` of `rotary_dim` elements, and 0, which turns nothing, for the rest of the head."""
+    """`inverse_frequencies` of `rotary_dim` elements, and 0, which rotates nothing, for the rest of the head."""
     kept = torch.zeros((head_dim - rotary_dim) // 2)
     return torch.cat((inverse_frequencies(rotary_dim, theta, scaling), kept))
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None) -> Tensor:
-    """Radians a position of each pair of elements, float32 [head_dim / 2]."""
+    """Radians per position for each pair of elements, float32 [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inv_freq = 1.0 / theta**exponents
     if scaling is None:
@@ -112,7 +115,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | Yarn
 
 
 def scaled_table(table_TH: Tensor, factor: float, rotary_dim: int) -> Tensor:
-    """`ops.rope_table`'s times the factor, for the `rotary_dim` elements of a head that are rotated; 0: all."""
+    """`ops.rope_table`'s result times `factor`, for the `rotary_dim` elements of a head that are rotated; 0: all."""
     if rotary_dim in (0, table_TH.shape[1]):
         return table_TH * factor
     cos, sin = table_TH.chunk(2, dim=1)
@@ -121,13 +124,13 @@ def scaled_table(table_TH: Tensor, factor: float, rotary_dim: int) -> Tensor:
 
 
 def is_positive(value: Any) -> TypeGuard[float]:
-    """Whether it is a number above 0 that a float can hold."""
+    """Whether `value` is a number above 0 that a float can hold."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def rope_of_hf(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """What a `config.json` says of rotations: `rope_scaling` where it is there and not empty, as a whole, otherwise
-    `rope_parameters`, as transformers 5 does. `InputError`: only a part of each head is rotated, or layers differ."""
+    """What a `config.json` says about rotations: all of `rope_scaling` if it is present and not empty, else
+    `rope_parameters`, as in transformers 5. `InputError`: only a part of each head is rotated, or layers differ."""
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     values = raw.get(name) or {}
     for place in (raw, values):
@@ -139,8 +142,8 @@ def rope_of_hf(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScaling | None:
-    """The scaling of a `config.json`; `InputError` for a type not in `ROPE_TYPES`, or a number that is missing or
-    none."""
+    """The scaling of a `config.json`. `InputError`: its type is not one of `ROPE_TYPES`, or a number is missing or
+    invalid."""
     values = rope_of_hf(raw, where)
     kind = values.get("rope_type", values.get("type", "default"))
     refuse(kind not in ROPE_TYPES, f"{where}: rope_type is {kind!r}; supported: {', '.join(ROPE_TYPES)}")
@@ -156,13 +159,13 @@ def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScalin
     if kind == "linear":
         return RopeScaling("linear", number("factor"))
     key = "original_max_position_embeddings"
-    within = values.get(key, raw.get("max_position_embeddings"))  # and one beside it wins, as in transformers
+    within = values.get(key, raw.get("max_position_embeddings"))  # one at the top level wins, as in transformers
     factor, context = number("factor"), int(number(key, raw.get(key) or within))
     refuse(context < 1, f"{where}: {key} of the {kind} rope scaling is below 1")
     if kind == "yarn":
         optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
         given = {key: number(key) for key in optional if values.get(key)}
-        if values.get("attention_factor") == 0:  # the others' 0 is their default
+        if values.get("attention_factor") == 0:  # refused; for the others, 0 stands for the default
             number("attention_factor")
         truncate = values.get("truncate", True)
         if not isinstance(truncate, bool):

@@ -1,4 +1,4 @@
-"""Which rows of the decoder's tensors, whose weights are fused, the tensors of a Hugging Face folder are."""
+"""Which rows of the decoder's tensors, in which weights are fused, correspond to a Hugging Face folder's tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from ..config import ModelConfig, MoEConfig
 
 
 class Window(NamedTuple):
-    """Rows of a block that are read at one time, in the order of `Form.from_hf`; of a block that a folder has by
-    inputs, the `columns` that they are, and None where it is read whole."""
+    """Rows of a block that are read together.
+
+    Attributes:
+        columns: the columns to read of a block that the folder stores as [inputs, outputs]; None: the whole block.
+        rows: the block's rows that these become, in the order of `Form.from_hf`.
+    """
 
     columns: range | None
     rows: Sequence[range]
@@ -22,28 +26,28 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True)
 class Form(ABC):
-    """How a folder has rows in another way than the decoder. Nothing is rounded, and the two are inverse. So many rows
-    as `block` says, from any multiple of it on, have their elements where the folder's tensor has them."""
+    """A layout of rows in a folder that differs from the decoder's. The conversions round nothing and are inverse to
+    each other. Rows from any multiple of `block` on, `block` of them, have the same place in both tensors."""
 
     block: int
 
     def windows(self, wanted: Sequence[range]) -> list[Window]:
-        """What is read of a block, of which these rows are wanted."""
+        """What to read of a block to get the `wanted` rows."""
         return [Window(None, [range(self.block)])]
 
     @abstractmethod
     def from_hf(self, tensor: Tensor) -> Tensor:
-        """The decoder's rows of a folder's tensor."""
+        """The decoder's rows from a folder's tensor."""
 
     @abstractmethod
     def to_hf(self, rows: Tensor) -> Tensor:
-        """The folder's tensor of the decoder's rows."""
+        """The folder's tensor from the decoder's rows."""
 
 
 @dataclass(frozen=True)
 class Reordered(Form):
-    """A folder has the rows of each head, which are `block`, in another order; `order` says which of its rows each of
-    the decoder's is."""
+    """A folder stores the `block` rows of each head in another order; `order[i]` is the folder's row that is the
+    decoder's row `i`."""
 
     order: tuple[int, ...]
 
@@ -56,16 +60,16 @@ class Reordered(Form):
 
 
 def interleaved(block: int, rotated: int) -> Reordered:
-    """For a folder whose last `rotated` rows of a head have the pairs that rotate together side by side; the decoder
-    has their first elements first, then their second ones."""
+    """For a folder that stores the two rows of each rotated pair side by side, in the last `rotated` rows of a head; the
+    decoder stores the first rows of all pairs, then the second ones."""
     begin = block - rotated
     return Reordered(block, (*range(begin), *range(begin, block, 2), *range(begin + 1, block, 2)))
 
 
 def partly_rotated(block: int, rotated: int) -> Reordered:
-    """For a folder whose heads begin with the `rotated` elements, of which one of the first half rotates with one of
-    the second. The decoder rotates all pairs of elements half a head apart, these and those that stay where they are:
-    its heads have half of either in each half."""
+    """For a folder whose heads begin with the `rotated` rows, whose first half rotates with the second. The decoder
+    rotates all pairs of rows half a head apart, some by an angle of 0, so each half of its heads has half of the rotated
+    rows and then half of the others."""
     turned, kept = rotated // 2, rotated + (block - rotated) // 2
     return Reordered(block, (*range(turned), *range(rotated, kept), *range(turned, rotated), *range(kept, block)))
 
@@ -85,7 +89,7 @@ Slices = Iterable[LayerSlice]
 
 class WeightSlice(LayerSlice):
     """Tensor `name` of a Hugging Face folder is rows `start : start + rows` of the decoder's `parameter`, whose leading
-    dims count as rows when it has more than two; in another `form` where there is one."""
+    dims are flattened to rows if it has more than two; converted by `form`, if there is one."""
 
     __slots__ = ()
 
@@ -96,19 +100,19 @@ class WeightSlice(LayerSlice):
         return rows[self.start : self.start + self.rows]
 
     def first(self, rows: Tensor) -> int:
-        """Where the first of these rows, which are `of` a tensor, begins in it, flat."""
+        """The flat index, in the parameter, of the first element of `rows`, which come from `of`."""
         return self.start * (rows.shape[-1] if rows.dim() > 1 else 1)
 
     def to_hf(self, rows: Tensor) -> Tensor:
-        """The folder's tensor of these rows."""
+        """The folder's tensor from these rows."""
         return rows if self.form is None else self.form.to_hf(rows)
 
 
 def slices_of_layer(
     config: ModelConfig, index: int, attention: Slices | None = None, feed_forward: Slices | None = None
 ) -> Iterator[LayerSlice]:
-    """Of a `blocks.layer.Layer`, with the names that most families use; or of another attention or feed-forward behind
-    its norms."""
+    """The slices of a `blocks.layer.Layer`, with the names that most families use, or with another `attention` or
+    `feed_forward` between its norms."""
     yield LayerSlice("input_layernorm.weight", "attention_norm", 0, config.hidden_size)
     yield from attention or attention_slices(config)
     yield LayerSlice("post_attention_layernorm.weight", "mlp_norm", 0, config.hidden_size)
@@ -144,7 +148,7 @@ def attention_slices(config: ModelConfig, norms: Slices = ()) -> Iterator[LayerS
 
 
 def feed_forward_slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
-    """Of a layer's feed-forward, or of its experts in a tensor each."""
+    """The slices of a layer's feed-forward, or of its experts, each of which has tensors of its own."""
     if config.moe is not None and config.is_moe(index):
         yield from _expert_slices(config.moe, config.hidden_size)
     else:
@@ -152,7 +156,7 @@ def feed_forward_slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]
 
 
 def _gated_slices(theirs: str, ours: str, width: int, hidden: int, index: int = 0) -> Iterator[LayerSlice]:
-    """Of a feed-forward, or of expert `index` among those in one parameter."""
+    """The slices of a feed-forward, or of expert `index` among those in one parameter."""
     yield LayerSlice(f"{theirs}.gate_proj.weight", f"{ours}gate_up", 2 * index * width, width)
     yield LayerSlice(f"{theirs}.up_proj.weight", f"{ours}gate_up", (2 * index + 1) * width, width)
     yield LayerSlice(f"{theirs}.down_proj.weight", f"{ours}down", index * hidden, hidden)

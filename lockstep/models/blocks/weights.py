@@ -11,11 +11,12 @@ from ...distributed.spread import Spread
 
 
 class Weight:
-    """What a decoder gives its blocks, and what it was told of each parameter.
+    """The factory for parameters that a decoder passes to its blocks; it records how each was declared.
 
     Attributes:
-        spread: the ranks that share the model's products.
-        placed, filled: how each lies on a mesh, and what is in it in a random model, if that is no random number.
+        spread: the tensor-parallel ranks.
+        placed: each parameter's placement on the mesh.
+        filled: the constant of each parameter that a random model fills with one.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str, mesh: Mesh, memory: bool) -> None:
@@ -25,8 +26,8 @@ class Weight:
         self._dtype, self._device, self._memory = dtype, device, memory
 
     def __call__(self, *shape: int, on: Placement = WHOLE, fill: float | None = None) -> nn.Parameter:
-        """An uninitialized parameter of the compute dtype, of which this rank has its part; `shape` is of the whole.
-        `fill`: what a random model has in it; None: 1 in a vector, and small random numbers in anything else."""
+        """An uninitialized parameter of the compute dtype: this rank's part of a whole of shape `shape`. `fill`: the
+        constant that a random model fills it with; None: 1 for a vector, and small random numbers otherwise."""
         own = on.shape_on(self.mesh, shape)
         made = torch.empty(own if self._memory else (), dtype=self._dtype, device=self._device)
         parameter = nn.Parameter(made.expand(own))
