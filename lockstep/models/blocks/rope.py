@@ -55,7 +55,7 @@ class YarnScaling:
         """The scaled frequencies, float32 [pairs]."""
         pairs = len(inv_freq)
 
-        def pair(turns: float) -> float:  # the (fractional) pair that turns so many times over the original context
+        def pair(turns: float) -> float:  # the (fractional) pair that turns this often over the original context
             wavelength = self.original_max_position_embeddings / (turns * 2 * math.pi)
             return pairs * math.log(wavelength) / math.log(theta)
 

@@ -50,7 +50,7 @@ from .triton_tiles import (
 
 MAX_GROUP_ROWS = 64  # query rows of a tile; a larger group takes several tiles
 MULTIPROCESSORS = 132  # of an H100 or an H200
-FEW = 32  # up to so many programs, three pipeline stages suffice
+FEW = 32  # up to this many programs, three pipeline stages suffice
 SHARED_BYTES = 200 << 10  # shared memory of a multiprocessor for tiles in flight
 
 

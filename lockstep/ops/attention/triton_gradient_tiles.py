@@ -76,7 +76,7 @@ def over_queries(
     MASK: tl.constexpr,  # "causal": a query sees keys up to its row; "visible": those of visible_L; "none": all
     BLOCK_M: tl.constexpr,
     FORM: tl.constexpr,
-    shift=0,  # if WINDOW > 0: added to a row's token to count it as keys' rows are counted
+    shift=0,  # if WINDOW > 0: added to a row's token, it gives its place in the numbering of keys' rows
 ):
     """The gradients with query rows (token * G + head) added: those below `end` in tiles that start from `begin` to
     `stop`. Products are transposed, keys first."""

@@ -33,7 +33,7 @@ from .triton_scores import tanh
 
 MIN_BLOCK = 16  # tl.dot's smallest side
 BLOCK_L = tl.constexpr(KEY_TILE)
-LONG = 512  # above so many keys per sequence, larger query tiles pay
+LONG = 512  # above this many keys per sequence, larger query tiles pay
 
 
 class AttentionTile(NamedTuple):

@@ -18,7 +18,7 @@ from .choice import Choice, Kind, tiles_of_weight
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 ALIGNMENT = 16  # bytes that one instruction copies
-WGMMA_ROWS = 64  # blocks of so many rows or more use wgmma
+WGMMA_ROWS = 64  # blocks with at least this many rows use wgmma
 STAGES_KIB = (74, 110, 224)  # for three programs per multiprocessor, two, or one
 
 

@@ -33,7 +33,7 @@ from ..rows import unit_inner
 from .choice import CHAIN, Choice, Kind, tiles_of_weight
 
 SMALL, LARGE = Choice("per_head", 16, 128, 64, 4, 4), Choice("per_head", 128, 128, 64, 8, 3)
-MANY_ROWS = 64  # from so many rows on, per-head products use LARGE
+MANY_ROWS = 64  # from this many rows on, per-head products use LARGE
 PIPELINE_KIB = (110, 200)  # of a program's stages, for two programs per multiprocessor or one
 SHARED_BYTES = 220 * 2**10
 

@@ -26,9 +26,9 @@ from .reference import MASS_SCALE as _MASS_SCALE
 MAX_BLOCK = 8192
 TALLY_RUNS, TALLY_RUN, TALLY_WARPS = 512, 4, 4  # a program's logits, in short runs, so that counting them is cheap
 CAPACITY, CAPACITY_WARPS = 8192, 16  # logits of a row that one program's registers hold
-LIST_SHARE = 8  # a row's list has room for one logit in so many; brackets of flat distributions hold one in ten
+LIST_SHARE = 8  # a row's list has room for one logit in eight; brackets of flat distributions hold one in ten
 MASS_SCALE = tl.constexpr(_MASS_SCALE)
-NEIGHBOURS = tl.constexpr(4)  # the preimage of a quotient is within so many floats of the product
+NEIGHBOURS = tl.constexpr(4)  # the preimage of a quotient is within this many floats of the product
 SAMPLES, SAMPLE_WARPS = 8192, 16
 REGISTERS = 64  # per thread: two programs of 16 warps fit on a multiprocessor
 RUN = tl.constexpr(8)  # neighbours in the sample: a 32-byte sector

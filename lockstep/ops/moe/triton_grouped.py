@@ -3,9 +3,9 @@
 A program finds a tile's group from the offsets on the device. For groups with many rows the kernel is persistent: one
 program per multiprocessor goes from tile to tile and copies blocks by tensor descriptors (TMA); the loops over tiles
 and over K are one pipeline, so the next tile is read while the last one is stored. For groups with few rows, reading
-weights dominates: the grid has as many programs as so many rows in so many groups can need tiles, and superfluous ones
-return. The forward is under contract C1: `acc = tl.dot(a, b, acc)` over ascending K, K never split, so neither tiles
-nor kernels change a bit.
+weights dominates: the grid has a program for every tile that these rows could need in the worst case, and superfluous
+programs return. The forward is under contract C1: `acc = tl.dot(a, b, acc)` over ascending K, K never split, so neither
+tiles nor kernels change a bit.
 
 Shape suffixes: R rows, G groups, K contracted dim, N columns of the result.
 """

@@ -93,7 +93,7 @@ def _route_kernel(
     total = tl.sum(weight_K, axis=0)
     for slot in tl.static_range(SLOTS):
         best = tl.max(key_E, axis=0)
-        weight = tl.sum(tl.where(key_E == best, score_E, 0.0), axis=0)  # of one
+        weight = tl.sum(tl.where(key_E == best, score_E, 0.0), axis=0)  # of a single expert
         total += weight
         weight_K = tl.where(k == slot, weight, weight_K)
         expert_K = tl.where(k == slot, 0xFFFFFFFF - (best & 0xFFFFFFFF), expert_K)

@@ -30,7 +30,7 @@ def _job(layout: str, error: int) -> Job:
 
 
 def _row_job(sizes: int, tensors: int) -> Job:
-    """`RowJob` of vector.h: eps, rows, and so many sizes and tensors' addresses."""
+    """`RowJob` of vector.h: eps, rows, `sizes` sizes and the addresses of `tensors` tensors."""
     return _job(f"dq16x{sizes}q{8 * (5 - sizes)}x{tensors}P{8 * (8 - tensors)}x", 24)
 
 
