@@ -1,4 +1,4 @@
-"""Several processes: who they are, what they agree on through the host, and the collectives that graphs hold."""
+"""Running as several processes: ranks and their meshes, agreement through the host, and the collectives in graphs."""
 
 from .collectives import exchange, exchange_in_cells, gather, unshard
 from .join import in_groups, join

@@ -1,4 +1,4 @@
-"""Cells: consecutive shards of a step whose gradients are added up by themselves. Data alone."""
+"""Cells: runs of consecutive shards of a step whose gradients are summed before they join the total. Plain data."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Cells:
-    """How the gradients of a step's shards are added up on ranks that each have every `ranks`-th shard.
+    """The order in which the gradients of a step's shards are summed; each rank has every `ranks`-th shard.
 
-    With one cell every shard's gradient goes to the sum. With several, the gradients of a cell's shards are added up
-    from 0, and the cells' sums to the sum: its bits follow from `shards` and `size`, and not from `ranks`.
+    With one cell, every shard's gradient is added to the total. With several, each cell's gradients are summed from 0
+    and the cell sums are added to the total, whose bits depend on `shards` and `size` but not on `ranks`.
 
-    A round is what the ranks compute at once, as many shards as there are ranks.
+    A round is what the ranks compute at the same time: one micro-batch each, of as many shards as there are ranks.
 
     Attributes:
-        size: shards of a cell; the last may have fewer.
+        size: shards in a cell; the last cell may have fewer.
     """
 
     shards: int = 1
@@ -25,26 +25,26 @@ class Cells:
 
     @cached_property
     def several(self) -> bool:
-        """Whether there is more than one."""
+        """Whether there is more than one cell."""
         return self.shards > self.size
 
     @property
     def of_a_round(self) -> int:
-        """Shards of the cells that a round has whole; 0 where its shards are all of one cell, or of a part of it."""
+        """Shards per cell where a round consists of whole cells; 0 where a round lies within one cell."""
         return self.size if self.several and self.ranks >= self.size else 0
 
     @property
     def lanes(self) -> int:
-        """Ranks of a cell where all ranks are several whole ones, whose sums can be made before they travel; else 1."""
+        """Ranks per cell if all ranks form several whole cells, which sum gradients before exchanging them; else 1."""
         return self.size if self.several and self.ranks > self.size and self.ranks % self.size == 0 else 1
 
     @cached_property
     def span_rounds(self) -> bool:
-        """Whether a cell takes several rounds, so that its sum must be kept apart from that of the cells before it."""
+        """Whether a cell takes several rounds, so that its running sum needs a buffer apart from the total."""
         return self.several and self.ranks < self.size
 
     def end_with(self, number: int) -> bool:
-        """Whether one of those that span rounds ends with a micro-batch's round of this number, from 0."""
+        """Whether a cell that spans several rounds ends with round `number`, counted from 0."""
         done = (number + 1) * self.ranks
         return self.span_rounds and (done % self.size == 0 or done == self.shards)
 

@@ -1,9 +1,9 @@
-"""The collectives along an axis of the mesh, for eager calls and for traces alike.
+"""The collectives along an axis of the mesh, called eagerly or traced.
 
-A captured graph names the axis's group and holds nothing else of a rank: it is the same graph on all of them. Each
-collective is two calls, its start and the wait for it, which passes move apart. Eagerly one ends before the next
-starts; in a graph those of several axes travel at once, each axis's in the order of the graph on a stream of its
-communicator's, and `machine.prepare_nccl` says what orders the axes among one another.
+A captured graph names the axis's group and holds nothing else that is specific to a rank, so all ranks run the same
+graph. Each collective is two calls, a start and a wait, which graph passes move apart. Eagerly, one ends before the
+next starts. In a graph, collectives of different axes may overlap: each axis's run in graph order on the stream of its
+communicator, and `machine.prepare_nccl` says how the axes are ordered among each other.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from .push.operator import push_columns
 
 
 def gather(x: Tensor, axis: Axis) -> Tensor:
-    """Every rank's `x`, [ranks, *x.shape], by rank; the same everywhere."""
+    """Every rank's `x`, [ranks, *x.shape], in rank order: an all-gather."""
     return _all(x.reshape(1, *x.shape), axis)
 
 
 def unshard(shard: Tensor, shape: Sequence[int], axis: Axis) -> Tensor:
-    """The whole tensor whose parts, one a rank, are `shard`: flat, of equal size, the last ones padded at the end."""
+    """The whole tensor of this shape, all-gathered from flat shards of equal size, the last of them padded."""
     whole = _all(shard, axis)
     size = prod(shape)
     return (whole if size == whole.numel() else whole[:size]).view(shape)
 
 
 def exchange(x: Tensor, size: int, axis: Axis) -> Tensor:
-    """Each rank's part `rank` of a tensor that all ranks have values of, [ranks, size], by the rank it comes from;
-    `ranks` parts of `size` elements hold the tensor and padding.
+    """This rank's part of every rank's `x`, [ranks, size], by sending rank: an all-to-all. `x` is flattened and padded
+    to `ranks` parts of `size` elements.
 
-    Adding the rows up in their order is a reduce-scatter whose order of addition is fixed: whatever the number of
-    ranks, the sum is that of one process which adds the same tensors one after another. It moves as many bytes, in the
-    tensor's own dtype, and may add in a wider one.
+    Summing the rows in order makes it a reduce-scatter with a fixed order of addition: the sum is that of one process
+    which adds the same tensors one after another. It moves as many bytes as a reduce-scatter, in the tensor's own
+    dtype, and the caller may accumulate in a wider one.
     """
     flat = _padded(x, size * axis.size)
     if axis.size > 1:
@@ -49,9 +49,10 @@ def exchange(x: Tensor, size: int, axis: Axis) -> Tensor:
 
 
 def exchange_in_cells(x: Tensor, size: int, mesh: Mesh) -> Tensor:
-    """What the ranks of this one's cell have of the parts, cut as `exchange` cuts along `fsdp`, of those that have its
-    place in each cell: [ranks of a cell, cells * size], by the rank it comes from. The sum of the rows is to be
-    exchanged along the cells: one row leaves a cell in place of one of each rank's.
+    """The first of two exchanges, among the ranks of a cell. With `x` cut into parts as `exchange` cuts it along
+    `fsdp`, this rank receives the parts of the ranks at its own place in each cell: [ranks of a cell, cells * size],
+    by sending rank. The caller sums the rows and exchanges the sum along `cells`, so that a cell sends out one row
+    instead of one for each of its ranks.
     """
     lanes, cells = mesh.cells
     parts = _padded(x, size * mesh.fsdp.size).view(cells.size, lanes.size, size).transpose(0, 1)
@@ -59,10 +60,10 @@ def exchange_in_cells(x: Tensor, size: int, mesh: Mesh) -> Tensor:
 
 
 def gather_columns(pieces: Sequence[Tensor], axis: Axis) -> Sequence[Tensor]:
-    """For each of these tensors, [T, W] with the rank's own columns, all ranks' columns by rank, [T, ranks * W].
+    """For each tensor of this rank's columns, [T, W], all ranks' columns in rank order, [T, ranks * W].
 
-    Words are moved, and nothing is computed. The gradient of what was gathered is on each rank that of what the rank
-    made of it; those of all ranks add up to the gradient of the columns (`sums_of_columns`).
+    Nothing is computed. In the backward pass each rank has the gradient from its own use of the gathered tensor; their
+    sum over the ranks is the gradient of the columns (`sums_of_columns`).
     """
     if not axis.pushes:
         return _Columns.apply(axis, *pieces)
@@ -74,33 +75,33 @@ def gather_columns(pieces: Sequence[Tensor], axis: Axis) -> Sequence[Tensor]:
 
 
 def own_columns(x: Tensor, index: Tensor, axis: Axis) -> Tensor:
-    """The rank's own columns, [T, W], of a tensor that all ranks have whole, by its place on the axis, int64 [1]."""
+    """This rank's columns, [T, W], of a replicated tensor, by the rank's place on the axis, int64 [1]."""
     return x.unflatten(1, (axis.size, -1)).index_select(1, index).squeeze(1)
 
 
 def sums_of_columns(pieces: Sequence[Tensor], axis: Axis) -> Sequence[Tensor]:
-    """For each of these tensors, [T, ranks * W], the rank's own columns, [T, W], of the sum of all ranks': added in
-    float32, rank by rank, and rounded once. In one collective."""
+    """For each tensor, [T, ranks * W], this rank's columns, [T, W], of its sum over the ranks: accumulated in float32
+    in rank order and rounded once. One collective for all tensors."""
     by_rank = torch.stack([_joined(own) for own in zip(*(x.chunk(axis.size, dim=1) for x in pieces), strict=True)])
     total = _part_of_sum(by_rank, by_rank.numel() // axis.size, axis).view(by_rank.shape[1:])
     return [own.contiguous() for own in total.split([x.shape[1] // axis.size for x in pieces], dim=1)]
 
 
 def rows_of_sum(x: Tensor, axis: Axis) -> Tensor:
-    """The rank's share of the rows of the sum of all ranks' `x`, whose rows they share evenly; added as columns are."""
+    """This rank's share of the rows of the sum of all ranks' `x`, whose rows divide evenly; summed as columns are."""
     return _part_of_sum(x, x.numel() // axis.size, axis).view(-1, *x.shape[1:])
 
 
 def sum_of_all(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of all ranks' `x`, whole on every rank; on an axis of one `x`. Each adds up a part, so that its bits are
-    one rank's."""
+    """The sum of all ranks' `x`, whole on every rank; `x` on an axis of one. Each element is summed by one rank and
+    then gathered, so all ranks have the same bits."""
     if axis.size == 1:
         return x
     return unshard(_part_of_sum(x, -(-x.numel() // axis.size), axis), x.shape, axis)
 
 
 def largest(x: Tensor, axis: Axis) -> Tensor:
-    """Of each element the largest that a rank has; on an axis of one `x`."""
+    """The elementwise maximum of all ranks' `x`; `x` on an axis of one."""
     return x if axis.size == 1 else gather(x, axis).amax(0)
 
 
@@ -113,8 +114,8 @@ def _part_of_sum(x: Tensor, size: int, axis: Axis) -> Tensor:
 
 
 def rows_to_owners(x: Tensor, axis: Axis) -> Tensor:
-    """All columns of the rank's share of the rows, [ceil(R / ranks), V], of the rank's own columns of all rows, [R, W];
-    the last ranks' shares are filled up with the last row."""
+    """All columns of this rank's share of the rows, [ceil(R / ranks), V], given its own columns of all rows, [R, W].
+    The last shares are padded with copies of the last row."""
     rows = -(-x.shape[0] // axis.size)
     row_R = torch.arange(rows * axis.size, device=x.device).clamp_max(x.shape[0] - 1)
     padded = x.index_select(0, row_R)
@@ -124,7 +125,7 @@ def rows_to_owners(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_rows(x: Tensor, rows: int, axis: Axis) -> Tensor:
-    """The first `rows` of all ranks' rows, by rank."""
+    """The first `rows` of all ranks' rows, in rank order."""
     if axis.pushes:
         return push_columns(x.reshape(1, -1), axis.size, axis.group, False).view(-1, *x.shape[1:])[:rows]
     return gather(x, axis).flatten(0, 1)[:rows]
@@ -135,7 +136,7 @@ def _joined(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    """Flat, with zeros at its end."""
+    """Flattened, and padded with zeros to `size`."""
     flat = x.reshape(-1)
     return functional.pad(flat, (0, size - flat.numel())) if flat.numel() < size else flat
 
@@ -164,5 +165,5 @@ class _Columns(torch.autograd.Function):
 
 
 def _all(x: Tensor, axis: Axis) -> Tensor:
-    """Every rank's `x`, along dimension 0; of one rank, its own."""
+    """Every rank's `x`, concatenated along dimension 0."""
     return x if axis.size == 1 else torch_private.wait(torch_private.all_gather(x, axis.size, axis.group))

@@ -28,18 +28,18 @@ from .push.memory import forget_memory, own_slots, share_memory
 from .ranks import ONE, World
 
 _log = logging.getLogger("lockstep")
-_joined = itertools.count()  # of this process: it may join the same others again, whose addresses are then new ones
-_NCCL_TIMEOUTS = 20  # NCCL's own deadline aborts the process without a word for the user: `World.deadline` comes first
+_joined = itertools.count()  # times that this process joined: the addresses of each time need keys of their own
+_NCCL_TIMEOUTS = 20  # NCCL's own timeout aborts the process without a message, so `World.deadline` must come first
 
 
 def join(config: ParallelConfig, device_type: str) -> World:
-    """The world of this process: all that torchrun started, over NCCL on GPUs and gloo on CPUs, or itself alone.
+    """The world of this process: all processes that torchrun started, over NCCL on GPUs and gloo on CPUs, or this one.
 
     Raises:
-        InputError: it has joined them already; nothing says where they meet, or the port there is taken;
-            `parallel.fsdp` times `parallel.tp` is not the number of processes, or these are on devices of different
-            kinds, as where there are more of them than GPUs.
-        PeerLost: another process did not come.
+        InputError: the process has joined already; MASTER_ADDR or MASTER_PORT is missing or the port is taken;
+            `parallel.fsdp` times `parallel.tp` is not the number of processes; or processes have different kinds of
+            devices, for example because there are more of them than GPUs.
+        PeerLost: another process did not join in time.
     """
     launch = machine.launched()
     require_divisor(config, launch.processes)
@@ -63,7 +63,7 @@ def join(config: ParallelConfig, device_type: str) -> World:
     first = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
     with world.peers(), world.deadline(f"joining the other processes at {first}"):
         store = dist.PrefixStore(f"lockstep/{next(_joined)}", _store(timeout))
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)  # through the host
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)  # host-side
         try:
             world.same("the processes of this run", lambda: {"device": device_type, "parallel": config})
             for axis in world.mesh.in_graphs:
@@ -76,8 +76,8 @@ def join(config: ParallelConfig, device_type: str) -> World:
 
 
 def in_groups(world: World, ranks: int) -> World:
-    """`world` with so many neighbours that generate together; whoever did before does no longer, and their graphs are
-    closed. Every rank of it calls this."""
+    """`world` with groups of `ranks` neighbours that generate together, in place of earlier such groups, whose graphs
+    must be closed. Every rank calls this."""
     made = replace(world, generator_tp=ranks, together=None, apart=False)
     with made.peers(), made.deadline("joining those that generate together"):
         world.end_groups()
@@ -91,21 +91,21 @@ def in_groups(world: World, ranks: int) -> World:
 
 
 def _bind(world: World, axis: Axis) -> dist.ProcessGroup:
-    """Make the groups along an axis, whose processes have collectives in graphs; this one's."""
+    """Make the groups along an axis for collectives in graphs, bind this rank's, and return it."""
     timeout = timedelta(seconds=world.timeout)
     backend = ("nccl", _NCCL_TIMEOUTS * timeout) if world.on_gpu else (torch_private.GLOO_IN_ORDER, timeout)
     group = _own_group(world, axis, *backend)
     world.bind(axis, group)
     device = torch.device("cuda", torch.cuda.current_device()) if world.on_gpu else torch.device("cpu")
     probe = torch.zeros(axis.size, device=device)
-    gather(probe, axis)  # a communicator is made at its first use, and its buffers, which memory is planned beside
+    gather(probe, axis)  # the first use creates the communicator and its buffers, before memory is measured
     if axis in exchanging(world.axes):
         exchange(probe, 1, axis)
     return group
 
 
 def _share(world: World, axis: Axis, group: dist.ProcessGroup) -> bool:
-    """Have each group's ranks write to one another's memory. Unless all can, none does, and a warning says why."""
+    """Let the ranks of each group write to one another's memory. Unless all can, none does, and a warning says why."""
     hosts = world.gather(platform.node())
     groups = [hosts[i : i + axis.size] for i in range(0, world.size, axis.size)]
     memory: list[Tensor] = []
@@ -115,7 +115,7 @@ def _share(world: World, axis: Axis, group: dist.ProcessGroup) -> bool:
             raise RuntimeError("they are of several hosts")
         memory.append(own_slots(axis.size, torch.device("cuda", torch.cuda.current_device())))
 
-    # The second is a collective. When all are here again, all memory is ready.
+    # The second attempt is a collective. After its gather, the memory of all ranks is ready.
     for attempt in (allocate, lambda: share_memory(axis.group, group, memory[0], world.timeout)):
         if faults := [fault for fault in world.gather(_fault(attempt)) if fault]:
             break
@@ -132,7 +132,7 @@ def _share(world: World, axis: Axis, group: dist.ProcessGroup) -> bool:
 
 
 def _fault(attempt: Callable[[], object]) -> str:
-    """What it failed of, in a line; nothing where it did not."""
+    """The first line of the error that `attempt` raises; empty if it succeeds."""
     try:
         attempt()
         return ""
@@ -142,7 +142,7 @@ def _fault(attempt: Callable[[], object]) -> str:
 
 @cache
 def _store(timeout: timedelta) -> dist.Store:
-    """What the first process serves, and all meet at."""
+    """The rendezvous store, which rank 0 serves."""
     host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not host or not port.isdecimal() or int(port) > 65535:
         raise InputError(
@@ -162,7 +162,7 @@ def _store(timeout: timedelta) -> dist.Store:
 
 
 def _own_group(world: World, axis: Axis, backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """The group of the ranks along an axis that this one is of; all ranks make all groups."""
+    """This rank's group along an axis. Every rank takes part in creating every group, as torch requires."""
     ranks, tp = list(range(world.size)), world.tp
     widths = {"tp": tp, "generator_tp": world.generator_tp}
     along = {name: [ranks[i : i + width] for i in ranks[::width]] for name, width in widths.items()}

@@ -1,4 +1,4 @@
-"""Where the parts of a parameter that ranks share by its `Placement` lie in the whole of it."""
+"""Where the parts of a parameter that is sharded by its `Placement` lie in the whole parameter."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .placement import Placement
 
 
 def runs(on: Placement, mesh: Mesh, shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """The contiguous pieces of a rank's part, in order: where each begins in the part and in a whole parameter of this
-    shape, both flat, and its elements."""
+    """The contiguous pieces of this rank's part, in order: the offset of each in the part and in the whole parameter
+    of this shape, both flat, and its number of elements."""
     cut = [dim for dim, axis in ((on.ep, mesh.ep), (on.tp, mesh.tp)) if dim is not None and axis.size > 1]
     if not cut:
         yield 0, 0, prod(shape)
@@ -32,18 +32,18 @@ def runs(on: Placement, mesh: Mesh, shape: tuple[int, ...]) -> Iterator[tuple[in
 
 
 def whole_shape(on: Placement, mesh: Mesh, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a parameter, from that of a rank's part."""
+    """The shape of a whole parameter, from the shape of a rank's part."""
     ranks = {dim: axis.size for dim, axis in ((on.ep, mesh.ep), (on.tp, mesh.tp)) if axis.size > 1}
     return tuple(size * ranks.get(dim, 1) for dim, size in enumerate(shape))
 
 
 def whole(on: Placement, part: Tensor, tp: Axis) -> Tensor:
-    """A whole parameter, from this rank's part of it; where the axis does not cut it, the part."""
+    """A whole parameter, all-gathered along `tp` from the ranks' parts; `part` itself if `tp` does not shard it."""
     return part if on.tp is None or tp.size == 1 else joined(on, gather(part, tp).unbind())
 
 
 def joined(on: Placement, parts: Sequence[Tensor]) -> Tensor:
-    """A whole parameter, from the parts of all ranks along `tp`, by rank."""
+    """A whole parameter, from the parts of all ranks along `tp`, in rank order."""
     assert on.tp is not None
     width, ranks = parts[0].shape[on.tp], len(parts)
     sizes = [block // ranks for block in on.blocks or (width * ranks,)]
@@ -52,7 +52,7 @@ def joined(on: Placement, parts: Sequence[Tensor]) -> Tensor:
 
 
 def part_at(on: Placement, whole: Tensor, axis: Axis, place: Tensor) -> Tensor:
-    """A rank's part of a whole parameter, by its place on the axis, int64 [1]: in a graph that holds no rank."""
+    """A rank's part of a whole parameter, by the rank's place on the axis, int64 [1], for graphs that hold no rank."""
     if on.tp is None:
         return whole
     width = whole.shape[on.tp]
@@ -63,11 +63,11 @@ def part_at(on: Placement, whole: Tensor, axis: Axis, place: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Shares:
-    """Who has which elements of a parameter: ranks along `tp` a part each, which is flat, padded, and cut along `fsdp`
-    into shares of equal size. Rank `r` of all is `r % tp` along the one and `r // tp` along the other.
+    """Which rank has which elements of a parameter. Each rank along `tp` has a part, which is flattened, padded, and
+    cut along `fsdp` into shares of equal size. Rank `r` is at `r % tp` along `tp` and at `r // tp` along `fsdp`.
 
     Attributes:
-        shape: of the whole. size: elements of a share.
+        shape: of the whole parameter. size: elements in a share.
     """
 
     on: Placement
@@ -76,7 +76,7 @@ class Shares:
     size: int
 
     def held(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """What a rank has: where it begins in its share and in the whole, flat, and its elements; in order."""
+        """The pieces that a rank has, in order: the flat offsets in its share and in the whole, and the elements."""
         shard, place = divmod(rank, self.tp)
         first = shard * self.size
         for here, there, count in runs(self.on, Mesh(tp=Axis("tp", self.tp, place)), self.shape):
@@ -85,8 +85,8 @@ class Shares:
                 yield begin - first, begin - here + there, end - begin
 
     def find(self, there: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Who has so many elements of the whole from `there` on: the rank (of those that have them alike the first),
-        where they begin in its share, and how many; in order."""
+        """Where `count` elements of the whole, from flat offset `there`, are found: for each piece, in order, the rank
+        (the first one where it is replicated), its offset in that rank's share, and its number of elements."""
         at = bisect_right(self._places, there, key=lambda piece: piece[0]) - 1
         while count:
             begin, length, place, here = self._places[at]
@@ -98,7 +98,8 @@ class Shares:
 
     @cached_property
     def _places(self) -> list[tuple[int, int, int, int]]:
-        """Of all ranks along `tp`: where a piece begins in the whole, its elements, the rank, and where in its part."""
+        """The pieces of all ranks along `tp`, sorted by offset in the whole: that offset, the number of elements, the
+        rank along `tp`, and the offset in its part."""
         places = range(self.tp if self.on.tp is not None else 1)
         meshes = [Mesh(tp=Axis("tp", self.tp, place)) for place in places]
         found = [(place, run) for place, mesh in enumerate(meshes) for run in runs(self.on, mesh, self.shape)]

@@ -1,4 +1,4 @@
-"""How a parameter lies on a mesh, declared where the parameter is made."""
+"""How a parameter is sharded over a mesh, declared where the parameter is created."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .mesh import Axis, Mesh
 
 @dataclass(frozen=True)
 class Placement:
-    """Which dimension of a parameter the ranks of an axis cut, each taking an equal part; None: all have it whole.
+    """The dimension of a parameter that each axis shards evenly; None: every rank along the axis has it whole.
 
-    On `fsdp` every parameter is cut, whatever its shape: what a rank has of it by the other axes is flattened, padded
-    and cut into equal parts, and gathered before it is computed with (`trainer.parameters.Layout`).
+    `fsdp` shards every parameter whatever its shape: a rank's part by the other axes is flattened, padded, cut into
+    equal shards, and all-gathered before use (`trainer.parameters.Layout`).
 
     Attributes:
-        tp: the outputs of a product or a head, never what is summed over, so that no sum is split.
-        ep: the experts.
-        blocks: sizes of what is fused along `tp`'s dimension, in turn where that is longer, each of which is cut by
-            itself; (): one block.
+        tp: the dimension of outputs or heads. A dimension that is summed over is never sharded.
+        ep: the dimension of experts.
+        blocks: sizes of the blocks fused along `tp`'s dimension, each of which is sharded separately; the pattern
+            repeats if the dimension is longer. (): one block.
     """
 
     tp: int | None = None
@@ -30,8 +30,8 @@ class Placement:
     blocks: tuple[int, ...] = ()
 
     def shape_on(self, mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The part of a parameter of this shape that a rank has, before `fsdp` cuts it. `ValueError`: an axis does not
-        divide what it cuts."""
+        """The shape of a rank's part of a parameter of this shape, before `fsdp` shards it. Raises `ValueError` where
+        an axis does not divide the dimension, or a block of it."""
         sizes = list(shape)
         for axis, dim, blocks in self._cuts(mesh):
             if any(block % axis.size for block in blocks or (sizes[dim],)):
@@ -40,7 +40,7 @@ class Placement:
         return tuple(sizes)
 
     def cut(self, x: Tensor, mesh: Mesh) -> Tensor:
-        """The part of a whole parameter that a rank has, before `fsdp` cuts it; a view where it is of one block."""
+        """This rank's part of a whole parameter, before `fsdp` shards it; a view where it is one block."""
         for axis, dim, blocks in self._cuts(mesh):
             again = x.shape[dim] // sum(blocks) if blocks else 0
             parts = x.split(list(blocks * again) or x.shape[dim], dim)
@@ -50,11 +50,11 @@ class Placement:
         return x
 
     def _cuts(self, mesh: Mesh) -> Iterator[tuple[Axis, int, tuple[int, ...]]]:
-        """The axes of several ranks that cut the parameter, with the dimension and its blocks."""
+        """The axes with several ranks that shard the parameter, each with the dimension and its blocks."""
         for axis, dim, blocks in ((mesh.ep, self.ep, ()), (mesh.tp, self.tp, self.blocks)):
             if dim is not None and axis.size > 1:
                 yield axis, dim, blocks
 
 
-WHOLE = Placement()  # norms, the embedding's table, and routers: every rank chooses experts from all their scores
-ROWS = Placement(tp=0)  # a product's weight [outputs, inputs]
+WHOLE = Placement()  # norms, the embedding table, and routers: every rank picks experts from all of their scores
+ROWS = Placement(tp=0)  # the weight of a matrix product, [outputs, inputs]

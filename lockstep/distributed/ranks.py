@@ -1,4 +1,4 @@
-"""The processes of a run, and what they agree on through the host. No wait is without a deadline."""
+"""The processes of a run and their host-side communication. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ class Closes(Protocol):
 
 @dataclass(frozen=True)
 class World(WatchedProcess):
-    """The processes that train one model together, each with a rank; by itself a process is rank 0 of 1. All ranks run
-    the same program and meet in its calls; where one is gone, or late by more than the timeout, the others raise
+    """The processes that train one model together, seen from one of them; a process by itself is rank 0 of 1. All ranks
+    make the same calls in the same order. When one is gone, or late by more than the timeout, the others raise
     `PeerLost`.
 
     Attributes:
-        tp: neighbours that share each product of the trainer; it divides `size`.
-        generator_tp: neighbours that generate together; it divides `size`.
-        pushes: whether those are to store words into one another's memory (`Axis.pushes`), and do where they can.
-        apart: they cannot. lanes: see `Mesh`. local_rank: its number among those of its host.
-        together: the group of those that generate together, for what goes through the host.
+        tp: the trainer's tensor-parallel size, of neighbouring ranks; it divides `size`.
+        generator_tp: the generator's tensor-parallel size, of neighbouring ranks; it divides `size`.
+        pushes: whether the generator's ranks should store into one another's memory if they can (`Axis.pushes`).
+        apart: whether they turned out to be unable to.
+        lanes: see `Mesh`.
+        local_rank: the rank among the processes of this host.
+        together: the host-side (gloo) group of the ranks that generate together; None if this one generates alone.
     """
 
     tp: int = 1
@@ -54,32 +56,32 @@ class World(WatchedProcess):
 
     @cached_property
     def mesh(self) -> Mesh:
-        """Where this process lies among the others, as the trainer has them."""
+        """The trainer's mesh, with this process's place in it."""
         shards, tp = self.size // self.tp, Axis("tp", self.tp, self.rank % self.tp)
         return Mesh(fsdp=Axis("fsdp", shards, self.rank // self.tp), tp=tp, lanes=self.lanes)
 
     @cached_property
     def generator(self) -> Mesh:
-        """The same as the generator has them: prompts are dealt out along `fsdp` to groups of ranks, and those of a
-        group share a model along `tp`."""
+        """The generator's mesh: prompts are dealt along `fsdp` to groups of ranks, and the ranks of a group share a
+        model along `tp`."""
         ranks, (group, place) = self.generator_tp, divmod(self.rank, self.generator_tp)
         together = Axis("generator_tp", ranks, place, self.pushes and not self.apart)
         return Mesh(fsdp=Axis("fsdp", self.size // ranks, group), tp=together)
 
     @cached_property
     def copies(self) -> Axis:
-        """Ranks that generate with the same part of a model, and have collectives: along the trainer's `fsdp`, unless
-        more ranks generate together than train together."""
+        """Ranks that hold the same part of the generator's model and have a group for collectives: the trainer's
+        `fsdp` axis where `generator_tp` divides `tp`, else this rank alone."""
         return self.mesh.fsdp if self.tp % self.generator_tp == 0 else ALONE.fsdp
 
     @cached_property
     def leads(self) -> bool:
-        """Whether it is the first of those that generate together, or alone."""
+        """Whether this rank is the first of those that generate together, or generates alone."""
         return self.generator.tp.rank == 0
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
-        """Those that graphs have collectives along."""
+        """The axes along which graphs of either role have collectives."""
         return *self.mesh.in_graphs, *(axis for axis in (self.generator.tp,) if axis.size > 1)
 
     @property
@@ -92,7 +94,7 @@ class World(WatchedProcess):
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank; values are pickled."""
+        """Every rank's value, in rank order, on every rank; values are pickled."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -101,8 +103,8 @@ class World(WatchedProcess):
         return values
 
     def share(self, make: Callable[[], T], outline: Callable[[T], T] = lambda value: value) -> list[T]:
-        """What `make` returns on each rank, by rank, on every rank; of other ranks' what `outline` makes of it there.
-        What it raises on any is raised on all, and says where, unless that was everywhere."""
+        """What `make` returns on each rank, in rank order, on every rank; other ranks receive `outline` of the value
+        instead. An exception on any rank is raised on all, and names the rank unless all ranks failed."""
         if self.size == 1:
             return [make()]
         value, error = _outcome(make)
@@ -117,18 +119,17 @@ class World(WatchedProcess):
         return [found for found, *_ in outcomes]  # type: ignore[misc]
 
     def on_all(self, error: Exception) -> Exception:
-        """`error`, which every rank raises, as one that the first alone reports."""
+        """`error`, which every rank raises, marked so that rank 0 alone reports it."""
         return elsewhere(error, self.rank)
 
     def each(self, make: Callable[[], T]) -> T:
-        """What `make` returns on this rank. What it raises on any is raised on all."""
+        """What `make` returns on this rank. An exception on any rank is raised on all."""
         here: list[T] = []
         self.share(lambda: here.append(make()))
         return here[0]
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, or raises there, on every rank, which receives it once; the others do not call
-        it."""
+        """What `make` returns or raises on rank 0, on every rank; the other ranks do not call it."""
         if self.size == 1:
             return make()
         value, error = _outcome(make) if self.first else (None, None)
@@ -144,8 +145,8 @@ class World(WatchedProcess):
     def transfer(
         self, out: Mapping[int, bytearray], sizes: Mapping[int, int], tag: int = 0
     ) -> Callable[[], dict[int, memoryview]]:
-        """Begin to send each of some ranks its bytes, and to receive so many of others. What it returns waits for both,
-        and gives what came, by rank. Transfers that go on at the same time have other tags."""
+        """Start sending `out`, bytes by receiving rank, and receiving `sizes`, byte counts by sending rank. Returns a
+        function that waits for both and returns what came, by rank. Concurrent transfers need different tags."""
         came = {rank: bytearray(size) for rank, size in sizes.items()}
         with self.peers():
             works: list[Any] = [dist.irecv(_tensor(data), rank, tag=tag) for rank, data in came.items() if data]
@@ -165,7 +166,7 @@ class World(WatchedProcess):
         return range(first, first + self.tp)
 
     def made_once(self, make: Callable[[], T], dumps: Callable[[T], bytes], loads: Callable[[bytes], T]) -> T:
-        """What `make` returns on rank 0, or raises there, and on every other rank what `loads` makes of its bytes."""
+        """What `make` returns or raises on rank 0; other ranks get it through `dumps` and `loads`."""
         if self.size == 1:
             return make()
         here: list[T] = []
@@ -178,7 +179,7 @@ class World(WatchedProcess):
         return here[0] if here else loads(data)
 
     def told(self, value: T | None = None) -> T:
-        """What the first of those that generate together tells: its `value`, on each of them."""
+        """The `value` of the first of the ranks that generate together, on each of them."""
         box: list[Any] = [value]
         if self.together is not None:
             with self.peers():
@@ -186,7 +187,7 @@ class World(WatchedProcess):
         return box[0]
 
     def agree(self, what: str, value: object) -> None:
-        """Refuse ranks that generate together and whose values differ: `LockstepError` on each of them."""
+        """Check that the ranks that generate together have equal values; else raise `LockstepError` on each of them."""
         if self.together is None:
             return
         values: list[Any] = [None] * self.generator_tp
@@ -204,8 +205,8 @@ class World(WatchedProcess):
             )
 
     def same(self, what: str, describe: Callable[[], dict[str, Any]]) -> None:
-        """Refuse ranks that differ in any of the values that `describe` names: `InputError` with the names on every
-        rank; so with what `describe` raises on any."""
+        """Check that all ranks agree on every value that `describe` returns; else raise `InputError`, which names the
+        value, on every rank. An exception of `describe` on any rank is raised on all."""
         if self.size == 1:
             return
         all_described = self.share(describe)
@@ -223,7 +224,7 @@ class World(WatchedProcess):
 
     @contextlib.contextmanager
     def peers(self) -> Iterator[None]:
-        """Within, torch's errors about other ranks are `PeerLost`."""
+        """A context that turns torch's errors about lost or late ranks into `PeerLost`."""
         try:
             yield
         except RuntimeError as error:
@@ -238,44 +239,44 @@ class World(WatchedProcess):
             raise PeerLost(f"rank {self.rank} of {self.size}: {what} did not come {within}: {said}") from error
 
     def closes(self, holder: Closes) -> None:
-        """Close `holder`, which recorded collectives, before this process leaves, unless it is gone by then.
+        """Register `holder`, which captured collectives, to be closed before this process leaves, if it still exists.
 
-        A group whose collectives a CUDA graph still holds does not end: NCCL waits for the graph.
+        A process group cannot be destroyed while a CUDA graph holds its collectives: NCCL waits for the graph.
         """
         if self.size > 1:
             self._open.add(holder)
 
     def close(self, failed: bool = False) -> None:
-        """Leave together: every graph is closed and every wait over. After a failure nobody is waited for."""
+        """Leave together, after closing every graph with collectives. With `failed`, do not wait for other ranks."""
         if self.size == 1:
             return
-        if failed and self.on_gpu:  # kernels that wait for a lost rank would be waited for
+        if failed and self.on_gpu:  # anything more would wait for kernels that wait for a lost rank
             self._forget_groups(memory=False)
             return
         with self.peers(), self.deadline("leaving together"):
             if not failed:
                 dist.barrier()
-            gc.collect()  # graphs of a runtime that is gone may lie in cycles still
+            gc.collect()  # graphs of a discarded runtime may still be alive in reference cycles
             for holder in list(self._open):
                 holder.close()
             self._forget_groups()
             dist.destroy_process_group()
 
     def bind(self, axis: Axis, group: dist.ProcessGroup) -> None:
-        """From now on graphs' collectives along `axis` are those of `group`."""
+        """Make `group` the one that collectives along `axis` find in graphs."""
         torch_private.name_group(axis.group, group)
         self._bound[axis.group] = group
 
     def _unbind(self, name: str, memory: bool = True) -> dist.ProcessGroup:
-        """Undo `bind`, and return the group; with `memory` what is shared is given back, which waits for the device."""
+        """Undo `bind` and return the group. With `memory`, free its shared memory too, which waits for the device."""
         if memory:
             forget_memory(name)
         torch_private.forget_group(name)
         return self._bound.pop(name)
 
     def end_groups(self) -> None:
-        """End the groups of those that generate together, each of which calls this, and has closed all graphs with
-        their collectives: NCCL waits for these."""
+        """Destroy the groups of the ranks that generate together. Each of them calls this, after closing all graphs
+        with collectives of the group, for which NCCL would wait."""
         name = self.generator.tp.group
         for group in (self._unbind(name) if name in self._bound else None, self.together):
             if group is not None:
@@ -290,7 +291,7 @@ ONE = World()
 
 
 def elsewhere(error: Exception, rank: int) -> Exception:
-    """`error`, marked on every rank but the first as one that the first reports."""
+    """`error`, marked on every rank but the first as already reported."""
     error.reported = rank != 0  # type: ignore[attr-defined]
     return error
 
@@ -300,7 +301,8 @@ def _tensor(data: bytearray) -> torch.Tensor:
 
 
 def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What it returns, or raises. That another rank is lost is raised: whom it would be told does not come."""
+    """What `make` returns, or the exception that it raises. The loss of another rank is raised here instead, since the
+    outcome could not be exchanged."""
     try:
         return make(), None
     except Exception as error:
@@ -310,7 +312,7 @@ def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """An exception that can be sent: itself, or what it says."""
+    """The exception if it can be pickled, else a `LockstepError` with its message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

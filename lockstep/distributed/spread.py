@@ -1,9 +1,9 @@
-"""What a model's blocks ask of the ranks that share its products (tensor parallelism without a reduction).
+"""What a model's blocks ask of their tensor-parallel ranks. The forward pass has all-gathers and no reductions.
 
-A product is cut by its output columns and attention by its heads, and words are gathered; what is summed over is never
-cut. So each element is the one sum that it is on one rank, and bits do not depend on the number of ranks.
+Products are sharded by output columns and attention by heads, and the results are all-gathered; a dimension that is
+summed over is never sharded. Each element is therefore the same single sum as on one rank, with the same bits.
 
-Shape suffixes: T tokens, W a rank's columns, R rows, V all columns, C rows with a number each.
+Shape suffixes: T tokens, W a rank's columns, R rows, V all columns, C rows with one scalar each.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .mesh import Axis
 
 
 class Spread(nn.Module):
-    """The ranks along an axis that share a model's products. On an axis of one its methods return their arguments, and
-    add nothing to a graph. It has no parameters. `index`: this rank's place on the axis, int64 [1], an input of graphs,
-    which hold no rank; None on an axis of one."""
+    """The tensor-parallel ranks along an axis. On an axis of one rank the methods return their arguments and add
+    nothing to a graph. The module has no parameters. `index`: this rank's place on the axis, int64 [1], an input to
+    graphs (which hold no rank as a constant); None on an axis of one rank."""
 
     def __init__(self, axis: Axis, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -30,16 +30,16 @@ class Spread(nn.Module):
 
     @property
     def least_rows(self) -> int:
-        """Of a graph whose rows the ranks share: each draws the tokens of two at the least, as a graph of one would
-        hold for no other number."""
+        """The fewest rows of a graph whose rows are divided among the ranks: two a rank, since a graph traced with one
+        row would be specialized to one."""
         return 1 if self.index is None else 2 * self.axis.size
 
     def part(self, count: int) -> int:
-        """A rank's share of so many heads or columns."""
+        """A rank's share of `count` heads or columns."""
         return count // self.axis.size
 
     def columns(self, x_TW: Tensor) -> Tensor:
-        """All ranks' columns, by rank, [T, ranks * W]."""
+        """All ranks' columns, in rank order, [T, ranks * W]."""
         return x_TW if self.index is None else gather_columns((x_TW,), self.axis)[0]
 
     def together(self, *pieces: Tensor) -> Sequence[Tensor]:
@@ -47,7 +47,7 @@ class Spread(nn.Module):
         return pieces if self.index is None else gather_columns(pieces, self.axis)
 
     def own(self, x_TV: Tensor) -> Tensor:
-        """This rank's columns of a tensor that all have whole, [T, W]."""
+        """This rank's columns, [T, W], of a replicated tensor."""
         return x_TV if self.index is None else own_columns(x_TV, self.index, self.axis)
 
     def added(
@@ -59,9 +59,9 @@ class Spread(nn.Module):
         bias: Tensor | None,
         own_TW: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`product(x, weight, stream, bias)` of what the ranks have columns of and a stream that all have whole: whole,
-        [T, V], and where there are several ranks this one's columns of it. `own_TW`: those of the stream, if they are
-        at hand."""
+        """`product(x, weight, stream, bias)`, of column-sharded x added to a replicated residual stream. Returns the
+        replicated result, [T, V], and this rank's columns of it (None on one rank). `own_TW`: this rank's columns of
+        the stream, if already at hand."""
         if self.index is None:
             return product(x_TW, weight, stream_TV, bias), None
         own_TW = self.own(stream_TV) if own_TW is None else own_TW
@@ -69,8 +69,8 @@ class Spread(nn.Module):
         return self.columns(found_TW), found_TW
 
     def own_rows(self, *tensors: Tensor) -> Sequence[Tensor]:
-        """This rank's share of the rows of tensors that all have whole, [ceil(R / ranks), ...]; those beyond the last
-        row repeat it."""
+        """This rank's share of the rows of replicated tensors, [ceil(R / ranks), ...], padded with copies of the last
+        row."""
         if self.index is None:
             return tensors
         count = tensors[0].shape[0]
@@ -79,24 +79,26 @@ class Spread(nn.Module):
         return [x.index_select(0, row_R) for x in tensors]
 
     def rows_to_owners(self, x_RW: Tensor) -> Tensor:
-        """All columns of this rank's share of the rows (`own_rows`), [ceil(R / ranks), V], of own columns of all."""
+        """All columns of this rank's share of the rows (`own_rows`), [ceil(R / ranks), V], given its own columns of all
+        rows: an all-to-all."""
         return x_RW if self.index is None else rows_to_owners(x_RW, self.axis)
 
     def all_rows(self, x: Tensor, rows: int) -> Tensor:
-        """The `rows` rows whose shares the ranks have (`own_rows`)."""
+        """All `rows` rows, gathered from the ranks' shares (`own_rows`)."""
         return x if self.index is None else gather_rows(x, rows, self.axis)
 
     def whole_rows(self, weight: Tensor) -> Tensor:
-        """All ranks' rows of a weight, by rank; its gradients on all ranks add up to the rows'."""
+        """All ranks' rows of a weight, in rank order. The backward pass gives each rank its rows of the gradients' sum
+        over the ranks, as a reduce-scatter would."""
         return weight if self.index is None else _Rows.apply(weight, self.axis)
 
     def numbers(self, rows: int, *own: Tensor) -> Sequence[Tensor]:
-        """float32 [rows] each, from those of each rank's share of the rows (`own_rows`); a gradient is whole on every
-        rank, which takes that of its own rows."""
+        """Each tensor as float32 [rows], gathered from the ranks' shares of the rows (`own_rows`). Its gradient is the
+        same on every rank, and each rank keeps that of its own rows."""
         return own if self.index is None else _Numbers.apply(self.axis, self.index, rows, *own)
 
     def once(self, value: Tensor) -> Tensor:
-        """What each rank computes whole and differentiates, with a gradient on one of them alone."""
+        """A value that all ranks compute, detached on all but the first so that its gradient counts once."""
         return value if self.index is None else torch.where(self.index[0] == 0, value, value.detach())
 
 

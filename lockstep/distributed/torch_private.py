@@ -1,4 +1,4 @@
-"""Every private interface of `torch.distributed` that the package uses; for torch 2.11 to 2.13."""
+"""All private interfaces of `torch.distributed` that the package uses; for torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # noqa: F401 (registers the operators' shapes)
 from torch import Tensor
 
-# A collective starts; its result may be read once it was given to `wait`. A group is named by a text.
+# These start a collective, whose result may be read after `wait`. A group is given by its name.
 _operators = torch.ops._c10d_functional
 
-GLOO_IN_ORDER = "gloo_in_order"  # a backend: gloo whose collectives run one after another
+GLOO_IN_ORDER = "gloo_in_order"  # a backend: gloo with collectives that run one after another
 
 
 def _gloo_in_order(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    """By default two threads run a group's collectives, and both write the name of the latest that ended to one string,
-    without a lock. Where two end at once, one of a name beyond 15 characters, memory is freed twice."""
+    """A gloo group with one thread. By default two threads run a group's collectives, and both write the name of the
+    last finished collective to one string without a lock. When two finish at once and a name has more than 15
+    characters, memory is freed twice."""
     gloo: Any = dist.ProcessGroupGloo
     interfaces = list(filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))
     options = gloo._Options()
@@ -32,12 +33,12 @@ dist.Backend.register_backend(GLOO_IN_ORDER, _gloo_in_order, devices=["cpu"])
 
 
 def all_gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    """Start to gather every rank's `x` along dimension 0, by rank."""
+    """Start an all-gather of `x` along dimension 0, in rank order."""
     return _operators.all_gather_into_tensor.default(x, ranks, group)
 
 
 def all_to_all(x: Tensor, ranks: int, group: str) -> Tensor:
-    """Start to give part r of a flat `x` to rank r: the result is what all ranks have for this one, by rank."""
+    """Start an all-to-all of a flat `x`: part r goes to rank r; the result is the parts for this rank, by sender."""
     parts = [x.numel() // ranks] * ranks
     return _operators.all_to_all_single.default(x, parts, parts, group)
 
@@ -47,7 +48,7 @@ def wait(x: Tensor) -> Tensor:
 
 
 def name_group(name: str, group: dist.ProcessGroup) -> None:
-    """From now on collectives find `group` by this name of ours, which is the same on every rank."""
+    """Make collectives find `group` by this name, which is the same on every rank."""
     torch._C._distributed_c10d._register_process_group(cast(Any, name), group)
 
 
@@ -56,15 +57,15 @@ def forget_group(name: str) -> None:
 
 
 def symmetric_bytes(size: int, device: torch.device) -> Tensor:
-    """So many bytes, uint8, that others can be given (`symmetric_memory`)."""
+    """A uint8 buffer that can be shared with other ranks (`symmetric_memory`)."""
     import torch.distributed._symmetric_memory as symmetric
 
     return symmetric.empty(size, dtype=torch.uint8, device=device)
 
 
 def symmetric_memory(words: Tensor, group: dist.ProcessGroup) -> tuple[list[int], Any]:
-    """Where the `symmetric_bytes` of all ranks of a group lie, by rank, as this rank's device reaches them, and what
-    keeps the others' mapped; each rank calls this. `RuntimeError`: the devices do not reach one another's memory."""
+    """The addresses, by rank, at which this device reaches the `symmetric_bytes` of a group's ranks, and the handle
+    that keeps them mapped. Collective. Raises `RuntimeError` if the devices cannot reach one another's memory."""
     import torch.distributed._symmetric_memory as symmetric
 
     handle = symmetric.rendezvous(words, group)
@@ -72,7 +73,7 @@ def symmetric_memory(words: Tensor, group: dist.ProcessGroup) -> tuple[list[int]
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an exception is torch's for a rank that is gone or late."""
+    """Whether torch raised this exception because a rank is gone or late."""
     signs = "gloo", "nccl", "pair closure", "connection closed by peer", "connection reset by peer"
     of_transport = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in signs)
     return of_transport or isinstance(error, dist.DistError)

@@ -1,4 +1,4 @@
-"""The watchdog: a process whose device waits for another rank ends at its deadline, and says at what."""
+"""The watchdog: ends a process whose device has waited too long for another rank, and says what it was doing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-GRACE = 10.0  # seconds by which the collectives' own deadlines come before ours, which ends the process
+GRACE = 10.0  # seconds that our deadline leaves the collectives' own timeouts to raise first; ours ends the process
 
 
 @dataclass(frozen=True)
 class WatchedProcess:
-    """One of the processes of a run, which waits for none without end.
+    """A process of a run, with a limit on how long it waits for the others.
 
     Attributes:
         timeout: seconds that a rank waits for the others.
@@ -32,8 +32,8 @@ class WatchedProcess:
 
     @contextlib.contextmanager
     def deadline(self, doing: str, timeouts: float = 1.0) -> Iterator[None]:
-        """Within, waits that torch puts no end to (for a device that waits for another rank) end the process, after so
-        many timeouts. It ends when the device has done what was launched."""
+        """A context that ends the process if it is still inside after `timeouts` times the timeout: for waits without a
+        limit in torch, such as for a device that waits for another rank. On exit it synchronizes the device."""
         if self.size == 1:
             yield
             return
@@ -44,8 +44,8 @@ class WatchedProcess:
 
     @contextlib.contextmanager
     def watched(self, doing: str, timeouts: float = 1.0) -> Iterator[Callable[[], None]]:
-        """Within, the process ends where what this yields was not called for as long as `deadline` waits: for launches
-        that follow one another, of which any may wait on a device for another rank."""
+        """A context that ends the process when the function it yields has not been called for as long as `deadline`
+        waits: for a series of launches, any of which may wait on the device for another rank."""
         if self.size == 1:
             yield lambda: None
             return
@@ -56,7 +56,7 @@ class WatchedProcess:
             while (left := latest[0] + seconds - time.monotonic()) > 0:
                 if over.wait(left):
                     return
-            if not over.is_set():  # it may have ended as the wait did
+            if not over.is_set():  # the context may have exited just as the time ran out
                 self._give_up(doing, seconds)
 
         thread = threading.Thread(target=watch, daemon=True)
@@ -65,12 +65,11 @@ class WatchedProcess:
             yield lambda: latest.__setitem__(0, time.monotonic())
         finally:
             over.set()
-            thread.join()  # it holds this world, whose groups must not end while the interpreter does: that aborts
+            thread.join()  # it references this world, and groups destroyed at interpreter shutdown abort the process
 
     @contextlib.contextmanager
     def told_by(self, told: Callable[[str], str]) -> Iterator[None]:
-        """Within, what a deadline says as it ends this process is what `told` makes of it; nothing, where that is
-        empty."""
+        """A context in which a deadline that ends this process prints `told(message)`; nothing if that is empty."""
         self._tellers.append(told)
         try:
             yield

@@ -1,1 +1,1 @@
-"""Words that ranks of one host store straight into one another's memory, in place of a collective of small messages."""
+"""Small all-gathers and all-to-alls in which the ranks of one host store directly into one another's memory."""

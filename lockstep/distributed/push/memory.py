@@ -1,4 +1,4 @@
-"""Memory that the ranks of a group store into."""
+"""The memory that the ranks of a group store into."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from torch import Tensor
 
 from .. import torch_private
 
-SLOT = 1 << 19  # words that a rank stores at once into another's memory; of more, a collective is as fast
-WORD_BYTES = 8  # of a word with its mark
-PARITIES = 2  # slots a pair of ranks has: a rank is at most one launch ahead of another, which still reads
+SLOT = 1 << 19  # words in a slot, the most in one launch from rank to rank; beyond that a collective is as fast
+WORD_BYTES = 8  # a word and its mark
+PARITIES = 2  # slots for each pair of ranks: a rank is at most one launch ahead of another, which may still be reading
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """What a rank needs to store words into the memory of those of its group, and to know that theirs have come.
+    """What a rank needs to store words into the memory of its group's ranks, and to see that theirs have arrived.
 
     Attributes:
-        rank, ranks: this one's place in the group, and how many there are.
-        patience: nanoseconds that a launch waits for the words of others.
-        addresses: int64 [ranks + 1]: of each rank's slots, int64 [PARITIES, ranks, SLOT], in which the place of a slot
-            is its sender's rank; and of `late`.
-        state: int64 [2]: launches so far, and this launch's programs that have ended.
-        late: on the host and written by the device: 0, or the number of the launch at which words did not come in time,
-            times `ranks`, and whose words they are.
-        held: what `addresses` points into.
-        members: of the group, as the whole run numbers them.
+        rank, ranks: this rank's place in the group, and the group's size.
+        patience: nanoseconds that a launch waits for the words of other ranks.
+        addresses: int64 [ranks + 1]: addresses of each rank's slots, int64 [PARITIES, ranks, SLOT] with the sender's
+            rank in the middle, and the address of `late`.
+        state: int64 [2]: launches so far, and the finished programs of the current launch.
+        late: in host memory, written by the device: 0, or launch * ranks + sender for words that did not come in time.
+        held: keeps alive the memory that `addresses` points into.
+        members: the global ranks of the group.
     """
 
     rank: int
@@ -43,7 +42,7 @@ class SharedMemory:
 
 
 class LateWords(NamedTuple):
-    """Words that did not come in time: of which rank of the run, in which group, at which of the group's launches."""
+    """Words that did not come in time: the sender's global rank, the group's name, and the number of its launch."""
 
     rank: int
     group: str
@@ -54,26 +53,26 @@ _BY_GROUP: dict[str, SharedMemory] = {}
 
 
 def own_slots(ranks: int, device: torch.device) -> Tensor:
-    """Memory that the ranks of a group can be given, for `share_memory`."""
+    """This rank's slots, allocated so that `share_memory` can share them with the group."""
     return torch_private.symmetric_bytes(WORD_BYTES * PARITIES * ranks * SLOT, device)
 
 
 def share_memory(name: str, group: dist.ProcessGroup, own: Tensor, timeout: float) -> SharedMemory:
-    """Share the slots of a group's ranks, all of which call this, for those that ask for them by the group's name. They
-    may be used when all have returned.
+    """Share the slots of a group's ranks and register them under the group's name. Collective; the memory may be used
+    once it has returned on all ranks.
 
     Args:
-        timeout: seconds that a launch waits for the words of others.
+        timeout: seconds that a launch waits for the words of other ranks.
 
     Raises:
-        RuntimeError: the GPUs of the group do not reach one another's memory.
+        RuntimeError: the GPUs of the group cannot reach one another's memory.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     (slots, mapped), device = torch_private.symmetric_memory(own, group), own.device
     late = torch.zeros(1, dtype=torch.int64, pin_memory=True)
     addresses = torch.tensor([*slots, late.data_ptr()], device=device)
     state = torch.zeros(2, dtype=torch.int64, device=device)
-    own.zero_()  # marks of no launch
+    own.zero_()  # launches count from 1, so no launch has this mark
     torch.cuda.synchronize(device)
     members = tuple(dist.get_process_group_ranks(group))
     made = SharedMemory(rank, ranks, int(timeout * 1e9), addresses, state, late, (own, mapped), members)
@@ -82,17 +81,17 @@ def share_memory(name: str, group: dist.ProcessGroup, own: Tensor, timeout: floa
 
 
 def shared_memory(group: str) -> SharedMemory:
-    """What `share_memory` made for a group, by the name that graphs have for it."""
+    """What `share_memory` registered for a group, by its name in graphs."""
     return _BY_GROUP[group]
 
 
 def forget_memory(group: str) -> None:
-    """Undo `share_memory`, where it was called."""
+    """Undo `share_memory`, if it was called."""
     _BY_GROUP.pop(group, None)
 
 
 def late_words() -> LateWords | None:
-    """Those that this process waited for in vain, if any: the device's later errors follow from that."""
+    """Words that did not come to this process in time, if any: the cause of the device errors that follow."""
     for name, memory in _BY_GROUP.items():
         if late := int(memory.late):
             return LateWords(memory.members[late % memory.ranks], name, late // memory.ranks)

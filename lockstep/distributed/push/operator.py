@@ -1,4 +1,4 @@
-"""The operator, and what it does where no memory is shared: collectives move the words."""
+"""The operator, and its fallback by collectives."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from .. import torch_private
 
 @torch.library.custom_op("lockstep::push_columns", mutates_args=(), device_types="cpu")
 def push_columns(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
-    """All ranks' columns side by side, by rank, of all rows or of this rank's share of the rows. Words are moved, and
-    nothing is computed.
+    """All ranks' columns side by side, in rank order: of all rows, or of this rank's share of the rows. Nothing is
+    computed.
 
     Args:
         x: this rank's columns, [R, W].
-        group: what graphs call the ranks' group (`Axis.group`).
-        to_owners: whether a rank gets the columns of its share of the rows alone; `ranks` divides R.
+        group: the name of the ranks' group in graphs (`Axis.group`).
+        to_owners: whether to return this rank's share of the rows alone; `ranks` must divide R.
 
     Returns:
-        [R, ranks * W], or [R / ranks, ranks * W] of one share.
+        [R, ranks * W], or [R / ranks, ranks * W] with `to_owners`.
     """
     return by_collective(x, ranks, group, to_owners)
 
 
 @push_columns.register_kernel("cuda")
 def _push_columns_cuda(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
-    from . import triton  # which a machine without a GPU need not have
+    from . import triton  # not required on machines without a GPU
 
     return triton.push_columns(x, ranks, group, to_owners)
 

@@ -1,18 +1,20 @@
-"""`push_columns` on GPUs that reach one another's memory: every program stores a piece of this rank's words into one
-other's memory, waits for the same piece of that one's words, and lays them out. Meaning: `push/operator.py`.
+"""`push_columns` on GPUs that reach one another's memory: each program stores a piece of this rank's words into another
+rank's memory, waits for the same piece of that rank's words, and writes them to the output. See `push/operator.py` for
+the semantics.
 
-A launch has a number, one more than the last one's, the same on all ranks. Each word of 32 bits travels beside it, its
-mark, in one store of 64, which arrives whole: whoever finds the mark has the word. So a push takes the way of a store
-and no more: no fence, and no signal behind it. Marks are never set back, and launches of a replayed graph need nothing
-of the host. Slots alternate: a rank stores at launch n + 2 only after it has got the words of launch n + 1 of the
-other, who had laid out those of launch n before that. Slots hold marked words alone, so that no other word is taken
-for a mark.
+Launches are numbered consecutively, alike on all ranks. Each 32-bit word is stored together with the launch number, its
+mark, in one 64-bit store, which arrives whole: whoever reads the mark has the word. A push therefore has the latency of
+a store, without a fence or a separate signal. Marks are never reset, so the launches of a replayed graph need nothing
+from the host. Two slots alternate: a rank stores at launch n + 2 only after receiving the other rank's words of launch
+n + 1, which that rank stored after it had read those of launch n. Slots hold marked words and nothing else, so no data
+can be mistaken for a mark.
 
-A launch releases its dependents at once (`ops.pdl`): the product behind it loads weights while words are on their way.
-All its programs have begun by then, so what begins early takes no place that one of them needs.
+A launch releases its dependents at once (programmatic dependent launch, `ops.pdl`): the product that follows loads its
+weights while words are in transit. By then all programs of the push are running, so early dependents cannot take an SM
+that one of them needs.
 
-No program waits for ever: one whose words do not come in time tells the host and ends all work on the device, so no
-word that did not come is read.
+Waits are bounded: a program whose words do not come in time reports to the host and traps, which ends all work on the
+device before stale words are used.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from ...ops import pdl
 from .memory import PARITIES, SLOT, SharedMemory, shared_memory
 from .operator import by_collective
 
-BLOCK, NUM_WARPS = 1024, 4  # words at a time, and who moves them
-CHUNKS = 64  # programs at most that store to one rank
-POLLS = 256  # of words, about 0.1 ms, between two looks at the clock
+BLOCK, NUM_WARPS = 1024, 4  # words that a program moves at a time, and its warps
+CHUNKS = 64  # the most programs that store to one rank
+POLLS = 256  # polls of the words between two reads of the clock, about 0.1 ms
 
 
 @triton.jit
 def _now():
-    """Nanoseconds, one number for all threads."""
+    """The time in nanoseconds, the same for all threads of the program."""
     by_thread = tl.inline_asm_elementwise(
         "mov.u64 $0, %globaltimer;", "=l,r", [tl.arange(0, 128)], dtype=tl.int64, is_pure=False, pack=1
     )
@@ -42,7 +44,7 @@ def _now():
 
 @triton.jit
 def _end_all_work(late_ptr, late):
-    """Tell the host first."""
+    """Report to the host, then trap."""
     tl.store(late_ptr, late)
     tl.inline_asm_elementwise("fence.sc.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
@@ -51,13 +53,13 @@ def _end_all_work(late_ptr, late):
 
 @triton.jit
 def _all_marked(words, launch):
-    """Whether each word that was read is one of this launch's."""
+    """Whether every word that was read carries this launch's mark."""
     return tl.max(((words >> 32).to(tl.int32) != launch.to(tl.int32)).to(tl.int32), axis=0) == 0
 
 
 @triton.jit
 def _awaited(from_ptr, at, inside, launch, patience, late_ptr, late, POLLS: tl.constexpr):
-    """Words with the launch's mark, as soon as all are there; `late` is for the host, should they not come."""
+    """Poll until all words carry the launch's mark, and return them; `late` is reported to the host on a timeout."""
     unread = launch << 32
     words = tl.load(from_ptr + at, mask=inside, other=unread, volatile=True)
     polls, until = 0, tl.zeros([], tl.int64)
@@ -76,17 +78,17 @@ def _awaited(from_ptr, at, inside, launch, patience, late_ptr, late, POLLS: tl.c
 
 @triton.jit
 def _slot(address_ptr, sender, SLOT: tl.constexpr):
-    """Of a sender in the memory at an address: the first of its two."""
+    """A sender's first slot in the memory whose address is at `address_ptr`."""
     return tl.multiple_of(tl.load(address_ptr).to(tl.pointer_type(tl.int64)), 16) + sender * SLOT
 
 
 @triton.jit
 def _place(at, width, sender, RANKS: tl.constexpr):
-    """Where a sender's words, one after another, lie as its columns of [R, RANKS * W]."""
+    """The offset in [R, RANKS * W] of a sender's word `at`, where its words are its columns."""
     return (at // width).to(tl.int64) * (RANKS * width) + sender * width + at % width
 
 
-@triton.jit(do_not_specialize=["rank"])  # of a host's ranks the first compiles it for all
+@triton.jit(do_not_specialize=["rank"])  # one binary for all ranks: the first of each host compiles it
 def _push_kernel(
     x_ptr, out_ptr, addresses_ptr, state_ptr, rank, rows, width, patience,
     TO_OWNERS: tl.constexpr, RANKS: tl.constexpr, PARITIES: tl.constexpr, SLOT: tl.constexpr,
@@ -127,14 +129,14 @@ def _push_kernel(
                 words = marked.to(x_ptr.dtype.element_ty)
             tl.store(out_ptr + _place(at, width, other, RANKS), words, mask=at < end)
         tl.debug_barrier()
-        if tl.atomic_add(state_ptr + 1, 1) == RANKS * chunks - 1:  # the last to end: all have read the number
+        if tl.atomic_add(state_ptr + 1, 1) == RANKS * chunks - 1:  # the last program: all have read the launch number
             tl.store(state_ptr + 1, tl.zeros([], tl.int64))
             tl.store(state_ptr, launch)
 
 
 def push_columns(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
-    """See `push.operator.push_columns`. What does not fit into a slot is moved by a collective; so is nothing, as a
-    launch without words would not wait for the others."""
+    """See `push.operator.push_columns`. Falls back to a collective for more words than a slot holds, and for none, as a
+    launch without words would not wait for the other ranks."""
     words = _words(x)
     if not 0 < words.numel() // (ranks if to_owners else 1) <= SLOT:
         return by_collective(x, ranks, group, to_owners)
@@ -142,10 +144,11 @@ def push_columns(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
 
 
 def pushed(x: Tensor, to_owners: bool, memory: SharedMemory, store: bool = True, take: bool = True) -> Tensor:
-    """`push_columns` through memory. A launch may do its first half, or its second half, alone.
+    """`push_columns` through shared memory. The two halves may be launched separately.
 
     Args:
-        store: store this rank's words. take: wait for those of others, and count the launch.
+        store: store this rank's words.
+        take: wait for the words of the other ranks, and count the launch.
     """
     words = _words(x)
     rows, width = words.shape[0] // (memory.ranks if to_owners else 1), words.shape[1]
@@ -160,7 +163,8 @@ def pushed(x: Tensor, to_owners: bool, memory: SharedMemory, store: bool = True,
 
 
 def _words(x: Tensor) -> Tensor:
-    """[R, W], contiguous, as the widest integers of 32 bits at most that rows consist of: each travels in 64."""
+    """`x`, [R, W], viewed as contiguous int32 where its rows are whole, aligned 32-bit words, else as integers of its
+    element size. Each of these integers is stored as 64 bits."""
     (rows, width), flat = x.shape, x.contiguous().view(-1)
     whole = flat.data_ptr() % 4 == 0 and width * x.element_size() % 4 == 0
     kind = torch.int32 if whole else {1: torch.int8, 2: torch.int16}[x.element_size()]
