@@ -1,4 +1,4 @@
-"""The policy step: packing with shared prompts, losses, AdamW on flat buffers, and the trainer that joins them."""
+"""The policy step: packing with shared prompts, losses, AdamW on flat buffers, and the trainer that combines them."""
 
 from .optimizer import AdamW, frozen_parameters, learning_rate
 from .packing import Packing, pack, pack_shards, packed_slots

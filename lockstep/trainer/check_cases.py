@@ -1,8 +1,8 @@
-"""The launches on which the trainer's graphs are held to eager's bits before the first step (`check.against_eager`).
+"""The launches on which the trainer's graphs must have eager's bits before the first step (`check.against_eager`).
 
-Every shape is filled to its edges; the largest is also tried almost empty, and with ragged sequences beside the longest
-one that it can hold, or with either where it has no room for both. Ranks that have prompts of their own share these out
-among them, as all run their own at once; each runs every shape.
+Every shape is filled completely. The largest is also tried almost empty, and with ragged sequences next to the longest
+one that it can hold, or with each separately where it has no room for both. Data-parallel ranks run these variants of
+the largest shape side by side, a different one on each; every rank runs every shape.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _train_cases(
 
 
 def _nearly_untruncated(sampling: SamplingParams, vocabulary: int) -> SamplingParams:
-    """The same kind of sampling, but random tokens are in its support: what lies outside has no gradient to compare."""
+    """The same kind of sampling, with random tokens in its support: tokens outside have no gradient to compare."""
     if not sampling.truncated:
         return replace(sampling, stop_token_ids=(), stop=())
     return SamplingParams(sampling.temperature, top_k=vocabulary - 1)
@@ -113,7 +113,7 @@ _Lengths = tuple[int, list[int]]  # of a prompt and its completions
 def _drafts(
     shapes: Sequence[BatchShape], draw: torch.Generator, axis: Axis
 ) -> Iterator[tuple[str, BatchShape, _Lengths]]:
-    """A rank's own of what is tried of the largest shape, and the others filled; named alike on all ranks."""
+    """This rank's variants of the largest shape, then the other shapes filled; with the same names on all ranks."""
     largest, *others = shapes
     tried = [("filled", _filled(largest)), *_edges(largest, draw), ("one token", (1, [1]))]
     for begin in range(0, len(tried), axis.size):
@@ -124,7 +124,7 @@ def _drafts(
 
 
 def _filled(shape: BatchShape) -> _Lengths:
-    """Tokens of the prompt and of each completion that fill a shape; a completion's last token takes no row."""
+    """The prompt length and completion lengths that fill a shape; a completion's last token takes no row."""
     sequences = max(1, min(shape.segments - 1, shape.completion_tokens, shape.tokens))
     completion = max(1, min(shape.completion_tokens // sequences, shape.max_len - 1, shape.tokens // sequences))
     prompt = min(shape.tokens - sequences * (completion - 1), shape.max_len - completion)
@@ -132,7 +132,7 @@ def _filled(shape: BatchShape) -> _Lengths:
 
 
 def _edges(shape: BatchShape, draw: torch.Generator) -> list[tuple[str, _Lengths]]:
-    """Ragged completions, and the longest sequence: in one batch if that has room for both."""
+    """Ragged completions and the longest sequence, in one batch if both fit."""
     prompt, filled = _filled(shape)
     ragged = [int(torch.randint(1, length + 1, (), generator=draw)) for length in filled]
     longest_prompt, longest = _longest(shape)
@@ -156,7 +156,7 @@ def _group(
         return torch.randint(vocabulary, (count,), generator=draw).tolist()
 
     def logprobs(count: int) -> list[float]:
-        """Around those of a uniform distribution, so that ratios are clipped on either side."""
+        """Log-probabilities around those of a uniform distribution, so that ratios are clipped on both sides."""
         return (torch.randn(count, generator=draw) * 0.3 - math.log(vocabulary)).tolist()
 
     turns = [Segment(tokens(n), True, logprobs(n), logprobs(n)) for n in completions]
@@ -169,19 +169,19 @@ def _group(
 
 
 def _fill_sums(programs: TrainerPrograms) -> None:
-    """Gradients and statistics that are not zero: they must be added to."""
+    """Set gradients and statistics to nonzero values, which the launch must add to."""
     programs.state.values.fill_(1)
     for grad in programs.flat.grads:
         grad.fill_(0.5)
 
 
 def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
-    """Updates that are clipped, not clipped, and refused for each reason, of weights that are made up: what is copied
-    to be put back is copied once, and what can be made from the rest not at all."""
+    """Updates that are clipped, not clipped, and refused for each reason, on made-up weights. State is saved once for
+    all cases, and what can be recomputed from other state is not saved at all."""
 
     def load(kind: int) -> None:
         grad, state = programs.flat.grad, programs.state
-        own = programs.by_name["optim_step"].inputs.optimizer  # nothing, where an update is no part of the graph
+        own = programs.by_name["optim_step"].inputs.optimizer  # empty with offloading: AdamW is not in the graph then
         state.values.fill_(1)
         state.sampled.fill_(2 if kind == 4 else 1)
         named(state.values)["different"].fill_(float(kind == 3))
@@ -190,7 +190,7 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
         if own:
             weights, master = programs.flat.data, programs.optimizer.master
             draw = torch.Generator(master.device).manual_seed(0)
-            weights.copy_(master.normal_(0, 0.02, generator=draw))  # unlike at any two places
+            weights.copy_(master.normal_(0, 0.02, generator=draw))  # different at every place
             _waves(own["exp_avg"], 1e-3)
             _waves(own["exp_avg_sq"], 1e-6)
             own["exp_avg_sq"].abs_()
@@ -202,7 +202,7 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
     made: tuple[graph.Role, ...] = ("param", "grad", "optimizer")
     flat, derived = programs.flat, dict[str, Callable[[], object]]()
     own = programs.by_name["optim_step"].inputs.optimizer
-    if "master" in own:  # weights apart from their masters
+    if "master" in own:  # masters are separate from the weights
         derived = {"param": programs.optimizer.round_masters}
     elif own and flat.as_read():
         derived = {"param": flat.reread}
@@ -220,6 +220,6 @@ def _clear(inputs: graph.Inputs) -> None:
 
 
 def _waves(target: Tensor, scale: float) -> None:
-    """Values of both signs and many magnitudes, without a temporary of the target's size."""
+    """Fill `target` with values of both signs and many magnitudes, without a temporary of its size."""
     angle = torch.arange(1.0, ALIGNMENT + 1, device=target.device)
     target.view(-1, ALIGNMENT).copy_(torch.sin(angle) * torch.exp(torch.cos(3 * angle) * 4) * scale)

@@ -1,4 +1,4 @@
-"""Models of which several ranks have parts, to be trained or read: a micro-batch gathers the weights that it needs."""
+"""Models whose weights are sharded over ranks, for training or scoring: a micro-batch gathers the weights it needs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from .parameters import FlatParameters, FlatWeights, ShardedParameters
 
 
 def in_trainer(model: Decoder, mesh: Mesh) -> Decoder:
-    """A decoder as this rank trains it, whose parameters have no memory, but for its value head; `model` itself, which
-    generates, where nobody shares products. Buffers, such as the biases of routers, are one in both."""
+    """The decoder that this rank trains. Without tensor parallelism in either role it is `model`, which generates;
+    otherwise a decoder whose parameters, except for a value head, have no memory. Buffers, such as router biases, are
+    shared by both."""
     if mesh.tp.size == model.spread.axis.size == 1:
         return model
     made = _without_memory(model, mesh)
@@ -33,21 +34,21 @@ def in_trainer(model: Decoder, mesh: Mesh) -> Decoder:
 
 
 def give_memory(model: Decoder, names: Collection[str]) -> None:
-    """Give these parameters memory of their own, to be filled."""
+    """Give these parameters uninitialized memory of their own."""
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
 
 
 def _without_memory(model: Decoder, mesh: Mesh) -> Decoder:
-    """A decoder like this one, as a rank of a mesh has it, whose parameters have no memory."""
+    """A decoder like this one with a rank's parts on a mesh, whose parameters have no memory."""
     made = Decoder(model.config, model.embed.dtype, model.embed.device, Mesh(tp=mesh.tp), memory=False)
     made.masks = model.masks
     return made
 
 
 class GatheredParameters(ShardedParameters):
-    """`ShardedParameters` whose micro-batches gather the weights from all ranks' parts: ZeRO's stage 3."""
+    """`ShardedParameters` whose micro-batches all-gather the weights: ZeRO stage 3."""
 
     def inputs(self, model: Decoder) -> graph.Inputs:
         found, parts = super().inputs(model), self.gathering.param
@@ -58,7 +59,7 @@ class GatheredParameters(ShardedParameters):
     def micro_batch(
         self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
     ) -> Iterator[graph.Inputs]:
-        """With whole weights, too."""
+        """Like `summed`, and with gathered weights."""
         parts = {n: part for n, part in inputs.param.items() if n in self.names}
         weights = {n: self.gathered(n, part).requires_grad_(differentiated) for n, part in parts.items()}
         with _separate(differentiated), self.summed(inputs, maxima) as own:
@@ -66,42 +67,42 @@ class GatheredParameters(ShardedParameters):
 
 
 class Reference:
-    """A model that is only read, the reference or the teacher; this class: whole, as in one process."""
+    """A model that is only read, the reference or the teacher; this class is for one process and holds it whole."""
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
 
     def inputs(self) -> graph.Inputs:
-        """What a function of the model is bound to."""
+        """The inputs of a function of the model."""
         return graph.module_inputs(self.model)
 
     def micro_batch(self, inputs: graph.Inputs) -> AbstractContextManager[graph.Inputs]:
-        """`inputs` with the weights to score a micro-batch with."""
+        """`inputs` with the weights for a micro-batch."""
         return nullcontext(inputs)
 
     def by_layer(self) -> AbstractContextManager[None]:
-        """Within it the model can be called as it is, with few weights beyond what this rank has."""
+        """A context in which the model can be called eagerly, with few weights in memory beyond this rank's part."""
         return nullcontext()
 
     @property
     def nbytes(self) -> int:
-        """Of the weights that this rank has."""
+        """The bytes of the weights that this rank holds."""
         return sum(parameter.nbytes for parameter in self.model.parameters())
 
     def constants(self) -> dict[str, Any]:
-        """What its graphs depend on."""
+        """What the model's graphs depend on."""
         return self.model.baked()
 
 
 class GatheredReference(Reference):
-    """A `Reference` of which each rank has a part, which a micro-batch gathers.
+    """A `Reference` that is sharded over the ranks; a micro-batch gathers its weights.
 
     Args:
-        model: any decoder of it on this device, of which only configuration, dtype and masks are read.
-        mesh: of the trainer. Ranks that share its products share those of this model, if they can do so evenly.
+        model: a decoder of this model on this device, of which only configuration, dtype and masks are read.
+        mesh: the trainer's mesh. Its tensor parallelism is used for this model too if it divides the model evenly.
 
     Attributes:
-        weights: this rank's part, to be filled (`own`).
+        weights: this rank's part, which the caller fills (`own`).
     """
 
     def __init__(self, model: Decoder, mesh: Mesh) -> None:
@@ -112,7 +113,7 @@ class GatheredReference(Reference):
         self.weights = FlatWeights(made, mesh, [name for name, _ in made.named_parameters()])
 
     def own(self) -> dict[str, list[Held]]:
-        """What this rank has of it: ranges of the parameters, and all buffers."""
+        """What this rank holds: its ranges of the parameters, and all buffers."""
         buffers = {name: held for name, held in ranges_of(self.model).items() if name not in self.weights.names}
         return {**self.weights.own(), **buffers}
 
@@ -141,11 +142,11 @@ class GatheredReference(Reference):
 
 
 def reference_of(model: Decoder, world: World, source: WeightSource | None = None) -> Reference:
-    """A model that is only read, as ranks have it; every rank calls it. `source`: where its weights come from; by
-    default `model`, which is whole.
+    """A model that is only read, sharded where there are several ranks, each of which calls this. `source`: where its
+    weights come from; by default `model`, which must then be whole.
 
     Raises:
-        InputError: they cannot be read.
+        InputError: the weights cannot be read.
     """
     if world.size == 1:
         return Reference(model)
@@ -156,8 +157,8 @@ def reference_of(model: Decoder, world: World, source: WeightSource | None = Non
 
 @contextmanager
 def gathered_by_layer(flat: FlatWeights, model: Decoder, differentiated: bool) -> Iterator[None]:
-    """Within it a model that has no weights has those of a layer while the layer is called, and what is in no layer all
-    the time. What a layer keeps for its backward pass keeps what it needs of them."""
+    """A context in which a model without weights has a layer's weights while that layer is called, and those outside of
+    layers all the time. Autograd keeps the weights that a layer's backward pass needs."""
     call, of_layers = model.call_layer, [name.startswith("layers.") for name in flat.names]
     trained = flat.parameters[0].requires_grad
 
@@ -179,7 +180,7 @@ def gathered_by_layer(flat: FlatWeights, model: Decoder, differentiated: bool) -
 
 @contextmanager
 def _filled(flat: FlatWeights, chosen: Sequence[bool]) -> Iterator[None]:
-    """Within it the model's chosen parameters are whole."""
+    """A context in which the model's chosen parameters are gathered."""
     parameters = [item for item, wanted in zip(flat.parameters, chosen, strict=True) if wanted]
     kept = [parameter.data for parameter in parameters]
     try:
@@ -193,8 +194,8 @@ def _filled(flat: FlatWeights, chosen: Sequence[bool]) -> Iterator[None]:
 
 
 def _separate(differentiated: bool) -> AbstractContextManager[Any]:
-    """Within it what is computed without gradients is computed by separate operators: fused products read weights
-    before the kernel before is complete, and here weights are gathered in the same graph."""
+    """A context in which forward passes without gradients use separate operators, as those with gradients do. Fused
+    products prefetch weights before the preceding kernel has finished, and here that may be the one gathering them."""
     return torch.set_grad_enabled(torch.is_grad_enabled() or not differentiated)
 
 
@@ -206,9 +207,9 @@ def flat_parameters(
     stage: int | None = None,
     float32: bool = False,
 ) -> FlatParameters:
-    """A model's parameters, but for those that are `frozen`, as they are trained on this mesh; `reader`, by default the
-    model, generates with them. `stage`: ZeRO's, 2 or 3; by default 2 where the model's own are whole. `float32`: of
-    several ranks each keeps its part in that, to be its optimizer's masters."""
+    """A model's parameters without the `frozen` ones, as they are trained on this mesh. `reader`: the model that
+    generates with them, by default `model`. `stage`: of ZeRO, 2 or 3; by default 2 unless there is a `reader`.
+    `float32`: with several ranks, keep each rank's part in float32, to be its optimizer's masters."""
     if not mesh.axes and reader is None:
         return FlatParameters(model, mesh, frozen)
     gathers = stage == 3 or reader is not None

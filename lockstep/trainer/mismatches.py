@@ -1,4 +1,4 @@
-"""Which tokens differ between generator and trainer, for messages."""
+"""Which tokens differ between generator and trainer, for error messages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .step import differs
 
 MAX_MISMATCHES = 8
 _COMPARED = "route_C", "logprob_C", "model_logprob_C"  # of `step.Scored`
-Checked = list[tuple[PackedBatch, dict[str, Tensor]]]  # batches, each with its `step.Scored` by name
+Checked = list[tuple[PackedBatch, dict[str, Tensor]]]  # batches, each with the tensors of its `step.Scored`
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A sampled token whose log-probability has other bits in the trainer, or, of kind "experts", that was routed
-    differently there: both values are digests then (`ops.route_digest`). `position` counts a trajectory's sampled
+    """A sampled token whose log-probability has other bits in the trainer or, of kind "experts", that was routed
+    differently there (both values are then digests, see `ops.route_digest`). `position` counts a trajectory's sampled
     tokens from 0."""
 
     request: str
@@ -32,8 +32,8 @@ class Mismatch:
 
 
 class Deltas(NamedTuple):
-    """Differences of the model's log-probabilities over sampled tokens: the mean of trainer less generator, and of
-    their sizes the mean and the largest; NaN where one is."""
+    """Differences, trainer minus generator, of the model's log-probabilities over sampled tokens: their mean, and the
+    mean and maximum of their absolute values; NaN if any is NaN."""
 
     average: float
     mean: float
@@ -49,7 +49,7 @@ class Deltas(NamedTuple):
 
 
 def sums_of_deltas(checked: Checked) -> list[tuple[float, ...]]:
-    """Of each batch with tokens: their number, the sum of their differences, that of their sizes, and the largest."""
+    """For each batch with tokens: their number, and the differences' sum, absolute sum and absolute maximum."""
     found: list[tuple[float, ...]] = []
     for batch, scored in checked:
         delta_C = (scored["model_logprob_C"].double() - batch.old_model_logprob_C.double())[batch.valid_C]
@@ -60,7 +60,7 @@ def sums_of_deltas(checked: Checked) -> list[tuple[float, ...]]:
 
 
 def mismatches(checked: Checked) -> list[Mismatch]:
-    """Name the first differing tokens, in packed order. Reads from the device, but only after a difference."""
+    """The first differing tokens, in packed order. Waits for the device, so it is called only after a difference."""
     found = (mismatch for batch, scored in checked for mismatch in _of_batch(batch, scored))
     return list(islice(found, MAX_MISMATCHES))
 
@@ -71,7 +71,7 @@ def _of_batch(batch: PackedBatch, scored: dict[str, Tensor]) -> Iterator[Mismatc
     for kind, name, generator_C in zip(("experts", "sampled", "model"), _COMPARED, generated, strict=True):
         if generator_C is None or (trainer_C := scored.get(name)) is None:
             continue
-        different_C = differs(trainer_C, generator_C) | (trainer_C - generator_C != 0)  # NaN to NaN, too
+        different_C = differs(trainer_C, generator_C) | (trainer_C - generator_C != 0)  # NaN differs from itself, too
         for row in (different_C & batch.valid_C).nonzero().flatten().tolist():
             index = int(batch.sequence_C[row])
             sequence = batch.sequences[index]

@@ -1,5 +1,5 @@
-"""AdamW on float32 masters over flat buffers (`parameters`), predicated on the device: in one process an update writes
-the very weights that a colocated generator reads. Its state is on the device, or in the host's memory."""
+"""AdamW with float32 master weights on flat buffers (`parameters`), predicated on the device. In one process an update
+writes the very weights that the colocated generator reads. The state is in device or host memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .parameters import Buffer, FlatParameters
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What an update may read of an `OptimizerConfig`: the key of its stored graphs. The rate is a tensor."""
+    """The settings that an update's graph depends on, part of its key in the store. The learning rate is a tensor."""
 
     beta1: float
     beta2: float
@@ -32,8 +32,8 @@ class UpdateSettings:
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Elements `begin` to `end` of the flat buffers, updated alike: at the step's learning rate times `scale`, and the
-    first `decayed` of them with this weight decay."""
+    """Elements `begin` to `end` of the flat buffers, which share settings: the learning rate is the step's times
+    `scale`, and `weight_decay` applies to the first `decayed` elements."""
 
     begin: int
     end: int
@@ -49,7 +49,7 @@ class ParameterGroup:
 
 
 def frozen_parameters(model: Decoder, config: OptimizerConfig) -> set[str]:
-    """The model's own names of those that `optimizer.freeze` names; `InputError` where it leaves nothing to train."""
+    """The names of the parameters that match `optimizer.freeze`. Raises `InputError` if nothing is left to train."""
     if not config.freeze:
         return set()
     frozen = set(by_pattern(model, [(pattern, True) for pattern in config.freeze], "optimizer.freeze"))
@@ -59,8 +59,8 @@ def frozen_parameters(model: Decoder, config: OptimizerConfig) -> set[str]:
 
 
 def parameter_groups(model: Decoder, flat: FlatParameters, config: OptimizerConfig) -> tuple[ParameterGroup, ...]:
-    """The parts of the flat buffers with settings of their own, in order: one where no pattern gives any. `InputError`:
-    a pattern matches no parameter that is trained."""
+    """The groups of the flat buffers, in order; a single one unless patterns give parameters settings of their own.
+    Raises `InputError` if a pattern matches no trained parameter."""
     whole = one_group(flat, config)
     if not config.lr_scales and not config.weight_decays:
         return (whole,)
@@ -81,17 +81,17 @@ def parameter_groups(model: Decoder, flat: FlatParameters, config: OptimizerConf
 
 
 def one_group(flat: FlatParameters, config: OptimizerConfig) -> ParameterGroup:
-    """All of the flat buffers: weight decay of matrices alone."""
+    """The whole flat buffers as one group, with weight decay for matrices only."""
     return ParameterGroup(0, flat.layout.size, flat.num_matrix_elements, 1.0, config.weight_decay)
 
 
 class AdamW:
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with global-norm clipping; torch's, but able to do nothing.
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) with global-norm clipping, as in torch but predicated.
 
-    Weight decay applies to matrices alone. Nothing here waits for the device: steps and `lr` are tensors.
+    By default weight decay applies to matrices only. Nothing here waits for the device: steps and `lr` are tensors.
 
     Args:
-        groups: what is updated with settings of its own (`parameter_groups`); by default nothing is.
+        groups: parameter groups with their settings (`parameter_groups`); by default a single one.
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, groups: Sequence[ParameterGroup] = ()) -> None:
@@ -99,44 +99,44 @@ class AdamW:
         self.settings = UpdateSettings(*(getattr(config, field.name) for field in fields(UpdateSettings)))
         self.groups = tuple(groups) or (one_group(flat, config),)
         self._make_state()
-        self.steps = torch.zeros(2, device=flat.data.device)  # updates applied: the matrices', the vectors'
+        self.steps = torch.zeros(2, device=flat.data.device)  # updates applied: to matrices, to vectors
 
     def _make_state(self) -> None:
-        weights = self.flat.data  # in float32 they are the masters
+        weights = self.flat.data  # if float32, these are the masters
         self.master = weights if weights.dtype == torch.float32 else weights.float()
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
 
     def inputs(self) -> graph.Inputs:
-        """What `update` reads and writes, besides the rate `lr`, which is a buffer of its inputs too."""
+        """What `update` reads and writes, except for the buffer `lr`, which the caller adds."""
         weights, grad, own = {"weights": self.flat.data}, {"grad": self.flat.grad}, self.local_state()
         if self.master is self.flat.data:
             del own["master"]
         return graph.Inputs(param=weights, grad=grad, buffer=self.flat.counted, optimizer=own)
 
     def update(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the accumulated gradients if `ok` and their norm is finite; clear them in any case. It is all of an
-        update with `launched`, which comes behind it.
+        """Apply the accumulated gradients if `ok` and their norm is finite; clear them in any case. `launched` must
+        follow, which does any part of the update outside the graph.
 
-        When not applied, no bit of weights, moments or step count changes, whatever the gradients hold.
+        When not applied, no bit of weights, moments or step counts changes, whatever the gradients hold.
 
         Args:
-            inputs: those of `inputs`, and `lr`: float32, 0-dim. ok: bool, 0-dim.
+            inputs: those of `inputs`, and the buffer `lr`: float32, 0-dim. ok: bool, 0-dim.
 
         Returns:
-            Global gradient norm before clipping (float32) and whether the update was applied (bool), 0-dim.
+            The global gradient norm before clipping (float32) and whether the update was applied (bool), both 0-dim.
         """
         weights, grad, own = inputs.param["weights"], inputs.grad["grad"], inputs.optimizer
         rounded, master = (weights, own["master"]) if "master" in own else (None, weights)
         grad_norm, step = self._clipped(inputs, ok)
         state = ops.AdamWState(rounded, grad, master, own["exp_avg"], own["exp_avg_sq"], own["steps"])
         for group in self.groups:
-            steps = state.steps if group is self.groups[-1] else state.steps.clone()  # the last counts it
+            steps = state.steps if group is self.groups[-1] else state.steps.clone()  # the last group counts the step
             self._apply(group.of(state, steps), step, group)
         return grad_norm, step.applied
 
     def _clipped(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, ops.AdamWStep]:
-        """The gradient's norm, and the update that it allows, at the rate `lr`. The norm is the root of the exact sum
-        of the same blocks' squares on any number of ranks."""
+        """The gradient norm, and the rate, gradient scale and predicate of the update. The norm is the root of an exact
+        sum over blocks that are the same for any number of ranks."""
         b, grad, max_norm = inputs.buffer, inputs.grad["grad"], self.settings.max_grad_norm
         self.flat.add_up_alike(grad)
         squares = ops.square_sums(grad)
@@ -153,24 +153,24 @@ class AdamW:
         ops.adamw(state, step, ops.AdamWSettings(group.decayed, s.beta1, s.beta2, s.epsilon, group.weight_decay))
 
     def launched(self) -> None:
-        """What of an update is no part of a graph: nothing."""
+        """Do the part of an update that is outside the graph: nothing in this class."""
 
     def reset(self) -> None:
-        """Forget moments and step counts; the masters stay."""
+        """Zero the moments and step counts; the masters stay."""
         for tensor in (self.exp_avg, self.exp_avg_sq, self.steps):
             tensor.zero_()
 
     def state(self) -> dict[str, Tensor]:
-        """Masters, moments and step counts, for an exact resumption on any number of ranks. Every rank calls it, and
-        the first gets them whole (`FlatParameters.whole`); in one process the live tensors."""
+        """Masters, moments and step counts, to resume exactly on any number of ranks. Every rank calls it, and rank 0
+        gets them whole (`FlatParameters.whole`); in one process they are the live tensors."""
         return {name: x if name == "steps" else self.flat.whole(x) for name, x in self.local_state().items()}
 
     def local_state(self) -> dict[str, Tensor]:
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "steps": self.steps}
 
     def load_state(self, state: Mapping[str, Tensor | Sequence[Buffer]], tp: int = 1) -> None:
-        """Take over what `state` returned, or the `local_state` of ranks, of which `tp` neighbours share each product.
-        `ValueError`: a tensor is missing or of another size (another model)."""
+        """Load what `state` returned, or the `local_state` of all ranks of a run with tensor-parallel size `tp`, by
+        rank. Raises `ValueError` if a tensor is missing or has another size (of another model)."""
         for name, own in self.local_state().items():
             try:
                 self._take_over(own, state[name], tp)
@@ -181,7 +181,7 @@ class AdamW:
         self.round_masters()
 
     def round_masters(self) -> None:
-        """Make the weights from the masters, as every update does."""
+        """Round the masters to the weights, as every update does."""
         self.flat.data.copy_(self.master)
 
     def _take_over(self, own: Tensor, given: Tensor | Sequence[Buffer], tp: int) -> None:
@@ -194,14 +194,14 @@ class AdamW:
             own.copy_(parts[0][:])
 
 
-CHUNK = 1 << 24  # elements of the state that are on the device at one time, twice
+CHUNK = 1 << 24  # elements in a chunk of the state; two chunks are on the device at a time
 
 
 class OffloadedAdamW(AdamW):
-    """`AdamW` whose moments and masters are in the host's memory, pinned where the device is a GPU, with the same bits:
-    the update's graph decides, and what it decides is done chunk by chunk behind it, each chunk of the state copied to
-    the device, updated there and copied back, while the next one comes and the last one goes. `decided`: float32 [3]:
-    rate, scale of the gradients, and whether the update is applied."""
+    """`AdamW` with moments and masters in host memory, pinned if the device is a GPU, and the same bits. The update's
+    graph decides whether and how to update; `launched` then does so chunk by chunk. Each chunk of the state is copied
+    to the device, updated, and copied back, overlapping the copies of its neighbours. `decided`: float32 [3]: learning
+    rate, gradient scale, and whether the update is applied."""
 
     def _make_state(self) -> None:
         weights, size = self.flat.data, self.flat.layout.size
@@ -215,7 +215,7 @@ class OffloadedAdamW(AdamW):
         most = max(piece.end - piece.begin for piece in self._pieces)
         self._device = torch.get_device_module(weights.device)
         self._chunks = [torch.empty(len(flat), most, device=weights.device) for _ in range(2)]
-        self._gone = [self._device.Event() for _ in self._chunks]  # when each is free again
+        self._gone = [self._device.Event() for _ in self._chunks]  # recorded when a chunk's buffer is free again
         self._coming, self._going = self._device.Stream(), self._device.Stream()
         for piece in self._pieces if masters else ():
             self.master[piece.begin : piece.end].copy_(weights[piece.begin : piece.end])
@@ -230,7 +230,8 @@ class OffloadedAdamW(AdamW):
         return grad_norm, step.applied
 
     def launched(self) -> None:
-        """Do what `update` has decided. The host waits for nothing; copies back to it may go on (`settle`)."""
+        """Do the update that `update` decided, without waiting for the device. Copies to the host may still be under
+        way on return (`settle`)."""
         lr, grad_scale, applied = self.decided.unbind()
         step, computing = ops.AdamWStep(lr, grad_scale, applied != 0), self._device.current_stream()
         self._coming.wait_stream(self._going)
@@ -257,7 +258,7 @@ class OffloadedAdamW(AdamW):
         return ops.AdamWState(rounded, grad, master, exp_avg, exp_avg_sq, steps)
 
     def settle(self) -> None:
-        """Wait until the state is the host's to read and write."""
+        """Wait until the host may read and write the state."""
         self._device.synchronize()
 
     def reset(self) -> None:
@@ -275,7 +276,7 @@ class OffloadedAdamW(AdamW):
 
 
 def _pieces(groups: Sequence[ParameterGroup], most: int) -> Iterator[ParameterGroup]:
-    """The groups in parts of so many elements at most."""
+    """The groups, cut into pieces of at most `most` elements."""
     for group in groups:
         for begin in range(group.begin, group.end, most):
             end = min(begin + most, group.end)
@@ -284,8 +285,8 @@ def _pieces(groups: Sequence[ParameterGroup], most: int) -> Iterator[ParameterGr
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of update `step` (from 0): linear warm-up that reaches the full rate at update `warmup_steps - 1`,
-    then constant, or down to 0 at `total_steps` linearly or along half a cosine."""
+    """The learning rate of update `step` (from 0): linear warm-up to the full rate at update `warmup_steps - 1`, then
+    constant, or decaying to 0 at `total_steps` linearly or along half a cosine."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))

@@ -1,8 +1,8 @@
-"""Groups to packed micro-batches: a prompt stands once, its responses follow and reach it as a shared prefix.
+"""Groups to packed micro-batches: a prompt is laid out once, and its responses attend to it as a shared prefix.
 
-A response's rows hold all its tokens but the last, which predicts nothing; the first one's logits come from the
-prompt's last row. Sampled tokens alone are predicted. A trajectory's further branches stand behind it, each with its
-prompt, or in other micro-batches. Batches are padded to few shapes (`shapes.py`), so that few graphs serve every step.
+A response's rows hold all its tokens but the last, which predicts nothing; its first token is predicted by the prompt's
+last row. Only sampled tokens are predicted. Further branches of a trajectory follow it, each with its own prompt, or go
+to other micro-batches. Batches are padded to a few shapes (`shapes.py`), so that a few graphs serve every step.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .shapes import BatchShape, fit
 
 
 class Packing(NamedTuple):
-    """How groups become micro-batches; see `pack`. `whole_sequences`: all branches of a trajectory stand in one, as
-    terms of its loss are sums over all that it sampled."""
+    """How groups become micro-batches; see `pack`. `whole_sequences`: keep all branches of a trajectory in one
+    micro-batch, for losses with sums over everything that a trajectory sampled."""
 
     max_tokens: int
     mode: Literal["packed", "per_sample"] = "packed"
@@ -41,20 +41,22 @@ def pack(
     share_prefix: bool = True,
     shapes: Sequence[BatchShape] = (),
 ) -> list[PackedBatch]:
-    """Lay groups out, in order, in micro-batches of at most `max_tokens` packed tokens (next-fit); CPU tensors. A group
-    stays whole unless it fits no micro-batch, or all take fewer rows where groups begin in what the micro-batch before
-    them has left; one that is split has its prompt in each.
+    """Lay groups out, in order, in micro-batches of at most `max_tokens` packed tokens (next-fit), as CPU tensors.
+
+    A group is split only if it fits no micro-batch, or if filling up micro-batches with parts of groups takes fewer
+    rows in total. A group that is split has its prompt in each micro-batch.
 
     Args:
-        shapes: what to pad to, largest first, which bounds a micro-batch unless one trajectory is longer; without any,
-            each size goes to a bucket of its own.
+        shapes: shapes to pad to, largest first. The largest bounds a micro-batch unless one trajectory is longer.
+            Without shapes each size is rounded up to its bucket.
         mode: `per_sample` puts one trajectory in a micro-batch.
         check_parity: the sampled tokens' log-probs are the generator's, and the trainer must find the same bits.
         share_prefix: False repeats the prompt for every trajectory; the log-probs' bits are the same.
 
     Raises:
-        InputError: a branch does not fit alone, or a prompt or a sampled segment is empty.
-        ValueError: it begins with a sampled segment, or log-probs or route digests are missing or of another number.
+        InputError: a branch does not fit alone, or a trajectory has an empty prompt or no sampled token.
+        ValueError: a trajectory begins with a sampled segment, or log-probs or route digests are missing or of another
+            number than its tokens.
     """
     return pack_shards([groups], [0], Packing(max_tokens, mode, share_prefix, shapes), check_parity)
 
@@ -62,14 +64,14 @@ def pack(
 def pack_shards(
     shards: Sequence[list[RolloutGroup]], own: Sequence[int], how: Packing, check_parity: bool
 ) -> list[PackedBatch]:
-    """`pack` for a step that is dealt into shards: the micro-batches of those of one's own.
+    """`pack` for a step that is dealt into shards; returns the micro-batches of this rank's own shards.
 
-    All shards have as many, and those of equal number are padded alike, so they do not depend on who owns what: the
-    first of every own shard, in order, then the second of each. Where a shard has no more, its micro-batch holds no
-    token to train on.
+    All shards have the same number of micro-batches, and the i-th ones of all shards have the same shape, so they do
+    not depend on which rank owns which shard. Returned are the first of every own shard, in order, then the second of
+    each, and so on. A shard that has run out gets micro-batches without a token to train on.
 
     Args:
-        shards: all of the step's. own: which to return batches of; of the others' groups lengths are read alone.
+        shards: all shards of the step. own: those to return batches of; of the others, only lengths are read.
     """
     plan = _plan(shards, how, fills=False)
     if len(plan) > 1:
@@ -86,7 +88,7 @@ def pack_shards(
 
 
 def _plan(shards: Sequence[list[RolloutGroup]], how: Packing, fills: bool) -> list[tuple[list[_Draft], BatchShape]]:
-    """Of the micro-batches of equal number, one a shard: what they hold, and what they are padded to."""
+    """For each i, the drafts of the shards' i-th micro-batches and the shape that they are padded to."""
     drafts = [_drafts(groups, how, fills) for groups in shards]
     plan = []
     for i in range(max(map(len, drafts))):
@@ -97,7 +99,7 @@ def _plan(shards: Sequence[list[RolloutGroup]], how: Packing, fills: bool) -> li
 
 
 def _drafts(groups: list[RolloutGroup], how: Packing, fills: bool) -> list[_Draft]:
-    """`fills`: a group begins in what the micro-batch before it has left."""
+    """The micro-batches of a shard. `fills`: start a group in the room left in the micro-batch before it."""
     drafts: list[_Draft] = []
     limit, per_sample = how.shapes[0].tokens if how.shapes else how.max_tokens, how.mode == "per_sample"
     branched = any(segment.anew for group in groups for t in group.rollouts for segment in t.segments)
@@ -117,7 +119,7 @@ def _drafts(groups: list[RolloutGroup], how: Packing, fills: bool) -> list[_Draf
 
 
 def _make_like(batch: PackedBatch, other: _Draft) -> None:
-    """Let a batch without responses be scored in the same way as one with some."""
+    """Make a batch without responses run the same graph as the others."""
     batch.truncated = any(part.sampling.truncated for part in other.parts)
     if batch.check_parity and other.parts[0].rollouts[0].turns[0].route_digests is not None:
         batch.old_route_C = torch.zeros(len(batch.targets_C), dtype=torch.int32)
@@ -125,7 +127,7 @@ def _make_like(batch: PackedBatch, other: _Draft) -> None:
 
 
 def blank_batch(shape: BatchShape, sampling: SamplingParams, check_parity: bool, routed: bool = False) -> PackedBatch:
-    """A batch of `shape` with one completion token, which weighs nothing; `routed`: for a model with experts."""
+    """A batch of `shape` with one completion token, of weight 0; `routed`: for a model with experts."""
     routes = [0] if routed else None
     segments = [Segment([0]), Segment([0], True, [0.0], [0.0], route_digests=routes)]
     groups = [RolloutGroup([Trajectory(segments)], sampling)]
@@ -138,22 +140,23 @@ def packed_slots(batches: list[PackedBatch]) -> tuple[int, int]:
 
 
 class _Most(NamedTuple):
-    """What a micro-batch may have."""
+    """The limits of a micro-batch."""
 
     tokens: int
     segments: int
 
 
 def _split(group: RolloutGroup, most: _Most) -> list[RolloutGroup]:
-    """A group whose trajectories are cut between branches that have no room together: what begins with the group's
-    prompt first, then each of the rest by itself, as nobody knows which prompts of other ranks are equal."""
+    """A group with its trajectories cut between branches that do not fit together: one group of all first parts, which
+    begin with the group's prompt, then a group for each further part. These are not merged by prompt, as all ranks must
+    plan alike and know only the lengths of other ranks' prompts."""
     cut = [_cut(trajectory, most) for trajectory in group.rollouts]
     first, further = [parts[0] for parts in cut], [[part] for parts in cut for part in parts[1:]]
     return [replace(group, rollouts=rollouts) for rollouts in (first, *further)]
 
 
 def _cut(trajectory: Trajectory, most: _Most) -> list[Trajectory]:
-    """Consecutive branches that fit together, or one that does not even alone."""
+    """A trajectory cut into runs of branches that fit together, or single branches that do not fit even alone."""
     parts: list[list[list[Segment]]] = []
     used = 0
     for branch in trajectory.branches:
@@ -168,7 +171,7 @@ def _cut(trajectory: Trajectory, most: _Most) -> list[Trajectory]:
         return [trajectory]
     cut, before = [], 0
     for branches in parts:
-        (prompt, *rest), *others = branches  # of a part nothing before the prompt is known
+        (prompt, *rest), *others = branches  # a part's first prompt has nothing before it and so is not `anew`
         segments = [replace(prompt, anew=False), *rest, *(segment for branch in others for segment in branch)]
         cut.append(replace(trajectory, segments=segments, part_from=before))
         before += cut[-1].length
@@ -176,8 +179,8 @@ def _cut(trajectory: Trajectory, most: _Most) -> list[Trajectory]:
 
 
 def _left(draft: _Draft, needed: tuple[int, int], most: _Most) -> _Most:
-    """What a group's first part may have: what `draft` has left, or all of the next one where that has no room for the
-    first trajectory, which takes `needed`."""
+    """The limits of a group's first part: the room that `draft` has left, or that of a new micro-batch if the first
+    trajectory, which takes `needed`, does not fit there."""
     left = _Most(most.tokens - draft.needed.tokens, most.segments - draft.needed.segments)
     return left if needed[0] <= left.tokens and needed[1] < left.segments else most
 
@@ -185,11 +188,11 @@ def _left(draft: _Draft, needed: tuple[int, int], most: _Most) -> _Most:
 def _parts(
     group: RolloutGroup, needed: list[tuple[int, int]], most: tuple[_Most, _Most], per_sample: bool, share_prefix: bool
 ) -> Iterator[tuple[RolloutGroup, int, int]]:
-    """`group` cut into consecutive parts of one prompt, or one trajectory, with the tokens that each takes and its
-    segments, at most. `needed`: see `_needed`, of each trajectory. `most`: of the first part, and of any other."""
+    """`group` cut into consecutive parts with one prompt, or one trajectory, each; with upper bounds of the tokens and
+    segments of each. `needed`: `_needed` of each trajectory. `most`: the limits of the first part and of the others."""
     part: list[Trajectory] = []
     first: list[int] = []
-    used, segments, room = 0, 1, most[0]  # the prompt's
+    used, segments, room = 0, 1, most[0]  # one segment for the prompt
     for trajectory, (alone, own) in zip(group.rollouts, needed, strict=True):
         prompt = trajectory.segments[0].token_ids
         together = bool(part) and not per_sample and first == prompt
@@ -207,12 +210,12 @@ def _parts(
 
 
 def _rows(branch: list[Segment]) -> int:
-    """What a branch takes with its prompt: a response's last token predicts nothing."""
+    """The rows of a branch with its prompt: all tokens but the response's last, which predicts nothing."""
     return max(len(branch[0].token_ids), sum(len(segment.token_ids) for segment in branch) - 1)
 
 
 def _needed(trajectory: Trajectory, max_tokens: int) -> tuple[int, int]:
-    """Tokens of a trajectory with its prompt, and its branches."""
+    """The rows that a trajectory takes with its prompts, and its number of branches. Refuses invalid trajectories."""
     name, branches = trajectory.name or "a trajectory", trajectory.branches
     if branches[0][0].sampled:
         raise ValueError(f"{name}: it begins with a sampled segment; the first is the prompt, which is given")
@@ -245,11 +248,11 @@ def _check_lengths(name: str, trajectory: Trajectory) -> None:
 
 
 class _Draft:
-    """A micro-batch in the making, whose sizes lengths tell; `batch` lays its rows out.
+    """A micro-batch in the making. Its sizes are known from lengths; `batch` lays out the rows.
 
     Attributes:
-        parts: what it is made of, each of one prompt; without any it has one token, and no response.
-        needed: its sizes without padding. used: its tokens, none if it has no response.
+        parts: groups of one prompt each; without any, the micro-batch has one token and no response.
+        needed: sizes without padding. used: packed tokens, 0 without a response.
     """
 
     def __init__(self) -> None:
@@ -258,18 +261,18 @@ class _Draft:
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.segments: list[tuple[int, int, int]] = []  # end row, prefix start, prefix length
-        self.routes: list[int] = []  # a token: the digest of a given one's, where it is known; otherwise -1
+        self.routes: list[int] = []  # for each token, the digest of its experts where it is to be compared, else -1
         self.logit_rows: list[int] = []
         self.sequences: list[Trajectory] = []
         self.sampling: list[SamplingParams] = []
 
     def add(self, part: RolloutGroup, share_prefix: bool) -> None:
         first = part.rollouts[0].segments[0]
-        sizes = [(len(first.token_ids), 0)] if share_prefix else []  # of segments: rows, and those before them
+        sizes = [(len(first.token_ids), 0)] if share_prefix else []  # of each segment: its rows, and its prefix's
         for trajectory in part.rollouts:
             for prompt, *response in trajectory.branches:
                 given, own = len(prompt.token_ids), sum(len(segment.token_ids) for segment in response)
-                own -= bool(own)  # the last predicts nothing
+                own -= bool(own)  # the last token predicts nothing
                 sizes.append((own, given) if share_prefix and prompt is trajectory.segments[0] else (given + own, 0))
         before = self.needed if self.parts else BatchShape(0, 0, 0, 0)
         self.needed = BatchShape(
@@ -294,8 +297,8 @@ class _Draft:
             self.sampling.append(part.sampling)
 
     def _add_branch(self, branch: list[Segment], shared: int | None) -> None:
-        """Add a prompt with its response; or that alone, where the prompt stands from row `shared` on."""
-        prompt, *response = branch  # of its tokens all but the last take rows; known are routes of given ones
+        """Add a prompt with its response, or the response alone if its prompt is at row `shared` already."""
+        prompt, *response = branch  # all tokens of a response but the last take rows
         own = [token for segment in response for token in segment.token_ids][:-1]
         routes = [route for segment in response for route in _given_routes(segment)][:-1]
         if shared is not None:
@@ -307,7 +310,7 @@ class _Draft:
         self._predict(response, start + len(prompt.token_ids) - 1, row)
 
     def _predict(self, response: list[Segment], first: int, row: int) -> None:
-        """Have the sampled tokens predicted: the response's first token by row `first`, the others by `row` and on."""
+        """Add the rows that predict the sampled tokens: `first` for the response's first token, then `row` and on."""
         rows, at = [first, *range(row, len(self.tokens))], 0
         for segment in response:
             end = at + len(segment.token_ids)
@@ -322,7 +325,7 @@ class _Draft:
         self.segments.append((len(self.tokens), prefix_start, prefix_len))
 
     def batch(self, how: Packing, shape: BatchShape, check_parity: bool, packed_tokens: int) -> PackedBatch:
-        """The micro-batch, padded to `shape`; one of several that have so many tokens together."""
+        """The micro-batch, padded to `shape`. `packed_tokens`: the tokens of all micro-batches of the update."""
         for part in self.parts:
             self._lay_out(part, how.share_prefix)
         if not self.parts:
@@ -332,7 +335,7 @@ class _Draft:
         ends, prefix_starts, prefix_lens = zip(*self.segments, strict=True)
         turns = [s.turns for s in self.sequences]
         sampled = [sum(len(turn.token_ids) for turn in of_one) for of_one in turns]
-        lengths = torch.tensor([*sampled, C - len(self.logit_rows)])  # the last is padding's
+        lengths = torch.tensor([*sampled, C - len(self.logit_rows)])  # the last one is padding
         drawn = zip(self.sequences, self.sampling, strict=True)
         floats = [(s.loss_weight, s.advantage, p.temperature, p.top_p, p.min_p) for s, p in drawn] + [(0, 0, 1, 1, 0)]
         of_rows = torch.tensor(floats, dtype=torch.float32).t().repeat_interleave(lengths, 1, output_size=C)
@@ -370,7 +373,7 @@ class _Draft:
         )
 
     def _old_logprobs(self, turns: list[list[Segment]], required: bool) -> tuple[list[float], list[float]]:
-        """The generator's two log-probs a row; zeros for what came without."""
+        """The generator's two log-probs for each completion token; zeros where it gave none."""
         old: list[float] = []
         old_model: list[float] = []
         for s, of_one in zip(self.sequences, turns, strict=True):
@@ -382,7 +385,7 @@ class _Draft:
         return old, old_model
 
     def _old_routes(self, turns: list[list[Segment]]) -> list[int] | None:
-        """The generator's route digests; None when no trajectory has them: the model has no experts."""
+        """The generator's route digests; None if no trajectory has any, as of a model without experts."""
         if all(turn.route_digests is None for of_one in turns for turn in of_one):
             return None
         for s, of_one in zip(self.sequences, turns, strict=True):
@@ -401,7 +404,7 @@ _TYPE_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
 
 
 def _column(values: Sequence[float], size: int, dtype: torch.dtype, fill: int = 0) -> Tensor:
-    """`values` padded to `size`; several times as fast as `torch.tensor` for many."""
+    """`values` padded to `size`; for many values several times as fast as `torch.tensor`."""
     column = array(_TYPE_CODES[dtype], values)
     column.extend([fill] * (size - len(values)))
     return torch.frombuffer(column, dtype=dtype)

@@ -1,7 +1,7 @@
-"""A model's weights and their gradients as flat buffers: whole in one process, on several ranks a shard on each.
+"""A model's weights and gradients as flat buffers: whole in one process, sharded over several ranks.
 
-Sums over ranks are made in the order of the ranks, row by row, so that they are the sums of one process that runs the
-same micro-batches one after another.
+Sums over ranks are accumulated in rank order, so that they equal the sums of one process that runs the same
+micro-batches one after another.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ..distributed.placement import WHOLE
 from ..models import Decoder, Held
 from ..ops import SQUARES_BLOCK
 
-_PIECE = 1 << 24  # elements of the weights that are rounded or compared at one time
-ALIGNMENT = SQUARES_BLOCK  # elements: whole blocks of the gradient's norm, and well aligned for vector loads
+_PIECE = 1 << 24  # elements of the weights that are copied, rounded or compared at a time
+ALIGNMENT = SQUARES_BLOCK  # elements: whole blocks of the gradient norm, and aligned for vector loads
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat buffer of each of `ranks` ranks: part after part, one a parameter, in order.
+    """The layout of the flat buffer on each of `ranks` ranks: a part of every parameter, in order.
 
-    A parameter, flat and padded with zeros, is cut into equal parts of whole `ALIGNMENT`s, the first to rank 0. All
-    ranks' buffers are laid out alike, so nothing that is computed from the layout depends on the rank.
+    A parameter is flattened, padded with zeros, and cut into equal parts that are multiples of `ALIGNMENT`, in rank
+    order. The layout is the same on all ranks, so nothing that is computed from it depends on the rank.
 
     Attributes:
-        sizes, offsets: elements of each part, and where it begins; the last offset is the buffer's size.
+        sizes, offsets: the number of elements and the offset of each part; the last offset is the buffer's size.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -61,16 +61,16 @@ class Layout:
         return Layout.of(self.shapes)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a buffer of one rank, each of its parameter's shape."""
+        """The parts of an unsharded buffer, in their parameters' shapes."""
         return [flat[at : at + prod(s)].view(s) for s, at in zip(self.shapes, self.offsets, strict=False)]
 
     def flat_views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a buffer, flat and padded."""
+        """The parts of a buffer, flat and with their padding."""
         return [flat[at : at + size] for size, at in zip(self.sizes, self.offsets, strict=False)]
 
 
 class Buffer(Protocol):
-    """A flat tensor, perhaps in a file, that is read in pieces."""
+    """A flat tensor, in memory or in a file, that is read in slices."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -79,17 +79,18 @@ class Buffer(Protocol):
 
 
 class FlatWeights:
-    """Some of a model's parameters in one buffer: of several ranks each has a part of each.
+    """Some of a model's parameters in one buffer, each sharded over the ranks of the mesh's `fsdp`.
 
     Args:
-        model: as it is on the mesh, where ranks share its products.
-        names: of the parameters, the model's own; a tied one stands once.
+        model: the model on this mesh, with this rank's tensor-parallel parts.
+        names: the model's names of the parameters; a tied parameter appears once.
+        float32: make the buffer float32 instead of the parameters' dtype.
 
     Attributes:
         names, parameters: as given, in buffer order. dtype: the parameters'.
-        layout: where each lies. whole_layout: where they lie in one process, which shares no product.
-        data: [layout.size], of `dtype`, or float32; the gaps are zero and stay so.
-        parts: views of `data`, one a parameter: its shape in one process, flat where it is sharded.
+        layout: of the buffer. whole_layout: of the buffer that one process would have.
+        data: [layout.size], of `dtype` or float32; the padding stays zero.
+        parts: views of `data`, one for each parameter: in its shape in one process, else flat with padding.
     """
 
     def __init__(self, model: Decoder, mesh: Mesh, names: Sequence[str], float32: bool = False) -> None:
@@ -110,12 +111,12 @@ class FlatWeights:
 
     @torch.no_grad()
     def gathered(self, name: str, part: Tensor) -> Tensor:
-        """A parameter as the model has it, from all ranks' parts of it, which are rounded before they travel."""
+        """A parameter in the model's shape and dtype, all-gathered along `fsdp`. The parts are rounded before that."""
         with _serving(name):
             return distributed.unshard(part.to(self.dtype), self.layout.shapes[self.names.index(name)], self.mesh.fsdp)
 
     def own(self) -> dict[str, list[Held]]:
-        """This rank's ranges of the parameters."""
+        """This rank's ranges of the whole parameters; views of `data`."""
         found = dict[str, list[Held]]()
         for i, (name, part) in enumerate(zip(self.names, self.parts, strict=True)):
             flat = part.flatten()
@@ -133,29 +134,30 @@ class FlatWeights:
 
     @property
     def rank(self) -> int:
-        """Whose part it is, of all ranks."""
+        """This rank in the world."""
         return self.mesh.fsdp.rank * self.mesh.tp.size + self.mesh.tp.rank
 
 
 class FlatParameters(FlatWeights):
-    """One buffer for a model's weights, one float32 buffer for their gradients; this class: of one process.
+    """A buffer for a model's trained weights and a float32 buffer for their gradients; this class is for one process.
 
-    The model's parameters are re-pointed in place, as views of the buffer. Those that are frozen stay as they are,
-    whole on every rank. Matrices come first, then vectors.
+    The model's trained parameters become views of the buffer, matrices first, then vectors. Frozen parameters stay as
+    they are, on every rank.
 
     Args:
         frozen: names of parameters that are not trained.
 
     Attributes:
-        reads_own: whether the model's own parameters are the weights, whole. beside: they are, in memory of their own.
+        reads_own: whether the model's own parameters are the trained weights, whole.
+        beside: whether they are, in memory of their own apart from `data`.
+        grad: [layout.size], float32; the padding stays zero.
         grads: views of `grad`, as `parts` are of `data`.
-        grad: [layout.size], float32; the gaps are zero and stay so.
-        num_matrix_elements: where the vectors begin.
-        counted: "counted", which blocks of `grad` this rank counts in the norm, bool; where it is empty, all.
-        alike: from where to where `grad` is of what ranks that share products have alike. Each has the gradients of its
-            own work there, until an update adds them up (`add_up_alike`).
-        cell: of ranks that have whole cells at once, how many of them make one (`Cells.of_a_round`).
-        cells: where cells take several micro-batches, the sum of those before the one that `grad` is of.
+        num_matrix_elements: the offset at which the vectors begin.
+        counted: {"counted": bool, which blocks of `grad` this rank counts in the norm}; empty: all of them.
+        alike: the [begin, end) ranges of `grad` of parameters that are replicated over `tp`. Each rank accumulates its
+            own gradients there until an update sums them over the ranks (`add_up_alike`).
+        cell: ranks per cell where a round consists of whole cells (`Cells.of_a_round`), else 0.
+        cells: where cells span several rounds, the sum of the finished ones; `grad` then has that of the current one.
     """
 
     reads_own = True
@@ -185,29 +187,29 @@ class FlatParameters(FlatWeights):
             parameter.data = part
 
     def reread(self) -> None:
-        """Nothing: the model's parameters are the buffer."""
+        """Refresh `data` from the model's own parameters; in one process they are views of it already."""
 
     def as_read(self) -> bool:
-        """Whether `data` has memory of its own and is what `reread` makes it."""
+        """Whether `data` has memory of its own and `reread` would not change it."""
         return False
 
     def inputs(self, model: Decoder) -> graph.Inputs:
-        """What a function of the model is bound to: its weights as they are trained, and its other tensors."""
+        """The inputs of a function of the model: its weights as they are trained, and its other tensors."""
         return graph.module_inputs(model)
 
     def micro_batch(
         self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
     ) -> AbstractContextManager[graph.Inputs]:
-        """`inputs` with the weights to compute a micro-batch with, and statistics to add its own to; `maxima` are those
-        of them that are no sums. `differentiated`: gradients by the weights are taken."""
+        """`summed`, with the weights for a micro-batch. `differentiated`: whether they get gradients."""
         return self.summed(inputs, maxima)
 
     def summed(self, inputs: graph.Inputs, maxima: Sequence[int]) -> AbstractContextManager[graph.Inputs]:
-        """`inputs` with statistics to add a micro-batch's own to; in the end, those of all ranks are added."""
+        """`inputs` with statistics for this rank's micro-batch, which on exit are reduced over all ranks and added;
+        `maxima` are the indices of those that are maxima instead of sums."""
         return nullcontext(inputs)
 
     def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
-        """Add each gradient to its total, such as `grads`, in the total's precision, in order; by default of all."""
+        """Add each gradient to its total, in the total's precision. `names`: of the parameters, by default all."""
         for total, grad in zip(totals, grads, strict=True):
             total.add_(grad)
 
@@ -216,21 +218,21 @@ class FlatParameters(FlatWeights):
         self.cells = torch.zeros_like(self.grad) if cells.span_rounds else None
 
     def end_cell(self, inputs: graph.Inputs) -> dict[str, Tensor]:
-        """Add the sum of a cell, which ends, to that of the cells before it; the next begins from 0."""
+        """End a cell: add its sum to that of the cells before it, and start the next one from 0."""
         grad = inputs.grad["grad"]
         inputs.buffer["cells"].add_(grad)
         grad.zero_()
         return {}
 
     def end_cells(self, inputs: graph.Inputs) -> dict[str, Tensor]:
-        """The same of an update's last cell, with all of the sum where the update reads it."""
+        """End an update's last cell, and leave the total in `grad`, where the update reads it."""
         cells = inputs.buffer["cells"]
-        inputs.grad["grad"].add_(cells)  # of two numbers the order is free
+        inputs.grad["grad"].add_(cells)  # the addition of two numbers commutes
         cells.zero_()
         return {}
 
     def add_up_alike(self, grad: Tensor) -> None:
-        """Add up what the ranks' own work has made of a flat gradient where they have the parameters `alike`."""
+        """Sum the `alike` ranges of a flat gradient over the tensor-parallel ranks, in place."""
         for begin, end in self.alike:
             own = grad[begin:end]
             own.copy_(sum_of_all(own, self.mesh.tp))
@@ -239,22 +241,22 @@ class FlatParameters(FlatWeights):
         return model.get_parameter(name)
 
     def summed_words(self, words: Tensor) -> Tensor:
-        """The words of an `ops.exact_sum` over all ranks' numbers, from those of this rank's."""
+        """The words of an `ops.exact_sum` over all ranks, from this rank's words."""
         return words
 
     def whole(self, local: Tensor) -> Tensor:
-        """What all ranks have of a flat tensor, in the layout of one process. Every rank calls it; the first gets the
-        result, on the host where it came from several ranks, the others an empty tensor."""
+        """A flat tensor, gathered from all ranks into the layout of one process. Every rank calls it; the first gets
+        the result, on the host if there are several ranks, and the others get an empty tensor."""
         return local
 
     def fill(self, own: Tensor, parts: Sequence[Buffer], tp: int = 1) -> None:
-        """Fill this rank's part of a flat tensor from what any number of ranks have of it, by rank; zero its gaps.
+        """Fill this rank's part of a flat tensor from the parts of any number of ranks, and zero its padding.
 
         Args:
-            tp: of them, how many neighbours share each product.
+            parts: by rank, of the ranks that saved them. tp: the tensor-parallel size of these ranks.
 
         Raises:
-            ValueError: theirs are not of the parameters' size.
+            ValueError: the parts do not have the parameters' size.
         """
         shapes, of_them = self.whole_layout.shapes, Mesh(tp=Axis("tp", tp))
         cut = [on.shape_on(of_them, shape) for on, shape in zip(self.placements, shapes, strict=True)]
@@ -271,8 +273,8 @@ class FlatParameters(FlatWeights):
                     at += count
 
     def held(self, model: Decoder) -> dict[str, list[Held]]:
-        """What this rank writes of the tensors of `model`, which is trained: its ranges, and as large ones of what all
-        ranks have whole."""
+        """The ranges of the trained `model`'s tensors that this rank writes to a file: its part of those that are
+        sharded, and an equal share of those that every rank has whole."""
         found, mesh = {} if self.beside else self.own(), self.mesh
         placements = dict(model.placements) | dict.fromkeys((name for name, _ in model.named_buffers()), WHOLE)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -283,21 +285,22 @@ class FlatParameters(FlatWeights):
                 values, first = tensor.detach().flatten(), mesh.fsdp.rank * shares.size
                 pieces = shares.held(self.rank)
                 found[name] = [Held(values[first + at : first + at + n], there) for at, there, n in pieces]
-            if on.tp is None and mesh.tp.rank > 0:  # the first along `tp` writes what they have alike
+            if on.tp is None and mesh.tp.rank > 0:  # the first rank along `tp` writes what is replicated over it
                 found[name] = []
         return found
 
 
 class ShardedParameters(FlatParameters):
-    """`FlatParameters` of one of several ranks, which has a shard of both buffers: of what it has by `tp`, a part cut
-    along the mesh's `fsdp`. Micro-batches read the model's own parameters, which are whole: ZeRO's stage 2. With
-    `float32` the shard is of the optimizer's masters, and gathers round it; else of weights of the model's dtype.
+    """`FlatParameters` of several ranks, with both buffers sharded: each rank's tensor-parallel part is cut along
+    `fsdp`. Micro-batches read the model's own parameters, which are whole: ZeRO stage 2. With `float32` the shard of
+    the weights is the optimizer's masters, rounded when gathered; otherwise it has the model's dtype.
 
-    `gather` brings those up to date. Where another model is the `reader` that generates, with all of the weights or a
-    part, they are the reader's, the model has none but frozen ones, and the shard is to be filled (`own`).
+    After an update, `gather` writes the model's own parameters. Where a separate `reader` generates (with the whole
+    weights or a part), it writes the reader's instead; the model then has memory for frozen parameters alone, and the
+    caller fills the shard (`own`).
 
     Attributes:
-        gathering: what `gather` reads and writes.
+        gathering: the inputs of `gather`.
     """
 
     def __init__(
@@ -328,13 +331,13 @@ class ShardedParameters(FlatParameters):
             self.reread()
 
     def _beside(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each part what is no gap, and what the model's own parameter has there: in pieces."""
+        """Pieces of each part without its padding, paired with the same elements of the model's own parameter."""
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             own = parameter.data.flatten()[part.numel() * self.axis.rank :][: part.numel()]
             yield from zip(part[: own.numel()].split(_PIECE), own.split(_PIECE), strict=True)
 
     def reread(self) -> None:
-        """Fill the shard from the model's own parameters."""
+        """Refresh the shard from the model's own parameters."""
         self.data.zero_()
         for part, own in self._beside():
             part.copy_(own)
@@ -351,7 +354,7 @@ class ShardedParameters(FlatParameters):
         return found
 
     def _counted(self) -> dict[str, Tensor]:
-        """What the ranks of `tp` have alike, the first has for the norm."""
+        """What is replicated over `tp` counts in the norm on the first rank alone."""
         own = torch.ones(self.layout.size // ALIGNMENT, dtype=torch.bool)
         for begin, end in self.alike:
             own[begin // ALIGNMENT : end // ALIGNMENT] = self.mesh.tp.rank == 0
@@ -374,20 +377,21 @@ class ShardedParameters(FlatParameters):
         values = inputs.buffer["statistics"]
         own = torch.zeros_like(values)
         yield replace(inputs, buffer={**inputs.buffer, "statistics": own})
-        rows = distributed.gather(largest(own, self.mesh.tp), self.axis)  # alike along it, unless one has gone wrong
+        rows = distributed.gather(largest(own, self.mesh.tp), self.axis)  # equal along tp, unless a rank went wrong
         highest = [torch.maximum(values[i], rows[:, i].amax()) for i in maxima]
         ops.fold_rows(values, rows)
         for i, value in zip(maxima, highest, strict=True):
             values[i].copy_(value)
 
     def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
-        """Add whole gradients of all ranks to this rank's part of the totals, float32, by rank, or cell by cell."""
+        """Reduce-scatter the gradients into this rank's shards of the float32 totals, in rank order or cell by cell."""
         for name, total, grad in zip(names or self.names, totals, grads, strict=True):
             with _serving(name), graph.backward():
                 self._add_all(total, grad)
 
     def _add_all(self, total: Tensor, grad: Tensor) -> None:
-        """Add all ranks' gradient to this rank's part; that of a cell of `lanes` before it leaves them."""
+        """Add all ranks' gradients to this rank's shard of the total. Where a cell is `lanes` ranks, they sum theirs
+        before the exchange with other cells."""
         axis, cell, size = self.axis, self.cell, total.numel()
         if 1 < cell == self.mesh.lanes:
             grad, cell = ops.sum_rows(distributed.exchange_in_cells(grad, size, self.mesh)), 0
@@ -411,5 +415,5 @@ class ShardedParameters(FlatParameters):
 
 
 def _serving(name: str) -> AbstractContextManager[None]:
-    """Marks a collective as one for the module that the parameter belongs to."""
+    """Attribute collectives within to the module that the parameter belongs to."""
     return graph.in_module(name.rpartition(".")[0])

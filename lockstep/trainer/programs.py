@@ -1,4 +1,4 @@
-"""The trainer's functions: the policy step, the check, the update, and what several ranks need besides."""
+"""The trainer's programs: the policy step, the check, the update, and what several ranks need in addition."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .gathered import Reference, gathered_by_layer
 from .optimizer import AdamW
 from .parameters import ShardedParameters
 
-# The packed batch's tensors by what their names end in; one trace serves every size.
+# The dynamic sizes of the packed batch's tensors, from the suffixes of their names; one trace serves every size.
 OPEN_SIZES: graph.Dynamic = {
     **{f.name: (f.name[-1],) for f in fields(PackedBatch) if f.name[-2:] in ("_T", "_C", "_S")},
     **{"cu_seqlens": ("S1",), "cu_completions": ("S1",), "support_C": ("C", None)},
@@ -36,9 +36,9 @@ class UpdateState:
 
     Attributes:
         values: the statistics, float64 (`step.named`). results: of updates (`step.take`). lr: float32, 0-dim.
-        sampled: float64, 0-dim: tokens that the next update must have found identical.
-        enforce_parity: no update when it did not, or when a log-probability or a choice of experts differed.
-        router_biases: those that an update balances, by name, layer by layer.
+        sampled: float64, 0-dim: the number of tokens that must have been found identical before the next update.
+        enforce_parity: refuse the update if `sampled` is not met, or if a log-probability or expert choice differed.
+        router_biases: the biases that an update balances, by name, layer by layer.
     """
 
     values: Tensor
@@ -50,18 +50,18 @@ class UpdateState:
 
 
 class TrainerPrograms:
-    """The trainer's programs. As graphs there is one a bucket of the batch for each way to score it; all levels compute
-    the same bits.
+    """The trainer's programs. Captured, each has a graph for every batch shape and way of scoring; eager and captured
+    programs compute the same bits.
 
-    Gradients and statistics are added up in place. What a graph returns for a batch lies in its memory, to be used
-    before the next call; what was compared (`types.COMPARED`) stays right where it is returned.
+    Gradients and statistics accumulate in place. A graph's outputs are valid until the next call, except for those that
+    were compared (`types.COMPARED`), which stay valid.
 
     Attributes:
         algorithm: the run's. algorithms: it and that of supervised steps, by `loss_type`.
-        by_name: all of them. `forward_backward`, `check` and `reference_logprobs` take batches (`launch`); `optim_step`
-            updates at the rate `lr` if the statistics allow it, and writes what was found (`step.take`); of several
-            ranks `gather_weights` brings the model's own weights up to date; where cells span micro-batches, `end_cell`
-            and `end_cells` add them up.
+        by_name: all programs. `forward_backward`, `check`, `values` and `reference_logprobs` take batches (`launch`);
+            `optim_step` updates at the rate `lr` if the statistics allow it, and writes the results (`step.take`); with
+            several ranks, `gather_weights` writes the generator's weights after an update; where cells span several
+            rounds, `end_cell` and `end_cells` sum them.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TrainerPrograms:
             self.by_name[name] = runtime.program(name, body, inputs, writes, open_sizes, baked.get(name))
 
         train: graph.GraphBody = self._differentiated
-        if isinstance(flat, ShardedParameters):  # statistics are added up after it, and weights perhaps gathered before
+        if isinstance(flat, ShardedParameters):  # its body also reduces statistics, and may gather weights
             train = self._train_body
             add("gather_weights", flat.gather, flat.gathering, {"buffer"})
         add("forward_backward", train, training, {"grad", "buffer"})
@@ -120,7 +120,7 @@ class TrainerPrograms:
         return replace(own, buffer={**shared, **own.buffer, **s.router_biases})
 
     def constants(self) -> dict[str, graph.Constants]:
-        """For each function what its graphs depend on: the very objects that its body reads."""
+        """What each program's graphs depend on: the very objects that its body reads."""
         layout, names = self.flat.layout, self.flat.names
         parts = {"shapes": layout.shapes, "placements": self.flat.placements}
         of_names = {what: dict(zip(names, values, strict=True)) for what, values in parts.items()}
@@ -146,7 +146,7 @@ class TrainerPrograms:
     def case(
         self, program: str, name: str, batch: PackedBatch, load: Callable[[], object], **statics: graph.Static
     ) -> graph.Case:
-        """A launch of a program on `batch`, to be checked."""
+        """A launch of a program on `batch`, to be checked against eager."""
         known = {**statics_of(batch), **statics}
         return graph.Case(name, batch.tensors(), known, load, eager=self._sparing[program])
 
@@ -168,8 +168,9 @@ class TrainerPrograms:
         return loss, scored.tensors()
 
     def _sparing_train(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
-        """`forward_backward`, called, with its bits in less memory: layers are computed again in the backward pass,
-        each gradient is added up as it comes, and the weights are the model's own, whole or gathered layer by layer."""
+        """`forward_backward` called eagerly, with the same bits in less memory: layers are recomputed in the backward
+        pass, each gradient is accumulated as soon as it is ready, and weights that the model does not hold are gathered
+        layer by layer."""
         summed = self.flat.summed(inputs, step.MAXIMA)
         with torch.enable_grad(), summed as own, self._by_layer(True), _computed_again(self.model):
             loss, outputs = self._train_forward(replace(own, module=self.model), **statics)
@@ -178,7 +179,7 @@ class TrainerPrograms:
         return outputs
 
     def _sparingly(self, score: graph.GraphBody) -> graph.GraphBody:
-        """`score` in the same way."""
+        """`score` called eagerly in less memory."""
 
         def scored(inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
             with self.flat.summed(inputs, step.MAXIMA) as own, self._by_layer(False):
@@ -187,18 +188,18 @@ class TrainerPrograms:
         return scored
 
     def _sparing_reference(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
-        """`reference_logprobs` in the same way."""
+        """`reference_logprobs` called eagerly in less memory."""
         assert self.reference is not None
         with self.reference.by_layer():
             return self._reference_scores(replace(inputs, module=self.reference.model), **statics)
 
     def _by_layer(self, differentiated: bool) -> AbstractContextManager[None]:
-        """Within it the model has its parameters, also where it keeps none."""
+        """A context in which the model can be called, gathering weights layer by layer if it does not hold its own."""
         return nullcontext() if self.flat.reads_own else gathered_by_layer(self.flat, self.model, differentiated)
 
     @contextmanager
     def _added_up(self, totals: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within it the gradient of a parameter goes to its total as soon as it is whole."""
+        """A context in which each parameter's gradient is added to its total as soon as it is complete, and freed."""
 
         def take(name: str, parameter: Tensor) -> None:
             assert parameter.grad is not None
@@ -257,7 +258,7 @@ class TrainerPrograms:
 
 @contextmanager
 def _computed_again(model: Decoder) -> Iterator[None]:
-    """Within it the model's layers keep their inputs alone for their backward passes."""
+    """A context with activation checkpointing: layers keep only their inputs for the backward pass."""
     call = model.call_layer
 
     def again(*arguments: Any) -> Tensor:
@@ -271,7 +272,7 @@ def _computed_again(model: Decoder) -> Iterator[None]:
 
 
 def complete(batch: PackedBatch, algorithm: Algorithm) -> None:
-    """Add the tensors that the algorithm's loss needs besides those of every batch."""
+    """Add the tensors that the algorithm's loss needs in addition to those of every batch."""
     if algorithm.indexes_sequences and batch.cu_completions is None:
         batch.index_sequences()
     if algorithm.has_critic and batch.return_C is None:
@@ -279,7 +280,7 @@ def complete(batch: PackedBatch, algorithm: Algorithm) -> None:
 
 
 def statics_of(batch: PackedBatch) -> dict[str, Any]:
-    """What a graph of a batch holds as constants."""
+    """The values of a batch that its graph holds as constants."""
     return {"max_len": batch.max_len, "check_parity": batch.check_parity, "truncated": batch.truncated}
 
 

@@ -1,4 +1,4 @@
-"""What an update found, and how it comes to the host: when it is asked for, not when the update is launched."""
+"""The results of updates, which the host reads when asked for them, not when an update is launched."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch
 from .mismatches import Mismatch
 from .routing import RoutingResult
 
-ROWS = 8  # updates whose results may wait to be taken
+ROWS = 8  # results that may be pending at a time
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one update (or one check without an update) found. Averages are a token, over the tokens trained on;
-    `entropy` (nats) is over the checked ones too. `kl` is None without a reference, `routing` without experts. A
-    checked token is different if its log-probability or its experts are not the generator's, or one is not a number."""
+    """The result of one update (or one check without an update). Averages are over the tokens trained on; that of
+    `entropy` (nats) is over checked tokens, too. `kl` is None without a reference, `routing` without experts. A checked
+    token is different if a log-probability or its experts are not the generator's, or a log-probability is NaN."""
 
     loss: float
     grad_norm: float
@@ -41,20 +41,20 @@ class StepResult:
 
     @property
     def tokens_not_covered(self) -> int:
-        """Sampled tokens that were not compared; below 0: more were compared than sampled."""
+        """Sampled tokens that were not compared; negative if more were compared than sampled."""
         return self.tokens_sampled - self.tokens_checked
 
     @property
     def identical(self) -> bool:
-        """Every sampled token was compared, and none differs; nor do the experts of a prompt's token."""
+        """Whether every sampled token was compared and none differs, nor the experts of any prompt token."""
         elsewhere = self.routing.prompt_tokens_different if self.routing else 0
         return self.tokens_different == self.tokens_not_covered == elsewhere == 0
 
 
 def averaged(updates: Sequence[StepResult], of_all: Sequence[StepResult]) -> StepResult:
-    """The first of several updates, which compared all that was sampled, with means of what each has of its own part:
-    loss, gradient norm, KL divergence and load-balancing loss; and of clipped tokens the mean `of_all` iterations, as
-    there are none in a first update."""
+    """The first of several updates of a step (the one that compared all sampled tokens), with the means over all of
+    them of loss, gradient norm, KL divergence and load-balancing loss. The clip ratio is the mean over the updates of
+    all iterations (`of_all`), as the first update of a step clips nothing."""
     first, found = updates[0], dict[str, Any](clip_ratio=_mean([update.clip_ratio for update in of_all]))
     for name in ("loss", "grad_norm", "kl"):
         found[name] = _mean([getattr(update, name) for update in updates])
@@ -65,34 +65,34 @@ def averaged(updates: Sequence[StepResult], of_all: Sequence[StepResult]) -> Ste
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Of values that are there in all updates or in none."""
+    """The mean of values that are None in all updates or in none."""
     there = [value for value in values if value is not None]
     return fmean(there) if there else None
 
 
 class Results:
-    """What the latest updates found: written on the device behind each, read by the host when it asks. `rows`: float64
-    [ROWS, size + 1], the latest update first; each ends with the update's number (`step.take`)."""
+    """The results of the latest updates, written by the device after each and read by the host on demand. `rows`:
+    float64 [ROWS, size + 1], the latest update first; each row ends with the update's number (`step.take`)."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.rows = torch.zeros(ROWS, size + 1, dtype=torch.float64, device=device)
         self._launched = 0
-        self._latest: deque[weakref.ref[PendingResult]] = deque(maxlen=ROWS)  # one a row, in the order of launches
+        self._latest: deque[weakref.ref[PendingResult]] = deque(maxlen=ROWS)  # one for each row, in launch order
 
     def make_room(self) -> None:
-        """Before an update is launched: take the result whose row it pushes out, if anyone still wants that."""
+        """Call before launching an update: reads the result whose row it will push out, if that is still referenced."""
         if len(self._latest) == ROWS and (oldest := self._latest[0]()) is not None:
             oldest.get()
 
     def launched(self, finish: Callable[[Sequence[float]], StepResult]) -> PendingResult:
-        """The result to be of the update that was just launched; `finish` makes it of the numbers, once."""
+        """The pending result of the update just launched; `finish` makes it from the row, once."""
         self._launched += 1
         pending = PendingResult(self, self._launched, finish)
         self._latest.append(weakref.ref(pending))
         return pending
 
     def read(self, number: int) -> list[float]:
-        """What an update found. Waits for the device. Raises `RuntimeError` where too many were launched since."""
+        """The row of an update. Waits for the device. Raises `RuntimeError` if too many updates were launched since."""
         rows = self.rows.tolist()
         for *found, last in rows:
             if last == number:
@@ -100,7 +100,7 @@ class Results:
         raise RuntimeError(f"the result of update {number} is gone: the device has those of {[r[-1] for r in rows]}")
 
     def reset(self) -> None:
-        """Begin to count anew, after a launch that was no update; results that someone still wants are taken before."""
+        """Restart the count after a launch that was not an update; first reads results that are still referenced."""
         for pending in [reference() for reference in self._latest]:
             if pending is not None:
                 pending.get()
@@ -111,7 +111,7 @@ class Results:
 
 @dataclass(eq=False)
 class PendingResult:
-    """The result of an update that the device has been given and may not have come to yet."""
+    """The result of an update that was launched and may not have run yet."""
 
     _results: Results
     _number: int

@@ -1,4 +1,4 @@
-"""Mixture of experts in the trainer: parity of the choices, how busy the experts are, and the loss that balances them.
+"""Mixture of experts in the trainer: parity of expert choices, expert loads, and load balancing.
 
 Shape suffixes: T packed tokens, C completion tokens, L layers with experts, E experts, N choices a token.
 """
@@ -16,22 +16,22 @@ from .. import ops
 from ..models import ModelConfig, Routing
 from ..types import PackedBatch
 
-# The statistics that a model with experts has besides, before a count an expert.
+# The additional statistics of a model with experts; the loads, a count for each expert, follow them.
 STATISTICS = ("routed_differently", "prompt_tokens", "prompt_routed_differently", "aux_loss")
 
 
 @dataclass(frozen=True)
 class RoutingResult:
-    """What one update (or one check) found of the routing.
+    """The routing results of one update (or one check).
 
     Attributes:
-        choices_checked: experts compared with the generator's: a token's are those of every layer and slot.
-        tokens_different: tokens with any other expert, or the same in another order.
-        prompt_tokens_checked, prompt_tokens_different: of the prompts' tokens, once for each micro-batch they are in.
-        load_imbalance: tokens of a layer's busiest expert over its experts' mean, averaged over layers; 1 is even.
-        min_expert_tokens, max_expert_tokens: of the experts of all layers. These three are of the sequences that are
-            trained on, prompt and response of each, so of a check they are 0.
-        aux_loss: the load-balancing loss before its coefficient, averaged over the update's micro-batches, each by its
+        choices_checked: expert choices compared with the generator's, counting every layer and slot of a token.
+        tokens_different: tokens with a different expert anywhere, or the same experts in another order.
+        prompt_tokens_checked, prompt_tokens_different: prompt tokens, counted once for each micro-batch they are in.
+        load_imbalance: tokens of a layer's busiest expert over the mean of its experts, averaged over layers; 1 is
+            even. This and the next two count the sequences trained on, prompt and response; after a check they are 0.
+        min_expert_tokens, max_expert_tokens: the fewest and the most tokens of any expert of any layer.
+        aux_loss: the load-balancing loss before its coefficient, averaged over the update's micro-batches, weighted by
             packed tokens; None when it is off.
     """
 
@@ -60,7 +60,7 @@ class RoutingResult:
 
 
 class Routed(NamedTuple):
-    """The routing of a batch: scores [T, E] a layer, the experts of all of them, and which tokens are no padding."""
+    """The routing of a batch: each layer's router logits [T, E], all layers' choices, and which rows are no padding."""
 
     logits: Sequence[Tensor]
     experts_TN: Tensor
@@ -68,7 +68,7 @@ class Routed(NamedTuple):
 
 
 def statistics_of(config: ModelConfig) -> int:
-    """Float64 elements that a step's routing is added up in: `STATISTICS`, then the loads [L, E]."""
+    """The number of float64 elements for a step's routing statistics: `STATISTICS`, then the loads [L, E]."""
     return len(STATISTICS) + config.moe_layers * config.moe.num_experts if config.moe and config.moe_layers else 0
 
 
@@ -79,18 +79,18 @@ def routed(routes: Sequence[Routing], batch: PackedBatch) -> Routed:
 
 
 def trained_loads(batch: PackedBatch, r: Routed) -> Tensor:
-    """How many tokens of the sequences that are trained on chose each expert, int64 [L, E], a shared prompt's once for
-    each of its responses, so that packing has no part in it. Of a batch that has no share none, as its one token is
-    there because a shard has no more."""
+    """How many tokens of the sequences trained on chose each expert, int64 [L, E]. A shared prompt's tokens count once
+    for each of its responses, so the loads do not depend on packing. A batch with share 0, the filler of a shard that
+    has run out, counts nothing."""
     layout = batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S
     times_T = ops.times_in_sequences(batch.tokens_T, *layout) * (batch.share > 0)
     return ops.expert_loads(r.experts_TN, times_T, len(r.logits), r.logits[0].shape[1])
 
 
 def compare(batch: PackedBatch, r: Routed, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Digests of the experts that each completion token was predicted after, int32 [C], and where they are not the
-    generator's, bool [C]; those of the prompts' tokens are counted. `ValueError` when the batch does not have the
-    generator's."""
+    """Compare expert choices with the generator's, and count differences in `statistics`. Returns digests of the
+    experts at the row that predicts each completion token, int32 [C], and where they differ, bool [C]. Raises
+    `ValueError` when the batch has no digests of the generator."""
     if batch.old_route_C is None or batch.old_route_T is None:
         raise ValueError("parity of a mixture of experts cannot be checked without the generator's route digests")
     route_T = ops.route_digest(r.experts_TN)
@@ -105,9 +105,9 @@ def compare(batch: PackedBatch, r: Routed, statistics: dict[str, Tensor]) -> tup
 
 def load_balancing_loss(r: Routed) -> Tensor:
     """The auxiliary loss of Switch Transformers (arXiv 2101.03961, equation 4) over all layers together, as in
-    `transformers`: E times the sum over experts of the share of tokens that chose it, times its mean probability.
+    `transformers`: E times the sum over experts of the fraction of tokens that chose it times its mean probability.
 
-    Both are means over valid packed tokens and layers; the loss is K when all experts have the same.
+    Both are means over valid packed tokens and layers. With N choices per token, the loss is N for even loads.
     """
     loads_LE = ops.expert_loads(r.experts_TN, r.valid_T, len(r.logits), r.logits[0].shape[1])
     probabilities_LE = torch.stack([ops.router_probabilities(logits_TE, r.valid_T) for logits_TE in r.logits])
@@ -129,7 +129,7 @@ def balance(biases: Sequence[Tensor], loads: Tensor, rate: float, applied: Tenso
 
 
 def spread(loads_LE: Tensor) -> Tensor:
-    """The load imbalance, and the fewest and the most tokens of an expert, [3], float64."""
+    """The load imbalance, the fewest, and the most tokens of an expert, float64 [3] (see `RoutingResult`)."""
     layers, experts = loads_LE.shape
     imbalance = loads_LE.amax(1) / (loads_LE.sum(1) / experts).clamp(min=1e-9)
     return torch.stack((imbalance.sum() / layers, loads_LE.min(), loads_LE.max()))

@@ -1,6 +1,6 @@
-"""The few shapes that packed batches are padded to, so that every graph of a run can be made before its first step.
+"""The few shapes that packed batches are padded to, so that all graphs of a run can be made before its first step.
 
-A shape is a function of the batch and of the run's configuration: a resumed run pads alike, and so repeats the bits.
+A shape is a function of the batch and the run's configuration, so a resumed run pads alike and repeats the bits.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import NamedTuple
 from ..config import RunConfig
 from ..ops import MAX_SEQUENCES
 
-MULTIPLE = 16  # of tokens, where nothing else bounds them: keeps rows aligned for the matrix products
+MULTIPLE = 16  # sizes are multiples of this unless a limit cuts them, for aligned matrix products
 NUM_SHAPES = 7
-PROMPT_MARGIN = 2  # prompts may be this many times as long as the longest that was looked at
-SHAPES_PER_OCTAVE = 3  # neighbours differ by 2 ** (1 / 3), so at most a fifth of a batch is padding
+PROMPT_MARGIN = 2  # prompts may be this many times as long as the longest one inspected
+SHAPES_PER_OCTAVE = 3  # neighbours differ by 2 ** (1 / 3), so about a fifth of a batch at most is padding
 
 
 class BatchShape(NamedTuple):
-    """What a batch is padded to: packed tokens T, completion tokens C, segments S; `max_len` bounds a sequence."""
+    """The sizes a batch is padded to: packed tokens T, completion tokens C, segments S, and the length of sequences."""
 
     tokens: int
     completion_tokens: int
@@ -27,7 +27,7 @@ class BatchShape(NamedTuple):
 
 
 def bucket(n: int) -> int:
-    """`n` rounded up to a ladder of four sizes an octave, all multiples of `MULTIPLE`, for batches of no known bounds.
+    """`n` rounded up to one of four sizes per octave, all multiples of `MULTIPLE`; for batches without known bounds.
 
     From 128 on the result is less than 5/4 of `n`, so under a fifth of a bucket is padding.
     """
@@ -37,8 +37,8 @@ def bucket(n: int) -> int:
 
 
 def fit(needed: BatchShape, shapes: Sequence[BatchShape], max_tokens: int) -> BatchShape:
-    """The last of `shapes`, largest first, that holds `needed`; if none does, each of its sizes in a bucket.
-    `max_tokens`: a bucket above it is cut to it."""
+    """The smallest of `shapes` (which are sorted, largest first) that holds `needed`; if none does, each size is
+    rounded up to its bucket, or to `max_tokens` where the bucket is larger."""
     for shape in reversed(shapes):
         if all(have >= want for have, want in zip(shape, needed, strict=True)):
             return shape
@@ -51,15 +51,15 @@ def fit(needed: BatchShape, shapes: Sequence[BatchShape], max_tokens: int) -> Ba
 def batch_shapes(
     groups: int, samples: int, prompt: int, completion: int, *, max_len: int, max_tokens: int
 ) -> list[BatchShape]:
-    """The shapes of a run, largest first: one that holds a mini-batch, if that fits a micro-batch, and smaller ones.
+    """The shapes of a run, largest first; the first one holds a mini-batch, as far as that fits a micro-batch.
 
-    Shorter completions shrink a batch's rows but not its number of sequences, so all have the same number of segments.
+    Shorter completions mean fewer rows but as many sequences, so all shapes have the same number of segments.
 
     Args:
-        groups, samples: prompts a mini-batch, and completions of each.
+        groups, samples: prompts in a mini-batch, and completions of each.
         prompt, completion: tokens of the longest expected prompt, and of the longest completion.
-        max_len: bound on a prompt with its completion.
-        max_tokens: packed tokens that a micro-batch may have.
+        max_len: the limit of a prompt with its completion.
+        max_tokens: the limit of packed tokens in a micro-batch.
     """
     sequences, segments = groups * samples, min(groups + groups * samples, MAX_SEQUENCES)
     tokens = min(groups * prompt + sequences * (completion - 1), max_tokens)
@@ -76,16 +76,16 @@ def batch_shapes(
 
 
 def holding(shapes: list[BatchShape], completion_tokens: int) -> list[BatchShape]:
-    """The largest of a run's shapes, and those that no micro-batch of so many completion tokens is too large for."""
+    """The largest of a run's shapes, and those that hold `completion_tokens`."""
     return shapes[:1] + [shape for shape in shapes[1:] if shape.completion_tokens >= completion_tokens]
 
 
 def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> list[BatchShape]:
-    """What the trainer's batches are padded to, from the longest of the prompts that were looked at and the limit."""
+    """The shapes of the trainer's batches, given the longest prompt inspected and the limit on prompts."""
     t, s = config.trainer, config.sampling
     groups, samples = config.shard_groups, s.num_generations
     least = t.prompts_per_step // (t.num_mini_batches * max(1, config.parallel.batch_shards))
-    most, expected = (n * samples * s.max_completion_length for n in (groups, least))  # of a shard, if none stops
+    most, expected = (n * samples * s.max_completion_length for n in (groups, least))  # in a shard, if none stops
     one_batch = groups * longest_prompt + most <= t.max_tokens_per_micro_batch
     leaves_out = t.skip_zero_variance or config.loss.dynamic_sampling
     fixed_length = s.ignore_eos and not s.stop and not leaves_out and t.mode == "packed" and config.task.turns == 1
@@ -97,7 +97,7 @@ def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> l
 
 
 def planned_tokens(config: RunConfig, longest_prompt: int, prompt_limit: int) -> int:
-    """Tokens of a prompt with what comes after it that a cache is planned for, from the same two."""
+    """The tokens of a prompt with its response that the KV cache is planned for, given the same two."""
     prompt = config.task.max_prompt_length or longest_prompt * PROMPT_MARGIN
     return min(prompt, prompt_limit) + config.max_response_length
 

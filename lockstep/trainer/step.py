@@ -1,6 +1,6 @@
-"""The policy step as functions of tensors: what runs eagerly, and what graphs are captured from.
+"""The policy step as functions of tensors, which run eagerly and are captured as graphs.
 
-State is passed in and written in place: gradients add up, and so do a step's statistics.
+State is passed in and updated in place: gradients and a step's statistics accumulate.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from ..models import Decoder, PackedAttention, Routing
 from ..types import PackedBatch
 from . import routing
 
-# What grows on the device over the micro-batches of one update: sums, and for `diff_max` a maximum. `scored` counts
-# the trained and the checked tokens; those that were compared with the generator's are `identical` or `different`.
+# Accumulated on the device over the micro-batches of one update: sums, and for `diff_max` a maximum. `scored` counts
+# trained and checked tokens; those that were compared with the generator's are `identical` or `different`.
 STATISTICS = ("loss", "tokens", "clipped", "kl", "entropy", "scored", "identical", "different", "diff_max")
 MAXIMA = (STATISTICS.index("diff_max"),)
 
 
 class Scored(NamedTuple):
-    """What a batch's forward pass leaves behind, without gradient: both log-probs [C]; where the support is wanted, the
-    hidden rows that predict the tokens [C, D] and its thresholds [C]; where experts were compared, the tokens' digests
-    of them [C]."""
+    """The results of a batch's forward pass, without gradient: both log-probs [C]; if the support is wanted, the hidden
+    rows that predict the tokens [C, D] and its thresholds [C]; if experts were compared, their digests [C]."""
 
     logprob_C: Tensor
     model_logprob_C: Tensor
@@ -38,8 +37,8 @@ class Scored(NamedTuple):
 
 
 def named(values: Tensor) -> dict[str, Tensor]:
-    """Views of the statistics by name; `values` is float64, one element each and, where there are experts, last their
-    "loads", layer by layer."""
+    """Views of the statistics by name. `values` is float64: an element for each and, with experts, their "loads" at the
+    end, layer by layer."""
     known = names(values)
     found = {name: values[i] for i, name in enumerate(known)}
     return found if known is STATISTICS else {**found, "loads": values[len(known) :]}
@@ -55,31 +54,32 @@ def found_names(values: Tensor) -> tuple[str, ...]:
 
 
 def take(values: Tensor, results: Tensor, grad_norm: Tensor, applied: Tensor, experts: int) -> None:
-    """Write what the host is to know of an update (`found_names`) and the update's number before the results that there
-    are, the oldest of which is lost; the statistics start anew.
+    """Push an update's results for the host (`found_names`) and its number onto the front of `results`, which drops the
+    oldest row, and clear the statistics.
 
     Args:
-        results: float64, one an update, the latest first (`result.Results`).
-        grad_norm, applied: 0-dim. experts: of each layer that has some; 0 without.
+        results: float64, a row for each update, the latest first (`result.Results`).
+        grad_norm, applied: 0-dim.
+        experts: the number of experts in a layer that has some; 0 for a dense model.
     """
     count = len(STATISTICS) + len(routing.STATISTICS) * (experts > 0)
     parts = [values[:count], grad_norm.view(1), applied.view(1)]
     if experts:
         parts.append(routing.spread(values[count:].view(-1, experts)))
     number, older = results[0, -1:] + 1, results[:-1].view(-1)
-    results.view(-1).copy_(torch.cat((*parts, number, older)))  # float64 together
+    results.view(-1).copy_(torch.cat((*parts, number, older)))  # promoted to float64
     values.zero_()
 
 
 def predicting_rows(model: Decoder, batch: PackedBatch, routes: list[Routing] | None = None) -> Tensor:
-    """Hidden rows that predict the completion tokens, [C, D]; `routes` as in `Decoder`."""
+    """The hidden rows that predict the completion tokens, [C, D]; `routes` as in `Decoder`."""
     packed = ops.Packed(batch.cu_seqlens, batch.prefix_start_S, batch.prefix_len_S, batch.max_len)
     hidden_TD = model(batch.tokens_T, batch.positions_T, PackedAttention(packed, model.masks), routes)
     return ops.gather_rows(hidden_TD, batch.logit_rows_C)
 
 
 def critic_values(model: Decoder, rows_CD: Tensor) -> Tensor:
-    """What the value head says of hidden rows, float32 [C]: the router's product, whose sums have one order."""
+    """The value head's outputs for hidden rows, float32 [C], by the router's product, which sums in a fixed order."""
     assert model.value_head is not None, "a critic without a value head"
     (own_CD,) = model.spread.own_rows(rows_CD)
     return model.spread.numbers(rows_CD.shape[0], ops.router_logits(own_CD, model.value_head).flatten())[0]
@@ -88,10 +88,10 @@ def critic_values(model: Decoder, rows_CD: Tensor) -> Tensor:
 def token_logprobs(model: Decoder, rows_CD: Tensor, batch: PackedBatch) -> ops.TokenLogprobs:
     """`ops.token_logprobs` of a batch, for the hidden rows that predict its tokens.
 
-    Ranks that share products score their shares of the rows, and all have all numbers. What follows from these, the
-    loss above all, each computes whole; behind the head a rank's gradients are of its rows and add up over the ranks.
+    Each tensor-parallel rank scores its share of the rows, and the results are all-gathered. The loss is then computed
+    whole on every rank; its gradients below the head are of a rank's own rows and are summed over the ranks.
     """
-    spread, cut = model.spread, model.placements.get("lm_head")  # a tied head is the embedding, which is whole
+    spread, cut = model.spread, model.placements.get("lm_head")  # a tied head is the embedding, which is replicated
     head_VD = model.lm_head if cut is None else spread.whole_rows(model.lm_head)
     given = rows_CD, batch.targets_C, batch.temperature_C, batch.top_k_C, batch.top_p_C, batch.min_p_C
     own_CD, targets_C, *filters = spread.own_rows(*given)
@@ -103,8 +103,8 @@ def token_logprobs(model: Decoder, rows_CD: Tensor, batch: PackedBatch) -> ops.T
 def score(
     model: Decoder, batch: PackedBatch, with_routing: bool = True
 ) -> tuple[Tensor, ops.TokenLogprobs, routing.Routed | None]:
-    """Hidden rows that predict the completion tokens, [C, D], the tokens' log-probs, and where there are experts, and
-    it is wanted, the routing."""
+    """The hidden rows that predict the completion tokens, [C, D], the tokens' log-probs, and the routing if it is
+    wanted and the model has experts."""
     routes: list[Routing] | None = [] if with_routing and model.config.moe_layers else None
     rows_CD = predicting_rows(model, batch, routes)
     scores = token_logprobs(model, rows_CD, batch)
@@ -114,8 +114,8 @@ def score(
 def forward(
     model: Decoder, values: Tensor, batch: PackedBatch, algorithm: Algorithm, with_kl: bool, with_support: bool
 ) -> tuple[Tensor, Scored]:
-    """`sum(weight * loss)`, to be differentiated by the model's parameters; the batch's statistics go to `values`.
-    `with_kl`: the loss has its KL term. `with_support`: return what the sampled support is made from."""
+    """`sum(weight * loss)`, to be differentiated with respect to the parameters; adds the batch's statistics to
+    `values`. `with_kl`: include the KL term. `with_support`: also return what the sampled support is computed from."""
     statistics = named(values)
     rows_CD, scores, routed = score(model, batch)
     value_C = None if model.value_head is None else critic_values(model, rows_CD)
@@ -126,7 +126,7 @@ def forward(
 
 
 def check(model: Decoder, values: Tensor, batch: PackedBatch, with_support: bool = False) -> Scored:
-    """`forward` without a loss."""
+    """`forward` without the loss."""
     statistics = named(values)
     rows_CD, scores, routed = score(model, batch)
     scored = _record(statistics, batch, scores, routed)
@@ -145,7 +145,7 @@ def _loss(
     algorithm: Algorithm,
     with_kl: bool,
 ) -> Tensor:
-    """The weighted sum to differentiate, of log-probs, routing and values; its statistics are added up on the way."""
+    """The weighted sum to differentiate, from log-probs, routing and values. Also adds the loss's statistics."""
     scores, routed, value_C = found
     given = batch.old_logprob_C, batch.advantage_C, batch.cu_completions, batch.ref_logprob_C
     of_critic = value_C, batch.old_value_C, batch.return_C
@@ -156,25 +156,24 @@ def _loss(
         statistics["kl"].add_(_total(kl_C, batch.valid_C))
         loss_C = loss_C + algorithm.beta * kl_C
     if value_C is not None and not algorithm.has_critic:
-        loss_C = loss_C + 0.0 * value_C  # supervised steps: the head's gradient is 0
+        loss_C = loss_C + 0.0 * value_C  # supervised steps: gives the value head a gradient, of 0
     loss = (batch.weight_C * loss_C).sum()
     if routed is not None:
         statistics["loads"].add_(routing.trained_loads(batch, routed).flatten())
         if algorithm.router_aux_loss_coef > 0:
-            aux_loss = routing.load_balancing_loss(routed) * batch.share.sum()  # a mean over what is trained
+            aux_loss = routing.load_balancing_loss(routed) * batch.share.sum()  # a mean weighted by packed tokens
             statistics["aux_loss"].add_(aux_loss.detach())
             loss = loss + algorithm.router_aux_loss_coef * model.spread.once(aux_loss)
     statistics["loss"].add_(loss.detach())
     statistics["tokens"].add_(batch.valid_C.sum())
-    statistics["clipped"].add_(clipped_C.sum())  # never padding: its advantage is 0
+    statistics["clipped"].add_(clipped_C.sum())  # padding has advantage 0 and is never clipped
     return loss
 
 
 def _record(
     statistics: dict[str, Tensor], batch: PackedBatch, scores: ops.TokenLogprobs, routed: routing.Routed | None
 ) -> Scored:
-    """Add up the entropy and, where the batch asks for it, compare both log-probs bit by bit, and the choices of
-    experts."""
+    """Accumulate the entropy and, with `check_parity`, compare both log-probs and the expert choices bit by bit."""
     s, route_C = statistics, None
     s["entropy"].add_(_total(scores.entropy_C, batch.valid_C))
     s["scored"].add_(batch.valid_C.sum())
@@ -196,7 +195,7 @@ def _record(
 
 
 def _total(values_C: Tensor, valid_C: Tensor) -> Tensor:
-    """Sum over the valid rows, float64, detached."""
+    """The sum over the valid rows, float64, detached."""
     return torch.where(valid_C, values_C.detach(), 0.0).sum(dtype=torch.float64)
 
 

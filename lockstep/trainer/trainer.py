@@ -1,5 +1,5 @@
 """The policy step: `forward_backward` on each micro-batch, then `optim_step`. Gradients, statistics, the parity
-comparison and whether the optimizer writes stay on the device; the host looks once an update, at its result."""
+comparison and the decision to update stay on the device; the host reads one result per update."""
 
 from __future__ import annotations
 
@@ -36,24 +36,25 @@ class Trainer:
     """Trains `model` in place with gradients accumulated over micro-batches.
 
     Args:
-        reference: frozen model for the KL term, or the teacher; required when `loss.beta` is above 0 or there is a
-            teacher. Of several processes each takes its part from `reference_source`; by default it is whole.
-        enforce_parity: do not update when a log-probability or a choice of experts is not the generator's, bit for bit,
-            or when not every sampled token was compared.
-        runtime: what runs the trainer's programs; by default eagerly.
-        world: the processes that weights, gradients and moments are sharded over. Each calls the same methods in the
-            same order, on batches of its own, as many as the others.
-        source: where the weights come from, of which this rank may train other parts than it generates with; by default
-            `model`, which is whole.
-        cells: how gradients of a step's shards are added up; those of batches are ended by `PackedBatch.ends_cell`.
-        zero_stage: of several ranks, see `flat_parameters`.
+        reference: the frozen model for the KL term, or the teacher; required when `loss.beta` is above 0 or the
+            algorithm has a teacher.
+        enforce_parity: do not update when a log-probability or an expert choice is not the generator's, bit for bit, or
+            when not every sampled token was compared.
+        runtime: runs the trainer's programs; by default eagerly.
+        world: the processes that weights, gradients and moments are sharded over. All call the same methods in the same
+            order, each on its own batches, of which all have the same number.
+        cells: how gradients of a step's shards are summed; a batch with `PackedBatch.ends_cell` ends a cell.
+        source: where weights come from that this rank trains but does not generate with; by default a whole `model`.
+        zero_stage: with several ranks; see `flat_parameters`.
+        reference_source: with several ranks, where each takes its part of the reference from; by default a whole
+            `reference`.
 
     Attributes:
-        weights_version: updates applied so far, of those whose results the host has.
+        weights_version: updates applied so far, of those whose results the host has read.
 
     Raises:
-        InputError: `loss.router_aux_loss_coef` is set, and the model has no experts chosen by a softmax; or
-            `optimizer.router_bias_rate` is, and it has no biases; or a pattern of `optimizer` does not fit its names.
+        InputError: `loss.router_aux_loss_coef` is set for a model without experts chosen by a softmax,
+            `optimizer.router_bias_rate` for one without router biases, or a pattern of `optimizer` matches nothing.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Trainer:
             world.each(lambda: (source or ResidentWeights(model)).fill({**kept, **self.flat.own()}))
             self.flat.round()
         self.flat.add_up(cells)
-        self._cells_begun, self._cell_ended = False, False  # of an update's several: one has ended, and the last so far
+        self._cells_begun, self._cell_ended = False, False  # in this update: `flat.cells` is in use, a cell just ended
         groups, kind = parameter_groups(trained, self.flat, optimizer), OffloadedAdamW if optimizer.offload else AdamW
         self.optimizer = kind(self.flat, optimizer, groups)
         self.weights_version = 0
@@ -121,11 +122,11 @@ class Trainer:
         self._scored: Checked = []  # checked batches and their log-probs
 
     def forward_backward(self, batch: PackedBatch, loss_type: str | None = None, keep_support: bool = False) -> None:
-        """Add the gradients of `sum(weight * loss)` over the batch's completion tokens to those accumulated.
+        """Accumulate the gradients of `sum(weight * loss)` over the batch's completion tokens.
 
         Args:
             loss_type: overrides the configured one (supervised steps).
-            keep_support: store the sampled support in `batch.support_C`, for later updates on the same batch; those
+            keep_support: store the sampled support in `batch.support_C` for later updates on the same batch, which
                 run with `batch.check_parity` off, as the weights are no longer the generator's.
         """
         if self._cell_ended:
@@ -158,12 +159,13 @@ class Trainer:
     ) -> None:
         """Make the graphs for batches of these shapes, largest first, and for the update, or compile the layers.
 
-        Called between two updates. Each graph runs once, on a batch of one token that weighs nothing; all state stays
-        as it is, and gradients are cleared as they were.
+        Call it between two updates. Each graph runs once, on a batch of one token with weight 0. No state changes;
+        gradients, which must be zero, stay so.
 
         Args:
-            check_parity, num_iterations, num_mini_batches: as the run's steps will have them. with_checks: batches may
-                be only checked, too, or checked before an update that they are not trained in.
+            check_parity, num_iterations, num_mini_batches: as the run's steps will have them.
+            with_checks: whether batches may also be checked without training on them, or before an update that does not
+                train on them.
         """
         for function in self.programs.by_name.values():
             function.one_shape = len(shapes) == 1
@@ -174,7 +176,7 @@ class Trainer:
             if num_mini_batches > 1 and with_checks:
                 batch.support_C = None
                 self.check(batch, keep_support=True)
-            if num_iterations * num_mini_batches > 1:  # the later updates are alike
+            if num_iterations * num_mini_batches > 1:  # all later updates run the same graph
                 batch.check_parity = False
                 self.forward_backward(batch)
             batch.check_parity, batch.support_C = check_parity, None
@@ -188,7 +190,7 @@ class Trainer:
             self.programs.by_name[name]()
         self._gather_weights()
         self._results.make_room()
-        self._values.fill_(math.nan)  # a loss that is not finite: nothing is written
+        self._values.fill_(math.nan)  # the loss is not finite, so the update is refused
         try:
             self.programs.by_name["optim_step"]()  # clears the gradients
             self.optimizer.launched()
@@ -200,8 +202,8 @@ class Trainer:
     def trust_cases(
         self, shapes: Sequence[BatchShape], sampling: SamplingParams, with_checks: bool = True, **options: Any
     ) -> Work:
-        """Launches on which the graphs are to be checked against eager; the arguments are those of `warm_up`."""
-        self._rate = self._expected = None  # cases write rates and numbers of their own
+        """Launches on which to check the graphs against eager; the arguments are those of `warm_up`."""
+        self._rate = self._expected = None  # cases write their own `lr` and `sampled`
         work = trust_cases(self.programs, shapes, sampling, **options)
         return [cases for cases in work if with_checks or cases[0].name != "check"]
 
@@ -215,11 +217,11 @@ class Trainer:
             self._scored.append((batch, scored))
 
     def reference_logprobs(self, batch: PackedBatch) -> None:
-        """Fill `batch.ref_logprob_C` with the reference's log-probs (temperature 1, untruncated)."""
+        """Fill `batch.ref_logprob_C` with the reference model's log-probs (temperature 1, untruncated)."""
         batch.ref_logprob_C.copy_(self.programs.launch("reference_logprobs", batch)["model_logprob_C"])
 
     def values(self, batch: PackedBatch) -> None:
-        """Fill `batch.old_value_C` with the critic's values of the positions that predict the completion tokens."""
+        """Fill `batch.old_value_C` with the critic's values at the positions that predict the completion tokens."""
         complete(batch, self.algorithm)
         assert batch.old_value_C is not None
         batch.old_value_C.copy_(self.programs.launch("values", batch)["value_C"])
@@ -228,17 +230,18 @@ class Trainer:
         """Update the weights with the accumulated gradients and clear them; the host waits for the result.
 
         Nothing is written when the loss or the gradient norm is not finite or, under `enforce_parity`, when any
-        log-probability differed since the last call, or when not exactly `sampled` tokens were found identical.
+        log-probability or expert choice differed since the last call, or when not exactly `sampled` tokens were found
+        identical.
 
         Args:
-            sampled: tokens of all ranks that were sampled for this update; None for those of the batches that were to
-                be compared.
+            sampled: tokens that were sampled for this update, on all ranks; by default those of the batches that were
+                compared.
         """
         return self.launch_optim_step(lr, sampled).get()
 
     def launch_optim_step(self, lr: float, sampled: int | None = None) -> PendingResult:
-        """`optim_step` without waiting: the next update can be launched before this one's result is taken, unless
-        `result.ROWS` wait to be. Behind it the model has the new weights, on every rank."""
+        """`optim_step` without waiting for the result: up to `result.ROWS` results may be pending. Work launched after
+        it sees the new weights, on every rank."""
         self._results.make_room()
         sampled = self._to_compare() if sampled is None else sampled
         if lr != self._rate:
@@ -261,13 +264,13 @@ class Trainer:
         return sum(self.world.gather(own)) // self.world.mesh.tp.size
 
     def _gather_weights(self) -> None:
-        """Give the model the weights of the last update. In one process it has them."""
+        """Gather the updated weights into the generator's model; in one process it has them already."""
         if gather := self.programs.by_name.get("gather_weights"):
             with self._runtime.timings.measured("sync", on_device=True):
                 gather()
 
     def finish_check(self, sampled: int | None = None) -> StepResult:
-        """The result of a step in which batches were only checked; no update, and gradients are cleared. `sampled` as
+        """The result of a step in which batches were only checked. Clears the gradients without an update. `sampled` as
         in `optim_step`."""
         self.flat.grad.zero_()
         if self._cells_begun and self.flat.cells is not None:
@@ -280,18 +283,18 @@ class Trainer:
 
     @property
     def checked(self) -> list[Tensor]:
-        """The model's log-probabilities of each batch that was compared since the last update, float32 [C]."""
+        """The model's log-probabilities, float32 [C], of each batch that was compared since the last update."""
         return [scored["model_logprob_C"].clone() for _, scored in self._scored]
 
     @property
     def deltas(self) -> Deltas:
-        """How the model's log-probabilities differ from the generator's, over the tokens that were compared since the
-        last update, of all ranks."""
-        by_rank = self.world.gather(sums_of_deltas(self._scored))[:: self.world.tp]  # who share products have the same
+        """How the model's log-probabilities differ from the generator's, over all ranks' tokens that were compared
+        since the last update."""
+        by_rank = self.world.gather(sums_of_deltas(self._scored))[:: self.world.tp]  # tensor-parallel ranks have equal
         return Deltas.of([batch for found in by_rank for batch in found])
 
     def numerics(self) -> dict[str, Any]:
-        """What the bits of a run depend on besides its configuration."""
+        """What a run's bits depend on besides its configuration."""
         on_cpu = self.flat.data.device.type == "cpu"
         return {
             "torch": torch.__version__,
@@ -304,17 +307,18 @@ class Trainer:
         }
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """What a checkpoint keeps: tensors and numbers. Every rank calls it, and the first gets the tensors whole; in
-        one process they are the live ones."""
+        """What a checkpoint keeps: tensors and numbers. Every rank calls it, and rank 0 gets the tensors whole; in one
+        process they are the live ones."""
         return {**self.optimizer.state(), **self._biases}, {"weights_version": self.weights_version}
 
     def local_state(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, int]]:
-        """What of `state` each rank has a part of, this rank's, and what all have alike: the live tensors; numbers."""
+        """`state` as this rank has it: the live tensors of its parts of what is sharded, the live tensors that are
+        replicated, and the numbers."""
         own, numbers = self.optimizer.local_state(), {"weights_version": self.weights_version, "tp": self.world.tp}
         return own, {"steps": own.pop("steps"), **self._biases}, numbers
 
     def load_state(self, tensors: Mapping[str, Tensor | Sequence[Buffer]], numbers: dict[str, int]) -> None:
-        """Take over what `state` returned, or the `local_state` of any number of ranks, by rank; `ValueError` when it
+        """Load what `state` returned, or the `local_state` of any number of ranks, by rank. Raises `ValueError` if it
         belongs to another model."""
         self.optimizer.load_state(tensors, numbers.get("tp", 1))
         for name, bias in self._biases.items():
@@ -327,11 +331,11 @@ class Trainer:
         self._gather_weights()
 
     def held(self) -> dict[str, list[Held]]:
-        """What this rank writes of the model's weights: those of all ranks are whole, and none is in two."""
+        """The ranges of the model's weights that this rank writes to a file; every element is written by one rank."""
         return self.flat.held(self.programs.model)
 
     def held_by_first(self) -> dict[str, list[Held]]:
-        """The same where the first rank writes all of it; every rank calls it, and the others have nothing."""
+        """The same where rank 0 writes everything. Every rank calls it; the others get an empty dictionary."""
         trained, first = self.programs.model, self.world.first
         wholes = ((name, self.flat.weight(trained, name)) for name, _ in trained.named_parameters())
         found = {name: [Held(whole.detach().cpu().flatten(), 0)] for name, whole in wholes if first}
@@ -364,7 +368,7 @@ class Trainer:
         )
 
     def _mismatches(self, scored: Checked) -> list[Mismatch]:
-        """Of all ranks, which know alike that there are some."""
+        """The first mismatches of all ranks. Collective: the reduced statistics tell every rank that there are some."""
         found = self.world.gather(mismatches(scored))
         return list(dict.fromkeys(mismatch for one in found for mismatch in one))[:MAX_MISMATCHES]
 
