@@ -1,4 +1,4 @@
-"""How many tokens the KV cache has room for, decided before anything is generated."""
+"""The capacity of the KV cache, decided before anything is generated."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from ..errors import refuse
 from ..models import ModelConfig
 from ..models.checks import memory_bytes
 
-HOST_CACHE = 2 << 30  # bytes that a cache may have on a CPU, unless its capacity is given
+HOST_CACHE = 2 << 30  # the most bytes of a cache on a CPU, unless its capacity is given
 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Cache bytes of one position, keys and values, all layers."""
+    """Cache bytes for one position: keys and values of all layers."""
     heads, key, value = config.cached
     return config.num_layers * heads * (key + value) * dtype.itemsize
 
 
 def per_sequence(config: GeneratorConfig, tokens: int) -> int:
-    """Tokens of the whole pages that a sequence of so many tokens takes, and of one page more."""
+    """The capacity to plan for a sequence of `tokens` tokens: whole pages, and one more."""
     return (-(-tokens // config.page_size) + 1) * config.page_size
 
 
 def rounded(fitting: int) -> int:
-    """A capacity that fits, a little less: graphs hold it, and are kept for the next start."""
+    """`fitting` rounded down to five significant bits. Stored graphs depend on the capacity, so it should not change
+    with the exact free memory of a start."""
     low = max(0, fitting.bit_length() - 5)
     return fitting >> low << low
 
@@ -37,9 +38,9 @@ def plan_cache_tokens(
     sequences: int,
     tokens_per_sequence: int,
 ) -> int:
-    """Capacity in tokens, decided and checked before anything is generated: `generator.kv_cache_tokens` when given;
-    otherwise what `sequences` of `tokens_per_sequence` need at once, bounded by `max_num_seqs` and by the memory at
-    hand (half of the GPU's free memory; 2 GiB on a CPU).
+    """The cache's capacity in tokens: `generator.kv_cache_tokens` if given, otherwise what `sequences` sequences of
+    `tokens_per_sequence` need at once, bounded by `max_num_seqs` and by memory (half of the GPU's free memory; 2 GiB on
+    a CPU).
 
     Raises:
         InputError: not even one sequence of that length fits.

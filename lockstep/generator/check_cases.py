@@ -1,8 +1,8 @@
-"""The launches on which the generator's graphs are held to eager's bits before the first step (`check.against_eager`).
+"""The launches on which the generator's graphs must have eager's bits before the first step (`check.against_eager`).
 
-Every graph that there is runs with all its rows busy and with one alone. Contexts go from one position to the longest
-that the block table and the cache hold; sequences share their earlier pages, the longest ones as a group, and each
-writes to a page of its own. Keys, values and tokens are random but the same every time.
+Every graph runs with all its rows busy and with a single one busy. Contexts range from one position to the longest that
+the block table and the cache hold. Sequences share their earlier pages (the longest ones as a group), and each writes
+to a page of its own. Keys, values and tokens are random but reproducible.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .scheduler import Chunk
 
 @dataclass(frozen=True)
 class _Pages:
-    """Pages 0 to `shared` are every sequence's first; then comes one for each of `rows`; then those of a prompt."""
+    """The first `shared` pages begin every sequence; then comes one for each of `rows`; then `prompt` pages."""
 
     shared: int
     rows: int
@@ -49,14 +49,14 @@ class _Pages:
 
 @dataclass(frozen=True)
 class Check:
-    """Cases of the generator's programs, for a model with so many token ids."""
+    """Cases of the generator's programs, for a model with `vocabulary` token ids."""
 
     rows: RunningBatch
     cache: KVCache
     vocabulary: int
 
     def decode_cases(self, program: graph.Program, size: int) -> list[graph.Case]:
-        """Decode steps of `size` rows, in each kind of sampling that there is a graph for."""
+        """Decode steps of `size` rows, for each kind of sampling that has a graph."""
         pages = _Pages.of(self.cache, size, self.rows.width, 0)
         cases = []
         for made in program.graphs.values():
@@ -67,8 +67,8 @@ class Check:
         return cases
 
     def mixed_cases(self, batch: Tensor, sizes: MixedSizes) -> list[graph.Case]:
-        """Mixed steps with room for prompt tokens: a prompt that takes all of it and starts a sample, and a short one.
-        `batch` is the memory of the step's `MixedBatch`."""
+        """Mixed steps: with a prompt that fills the batch and starts a sample, with a prompt of one token, and with
+        none. `batch` is the memory of the step's `MixedBatch`."""
         cache = self.cache
         pages = _Pages.of(cache, sizes.rows, self.rows.width, sizes.tokens)
         room = min(sizes.tokens, pages.prompt * cache.page_size)
@@ -80,7 +80,7 @@ class Check:
         ]
 
     def _load_mixed(self, batch: Tensor, sizes: MixedSizes, pages: _Pages, tokens: int) -> None:
-        """Put so many prompt tokens into the batch, of a sample in row 0, and all other rows to work."""
+        """Put a prompt of `tokens` tokens, whose sample is in row 0, into the batch, and make all other rows decode."""
         rows, chunks = self.rows, []
         self._load(sizes.rows, pages, pages.rows, truncated=True, greedy=True, grouped=True)
         if tokens:
@@ -97,21 +97,22 @@ class Check:
         batch.copy_(lay_out(chunks, sizes, rows.null_row, pinned=False))
 
     def _about(self, pages: _Pages) -> dict[str, Any]:
-        """What a case says of the cache. Of lent memory, which holds nothing yet, nothing is put back."""
+        """The fields of a case that concern the cache. Where its memory is lent, it holds nothing yet that would have
+        to be restored."""
         about = {"touches": pages.touched(self.cache), "scratch": self._null_page()}
         if self.cache.borrower is None:
             return about
         return about | {"made": ("kv",), "derived": dict.fromkeys(("kv k", "kv v"), self.cache.clear)}
 
     def _null_page(self) -> list[Tensor]:
-        """Rows and tokens at rest all write to its first slot, in any order."""
+        """Views of the null page, to whose first slot all idle rows and tokens write, in any order."""
         cache = self.cache
         null = slice(cache.null_page, cache.null_page + 1)
         routes = [] if cache.routes is None else [cache.routes[null]]
         return routes if cache.borrower is not None else [cache.k[:, null], cache.v[:, null], *routes]
 
     def _load(self, size: int, pages: _Pages, busy: int, truncated: bool, greedy: bool, grouped: bool = False) -> None:
-        """Put the first `busy` rows at positions from 0 to the longest, the others at rest."""
+        """Put the first `busy` rows at positions up to the longest, and make the others idle."""
         rows, cache = self.rows, self.cache
         cache.take_back()
         b, device = rows.tensors(size), rows.device

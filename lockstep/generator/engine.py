@@ -1,8 +1,8 @@
 """The engine: requests in, completions out, continuous batching in between.
 
-Steps are launched in blocks. On a GPU a block is launched before the results of the one before it are read (`AHEAD`),
-so the device does not wait for the host. A sequence that has stopped by then is idle on the device; what is drawn for
-one that only the host can stop (stop strings) is dropped.
+Steps are launched in blocks. On a GPU a block is launched before the results of the previous one are read (`AHEAD`), so
+the device does not wait for the host. A sequence that stopped in the meantime is idle on the device. One that only the
+host can stop (at a stop string) goes on, and its surplus tokens are dropped.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from .scheduler import Chunk, Scheduler
 from .sizes import rows_of
 from .weights import SharedWeights
 
-AGREED = 64  # launches
-AHEAD = 1  # blocks launched on a GPU whose results have not been read when the next is launched
-MIN_CONTEXT = 64  # tokens that a sequence has room for; doubled as longer requests come
+AGREED = 64  # launches between two calls of `Engine.agree`
+AHEAD = 1  # blocks on a GPU whose results may be unread when the next one is launched
+MIN_CONTEXT = 64  # tokens that the block table has room for at first; doubled for longer requests
 
 
 class Engine:
-    """Generates with the weights it is given, keeping a log-probability pair and the weights' version a token.
+    """Generates with the given weights, and keeps two log-probabilities and the weights' version for each token.
 
     Args:
         cache_tokens: capacity of the KV cache (`plan_cache_tokens`).
         detokenize: token ids to text; needed for stop strings and for `Trajectory.text`.
-        runtime: what runs the steps; by default eagerly. In its `timings` launches (`prefill`, `decode`) and the
-            reading of their results (`read`) are measured.
-        ahead: blocks whose results need not have been read when the next is launched; by default `AHEAD` on a GPU and 0
-            on a CPU, where nothing would be won.
+        runtime: runs the steps, by default eagerly. Its `timings` measure launches (`prefill`, `decode`) and the
+            reading of results (`read`).
+        ahead: blocks whose results may be unread when the next one is launched; by default `AHEAD` on a GPU and 0 on a
+            CPU, which has nothing to gain.
 
     Attributes:
-        requests: the samples of each that has not finished, by its id.
-        agree: is told the schedule's state every `AGREED` launches, and raises where it is another on a rank that runs
-            the same engine.
-        launched: is called after every launch.
+        requests: the samples of each unfinished request, by its id.
+        agree: called with a digest of the schedule every `AGREED` launches; it raises if ranks that generate together
+            differ.
+        launched: called after every launch.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Engine:
         runtime.prepare(model)
         self.runner = Runner(weights, self.cache, rows, config.max_num_batched_tokens, runtime)
         self.ahead = (AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
-        self._flight: deque[Block] = deque()  # launched, and not read yet
-        self._grown: list[Sequence] = []  # by what was read
+        self._flight: deque[Block] = deque()  # launched, with results not read yet
+        self._grown: list[Sequence] = []  # sequences with tokens that `advance` has not returned yet
         self._ids = itertools.count()
         self.agree: Callable[[str], None] | None = None
         self.launched: Callable[[], None] = lambda: None
@@ -86,8 +86,8 @@ class Engine:
     def generate(
         self, prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
     ) -> list[list[Trajectory]]:
-        """Complete each prompt `sampling.n` times, as `add_request` numbers them. All or nothing: when it raises, none
-        of these requests is left behind."""
+        """Complete each prompt `sampling.n` times; samples are numbered as in `add_request`. If it raises, none of
+        these requests is left in the engine."""
         found: list[dict[int, Trajectory]] = [{} for _ in prompt_ids]
         with closing(self.stream(prompt_ids, sampling, identities)) as grown:
             for prompt, sample, _, completion in grown:
@@ -98,10 +98,10 @@ class Engine:
     def stream(
         self, prompt_ids: list[list[int]], sampling: list[SamplingParams], identities: list[SampleIdentity]
     ) -> Generator[tuple[int, int, list[int], Trajectory | None], None, None]:
-        """As `generate`, telling of each sample as it grows: the prompt's index, the sample, its tokens so far, and
-        its completion once it is finished. Closing the iterator aborts what is left."""
+        """`generate`, yielding each sample as it grows: the prompt's index, the sample's number, its tokens so far, and
+        its completion once it is finished. Closing the generator aborts unfinished requests."""
         assert not self.requests, "it runs its own requests to the end; others are queued"
-        ids: dict[int, int] = {}  # each request's, and the place of its prompt
+        ids: dict[int, int] = {}  # request id to the index of its prompt
         total, finished = sum(params.n for params in sampling), 0
         try:
             for place, request in enumerate(zip(prompt_ids, sampling, identities, strict=True)):
@@ -117,10 +117,10 @@ class Engine:
                 self.abort(i)
 
     def warm_up(self, sequences: int, tokens: int, sampling: SamplingParams) -> None:
-        """Make the graphs for up to so many sequences at once, each of up to `tokens` tokens with its prompt. While
-        requests stay within this nothing is captured later; call it once for each kind of sampling."""
+        """Make the graphs for up to `sequences` sequences at once, each of up to `tokens` tokens with its prompt.
+        Requests within these limits capture nothing later. Call it once for each kind of sampling."""
         if self.runtime.layers is not None:
-            for prompts, n in (([[0]], 1), ([[0, 0, 0]], 1), ([[0, 0], [0, 0, 0]], 2)):  # in every way they are called
+            for prompts, n in (([[0]], 1), ([[0, 0, 0]], 1), ([[0, 0], [0, 0, 0]], 2)):  # every way layers are called
                 few = SamplingParams(n=n, max_completion_length=3, ignore_eos=True)
                 self.generate(prompts, [few] * len(prompts), [SampleIdentity(0, 0, 0, 0)] * len(prompts))
         if sequences < 1:
@@ -135,18 +135,19 @@ class Engine:
             self.scheduler.max_tokens = self.scheduler.sizes[0]
 
     def trust_cases(self) -> Work:
-        """Launches on which the graphs of the warm-ups are to be checked against eager; before the first request."""
+        """Launches on which to check the warmed-up graphs against eager, before the first request."""
         return self.runner.trust_cases()
 
     def lend(self) -> list[Tensor]:
-        """A GPU's memory that the cache has no use for before the first request: zero, and to be left so."""
+        """GPU memory of the cache that is unused before the first request. It is zero, and the borrower must leave it
+        so."""
         return self.runner.cache.lend() if self.runner.cache.k.is_cuda else []
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
-        """Queue a request; returns its id. Its samples are `identity.sample` and those that follow it, n in all.
+        """Queue a request and return its id. Its n samples are numbered from `identity.sample`.
 
-        Requests may come at any time between launches: no bit of a sample depends on when, or on what else runs.
-        Raises `InputError` when it could never run.
+        Requests may be added at any time between launches: no bit of a sample depends on when, or on what else runs.
+        Raises `InputError` if the request could never run.
         """
         self.check(prompt_ids, sampling, identity.group)
         self._make_room(len(prompt_ids) + sampling.max_completion_length)
@@ -163,16 +164,16 @@ class Engine:
         return request_id
 
     def abort(self, request_id: int) -> list[Trajectory]:
-        """Cancel a request; returns what its samples had so far. Unknown or finished ids return nothing."""
+        """Cancel a request and return its samples as far as they came; nothing for an unknown or finished id."""
         for sequence in self.scheduler.drop(request_id):
             sequence.finish("abort", self.detokenize)
         self._grown = [s for s in self._grown if s.request_id != request_id]
         return [s.completion for s in self.requests.pop(request_id, []) if s.completion is not None]
 
     def advance(self) -> list[Sequence]:
-        """Launch one mixed step, or several decode steps when no prompt can start; returns the samples that have new
-        tokens, of the launch before on a GPU: all that each has so far, which is added to as it goes on, and its
-        `completion` once it is finished. After an exception the requests that were running must be aborted."""
+        """Launch one mixed step, or several decode steps if no prompt can start. Returns the live samples that have new
+        tokens (on a GPU, from the previous launch), with `completion` set if finished. After an exception, running
+        requests must be aborted."""
         grown = self._launch()
         for request_id in {sample.request_id for sample in grown if sample.completion is not None}:
             if all(sample.completion is not None for sample in self.requests[request_id]):
@@ -181,7 +182,7 @@ class Engine:
 
     @property
     def launched_ahead(self) -> bool:
-        """Whether the device has something to do that is not read yet."""
+        """Whether there are launches whose results have not been read."""
         return bool(self._flight)
 
     def _launch(self) -> list[Sequence]:
@@ -224,10 +225,10 @@ class Engine:
         return block
 
     def _launch_decode(self) -> Block | None:
-        """A block of decode steps; None when all that run are known to have their last token by then."""
+        """Launch a block of decode steps; None if every running sequence will have ended by then anyway."""
         running, clock = self.scheduler.running, self.scheduler.clock
         steps = min(self.config.steps_per_sync, max((s.end for s in running), default=clock) - clock)
-        if self.scheduler.waiting:  # for slots or pages: look earlier for some that are free
+        if self.scheduler.waiting:  # for slots or pages: check sooner whether some are free
             steps = min(steps, max(1, self.config.steps_per_sync // 2))
         steps = self._reserve(steps) if steps > 0 else 0
         if steps < 1:
@@ -236,7 +237,8 @@ class Engine:
             return self.runner.decode(running, steps)
 
     def _reserve(self, steps: int) -> int:
-        """Pages for so many steps, or for as many as there are pages; preempts when there are not enough for one."""
+        """Reserve pages for `steps` steps, or for as many as pages allow, and return how many. Preempts sequences if
+        there are not enough pages for one step."""
         while self.scheduler.running:
             fitting = self.scheduler.reserve(steps)
             if fitting > 0:
@@ -248,15 +250,15 @@ class Engine:
         return 0
 
     def drain(self, ahead: int = 0) -> None:
-        """Wait for everything that was launched, but for the last `ahead` blocks, and read its results; the next
-        `advance` returns what they add."""
+        """Wait for and read the results of all launches but the last `ahead` blocks. The next `advance` returns what
+        they add."""
         while len(self._flight) > ahead:
             with self.timings.measured("read"):
                 self._take_in(self._flight.popleft())
 
     def _take_in(self, block: Block) -> None:
         for sequence, tokens, logprobs, model_logprobs, routes in block.drawn():
-            if sequence.finish_reason is not None:  # before this block was launched, or by the host since
+            if sequence.finish_reason is not None:  # finished before this launch, or stopped by the host since
                 continue
             sequence.append(tokens, logprobs, model_logprobs, block.version, routes)
             if sequence.sampling.stop:
@@ -268,7 +270,7 @@ class Engine:
             self._grown.append(sequence)
 
     def _make_room(self, tokens: int) -> None:
-        """Have block tables for sequences of so many tokens; graphs of narrower ones are made anew."""
+        """Widen the block table for sequences of `tokens` tokens if needed, which drops the graphs made so far."""
         room = MIN_CONTEXT
         while room < tokens:
             room *= 2
@@ -277,7 +279,7 @@ class Engine:
             self.runner.widen(room)
 
     def check(self, prompt_ids: list[int], sampling: SamplingParams, group: int) -> None:
-        """Raise `InputError` when such a request could never run; it is called prompt `group` + 1."""
+        """Raise `InputError` if such a request could never run; the message calls it prompt `group` + 1."""
         vocabulary, context = self.model_config.vocab_size, self.model_config.max_position_embeddings
         ends = (min(prompt_ids), max(prompt_ids)) if prompt_ids else ()
         outside = next((t for t in ends if not 0 <= t < vocabulary), None)

@@ -1,9 +1,9 @@
-"""What one step computes, from the rows' state to the rows' next state; eager and captured alike.
+"""One step, from the rows' state to their next state; run eagerly or captured.
 
-`b` are the tensors of `RunningBatch.tensors`. A decode step runs one token of every row. A mixed step runs prompt
-tokens as well (`MixedBatch`), cut into segments of at most `SEGMENT`: for attention a segment is a sequence with the
-pages of the row that it belongs to, so nothing is sized by the longest prompt. Each row then draws its token from its
-own hidden state or, when its prompt ends in this step, from that of the prompt's last token.
+`b` are the tensors of `RunningBatch.tensors`. A decode step runs one token of every row. A mixed step also runs prompt
+tokens (`MixedBatch`), cut into segments of at most `SEGMENT`. To attention a segment is a sequence with the pages of
+its row, so nothing is sized by the longest prompt. Each row then samples from its own hidden state or, if its prompt
+ends in this step, from that of the prompt's last token.
 
 Shape suffixes: R rows, P prompt tokens, S segments.
 """
@@ -29,10 +29,10 @@ _ROWS = itemgetter("stop", "token", "position", "remaining", "results", "next_re
 
 @dataclass(frozen=True)
 class Paging:
-    """What a step may read of the cache and the rows besides their tensors; stored graphs are found by it.
+    """What a step depends on besides the tensors of the cache and rows; part of the key of stored graphs.
 
     Attributes:
-        max_context: bound on positions.
+        max_context: upper bound on the context length.
     """
 
     page_size: int
@@ -41,12 +41,12 @@ class Paging:
 
 
 def decode_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, greedy: bool, grouped: bool) -> None:
-    """Run every row's token and draw the next one.
+    """Run every row's token and sample the next one.
 
     Args:
         inputs: `buffer` has the rows' tensors, and `kv` the cache's (`KVCache.tensors`).
-        truncated, greedy: whether any row has a filter on, or temperature 0.
-        grouped: read the prefixes of "groups" once a group. It changes the time, not the bits.
+        truncated, greedy: whether any row may have a filter, or temperature 0.
+        grouped: read the shared prefixes in "groups" once per group, which changes the time but not the bits.
     """
     b, kv = inputs.buffer, inputs.kv
     position, table = b["position"], b["table"]
@@ -60,18 +60,18 @@ def decode_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool,
 
 
 def mixed_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, greedy: bool, grouped: bool) -> None:
-    """Run prompt tokens and every row's token but of those whose prompt ends here; then draw each row's next token.
+    """Run prompt tokens, and the token of every row except those whose prompt ends here; then sample for each row.
 
     Args:
-        inputs: as in `decode_step`; `buffer` also has the fields of `MixedBatch` as "prompt.FIELD", and as "tables" the
-            block table of all rows, the null row last.
+        inputs: as in `decode_step`; `buffer` also has the fields of `MixedBatch` as "prompt.FIELD", and the block table
+            of all rows, the null row last, as "tables".
     """
     b, kv, table = inputs.buffer, inputs.kv, inputs.buffer["tables"]
     prompt = {name.removeprefix("prompt."): tensor for name, tensor in b.items() if name.startswith("prompt.")}
     row, page_size, null_row = b["ordinal"], paging.page_size, table.shape[0] - 1
     resting = (b["remaining"] == 0) | (prompt["source"] != row)
     own_position = b["position"].masked_fill(resting, 0)
-    written = row.masked_fill(resting, null_row)  # by its own token; it reads its own pages, as decode steps do
+    written = row.masked_fill(resting, null_row)  # whose pages a row's token is written to; it reads its own pages
     position = torch.cat((own_position, prompt["position"]))
     entry = torch.cat((written, prompt["row"])) * table.shape[1] + position // page_size
     slots = table.flatten().index_select(0, entry).long() * page_size + position % page_size
@@ -97,8 +97,8 @@ def _forward(
     routes: Tensor | None,
     source_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Hidden states of the source rows (None: of all) and, of a mixture of experts, a word of each one's experts; those
-    of all tokens go to their slots of `routes`."""
+    """The hidden states of the source rows (None: of all) and, with experts, their route digests. The digests of all
+    tokens are stored in their slots of `routes`."""
     found: list[Routing] | None = [] if model.config.moe_layers else None
     hidden = model(tokens, position, attend, found)
     if source_R is not None:
@@ -111,7 +111,7 @@ def _forward(
 
 
 def _draw(model: Decoder, b: State, hidden: Tensor, route: Tensor | None, truncated: bool, greedy: bool) -> None:
-    """Sample, store the results, and leave each row ready for the next step: idle once it has its last token."""
+    """Sample, store the results, and advance each row to the next step; it becomes idle after its last token."""
     filters = ops.Filters(b["temperature"], b["top_k"], b["top_p"], b["min_p"])
     keys = ops.SampleKeys(b["key"], b["position"] + 1)
     drawn = _sampled(model, hidden, keys, filters, truncated, greedy)
@@ -121,8 +121,8 @@ def _draw(model: Decoder, b: State, hidden: Tensor, route: Tensor | None, trunca
 def _sampled(
     model: Decoder, hidden_RD: Tensor, keys: ops.SampleKeys, by: ops.Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`ops.sample` from the model's head. Ranks that share it compute their columns of the logits; then each has all
-    columns of its share of the rows, draws their tokens, and tells the others."""
+    """`ops.sample` from the model's head. Tensor-parallel ranks compute their columns of the logits, exchange these so
+    that each has all columns for its share of the rows, sample those rows, and all-gather the results."""
     spread, rows = model.spread, hidden_RD.shape[0]
     if spread.axis.size == 1:
         return ops.sample(hidden_RD, model.lm_head, keys, by, truncated, greedy)

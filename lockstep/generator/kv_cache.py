@@ -1,4 +1,4 @@
-"""The paged KV cache: pages with reference counts, found again by the tokens and the weights that made them."""
+"""The paged KV cache: reference-counted pages, found again by their tokens and the version of the weights."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import torch
 from ..graph import CudaRecorder
 from ..models import ModelConfig
 
-_root = struct.Struct("<q").pack  # of a version: what stands before the first page's tokens
+_root = struct.Struct("<q").pack  # of a version: the start of the chain of digests
 
 
 def upload(values: list, device: torch.device) -> torch.Tensor:
-    """Numbers as an int64 tensor on the device; the host does not wait."""
+    """Numbers as an int64 tensor on the device, copied asynchronously."""
     pinned = device.type == "cuda"
     return torch.tensor(values, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)
 
 
 class KVCache:
-    """Keys and values of `num_pages` pages, with the dtype and device of `like`, and who holds them.
+    """Keys and values of `num_pages` pages, with the dtype and device of `like`, and the pages' reference counts.
 
-    A page that nobody holds keeps its contents until it is handed out again, least recently used first. A full page is
-    registered under a digest of the weights' version and every token up to its end, a sequence's last page, which has
-    room left, under that of the pages before it: who goes on from there, as a later turn does, takes it over. One page
-    more, `null_page`, is nobody's: rows of a batch without a sequence write there.
+    A page without references keeps its contents until it is allocated again, least recently used first. A full page is
+    registered under a digest of the weights' version and every token up to its end. A sequence's last, partial page is
+    registered under the digest of the pages before it: a sequence that continues from there, as a later turn does,
+    takes the page over. An additional page, `null_page`, belongs to no sequence: idle rows write to it.
 
-    Of a model with experts `routes` keeps the word that tells which experts a position's token went to
-    (`ops.route_digest`). With `cleared`, values are zero in a page that is handed out: for attention that multiplies
-    what a query does not see by zero, which leaves what is not finite in the result.
+    With experts, `routes` keeps the digest of the experts that each position's token went to (`ops.route_digest`).
+    `cleared` zeroes the values of a page when it is allocated, for attention that multiplies masked values by a
+    probability of zero, which would let through NaN and infinity.
 
     Attributes:
-        borrower: what the memory of keys and values is lent to whenever nobody generates.
+        borrower: the recorder that the memory of keys and values is lent to while nothing is generated.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class KVCache:
         self._digests: list[bytes | None] = [None] * num_pages
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._by_digest: dict[bytes, int] = {}
-        self._parts: dict[bytes, tuple[int, list[int]]] = {}  # pages with room, and the tokens that they begin with
-        self._part_of: dict[int, bytes] = {}  # by page, where it is found among those
+        self._parts: dict[bytes, tuple[int, list[int]]] = {}  # partial pages, with their tokens
+        self._part_of: dict[int, bytes] = {}  # by page, its key in `_parts`
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"k": self.k, "v": self.v} | ({} if self.routes is None else {"routes": self.routes})
@@ -77,15 +77,15 @@ class KVCache:
         return len(self._free)
 
     def lend(self) -> list[torch.Tensor]:
-        """The memory of all pages, zero, in contiguous pieces, while nobody holds one: to be left zero before the next
-        request. What was to be found in them is forgotten. Nothing if a page is held, or they are lent already."""
+        """The memory of all pages, zeroed, in contiguous pieces; the borrower must leave it zero before the next
+        request. Registered pages are forgotten. Empty if a page is held or the memory has another borrower."""
         if self.num_free < self.num_pages or self.borrower is not None:
             return []
         self.clear()
         return [layer[: self.num_pages] for cache in (self.k, self.v) for layer in cache]
 
     def take_back(self) -> None:
-        """Before pages are written: where others have worked in the memory, all is 0, and nothing is found again."""
+        """If the borrower has used the memory, zero it and forget registered pages. Call it before writing pages."""
         if self.borrower is None or not self.borrower.worked:
             return
         assert self.num_free == self.num_pages, "graphs of the trainer ran while sequences were being generated"
@@ -95,7 +95,7 @@ class KVCache:
         self.borrower.worked = False
 
     def clear(self) -> None:
-        """All pages, of which nobody holds one, are 0, and what was to be found in them is forgotten."""
+        """Zero all pages, none of which may be held, and forget what is registered."""
         self._digests = [None] * self.num_pages
         for found in (self._by_digest, self._parts, self._part_of):
             found.clear()
@@ -106,7 +106,7 @@ class KVCache:
         return -(-tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with one reference each and nothing registered, or None when too few are free."""
+        """`count` pages with one reference each and nothing registered, or None if too few are free."""
         if count > len(self._free):
             return None
         pages = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -128,7 +128,7 @@ class KVCache:
             self._references[page] += 1
 
     def release(self, pages: list[int]) -> None:
-        """Drop a reference to each page; the later pages of a sequence are handed out first."""
+        """Drop a reference to each page; a sequence's later pages will be allocated again first."""
         for page in reversed(pages):
             self._references[page] -= 1
             if self._references[page] == 0:
@@ -142,10 +142,10 @@ class KVCache:
             self.routes.index_copy_(0, target, self.routes.index_select(0, source))
 
     def register(self, tokens: list[int], pages: list[int], version: int) -> None:
-        """Make the pages of a sequence findable; `tokens` are those whose keys and values are in place."""
+        """Make the pages of a sequence findable by `tokens`, whose keys and values they hold."""
         full = len(tokens) // self.page_size
         known = next((i for i, page in enumerate(pages[:full]) if self._digests[page] is None), full)
-        last = (known and self._digests[pages[known - 1]]) or _root(version)  # of all pages up to there
+        last = (known and self._digests[pages[known - 1]]) or _root(version)  # the digest of all pages before
         for digest, page in zip(self._chain(tokens[known * self.page_size :], last), pages[known:], strict=False):
             if page in self._part_of:
                 del self._parts[self._part_of.pop(page)]
@@ -160,8 +160,8 @@ class KVCache:
             self._parts[last], self._part_of[pages[full]] = (pages[full], part), last
 
     def match(self, tokens: list[int], version: int) -> tuple[list[int], int]:
-        """The longest run of registered pages that are a prefix of `tokens`, with a reference added to each, and how
-        many of `tokens` are in place there. If the last of the pages has room, it is now the caller's alone."""
+        """The longest run of registered pages that hold a prefix of `tokens`, with a reference added to each, and the
+        length of that prefix. If the last page is a partial one, the caller is its only holder."""
         pages, last = [], _root(version)
         for digest in self._chain(tokens, last):
             if (page := self._by_digest.get(digest)) is None:
@@ -179,7 +179,7 @@ class KVCache:
         return pages, found
 
     def _chain(self, tokens: list[int], after: bytes) -> Iterator[bytes]:
-        """The digest of each full page of `tokens`, which come after what has the digest `after`."""
+        """The digest of each full page of `tokens`, which follow what has the digest `after`."""
         data, size = array("q", tokens).tobytes(), 8 * self.page_size
         for i in range(0, len(data) - size + 1, size):
             after = hashlib.blake2b(after + data[i : i + size], digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""The prompt tokens of a mixed step, laid out for the device in one block of memory.
+"""The prompt tokens of a mixed step, laid out in one block of memory for the device.
 
 Shape suffixes: R rows, P prompt tokens, S segments.
 """
@@ -15,7 +15,7 @@ from .scheduler import MAX_PROMPTS, Chunk
 
 
 class MixedSizes(NamedTuple):
-    """Rows, prompt tokens and segments that a mixed step has room for."""
+    """The rows, prompt tokens and segments that a mixed step has room for."""
 
     rows: int
     tokens: int
@@ -28,7 +28,7 @@ class MixedSizes(NamedTuple):
 
     @staticmethod
     def holding(rows: int, tokens: int) -> MixedSizes:
-        """Room for so many tokens however they are spread over prompts."""
+        """Sizes for `tokens` tokens, however they are distributed over prompts."""
         return MixedSizes(rows, tokens, tokens // SEGMENT + min(tokens, MAX_PROMPTS))
 
     @staticmethod
@@ -38,13 +38,13 @@ class MixedSizes(NamedTuple):
 
 
 class MixedBatch(NamedTuple):
-    """Views of one int64 tensor. Tokens and segments without a use have the null row, empty segments come last.
+    """Views of one int64 tensor. Unused tokens and segments have the null row; unused segments come last.
 
     Attributes:
-        token, position, row: [P]; `row` is the one whose pages the token's keys and values go to.
-        segment_row, segment_context: [S]; the segment's row, and the positions up to its end.
-        segment_start: [S + 1]; its first token's place in the batch, which begins with a token of every row.
-        source: [R]; the place in the batch of the token that a row's next one is drawn after.
+        token, position, row: [P]; `row` is the row whose pages receive the token's keys and values.
+        segment_row, segment_context: [S]; the segment's row, and its context length at its end.
+        segment_start: [S + 1]; the index of its first token in the batch, which begins with a token for every row.
+        source: [R]; the index in the batch of the token whose hidden state a row samples from.
     """
 
     token: Tensor
@@ -62,7 +62,7 @@ class MixedBatch(NamedTuple):
 
 
 def lay_out(chunks: list[Chunk], sizes: MixedSizes, null_row: int, pinned: bool) -> Tensor:
-    """The batch of these chunks, a host tensor int64 [sum of `sizes.fields`]."""
+    """The batch of these chunks, as a host tensor, int64 [sum of `sizes.fields`]."""
     fields = sizes.fields
     flat = torch.zeros(sum(fields), dtype=torch.int64, pin_memory=pinned)
     batch = MixedBatch(*flat.split(fields))

@@ -1,4 +1,4 @@
-"""What the engine knows of a request: its samples, and how far each has come."""
+"""The engine's state of a request: its samples and their progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..types import FinishReason, SampleIdentity, SamplingParams, Segment, Traje
 
 @dataclass(frozen=True, eq=False)
 class SharedPrefix:
-    """The first positions of all samples of a prompt, which lie in the same pages."""
+    """The first positions of all samples of a prompt, which share the same pages."""
 
     positions: int
     pages: list[int]
@@ -24,10 +24,10 @@ class Sequence:
 
     Attributes:
         row: its row on the device while it runs, otherwise -1.
-        cache_version: the weights that made its keys and values; -1: several.
-        end: the decode step, counted by the scheduler, after which it has its last token if no stop comes before.
-        lease: tells which note of the steps that its pages last for is the valid one; 0: none.
-        positions: those that it may come to need: its last token's keys and values are never made.
+        cache_version: the version of the weights that made its keys and values; -1: several versions.
+        end: the scheduler's clock after which it has its last token, if nothing stops it before.
+        lease: the id of its valid entry in the scheduler's heap of leases; 0: none.
+        positions: the most cache positions it may need; the keys and values of its last token are never made.
         routes, prompt_routes: as in `Segment.route_digests`.
     """
 
@@ -72,7 +72,7 @@ class Sequence:
         version: int,
         routes: list[int] | None = None,
     ) -> None:
-        """Take sampled tokens up to a stop token or the length limit; what was drawn beyond is dropped."""
+        """Add sampled tokens up to a stop token or the length limit, and drop any beyond."""
         remaining = self.sampling.max_completion_length - len(self.token_ids)
         count = min(len(tokens), remaining)
         if not self.stop_ids.isdisjoint(tokens[:count]):
@@ -93,15 +93,15 @@ class Sequence:
             self.cache_version = -1
 
     def stop_at_string(self, text_of: Callable[[list[int]], str], new: int) -> None:
-        """End at the first token after which the text contains a stop string that the last `new` tokens ended."""
+        """If the last `new` tokens complete a stop string, end at the first token after which the text contains one."""
 
         def has_one(token_ids: list[int]) -> bool:
             text = text_of(token_ids)
             return any(stop in text for stop in self.sampling.stop)
 
         longest = max(map(len, self.sampling.stop))
-        tail = new + 4 * longest + 8  # a character is four tokens at most; a text's first may differ
-        ended = self.finish_reason is not None  # tokens without a text may have hidden one until now
+        tail = new + 4 * longest + 8  # a character has at most four tokens; the first of a text may decode otherwise
+        ended = self.finish_reason is not None  # check all of it: tokens without text may have hidden a stop string
         if not (ended or has_one(self.token_ids[-tail:])) or not has_one(self.token_ids):
             return
         shorter = range(len(self.token_ids))
@@ -111,7 +111,7 @@ class Sequence:
         self.finish_reason = "stop"
 
     def finish(self, reason: FinishReason, text_of: Callable[[list[int]], str] | None) -> None:
-        """Make its completion, with its text where that can be told."""
+        """Make its completion, with the text if there is a detokenizer."""
         text = "" if text_of is None else text_of(self.token_ids)
         self.finish_reason = reason
         drawn = self.token_ids, True, self.logprobs, self.model_logprobs, self.versions, self.routes, text
@@ -122,9 +122,9 @@ class Sequence:
 
 @dataclass(eq=False)
 class Prefill:
-    """Tokens to run through the model once for all `samples`, which then go on from there apart.
+    """Tokens to run through the model once for all `samples`, which then continue separately.
 
-    A new request is one prefill of its prompt for its n samples; a preempted sample is one of all its tokens.
+    A new request is a prefill of its prompt for its n samples; a preempted sample is a prefill of all its tokens.
     """
 
     token_ids: list[int]
@@ -132,7 +132,7 @@ class Prefill:
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
     cache_version: int = 0
-    row: int = -1  # of the first sample, from the start
+    row: int = -1  # the first sample's row, taken when the prefill starts
 
     @property
     def remaining(self) -> int:

@@ -1,7 +1,7 @@
-"""Launches steps, called as they are or as graphs, and brings their results to the host without waiting for them.
+"""Launches steps, eagerly or as graphs, and copies their results to the host asynchronously.
 
-All work on the same rows (`RunningBatch.tensors`), so going from one graph to another moves nothing. A mixed graph has
-a batch of its own (`MixedBatch`) that prompts are copied into; its sampling covers every kind, so there is one for all.
+All steps work on the same rows (`RunningBatch.tensors`), so switching graphs moves no data. A mixed graph has a batch
+of its own (`MixedBatch`) that prompts are copied into, and supports every kind of sampling.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from .scheduler import Chunk
 from .sizes import DECODE, MIXED, sizes_of
 from .weights import SharedWeights
 
-# Tokens, both log-probabilities and, of a model with experts, `Segment.route_digests`, one a step.
+# A sequence with its tokens, both log-probabilities and (with experts) route digests, one for each step of a block.
 Drawn = tuple[Sequence, list[int], list[float], list[float], list[int] | None]
 
 
 @dataclass(frozen=True)
 class Block:
-    """Steps that were launched together, and what they drew.
+    """Steps that were launched together, and their results.
 
     Attributes:
-        sequences: of each row, at the launch.
+        sequences: by row, at the launch.
         version: of the weights.
-        words: host tensor int32 [rows, words of a result, steps or more], once `ready` has come to pass.
-        prompts, prompt_words: of a model with experts the prompts that ended, and what the cache has of their pages'
-            tokens, one after another, int32 [pages, page size].
+        words: host tensor int32 [rows, words of a result, steps or more], valid once `ready` has occurred.
+        prompts, prompt_words: with experts, the prompts that ended and the route digests in their pages, one prompt
+            after another, int32 [pages, page size].
     """
 
     sequences: list[Sequence | None]
@@ -49,8 +49,8 @@ class Block:
     prompt_words: Tensor | None = None
 
     def drawn(self) -> Iterator[Drawn]:
-        """Wait for the results; each sequence's. After its last token come tokens of -1. The experts of prompts that
-        ended are noted in the samples that begin with them."""
+        """Wait for the results, and return those of each sequence; tokens after its last one are -1. Also stores the
+        route digests of prompts that ended in their samples."""
         if self.ready is not None:
             self.ready.synchronize()
         if self.prompt_words is not None:
@@ -74,8 +74,8 @@ def _on_host(values: Tensor) -> Tensor:
 
 
 class Runner:
-    """Launches decode and mixed steps, each a program of the tensors of so many rows; graphs are made when they are
-    first needed, or before that in `warm_up`."""
+    """Launches decode and mixed steps, with a program for each size; graphs are made when first needed, or before that
+    in `warm_up`."""
 
     def __init__(
         self, weights: SharedWeights, cache: KVCache, rows: RunningBatch, max_tokens: int, runtime: graph.Runtime
@@ -84,11 +84,11 @@ class Runner:
         least = weights.model.spread.least_rows
         self._sizes, self._runtime = sizes_of(rows, cache, max_tokens, runtime, least), runtime
         self._decode: dict[int, graph.Program] = {}  # by rows
-        self._mixed: dict[MixedSizes, tuple[graph.Program, Tensor]] = {}  # with what their batches are copied into
+        self._mixed: dict[MixedSizes, tuple[graph.Program, Tensor]] = {}  # with the memory of their `MixedBatch`
         self.use(weights)
 
     def use(self, weights: SharedWeights) -> None:
-        """Run steps with these weights from here on. Graphs of those before are closed."""
+        """Run later steps with these weights. Graphs of the previous weights are closed."""
         for program in [*self._decode.values(), *(program for program, _ in self._mixed.values())]:
             program.drop()
         self._decode.clear()
@@ -100,7 +100,7 @@ class Runner:
         self._constants = {**weights.model.baked(), "paging": self._paging}
 
     def widen(self, tokens: int) -> None:
-        """Make room for sequences of so many tokens. All results must have been read."""
+        """Make room for sequences of `tokens` tokens. All results must have been read."""
         self.rows.widen(self.cache.pages_for(tokens))
         self.use(self.weights)
 
@@ -144,11 +144,11 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, sequences: int, prompt_tokens: int, sampling: SamplingParams) -> list[int]:
-        """Make the graphs for up to so many sequences, and prompts of so many tokens, with no row in use, the largest
-        first. Returns the numbers of prompt tokens that steps have graphs for from now on; more are run in several
-        steps."""
+        """Make the graphs, largest first, for up to `sequences` sequences with prompts of up to `prompt_tokens` tokens,
+        while no row is in use. Returns the numbers of prompt tokens that mixed steps now have graphs for; more tokens
+        are run in several steps."""
         for sizes in self._sizes.mixed_to_make(sequences, prompt_tokens, sampling.n):
-            self.rows.group(sizes.rows)  # of more rows there may be groups left
+            self.rows.group(sizes.rows)  # clears groups that an earlier step of more rows may have left
             self._run_mixed([], sizes, {})
         for rows, statics in self._sizes.decodes_to_make(sequences, prompt_tokens, sampling):
             self.rows.group(rows)
@@ -163,7 +163,7 @@ class Runner:
         return self._decode[rows]
 
     def _mixed_program(self, sizes: MixedSizes) -> tuple[graph.Program, Tensor]:
-        """A program, and the memory of its `MixedBatch`."""
+        """The mixed program of these sizes, and the memory of its `MixedBatch`."""
         if sizes in self._mixed:
             return self._mixed[sizes]
         with torch.inference_mode(False):
@@ -177,7 +177,7 @@ class Runner:
         return made
 
     def _program(self, name: str, like: graph.Program | None, tensors: dict[str, Tensor]) -> graph.Program:
-        """A program of these tensors; `like` is the same one of others."""
+        """The program `name` on these tensors; `like` is the same program on others."""
         inputs = replace(self._own, buffer={**self._own.buffer, **tensors}, kv=self.cache.tensors())
         if like is not None:
             return like.bound_to(inputs)
@@ -197,7 +197,7 @@ class Runner:
         return {}
 
     def trust_cases(self) -> graph.Work:
-        """Launches on which the graphs that there are, are to be checked against eager."""
+        """Launches on which to check all graphs made so far against eager."""
         check = Check(self.rows, self.cache, self._model.config.vocab_size)
         work = [(program, check.decode_cases(program, size)) for size, program in self._decode.items()]
         return work + [(program, check.mixed_cases(batch, sizes)) for sizes, (program, batch) in self._mixed.items()]

@@ -1,9 +1,9 @@
-"""Where running sequences live on the device: rows of a few tensors that never move.
+"""The running sequences on the device: rows of a few tensors at fixed addresses.
 
-A graph for r sequences works on the first r rows. What the host changes (a sequence that comes, leaves or gets pages)
-is collected and uploaded together before the next launch; everything else stays on the device from step to step.
+A graph for r sequences works on the first r rows. The host's changes (sequences that start, leave or get pages) are
+collected and uploaded together before the next launch; all other state stays on the device from step to step.
 
-Shape suffixes: R rows, K stop ids, W pages a sequence.
+Shape suffixes: R rows, K stop ids, W pages of a sequence, M rows or entries that changed.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ from ..types import SamplingParams
 from .kv_cache import upload
 from .request import Sequence, SharedPrefix
 
-STOP_IDS = 4  # that the device looks for; rows with more stop on the host
-RESULTS = 3  # token, log-probability, the model's own: 32-bit words each; a fourth for the experts, if there are any
-GROUP = 8  # sequences that read a prefix together
-ALIGNMENT = 16  # elements: every field of 32 bits starts on a 64-byte boundary
+STOP_IDS = 4  # checked on the device; sequences with more stop ids stop on the host
+RESULTS = 3  # 32-bit words: token, log-probability, the model's own; with experts a fourth, their digest
+GROUP = 8  # the most sequences that read a prefix together
+ALIGNMENT = 16  # elements: every 32-bit field starts on a 64-byte boundary
 
-_FIELDS = [2, STOP_IDS, 4, 5]  # of an uploaded row: token and position, stop ids, key, remaining and the filters
+_FIELDS = [2, STOP_IDS, 4, 5]  # widths in an uploaded row: token and position, stop ids, key, remaining and the filters
 
 
 class RunningBatch:
-    """The rows, the sequence of each, and what is still to be uploaded. `routed`: each result has a word of the
-    experts.
+    """The rows, their sequences, and changes not uploaded yet. `routed`: results have a fourth word, for experts.
 
-    A row without a sequence, and one whose sequence has stopped, is idle: it takes part in a step at position 0 of the
-    null page. One row more, `null_row`, is always idle and has only that page.
+    A row is idle if it has no sequence or its sequence has stopped: it takes part in steps at position 0 of the null
+    page. An additional row, `null_row`, is always idle and has only the null page.
 
     Attributes:
-        width: pages that a sequence may have.
-        sequences: by row; None where there is none.
-        truncated, greedy: how many of them have a filter on, or temperature 0.
-        saved: positions that a decode step need not read again when `group` was called for its rows.
+        width: the most pages of a sequence.
+        sequences: by row; None for an empty row.
+        truncated, greedy: the number of sequences with a filter, and with temperature 0.
+        saved: positions that a decode step reads less thanks to shared prefixes, for the rows of the last `group` call.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class RunningBatch:
             self._long = torch.zeros(2, stride, dtype=torch.int64, device=device)
             self._int = torch.zeros(5, stride, dtype=torch.int32, device=device)  # remaining, and the filters
             self._float = self._int.view(torch.float32)
-            self._float[2:4] = 1  # temperature and top-p that no idle row can go wrong with
+            self._float[2:4] = 1  # temperature and top-p: harmless values for idle rows
             self._stop = torch.full((count + 1, STOP_IDS), -1, dtype=torch.int64, device=device)
             self._key = torch.zeros(count + 1, 4, dtype=torch.int64, device=device)
             self._ordinal = torch.arange(count, device=device)
@@ -68,10 +67,10 @@ class RunningBatch:
             self.results = torch.zeros(count, RESULTS + routed, steps, dtype=torch.int32, device=device)
             self.table = torch.full((count + 1, width), null_page, dtype=torch.int32, device=device)
         self._views: dict[int, dict[str, Tensor]] = {}
-        self._grouped = count  # rows that the groups on the device are for; 0: they are out of date
+        self._grouped = count  # the number of rows that the groups on the device are for; 0: out of date
 
     def widen(self, width: int) -> None:
-        """Make the block table `width` pages wide. Tensors that `tensors` gave out before are no longer used."""
+        """Make the block table `width` pages wide. Tensors from earlier `tensors` calls must not be used any more."""
         with torch.inference_mode(False):
             table = torch.full((self.count + 1, width), self._null_page, dtype=torch.int32, device=self.device)
             table[:, : self.width] = self.table
@@ -79,7 +78,7 @@ class RunningBatch:
         self._views.clear()
 
     def tensors(self, rows: int) -> dict[str, Tensor]:
-        """Views of the first rows: what a step reads and writes."""
+        """Views of the first `rows` rows, which a step reads and writes."""
         if rows in self._views:
             return self._views[rows]
         with torch.inference_mode(False):
@@ -96,16 +95,16 @@ class RunningBatch:
                 "table": self.table[:rows],
                 "ordinal": self._ordinal[:rows],
                 "cu_seqlens": self._cu_seqlens[: rows + 1],
-                "groups": self._groups[: groups(rows)],  # rows that read the same pages, then -1
-                "shared_len": self._shared_len[:rows],  # positions in them
+                "groups": self._groups[: groups(rows)],  # rows that read the same prefix pages, padded with -1
+                "shared_len": self._shared_len[:rows],  # positions in these pages
                 "results": self.results[:rows],
-                "next_result": self._next_result,  # the step whose results come next
+                "next_result": self._next_result,  # the next step's column of `results`
             }
         return self._views[rows]
 
     @property
     def used(self) -> int:
-        """Rows up to the last one that is taken."""
+        """The number of rows up to the last one that is taken."""
         return max(self._taken) + 1 if self._taken else 0
 
     def take(self) -> int:
@@ -114,7 +113,7 @@ class RunningBatch:
         return row
 
     def load(self, row: int, sequence: Sequence) -> None:
-        """Put a sequence into its row. The next step draws its next token, at the position after its last one."""
+        """Put a sequence into its row. The next step samples its next token, from the hidden state of its last one."""
         assert self.sequences[row] is None
         sequence.row, self.sequences[row], self._grouped = row, sequence, 0
         self.truncated += sequence.sampling.truncated
@@ -139,7 +138,7 @@ class RunningBatch:
         heapq.heappush(self._free, row)
 
     def compact(self, rows: int) -> None:
-        """Move sequences from rows beyond the first `rows` into free ones among them, on the device."""
+        """Move sequences from rows beyond the first `rows` into free rows among these, on the device."""
         if not any(self.sequences[rows:]):
             return
         self.flush()
@@ -160,7 +159,7 @@ class RunningBatch:
         self._long[1].index_fill_(0, source_M, 0)
 
     def flush(self) -> None:
-        """Upload what has changed before a launch, whose results come first."""
+        """Upload pending changes before a launch, and restart its results at the first column."""
         self._next_result.zero_()
         if self._changed:
             changed = upload([[row, *fields] for row, fields in self._changed.items()], self.device)
@@ -183,7 +182,7 @@ class RunningBatch:
             self._pages.clear()
 
     def group(self, rows: int) -> None:
-        """Bring up to date which of the first `rows` rows may read a prefix together."""
+        """Update which of the first `rows` rows read a shared prefix together."""
         if self._grouped == rows:
             return
         members: dict[SharedPrefix, list[int]] = {}
@@ -207,13 +206,13 @@ class RunningBatch:
 
 
 def groups(rows: int) -> int:
-    """Groups that there is room for among so many rows. More would read their prefixes each for itself."""
+    """The most groups among `rows` rows. The rows of any further groups read their prefixes individually."""
     return max(2, rows // 4)
 
 
 def _words(p: SamplingParams) -> tuple[int, ...]:
-    """The filters, float32 ones as the integers with the same bits."""
+    """The filters as int32 words, with the bit patterns of the float32 ones."""
     return struct.unpack("<4i", struct.pack("<i3f", p.top_k, p.temperature, p.top_p, p.min_p))
 
 
-_IDLE = [0, 0, *[-1] * STOP_IDS, 0, 0, 0, 0, 0, *_words(SamplingParams())]  # no filter that it can go wrong with
+_IDLE = [0, 0, *[-1] * STOP_IDS, 0, 0, 0, 0, 0, *_words(SamplingParams())]  # with harmless filters

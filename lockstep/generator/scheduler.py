@@ -1,11 +1,11 @@
-"""Which tokens run next: prompts in chunks, running sequences a token each, under the cache's capacity.
+"""Which tokens run next: chunks of prompts, and a token of each running sequence, within the cache's capacity.
 
-Steps are planned before the results of those before are known. The scheduler counts decode steps as they are planned
-(`clock`): a running sequence moves by one position in each at most, so it knows by when a sequence needs pages and
-which step is its last without asking how far it has come.
+Steps are planned before the results of earlier ones are known. The scheduler counts planned steps (`clock`). A running
+sequence advances by at most one position in each, so the scheduler knows when a sequence needs pages and which step is
+its last without waiting for results.
 
-When pages run out the youngest running sequence is preempted: its pages are released and all its tokens run again
-later, which gives the same bits. Nothing is ever lost to a lack of memory.
+When pages run out, the youngest running sequence is preempted: its pages are released and all its tokens are recomputed
+later, with the same bits.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from .kv_cache import KVCache
 from .request import Prefill, Sequence, SharedPrefix
 from .running_batch import RunningBatch
 
-MAX_PROMPTS = 64  # that a step runs tokens of
-ADMISSION_SHARE = 16  # a mixed step takes as long as several: prompts wait for one slot in so many
-COMPANY = 3  # while there are slots they wait for one another, till there is one for so many that run
-ADMISSION_STEPS = 16  # that late comers wait for company, after a mixed step
-SLOT_STEPS = 64  # that prompts wait for their share of the slots while more come free, after one
-LEAST_FILLED = 0.85  # of the prompt tokens of a mixed graph of more than so many, whose time is that of its tokens
-FILLED_FROM = 1024
-AHEAD = 128  # tokens that pages are given out for at a time, while there are plenty
+MAX_PROMPTS = 64  # prompts in a step
+
+# A mixed step takes as long as several decode steps, so that prompts wait to be run together.
+ADMISSION_SHARE = 16  # prompts wait until one slot in this many is free, while more come free
+COMPANY = 3  # while there are slots, prompts wait until they have one sample for this many running sequences
+ADMISSION_STEPS = 16  # the most steps after a mixed step that they wait for such company
+SLOT_STEPS = 64  # the most steps after a mixed step that they wait for that share of the slots
+
+LEAST_FILLED = 0.85  # of a mixed graph's prompt tokens, for graphs whose time grows with their tokens
+FILLED_FROM = 1024  # prompt tokens of the smallest such graph
+AHEAD = 128  # tokens that a sequence gets pages for at a time, while pages are plentiful
 
 
 @dataclass
 class Chunk:
-    """Tokens `start : start + count` of a prefill, to run in this step; `started` are the samples that then draw."""
+    """Tokens `start : start + count` of a prefill, to run in this step; `started`: its samples that begin to decode."""
 
     prefill: Prefill
     start: int
@@ -46,10 +49,10 @@ class Scheduler:
     """Queues of waiting prefills and running sequences, oldest first.
 
     Attributes:
-        clock: decode steps planned so far, mixed ones included.
-        max_tokens: prompt tokens that a step may run.
-        sizes: of prompt tokens that steps have graphs for, largest first; empty: any number runs as it is.
-        cached_tokens: those of prompts that were found in the cache.
+        clock: steps planned so far, decode and mixed.
+        max_tokens: the most prompt tokens in a step.
+        sizes: numbers of prompt tokens that mixed steps have graphs for, largest first; empty: steps run eagerly.
+        cached_tokens: prompt tokens that were found in the cache so far.
     """
 
     def __init__(self, config: GeneratorConfig, cache: KVCache, rows: RunningBatch) -> None:
@@ -59,30 +62,30 @@ class Scheduler:
         self.preemptions = self.cached_tokens = self.clock = 0
         self.max_tokens = config.max_num_batched_tokens
         self.sizes: list[int] = []
-        self._active: deque[Prefill] = deque()  # started, and holding pages and a row
-        self._ending: list[Prefill] = []  # so do these, which end in the step that is being planned
-        self._leases: list[tuple[int, int, Sequence]] = []  # heap: the clock that a sequence's pages last to
+        self._active: deque[Prefill] = deque()  # started: they hold pages and a row
+        self._ending: list[Prefill] = []  # they too; their last tokens are in the step being planned
+        self._leases: list[tuple[int, int, Sequence]] = []  # heap: the clock until which pages last, the lease's id
         self._lease = itertools.count(1)
-        self._admitted = 0  # prefills that wait, and need not any more: a step's tokens or prompts had no room for them
+        self._admitted = 0  # waiting prefills that were worth admitting before, when a step had no room for them
         self._mixed_at = -ADMISSION_STEPS  # the clock after the latest mixed step
-        self._ended_at = -ADMISSION_STEPS  # and when a sequence last left its slot
-        self._drawn: SampleIdentity | None = None  # the step that what follows is of
-        self._prefixes: dict[int, SharedPrefix] = {}  # by group, those of its prompts
+        self._ended_at = -ADMISSION_STEPS  # the clock when a sequence last left its slot
+        self._drawn: SampleIdentity | None = None  # the training step of `_prefixes`
+        self._prefixes: dict[int, SharedPrefix] = {}  # by group, the prefix of its prompt
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running or self._active)
 
     def digest(self) -> str:
-        """Of what decides which tokens run next and where: the same on all ranks that generate together."""
+        """A digest of all state that decides which tokens run next and where; equal on ranks that generate together."""
         running = [(s.request_id, s.identity.sample, s.row, s.length, s.token_ids[-1:], s.pages) for s in self.running]
         waiting = [(p.samples[0].request_id, len(p.samples), len(p.token_ids), p.num_cached) for p in self.waiting]
         state = self.clock, self.preemptions, self.max_tokens, self.cache.num_free, running, waiting
         return hashlib.blake2b(repr(state).encode(), digest_size=16).hexdigest()
 
     def schedule_prefill(self, version: int) -> list[Chunk]:
-        """Prompt tokens for this step within the token budget. Started prefills that it has no room for come first in
-        the next."""
+        """Choose this step's prompt tokens, within the budget. Started prefills that it has no room for come first in
+        the next step."""
         budget = self.max_tokens
         slots = self.config.max_num_seqs - len(self.running)
         self._admitted = max(min(self._admitted, len(self.waiting)), self._worth_admitting(slots))
@@ -111,8 +114,7 @@ class Scheduler:
         return chunks
 
     def _put_off(self, chunks: list[Chunk], tokens: int) -> None:
-        """Leave to the next step what would begin to fill a larger graph, beside sequences that run: padding costs as
-        much as tokens."""
+        """Postpone tokens that would leave too much of a larger graph to padding, which costs as much as tokens do."""
         size = min((size for size in self.sizes if size >= tokens), default=tokens)
         filled = max((size for size in self.sizes if FILLED_FROM <= size <= tokens), default=0)
         over = tokens - filled if filled and tokens < LEAST_FILLED * size else 0
@@ -124,9 +126,8 @@ class Scheduler:
                 self._active.appendleft(chunks.pop().prefill)
 
     def _worth_admitting(self, slots: int) -> int:
-        """How many of those that wait to admit; none where they and the slots for them are not worth interrupting the
-        decoding of those that run. Prompts that come one by one, as after tools of many lengths, are read some
-        together."""
+        """How many waiting prefills to admit; none while they, or the slots for them, are too few to be worth delaying
+        the running sequences' decoding. Prompts that come one by one, as after tool calls, are thus run in batches."""
         share, samples, fitting = len(self.running) // COMPANY, 0, 0
         for prefill in self.waiting:
             fitting += samples < slots
@@ -134,15 +135,14 @@ class Scheduler:
             if samples > max(slots, share):
                 break
         waited = self.clock - self._mixed_at
-        turning = waited < SLOT_STEPS and self.clock - self._ended_at < ADMISSION_STEPS  # more come free
+        turning = waited < SLOT_STEPS and self.clock - self._ended_at < ADMISSION_STEPS  # more slots come free
         full = slots < min(samples, self.config.max_num_seqs // ADMISSION_SHARE) and turning
         enough = samples >= share or samples > slots or waited >= ADMISSION_STEPS
         return fitting if not self.running or (enough and not full) else 0
 
     def _start(self, version: int) -> Prefill | None:
-        """Give the first waiting prefill its pages, prefix hits included, and a row; None when they do not fit now. A
-        free page for each running sequence and for the samples' first tokens stays in reserve, lest admission preempt
-        at once."""
+        """Give the first waiting prefill its pages (including prefix hits) and a row; None if they do not fit now. A
+        free page stays in reserve for each running sequence, lest admission cause a preemption at once."""
         prefill = self.waiting[0]
         cacheable = prefill.token_ids[:-1]  # the last token always runs: its hidden state is needed
         hits, cached = self.cache.match(cacheable, version)
@@ -162,14 +162,14 @@ class Scheduler:
         return prefill
 
     def fork(self, prefill: Prefill) -> tuple[list[Sequence], list[tuple[int, int]]]:
-        """Give the samples of a prefill that ends in this step their rows and pages; they draw in this step.
+        """Give the samples of a prefill that ends in this step their rows and pages; they sample in this step.
 
-        Full pages are shared, a page in part is copied. Samples that find no page or no slot wait for a prefill of
-        their own, which hits the shared pages. Returns the samples, and (source, target) of the pages to copy once the
+        Full pages are shared, and a partial page is copied. Samples without a free page or slot wait for a prefill of
+        their own, which hits the shared pages. Returns the samples, and (source, target) of each page to copy once the
         prefill has run.
         """
         self._ending.remove(prefill)
-        length = len(prefill.token_ids)  # of each sample too
+        length = len(prefill.token_ids)  # also of each sample
         full, partial = divmod(length, self.cache.page_size)
         shared = self._shared(prefill, full)
         started: list[Sequence] = []
@@ -197,8 +197,8 @@ class Scheduler:
         return started, copies
 
     def _shared(self, prefill: Prefill, full: int) -> SharedPrefix | None:
-        """What the samples of a prefill begin with together. One alone, which goes on after a later turn or was
-        preempted, finds that of its prompt, if it lies in the same pages."""
+        """The prefix that the samples of a prefill share. A single sample, which was preempted or starts a later turn,
+        shares its prompt's prefix with others if it has it in the same pages."""
         identity = prefill.samples[0].identity
         if (drawn := replace(identity, group=0, sample=0)) != self._drawn:
             self._drawn, self._prefixes = drawn, {}
@@ -208,15 +208,15 @@ class Scheduler:
         return found if found and found.pages == prefill.pages[: len(found.pages)] else None
 
     def register(self, tokens: list[int], pages: list[int], version: int) -> None:
-        """Pages with the keys and values of these tokens, made by one version of the weights, can be found again."""
+        """Make pages with the keys and values of these tokens findable; not those of several versions (-1)."""
         if self.config.prefix_caching and version >= 0:
             self.cache.register(tokens, pages, version)
 
     def reserve(self, steps: int) -> int:
-        """Give running sequences pages for up to `steps` more decode steps; returns for how many all of them last."""
+        """Give running sequences pages for `steps` more steps; returns how many steps the pages of all of them last."""
         while self._leases and self._leases[0][0] < self.clock + steps:
             lasts, lease, sequence = self._leases[0]
-            if sequence.lease != lease:  # it no longer runs, or not with these pages
+            if sequence.lease != lease:  # stale: it no longer runs, or has run anew since
                 heapq.heappop(self._leases)
                 continue
             pages = self._more_pages(sequence, self.clock + steps - lasts)
@@ -229,7 +229,7 @@ class Scheduler:
         return steps
 
     def _more_pages(self, sequence: Sequence, tokens: int) -> list[int] | None:
-        """Pages for `tokens` more positions, for more than that while there are plenty; None when too few are free."""
+        """Pages for `tokens` more positions, or for more while pages are plentiful; None if too few are free."""
         needed = self.cache.pages_for(tokens)
         limit = self.cache.pages_for(sequence.positions) - len(sequence.pages)
         wanted = min(max(needed, self.cache.pages_for(AHEAD)), limit)
@@ -237,20 +237,20 @@ class Scheduler:
         return self.cache.allocate(wanted if plenty else min(needed, limit))
 
     def _note_lease(self, sequence: Sequence, lasts: int) -> None:
-        """Remember until when the sequence's pages last, if that is before its end."""
+        """Note until when the sequence's pages last, unless they last to its end."""
         sequence.lease = 0
         if len(sequence.pages) * self.cache.page_size < sequence.positions:
             sequence.lease = next(self._lease)
             heapq.heappush(self._leases, (lasts, sequence.lease, sequence))
 
     def preempt(self, sequence: Sequence) -> None:
-        """Release a running sequence's pages; it waits, first in line, to run all its tokens again."""
+        """Release a running sequence's pages, and put it first in the queue to recompute all its tokens."""
         self.preemptions += 1
         self.release(sequence)
         self.waiting.appendleft(Prefill(sequence.prompt_ids + sequence.token_ids, [sequence]))
 
     def release(self, sequence: Sequence, register: bool = True) -> None:
-        """Take a sequence out of the running ones; registered, its pages can be found again by their tokens."""
+        """Remove a running sequence. With `register`, its pages can be found again by their tokens."""
         self.running.remove(sequence)
         self._ended_at = self.clock
         if register:
@@ -261,8 +261,8 @@ class Scheduler:
         sequence.pages, sequence.lease = [], 0
 
     def drop(self, request_id: int) -> list[Sequence]:
-        """Remove all samples of a request, wherever they are; returns those that had not finished. Their pages are not
-        registered: the step that was to fill them may have been interrupted."""
+        """Remove all samples of a request, and return those that had not finished. Their pages are not registered, as
+        the step that was to fill them may have been interrupted."""
         dropped = [s for s in self.running if s.request_id == request_id]
         for sequence in dropped:
             self.release(sequence, register=False)

@@ -1,4 +1,4 @@
-"""Numbers of rows and of prompt tokens that steps are run with: what there is, or the few that graphs are made for."""
+"""The numbers of rows and prompt tokens in a step: exactly what is needed, or one of a few sizes that have graphs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .running_batch import GROUP, RunningBatch
 from .scheduler import Chunk
 
 SMALLEST_BATCH = 128  # prompt tokens
-MIN_SAVED = 16384  # positions that need not be read again, from which on reading prefixes by group pays for a kernel
-AT_ONCE = 264  # rows times kv heads that a GPU attends for at once: so few read sooner for themselves what is one split
+MIN_SAVED = 16384  # positions a step must save for reading prefixes by group to pay for its additional kernel
+AT_ONCE = 264  # rows * KV heads that a GPU attends for at once: up to this, rows read a one-split prefix faster alone
 
-# Sizes that differ from graph to graph of one function, by input and dimension.
+# The dynamic sizes among the graphs of one function, by input and dimension.
 DECODE: graph.Dynamic = {
     **dict.fromkeys(("token", "position", "remaining", "ordinal", "shared_len"), ("rows",)),
     **dict.fromkeys(("top_k", "temperature", "top_p", "min_p"), ("rows",)),
@@ -37,10 +37,10 @@ MIXED: graph.Dynamic = {
 
 
 def row_buckets(largest: int, least: int = 1) -> list[int]:
-    """Numbers of rows that graphs are made for, largest first, and none below `least`.
+    """The numbers of rows that graphs are made for, largest first, and none below `least`.
 
-    The largest, above 8 rounded up to a multiple of 8; then powers of two, from 32 on also what lies halfway. A step of
-    few rows takes as long as reading the weights, so padding costs little there.
+    These are `largest` (if above 8, rounded up to a multiple of 8) and smaller powers of two, from 32 on with the sizes
+    halfway between. A step of few rows takes as long as reading the weights, so padding costs little there.
     """
     powers = [1 << k for k in range(largest.bit_length())]
     sizes = {n for p in powers for n in (p, p + p // 2 if p >= 32 else p) if n < largest}
@@ -49,7 +49,7 @@ def row_buckets(largest: int, least: int = 1) -> list[int]:
 
 
 def token_buckets(largest: int) -> list[int]:
-    """Numbers of prompt tokens that mixed graphs are made for, largest first: halves, down to 128 at the least."""
+    """The numbers of prompt tokens that mixed graphs are made for: `largest`, and halves of it down to 128."""
     sizes = [largest]
     while sizes[-1] // 2 >= SMALLEST_BATCH:
         sizes.append(sizes[-1] // 2)
@@ -61,8 +61,8 @@ def bucket(sizes: list[int], needed: int) -> int:
 
 
 def rows_of(config: GeneratorConfig, least: int) -> int:
-    """Of the engine, and no fewer than `least`; `InputError` where a step of all of them and of prompts would have more
-    sequences than attention takes."""
+    """The engine's number of rows, at least `least`. Raises `InputError` if a step of all rows and of prompts would
+    have more sequences than attention takes."""
     rows = max(row_buckets(config.max_num_seqs)[0], least)
     segments = MixedSizes.holding(rows, config.max_num_batched_tokens).segments
     refuse(
@@ -74,18 +74,18 @@ def rows_of(config: GeneratorConfig, least: int) -> int:
 
 
 def pays_by_group(rows: int, prompt_tokens: int, samples: int, kv_heads: int) -> bool:
-    """Whether so many rows, so many of a prompt, are to read their prefixes once a group."""
+    """Whether `rows` rows, `samples` for each prompt, should read their shared prefixes once per group."""
     return _pays(rows, kv_heads, (rows - -(-rows // min(samples, GROUP))) * prompt_tokens)
 
 
 def _pays(rows: int, kv_heads: int, saved: int) -> bool:
-    """The same, of positions that need not be read again."""
+    """The same, given the positions that this saves reading."""
     return saved >= MIN_SAVED and (rows * kv_heads > AT_ONCE or saved >= rows * KEY_SPLIT)
 
 
 class ExactSizes:
-    """Sizes of steps that are called as they are, of at most `max_tokens` prompt tokens: what there is, and nothing
-    else. `few`: they come again, and what is made for one is kept."""
+    """Sizes of eager steps with at most `max_tokens` prompt tokens: exactly what is needed. `few`: whether sizes recur,
+    so that what is made for a size is kept."""
 
     few = False
 
@@ -96,7 +96,7 @@ class ExactSizes:
         return sequences
 
     def mixed(self, chunks: list[Chunk]) -> tuple[MixedSizes, dict[str, bool]]:
-        """Of a mixed step of these chunks, and what it leaves out of all that its graph would have."""
+        """The sizes of a mixed step of these chunks, and statics for what it leaves out compared with a graph."""
         covers = {"truncated": self._rows.truncated > 0, "greedy": self._rows.greedy > 0, "grouped": False}
         return MixedSizes.exactly(self._rows.used, chunks), covers
 
@@ -104,27 +104,27 @@ class ExactSizes:
         return max(len(s.pages) for s in self._rows.sequences[:rows] if s is not None) * self._cache.page_size
 
     def grouped(self, rows: int, truncated: bool, greedy: bool) -> bool:
-        """Whether decode steps read shared prefixes once a group."""
+        """Whether decode steps read shared prefixes once per group."""
         return False
 
     def mixed_to_make(self, sequences: int, prompt_tokens: int, samples: int) -> Iterable[MixedSizes]:
-        """The sizes of the mixed graphs for up to so many sequences, the largest first; `max_tokens` then holds."""
+        """The sizes of the mixed graphs for up to `sequences` sequences, largest first. Sets `max_tokens`."""
         return ()
 
     def decodes_to_make(
         self, sequences: int, prompt_tokens: int, sampling: SamplingParams
     ) -> Iterable[tuple[int, dict[str, bool]]]:
-        """The rows and the statics of the decode graphs for up to so many sequences, the largest first."""
+        """The rows and statics of the decode graphs for up to `sequences` sequences, largest first."""
         return ()
 
 
 class BucketSizes(ExactSizes):
-    """Sizes of steps that are graphs: few, so that graphs are.
+    """Sizes of captured steps, few so that there are few graphs.
 
     Attributes:
-        rows, tokens: of the graphs, largest first, and no fewer rows than `least`.
-        groups: for rows and sampling, whether the graph that a warm-up made reads prefixes by group.
-        max_tokens: of the largest mixed graph that a warm-up made; 0 before.
+        rows, tokens: the sizes of graphs, largest first; none with fewer rows than `least`.
+        groups: by rows, truncated and greedy, whether the graph that a warm-up made reads prefixes by group.
+        max_tokens: prompt tokens of the largest mixed graph that a warm-up made; 0 before the first.
     """
 
     few = True
@@ -136,7 +136,7 @@ class BucketSizes(ExactSizes):
         self.groups: dict[tuple[int, bool, bool], bool] = {}
 
     def hold(self, sequences: int) -> None:
-        """Have the largest graph hold so many sequences, and no more."""
+        """Set the largest graph's rows to what `sequences` sequences need."""
         self.rows = row_buckets(sequences, self._least)
 
     def rows_for(self, sequences: int) -> int:
@@ -178,10 +178,10 @@ class BucketSizes(ExactSizes):
 
 
 def sizes_of(rows: RunningBatch, cache: KVCache, max_tokens: int, runtime: graph.Runtime, least: int) -> ExactSizes:
-    """The sizes that suit the level at which steps run; they may have so many prompt tokens, and graphs have `least`
-    rows at the least."""
+    """Exact sizes for an eager runtime, else buckets: of at most `max_tokens` prompt tokens, and at least `least` rows
+    in a graph."""
     if runtime.eager:
         return ExactSizes(rows, cache, max_tokens)
-    # A graph of one row is another function than one of any number: it would have other compiled regions.
+    # A trace with one row is specialized to that: it would not have the same compiled regions as one of any number.
     several = min(2, rows.count) if runtime.builder.backend.shared else 1
     return BucketSizes(rows, cache, max_tokens, max(least, several))

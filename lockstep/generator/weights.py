@@ -1,4 +1,4 @@
-"""How the generator reaches weights: the trainer's own, in place, or this rank's part of them."""
+"""How the generator reads weights: the trainer's own, in place, or this rank's part of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..models import Decoder
 
 
 class SharedWeights:
-    """The trainer's weights in place. `version` is read at every use, so an update is seen at once."""
+    """The trainer's weights, in place. `version` is read at every use, so an update is visible immediately."""
 
     def __init__(self, model: Decoder, version: Callable[[], int] = lambda: 0) -> None:
         self.model = model
