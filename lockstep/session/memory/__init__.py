@@ -1,4 +1,4 @@
-"""What a run needs of a GPU's memory, term by term, before anything is loaded; what fits, and what would."""
+"""The plan of a run's GPU memory, term by term, before anything is loaded, and what to change if it does not fit."""
 
 from .plan import MemoryPlan, plan
 from .remedies import adapted, as_run, in_larger_groups, refusal, remedies

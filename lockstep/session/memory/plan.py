@@ -1,4 +1,4 @@
-"""A plan: every term, the capacity of the cache, and what is computed again in the backward pass."""
+"""A plan: every term, the capacity of the KV cache, and what the backward pass recomputes."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ GENERATION, CHECK, ALLOCATOR = "generation", "start-up check", "allocator"
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that one process takes of its device.
+    """The memory, in bytes, that one process takes of its device.
 
     Attributes:
-        memory: of the device, that may be taken. terms: by name; nothing is in two of them. host: bytes of the host's,
-            too.
-        cache_tokens: the capacity of the KV cache. again: what the backward pass computes again of the forward pass.
-        zero_stage: what several processes shard (`Workload.zero_stage`); 0 of one. together: how many generate
-            together.
-        fits: they have room, with a cache of one sequence at the least. lent: the trainer's graphs have the cache's
-            memory while nobody generates; of what they hold the terms name what has no room there. pool: of the terms
-            what lies in the pool of recorded graphs, or with a `lent` cache in that of the trainer's, with the cache;
-            0 where steps are not recorded whole. title: of the workload.
+        memory: what it may take of the device. terms: by name, without overlap.
+        cache_tokens: the capacity of the KV cache. again: what the backward pass recomputes.
+        fits: whether the terms fit, with a cache of at least one sequence.
+        zero_stage: see `Workload.zero_stage`; 0 for one process. together: how many processes generate together.
+        host: the terms in the host's memory, by name.
+        lent: whether the trainer's graphs use the cache's memory while nothing is generated; their terms are then only
+            what does not fit there.
+        pool: the bytes in the pool of recorded graphs or, with a `lent` cache, in the trainer's pool, which includes
+            the cache; 0 unless steps are recorded whole.
+        title: the workload's.
     """
 
     memory: int
@@ -74,7 +75,7 @@ class MemoryPlan:
         }
 
     def table(self) -> str:
-        """A line a term that is not nothing, largest first, and all of them together."""
+        """A line for each term of 0.01 GiB or more, largest first, and their sum."""
         rows = sorted(((size, name) for name, size in self.terms.items() if size >= GIB / 100), reverse=True)
         lines = [f"  {name:<22} {size / GIB:>8.2f} GiB" for size, name in rows]
         there = self.again.layers, self.again.elementwise, self.again.logits
@@ -90,8 +91,8 @@ class MemoryPlan:
 
 
 def plan(w: Workload, memory: int) -> MemoryPlan:
-    """The plan of a workload on a device with so many bytes: the least computed again that leaves room for the cache
-    that the workload wants, or for half of what is left beside the smallest micro-batch's."""
+    """The plan of a workload on a device with `memory` bytes. It recomputes the least that leaves room for the cache
+    that the workload wants, or for half of the largest possible cache. The cache is `lent` where that is better."""
     found, least = _apart(w, memory), Again(logits=not keeps_logits(w.config.compile))
     if found.fits and found.again == least or not _recorded_whole(w):
         return found
@@ -101,7 +102,7 @@ def plan(w: Workload, memory: int) -> MemoryPlan:
 
 
 def _apart(w: Workload, memory: int) -> MemoryPlan:
-    """With a cache in memory of its own."""
+    """A plan with the cache in memory of its own."""
     ways = _ways(w)
     cheapest = _with(w, memory, ways[-1], 0)
     room, wanted, least_cache = _cache_room(w, cheapest), _wanted(w), _least(w)
@@ -114,8 +115,8 @@ def _apart(w: Workload, memory: int) -> MemoryPlan:
 
 
 def _lent(w: Workload, memory: int) -> MemoryPlan:
-    """With a cache in memory that the trainer's graphs have in turn: the least computed again with which these fit
-    beside all else, and as much of the cache as has room."""
+    """A plan with the cache in memory that the trainer's graphs use in turn: recomputes the least with which these fit,
+    and has as large a cache as fits."""
     for again in _ways(w):
         found = _with(w, memory, again, 0, lent=True)
         if found.total <= memory:
@@ -126,7 +127,7 @@ def _lent(w: Workload, memory: int) -> MemoryPlan:
 
 
 def _filled(w: Workload, memory: int, again: Again, room: int, lent: bool = False) -> MemoryPlan:
-    """With the cache that is asked for, or with what of it has room, so many tokens."""
+    """A plan with the cache that the configuration sets, or with up to `room` tokens of the cache that is wanted."""
     wanted = _wanted(w)
     tokens = wanted if w.config.generator.kv_cache_tokens else min(wanted, rounded(room))
     done = _with(w, memory, again, max(tokens, 0), lent)
@@ -134,15 +135,16 @@ def _filled(w: Workload, memory: int, again: Again, room: int, lent: bool = Fals
 
 
 def _recorded_whole(w: Workload) -> bool:
-    """Whether steps of both roles are recorded whole, so that each has all its memory from its pool."""
+    """Whether steps of both roles are recorded as whole CUDA graphs, with all their memory from the graphs' pool."""
     modes = recordings(w.config.compile.cudagraph_mode or "none")
     return w.on_gpu and _graphs(w) and all(RECORDINGS[mode].whole for mode in modes)
 
 
 def _ways(w: Workload) -> list[Again]:
-    """What may be computed again, the least first: what takes no product, the logits, and then so many layers too; or
-    what the configuration says or the capture decides, and then the logits. Where ranks share products little is
-    elementwise, and results are gathered again; what no pass keeps logits for computes them again."""
+    """The choices of what to recompute, the least first: nothing, elementwise operators, the logits too, and then 1 to
+    all layers too. If the configuration or the capture decides: its choice, and where possible that with the logits
+    too. With tensor parallelism nothing elementwise is recomputed, as that saves little and would gather again. Logits
+    that no pass keeps are always recomputed."""
     c, layers, alone = w.config.compile, w.model.num_layers, w.tp == 1
     if c.recompute:
         given = sum(any(p == FULL or fnmatchcase(f"layers.{i}", p) for p in c.recompute) for i in range(layers))
@@ -156,35 +158,35 @@ def _ways(w: Workload) -> list[Again]:
 
 
 def _with_logits(c: CompileConfig, way: Again) -> list[Again]:
-    """That way and, where it keeps logits and may say that they are computed again (`adapted`), that too."""
+    """`way` and, if it keeps logits and the plan may configure otherwise (`adapted`), `way` with logits recomputed."""
     both = [way, way._replace(logits=True)]
     return both if not way.logits and "recompute" in c.pass_names else [way]
 
 
 def keeps_logits(c: CompileConfig) -> bool:
-    """Whether a pass keeps them for the backward pass, in graphs of whole functions."""
+    """Whether a graph pass keeps the logits for the backward pass."""
     return c.chosen[0].graphs and c.keeps_logits
 
 
 def chooses(c: CompileConfig) -> bool:
-    """Whether a plan may say what is computed again: whole functions are traced, and nothing else says it."""
+    """Whether a plan decides what is recomputed: whole functions are traced, and the configuration does not say."""
     return traces(c) and "recompute" in c.pass_names and not c.recompute and c.activation_memory_gib == 0
 
 
 def traces(c: CompileConfig) -> bool:
-    """Whether whole functions are traced, for passes to decide what is kept."""
+    """Whether whole functions are traced, so that passes decide what is kept."""
     way = c.chosen[0]
     return way.graphs and not way.by_sizes
 
 
 def _with(w: Workload, memory: int, again: Again, tokens: int, lent: bool = False) -> MemoryPlan:
-    """The terms with that computed again and a cache of so many tokens, which is perhaps `lent`."""
+    """The plan that recomputes `again` and has a cache of `tokens` tokens; `fits` is not decided yet."""
     cache = terms.cache(w, tokens) if tokens else 0
     in_pool, pool = _pool(w, again, lent)
     found = {name: term(w) for name, term in STAYS.items()} | {CACHE: cache} | in_pool
     pool = max(pool, cache * lent) * _recorded_whole(w)
     if lent:
-        for name in (KEPT, WORKING, TRANSIT):  # in the cache's place
+        for name in (KEPT, WORKING, TRANSIT):  # these fill the cache's memory first
             found[name], cache = max(0, found[name] - cache), max(0, cache - found[name])
     taken = sum(size for name, size in found.items() if name != "CUDA and NCCL")
     found[ALLOCATOR] = terms.allocator(w, taken)
@@ -194,11 +196,12 @@ def _with(w: Workload, memory: int, again: Again, tokens: int, lent: bool = Fals
 
 
 def _pool(w: Workload, again: Again, lent: bool) -> tuple[dict[str, int], int]:
-    """What the two roles' steps take at one time; of what takes turns with them, what is more; and what of it is in one
-    pool. With a cache that is `lent` the generator's have a pool by themselves."""
+    """The terms of both roles' steps and the start-up check, and the pool's size. These take turns in the pool, so the
+    later terms are what they need beyond the earlier ones. With a `lent` cache the generator's graphs have their own
+    pool."""
     graphs = _graphs(w)
     found = {KEPT: terms.kept(w, again), WORKING: terms.working(w, again), TRANSIT: terms.transit(w)}
-    if not graphs:  # autograd has all gradients at once, and all gathered weights
+    if not graphs:  # eager autograd holds all gradients at once, and all gathered weights
         whole = w.layout.one_rank.size * w.b
         found[WORKING] += whole
         found[TRANSIT] = whole * (w.sharded and w.zero_stage == 3)
@@ -217,23 +220,23 @@ def _graphs(w: Workload) -> bool:
 
 
 def _checks(w: Workload) -> bool:
-    """Whether they are held to eager's bits."""
+    """Whether graphs are checked against eager."""
     return _graphs(w) and w.config.compile.verify != "off"
 
 
 def _least(w: Workload) -> int:
-    """Tokens of a cache that holds one sequence."""
+    """The tokens of a cache that holds one sequence."""
     return per_sequence(w.config.generator, w.sequence_tokens) - w.config.generator.page_size
 
 
 def _wanted(w: Workload) -> int:
-    """Tokens of the cache that is asked for, or that all sequences need at once."""
+    """The tokens of the cache that the configuration sets, or that all sequences need at once."""
     g = w.config.generator
     return g.kv_cache_tokens or min(w.sequences, g.max_num_seqs) * per_sequence(g, w.sequence_tokens)
 
 
 def _cache_room(w: Workload, without: MemoryPlan) -> int:
-    """Tokens that a cache may have beside a plan's other terms."""
+    """The tokens of a cache in the memory that the plan `without` one leaves."""
     left: float = without.memory - without.total
     left = left / (1 + terms.ALLOCATOR) if w.on_gpu else min(left, HOST_CACHE)
     page = terms.cache(w, 0)
@@ -241,7 +244,7 @@ def _cache_room(w: Workload, without: MemoryPlan) -> int:
 
 
 def patterns(w: Workload, again: Again) -> tuple[str, ...]:
-    """`compile.recompute` for what is computed again, of layers with the modules that are in them."""
+    """The patterns of `compile.recompute` that recompute `again`; a layer's modules need a pattern of their own."""
     c, found = w.model, [ELEMENTWISE] * again.elementwise + [LOGITS] * again.logits
     for layer in range(again.layers):
         found.append(f"layers.{layer}")

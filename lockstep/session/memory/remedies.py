@@ -1,4 +1,4 @@
-"""What is done about a plan: a run's configuration adapted to it, or a refusal that says what would fit."""
+"""What follows from a plan: a configuration adapted to it, or a refusal that says what would fit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_RANKS, _MOST_TOGETHER = 1024, 8
 
 
 def adapted(w: Workload, found: MemoryPlan) -> RunConfig:
-    """The workload's configuration with what its plan computes again."""
+    """The workload's configuration, with `compile.recompute` as planned."""
     c = w.config.compile
     if chooses(c):
         again = patterns(w, found.again)
@@ -25,7 +25,7 @@ def adapted(w: Workload, found: MemoryPlan) -> RunConfig:
 
 
 def refusal(w: Workload, found: MemoryPlan) -> str:
-    """Why a plan does not fit, its terms, and what would."""
+    """The message for a plan that does not fit: its terms, and what would fit."""
     each = "a GPU" if w.on_gpu else "a process"
     cures = list(remedies(w, found.memory)) or ["a smaller model, or GPUs with more memory"]
     if not w.on_gpu:
@@ -38,7 +38,7 @@ def refusal(w: Workload, found: MemoryPlan) -> str:
 
 
 def remedies(w: Workload, memory: int) -> Iterator[str]:
-    """Settings with which the workload fits in so much memory: each by itself or, where none does, several together."""
+    """Settings with which the workload fits in `memory`: each by itself or, if none suffices, several together."""
     alone = [said for said, changed in _changes(w, memory) if _fits(changed, memory)]
     together, least = _together(w, memory)
     yield from alone or ([" and ".join(together)] if _fits(least, memory) else [])
@@ -54,7 +54,7 @@ def remedies(w: Workload, memory: int) -> Iterator[str]:
 
 
 def _changes(w: Workload, memory: int) -> Iterator[tuple[str, Workload]]:
-    """What can be set otherwise, and the workload with it."""
+    """The settings that could be changed, each with the changed workload."""
     c = w.config
     if c.generator.kv_cache_tokens:
         yield "--generator.kv-cache-tokens 0, which plans the cache", w.having("generator", kv_cache_tokens=0)
@@ -75,7 +75,7 @@ def _changes(w: Workload, memory: int) -> Iterator[tuple[str, Workload]]:
 
 
 def _together(w: Workload, memory: int) -> tuple[list[str], Workload]:
-    """What can be set otherwise, one after another, until the workload fits or there is nothing left."""
+    """Changes settings one after another until the workload fits or none is left; returns them and the workload."""
     said = list[str]()
     while not _fits(w, memory) and (left := [one for one in _changes(w, memory) if one[0] not in said]):
         (first, w), *_ = left
@@ -84,7 +84,8 @@ def _together(w: Workload, memory: int) -> tuple[list[str], Workload]:
 
 
 def in_larger_groups(w: Workload, memory: int) -> Workload:
-    """The workload with the fewest more processes generating together with which it fits; else itself."""
+    """The workload with the smallest larger number of processes generating together with which it fits; `w` itself if
+    there is none."""
     prompts, alone = w.config.trainer.prompts_per_step, w.config.parallel.zero_stage == 2  # which has the weights whole
     for together in range(w.config.parallel.generator_tp + 1, 1 if alone else min(w.ranks, _MOST_TOGETHER) + 1):
         larger = w.having("parallel", generator_tp=together)
@@ -95,7 +96,7 @@ def in_larger_groups(w: Workload, memory: int) -> Workload:
 
 
 def _ranks(w: Workload, memory: int) -> int | None:
-    """The fewest processes more, each twice as many, that a step's prompts can be dealt to."""
+    """The fewest processes with which it fits, by doubling, among those that evenly divide a step's prompts."""
     ranks = w.ranks
     while (ranks := ranks * 2) <= min(_MOST_RANKS, w.config.trainer.prompts_per_step):
         if w.config.trainer.prompts_per_step % ranks == 0:
@@ -110,6 +111,6 @@ def _fits(w: Workload, memory: int) -> bool:
 
 
 def as_run(w: Workload, memory: int) -> Workload:
-    """The workload in the groups that a run makes by itself where it does not fit and `parallel.generator_tp` is 1."""
+    """The workload as a run would change it: if it does not fit with `parallel.generator_tp` 1, in larger groups."""
     alone = w.config.parallel.generator_tp == 1
     return in_larger_groups(w, memory) if alone and not plan(w, memory).fits else w

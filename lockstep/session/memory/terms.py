@@ -1,10 +1,10 @@
-"""The terms of a plan: bytes that one process takes on its device, a function a term, its formula in the docstring.
+"""The terms of a plan: bytes that one process takes on its device. Each is a function, with its formula in a docstring.
 
-Letters: N parameters, R ranks, S of them that share the trainer's products and G that generate together, b bytes of an
-element of the compute dtype (2 on a GPU), L layers, T packed tokens and C scored ones of the largest micro-batch, D
-hidden, E fused projection, A query heads, K key/value heads, H head dim, F feed-forward, V vocabulary, X experts, k of
-them a token. `kept` and what a backward pass writes beside it are those of the captured graph:
-`tests/session/test_memory_terms.py` holds them to the bytes that a trace of each family keeps.
+Letters: N parameters, R ranks, S and G the tensor-parallel sizes of trainer and generator, b bytes of an element of the
+compute dtype (2 on a GPU), L layers, T packed tokens and C scored ones of the largest micro-batch, D hidden, E fused
+projection, A query heads, K key/value heads, H head dim, F feed-forward, V vocabulary, X experts, k experts of a token.
+`kept` and what a backward pass writes in addition are those of the captured graph;
+`tests/session/test_memory_terms.py` compares them with the bytes that a trace of each model family keeps.
 """
 
 from __future__ import annotations
@@ -24,54 +24,53 @@ from ...trainer.optimizer import CHUNK
 from .workload import Workload
 
 GIB = 1 << 30
-LOGIT_ROWS = 1024  # at a time (`ops.logprobs.operator.CHUNK`)
-GRADIENT_CHUNK = 256 << 20  # of logits (`ops.logprobs.triton_backward.CHUNK_BYTES`)
+LOGIT_ROWS = 1024  # rows of logits in a chunk (`ops.logprobs.operator.CHUNK`)
+GRADIENT_CHUNK = 256 << 20  # bytes of the logits' gradients in a chunk (`ops.logprobs.triton_backward.CHUNK_BYTES`)
 CONTEXT = int(0.9 * GIB)  # CUDA's context, the libraries' workspaces, loaded kernels
-# Of it, before anything is loaded; not measured, and less than it has in the end (0.78 GiB on an H200).
+# The part of it before anything is loaded; an estimate, below the final size (0.78 GiB on an H200).
 BEGUN = int(0.7 * GIB)
-RING = PEER = int(0.5 * GIB)  # NCCL's buffers of an axis; and of each other rank on it, with which parts are exchanged
-MOST_PEERS = 7  # of one host
-ALLOCATOR = 1 / 64  # of what is allocated
+RING = PEER = int(0.5 * GIB)  # NCCL's buffers for an axis; and, with all-to-alls, for each other rank on it
+MOST_PEERS = 7  # other ranks of a host
+ALLOCATOR = 1 / 64  # fraction of what is allocated
 STATE_ON_HOST, SAVED_COPY, READING = "masters and moments", "copy for checkpoints", "weights being read"
 COPIED = "copies while checking"
-MOST_COPIED = 256 << 20  # on the device (`graph.check.snapshot.MOST`)
-HASHES = 256 << 20  # `graph.check.fingerprints` at work
+MOST_COPIED = 256 << 20  # bytes of copies on the device (`graph.check.snapshot.MOST`)
+HASHES = 256 << 20  # bytes that `graph.check.fingerprints` works in
 
 
 # ---- what stays ----
 
 
 def weights(w: Workload) -> int:
-    """`N b`, as the generator reads them: whole, or of ranks that generate together each its part; of several ranks
-    their `shard` is beside them."""
+    """`N b`: the generator's weights, whole or its tensor-parallel part. The trainer's `shard` is in addition to it."""
     return num_parameters(w.model, w.generating) * w.b
 
 
 def shard(w: Workload) -> int:
-    """`n b` of several ranks, n = N / R padded: the part of the weights that this rank updates; where the masters are
-    on the device it is made of them as it is sent."""
+    """`n b` with several ranks, n = N / R padded: the part of the weights that this rank updates; 0 where masters are
+    on the device, which are rounded when gathered."""
     return w.layout.size * w.b if w.sharded and not masters(w) else 0
 
 
 def masters(w: Workload) -> int:
-    """`4 n`; 0 in float32, where the weights are the masters, and where they are on the host."""
+    """`4 n`; 0 in float32, where the weights are the masters, and with offloading."""
     return 0 if w.b == 4 or w.offloads else 4 * w.layout.size
 
 
 def moments(w: Workload) -> int:
-    """`8 n`: AdamW's two, in float32; 0 where they are on the host."""
+    """`8 n`: AdamW's two moments, in float32; 0 with offloading."""
     return 0 if w.offloads else 8 * w.layout.size
 
 
 def offloaded_chunks(w: Workload) -> int:
-    """Two chunks of masters and moments that are on the host, `24 CHUNK`."""
+    """`24 CHUNK`: two chunks of the masters and moments that are on the host."""
     return 24 * min(CHUNK, w.layout.size) if w.offloads else 0
 
 
 def host(w: Workload, checks: bool) -> dict[str, int]:
-    """What a process takes of the host's memory beside its device's, by name: `12 n` where masters and moments are
-    there, and `12 n` for the copy that a checkpoint is written from; while it begins what `reading` takes, and where
-    graphs are checked the rest of `state_copies`."""
+    """What a process takes of the host's memory, by name: `12 n` for offloaded masters and moments, and `12 n` for the
+    copy that a checkpoint is written from; at the start what `reading` takes, and where graphs are checked, the part of
+    `state_copies` that is not on the device."""
     taken = {STATE_ON_HOST: w.offloads, SAVED_COPY: w.config.checkpoint.interval > 0}
     found = {READING: reading(w)} | {name: 12 * w.layout.size for name, there in taken.items() if there}
     copied = max(0, state_copies(w) - copies_here(w)) if checks and w.on_gpu else 0
@@ -79,32 +78,32 @@ def host(w: Workload, checks: bool) -> dict[str, int]:
 
 
 def reading(w: Workload) -> int:
-    """A chunk of a model's files, or the largest of random tensors, drawn in float32."""
+    """A chunk of a model's files, or the largest random tensor, drawn in float32."""
     return CHUNK_BYTES if w.config.model is not None else 4 * w.largest
 
 
 def gradients(w: Workload) -> int:
-    """`4 n`, in float32, and as many where the sum of a cell of shards is kept apart."""
+    """`4 n`, in float32; twice that where a cell's sum needs a buffer apart from the total."""
     return 4 * w.layout.size * (1 + w.cells.span_rounds)
 
 
 def frozen(w: Workload) -> int:
-    """`M b` of each model that is only read, the reference or the teacher, with M parameters; of several ranks
+    """`M b` for each model that is only read (the reference or teacher, of M parameters); with several ranks
     `M b / R`, padded."""
     return w.frozen_parameters * w.b
 
 
 def cache(w: Workload, tokens: int) -> int:
-    """Keys and values of so many tokens and of one page more, `L K (key + value) b` each (`ModelConfig.cached`), the
-    heads shared by the ranks that generate together."""
+    """Keys and values of `tokens` tokens and one more page: `L K (key + value) b` per token for this rank's heads
+    (`ModelConfig.cached`), and with experts a digest of 4 bytes."""
     page = w.config.generator.page_size
     each = bytes_per_token(w.model.shared_by(w.config.parallel.generator_tp), w.dtype)
     return (tokens // page + 1) * page * (each + 4 * (w.model.moe_layers > 0))
 
 
 def supports(w: Workload) -> int:
-    """`V / 8` a completion token of a step, where updates after its first read what was sampled's support; of one
-    iteration not of its first mini-batch."""
+    """`V / 8` for each completion token of a step whose sampling support is kept for later updates: with one iteration
+    not those of the first mini-batch, with a single update or no filter none."""
     c = w.config
     filtered = c.sampling.top_k > 0 or c.sampling.top_p < 1 or c.sampling.min_p > 0
     if c.trainer.updates == 1 or not filtered:
@@ -118,8 +117,8 @@ def supports(w: Workload) -> int:
 
 
 class Again(NamedTuple):
-    """What the backward pass computes again: the first `layers`, of the others norms, rotations and gated activations
-    where `elementwise`, and the head's `logits`. The more, the longer it takes."""
+    """What the backward pass recomputes: the first `layers` whole; with `elementwise`, the norms, rotations and gated
+    activations of the others; and the head's `logits`. Ordered by the time that this takes."""
 
     layers: int = 0
     elementwise: bool = False
@@ -130,17 +129,16 @@ NOTHING = Again()
 
 
 def layer_kept(w: Workload, layer: int, again: bool = False) -> int:
-    """Bytes a token that a layer's forward pass keeps for its backward pass; `again`: where it is computed again.
+    """Bytes per token that a layer's forward pass keeps for its backward pass; `again`: if the layer is recomputed.
 
-    The residual stream twice, and of each norm over D what it reads or gives, `(2 + norms) D b`; attention; and a dense
-    feed-forward's `(2 / S + 1) F b` or experts'. Computed again it keeps what leaves it, `D b`, and what leaves its
-    modules.
+    These are the residual stream twice and each norm's input or output, `(2 + norms) D b`; attention; and `(2 / S + 1)
+    F b` of a dense feed-forward, or the experts. A recomputed layer keeps its output, `D b`, and its modules' outputs.
     """
     c, experts = w.model, w.model.is_moe(layer)
     if again:
         latent = c.num_heads * c.mla.v_dim * w.b if c.mla is not None and w.tp == 1 else 0
         return c.hidden_size * w.b + latent + (_routed_outside(w) if experts else 0)
-    of_heads = "q_norm", "k_norm"  # which attention counts
+    of_heads = "q_norm", "k_norm"  # counted by `_attention_kept`
     norms = sum(name.endswith("norm") and name not in of_heads for name in w.vectors[layer])
     attention = _attention_kept(w, layer) if c.mla is None else _latent_kept(w)
     feed_forward = _experts_kept(w) if experts else _gated(w, c.intermediate_size)
@@ -148,9 +146,9 @@ def layer_kept(w: Workload, layer: int, again: bool = False) -> int:
 
 
 def layer_elementwise(w: Workload, layer: int) -> int:
-    """Of `layer_kept` what a pass over memory makes again, where no ranks share products: results of norms that
-    products read, `D b` each, rotated queries and keys, `(A + K) H b`, or latents behind their norms, and a dense
-    feed-forward's `F b` or experts'."""
+    """The part of `layer_kept` that elementwise operators recompute, without tensor parallelism: outputs of norms that
+    products read, `D b` each; rotated queries and keys, `(A + K) H b`, or normed latents; and `F b` of a dense
+    feed-forward, or the experts' activations."""
     c, m, width = w.model, w.model.mla, w.model.intermediate_size
     if m is None:
         rotated = (c.num_heads + c.num_kv_heads) * c.head_dim
@@ -163,14 +161,14 @@ def layer_elementwise(w: Workload, layer: int) -> int:
 
 
 def _gated(w: Workload, width: int) -> int:
-    """A feed-forward's: this rank's columns of both projections, and all of what it gives."""
+    """Kept by a feed-forward: this rank's columns of both projections, and the whole gated activation."""
     return (2 * width // w.tp + width) * w.b
 
 
 def _attention_kept(w: Workload, layer: int) -> int:
-    """`((E + (A + K) H + A H) b + 4 A) / S`: the projection, rotated queries and keys, the output, and log-sum-exps;
-    before norms that span the heads the projection again, `E b`, or where ranks share products all queries and keys,
-    `(A + K) H b`; and there the output of all, `A H b`."""
+    """`((E + (A + K) H + A H) b + 4 A) / S`: the projection, rotated queries and keys, the output, and log-sum-exps.
+    With norms that span the heads the projection again, `E b`; with tensor parallelism instead the gathered queries and
+    keys, `(A + K) H b`. With tensor parallelism also the gathered output, `A H b`."""
     c = w.model
     heads, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     spanning = w.vectors[layer].get("q_norm", 0) > c.head_dim
@@ -180,8 +178,8 @@ def _attention_kept(w: Workload, layer: int) -> int:
 
 
 def _latent_kept(w: Workload) -> int:
-    """The same of latent attention: both latents before and after their norms, queries projected and absorbed, what is
-    rotated before and after, weighted sums of latents and of values."""
+    """The same for latent attention: both latents before and after their norms, queries projected and absorbed, the
+    rotated parts before and after, and the weighted sums of latents and values."""
     c, m = w.model, w.model.mla
     assert m is not None
     alike = 2 * (m.q_rank or 0) + 2 * m.kv_rank + 2 * m.rope_dim + c.num_heads * m.v_dim
@@ -189,13 +187,13 @@ def _latent_kept(w: Workload) -> int:
 
 
 def _latent_queries(c: ModelConfig, m: MLAConfig) -> int:
-    """Values of the heads' queries, projected and absorbed, what is rotated of them before and after, and sums."""
+    """Elements per token of all heads' queries, projected and absorbed, their rotated parts, and the weighted sums."""
     return c.num_heads * (m.nope_dim + m.rope_dim + 2 * m.rope_dim + 2 * m.kv_rank)
 
 
 def _routed_outside(w: Workload) -> int:
-    """What leaves the modules of a mixture of experts: the norm's output before them, the routes and their plan, and
-    the experts' rows before and after, `(D + (1 + 1 / S) k D) b + 28 k`."""
+    """The outputs of the modules of a mixture of experts: of the norm before them, the router and its plan, and the
+    experts' rows before and after, `(D + (1 + 1 / S) k D) b + 28 k`."""
     c, moe = w.model, w.model.moe
     assert moe is not None
     slots = moe.num_experts_per_token
@@ -203,8 +201,8 @@ def _routed_outside(w: Workload) -> int:
 
 
 def _experts_kept(w: Workload) -> int:
-    """All of a mixture of experts, but for the norm's output: the rows, `(2 / S + 1) k F b + 28 k + 4 X`, and shared
-    ones."""
+    """All that a mixture of experts keeps except for the norm's output: `_routed_outside`, its activations (shared
+    experts' too) of `(2 / S + 1) k F b`, and `4 X` of the router."""
     c, moe = w.model, w.model.moe
     assert moe is not None
     width = (moe.num_experts_per_token + moe.shared_experts) * moe.intermediate_size
@@ -212,25 +210,25 @@ def _experts_kept(w: Workload) -> int:
 
 
 def kept(w: Workload, again: Again = NOTHING) -> int:
-    """What the forward pass keeps of T tokens that is not computed `again`: all layers' (`layer_kept`), the embedded
-    tokens, the rotary table, and of C rows the head's input and numbers."""
+    """What the forward pass keeps of T tokens besides what is recomputed (`again`): the layers' (`layer_kept`), the
+    embedded tokens, the rotary table, and for C rows the head's input and results."""
     c, tokens = w.model, w.shape.tokens
     rope = c.mla.rope_dim if c.mla is not None else c.head_dim
     layers = 0
     for layer in range(c.num_layers):
         whole = layer < again.layers
         layers += layer_kept(w, layer, whole)
-        if again.elementwise:  # of whole layers the norm that leaves for their experts
+        if again.elementwise:  # in layers that are recomputed whole, the norm's output before experts
             layers -= c.hidden_size * w.b * c.is_moe(layer) if whole else layer_elementwise(w, layer)
     scored = w.shape.completion_tokens * (c.hidden_size * w.b + 40)
     return tokens * (layers + c.hidden_size * w.b + 4 * rope) + scored
 
 
 def head(w: Workload, again: bool = True) -> int:
-    """What the LM head takes at work, of this rank's C / S rows, whose logits are computed `again` or kept (`logits`).
-    Forward: those, or two chunks of them, `2 LOGIT_ROWS V 4`. Backward: its gradient, `V D b`, a chunk of the logits'
-    gradients and, in float32, of those computed again, and the gradient of the rows in float32 and rounded,
-    `C D (4 + b) / S`."""
+    """What the LM head works in, for this rank's C / S rows, with logits recomputed (`again`) or kept. Forward: kept
+    `logits`, or two chunks of them, `2 LOGIT_ROWS V 4`. Backward: its gradient, `V D b`, a chunk of the logits'
+    gradients, the kept logits or a float32 chunk of recomputed ones, and the gradient of the rows in float32 and
+    rounded, `C D (4 + b) / S`."""
     c, rows = w.model, -(-w.shape.completion_tokens // w.tp)
     chunk = min(GRADIENT_CHUNK, rows * c.vocab_size * w.b)
     if again:
@@ -242,19 +240,19 @@ def head(w: Workload, again: bool = True) -> int:
 
 
 def logits(w: Workload) -> int:
-    """`C V 4 / S`: all that a micro-batch's rows have, in float32."""
+    """`C V 4 / S`: the float32 logits of a micro-batch."""
     return -(-w.shape.completion_tokens // w.tp) * w.model.vocab_size * 4
 
 
 def table(w: Workload) -> int:
-    """`V D b`: the LM head."""
+    """`V D b`: the weights of the LM head."""
     return w.model.vocab_size * w.model.hidden_size * w.b
 
 
 def layer_backward(w: Workload) -> int:
-    """What the backward pass of the widest layer writes beside what was kept: `T (2 D + 2 F) b`, the gradients of a
-    fused gate and up projection and of the stream, and a weight's. Where ranks share products the gradient of what all
-    read, as it is made, sent and received: `3 F` in place of `2 F`."""
+    """What the backward pass of the widest layer writes in addition to what was kept: `T (2 D + 2 F) b`, the gradients
+    of the fused gate and up projection and of the residual stream, and a weight's gradient. With tensor parallelism,
+    `3 F` instead of `2 F`: the gradient of the gathered activation as computed, sent and received."""
     c, times = w.model, 2 if w.tp == 1 else 3
     wide = times * c.intermediate_size
     if c.moe is not None and c.moe_layers:
@@ -264,15 +262,15 @@ def layer_backward(w: Workload) -> int:
 
 
 def layer_weights(w: Workload, model: ModelConfig | None = None) -> int:
-    """`b` times the parameters that this rank trains of a layer, the mean of all; or of another model's."""
+    """The mean bytes of a layer's parameters on this rank, before sharding along `fsdp`; of `w.model` or of `model`."""
     c = model or w.model
     tables = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 1 + 1 / w.tp)
     return (num_parameters(c, w.training) - int(tables)) // c.num_layers * w.b
 
 
 def working(w: Workload, again: Again = NOTHING) -> int:
-    """The most beside `kept` at one time: the head's, or a layer's backward pass, with that layer's own where it is
-    computed again; a tied head's gradient lasts until the embedding's."""
+    """The most in addition to `kept` at one time: the head's, or the backward pass of a layer with what it recomputes.
+    A tied head's gradient lives until the embedding's."""
     c = w.model
     last, anew = c.num_layers - 1, 0
     if again.layers > last:
@@ -284,21 +282,21 @@ def working(w: Workload, again: Again = NOTHING) -> int:
 
 
 def transit(w: Workload) -> int:
-    """Of several ranks: two layers' gradients that travel and their rows, and the head's; where a graph gathers
-    weights, as many of those, and the parts that are sent."""
+    """With several ranks: two layers' gradients in transit with the rows received, and the head's; in ZeRO stage 3 as
+    many gathered weights, and the parts that are sent."""
     if not w.sharded:
         return 0
     gathered = (1 + 1 / w.groups) * (w.zero_stage == 3)
     return int((4 + 2 * gathered) * layer_weights(w) + (1 + gathered) * table(w))
 
 
-# ---- what else the graphs' pool holds at some time; it holds one of these at a time ----
+# ---- what the graphs' pool holds at other times, one of these at a time ----
 
 
 def prefill(w: Workload) -> int:
-    """A step of prompt tokens and of a row a sequence: `(4 D + (1 + 2 / G) F) b` a token, with experts `2 k D b` more,
-    with latent attention its queries; and logits of every row, twice; of ranks that generate together thrice a rank's
-    columns of them, which go to the rows' owners."""
+    """A mixed step of prompt tokens and a row per sequence: `(4 D + (1 + 2 / G) F) b` per token, `2 k D b` more with
+    experts, and the queries of latent attention; and the logits of every row, twice, or three times a rank's columns of
+    them where they are exchanged between tensor-parallel ranks."""
     c, g, together = w.model, w.config.generator, w.config.parallel.generator_tp
     rows = min(w.sequences, g.max_num_seqs)
     slots = 0 if c.moe is None else c.moe.num_experts_per_token
@@ -310,8 +308,8 @@ def prefill(w: Workload) -> int:
 
 
 def scoring(w: Workload, by_layer: bool) -> int:
-    """A reference's or a teacher's scores of a micro-batch: `(3 D + 3 F) b` a token, and the head's logits; of several
-    ranks two layers' weights that are gathered and both tables, or all at once, `M b / S`."""
+    """Scoring a micro-batch by the reference or teacher: `(3 D + 3 F) b` per token, and the head's logits; with several
+    ranks the gathered weights: two layers' and both tables (`by_layer`), or all at once, `M b / S`."""
 
     def of(c: ModelConfig) -> int:
         tables = 2 * c.vocab_size * c.hidden_size * w.b
@@ -325,9 +323,9 @@ def scoring(w: Workload, by_layer: bool) -> int:
 
 
 def eager(w: Workload) -> int:
-    """The largest eager call of the start-up check, which computes every layer again in its backward pass and adds up
-    gradients as they come: `T D b` a layer, then the head's or a layer's work; of several ranks a gradient travels, and
-    where no rank has the weights that it trains on, those of a layer are gathered, and both tables."""
+    """The largest eager call of the start-up check, which recomputes every layer in the backward pass and accumulates
+    gradients one by one: `T D b` per layer, and the head's or a layer's work; with several ranks a gradient in transit
+    and, unless ranks hold whole weights, the gathered weights of a layer and both tables."""
     c, tokens = w.model, w.shape.tokens
     layers = tokens * c.hidden_size * w.b * (c.num_layers + 1)
     layer = layer_kept(w, c.num_layers - 1) * tokens + layer_backward(w)
@@ -336,9 +334,9 @@ def eager(w: Workload) -> int:
 
 
 def machine_check(w: Workload, again: Again) -> int:
-    """The check of this machine's products at the run's shapes: the head's weight, and two chunks of its logits, or
-    where they are kept all of a micro-batch, its rows, and as many more as the chain has at a time; or the
-    feed-forward's weight and its rows four times."""
+    """The check of this machine's products at the run's shapes. For the head: its weight and two chunks of logits or,
+    with kept logits, a micro-batch's rows, logits, and the chain's logits for `CHAIN_ROWS` of them. For the
+    feed-forward: its weight, and its inputs and outputs twice."""
     c = w.model
     wide = 2 * c.intermediate_size if c.moe is None else 2 * c.moe.intermediate_size
     of_head = table(w) + 2 * LOGIT_ROWS * c.vocab_size * 4
@@ -351,29 +349,29 @@ def machine_check(w: Workload, again: Again) -> int:
 
 
 def state_copies(w: Workload) -> int:
-    """What the check of an update copies to put it back: of masters that were made from the weights half of each word,
-    `2 n`, all after a supervised start, `4 n`; of float32 weights all, `4 n`. The others are made from the masters
-    again, and of several ranks all from the whole weights before anything was updated. Gradients are 0 by then, and so
-    are moments but those of a checkpoint, whose graphs have mostly passed before; nothing where the state is on the
-    host. What is more than `MOST_COPIED` is copied to the host."""
+    """What the check of the update copies, to restore it: masters, `4 n`, or `2 n` if they are bfloat16 weights still,
+    whose lower half-words are 0; and float32 weights, `4 n`. Other weights are rounded from the masters again. Ranks
+    that hold whole weights remake all from these before the first update. Gradients are 0, and so are moments except
+    for a checkpoint's, whose graphs have mostly passed before. With offloading nothing is copied. What exceeds
+    `MOST_COPIED` is copied to the host."""
     if w.offloads or w.sharded and w.reads_own and not w.config.trainer.warmup_steps:
         return 0
     return masters(w) // (1 if w.config.trainer.warmup_steps else 2) or w.layout.size * w.b
 
 
 def copies_here(w: Workload) -> int:
-    """Of `state_copies` what is on the device; as much where a run that goes on may copy what a new one does not."""
+    """The part of `state_copies` on the device. A new run plans for what it would copy if it were resumed."""
     return 0 if w.offloads else min(state_copies(w) or masters(w), MOST_COPIED)
 
 
 def context(w: Workload) -> int:
-    """CUDA's own, and NCCL's, a communicator an axis; what other processes use is not of the plan's memory."""
+    """CUDA's, and NCCL's for each axis. What other processes use is subtracted from the plan's memory beforehand."""
     return CONTEXT + communicators(w.axes) if w.on_gpu else 0
 
 
 def allocator(w: Workload, taken: int) -> int:
-    """Blocks rounded up, and holes between them, of `taken` bytes: a part of these, or the largest tensor of a step,
-    which may fit no hole: a chunk of logits, or rows of gate and up."""
+    """Rounding of blocks and fragmentation, for `taken` bytes: a fraction of these, or the largest tensor of a step, as
+    it may fit no hole: a chunk of logits, or the gate and up projections."""
     c = w.model
     experts = 0 if c.moe is None else c.moe.num_experts_per_token * c.moe.intermediate_size
     rows = w.shape.tokens * 2 * max(experts, c.intermediate_size * (c.moe_layers < c.num_layers)) * w.b
@@ -381,6 +379,6 @@ def allocator(w: Workload, taken: int) -> int:
 
 
 def communicators(axes: Sequence[Axis]) -> int:
-    """NCCL's buffers of axes that graphs have collectives along (2.0 GiB of one of four, on four H100)."""
+    """NCCL's buffers for axes with collectives in graphs (2.0 GiB for an axis of four, on four H100)."""
     peers = (min(axis.size - 1, MOST_PEERS) for axis in exchanging(axes))
     return RING * len(axes) + PEER * sum(peers)

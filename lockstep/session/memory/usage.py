@@ -1,4 +1,4 @@
-"""A run's memory: planned before its model is loaded, compared with what it took, and named when it runs out."""
+"""A run's memory: planned before its model is loaded, measured at its end, and explained when it runs out."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .remedies import refusal
 from .terms import BEGUN, GIB, STATE_ON_HOST, communicators
 from .workload import Workload
 
-STEP = GIB // 8  # of what is not at hand: a plan, which graphs are kept for, does not follow the driver's every page
+STEP = GIB // 8  # unavailable memory is rounded up to this, so that plans, and thus stored graphs, do not vary with it
 
 
 def model_config(config: RunConfig) -> ModelConfig:
-    """That of the run's model, of which nothing else is read."""
+    """The configuration of the run's model; reads nothing else of it."""
     return architecture(config.arch) if config.model is None else read_config(resolve_folder(config.model))
 
 
 def workload(config: RunConfig, ranks: int, on_gpu: bool, model: ModelConfig, **prompts: int) -> Workload:
-    """What is planned of a resolved configuration: its model, and the reference or the teacher of its loss. `prompts`:
-    `longest_prompt` and `prompt_limit` of a `Workload`, once they are known."""
+    """The workload of a resolved configuration, with the loss's reference or teacher. `prompts`: `longest_prompt` and
+    `prompt_limit` of `Workload`, once known."""
     dtype = torch.bfloat16 if on_gpu or config.dtype == "bfloat16" else torch.float32
     frozen = [model] if config.loss.beta > 0 else []
     if config.loss.teacher is not None:
@@ -47,25 +47,24 @@ def workload(config: RunConfig, ranks: int, on_gpu: bool, model: ModelConfig, **
 
 
 def memory_at_hand(device: torch.device, world: World = ONE) -> int:
-    """Bytes that this process may take: of a GPU all that others do not use, which is asked before anything is loaded
-    but what the processes of `world` talk through (what that has beyond its plan counts as others'); of a host, or of
-    what a container may have of it, its part among the processes of one machine, or less where its addresses are
-    limited."""
+    """The bytes that this process may take. Of a GPU: all that others do not use, measured before anything but CUDA and
+    NCCL is loaded (what these take beyond their plan counts as others'). Of a host, or of what a container may use of
+    it: an equal share for each process of the machine, or less where the address space is limited."""
     if device.type != "cuda":
         whole, of_group, limit = memory_bytes(device), memory_of_group(), addresses()
         share = (whole if of_group is None else min(whole, of_group)) // processes_here()
         return share if limit is None else min(share, limit)
     if torch.cuda.memory_allocated(device):
-        gc.collect()  # models of before lie in cycles with the programs that ran them
-        clear_matmul_workspaces()  # which keep the pools of runs that failed
-    torch.cuda.empty_cache()  # what measuring links left is nobody's
+        gc.collect()  # earlier models are in reference cycles with the programs that ran them
+        clear_matmul_workspaces()  # which keep the pools of failed runs alive
+    torch.cuda.empty_cache()  # frees what measuring the links left
     free, total = torch.cuda.mem_get_info(device)
     beyond = max(0, total - free - BEGUN - communicators(world.axes))
     return total - -(-beyond // STEP) * STEP
 
 
 def require_room(w: Workload, memory: int) -> MemoryPlan:
-    """The plan of a workload; `InputError` says what would fit where it does not."""
+    """The plan of a workload. If it does not fit, raises an `InputError` that says what would."""
     found = plan(w, memory)
     if not found.fits:
         raise InputError(refusal(w, found))
@@ -73,7 +72,7 @@ def require_room(w: Workload, memory: int) -> MemoryPlan:
 
 
 def require_host_room(found: MemoryPlan) -> None:
-    """`InputError` where this process's part of the host's memory does not hold the state that a plan has there."""
+    """Raise `InputError` if this process's share of the host's memory does not hold the plan's offloaded state."""
     needed, there = found.host.get(STATE_ON_HOST, 0), memory_at_hand(torch.device("cpu"))
     if needed > there:
         raise InputError(
@@ -83,15 +82,16 @@ def require_host_room(found: MemoryPlan) -> None:
 
 
 def holds_copy(found: MemoryPlan, device: torch.device) -> bool:
-    """Whether four fifths of the host's memory, as the disk's cache needs some, hold a checkpoint's copy too."""
+    """Whether the host terms, including the copy that a checkpoint is written from, fit in four fifths of the host
+    memory at hand; the rest is for all else, above all the page cache."""
     taken = sum(found.host.values()) + (found.total if device.type == "cpu" else 0)
     return taken <= 0.8 * memory_at_hand(torch.device("cpu"))
 
 
 def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]:
-    """GiB that the terms of the plan have by now, where that is known, and all that the device's driver counts."""
+    """GiB that the plan's terms take now, as far as known, and the totals that the device's driver reports."""
     optimizer, flat, device = trainer.optimizer, trainer.flat, trainer.flat.data.device
-    rounded = flat.data.dtype != flat.dtype  # as it is sent
+    rounded = flat.data.dtype != flat.dtype  # the shard is the masters, rounded when gathered
 
     def on_device(tensor: torch.Tensor) -> int:
         return tensor.nbytes if tensor.device == device else 0
@@ -119,7 +119,7 @@ def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]
 
 @contextmanager
 def running_out_named(table: Callable[[], str], world: World) -> Iterator[None]:
-    """An out-of-memory error within is an `InputError` that says which process met it, its plan and the remedy."""
+    """A context that turns an out-of-memory error into an `InputError` with the process, its plan and the remedy."""
     try:
         yield
     except LockstepError:

@@ -1,4 +1,4 @@
-"""What a plan is of: a model, a run's configuration, how many processes, and the longest prompt."""
+"""What is planned for: a model, a run's configuration, the number of processes, and the longest prompt."""
 
 from __future__ import annotations
 
@@ -22,8 +22,13 @@ from ...trainer.shapes import BatchShape, planned_tokens, train_shapes
 
 @dataclass(frozen=True)
 class Workload:
-    """One process of a training run, whose `config` is resolved for so many `ranks`. `longest_prompt`: tokens of the
-    longest prompt that was looked at; `prompt_limit`: of any. `frozen`: the reference or the teacher."""
+    """One process of a training run.
+
+    Attributes:
+        config: of the run, resolved for `ranks` processes. dtype: the compute dtype.
+        longest_prompt: tokens of the longest prompt inspected. prompt_limit: the most tokens of any prompt.
+        frozen: models that are only read: the reference or the teacher.
+    """
 
     model: ModelConfig
     config: RunConfig
@@ -35,13 +40,13 @@ class Workload:
     on_gpu: bool = True
 
     def having(self, section: str, **settings: Any) -> Workload:
-        """The same with other settings in a section of the configuration."""
+        """The workload with other settings in a section of the configuration."""
         changed = replace(getattr(self.config, section), **settings)
         return replace(self, config=replace(self.config, **{section: changed}))
 
     @cached_property
     def title(self) -> str:
-        """What is trained, how, in how many processes: a line for readers."""
+        """A line for users: what is trained, how, and with how many processes."""
         c, s = self.config, self.config.sampling
         model, task = c.model or f"{c.arch}, random weights", c.task.data or c.task.name
         turns = f", of {c.task.turns} turns" if c.task.turns > 1 else ""
@@ -53,60 +58,60 @@ class Workload:
 
     @cached_property
     def shape(self) -> BatchShape:
-        """Of the largest micro-batch."""
+        """The shape of the largest micro-batch."""
         return train_shapes(self.config, self.longest_prompt, self.prompt_limit)[0]
 
     @property
     def sequences(self) -> int:
-        """Completions that this process makes at once, at most."""
+        """The most completions that this process's group generates at once, for training or validation."""
         return max(self.trained_sequences, -(-self.config.task.validation_prompts // self.generating_groups))
 
     @property
     def trained_sequences(self) -> int:
-        """Those of them that are trained on: of a step."""
+        """The completions that this process's group generates for a step."""
         c = self.config
         return -(-c.trainer.prompts_per_step // self.generating_groups) * c.sampling.num_generations
 
     @property
     def generating_groups(self) -> int:
-        """Groups of processes that generate together, to which prompts are dealt."""
+        """The number of groups of processes that generate together, to which prompts are dealt."""
         return self.ranks // self.config.parallel.generator_tp or 1
 
     @property
     def groups(self) -> int:
-        """Groups of processes that have micro-batches of their own."""
+        """The number of groups of processes with micro-batches of their own (the size of `fsdp`)."""
         return self.ranks // self.config.parallel.tp
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens of a prompt with its completion that the cache is planned for."""
+        """The tokens of a prompt with its completion that the cache is planned for."""
         return planned_tokens(self.config, self.longest_prompt, self.prompt_limit)
 
     @property
     def sharded(self) -> bool:
-        """Whether the state is cut among several processes."""
+        """Whether the training state is sharded over several processes."""
         return self.ranks > 1
 
     @property
     def zero_stage(self) -> int:
-        """What the processes shard: 2, gradients and the state, as the generator's whole weights are read; 3, weights
-        too, where parts of them are trained on."""
+        """What processes shard. 2: gradients and optimizer state, as the generator's whole weights are trained on.
+        3: the weights too."""
         return self.config.parallel.zero_stage or (2 if self.reads_own else 3)
 
     @property
     def reads_own(self) -> bool:
-        """Whether the weights that a rank generates with are those that it trains on, whole."""
+        """Whether a rank holds the weights whole, and generates with and trains on the same ones."""
         return self.config.parallel.tp == self.config.parallel.generator_tp == 1
 
     @property
     def axes(self) -> Sequence[Axis]:
-        """Those that graphs have collectives along."""
+        """The axes that graphs have collectives along."""
         together, lanes = self.config.parallel.generator_tp, self.cells.lanes
         return World(size=self.ranks, tp=self.tp, generator_tp=together, lanes=lanes).axes
 
     @property
     def cells(self) -> Cells:
-        """How the gradients of a step's shards are added up."""
+        """How the gradients of a step's shards are summed."""
         parallel = self.config.parallel
         return Cells(parallel.batch_shards or self.groups, parallel.cell, self.groups)
 
@@ -128,37 +133,37 @@ class Workload:
 
     @cached_property
     def vectors(self) -> Sequence[Mapping[str, int]]:
-        """By layer: elements of the parameters that it has beside its modules', by name."""
+        """For each layer, the sizes of its own parameters (not those of its modules), by name."""
         return [{name: p.numel() for name, p in layer.named_parameters(recurse=False)} for layer in self.decoder.layers]
 
     @cached_property
     def largest(self) -> int:
-        """Elements of the largest parameter."""
+        """The number of elements of the largest parameter."""
         return max(parameter.numel() for parameter in self.decoder.parameters())
 
     @property
     def training(self) -> Mesh:
-        """What cuts the model that is trained."""
+        """The mesh that the trained model is sharded over (`fsdp` aside)."""
         return Mesh(tp=Axis("tp", self.tp))
 
     @property
     def generating(self) -> Mesh:
-        """What cuts a model that ranks generate with together."""
+        """The mesh that the generator's model is sharded over."""
         return Mesh(tp=Axis("tp", self.config.parallel.generator_tp))
 
     @cached_property
     def frozen_parameters(self) -> int:
-        """Of the models that are only read, what this rank has: of several its part, padded."""
+        """The number of parameters, padded, that this rank has of the models that are only read."""
         if not self.sharded:
             return sum(map(num_parameters, self.frozen))
-        alone = [not divides(model, self.tp) for model in self.frozen]  # then the ranks of `tp` have the same parts
+        alone = [not divides(model, self.tp) for model in self.frozen]  # these are replicated over `tp`
         meshes = [Mesh() if whole else self.training for whole in alone]
         decoders = [_decoder(model, self.dtype) for model in self.frozen]
         return sum(self._laid_out(decoder, on=mesh).size for decoder, mesh in zip(decoders, meshes, strict=True))
 
     @cached_property
     def layout(self) -> Layout:
-        """Where the trained parameters lie, padded and cut."""
+        """The layout of the trained parameters in a rank's flat buffer."""
         return self._laid_out(self.decoder, frozen_parameters(self.decoder, self.config.optimizer))
 
     def _laid_out(self, decoder: Decoder, without: Collection[str] = (), on: Mesh | None = None) -> Layout:
