@@ -1,3 +1,3 @@
-"""How many processes generate together where nobody says: from memory, load and measured links."""
+"""The choice of how many processes generate together if the configuration leaves it open."""
 
 from .choice import DegreeChoice, choose, choose_by_memory

@@ -1,4 +1,4 @@
-"""The choice of `parallel.generator_tp`, on which all ranks agree."""
+"""The choice of `parallel.generator_tp` from memory, load and measured links; all ranks make the same one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ from ..memory import Workload, as_run, memory_at_hand, model_config, plan
 from . import links
 from .decode_time import DecodeTime, Exchanged, Load
 
-ROOM = 0.75  # of a process's memory that weights and a cache that was asked for may take where the rest is not planned
-GAIN = 0.95  # of the time that fewer take: what more must come below, as measurements scatter
+ROOM = 0.75  # of a process's memory that weights and a given cache capacity may take, where there is no plan
+GAIN = 0.95  # more ranks must take less than this fraction of the time of fewer, as measurements scatter
 
 
 @dataclass(frozen=True)
 class DegreeChoice:
-    """How many generate together, what was `considered`, and the memory's bandwidth in bytes a second."""
+    """How many ranks generate together, and what that was chosen from.
+
+    Attributes:
+        bandwidth: of memory, bytes per second. considered: in ascending order of ranks.
+    """
 
     ranks: int
     bandwidth: float
@@ -37,16 +41,24 @@ class DegreeChoice:
         return {"generator_tp": self.ranks, "bandwidth_gb_s": round(self.bandwidth / 1e9, 2), "considered": considered}
 
     def text(self) -> str:
-        """Why, in lines."""
+        """The choice and its reasons, in lines."""
         chosen = f"{self.ranks} (memory copies at {self.bandwidth / 1e9:.3g} GB/s)"
         return "\n  ".join([f"chose {chosen}", *(found.line() for found in self.considered)])
 
 
 def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeChoice | None]:
-    """A run's configuration and processes with as many generating together as take the least time for a step's samples,
-    where `parallel.generator_tp` is 0; every rank calls it, and the first says why. Where it is 1 and the run does not
-    fit so, the fewest with which it does. The third is None where nothing was measured. `config` is resolved.
-    `InputError`: the run cannot be, whatever is chosen."""
+    """Choose how many processes generate together, and group them. Every rank calls it, and the first prints why.
+
+    If `parallel.generator_tp` is 0, the number that takes the least time for a step's samples; if it is 1 and the run
+    does not fit, the fewest with which it does. Returns the run's configuration, its processes, and the choice (None if
+    nothing was measured).
+
+    Args:
+        config: resolved.
+
+    Raises:
+        InputError: the run is invalid with any choice.
+    """
     if world.size == 1 or config.parallel.generator_tp > 1:
         return config, world, None
     device = resolve_device(config.device)
@@ -54,7 +66,7 @@ def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeCho
     w = world.each(lambda: planned_workload(config, world.size, device))
     if config.parallel.generator_tp == 1:
         return *_that_fit(w, world, memory), None
-    shared = range(1, 2 if config.parallel.zero_stage == 2 else 65)  # which has the weights whole
+    shared = range(1, 2 if config.parallel.zero_stage == 2 else 65)  # ZeRO stage 2 needs whole weights
     of_each = [w.having("parallel", generator_tp=ranks) for ranks in degrees(w.model, world.size) if ranks in shared]
     loads = [Load.of(each, plan(each, memory)) for each in of_each]
     world.same("the processes of this run", lambda: {"the loads of groups of processes": loads})
@@ -72,14 +84,14 @@ def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeCho
 
 
 def _grouped(config: RunConfig, world: World, ranks: int, why: str) -> tuple[RunConfig, World]:
-    """With so many generating together; the first process says why, if there is something to say."""
+    """The configuration and processes in groups of `ranks`; the first process prints `why` unless that is empty."""
     if world.first and why:
         print(f"parallel.generator_tp: {why}", file=sys.stderr, flush=True)
     return replace(config, parallel=replace(config.parallel, generator_tp=ranks)), in_groups(world, ranks)
 
 
 def _that_fit(w: Workload, world: World, memory: int) -> tuple[RunConfig, World]:
-    """The plan says whether one process has room for all of the weights."""
+    """The configuration and processes in the smallest groups that fit by plan; unchanged if none does."""
     larger = as_run(w, memory)
     if larger is w:
         return w.config, world
@@ -89,8 +101,12 @@ def _that_fit(w: Workload, world: World, memory: int) -> tuple[RunConfig, World]
 
 
 def choose_by_memory(config: RunConfig, world: World) -> tuple[RunConfig, World]:
-    """The same where no steps say how many samples there will be: as few as have room for their parts of the weights,
-    as requests are dealt to groups, and most groups complete the most at one time."""
+    """`choose` for commands other than training, with no known number of samples: the fewest ranks that have room for
+    their parts of the weights, since the most groups complete the most requests at a time.
+
+    Raises:
+        InputError: the model cannot be read.
+    """
     if config.parallel.generator_tp:
         return config, world
     found = world.share(lambda: (_loaded(config, world.size), memory_at_hand(resolve_device(config.device), world)))
@@ -102,7 +118,7 @@ def choose_by_memory(config: RunConfig, world: World) -> tuple[RunConfig, World]
 
 
 def _loaded(config: RunConfig, processes: int) -> dict[int, int]:
-    """By how many generate together, the bytes of a process's weights and of a cache that was asked for."""
+    """By the number that generate together, the bytes of a process's weights and of a given cache capacity."""
     model, dtype = model_config(config), resolve_dtype(config.dtype, resolve_device(config.device))
     needed = {}
     for ranks in degrees(model, processes):
@@ -112,12 +128,12 @@ def _loaded(config: RunConfig, processes: int) -> dict[int, int]:
 
 
 def degrees(model: ModelConfig, processes: int) -> Iterator[int]:
-    """The numbers of ranks that so many processes can be grouped by, and that can share the model."""
+    """The group sizes that divide `processes` and the model evenly."""
     return (n for n in range(1, min(processes, 64) + 1) if processes % n == 0 and divides(model, n))
 
 
 def best(found: Sequence[DecodeTime]) -> int:
-    """The fewest ranks that fit (of all where none does), unless more take clearly less time."""
+    """The fewest ranks that fit, unless more take clearly less time; if none fits, the fewest, to be refused later."""
     fitting = [one for one in found if one.load.fits]
     chosen = fitting[0] if fitting else found[0]
     for one in fitting:

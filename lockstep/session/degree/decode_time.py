@@ -1,5 +1,5 @@
-"""The time of a decode step, as it depends on how many processes share the model. What does not, kernels' launches and
-the sums that products compute, is left out: it is equal for all."""
+"""The time of a decode step, as far as it depends on how many processes share the model. Kernel launches and arithmetic
+are left out: they are taken to be equal for all choices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..memory import MemoryPlan, Workload
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Seconds that ranks which generate together take to exchange words: in a layer, and once a step in the head."""
+    """Seconds that tensor-parallel ranks spend on collectives: per layer, and once per step in the head."""
 
     layer: float = 0.0
     head: float = 0.0
@@ -21,8 +21,12 @@ class Exchanged:
 
 @dataclass(frozen=True)
 class Load:
-    """What falls to a group of so many ranks that generate together: whether its plan fits, the sequences that it makes
-    of a step's samples, and how many rows of them run at once."""
+    """The load of a group of ranks that generate together.
+
+    Attributes:
+        fits: whether its plan fits.
+        sequences: the group's share of a step's samples. rows: how many of these run at once.
+    """
 
     ranks: int
     fits: bool
@@ -38,15 +42,15 @@ class Load:
 
     @property
     def waves(self) -> int:
-        """How many times as long as one sequence takes all take."""
+        """How many batches of `rows` the sequences make, one after another."""
         return -(-self.sequences // self.rows)
 
 
 @dataclass(frozen=True)
 class DecodeTime:
-    """Seconds of a decode step of all rows of a `load`, in parts: reading this rank's part of the weights and of the
-    cache, `weights / (ranks * bandwidth)` and `rows * tokens * bytes_per_token / bandwidth`, and waiting for words,
-    `layers * layer + head`."""
+    """Seconds of a decode step of all rows of a `load`, in parts: reading this rank's part of the weights, `weights /
+    (ranks * bandwidth)`, and of the cache, `rows * tokens * bytes_per_token / bandwidth`; and collectives, `layers *
+    layer + head`."""
 
     load: Load
     weights: float
@@ -55,8 +59,10 @@ class DecodeTime:
 
     @staticmethod
     def of(w: Workload, load: Load, bandwidth: float, exchanged: Exchanged) -> DecodeTime:
-        """By what was measured. Every expert is read, and no table that is the embedding's alone; sequences are half
-        done."""
+        """The time for a workload, from measured memory bandwidth (bytes per second) and times of collectives.
+
+        Assumes that every expert is read, the embedding table only if it is the head, and completions are half done.
+        """
         c, ranks = w.model, load.ranks
         table = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
         tokens = w.longest_prompt + w.config.max_response_length / 2
@@ -71,11 +77,11 @@ class DecodeTime:
 
     @property
     def of_all(self) -> float:
-        """Of as many steps as all samples take for each of their tokens: what is compared."""
+        """Seconds for a token of every sequence, in all waves: what is compared."""
         return self.load.waves * self.step
 
     def to_dict(self) -> dict[str, Any]:
-        """For the summary, in milliseconds."""
+        """The entry in the summary, in milliseconds."""
         parts = {f"{n}_ms": 1e3 * getattr(self, n) for n in ("step", "weights", "cache", "exchanges", "of_all")}
         return asdict(self.load) | {name: float(f"{value:.4g}") for name, value in parts.items()}
 

@@ -1,4 +1,4 @@
-"""What memory and links of these processes take, measured through the collectives that the generator will use."""
+"""Measures memory bandwidth, and the links between processes by the collectives that the generator will use."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ from ...graph import Inputs, Program, Runtime, Store
 from ...models import ModelConfig
 from .decode_time import Exchanged
 
-_COPIED = {"cuda": 256 << 20, "cpu": 16 << 20}  # bytes: more than a cache holds
+_COPIED = {"cuda": 256 << 20, "cpu": 16 << 20}  # bytes, more than a hardware cache holds
 _TRIES, _LAUNCHES = 3, 10
 
 
 def bandwidth(world: World, device: torch.device) -> float:
-    """Bytes a second that are read and written in the memory of the slowest rank."""
+    """The bytes per second that a copy reads and writes in memory, on the slowest rank."""
     source = torch.ones(_COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     rate = 2 * source.nbytes / _shortest(world, device, partial(target.copy_, source))
     del source, target
-    torch.cuda.empty_cache()  # a run's plan is of what is free
+    torch.cuda.empty_cache()  # a run's plan counts free memory
     return min(world.gather(rate))
 
 
 def exchanged(world: World, compile: CompileConfig, model: ModelConfig, x: Tensor, device: torch.device) -> Exchanged:
-    """Seconds of what a layer exchanges, the four gathers of its columns, and of what the head does, of the slowest
-    rank: at the level that the generator will run at, eager or in graphs. `x`, of the compute dtype, has a row a
-    sequence: [R, 0]."""
+    """Seconds of a layer's collectives (four all-gathers of columns) and of the head's, on the slowest rank; run as the
+    generator will, eagerly or in graphs.
+
+    Args:
+        compile: resolved.
+        x: [R, 0], a row for each sequence, in the compute dtype.
+    """
     rows, ranks = x.shape[0], world.generator_tp
     values = model.num_heads * (model.head_dim if model.mla is None else model.mla.v_dim)
     wide = model.intermediate_size if model.moe is None else model.hidden_size
@@ -53,29 +57,29 @@ def exchanged(world: World, compile: CompileConfig, model: ModelConfig, x: Tenso
 
 
 class _Exchanges:
-    """What ranks exchange in a decode step."""
+    """The collectives of a decode step."""
 
     def __init__(self, spread: Spread) -> None:
         self._spread = spread
 
     def layer(self, inputs: Inputs) -> dict[str, Tensor]:
-        """The columns of attention's heads and of three products."""
+        """All-gathers the columns of attention's heads and of three products."""
         return {name: self._spread.columns(part) for name, part in inputs.buffer.items()}
 
     def head(self, inputs: Inputs) -> dict[str, Tensor]:
-        """Logits, and three words a row of what was drawn from them."""
+        """Exchanges logits, then all-gathers three words per row, the size of a sampled result."""
         logits_RW = inputs.buffer["logits"]
         own_RV = self._spread.rows_to_owners(logits_RW)
         return {"drawn": self._spread.all_rows(own_RV[:, :3].contiguous(), logits_RW.shape[0])}
 
 
 def _seconds(world: World, device: torch.device, program: Program) -> float:
-    program()  # made
+    program()  # makes the graph
     return _shortest(world, device, lambda: program(times=_LAUNCHES)) / _LAUNCHES
 
 
 def _shortest(world: World, device: torch.device, launch: Callable[[], object]) -> float:
-    """Seconds of a launch to its end on the device, the shortest of several, which all ranks begin at once."""
+    """The shortest time, in seconds, of several launches to their end on the device; all ranks start each together."""
     found, wait = [], torch.get_device_module(device).synchronize
     for _ in range(_TRIES):
         world.gather(None)
