@@ -1,1 +1,1 @@
-"""What a captured graph is, as text and as plain data, and what must hold of it."""
+"""The captured graph: its records, its form as text, and the verifier."""

@@ -1,4 +1,4 @@
-"""What a capture is: a flat graph with named inputs that have roles, and the questions passes ask of its nodes."""
+"""A captured graph: a flat FX graph whose named inputs have roles, and the questions that passes ask of its nodes."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ Role = Literal["param", "grad", "buffer", "optimizer", "kv", "user"]
 Level = str  # how a program runs: a recording by its name (`config.RECORDINGS`), "captured" or "eager"
 Origins = Mapping[fx.Node, frozenset[fx.Node]]  # see `origins`
 Static = bool | int | float | str | None
-Place = tuple[int, str]  # of an argument of an operator: its number and its name
-Dynamic = Mapping[str, tuple[str | None, ...]]  # input: the names of its open sizes, None for a fixed one
+Place = tuple[int, str]  # position and name of an operator's argument
+Dynamic = Mapping[str, tuple[str | None, ...]]  # by input: per dimension the name of its open size, None if fixed
 
 BACKWARD_TAG = "remat_pass_tag"  # what torch's own rematerialization passes read, in every version
 BACKWARD = "is_backward"
 MODULE_TAG = "module"
-_NAMESPACES = {  # of operators that are this package's or torch's
+_NAMESPACES = {  # operator namespaces of this package and of torch
     *("aten", "prims", "lockstep", "higher_order", "_c10d_functional", "c10d", "symm_mem", "inductor"),
     *("inductor_prims", "rngprims", "mkl", "mkldnn"),
 }
-_MODULES = {"torch", "lockstep", "_operator", "operator", "builtins", "math"}  # of functions that are no operators
-STORED = "lockstep_value"  # where a loaded graph's nodes keep what they compute
-_DESCRIBED = "lockstep_described"  # and a traced one's, what the trace recorded with its description
+_MODULES = {"torch", "lockstep", "_operator", "operator", "builtins", "math"}  # root modules of known plain functions
+STORED = "lockstep_value"  # metadata key of a loaded graph's nodes: the stored `Value`
+_DESCRIBED = "lockstep_described"  # metadata key of a traced graph's nodes: (fake value, its `Value`)
 
 
 class GraphError(LockstepError):
-    """A graph cannot be captured, is refused by the verifier, or is launched with what it was not made for."""
+    """A graph cannot be captured, is refused by the verifier, or is launched with inputs it was not captured for."""
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A graph's tensors by role and name. All but `user` are static: the graph is bound to those very tensors.
+    """A graph's input tensors by role and name. All but `user` are static: the graph is bound to these very tensors.
 
     Attributes:
-        param: weights. grad: what gradients add into. buffer: other state, such as statistics or positions.
-        optimizer: masters and moments. kv: the cache. user: what differs from launch to launch.
-        module: whose own tensors are among these; for it, `substituted` has nothing to do.
+        param: weights. grad: gradient accumulation buffers. buffer: other state, such as statistics or positions.
+        optimizer: master weights and moments. kv: the KV cache. user: inputs that differ from launch to launch.
+        module: the module that owns `param` and `buffer`; `substituted` need not swap its tensors.
     """
 
     param: Mapping[str, Tensor] = field(default_factory=dict)
@@ -69,11 +69,11 @@ class Inputs:
         return replace(self, **other, module=None)
 
     def described(self, dynamic: Dynamic) -> tuple[InputSpec, ...]:
-        """What the inputs are, in the order of `flat`, with open sizes by name; see `InputSpec.of`."""
+        """The specs of the inputs, in the order of `flat`, with open sizes by name; see `InputSpec.of`."""
         return tuple(InputSpec.of(role, name, tensor, dynamic.get(name, ())) for role, name, tensor in self.flat())
 
     def open_sizes(self, specs: Sequence[InputSpec]) -> dict[str, int]:
-        """The values that the open sizes of `specs` have here. `GraphError`: two inputs disagree about a size."""
+        """The values of the open sizes of `specs` in these inputs. `GraphError`: two inputs disagree about a size."""
         sizes: dict[str, int] = {}
         for spec, (_, _, tensor) in zip(specs, self.flat(), strict=True):
             for size, value in zip(spec.shape, tensor.shape, strict=True):
@@ -84,7 +84,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What an input must be; an open size stands by its name, and then the tensor is contiguous."""
+    """What an input tensor must be. In `shape` an open size is its name; a tensor with open sizes is contiguous."""
 
     role: Role
     name: str
@@ -95,8 +95,8 @@ class InputSpec:
 
     @staticmethod
     def of(role: Role, name: str, tensor: Tensor, sizes: Sequence[str | None] = ()) -> InputSpec:
-        """The description of a tensor. `sizes` are the names of the open ones, None for a fixed one. A size of 0 or 1
-        is fixed all the same, as it is another thing to broadcasting."""
+        """The spec of a tensor. `sizes`: per dimension the name of its open size, None if fixed. Sizes 0 and 1 are
+        always fixed, since they broadcast differently."""
         named = sizes or [None] * tensor.dim()
         shape = tuple(n if n and value > 1 else value for value, n in zip(tensor.shape, named, strict=True))
         stride = None if any(isinstance(size, str) for size in shape) else tensor.stride()
@@ -107,10 +107,10 @@ class InputSpec:
         return tuple(size if isinstance(size, str) else None for size in self.shape)
 
     def mismatch(self, tensor: Tensor) -> str | None:
-        """What about `tensor` differs from this description, or None."""
+        """How `tensor` differs from this spec, as a message, or None."""
         shape, stride = tuple(tensor.shape), tensor.stride()
         if (shape, stride, tensor.dtype, tensor.device) == (self.shape, self.stride, self.dtype, self.device):
-            return None  # as at almost every launch
+            return None  # the fast path of almost every launch
         expected: tuple[int | str, ...] = self.shape
         if self.stride is None and len(shape) == len(expected):
             if not tensor.is_contiguous():
@@ -136,17 +136,17 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class Captured:
-    """A flat graph of `torch.fx` and its signature.
+    """A flat `torch.fx` graph and its signature.
 
     Attributes:
-        module: one placeholder an input, in order; returns a list of tensors, one an output.
+        module: has one placeholder per input, in order; returns a list of tensors, one per output.
         statics: the Python values that the graph was traced with and holds as constants.
         writes: roles whose tensors the graph may write in place.
         recorded: whether it runs as a CUDA graph.
-        split_at: operators (`namespace.name`) that run between recorded pieces; empty when it is recorded whole.
-        sizes: the open sizes of the inputs. Nodes that compute with them give Python numbers.
-        log: what each pass did.
-        before: the graph before the last pass, as long as it is kept.
+        split_at: operators (`namespace.name`) that run between recorded pieces; empty if the graph is recorded whole.
+        sizes: the open sizes of the inputs. Nodes that compute with them return Python numbers.
+        log: one line per pass that ran.
+        before: the graph before the last pass, while it is kept.
     """
 
     name: str
@@ -170,25 +170,25 @@ class Captured:
         return title_of(self.name, self.statics)
 
     def value(self, node: fx.Node) -> Value:
-        """What a node computes: as it was stored, or as the trace recorded it."""
+        """What a node computes, from the stored graph or from the trace."""
         if STORED in node.meta:
             return node.meta[STORED]
         recorded = torch_trace.fake_value(node)
         known = node.meta.get(_DESCRIBED)
-        if known is None or known[0] is not recorded:  # every pass and check asks for every node's
+        if known is None or known[0] is not recorded:  # cached, as every pass and check asks this of every node
             known = node.meta[_DESCRIBED] = recorded, value_of(recorded, self.sizes)
         return known[1]
 
     @cached_property
     def written_inputs(self) -> frozenset[int]:
-        """Numbers of the inputs that the graph writes in place."""
+        """Indices of the inputs that the graph writes in place."""
         number = {node: i for i, (node, _) in enumerate(self.placeholders())}
         lies_in = origins(self.graph)
         return frozenset(number[o] for n in self.graph.nodes for a in written(n) for o in lies_in[a] if o in number)
 
     def stages(self) -> list[tuple[str, Captured]]:
-        """The graph as captured and after each pass, oldest first, as far as they were kept; of one that was loaded, as
-        it was stored."""
+        """The graph as captured and after each pass, oldest first, as far as they were kept. A loaded graph begins with
+        the stage that was stored, named "storage"."""
         found = [self]
         while found[-1].before is not None:
             found.append(found[-1].before)
@@ -208,12 +208,12 @@ def title_of(name: str, statics: Mapping[str, Static]) -> str:
 
 
 def is_exact(node: fx.Node) -> bool:
-    """Whether a call has the bits that eager has; a compiled region has its own."""
+    """Whether a call is bitwise equal to eager; a compiled region need not be."""
     return getattr(node.target, "exact", True)
 
 
 def inexact_results(captured: Captured) -> frozenset[str]:
-    """Outputs ("output NAME") and inputs written ("ROLE NAME") that depend on a call that is not exact."""
+    """Outputs ("output NAME") and written inputs ("ROLE NAME") that depend on a call that is not exact."""
     if all(map(is_exact, captured.graph.nodes)):
         return frozenset()
     lies_in = origins(captured.graph)
@@ -229,20 +229,20 @@ def inexact_results(captured: Captured) -> frozenset[str]:
 
 
 def op_name(node: fx.Node) -> str:
-    """`namespace.operator` of a call, without the overload; the node's kind otherwise."""
+    """`namespace.operator` of an operator call, without the overload; a function's name; else the node's `op`."""
     if torch_trace.is_operator(node.target):
         return torch_trace.operator_name(node.target)
     return getattr(node.target, "__name__", node.op) if node.op == "call_function" else node.op
 
 
 def plain(captured: Captured) -> bool:
-    """Whether its first launch does no more than its others, once kernels of the package are loaded: it has no compiled
-    region and nothing of others', which may compile or measure at first, and no calls between recorded pieces."""
+    """Whether the first launch does the same as later ones, once the package's kernels are loaded: there are no
+    compiled regions or foreign operators, which may compile or autotune first, and no calls between recorded pieces."""
     return not captured.split_at and all(map(is_exact, captured.graph.nodes)) and not outside(captured)
 
 
 def outside(captured: Captured) -> set[str]:
-    """Operators and functions of neither this package nor torch nor Python."""
+    """Operators and functions that the graph calls from outside this package, torch and Python."""
     found = set()
     for target in (node.target for node in captured.graph.nodes if node.op == "call_function"):
         if torch_trace.is_operator(target):
@@ -261,17 +261,18 @@ def is_backward(node: fx.Node) -> bool:
 
 
 def module_of(node: fx.Node) -> str:
-    """The path of the innermost module whose forward made the node; empty outside all."""
+    """The path of the innermost module whose forward made the node; empty outside any module."""
     return torch_trace.tags(node).get(MODULE_TAG, "")
 
 
 def described(node: fx.Node) -> str:
-    """A node in a message: its name, operator and module."""
+    """A node for a message: its name, operator and module."""
     module = f" of {module_of(node)}" if module_of(node) else ""
     return f"node {node.name} ({op_name(node)}){module}"
 
 
 def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that a call writes in place."""
     return _given(node, _written_places)
 
 
@@ -280,20 +281,20 @@ def mutates(node: fx.Node) -> bool:
 
 
 def acts(node: fx.Node) -> bool:
-    """Whether a call does more than make results, which nobody may read: it writes, draws from torch's random state, or
-    returns nothing, such as an assertion."""
+    """Whether a call has side effects, so it must stay even if nothing reads its results: it writes in place, draws
+    from torch's random state, or returns nothing, such as an assertion."""
     if not torch_trace.is_operator(node.target):
         return False
     random = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
     return mutates(node) or random or not torch_trace.results(node.target)
 
 
-# Their schemas declare a fresh result, but it shares memory with the argument.
+# Their schemas declare a fresh result, but the result aliases the argument.
 _UNDECLARED_VIEWS = {"aten._unsafe_view", "aten.lift_fresh", "_c10d_functional.wait_tensor"}
 
 
 def viewed(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose memory a call's result shares."""
+    """The arguments that a call's result aliases."""
     if node.target is operator.getitem:
         return [node.args[0]]  # type: ignore[list-item]
     if op_name(node) in _UNDECLARED_VIEWS:
@@ -302,7 +303,7 @@ def viewed(node: fx.Node) -> list[fx.Node]:
 
 
 def origins(graph: fx.Graph) -> Origins:
-    """For each node the nodes whose memory its result lies in: placeholders, constants, or calls that allocate."""
+    """For each node, the nodes that own the memory of its result: placeholders, constants, or calls that allocate."""
     found: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         sources = viewed(node) if node.op == "call_function" else []
@@ -312,19 +313,19 @@ def origins(graph: fx.Graph) -> Origins:
 
 @functools.cache
 def _written_places(op: Any) -> tuple[Place, ...]:
-    """The arguments that a call of an operator writes."""
+    """The arguments that an operator writes."""
     return tuple((i, a.name) for i, a in enumerate(torch_trace.arguments(op)) if a.is_write)
 
 
 @functools.cache
 def _viewed_places(op: Any) -> tuple[Place, ...]:
-    """Those whose memory its results share."""
+    """The arguments that an operator's results alias."""
     shared = frozenset().union(*(result.aliases for result in torch_trace.results(op)))
     return tuple((i, a.name) for i, a in enumerate(torch_trace.arguments(op)) if a.aliases & shared)
 
 
 def _given(node: fx.Node, places: Callable[[Any], tuple[Place, ...]]) -> list[fx.Node]:
-    """The nodes that a call passes for these arguments."""
+    """The nodes that a call passes for the arguments that `places` gives for its operator."""
     if node.op != "call_function" or not torch_trace.is_operator(node.target):
         return []
     found: list[fx.Node] = []

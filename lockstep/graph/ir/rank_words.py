@@ -1,8 +1,8 @@
-"""Which floats of a graph were added across ranks: by a collective that adds, or after they were gathered.
+"""Finds floats that a graph sums across ranks: in a reducing collective, or after they were gathered.
 
-Words of several ranks that lie along a dimension may be laid out, chosen from, and summed over by our own operators,
-which read them as the whole that one rank has. Added to one another by anything else, or by what is not known to keep
-them apart, they are a sum that was cut where the number of ranks says.
+"Words" are tensor elements. Words of several ranks that lie side by side along a dimension may be rearranged, indexed,
+and reduced by our own operators, which see the same tensor that a single rank would have. If anything else adds them
+up, or might, the result counts as a sum across ranks: its order depends on the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .captured import Captured, Origins, op_name, written
 from .values import TensorValue, tensors_in
 
 COLLECTIVES = "_c10d_functional."
-PUSH = "lockstep.push_columns"  # a gather of columns, or an exchange whose rows come with all columns
+PUSH = "lockstep.push_columns"  # all-gathers columns, or sends each row, with all its columns, to its owner
 _REDUCES = frozenset(
     COLLECTIVES + name
     for name in (
@@ -35,17 +35,18 @@ _SPLITS = {"aten.unbind", "aten.split", "aten.split_with_sizes", "aten.chunk"}
 _JOINS = {"aten.cat", "aten.stack"}
 _LAID_OUT = _SAME | _VIEWS | _TURNS | _TAKES | _SPLITS | _JOINS | {GATHER, GATHER_MANY, "getitem"}
 _FILLED = {f"aten.{name}_like" for name in ("zeros", "ones", "empty", "full")} | {"aten.new_zeros", "aten.new_empty"}
-_ADDS = {"add", "sub", "rsub", "addcmul", "addcdiv", "lerp", "logaddexp", "logaddexp2", "hypot"}  # element by element
+_ADDS = {"add", "sub", "rsub", "addcmul", "addcdiv", "lerp", "logaddexp", "logaddexp2", "hypot"}  # elementwise
 _SUMS = {"sum", "nansum", "mean", "prod", "cumsum", "cumprod", "logsumexp", "logcumsumexp", "_softmax", "_log_softmax"}
 _CHOOSES = {"amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "sort", "topk"}
-_MOVES = {"index", "gather", "flip", "roll", "repeat", "repeat_interleave", "diagonal", "embedding"}  # to any place
+_MOVES = {"index", "gather", "flip", "roll", "repeat", "repeat_interleave", "diagonal", "embedding"}  # anywhere
 _COPIES = {"copy", "fill", "zero", "index_copy", "where", "masked_fill"}
 
 Part = tuple[str, Hashable]
 
 
 class _Along(NamedTuple):
-    """That words of a group's ranks may lie along a dimension; all of a rank's one after another, if `by_rank`."""
+    """Words of a group's ranks may vary along a dimension; if `by_rank`, it is rank-major: rank 0's block, rank 1's,
+    and so on."""
 
     group: str
     by_rank: bool = False
@@ -55,11 +56,11 @@ Dims = tuple[frozenset[_Along], ...]
 
 
 class _Words(NamedTuple):
-    """Words of several ranks in a tensor.
+    """Where a tensor holds words of several ranks.
 
     Attributes:
-        dims: of each dimension, whose words lie along it.
-        parts: a group and a part of it, where it has words of that part alone; or of all in another order.
+        dims: for each dimension, the groups whose words lie along it.
+        parts: (group, key) where the tensor holds only one part of the group's words, or all of them reordered.
     """
 
     dims: Dims
@@ -72,25 +73,25 @@ class _Words(NamedTuple):
 
 
 def communicates(node: fx.Node) -> bool:
-    """Whether a call brings words of other ranks."""
+    """Whether a call brings words from other ranks."""
     return op_name(node).startswith(COLLECTIVES) or op_name(node) == PUSH
 
 
 class RankWords:
-    """The words of several ranks in each result of a graph, node by node."""
+    """Tracks, node by node, where each result of a graph holds words of several ranks."""
 
     def __init__(self, captured: Captured, lies_in: Origins) -> None:
         """`lies_in`: the graph's `origins`."""
         self._captured, self._lies_in = captured, lies_in
         self._words: dict[fx.Node, _Words] = {}
-        self._computed: set[fx.Node] = set()  # the others are inputs and constants, or are laid out from such
-        self._memory: dict[fx.Node, frozenset[str]] = {}  # of what was written into an allocation
-        self._ranks: dict[str, int] = {}  # of each group
+        self._computed: set[fx.Node] = set()  # all others are inputs and constants, or rearrangements of these
+        self._memory: dict[fx.Node, frozenset[str]] = {}  # by allocation: groups whose words were written into it
+        self._ranks: dict[str, int] = {}  # number of ranks, by group
 
     def adds(self, node: fx.Node) -> bool:
-        """Follow the next node; whether it adds floats of several ranks."""
+        """Process the next node of the graph. Returns whether it sums floats across ranks."""
         if node.op != "call_function" or not tensors_in(self._captured.value(node)):
-            return False  # sizes are no words
+            return False  # sizes do not count
         name = op_name(node)
         read = node.all_input_nodes[: 1 if name in _TAKES else None]
         if name not in _FILLED and (any(map(self._is_computed, read)) or (read and name not in _LAID_OUT)):
@@ -105,7 +106,7 @@ class RankWords:
         return adds and self._is_float(node)
 
     def _followed(self, node: fx.Node, name: str) -> tuple[_Words | None, bool]:
-        """What a call's result has, and whether it adds words of several ranks."""
+        """The words in a call's result, and whether the call sums words across ranks."""
         if name in _REDUCES:
             return None, True
         if communicates(node) and name != WAIT:
@@ -113,7 +114,7 @@ class RankWords:
         given = [n for n in node.all_input_nodes if self._of(n)]
         if node.target is operator.getitem:
             return self._item(node), False
-        if not given or name in _FILLED | _SPLITS:  # of what was split each item is looked at
+        if not given or name in _FILLED | _SPLITS:  # the outputs of a split are handled item by item
             return None, False
         first, old, new = self._of(given[0]), self._shape(given[0]), self._shape(node)
         assert first is not None
@@ -140,7 +141,7 @@ class RankWords:
         return self._spread(given, len(new), node), kind not in _MOVES
 
     def _communicated(self, node: fx.Node, name: str) -> _Words | None:
-        """What comes from other ranks; weights and other inputs, which nothing computed, are no part of a sum."""
+        """The words that a collective brings. Weights and other inputs, which no node computed, do not count."""
         source, count = node.all_input_nodes[0], node.args[1] if len(node.args) > 1 else None
         group = str(node.args[2] if name == PUSH else node.args[-1])
         self._ranks[group] = len(count) if isinstance(count, (list, tuple)) else count  # type: ignore[assignment]
@@ -152,7 +153,7 @@ class RankWords:
         return own if name == GATHER else _Words(own.dims, own.parts | {(group, node.name)})
 
     def _gathered(self, source: fx.Node, group: str) -> _Words:
-        """All ranks' of this tensor, along its first dimension."""
+        """The words of this tensor all-gathered along its first dimension."""
         own = self._of(source) or _nothing(self._shape(source))
         first = frozenset(_Along(along.group) for along in own.dims[0]) | {_Along(group, True)}
         return _Words((first, *own.dims[1:]), own.parts)
@@ -175,7 +176,7 @@ class RankWords:
         return self._own(source, given, self._shape(node))
 
     def _taken(self, node: fx.Node, name: str, whole: _Words) -> _Words:
-        """A part of what lies along a dimension. A rank's own part, chosen by its place, is no other rank's."""
+        """The words left by an indexing call. A rank's own part, indexed by its place, has no other rank's words."""
         dim = _argument(node, "dim", 1, 0) % len(whole.dims)
         place: Any = node.args[2:]
         if name == "aten.index_select" and isinstance(index := place[0], fx.Node):
@@ -189,7 +190,7 @@ class RankWords:
         return _part(whole, dim, place[0] if name == "aten.select" else str(place), name == "aten.select")
 
     def _joined(self, node: fx.Node, name: str) -> _Words:
-        """Parts in their order are the whole again."""
+        """The words of a concatenation: parts in rank order make up the whole again."""
         pieces, new, none = node.args[0], self._shape(node), frozenset[_Along]()
         assert isinstance(pieces, (list, tuple))
         dim = _argument(node, "dim", 1, 0) % len(new)
@@ -207,7 +208,7 @@ class RankWords:
         return _Words(tuple(dims), common | frozenset(again))
 
     def _own(self, node: fx.Node, given: Sequence[fx.Node], new: Sequence[Any]) -> _Words | None:
-        """Of an operator of ours, or of a user's: it sums over whole rows, and keeps them apart."""
+        """The words in the result of a custom operator, ours or a user's: trusted to sum as on one rank, row by row."""
         rows = next((n for n in node.all_input_nodes if self._is_float(n)), given[0])
         parts = frozenset().union(*(w.parts for n in given if (w := self._of(n))))
         along, old = self._of(rows), self._shape(rows)
@@ -215,23 +216,24 @@ class RankWords:
         return _Words((kept, *_nothing(new[1:]).dims) if new else (), parts)
 
     def _aligned(self, given: Sequence[fx.Node], count: int) -> _Words:
-        """Element by element, with dimensions counted from the last."""
+        """The words in the result of an elementwise call, with dimensions aligned as in broadcasting."""
         found = [w for n in given if (w := self._of(n))]
         padded = [((frozenset(),) * (count - len(w.dims)) + w.dims)[-count:] if count else () for w in found]
         dims = tuple(frozenset().union(*(d[i] for d in padded)) for i in range(count))
         return _Words(dims, frozenset().union(*(w.parts for w in found)))
 
     def _spread(self, given: Sequence[fx.Node], count: int, node: fx.Node) -> _Words:
-        """Of a call that may have put any words anywhere."""
+        """The words in the result of a call that may put any word anywhere."""
         groups = frozenset[str]().union(*(w.groups for n in given if (w := self._of(n))))
         return _Words((_anywhere(groups),) * count, frozenset((group, node.name) for group in groups))
 
     def _mixes(self, node: fx.Node) -> bool:
+        """Whether operands hold different parts of the ranks' words."""
         parts = [w.parts if (w := self._of(n)) else frozenset() for n in self._operands(node)]
         return any(found != parts[0] for found in parts)
 
     def _broadcasts(self, node: fx.Node) -> bool:
-        """Whether an operand of one element meets words of several ranks along a dimension."""
+        """Whether an operand is broadcast along a dimension that holds words of several ranks in another operand."""
         shapes = [self._shape(n) for n in self._operands(node)]
         for n in self._operands(node):
             dims = w.dims if (w := self._of(n)) else ()
@@ -269,7 +271,7 @@ def _nothing(shape: Sequence[Any]) -> _Words:
 
 
 def _part(whole: _Words, dim: int, key: Hashable, drops: bool) -> _Words:
-    """Of what lies along a dimension, without it where it `drops`."""
+    """The words of part `key` along a dimension, which is removed if `drops`."""
     dims = (*whole.dims[:dim], *whole.dims[dim + 1 :]) if drops else whole.dims
     return _Words(dims, whole.parts | {(along.group, key) for along in whole.dims[dim]})
 
@@ -284,7 +286,8 @@ def _anywhere(groups: Iterable[str]) -> frozenset[_Along]:
 
 
 def _reshaped(dims: Dims, old: Sequence[int | str], new: Sequence[int | str], ranks: Mapping[str, int]) -> Dims:
-    """Dimensions of the same size at the beginning and the end stay; those in between may have what any of them has."""
+    """Words after a reshape: leading and trailing dimensions of unchanged size keep theirs; each one between may have
+    those of any dimension that was between."""
     most = min(len(old), len(new))
     first = next((i for i in range(most) if old[i] != new[i]), most)
     last = next((i for i in range(most - first) if old[-1 - i] != new[-1 - i]), most - first)
@@ -294,13 +297,13 @@ def _reshaped(dims: Dims, old: Sequence[int | str], new: Sequence[int | str], ra
     if before and sizes and not any(before[1:]) and all(along.by_rank for along in before[0]):
         if len(sizes) == 1:
             between = [before[0]]
-        elif all(ranks.get(group) == sizes[0] for group in groups):  # the ranks, and what each of them has
+        elif all(ranks.get(group) == sizes[0] for group in groups):  # [ranks, each rank's block]
             between = [before[0], *[frozenset[_Along]()] * (len(sizes) - 1)]
     return (*dims[:first], *between, *dims[len(old) - last :])
 
 
 def _turned(node: fx.Node, count: int) -> list[int]:
-    """Which dimension each one of the result was."""
+    """For each dimension of a transposed result, the dimension that it was."""
     order = list(range(count))
     if op_name(node) == "aten.permute":
         return [dim % count for dim in _argument(node, "dims", 1, order)]
@@ -310,7 +313,7 @@ def _turned(node: fx.Node, count: int) -> list[int]:
 
 
 def _reduced(node: fx.Node, count: int) -> set[int]:
-    """The dimensions that a call goes over."""
+    """The dimensions that a call reduces over."""
     given = _argument(node, "dim", 1, None)
     given = [given] if isinstance(given, int) and not isinstance(given, bool) else given
     dims = given if isinstance(given, (list, tuple)) and given else range(count)

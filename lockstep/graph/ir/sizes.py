@@ -1,5 +1,5 @@
-"""The sizes that a trace leaves open, by name, and what it assumed of them, as plain data: a condition is an expression
-in names, a number, a name or `[operator, argument, ...]`, which a file can keep and anyone check."""
+"""The open (dynamic) sizes of a trace, by name, and its guards on them, as plain data that can be stored and checked
+without sympy. A condition is an expression: a number, a name or `[operator, argument, ...]`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 Expression = int | bool | str | list[Any]
-Condition = tuple[Expression, str]  # with the line that asked
+Condition = tuple[Expression, str]  # with the source line that required it
 
-_INFIX: dict[str, tuple[str, Callable[..., Any]]] = {  # by the name that sympy or torch gives to it
+_INFIX: dict[str, tuple[str, Callable[..., Any]]] = {  # by sympy's or torch's class name
     "Add": ("+", lambda *terms: sum(terms)),
     "Mul": ("*", lambda *factors: math.prod(factors)),
     "Pow": ("**", operator.pow),
@@ -40,25 +40,25 @@ _OPERATORS = dict(_INFIX.values())
 
 @dataclass(frozen=True)
 class Sizes:
-    """Open sizes and the conditions on them, each with the line that asked. `symbols` are what stands for the sizes in
-    the shapes of traced tensors, with their names; a graph that was loaded has none."""
+    """Open sizes and the conditions on them. `symbols` maps the sympy symbols in the shapes of traced tensors to the
+    sizes' names; it is empty for a loaded graph."""
 
     names: tuple[str, ...] = ()
     conditions: tuple[Condition, ...] = ()
     symbols: Mapping[Any, str] = field(default_factory=dict, compare=False)
-    _names: dict[Any, str] = field(default_factory=dict, init=False, repr=False, compare=False)  # of what was asked for
+    _names: dict[Any, str] = field(default_factory=dict, init=False, repr=False, compare=False)  # cache of `name`
 
     def name(self, size: int | torch.SymInt) -> int | str:
-        """A size of a traced tensor: its value, or an expression in the names of open ones."""
+        """A size of a traced tensor: its value, or an expression in the names of open sizes."""
         if isinstance(size, int):
             return size
         found = size.node.expr
-        if found not in self._names:  # every check asks for every node's
+        if found not in self._names:
             self._names[found] = self.symbols.get(found) or self.text(found)
         return self._names[found]
 
     def text(self, found: Any) -> str:
-        """An expression of symbols as text in the names."""
+        """An expression in symbols as text in the names."""
         import sympy  # type: ignore[import-untyped]
 
         return str(found.xreplace({symbol: sympy.Symbol(name) for symbol, name in self.symbols.items()}))
@@ -72,7 +72,7 @@ class Sizes:
 
 
 def in_names(conditions: Iterable[Condition], meaning: Mapping[str, Any], sizes: Sizes) -> list[Condition]:
-    """Conditions in other names: each of theirs stands for an expression of the symbols of `sizes`."""
+    """Conditions with their names replaced: `meaning` maps each to an expression in the symbols of `sizes`."""
     found = {name: expression(e, sizes.symbols) for name, e in meaning.items()}
 
     def renamed(e: Expression) -> Expression:
@@ -84,8 +84,8 @@ def in_names(conditions: Iterable[Condition], meaning: Mapping[str, Any], sizes:
 
 
 def expression(found: Any, symbols: Mapping[Any, str]) -> Expression:
-    """An expression of sympy in the names of its symbols. `KeyError`: a symbol without a name, or an operator that is
-    not known here."""
+    """A sympy expression as plain data, with symbols by name. `KeyError`: a symbol without a name, or an unsupported
+    operator."""
     if found in symbols:
         return symbols[found]
     if not found.args:
@@ -96,7 +96,8 @@ def expression(found: Any, symbols: Mapping[Any, str]) -> Expression:
 
 
 def holds(condition: Expression, values: Mapping[str, int]) -> bool:
-    """One that divides by a size of 0 does not: it was asked behind another, which is broken then."""
+    """Whether a condition holds. One that divides by a size of 0 does not: an earlier condition on that size is then
+    broken as well."""
     try:
         return bool(evaluated(condition, values))
     except ZeroDivisionError:

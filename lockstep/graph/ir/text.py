@@ -18,18 +18,18 @@ Namer = Callable[[fx.Node], str]
 
 
 def dump(captured: Captured) -> str:
-    """The graph, a line a node, with the names that passes keep."""
+    """The graph as text, one line per node, under the node names, which passes preserve."""
     return "\n".join([captured.title, *_lines(captured, str)])
 
 
 def diff(before: Captured, after: Captured) -> str:
-    """What a pass changed, as a unified diff of the dumps; empty when nothing."""
+    """What a pass changed, as a unified diff of the dumps; empty if nothing changed."""
     return "\n".join(difflib.unified_diff(dump(before).splitlines(), dump(after).splitlines(), lineterm="", n=1))
 
 
 def write_stages(captured: Captured, folder: Path) -> None:
-    """Write the graph as captured, what each pass changed (as a diff) and the graph in the end, a file each.
-    `GraphError`: the folder cannot be written."""
+    """Write one file each for the graph as captured, the diff of each pass, and the final graph. `GraphError`: the
+    folder cannot be written."""
     level = ("pieces" if captured.split_at else "full") if captured.recorded else "captured"
     target, stages = folder / f"{captured.name}-{level}-{digest(captured)}", captured.stages()
     texts = {"0-capture.txt": dump(stages[0][1]), "final.txt": dump(captured)}
@@ -44,7 +44,7 @@ def write_stages(captured: Captured, folder: Path) -> None:
 
 
 def digest(captured: Captured) -> str:
-    """A hash of all that the graph computes and expects. The order of its nodes counts, their names do not."""
+    """A hash of everything the graph computes and expects. The order of its nodes counts, their names do not."""
     numbers = {node: f"%{i}" for i, node in enumerate(captured.graph.nodes)}
     signature = (captured.title, captured.inputs, captured.outputs, sorted(captured.writes))
     text = "\n".join([repr(signature), *_lines(captured, numbers.__getitem__)])
@@ -64,7 +64,7 @@ def _lines(captured: Captured, name: Namer) -> list[str]:
 
 
 def call_text(node: fx.Node, name: Namer) -> str:
-    """A call, or what a graph returns, with its arguments by name."""
+    """A call or the output node as text, with arguments by name."""
     args = [_argument(a, name) for a in node.args]
     args += [f"{key}={_argument(value, name)}" for key, value in sorted(node.kwargs.items())]
     target = "return" if node.op == "output" else getattr(node.target, "__name__", node.target)

@@ -1,4 +1,4 @@
-"""What a node computes, as plain data: the same of a graph that was just traced and of one that was loaded."""
+"""What a node computes, as plain data: the same for a graph that was just traced and for one that was loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .sizes import Sizes
 
 @dataclass(frozen=True)
 class TensorValue:
-    """A tensor; open sizes stand by their names, or as expressions in them."""
+    """A tensor. In `shape` open sizes are their names, or expressions in these names."""
 
     dtype: torch.dtype
     shape: tuple[int | str, ...]
@@ -23,7 +23,7 @@ class TensorValue:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
 
 
-# A tensor; text for a number that a graph computes from sizes: which one, or at least its type; several; or nothing.
+# A tensor; a number computed from sizes, as text (an expression, or only its type); a tuple of values; or nothing.
 Value: TypeAlias = TensorValue | str | tuple["Value", ...] | None
 
 

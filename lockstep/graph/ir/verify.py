@@ -1,4 +1,4 @@
-"""What every captured graph must be, and what it must be besides to run as a CUDA graph. Messages name the node."""
+"""What must hold for every captured graph, and additionally for one that is recorded as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .values import TensorValue, tensors_in
 
 MAX_PROBLEMS = 8
 
-# Operators of torch whose work in the forward pass belongs to one of ours, whose bits the contract fixes.
+# torch operators that the forward pass must not use, and the operator of ours with fixed bits that replaces each.
 OURS = {
     **dict.fromkeys(("aten.mm", "aten.addmm", "aten.mv", "aten.addmv", "aten.dot", "aten.linear"), "ops.linear"),
     **dict.fromkeys(("aten.matmul", "aten._scaled_mm", "aten._grouped_mm", "aten.convolution"), "ops.linear"),
@@ -29,7 +29,7 @@ OURS = {
 }
 _ATTENTION = "aten._scaled_dot_product"
 
-# What must not follow from floats that are added across ranks: their order is one of the number of ranks.
+# Operators that must not depend on floats summed across ranks: the order of that sum varies with the number of ranks.
 DECIDES = {
     **dict.fromkeys(("lockstep.token_logprobs", "lockstep.score_logits"), "log-probabilities follow"),
     "lockstep.route": "a choice of experts follows",
@@ -39,10 +39,10 @@ DECIDES = {
 
 
 def verify(captured: Captured) -> Captured:
-    """Return `captured` if it is sound. `GraphError`: naming each node at fault and what would be right."""
+    """Return `captured` if it is sound. `GraphError`: names each node at fault and what would be right."""
     lies_in = origins(captured.graph)
     problems = [*_signature(captured), *_outputs(captured, lies_in)]
-    if not problems:  # the other checks rely on it
+    if not problems:  # the other checks rely on a sound signature
         problems = [*_constants(captured), *_numerics(captured), *_sums_of_ranks(captured, lies_in)]
         problems += _writes(captured, lies_in)
         problems += _recordable(captured) if captured.recorded else []
@@ -54,7 +54,7 @@ def verify(captured: Captured) -> Captured:
 
 
 def _signature(captured: Captured) -> Iterator[str]:
-    """Every input described, every output named and a tensor of its own, nothing but calls in between."""
+    """Every input matches its spec, and all other nodes are operator calls."""
     if (count := len(captured.graph.find_nodes(op="placeholder"))) != len(captured.inputs):
         yield f"the graph has {count} inputs, its signature names {len(captured.inputs)}"
         return
@@ -102,11 +102,11 @@ def _numerics(captured: Captured) -> Iterator[str]:
 
 
 def _sums_of_ranks(captured: Captured, lies_in: Origins) -> Iterator[str]:
-    """Nothing that is compared bit by bit, and no key or value, follows from floats added across ranks."""
+    """No compared output, no call in `DECIDES` and no write to the KV cache depends on floats summed across ranks."""
     if not any(map(communicates, captured.graph.nodes)):
         return
     specs, words = dict(captured.placeholders()), RankWords(captured, lies_in)
-    sums: dict[fx.Node, fx.Node] = {}  # what follows from one, and memory that holds such: the sum
+    sums: dict[fx.Node, fx.Node] = {}  # nodes that depend on a cross-rank sum, and memory that holds one: that sum
 
     def sum_in(node: fx.Node) -> fx.Node | None:
         return sums.get(node) or next((sums[o] for o in lies_in[node] if o in sums), None)
@@ -135,7 +135,7 @@ def _added(found: fx.Node, what: str) -> str:
 
 
 def _writes(captured: Captured, lies_in: Origins) -> Iterator[str]:
-    """In-place writes reach only what the graph allocated and inputs of the declared roles."""
+    """In-place writes reach only memory that the graph allocated and inputs of the declared roles."""
     specs = dict(captured.placeholders())
     for node in captured.graph.nodes:
         for argument in written(node):
@@ -148,9 +148,8 @@ def _writes(captured: Captured, lies_in: Origins) -> Iterator[str]:
 
 
 def overlapping(captured: Captured, tensors: Sequence[Tensor]) -> str | None:
-    """The first of the inputs `tensors` that the graph writes and that shares memory with another, as a sentence; None
-    is as it must be. A graph takes its inputs for distinct: passes move what reads one of them past a write to
-    another."""
+    """The first input that the graph writes and that overlaps another in memory, as a sentence; None if there is none.
+    Passes assume that inputs do not alias: they may move a read of one past a write to another."""
     spans = sorted(
         (t.data_ptr(), t.data_ptr() + t.nbytes, i in captured.written_inputs, str(captured.inputs[i]))
         for i, t in enumerate(tensors)
@@ -168,7 +167,7 @@ def overlapping(captured: Captured, tensors: Sequence[Tensor]) -> str | None:
 
 
 def _recordable(captured: Captured) -> Iterator[str]:
-    """What a CUDA graph cannot hold: waiting for the device, random state, a second device."""
+    """Calls that a CUDA graph cannot hold: they sync with the device, use random state, or run on another device."""
     home = captured.inputs[0].device if captured.inputs else None
     for node in captured.graph.nodes:
         if away := {str(t.device) for t in tensors_in(captured.value(node)) if t.device != home}:
@@ -180,7 +179,7 @@ def _recordable(captured: Captured) -> Iterator[str]:
 
 
 def _waits(captured: Captured, node: fx.Node) -> str | None:
-    """Why a call makes the host wait for the device, or cannot be repeated; None when it may be recorded."""
+    """Why a call makes the host wait for the device, or cannot be replayed; None if it may be recorded."""
     if not torch_trace.is_operator(node.target):
         return None
     tags = node.target.tags  # type: ignore[union-attr]
