@@ -1,4 +1,4 @@
-"""Passes: named functions from a captured graph to another, applied in order, the verifier after each."""
+"""Passes: named rewrites of captured graphs, applied in order, with the verifier after each."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Pass:
     """A rewrite with its options bound.
 
     Attributes:
-        preserves_numerics: no bit of any output or write changes. If some may, `captured.is_exact` is false of the
-            calls that the pass puts in, and the check against eager bounds what depends on them.
-        options: what it was made with, by name: two passes of one name and options do the same to a graph.
-        apply: leaves its argument as it is; returns the new graph and, in a few words, what it did.
+        preserves_numerics: no bit of any output or write changes. Otherwise `captured.is_exact` is false for the calls
+            that the pass inserts, and the check against eager holds what depends on them to a bound.
+        options: what the pass was made with, by name: passes of equal name and options do the same to a graph.
+        apply: does not change its argument; returns the new graph and a short note on what it did.
     """
 
     name: str
@@ -37,8 +37,8 @@ class Pass:
 
 
 def pipeline(config: CompileConfig, sharded: bool = False, on_gpu: bool = False) -> list[Pass]:
-    """The passes of `config.passes` that the rest of the configuration asks for, in order; `sharded`: graphs have
-    collectives. `InputError` for a function that cannot be found."""
+    """The passes of `config.passes` that the rest of the configuration enables, in order. `sharded`: graphs have
+    collectives. `InputError`: a user's function cannot be found."""
     c, budget = config, int(config.activation_memory_gib * 2**30)
     shipped = {
         "canonicalize": _bound("canonicalize", canonicalize) if c.canonicalize else None,
@@ -50,14 +50,14 @@ def pipeline(config: CompileConfig, sharded: bool = False, on_gpu: bool = False)
         "reorder": _bound("reorder", reorder) if sharded and c.reorder_collectives else None,
         "fuse": _bound("fuse", fuse) if on_gpu else None,
     }
-    for spec in [name for name in c.pass_names if name not in shipped]:  # of the user
+    for spec in [name for name in c.pass_names if name not in shipped]:  # the user's
         shipped[spec] = Pass(spec.rpartition(":")[2], True, load_function(spec, f"compile.passes {spec!r}"))
     return [p for name in c.pass_names if (p := shipped[name]) is not None]
 
 
 def recorded(split_at: Collection[str] = ()) -> Pass:
-    """The pass that has a graph recorded at its first launch, in pieces around the operators `split_at` if it has any;
-    the verifier then holds it to what a CUDA graph can be."""
+    """The pass that marks a graph to be recorded as a CUDA graph, in pieces around calls of `split_at` if it has any;
+    from then on the verifier also checks that it can be recorded."""
     return _bound("cudagraph", _recorded, split_at=tuple(sorted(split_at)))
 
 
@@ -82,9 +82,8 @@ def _compile(captured: Captured, name: str) -> None:
 
 
 def run_passes(captured: Captured, passes: Sequence[Pass], check: Callable[[Captured], Captured] = verify) -> Captured:
-    """Apply `passes` in order and `check` the graph before the first and after each. `GraphError`: from the check, from
-    a pass that puts in what it does not announce or returns what cannot run, or from one that was asked for and finds
-    nothing to do."""
+    """Apply `passes` in order, with `check` before the first and after each. `GraphError`: the check fails, or a pass
+    changes numerics without announcing it, returns a graph that cannot run, or was requested and matches nothing."""
     check(captured)
     for p in passes:
         before = captured

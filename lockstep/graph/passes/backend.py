@@ -1,4 +1,4 @@
-"""What runs captured graphs: as they are, or another backend, which adds passes of its own."""
+"""Backends: what runs captured graphs, as they are or after passes of its own."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from . import Pass
 
 
 class Backend:
-    """Runs the operators of graphs as they were captured.
+    """The default backend, which runs the operators of a graph as captured; the base class of others.
 
     Attributes:
-        passes: run after all others that a trace goes through.
-        shared: it rewrites forward passes, in both roles alike (`share`).
-        compile_module: compiles a module that torch traced and its example inputs, where layers are compiled.
+        passes: run after all other passes of a trace.
+        shared: it rewrites forward passes, identically in both roles (`share`).
+        compile_module: compiles (module, example inputs) from Dynamo where single layers are compiled.
     """
 
     shared = False
@@ -30,16 +30,16 @@ class Backend:
 
     @staticmethod
     def lacks(device: torch.device) -> str | None:
-        """What it needs to run on a device and this machine does not have; None if it has all."""
+        """What the backend needs for a device and this machine lacks; None if nothing."""
         return None
 
     def settings(self) -> dict[str, Any]:
-        """What of this process graphs depend on besides, by name."""
+        """Settings of this process that its graphs depend on, by name."""
         return {}
 
     def check(self, captured: Captured) -> None:
-        """Refuse a graph that other graphs do not go with."""
+        """Refuse a graph that is inconsistent with the others."""
 
     def share(self, traces: Sequence[Captured]) -> bool:
-        """Decide what is rewritten in both roles, whose traces these are; whether anything is."""
+        """Decide what to rewrite in both roles, given all their traces. Returns whether there is anything."""
         return False

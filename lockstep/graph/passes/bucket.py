@@ -1,4 +1,4 @@
-"""One collective for a layer's weights or gradients, in place of one for each of them."""
+"""Bucketing: one collective for all weights or gradients of a layer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from .rewrite import appended, rewritten
 
 
 def bucket(captured: Captured) -> tuple[Captured, str]:
-    """Gather each layer's weights together, and exchange its gradients together, where they follow one another. Weights
-    need no copy: they are one launch of several gathers; gradients are laid side by side first. The same words
-    arrive."""
+    """Merge consecutive all-gathers of a layer's weights, and consecutive exchanges of its gradients. Weights need no
+    copy, as one coalesced launch gathers them; gradients are concatenated first. The same bits arrive."""
     result = rewritten(captured)
     notes = [
         _merged(result.graph, weight_gathers(result), _gather_together) + " gathers",
@@ -41,7 +40,7 @@ def _gather_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
     calls = [gather.collective for gather in run]
     first = min(calls)
     for gather in run:
-        for node in gather.start[: gather.start.index(gather.collective)]:  # what it rounds
+        for node in gather.start[: gather.start.index(gather.collective)]:  # casts of its shards
             first.prepend(node)
     with graph.inserting_before(first):
         made = torch_collectives.gather_many(graph, calls)
@@ -52,8 +51,8 @@ def _gather_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
 
 
 def _exchange_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
-    """Every gradient of the run is computed before the last of them, behind which the exchange is put, and what comes
-    of those that were exchanged before it."""
+    """Merge a run of exchanges right after the last gradient of the run, and move calls that use the earlier ones'
+    results behind the merged exchange."""
     last = max(node for exchange in run for node in sources(exchange))
     anchor = appended(last, [node for exchange in run for node in exchange.start[:-1]])  # whatever lays them out
     calls = [exchange.collective for exchange in run]
@@ -63,7 +62,7 @@ def _exchange_together(graph: fx.Graph, run: Sequence[Collective]) -> None:
     torch_trace.copy_tags(calls[0], [node for node in graph.nodes if node not in known])
     for call, rows in zip(calls, made, strict=True):
         (waited,) = call.users
-        (laid_out,) = waited.users  # as rows, one a rank
+        (laid_out,) = waited.users  # viewed as one row per rank
         laid_out.replace_all_uses_with(rows)
         for node in (laid_out, waited, call):
             graph.erase_node(node)

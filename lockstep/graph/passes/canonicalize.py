@@ -1,5 +1,5 @@
-"""Removing what no output and no effect depends on, the copies in name that autograd leaves, and a rank's own columns
-copied out of the whole that they were put into."""
+"""Dead code elimination, removal of the aliases that autograd leaves, and forwarding of a rank's own columns, which
+would be copied back out of the result that all ranks' columns were pushed to."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..ir.rank_words import PUSH
 from ..torch_private import trace as torch_trace
 from .rewrite import called, rewritten
 
-PLACE = "spread.index"  # an input of graphs that is a rank's place among those that share products
-SAME_TENSOR = ("aten.detach", "aten.alias")  # graphs run without autograd, where these are their argument
+PLACE = "spread.index"  # the graph input that holds a rank's index among the tensor-parallel ranks
+SAME_TENSOR = ("aten.detach", "aten.alias")  # without autograd, as graphs run, these return their argument
 
 
 def canonicalize(captured: Captured) -> tuple[Captured, str]:
-    """Drop dead calls and aliases, and take own columns from where they were. Calls that write in place, draw random
-    numbers or assert stay, and so does the order."""
+    """Drop dead calls and aliases, and read a rank's own columns from the tensor that was pushed. Calls with side
+    effects stay (`acts`), and so does the order."""
     result = rewritten(captured)
     aliases = own = dead = 0
     for node in list(result.graph.nodes):
@@ -38,8 +38,8 @@ def canonicalize(captured: Captured) -> tuple[Captured, str]:
 
 
 def _own_columns(captured: Captured) -> list[tuple[fx.Node, fx.Node]]:
-    """Each copy of a rank's own columns out of those of all, and what the rank pushed: the same words in the same
-    layout and in memory of their own, unless one of them is written later."""
+    """Pairs of a copy of the rank's own columns out of all ranks', and the tensor that the rank pushed, which can
+    replace it: same values and layout, memory of its own, and neither is written in place."""
     places = {node for node, spec in captured.placeholders() if spec.name.endswith(PLACE) and spec.shape == (1,)}
     found = [(n, source) for n in captured.graph.nodes if (source := _pushed(n, places))]
     if not found:
@@ -56,7 +56,7 @@ def _own_columns(captured: Captured) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _pushed(node: fx.Node, places: set[fx.Node]) -> fx.Node | None:
-    """The argument of the push whose result `collectives.own_columns` takes a rank's columns from, by its place."""
+    """The pushed tensor, if `node` is the rank's own columns of the push's result (`collectives.own_columns`)."""
     chosen = called(node.args[0], "aten.index_select") if op_name(node) == "aten.squeeze" else None
     parted = called(chosen.args[0], "aten.view") if chosen and node.args[1:] == (1,) else None
     pushed = called(parted.args[0], PUSH) if parted else None

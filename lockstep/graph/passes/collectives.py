@@ -1,6 +1,6 @@
-"""Finding the collectives of sharded training in a graph: weights that are gathered, gradients that are exchanged.
+"""Finds the collectives of sharded training in a graph: all-gathers of weights and all-to-all exchanges of gradients.
 
-They are those along the mesh's `fsdp`. What moves along other axes is a step's own data, and stays where it is.
+They run along the mesh's `fsdp` axis. Collectives along other axes move activations; passes do not merge them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .rewrite import reached
 GATHERS = (GATHER, GATHER_MANY)
 _GROUP = ALONE.fsdp.group
 _WITHIN, _BETWEEN = (axis.group for axis in ALONE.cells)
-STAGES = (_GROUP, _WITHIN), (_BETWEEN,)  # what gradients are exchanged along, one after the other
+STAGES = (_GROUP, _WITHIN), (_BETWEEN,)  # groups along which gradients are exchanged, in the first and second stage
 _ROUND = "aten._to_copy"
 _PREPARES = (
     *("aten.view", "aten.reshape", "aten._unsafe_view", "aten.constant_pad_nd", "aten.cat"),
@@ -29,12 +29,12 @@ _PREPARES = (
 
 @dataclass(frozen=True)
 class Collective:
-    """Calls that serve one layer's weights or gradients.
+    """The calls around one collective of weights or gradients.
 
     Attributes:
-        layer: `layers.3`, or empty for what is in no layer.
-        start: what makes ready for the collective and begins it, in order; nothing else uses these calls' results.
-        finish: the wait, and what makes of its result what others use: views, or additions to the gradients.
+        layer: such as `layers.3`; empty outside any layer.
+        start: the calls that prepare and launch it, in order; nothing else uses their results.
+        finish: the wait and what follows from it: views of gathered weights, or additions to the gradients.
     """
 
     layer: str
@@ -47,31 +47,31 @@ class Collective:
 
 
 def layer_of(node: fx.Node) -> str:
-    """The layer that a call is made for: its module's path up to the first number; empty without one."""
+    """The layer of a call: its module's path up to the first number; empty without one."""
     parts = module_of(node).split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return "" if number is None else ".".join(parts[: number + 1])
 
 
 def gathers_weights(node: fx.Node) -> bool:
-    """Whether a call begins a gather along the axis that weights are sharded on."""
+    """Whether a call launches an all-gather along the axis that weights are sharded on."""
     return op_name(node) in GATHERS and node.args[-1] == _GROUP
 
 
 def communicates(node: fx.Node) -> bool:
-    """Whether a call begins a collective, or waits for one."""
+    """Whether a call launches a collective, or waits for one."""
     return op_name(node) in (*GATHERS, EXCHANGE, WAIT)
 
 
 def step_collectives(captured: Captured) -> list[fx.Node]:
-    """The calls that begin to move a step's own data, in order: those along other axes than weights are sharded on."""
+    """The calls that launch collectives of activations, in order: those along axes that weights are not sharded on."""
     sharded = {group for groups in STAGES for group in groups}
     calls = [node for node in captured.graph.nodes if communicates(node) and op_name(node) != WAIT]
     return [node for node in calls if node.args[-1] not in sharded]
 
 
 def weight_gathers(captured: Captured) -> list[Collective]:
-    """The gathers of weights, in the order of their results' first uses."""
+    """The all-gathers of weights, in the order of their results' first uses."""
     weights = {node for node, spec in captured.placeholders() if spec.role == "param"}
     found = []
     for node in captured.graph.nodes:
@@ -87,17 +87,17 @@ def weight_gathers(captured: Captured) -> list[Collective]:
 
 
 def first_use(gather: Collective) -> fx.Node:
-    """The first call that computes with what was gathered, or the gather itself when none does."""
+    """The first call that uses what was gathered, or the start of the gather if none does."""
     return min(users(gather), default=gather.start[0])
 
 
 def users(gather: Collective) -> list[fx.Node]:
-    """The calls that compute with what was gathered."""
+    """The calls that use what was gathered."""
     return [user for node in gather.finish for user in node.users if user not in gather.finish]
 
 
 def gradient_exchanges(captured: Captured, stage: int = 0) -> list[Collective]:
-    """The exchanges of gradients of a stage, in the order in which the gradients are computed."""
+    """The gradient exchanges of a stage, in the order in which the gradients are computed."""
     found = []
     for node in captured.graph.nodes:
         if op_name(node) == EXCHANGE and node.args[-1] in STAGES[stage]:
@@ -112,7 +112,7 @@ def gradient_exchanges(captured: Captured, stage: int = 0) -> list[Collective]:
 
 
 def sources(collective: Collective) -> list[fx.Node]:
-    """The results that a collective's start reads, each once."""
+    """The nodes that a collective's start reads, each once."""
     read = [node for call in collective.start for node in call.all_input_nodes if node not in collective.start]
     return list(dict.fromkeys(read))
 
@@ -123,7 +123,7 @@ def by_layer(collectives: Sequence[Collective]) -> Iterator[list[Collective]]:
 
 
 def _views(waits: Sequence[fx.Node]) -> list[fx.Node]:
-    """Waits, and the views made of their results alone."""
+    """Waits, and the views of their results."""
     found = list(waits)
     for node in found:
         found += [user for user in node.users if viewed(user) == [node] and not mutates(user) and user not in found]
@@ -131,6 +131,6 @@ def _views(waits: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _preparing(node: fx.Node) -> list[fx.Node]:
-    """The calls that only lay out what a collective reads."""
+    """The calls that only bring a collective's input into its layout."""
     prepares = reached(node, lambda c: c.all_input_nodes, lambda c: op_name(c) in _PREPARES and len(c.users) == 1)
     return sorted(prepares)

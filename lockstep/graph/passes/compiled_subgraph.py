@@ -1,4 +1,4 @@
-"""Stretches of graphs that Inductor compiled, each kept once: equal stretches of any trace are one region."""
+"""Regions: stretches of graphs, compiled by Inductor. Equal stretches of any traces share one region."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..torch_private import inductor as torch_inductor
 
 
 class CompiledSubgraph:
-    """A compiled function of tensors and sizes to a list of tensors, each with memory of its own: a node's target.
-    Called with tensors that have no memory, it calls its operators.
+    """A compiled function from tensors and sizes to a list of tensors, none an alias: the target of a node. Called with
+    fake tensors, it runs its operators one by one.
 
     Attributes:
-        digest: of `body`: the operators and what their inputs are, as text.
-        conditions: what must hold of its sizes (`torch_private.inductor.Signature.sizes`).
+        body: the operators and descriptions of their inputs, as text. digest: its hash.
+        conditions: what must hold for its sizes (`torch_private.inductor.Signature.sizes`).
     """
 
     kind = "inductor"
@@ -34,7 +34,7 @@ class CompiledSubgraph:
         self.body, self.module, self.conditions = tuple(body), module, tuple(conditions)
         self.digest = digest_of(body)
         self._artifact = artifact
-        self.__name__ = self.__qualname__ = f"inductor_{self.digest}"  # by which generated source calls it
+        self.__name__ = self.__qualname__ = f"inductor_{self.digest}"  # the name in FX's generated source
 
     def __call__(self, *args: Any) -> Sequence[Tensor]:
         if any(map(torch_inductor.is_fake, args)):
@@ -46,7 +46,7 @@ class CompiledSubgraph:
 
     @classmethod
     def deserialize(cls, data: bytes) -> CompiledSubgraph:
-        """What `serialize` was called on. It executes code: only from bytes that this user's own process wrote."""
+        """The inverse of `serialize`. It executes code: use it only on bytes that this user's own process wrote."""
         body, module, artifact, conditions = pickle.loads(data)
         return cls(body, module, torch_inductor.load(artifact), conditions)
 
@@ -62,7 +62,7 @@ class Regions:
     """The regions of both roles' graphs, by digest.
 
     Attributes:
-        shared: digests of the stretches of forward passes that both roles have (`Inductor.share`).
+        shared: digests of the forward stretches that both roles have (`Inductor.share`).
         refused: digests of stretches that cannot be compiled, with the reason.
     """
 
@@ -75,7 +75,7 @@ class Regions:
     def region(
         self, body: Sequence[str], module: fx.GraphModule, signature: torch_inductor.Signature
     ) -> CompiledSubgraph | None:
-        """The region with this body, compiled if there is none yet; None where it cannot be."""
+        """The region with this body, compiled on first use; None if it cannot be compiled."""
         digest = digest_of(body)
         if digest not in self._made and digest not in self.refused:
             try:

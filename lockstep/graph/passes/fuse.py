@@ -1,4 +1,4 @@
-"""Backward calls put together with their neighbours where a GPU does both in one kernel, with the same bits."""
+"""Fuses backward calls with their neighbours where one GPU kernel does both, with the same bits."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ..ir.captured import Captured, op_name, viewed
 from ..torch_private import trace as torch_trace
 from .rewrite import called, reached, rewritten
 
-ATTENTION_ARGS = len(AttentionGradient._fields) + len(Packed._fields)  # before those of its scores
-ROTATION_ARGS = 2 + len(Rotation._fields)  # of a rotation's gradients: theirs, the projection, how it is rotated
+ATTENTION_ARGS = len(AttentionGradient._fields) + len(Packed._fields)  # of attention's backward, before its scores'
+ROTATION_ARGS = 2 + len(Rotation._fields)  # of a rotation's backward: gradient, projection, and the rotation's own
 
 
 def fuse(captured: Captured) -> tuple[Captured, str]:
-    """Put the operators of `fused.backward` in place of the calls that they stand for.
+    """Replace groups of calls by the operators of `fused.backward`.
 
-    - The backward of attention and that of its rotation, whose gradients autograd lays side by side and adds to those
-      of the values, padded with zeros: one call writes all three where they stay. What it saves is the addition, which
-      would make 0 of a -0; the products that read these gradients do not tell them apart.
-    - The backward of a norm, and the addition of the residual's gradient.
-    - The embedding's backward, and the addition to the LM head's gradient where both are one table.
-    - The addition of a gradient to its total, right behind the gradient, which is then in the cache, and is freed.
+    - The backward of attention and of its rotation. Autograd concatenates the gradients of queries and keys, and adds
+      those of the values padded with zeros; the fused call writes all three in place. The addition would turn a -0
+      into 0, which the matrix products that read these gradients cannot distinguish.
+    - The backward of a norm and the addition of the residual's gradient.
+    - The embedding's backward and the addition to the LM head's gradient, where both share one table.
+    - Gradient accumulation, moved right behind each gradient, which is then still in cache and can be freed early.
     """
     result = rewritten(captured)
     joins = {
@@ -59,7 +59,7 @@ def _join_rotation(rotation: fx.Node) -> bool:
         return False
     needed, scores = attention.args[:ATTENTION_ARGS], attention.args[ATTENTION_ARGS:]
     own, offset = rotation.args[1:ROTATION_ARGS], rotation.args[ROTATION_ARGS:]
-    if offset:  # it comes after all of the scores, of which those at the end may have been left out
+    if offset:  # it follows all scores, of which trailing defaults may have been left out
         scores = (*scores, *PLAIN[len(scores) :])
     _replace(rotation, "lockstep.rotated_attention_packed_backward", [*needed, *own, *scores, *offset])
     total.replace_all_uses_with(first)
@@ -80,7 +80,7 @@ def _join_residual(norm: fx.Node) -> bool:
 
 
 def _join_table(gather: fx.Node) -> bool:
-    """The rows' gradients are added in place, to memory that nobody else reads."""
+    """The embedding's gradient is added in place to the LM head's, which nothing else reads."""
     is_gather = op_name(gather) == "lockstep.gather_rows_backward"
     total = _only_user(gather, "aten.add") if is_gather else None
     table = total and _other_term(total, gather)
@@ -98,7 +98,8 @@ def _join_table(gather: fx.Node) -> bool:
 
 
 def _accumulate_early(addition: fx.Node) -> bool:
-    """A total that other calls touch is added to where it was: the order of its additions is in its bits."""
+    """Accumulate a gradient as soon as it is computed. If other calls use its total, the addition stays in place, as
+    the order of additions determines the bits."""
     if op_name(addition) != "aten.add_" or addition.users or addition.kwargs or len(addition.args) != 2:
         return False
     total, grad = addition.args
@@ -117,8 +118,8 @@ def _accumulate_early(addition: fx.Node) -> bool:
 
 
 def _settled(grad: fx.Node, addition: fx.Node) -> fx.Node:
-    """The node from which on nothing reads or writes a gradient before `addition` does, itself or through a view, and
-    the items of its call are taken."""
+    """The last node before `addition` that uses a gradient, itself or through a view; moved past `getitem` calls that
+    follow it."""
     base = grad
     while base.target is not operator.getitem and (sources := viewed(base)):
         base = sources[0]
@@ -129,7 +130,7 @@ def _settled(grad: fx.Node, addition: fx.Node) -> fx.Node:
 
 
 def _replace(node: fx.Node, name: str, args: Sequence[Any]) -> None:
-    """Another call, of the same results, in place of a node, which stays unused."""
+    """Insert another call with the same results for the users of a node, which is left unused."""
     with node.graph.inserting_before(node):
         made = node.graph.call_function(torch_trace.operator_named(f"{name}.default"), tuple(args))
     torch_trace.copy_tags(node, [made])
@@ -152,7 +153,7 @@ def _item(node: fx.Node, index: int) -> fx.Node | None:
 
 
 def _only_user(node: fx.Node, name: str) -> fx.Node | None:
-    """The only reader of a node, if it calls this operator."""
+    """The only user of a node, if it calls this operator."""
     return called(next(iter(node.users)), name) if _is_alone(node) else None
 
 
@@ -161,7 +162,7 @@ def _is_alone(node: fx.Node) -> bool:
 
 
 def _other_term(total: fx.Node, term: fx.Node) -> fx.Node | None:
-    """What is added to `term`, if it is another tensor of the same shape and dtype, so that their sum is too."""
+    """The other operand of an addition, if it is another tensor of the same shape and dtype as `term`."""
     others = [x for x in total.args if x is not term]
     if total.kwargs or len(total.args) != 2 or len(others) != 1 or not isinstance(others[0], fx.Node):
         return None

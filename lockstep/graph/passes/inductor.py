@@ -1,6 +1,6 @@
-"""Compiling stretches of a graph with Inductor: what lies between our operators, where other bits are allowed.
+"""Compiles stretches of a graph with Inductor: runs of torch's operators between ours, where other bits are allowed.
 
-Our operators, writes, collectives and what waits for the device end a stretch and stay as they are.
+Our operators, in-place writes, collectives and device syncs end a stretch and stay as they are.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .recompute import UnknownPattern
 from .subgraph import Stretch, makes_no_memory, outlined
 
 BACKWARD_PASS, ALL = "backward", "all"
-LEAST_CALLS = 2  # of a region: one call alone is a kernel already
+LEAST_CALLS = 2  # per region: a single call is one kernel already
 _NAMESPACES = ("aten.", "prims.")
-_ADDED_IN_ANY_ORDER = (  # Inductor makes them of atomics
+_ADDED_IN_ANY_ORDER = (  # Inductor implements these with atomics
     *("aten.index_add", "aten.index_put", "aten._unsafe_index_put", "aten.index_reduce", "aten.scatter"),
     "aten.embedding_dense_backward",
 )
@@ -38,7 +38,7 @@ _BARRED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torc
 
 class Inductor(Backend):
     """Compiles regions of graphs, each once for all graphs. `choices`: `backward` (the backward pass), module paths
-    such as `layers.*` (their forward pass, as far as `regions.shared` has it), or `all`; wildcards as in a shell."""
+    such as `layers.*` (of their forward pass, the stretches in `regions.shared`), or `all`; shell-style wildcards."""
 
     compile_module = staticmethod(torch_inductor.compile_module)
 
@@ -52,11 +52,11 @@ class Inductor(Backend):
         return torch_inductor.missing_compiler(device)
 
     def rewrite(self, captured: Captured) -> tuple[Captured, str]:
-        """Compile regions of the graph. `UnknownPattern`: a path matches no module of a graph that has any."""
+        """Compile regions of the graph. `UnknownPattern`: a path matches none of the graph's modules."""
         _check_patterns(captured, self.choices)
         found: list[Stretch] = []
         made: dict[Stretch, CompiledSubgraph] = {}
-        for backward in (False, True):  # the backward pass then has what it computes again of the forward pass
+        for backward in (False, True):  # forward first, as it moves recomputed calls into the backward pass
             some = [stretch for stretch in stretches(captured, self.choices) if stretch.backward == backward]
             wanted = [s for s in some if s.backward or digest_of(s.body) in self.regions.shared]
             regions = {s: self.regions.region(s.body, s.module, s.signature) for s in wanted}
@@ -72,7 +72,7 @@ class Inductor(Backend):
         return torch_inductor.settings()
 
     def check(self, captured: Captured) -> None:
-        """Refuse a model's forward pass in which other calls would be compiled than in the other graphs'."""
+        """Refuse a model's forward pass that lacks some of the regions shared by all others."""
         has = {node.target.digest for node in captured.graph.nodes if isinstance(node.target, CompiledSubgraph)}
         if (missing := self.regions.shared - has) and any(map(module_of, captured.graph.nodes)):
             raise GraphError(
@@ -82,7 +82,7 @@ class Inductor(Backend):
             )
 
     def share(self, traces: Sequence[Captured]) -> bool:
-        """Compile those forward regions that every trace of both roles has; whether there are any."""
+        """From now on compile the forward regions that every trace of both roles has. Returns whether there are any."""
         if self.shared:
             self.regions.shared = _common_digests(traces, self.choices)
         return bool(self.regions.shared)
@@ -109,8 +109,8 @@ def _check_patterns(captured: Captured, choices: Sequence[str]) -> None:
 
 
 def stretches(captured: Captured, choices: Sequence[str]) -> Iterator[Stretch]:
-    """What of a graph may be compiled, in order; `choices` as in `Inductor`. Nothing forward whose inputs are written
-    later: what the backward pass alone reads is computed again there."""
+    """The stretches of a graph that may be compiled, in order; `choices` as in `Inductor`. Forward calls whose inputs
+    are overwritten later are left out, since the backward pass may recompute them."""
     lies_in = origins(captured.graph)
     last = {o: node for node in captured.graph.nodes for argument in written(node) for o in lies_in[argument]}
 
@@ -131,8 +131,8 @@ def stretches(captured: Captured, choices: Sequence[str]) -> Iterator[Stretch]:
 
 
 def _common_digests(traces: Sequence[Captured], choices: Sequence[str]) -> frozenset[str]:
-    """Of the stretches that the forward pass of every model's graph has; none where one of the roles has no graph.
-    `traces`: the graphs of both roles, before or after the pass; the generator's write the cache."""
+    """Digests of the forward stretches that every graph of a model has; none if one of the roles has no graph.
+    `traces`: the graphs of both roles, before or after the pass. The generator's are those that write the KV cache."""
     found: dict[bool, list[frozenset[str]]] = {True: [], False: []}
     for trace in traces:
         before = next(graph for name, graph in reversed(trace.stages()) if name != "inductor")
@@ -148,13 +148,13 @@ def _stretch(captured: Captured, run: Sequence[fx.Node]) -> Iterator[Stretch]:
     stretch = Stretch(captured, run)
     try:
         stretch.signature.described()
-    except Uncompilable:  # an input's strides depend on more than its sizes
+    except Uncompilable:  # an input's strides are not a function of the sizes
         return
     yield stretch
 
 
 def _fits(captured: Captured, node: fx.Node) -> bool:
-    """Whether Inductor may compile a call: an operator of torch's own, pure and repeatable, on the graph's device."""
+    """Whether Inductor may compile a call: an operator of torch, pure and deterministic, on the graph's device."""
     target = node.target
     if not torch_trace.is_operator(target) or not op_name(node).startswith(_NAMESPACES) or mutates(node):
         return False

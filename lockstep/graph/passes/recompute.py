@@ -1,5 +1,5 @@
-"""Computing parts of the forward pass again in the backward pass, in place of keeping their results; and keeping what
-an operator would compute again.
+"""Activation checkpointing: parts of the forward pass are recomputed in the backward pass instead of kept. Conversely,
+`keep_logits` keeps what an operator would recompute.
 
 The same operators run on the same inputs, so every bit is the same; memory is traded for time.
 """
@@ -39,18 +39,18 @@ _PASSES_OVER = frozenset(f"lockstep.{name}" for name in ("rms_norm", "qk_norm_ro
 
 
 class UnknownPattern(GraphError, InputError):
-    """A pattern of `compile.recompute` that matches nothing."""
+    """A pattern of `compile.recompute` or `compile.inductor` matches nothing."""
 
 
 def recompute(captured: Captured, patterns: Sequence[str]) -> tuple[Captured, str]:
-    """Compute matching forward results again, just before the backward pass first needs them.
+    """Recompute matching forward results just before the backward pass first needs them.
 
     A graph without a backward pass is left as it is.
 
     Args:
-        patterns: `full` (everything inside the modules that are called, but what leaves them), `elementwise` (of that
-            norms, rotations and gated activations, which take a pass over memory and no product), module paths such as
-            `layers.*`, or operators such as `silu_mul` and `aten.mul`; wildcards as in a shell.
+        patterns: `full` (everything inside modules, except results that leave them), `elementwise` (norms, rotations
+            and gated activations inside modules, which cost a pass over memory and no matrix product), module paths
+            such as `layers.*`, or operators such as `silu_mul` and `aten.mul`; shell-style wildcards.
 
     Raises:
         UnknownPattern: a pattern matches nothing that the backward pass needs.
@@ -71,16 +71,16 @@ def recompute(captured: Captured, patterns: Sequence[str]) -> tuple[Captured, st
 
 
 def fit(captured: Captured, budget: int) -> tuple[Captured, str]:
-    """Compute what is elementwise again, and then the results inside as few modules, in the order in which they run, as
-    keep at most `budget` bytes for the backward pass, at the sizes that were traced; nothing where that does.
-    `GraphError` if more is kept even with all of them."""
+    """Recompute just enough that at most `budget` bytes are kept for the backward pass, at the traced sizes: nothing if
+    they fit as is, else elementwise results, then also whole modules, as few as possible, in the order in which they
+    run. `GraphError`: more is kept even if all modules are recomputed."""
     if not any(map(is_backward, captured.graph.nodes)):
         return captured, "no backward pass"
     inside = {node: module_of(node) for node in sorted(_chosen(captured, (FULL,)))}
     modules = list(dict.fromkeys(inside.values()))
 
     def computing(count: int) -> Captured:
-        """Nothing again; or what is elementwise, and one module less than `count`."""
+        """The graph that recomputes nothing (0), or elementwise results and the first `count - 1` modules."""
         result = rewritten(captured)
         if count:
             names = {node.name for node, module in inside.items() if module in modules[: count - 1]}
@@ -103,8 +103,8 @@ def fit(captured: Captured, budget: int) -> tuple[Captured, str]:
 
 
 def keep_logits(captured: Captured) -> tuple[Captured, str]:
-    """Keep the LM head's logits, 4 bytes a scored row and word of the vocabulary, for its backward pass, whose operator
-    would compute them again: one of four products of the head less."""
+    """Keep the LM head's logits, 4 bytes per scored row and vocabulary entry, for its backward pass, whose operator
+    would recompute them. This saves one of the head's four matrix products."""
     if not any(op_name(node) == _HEAD_BACKWARD for node in captured.graph.nodes):
         return captured, "no backward pass of a head"
     result = rewritten(captured)
@@ -113,7 +113,7 @@ def keep_logits(captured: Captured) -> tuple[Captured, str]:
 
 
 def _keep_logits(backward: fx.Node) -> bool:
-    """Of this head, unless its forward call is not in the graph."""
+    """Keep the logits of one head, if its forward call is in the graph. Returns whether they are kept."""
     items = (node for node in backward.all_input_nodes if node.target is operator.getitem)
     forward = next(filter(None, (called(item.args[0], "lockstep.token_logprobs") for item in items)), None)
     if forward is None:
@@ -132,7 +132,7 @@ def _keep_logits(backward: fx.Node) -> bool:
 
 
 def saved_bytes(captured: Captured) -> int:
-    """Bytes that the forward pass computes and the backward pass reads; weights and other inputs do not count."""
+    """Bytes that the forward pass allocates and the backward pass reads; weights and other inputs do not count."""
     lies_in = origins(captured.graph)
     kept = {
         origin
@@ -157,7 +157,7 @@ def _names_module(pattern: str, node: fx.Node) -> bool:
 
 
 def _names_kind(pattern: str, node: fx.Node) -> bool:
-    """Of an elementwise result, or a view of one, that stays within its module and those inside it."""
+    """Whether `elementwise` names a node: such a result, or a view of one, whose readers are all inside its module."""
     if pattern != ELEMENTWISE:
         return False
     while sources := viewed(node):
@@ -168,7 +168,7 @@ def _names_kind(pattern: str, node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Forward calls that read a result or a view of it."""
+    """Forward calls that read a result, itself or through views."""
     for user in node.users:
         if not is_backward(user):
             yield user
@@ -182,9 +182,9 @@ def _names_operator(pattern: str, node: fx.Node) -> bool:
 
 
 def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
-    """Forward calls that match and may be made again: pure, repeatable, reading nothing that the graph writes. What
-    leaves a module is kept, unless its operator is named; else layer after layer would be computed again from the
-    first."""
+    """Forward calls that match and can be recomputed: pure, deterministic, reading nothing that the graph writes. A
+    result that leaves its module is kept unless its operator is named; otherwise each layer would be recomputed from
+    the first one on."""
     lies_in = origins(captured.graph)
     overwritten = {o for node in captured.graph.nodes for argument in written(node) for o in lies_in[argument]}
     chosen = set()
@@ -192,9 +192,9 @@ def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
         if node.op != "call_function" or is_backward(node) or acts(node):
             continue
         if any(map(gathers_weights, lies_in[node])):
-            continue  # weights: `reshard` decides
+            continue  # gathered weights are left to `reshard`
         if isinstance(torch_trace.fake_value(node), (int, torch.SymInt)):
-            continue  # takes no memory, and would hold what it is the size of
+            continue  # a size takes no memory, and recomputing it would keep its tensor alive
         leaves = any(module_of(user) != module_of(node) for user in node.users if not is_backward(user))
         by_module = not leaves and any(_names_module(p, node) for p in patterns)
         if not by_module and not any(_names_operator(p, node) or _names_kind(p, node) for p in patterns):
@@ -205,7 +205,8 @@ def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
 
 
 def make_again(graph: fx.Graph, chosen: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Copy chosen calls to just before the backward call that first needs them, and let the backward pass use these."""
+    """Copy chosen calls to just before the backward call that first needs them, and let the backward pass use the
+    copies. Returns each copy by its original."""
     again: dict[fx.Node, fx.Node] = {}
     for node in filter(is_backward, list(graph.nodes)):
         needed = reached(node, lambda call: call.all_input_nodes, chosen.__contains__)

@@ -1,4 +1,4 @@
-"""Moving collectives and their waits apart, so that layers compute while others' weights and gradients travel."""
+"""Overlaps communication with computation: moves the launches of collectives away from their waits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .rewrite import appended, reached, rewritten
 
 
 def reorder(captured: Captured) -> tuple[Captured, str]:
-    """Gather a layer's weights while the layer before computes, and wait for them where they are first used; exchange
-    gradients as soon as a layer's are there, and wait for them when the next layer's are on their way. So at most two
-    layers' weights are in memory beyond what uses them.
+    """Gather a layer's weights while the previous layer computes, and wait for them at their first use. Exchange a
+    layer's gradients as soon as they are computed, and wait for them when the next layer's exchange has begun. Apart
+    from weights that later calls still use, at most two layers' gathered weights are thus in memory.
 
-    What ranks tell one another of activations is begun before what it does not need is computed, such as the gradients
-    of weights between two layers', and waited for behind that.
+    Collectives of activations are launched before calls that they do not depend on, such as weight gradients, and
+    awaited after these.
     """
     result = rewritten(captured)
     meanwhile = _begin_first(step_collectives(result))
@@ -39,8 +39,8 @@ def reorder(captured: Captured) -> tuple[Captured, str]:
 
 
 def _begin_first(starts: Sequence[fx.Node]) -> int:
-    """Move the calls that stand before each of these collectives, and that it does not need, behind its start, back to
-    the wait for the one before, or to a call that does more than compute."""
+    """Move calls that precede a collective's launch, and that it does not depend on, behind the launch. The search goes
+    back to the previous collective or its wait, or to a call with side effects. Returns how many calls were moved."""
     moved, ends = 0, {*starts, *(user for started in starts for user in started.users)}
     for started in starts:
         before, node = list[fx.Node](), started.prev
@@ -59,13 +59,13 @@ def _prefetch(runs: Sequence[Sequence[Collective]]) -> int:
     for i, (run, use) in enumerate(zip(runs, uses, strict=True)):
         early = runs[0 if i == 0 else i + 1 : i + 2]
         for node in [n for r in early for gather in r for n in gather.start] + [n for g in run for n in g.finish]:
-            use.prepend(node)  # a gather that nothing uses would be its own use; no weight is unused
+            use.prepend(node)  # every weight has a use; without one, `first_use` would be the gather
     return max(0, len(runs) - 1)
 
 
 def _exchange_early(runs: Sequence[Sequence[Collective]]) -> int:
-    ends: list[fx.Node] = []  # the last call of each run's start
-    behind: dict[fx.Node, fx.Node] = {}  # the last call behind what they wait for
+    ends: list[fx.Node] = []  # for each run, the last call of its start
+    behind: dict[fx.Node, fx.Node] = {}  # by anchor, the last call that was moved behind it
     for run in runs:
         last = max(node for exchange in run for node in sources(exchange))
         behind[last] = appended(behind.get(last, last), [node for exchange in run for node in exchange.start])

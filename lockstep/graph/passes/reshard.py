@@ -1,4 +1,4 @@
-"""Letting go of gathered weights after the forward pass, and gathering them again for the backward pass."""
+"""Resharding: frees gathered weights after the forward pass, and gathers them again for the backward pass."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .rewrite import rewritten
 
 
 def reshard(captured: Captured) -> tuple[Captured, str]:
-    """Gather weights again where the backward pass uses them, but those that it uses before it does any others'.
+    """Gather weights again where the backward pass uses them, except those of the layer that it begins with.
 
-    The same words arrive again; a graph without a backward pass is left as it is.
+    The same bits arrive again. A graph without a backward pass is left as it is.
     """
     if not any(map(is_backward, captured.graph.nodes)):
         return captured, "no backward pass"

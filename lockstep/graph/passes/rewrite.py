@@ -1,4 +1,4 @@
-"""What passes share."""
+"""Helpers that passes share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..torch_private import trace as torch_trace
 
 
 def rewritten(captured: Captured) -> Captured:
-    """A copy whose graph a pass may change; names of nodes are kept."""
+    """A copy whose graph a pass may change; node names are kept."""
     graph = fx.Graph()
     output = graph.graph_copy(captured.graph, {})
     graph.output(output).meta.update(captured.graph.output_node().meta)
@@ -20,14 +20,14 @@ def rewritten(captured: Captured) -> Captured:
 
 
 def called(value: object, name: str) -> fx.Node | None:
-    """A node that calls this operator."""
+    """`value` if it is a node that calls this operator, else None."""
     return value if isinstance(value, fx.Node) and op_name(value) == name else None
 
 
 def reached(
     node: fx.Node, further: Callable[[fx.Node], Iterable[fx.Node]], wanted: Callable[[fx.Node], bool]
 ) -> set[fx.Node]:
-    """What one comes to from a node by `further` steps, over nodes that are wanted alone."""
+    """All nodes reachable from a node by steps of `further`, through nodes that are `wanted`."""
     found: set[fx.Node] = set()
     stack = list(further(node))
     while stack:
@@ -38,7 +38,7 @@ def reached(
 
 
 def appended(anchor: fx.Node, nodes: Iterable[fx.Node]) -> fx.Node:
-    """Move nodes behind the anchor, in order; returns the last."""
+    """Move nodes behind the anchor, in order. Returns the last one."""
     for node in nodes:
         anchor.append(node)
         anchor = node

@@ -1,4 +1,4 @@
-"""A run of calls in a graph as a function of its own, and a graph with calls of such functions in place of the runs."""
+"""Outlining: a run of calls of a graph as a function of its own, and the graph that calls such functions instead."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ..torch_private.inductor import Signature
 
 
 class Stretch:
-    """Calls that follow one another, but for views and sizes, and whose results nothing overwrites.
+    """Consecutive calls (views and sizes in between do not count) whose results nothing overwrites.
 
-    Views of a result are made again by whoever reads them, so that every result is memory of its own. What only the
-    backward pass reads of a forward stretch is computed again there, so that both roles have the same function.
+    Readers outside recreate views of a result, so results never alias each other. Intermediates of a forward stretch
+    that only the backward pass reads are recomputed there, so that both roles share the same function.
 
     Attributes:
-        inner: the calls, and the views and sizes that are made of their results, wherever those stand.
-        reads, results: nodes of the graph that the calls read from outside, and whose values are read there.
-        module: the calls as a function of `reads` that returns a list, one an item of `results`.
-        body: that as text, by which equal stretches are known.
+        inner: the calls, and the views and sizes computed from their results, wherever these stand in the graph.
+        reads: nodes outside that the calls read. results: inner nodes that are read outside.
+        module: the calls as a function of `reads` that returns a list, one item per node of `results`.
+        body: the module as text, by which equal stretches are recognized.
     """
 
     def __init__(self, captured: Captured, calls: Sequence[fx.Node]) -> None:
@@ -57,7 +57,7 @@ class Stretch:
         self.module = fx.GraphModule({}, graph)
 
     def _read_outside(self) -> tuple[fx.Node, ...]:
-        """Results, in order, that are read outside themselves or through views."""
+        """The results, in order, that are read outside, themselves or through views."""
         found: dict[fx.Node, None] = {}
         for node in self._captured.graph.nodes:
             outside = [
@@ -68,7 +68,7 @@ class Stretch:
         return tuple(found)
 
     def _memory_of(self, node: fx.Node) -> fx.Node:
-        """The result that an inner node looks at: a call's, or an element of it."""
+        """The result that an inner node is, or is a view of: a call, or an element of a call's results."""
         source = node.args[0]
         if node in self.calls or (node.target is operator.getitem and source in self.calls):
             return node
@@ -85,7 +85,7 @@ class Stretch:
 
     @cached_property
     def body(self) -> tuple[str, ...]:
-        """Inputs, calls and results; raises `Uncompilable` as `Signature.described`."""
+        """Inputs, calls and results as text. Raises `Uncompilable` like `Signature.described`."""
         names = {node: f"%{i}" for i, node in enumerate(self.module.graph.nodes)}
         inputs = self.signature.described()
         lines = [f"%{i}: {text}" for i, text in enumerate(inputs)]
@@ -99,19 +99,19 @@ class Stretch:
 
 
 def makes_no_memory(captured: Captured, node: fx.Node) -> bool:
-    """Whether a call only looks at memory, picks a result, or computes with sizes."""
+    """Whether a call allocates nothing: it is a view, picks an item of a result, or computes with sizes."""
     if mutates(node):
         return False
     return bool(viewed(node)) or isinstance(captured.value(node), str)
 
 
 def outlined(captured: Captured, regions: Mapping[Stretch, Callable[..., Any]]) -> fx.GraphModule:
-    """The graph with each stretch as one call of its function, where its last call was."""
+    """The graph with each stretch replaced by one call of its function, at the place of its last call."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
 
     def value(node: fx.Node) -> fx.Node:
-        if node not in made:  # within a forward stretch, and read by the backward pass alone
+        if node not in made:  # inside a forward stretch, and read only by the backward pass
             made[node] = graph.node_copy(node, value)
             torch_trace.set_tag(made[node], BACKWARD_TAG, BACKWARD)
         return made[node]
@@ -141,7 +141,7 @@ def _call(graph: fx.Graph, stretch: Stretch, region: Callable[..., Any], made: d
 
 
 def _views(graph: fx.Graph, stretch: Stretch, end: fx.Node, made: dict[fx.Node, fx.Node]) -> None:
-    """Make again the views and sizes that stood before the stretch's end and are read outside."""
+    """Recreate the views and sizes that stood before the stretch's end and are read outside."""
     node = stretch.calls[0]
     while (node := node.next) is not end:
         known = all(source in made for source in node.all_input_nodes)
@@ -150,5 +150,5 @@ def _views(graph: fx.Graph, stretch: Stretch, end: fx.Node, made: dict[fx.Node, 
 
 
 def _reaches_outside(node: fx.Node, stretch: Stretch) -> bool:
-    """Whether something outside reads a view, itself or through others."""
+    """Whether something outside the stretch reads a node, itself or through views of it."""
     return any(user not in stretch.inner or _reaches_outside(user, stretch) for user in node.users)
