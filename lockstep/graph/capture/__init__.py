@@ -1,1 +1,1 @@
-"""Ways to capture a function."""
+"""Ways to capture a function as a graph."""

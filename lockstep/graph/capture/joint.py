@@ -1,7 +1,7 @@
-"""Capturing a function with a backward pass as a joint graph that is cut in two, laid out again as one flat graph.
+"""Captures a function with a backward pass through a partitioned joint graph, put together again as one flat graph.
 
-The cut is torch's min-cut partitioner's, which computes again in the backward pass what is cheap to. The graph gives
-the bits of a trace of the whole (`capture`); what the forward pass writes is written at its end.
+torch's min-cut partitioner decides what is kept and what is recomputed in the backward pass. The graph is bitwise equal
+to a plain trace (`capture`); in-place writes of the forward pass happen at its end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def capture_joint(
     writes: Collection[Role] = (),
     dynamic: Dynamic | None = None,
 ) -> Captured:
-    """As `capture.step.capture`, forward and backward pass from the partitioned joint graph where there are both."""
+    """Like `capture.step.capture`, but a `Differentiated` body is captured through the partitioned joint graph."""
     if not isinstance(body, Differentiated):
         return capture(name, body, inputs, statics=statics, writes=writes, dynamic=dynamic)
     statics = dict(statics or {})
@@ -48,7 +48,7 @@ def capture_joint(
     outputs: list[str] = []
 
     def forward(*tensors: Tensor) -> list[Tensor]:
-        """The loss, the outputs, and what the inputs that may be written hold in the end."""
+        """The loss, the outputs, and the final values of the inputs that may be written."""
         own = [tensor.clone() if i in layout.written else tensor for i, tensor in enumerate(tensors)]
         loss, found = body.forward(inputs.with_tensors(own), **statics)
         outputs[:] = found  # it is called more than once
@@ -72,8 +72,8 @@ def _described(captured: Captured) -> str:
 
 
 class _Layout:
-    """Where things stand among the inputs, by number: leaves (with their names), the totals of their gradients, and
-    what else the forward pass may write."""
+    """Indices of inputs: the leaves (with `names`), the totals that their gradients are added to, and the other inputs
+    that the forward pass may write."""
 
     def __init__(self, body: Differentiated, inputs: Inputs, writes: Collection[Role]) -> None:
         number = {(role, name): i for i, (role, name, _) in enumerate(inputs.flat())}
@@ -82,7 +82,7 @@ class _Layout:
         self.written = [i for (role, _), i in number.items() if role in writes and role != "grad"]
 
     def graph(self, fn: torch_trace.Flat, fakes: Sequence[Tensor]) -> fx.GraphModule:
-        """The flat graph of `fn`, of its gradients and of their accumulation."""
+        """The flat graph of `fn`, its gradients and their accumulation."""
         forward, backward, count = torch_joint.partition(fn, fakes, self.leaves)
         graph = fx.Graph()
         arguments = [torch_trace.set_fake_value(graph.placeholder(f"arg{i}_1"), x) for i, x in enumerate(fakes)]
@@ -112,7 +112,7 @@ class _Layout:
 def _copied(
     graph: fx.Graph, module: fx.GraphModule, inputs: Sequence[fx.Node]
 ) -> tuple[list[fx.Node], dict[str, fx.Node]]:
-    """Append a module's calls to a graph; its results there, and every node there by its name in the module."""
+    """Append a module's calls to a graph. Returns the copied results, and every copy by its name in the module."""
     copies = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
     results = graph.graph_copy(module.graph, copies)
     return list(results), {node.name: copy for node, copy in copies.items()}  # type: ignore[arg-type]

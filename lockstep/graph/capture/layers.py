@@ -1,7 +1,7 @@
-"""A model's layers compiled one by one where they are called, for what cannot be captured whole; no CUDA graphs.
+"""Compiles a model's layers one by one where they are called, for models that cannot be captured whole. No CUDA graphs.
 
-All layers are one function to the compiler: a variant serves each kind of layer in each use (training, checking,
-decoding, prompts), whatever its index and whatever the sizes, but that a size of 1 is another thing to broadcasting.
+All layers are one function to the compiler: each kind of layer has one variant per use (training, checks, decode,
+prefill), for any layer index and any sizes, except that a size of 1 broadcasts differently.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MAX_VARIANTS = 24
 def layer_compiler(
     compile_module: Callable[..., Any] | None = None, compiled: Callable[[], None] = lambda: None
 ) -> Callable[..., Tensor]:
-    """What calls a layer through `torch.compile(fullgraph=True)`: `call(layer, *args)`. `GraphError`, when called: it
-    cannot be compiled whole, or would be one variant too many.
+    """Returns `call(layer, *args)`, which runs a layer through `torch.compile(fullgraph=True)`. A call raises
+    `GraphError` if the layer cannot be compiled whole, or needs a variant too many.
 
     Args:
-        compile_module: compiles a layer, forward and backward, but for our own operators; None: its operators are run
-            as captured (as AOTAutograd's, where there are gradients), and so have eager's bits.
+        compile_module: compiles a layer's forward and backward, except our own operators; None: its operators run as
+            captured (through AOTAutograd if there are gradients), bitwise equal to eager.
         compiled: called before each variant is compiled.
     """
     return torch_layers.compiled_call(compile_module, MAX_VARIANTS, compiled, GraphError)

@@ -1,4 +1,4 @@
-"""One graph that is asked for."""
+"""A request for one graph."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .step import GraphBody
 
 @dataclass(frozen=True)
 class Request:
-    """A function with the inputs, the statics and the open sizes of one graph of it; see `capture`. `constants`: every
-    Python value that the body takes from elsewhere than its arguments and that a trace bakes in, by name; None:
-    unknown, and the graph is not kept for other processes."""
+    """A function with the inputs, statics and open sizes of one of its graphs; see `capture`. `constants`: every Python
+    value that a trace bakes in and that is not an argument of the body, by name; None: they are unknown, so the graph
+    is not stored."""
 
     name: str
     body: GraphBody
@@ -41,7 +41,7 @@ class Request:
 
     @cached_property
     def everywhere(self) -> dict[str, Any]:
-        """What of it every process must ask for alike, by name; devices are each one's own."""
+        """What must be equal in every process that asks for this graph, by name; devices may differ."""
         specs = {str(spec): (spec.shape, spec.stride, spec.dtype) for spec in self.specs}
         return {"writes": sorted(self.writes)} | specs
 

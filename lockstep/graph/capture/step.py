@@ -1,8 +1,8 @@
-"""Tracing a function of named tensors into a flat graph.
+"""Traces a function of named tensors into a flat graph.
 
-Only tensors vary between launches, and of their shapes the sizes that are declared open. Every other Python value
-becomes a constant, so the function takes them as declared statics. Writes to inputs stay writes: a launch changes the
-very gradients, weights and cache that it is bound to.
+Between launches only tensors vary, and of their shapes only the sizes declared open. All other Python values become
+constants, so the function takes them as declared statics. In-place writes to inputs are not functionalized: a launch
+changes the very gradients, weights and KV cache that it is bound to.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Differentiated:
     """A `GraphBody` that adds the gradients of a loss to the inputs of role `grad`.
 
     Attributes:
-        forward: (inputs, **statics) to a loss, 0-dim, and named outputs without gradients.
+        forward: maps (inputs, **statics) to a 0-dim loss and named outputs without gradients.
         accumulate: (totals, gradients): adds each gradient to its total, in place.
     """
 
@@ -36,7 +36,8 @@ class Differentiated:
     accumulate: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
     def __call__(self, inputs: Inputs, **statics: Static) -> Mapping[str, Tensor]:
-        """The outputs; gradients are those by the `param` of each `grad`'s name."""
+        """Run forward, backward and accumulation; returns the outputs. Each `grad` gets that of the equally named
+        `param`."""
         with torch.enable_grad():
             loss, outputs = self.forward(inputs, **statics)
             with backward():
@@ -46,11 +47,12 @@ class Differentiated:
 
 
 def backward() -> AbstractContextManager[None]:
-    """Marks what is traced within as the backward pass; put it around `torch.autograd.grad`."""
+    """Marks nodes traced within as the backward pass; put it around `torch.autograd.grad`."""
     return torch_trace.annotate({BACKWARD_TAG: BACKWARD})
 
 
 def in_module(path: str) -> AbstractContextManager[None]:
+    """Marks nodes traced within as made by the module at `path`."""
     return torch_trace.annotate({MODULE_TAG: path})
 
 
@@ -63,15 +65,15 @@ def capture(
     writes: Collection[Role] = (),
     dynamic: Dynamic | None = None,
 ) -> Captured:
-    """Trace `body(inputs, **statics)`, gradients off; no input is read or written. `GraphError`: the body closes over a
-    number or a tensor, asks for a tensor's value, takes an open size for a number, or returns something else.
+    """Trace `body(inputs, **statics)` with gradients off; no input is read or written. `GraphError`: the body closes
+    over a number or tensor, reads a tensor's value, or specializes an open size to a number.
 
     Args:
-        body: returns its outputs by name, each a tensor of its own (not a view of an input).
+        body: returns its outputs by name; none may be a view of an input.
         statics: Python values that become constants of the graph.
         writes: roles that the body writes in place (checked by the verifier).
-        dynamic: inputs with open sizes, for which one trace serves every value from 2 on: the sizes' names, dim by dim,
-            None for a fixed one. Equal names are one size.
+        dynamic: inputs with open sizes; one trace serves every value from 2 on. For each input the sizes' names, one
+            per dimension, None if fixed; equal names are one size.
     """
     statics = dict(statics or {})
     check_closure(name, body)
@@ -91,7 +93,7 @@ def capture(
 
 
 def check_closure(name: str, body: Callable[..., Any]) -> None:
-    """Refuse numbers and tensors that would become constants without being declared."""
+    """Refuse a body that closes over values or tensors, which would become undeclared constants."""
     hidden: dict[str, Any] = {}
     if isinstance(body, Differentiated):
         body = body.forward
@@ -107,8 +109,8 @@ def check_closure(name: str, body: Callable[..., Any]) -> None:
 
 
 def substituted(module: nn.Module, inputs: Inputs) -> AbstractContextManager[None]:
-    """Within a function that may be traced: `module` with the traced tensors of its `module_inputs`, its calls marked
-    by path; run on the module's own, as it is."""
+    """For use in a function that may be traced. Within, `module` uses the traced tensors in `inputs` (see
+    `module_inputs`), and its calls are marked by module path. If `inputs` are its own tensors, nothing changes."""
     return nullcontext() if inputs.module is module else _on_traced(module, inputs)
 
 
@@ -128,7 +130,7 @@ def module_inputs(module: nn.Module) -> Inputs:
 
 @contextmanager
 def _tagged(module: nn.Module) -> Iterator[None]:
-    """Nodes made in the forward of a submodule carry its path."""
+    """Within, nodes traced in the forward of a submodule carry its path."""
     contexts: list[AbstractContextManager[None]] = []
 
     def enter(path: str) -> Callable[..., None]:

@@ -1,1 +1,1 @@
-"""Captured graphs bound to memory, recorded and launched."""
+"""Binds captured graphs to memory, records and launches them."""

@@ -1,7 +1,7 @@
-"""CUDA graphs: one memory pool and one stream for all of them.
+"""CUDA graphs that share one memory pool and one stream.
 
-A recorded graph reads and writes the addresses that it was recorded with, so its inputs must not move. What it returns
-lies in the pool, where the next replay of *any* graph of the pool may overwrite it.
+A recorded graph reads and writes the addresses that it was recorded with, so its inputs must not move. Its outputs lie
+in the pool, where the next replay of *any* graph of the pool may overwrite them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Run = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 class Recording(Protocol):
-    """One recorded graph. `outputs` are the same tensors after every replay. It is replayed in any mode of autograd."""
+    """One recorded graph. `outputs` are the same tensors after every replay. Replay works in any autograd mode."""
 
     outputs: list[Tensor]
 
@@ -31,15 +31,15 @@ class Recording(Protocol):
         """Run it again; does not wait for the device."""
 
     def close(self) -> None:
-        """Give its memory back; it cannot be replayed any more."""
+        """Release the memory; the recording cannot be replayed any more."""
 
 
 class CudaRecorder:
-    """Makes recordings that share one pool. Record the largest first: its temporaries' memory serves the others.
+    """Makes recordings that share one pool. Record the largest first: later ones reuse the memory of its temporaries.
 
     Attributes:
-        worked: something ran in the pool since this was last set to False; what is `allotted` holds nothing then.
-        allotted: addresses of tensors in memory that the pool goes on using (`allot`).
+        worked: something ran in the pool since this was last set to False, so tensors from `allot` are overwritten.
+        allotted: addresses of the tensors from `allot`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,15 +53,15 @@ class CudaRecorder:
     def record(
         self, run: Run, arguments: Sequence[Tensor], keep: Sequence[Tensor] = (), lasting: Sequence[int] = ()
     ) -> Recording:
-        """Run once for real with the pool's memory, which also compiles and loads kernels, then record. The recording's
-        outputs are those of the real run.
+        """Run once in the pool's memory, which also compiles and loads kernels, then record. The recording's outputs
+        hold the results of that run.
 
         Args:
-            keep: tensors of the pool whose values are needed later. Memory that someone holds is never given to a
-                recording, so only a recorder that checks its caller looks at them.
-            lasting: numbers of outputs that the recording copies out of the pool, where no other overwrites them.
+            keep: tensors in the pool whose values are needed later. Not used here, as no recording gets memory that is
+                still referenced; a recorder that checks its caller may use it.
+            lasting: indices of outputs that the recording copies out of the pool, where no other one overwrites them.
         """
-        torch.cuda.empty_cache()  # memory that others left is of no use to the pool, which takes its own from here on
+        torch.cuda.empty_cache()  # the pool cannot reuse blocks cached outside it, and is about to allocate its own
         results = [r.clone() for r in self.run(run, arguments)]  # outside the pool
         recording = self._captured(run, arguments, {i: results[i] for i in lasting}, "thread_local")
         if in_pool := [i for i in range(len(results)) if i not in lasting]:
@@ -69,20 +69,20 @@ class CudaRecorder:
         return recording
 
     def capture(self, run: Run, arguments: Sequence[Tensor], lasting: Mapping[int, Tensor]) -> Recording:
-        """Record without a run before it, for which kernels are better loaded. Outputs hold nothing until a replay.
+        """Record without a run before; kernels should be loaded by then. Outputs are undefined until a replay.
 
         Args:
-            lasting: of outputs by number, tensors outside the pool that the recording copies them to.
+            lasting: by output index, tensors outside the pool that the recording copies these outputs to.
         """
-        torch.cuda.current_blas_handle()  # is made before a stream captures
-        return self._captured(run, arguments, lasting, "relaxed")  # in which kernels of torch may be loaded
+        torch.cuda.current_blas_handle()  # cuBLAS handles cannot be made during a capture
+        return self._captured(run, arguments, lasting, "relaxed")  # lets torch load kernels during the capture
 
     def _captured(
         self, run: Run, arguments: Sequence[Tensor], lasting: Mapping[int, Tensor], errors: str
     ) -> _CudaRecording:
         graph = torch.cuda.CUDAGraph()
         pool: Any = self._open_pool().id
-        streams = torch.cuda.stream(self._stream)  # torch's own is not left where an end of a capture fails
+        streams = torch.cuda.stream(self._stream)  # restored even if ending a capture fails
         with streams, torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=errors):
             outputs = run(arguments)
             if lasting:
@@ -92,13 +92,13 @@ class CudaRecorder:
         return _CudaRecording(graph, outputs)
 
     def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """Run once with the pool's memory, without recording; what it returns lies in the pool."""
+        """Run once in the pool's memory, without recording; the results lie in the pool."""
         with self.working():
             return run(arguments)
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """What is computed meanwhile has the pool's memory, in order with what comes before and after."""
+        """Within, computations allocate from the pool; they are ordered with the work before and after."""
         self.worked = True
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -109,17 +109,17 @@ class CudaRecorder:
             current.wait_stream(self._stream)
 
     def reserve(self, size: int) -> None:
-        """Have the pool begin with so many bytes in one piece, before anything is in it: where tensors of many sizes
-        come and go, pieces of the sizes of the first leave gaps that none of the others fits. Nothing where the
-        allocator was told to split no large piece (`max_split_size_mb`)."""
+        """Let the still empty pool begin with one block of `size` bytes, against fragmentation: blocks sized for the
+        first tensors fit few of the later ones. Does nothing if the allocator may not split large blocks
+        (`max_split_size_mb`)."""
         if any("max_split_size_mb" in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS):
             return
-        torch.cuda.empty_cache()  # which a pool does not do for itself
+        torch.cuda.empty_cache()  # a pool does not do this by itself
         with self.working():
             torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def allot(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Tensors in memory that the pool goes on using: whatever runs in it overwrites them. Before any recording."""
+        """Tensors in memory that the pool may reuse: whatever runs in it overwrites them. Call before any recording."""
         made = [self.borrow(tensor) for tensor in self.run(lambda _: make(), [])]
         self.allotted.update(tensor.data_ptr() for tensor in made if tensor.numel())
         return made
@@ -130,7 +130,7 @@ class CudaRecorder:
         return self._pool
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """The same memory, without keeping the pool from giving it to others."""
+        """A tensor on the same memory that does not keep the pool from reusing it."""
         size = tensor.untyped_storage().nbytes()
         if size == 0:
             return tensor
@@ -144,7 +144,7 @@ class CudaRecorder:
         return sum(segment["total_size"] for segment in self._pool.snapshot()) if self._pool is not None else 0
 
     def close(self) -> None:
-        """Let go of the pool: after all recordings are closed, and before a process group is."""
+        """Release the pool; call it after all recordings are closed and before the process group is destroyed."""
         if self._pool is not None:
             torch.cuda.synchronize(self._device)
             torch_trace.clear_matmul_workspaces()

@@ -1,4 +1,4 @@
-"""Going through a graph's launches without launching anything, so that its kernels can be compiled side by side."""
+"""Goes through a graph's calls without launching anything, so that its kernels can be compiled in parallel."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..torch_private import trace as torch_trace
 
 
 def dry_run(captured: Captured, arguments: Sequence[Tensor], namespace: str = NAMESPACE) -> dict[str, Tensor]:
-    """Call the implementation of each of the graph's operators, once for all calls that are alike, on tensors without
-    memory; no argument is read or written, and the caller sees to it that nothing is launched (`ops.precompile`).
-    Returns zeros in the place of the graph's outputs."""
+    """Call the implementations of the graph's operators on tensors without memory, once for all equivalent calls. No
+    argument is read or written; the caller makes sure that nothing is launched (`ops.precompile`). Returns zeros as
+    the graph's outputs."""
     memory = torch_trace.WithoutMemory(namespace)
     stand_ins = [memory.stand_in(tensor) for tensor in arguments]
     with memory.computing():
@@ -28,14 +28,14 @@ def dry_run(captured: Captured, arguments: Sequence[Tensor], namespace: str = NA
 
 
 class _Rehearsal(fx.Interpreter):
-    """Calls are alike when their operators are the same and their arguments alike; then one of them is made, and its
-    results stand for all. So a model's second layer costs nothing."""
+    """Makes one of all equivalent calls (same operator, equivalent arguments) and reuses its results for the others, so
+    a model's second layer costs nothing."""
 
     def __init__(self, module: fx.GraphModule, alignment: Callable[[Tensor], int]) -> None:
         super().__init__(module, garbage_collect_values=False)
         self._alignment = alignment
         self._made: dict[str, Any] = {}
-        self._likeness: dict[int, str] = {}  # by tensor; all tensors are kept until the end
+        self._likeness: dict[int, str] = {}  # by id of a tensor; all tensors are kept alive
 
     def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         key = f"{id(target)} {self._described(args)} {self._described(kwargs)}"

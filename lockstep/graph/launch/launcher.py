@@ -20,17 +20,17 @@ from .memory import Addresses, Outputs, OwnInputs
 
 
 class GraphLauncher:
-    """Launches one captured graph at one choice of its open sizes, as a CUDA graph when its passes decided so.
+    """Launches one captured graph at one choice of its open sizes, as a CUDA graph if it is marked to be recorded.
 
-    Static inputs are the tensors given here, by address (`Addresses`); user inputs come with each launch, and a
-    recorded graph copies them into buffers of its own. A recorded graph's outputs are overwritten by the next launch of
-    any graph of the same recorder; those in `lasting` by the next launch of this graph alone, and copied before if
-    someone holds what the last one returned (`Outputs`).
+    Static inputs are bound by address (`Addresses`); user inputs come with each launch, and a recorded graph copies
+    them into buffers of its own. A recorded graph's outputs are overwritten by the next launch of any graph of the same
+    recorder. Outputs in `lasting` are overwritten only by this graph's next launch, which first copies them if the last
+    launch's `Outputs` are still referenced.
 
     Attributes:
-        launches: runs so far, replays among them.
-        replays: runs as a recorded graph.
-        recording: what it replays, once it is recorded.
+        launches: launches so far, including replays.
+        replays: replays of the recording.
+        recording: the recording, once made.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GraphLauncher:
         self.recording: Recording | None = None
         self._lasting = [i for i, name in enumerate(captured.outputs) if name in lasting] if self._recorder else []
         self._latest: weakref.ref[Outputs] | None = None
-        self._layout: str | None = None  # of batches that were found right, and are copied whole
+        self._layout: str | None = None  # layout of user inputs that passed the checks and can be copied whole
         self._closed = False
         self._arguments: list[Tensor] = [tensor for _, _, tensor in inputs.flat()]
         self._static = [i for i, spec in enumerate(captured.inputs) if spec.role != "user"]
@@ -68,8 +68,8 @@ class GraphLauncher:
         self._addresses = Addresses([self._arguments[i] for i in self._static])
 
     def __call__(self, user: Mapping[str, Tensor], times: int = 1) -> Outputs:
-        """Launch `times` times in a row, at least once; returns the last outputs by name. `GraphError`: the graph is
-        closed, a user input is missing or is not what the graph was captured for, or a static input has moved."""
+        """Launch `times` times in a row (at least 1); returns the last outputs by name. `GraphError`: the graph is
+        closed, a user input is missing or not what the graph was captured for, or a static input has moved."""
         assert times > 0
         if self._closed:
             raise GraphError(f"{self.captured.title}: launched after close()")
@@ -93,15 +93,15 @@ class GraphLauncher:
 
     @property
     def records_next(self) -> bool:
-        """Whether its next launch makes the recording, and is itself no replay."""
+        """Whether the next launch makes the recording instead of replaying it."""
         return self._recorder is not None and self.recording is None
 
     def rehearse(self, user: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Zeros for outputs, and nothing launched; see `dry_run.dry_run`."""
+        """Launch nothing and return zeros as outputs; see `dry_run.dry_run`."""
         return dry_run(self.captured, self._arguments if self._recorder else self._with(user))
 
     def blank(self) -> dict[str, Tensor] | None:
-        """Zeros for outputs, and nothing launched; None where a shape is more than open sizes by name."""
+        """Zeros in the shapes of the outputs; None if a shape is not made of numbers and open sizes alone."""
         results: Any = self.captured.graph.output_node().args[0]
         values = tensors_in(tuple(map(self.captured.value, results)))
         shapes = [[self._sizes.get(d) if isinstance(d, str) else d for d in value.shape] for value in values]
@@ -112,7 +112,8 @@ class GraphLauncher:
         return dict(zip(self.captured.outputs, zeros, strict=True))
 
     def record(self, blank: Mapping[str, Tensor]) -> None:
-        """Record it, where it is to be recorded whole, without a run; `blank`: tensors like its outputs."""
+        """Record a graph that is not split, without running it, unless there is a recording. `blank`: tensors like its
+        outputs."""
         if self._recorder is None or self.recording is not None:
             return
         self._check_addresses()
@@ -125,7 +126,7 @@ class GraphLauncher:
         return Outputs(zip(self.captured.outputs, outputs, strict=True))
 
     def _with(self, user: Mapping[str, Tensor]) -> list[Tensor]:
-        """The arguments of a launch that copies nothing."""
+        """The arguments of an unrecorded launch, which uses the user's tensors themselves."""
         arguments = list(self._arguments)
         for name, i in self._user.items():
             arguments[i] = user[name]
@@ -140,7 +141,7 @@ class GraphLauncher:
         return outputs
 
     def _bring(self, user: Mapping[str, Tensor]) -> None:
-        """Check a launch's tensors, and copy them to the graph's own."""
+        """Check a launch's user inputs, and copy them into the graph's buffers."""
         if not user and not self._user:
             return
         layout = user.layout if isinstance(user, SideBySide) else None
@@ -154,7 +155,7 @@ class GraphLauncher:
     def _record(self, recorder: CudaRecorder) -> Recording:
         with torch.inference_mode(False), torch.no_grad():
             if self.captured.split_at:
-                from .piecewise import Piecewise  # only where it was chosen
+                from .piecewise import Piecewise  # imported only if chosen
 
                 return Piecewise(self.captured, recorder, self._arguments, self._lasting)
             return recorder.record(self._run, self._arguments, lasting=self._lasting)
@@ -193,5 +194,5 @@ _looks = attrgetter("shape", "dtype", "device")
 
 
 def _described(tensors: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
-    """All that a launch's inputs must share with those before, to be compared at once."""
+    """What must be equal between the inputs of launches, in a form that is compared at once."""
     return list(map(_looks, tensors)), list(map(Tensor.stride, tensors))

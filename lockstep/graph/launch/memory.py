@@ -1,4 +1,4 @@
-"""What a launch reads and leaves: inputs copied to memory of the graph's own, static tensors by address, outputs."""
+"""The memory of a launch: buffers that user inputs are copied into, addresses of static inputs, and outputs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..torch_private import trace as torch_trace
 
 
 class OwnInputs:
-    """Buffers for inputs like the given ones; their addresses stay.
+    """Buffers at fixed addresses for inputs like the given ones.
 
-    Inputs that lie side by side in one buffer have buffers that lie alike in one, so a launch whose inputs lie so too
-    costs one copy, and one more for each that lies elsewhere.
+    If the given inputs share one storage, so do their buffers, at the same offsets. A launch whose inputs lie the same
+    way then costs one copy of the storage, and one more launch for inputs that lie elsewhere.
 
     Attributes:
         tensors: the buffers, in the order of the inputs.
@@ -25,7 +25,7 @@ class OwnInputs:
         self._places = _places(inputs)
         self._first = min(self._places, default=None)
         self._run: Tensor | None = None
-        self.tensors = [x.new_empty_strided(x.shape, x.stride()) for x in inputs]  # a graph holds for these strides
+        self.tensors = [x.new_empty_strided(x.shape, x.stride()) for x in inputs]  # strides of the capture
         if self._first is None:
             return
         first = inputs[self._first]
@@ -35,8 +35,8 @@ class OwnInputs:
             self.tensors[i] = own.view(inputs[i].dtype).view(inputs[i].shape)
 
     def fill(self, inputs: Sequence[Tensor]) -> bool:
-        """Copy a launch's inputs in; their shapes, dtypes and device are those of the first ones. Returns whether they
-        all lie in one buffer as here: `fill_whole` would do."""
+        """Copy a launch's inputs in; shapes, dtypes and device are those given at the start. Returns whether all lie in
+        one storage at the same offsets as the buffers, so that `fill_whole` suffices."""
         elsewhere: Sequence[int] = range(len(inputs))
         with torch.inference_mode(False), torch.no_grad():
             if self._run is not None and self._first is not None:
@@ -50,14 +50,14 @@ class OwnInputs:
         return bool(inputs) and not elsewhere
 
     def fill_whole(self, buffer: Tensor) -> None:
-        """Copy a launch's inputs in, which lie in a buffer, uint8, like others for which `fill` returned True."""
+        """Copy in a launch's inputs that fill `buffer`, uint8, with a layout for which `fill` returned True."""
         assert self._run is not None
         self._run.copy_(buffer)
 
 
 def _places(inputs: Sequence[Tensor]) -> dict[int, int]:
-    """Where inputs begin in the buffer that most of them lie in, in bytes, by number; empty if they fill less than half
-    of it, or are fewer than two."""
+    """Byte offsets of inputs in the storage that most of them share, by index; empty if only one lies there, or they
+    fill less than half of it."""
     begins = [x.untyped_storage().data_ptr() for x in inputs]
     for begin, count in Counter(begins).most_common(1):
         lie_in = [i for i, x in enumerate(inputs) if begins[i] == begin and x.numel() and x.is_contiguous()]
@@ -68,8 +68,8 @@ def _places(inputs: Sequence[Tensor]) -> dict[int, int]:
 
 
 class Addresses:
-    """Where tensors lie. Of views of one tensor, such as gradients in a flat buffer, that tensor alone is asked; a
-    parameter is a tensor of its own, as anyone can give it other data."""
+    """The addresses of tensors, to detect that one has moved. For views of one tensor, such as gradients in a flat
+    buffer, only that tensor is checked. A parameter is checked itself, as its `.data` may be replaced."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         owners = [torch_trace.viewed_tensor(tensor) for tensor in tensors]
@@ -79,7 +79,7 @@ class Addresses:
         self._known = list(map(Tensor.data_ptr, self._asked))
 
     def moved(self) -> int | None:
-        """The number of the first tensor that is elsewhere, or whose owner is; None as it must be."""
+        """The index of the first tensor that has moved, or whose base has; None if none has."""
         now = list(map(Tensor.data_ptr, self._asked))
         if now == self._known:
             return None
@@ -87,13 +87,13 @@ class Addresses:
 
 
 class Outputs(dict[str, Tensor]):
-    """A launch's outputs by name. Those that the function declared to be lasting stay right for as long as someone
-    holds this, as they are copied if the graph is launched again meanwhile: read them here, each time anew."""
+    """A launch's outputs by name. Lasting outputs (`Program.lasting`) stay valid while this object is referenced: the
+    graph's next launch replaces them here with copies, so look them up here at every use."""
 
     __slots__ = ("__weakref__",)
 
     def save(self, names: Iterable[str]) -> None:
-        """Copy those of these outputs that are still here, in one launch."""
+        """Replace the named outputs by copies, in one launch."""
         with torch.inference_mode(False), torch.no_grad():
             kept = {name: self[name] for name in names if name in self}
             copies = [torch.empty_like(tensor) for tensor in kept.values()]

@@ -1,8 +1,9 @@
-"""A graph recorded in pieces, with the calls in between that are not recorded: attention, whose shapes vary most.
+"""Piecewise CUDA graphs: a graph is recorded in pieces, with unrecorded calls in between (attention, whose shapes vary
+most).
 
-Pieces follow one another on the addresses that the first launch left: what one computes for another lies in the shared
-pool, and what a call in between returns is copied to where its first result lay. Views and sizes cost nothing in a
-recording, so each piece makes its own from the tensors that cross.
+Tensors that cross between pieces stay at the addresses of the first launch: results of a piece lie in the shared pool,
+and results of a call in between are copied to where its first ones lay. Views and sizes cost nothing in a recording, so
+each piece makes its own from the tensors that cross.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ ATTENTION = frozenset(
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a graph as a graph of its own.
+    """A part of a graph as a graph of its own.
 
     Attributes:
-        module: tensors in the order of `reads` to a list of tensors in the order of `results`.
-        reads, results: nodes of the whole graph: what crosses into this part, and what others read of it.
-        recorded: whether it is a piece, and not a call between two.
+        module: maps tensors in the order of `reads` to a list of tensors in the order of `results`.
+        reads, results: nodes of the whole graph: those that this part reads from others, and others from this part.
+        recorded: whether it is a recorded piece, not a call between two.
     """
 
     module: fx.GraphModule
@@ -49,7 +50,7 @@ class Part:
 
 
 def split(captured: Captured) -> list[Part]:
-    """The graph as parts in order, the last of which only gathers the outputs; `captured.split_at` says where."""
+    """The graph as parts in order, split at calls of `captured.split_at`. The last part only collects the outputs."""
     stretches: list[list[fx.Node]] = [[]]
     for node in captured.graph.nodes:
         if node.op != "call_function":
@@ -73,7 +74,7 @@ def _element(node: fx.Node) -> bool:
 
 
 def _derived(captured: Captured, node: fx.Node) -> bool:
-    """Whether every part makes this value anew: a view, what a write returns, a size."""
+    """Whether each part makes this value itself: a view, the result of an in-place write, or a size."""
     if _element(node):
         return _derived(captured, node.args[0])  # type: ignore[arg-type]
     value = captured.value(node)
@@ -114,12 +115,12 @@ def _part(captured: Captured, nodes: Sequence[fx.Node], results: Sequence[fx.Nod
 
 
 class Piecewise:
-    """The recorded pieces of one graph and the calls between them; replayed as one recording."""
+    """The recorded pieces of one graph and the calls between them, replayed like one recording."""
 
     def __init__(
         self, captured: Captured, recorder: CudaRecorder, arguments: Sequence[Tensor], lasting: Sequence[int] = ()
     ) -> None:
-        """Run the parts in order, recording the pieces. `arguments` are the graph's inputs, where they will stay."""
+        """Run the parts in order, recording the pieces. `arguments`: the graph's inputs, at their final addresses."""
         *parts, last = split(captured)
         inputs = dict(zip(captured.graph.find_nodes(op="placeholder"), arguments, strict=True))
         final = {node: i for i, part in enumerate([*parts, last]) for node in part.reads}
