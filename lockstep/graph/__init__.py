@@ -1,4 +1,4 @@
-"""Captured graphs for both roles: trace once a shape, verify, rewrite, launch; on a GPU as CUDA graphs."""
+"""Captured graphs for both roles: trace, verify, rewrite and launch functions; on a GPU as CUDA graphs."""
 
 from .. import ops as _ops  # noqa: F401  the operators that stored graphs name
 from ..ops.operator import NAMESPACE as _NAMESPACE

@@ -1,4 +1,4 @@
-"""Graphs of several processes that are made side by side, before each asks for all of them."""
+"""Several processes make different graphs in parallel, before all of them ask for every graph."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from .warm_up import rehearse
 
 
 class _NeedsLaunch(Exception):
-    """What comes after a launch depends on what it returns."""
+    """What follows a launch depends on its results."""
 
 
 def make_ahead(runtime: Runtime, parts: Sequence[Callable[[], None]]) -> bool:
-    """Have each of the first processes make the graphs that one of `parts` calls, by itself, and give them to all;
-    whether they have.
+    """Let rank i make the graphs that `parts[i]` calls, and send them to all ranks. Returns whether it did.
 
-    Nothing is launched, and nothing more is shared than graphs: a part talks to no other process by itself. What it has
-    not made by then, and all where one has other code than was imported, is made when all ask for it together.
+    Nothing is launched, and only graphs are exchanged: a part must not communicate. Graphs that were not made here (all
+    of them, if a process runs other code than it imported) are made when all ranks ask for them together.
     """
     if runtime.eager or len(parts) == 1:
         return False

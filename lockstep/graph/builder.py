@@ -1,4 +1,4 @@
-"""Making graphs: loaded as they were stored or captured, rewritten and verified; once for several processes."""
+"""Makes graphs: loads stored ones, or captures, rewrites and verifies them; once for several processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .torch_private import trace as torch_trace
 
 
 def load_hook(hook: Any) -> Any:
-    """What a `config.Plugin` names as "module:name"; anything else is the hook itself."""
+    """Import a hook that a `config.Plugin` names as "module:name" (empty: None); anything else is the hook itself."""
     if not isinstance(hook, str):
         return hook
     return resolve_name(hook) if hook else None
@@ -43,17 +43,17 @@ def require_plugins(config: CompileConfig, device: torch.device) -> None:
     pipeline(config)
 
 
-MadeAhead = dict[tuple[str, str, Level], tuple[Captured, bool]]  # by title, body with inputs, level; and if stored
+MadeAhead = dict[tuple[str, str, Level], tuple[Captured, bool]]  # (title, body and inputs, level): (graph, was stored)
 
 
 @dataclass
 class Made:
-    """Graphs of one function, whatever tensors it is bound to, by `Request.key`.
+    """The graphs of one function, whatever tensors it is bound to, by `Request.key`.
 
     Attributes:
-        traces: as they were traced here, after the passes that all levels share.
-        ready: those, or stored ones, by key and level, ready to run.
-        loaded: how many of `ready` were stored. retracing: stored ones are not wanted.
+        traces: traced by this process, after the passes that all levels share.
+        ready: traced or loaded, and ready to launch, by (key, level).
+        loaded: how many of `ready` were loaded from the store. retracing: do not load any more.
     """
 
     traces: dict[tuple, Captured] = field(default_factory=dict)
@@ -62,12 +62,12 @@ class Made:
     retracing: bool = False
 
     def retrace(self) -> bool:
-        """Want no more stored graphs; whether there were any."""
+        """Load no more stored graphs. Returns whether any had been loaded."""
         had, self.loaded, self.retracing = self.loaded > 0, 0, True
         return had
 
     def forget_stages(self) -> None:
-        """Drop the graphs from before the passes: many small objects, which slow every garbage collection."""
+        """Drop the graphs from before each pass: many small objects, which slow every garbage collection."""
         for graphs in (self.traces, self.ready):
             for key, captured in graphs.items():
                 graphs[key] = replace(captured, before=None)
@@ -78,16 +78,17 @@ class GraphBuilder:
     """Makes the graphs of both roles.
 
     Args:
-        timings: host seconds in `load_graphs`, `import_tracer`, `trace`, `passes` and `store_graphs`.
-        store: where graphs are kept between processes; None: nowhere.
-        mesh: the sizes of the device mesh's axes of several ranks, which graphs depend on.
-        peers: the other processes that capture the same graphs, until the warm-up ends.
+        timings: accumulates host seconds of `load_graphs`, `import_tracer`, `trace`, `passes` and `store_graphs`.
+        store: keeps graphs between processes; None: they are not kept.
+        mesh: the sizes of the mesh axes with several ranks, which graphs depend on.
+        peers: the processes that capture the same graphs, until the warm-up ends.
 
     Attributes:
-        captures: traces made so far, each for every value of a function's open sizes; or variants of layers.
-        loaded: graphs that were not traced, as they were stored.
-        nodes: for each trace its title with what each pass did to the number of nodes.
-        alone: where graphs go that this process makes by itself. ahead: those that every process then has (`ahead`).
+        captures: traces made so far, each valid for every value of its open sizes; or compiled variants of layers.
+        loaded: graphs that were loaded from the store instead of traced.
+        nodes: each graph's log of passes, by title.
+        alone: collects graphs while this process makes its own part (`ahead`), else None.
+        ahead: graphs from all processes' parts that were not asked for yet.
     """
 
     config: CompileConfig
@@ -108,21 +109,21 @@ class GraphBuilder:
         self.backend: Backend = (load_hook(run.hook) or Backend)(config, self.device, self.timings)
         self.sharded = bool(self.mesh)
         self.passes = pipeline(config, self.sharded, self.device.type == "cuda") + self.backend.passes
-        # A dump shows every pass, what roles share is decided for graphs that are made together, and of other code
-        # nothing tells whether it is the same as before.
+        # No store: for a dump, which shows every pass; where regions are shared, as both roles' graphs must be made
+        # together; and with plugins or passes from outside the package, as no hash covers their code.
         modes = [RECORDINGS[name] for name in recordings(config.cudagraph_mode or "none")]
         shipped = all(p.shipped for p in (way, run, *modes)) and set(config.pass_names) <= set(PASSES)
         if config.dump or self.backend.shared or not shipped:
             self.store = None
-        self._by_sizes = way.by_sizes or run.by_sizes or config.activation_memory_gib > 0  # it is for bytes as traced
+        self._by_sizes = way.by_sizes or run.by_sizes or config.activation_memory_gib > 0  # bytes at the traced sizes
 
     def graph(self, request: Request, level: Level, made: Made) -> Captured:
-        """A graph at a level: as it was made before, as it was stored, or made."""
+        """The graph at a level: made before, loaded from the store, or made now."""
         key = request.key
         if (key, level) in made.ready:
             return made.ready[key, level]
         stored = None
-        if request.constants is not None:  # without a store, too, those that no key can have are refused
+        if request.constants is not None:  # constants that no key can hold are refused even without a store
             settings = self.settings(request.constants, request.sizes)
             stored = key_of(request, level, settings, self.passes) if self.store is not None else None
         found = self._once(request, level, stored, made)
@@ -132,15 +133,15 @@ class GraphBuilder:
         return found
 
     def _once(self, request: Request, level: Level, stored: Key | None, made: Made) -> Captured:
-        """Of several processes the first makes it, and the others take what it made, each on its own device: it holds
-        nothing of a process, and groups of processes go by names that each has bound to its own. `InputError`: what is
-        asked for is not the same in every process."""
+        """Rank 0 loads or makes the graph, and the others receive it, each on its own device: a graph holds no state of
+        a process, and names process groups, which each process resolves to its own. `InputError`: the processes do not
+        ask for the same graph."""
 
         def about() -> dict[str, Any]:
             return {"level": level, "origin": origin(), **request.everywhere}
 
         self.peers.same(f"the graph {request.title}", about)
-        if any(self.peers.gather(changed())):  # what one of them would make is not what another one kept
+        if any(self.peers.gather(changed())):  # then stored graphs may differ from what some process runs
             stored = None
             self.ahead.clear()
         place = request.title, f"{body_name(request.body)} {request.everywhere}", level
@@ -162,7 +163,7 @@ class GraphBuilder:
         return found
 
     def received(self, found: Captured, stored: bool = True) -> Captured:
-        """Take over a graph that was stored, or that another process has made."""
+        """Verify and count a graph that was loaded, or that another process made."""
         verify(found)
         self.loaded, self.captures = self.loaded + stored, self.captures + (not stored)
         return found
@@ -184,7 +185,7 @@ class GraphBuilder:
         ready = self._at(level, made.traces[key])
         if stored is not None and self.store is not None:
             with self.timings.measured("store_graphs"):
-                look_again()  # what replaced something may have come since
+                look_again()  # code may have been replaced since
                 if not changed():
                     self.store.save(stored, ready)
         if self.config.dump:
@@ -206,14 +207,14 @@ class GraphBuilder:
             )
 
     def rewritten(self, captured: Captured) -> Captured:
-        """A trace after the passes that all levels share."""
+        """A trace, rewritten by the passes that all levels share."""
         with self.timings.measured("passes"):
             captured = run_passes(captured, self.passes)
         self.backend.check(captured)
         return captured
 
     def rewrite(self, made: Made) -> None:
-        """Run the passes on every trace anew."""
+        """Run the passes again on every trace, from the graph as captured."""
         made.ready.clear()
         for key, captured in made.traces.items():
             (_, as_captured), *_ = captured.stages()
@@ -227,8 +228,7 @@ class GraphBuilder:
             return run_passes(captured, [to_record], lambda c: verify(c) if c.recorded else c)
 
     def settings(self, constants: Constants, sizes: Mapping[str, int]) -> dict[str, Any]:
-        """What a graph depends on besides its function and the machine; `sizes` are the values of its open sizes at the
-        trace."""
+        """What a graph depends on besides its function and the machine. `sizes`: values of open sizes at the trace."""
         c, by_sizes = self.config, {"sizes": sizes} if self._by_sizes else {}
         ways = {"capture": c.capture, "backend": c.backend_name, "mesh": dict(self.mesh)}
         return {**ways, **self.backend.settings(), **flattened({"constants": constants, **by_sizes})}

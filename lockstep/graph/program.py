@@ -1,4 +1,4 @@
-"""A device computation: a function of named tensors that runs eagerly, or as graphs, and which of them is launched."""
+"""A device computation: a function of named tensors that runs eagerly or as captured graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _shape = attrgetter("shape")
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What programs are made and launched with. `launches`, `replays`: of graphs that are closed, by program."""
+    """What programs are made and launched with. `launches`, `replays`: counts of closed graphs, by program."""
 
     builder: GraphBuilder
     warm_up: WarmUp
@@ -36,14 +36,14 @@ class Toolchain:
 
 @dataclass(eq=False, repr=False)
 class Program:
-    """A function of named tensors, at the level that the runtime runs it: eagerly, or as graphs, one for each
-    combination of statics and user shapes. A graph for other values of open sizes is bound to the trace that there is.
+    """A function of named tensors, run at the level that the runtime chose: eagerly, or as graphs, one per combination
+    of statics and user shapes. Graphs that differ only in the values of open sizes share one trace.
 
     Attributes:
         body, inputs: the function, and the static tensors that it is bound to.
         writes, dynamic: see `capture`. constants: see `Request`.
-        made: what was traced, shared with the programs that this one is `bound_to` other tensors.
-        lasting: names of small outputs that stay right while other graphs are launched; see `Outputs`.
+        made: the traces, shared with programs of the same function on other tensors (`bound_to`).
+        lasting: names of small outputs that stay valid while other graphs are launched; see `Outputs`.
         one_shape: no second shape is expected, so the first is traced with fixed sizes, in half the time.
     """
 
@@ -58,7 +58,7 @@ class Program:
     lasting: Collection[str] = ()
     one_shape: bool = False
     graphs: dict[tuple, GraphLauncher] = field(default_factory=dict)
-    _by_layout: dict[tuple, GraphLauncher] = field(default_factory=dict)  # the same, without a look at each tensor
+    _by_layout: dict[tuple, GraphLauncher] = field(default_factory=dict)  # `graphs` by statics and `SideBySide.layout`
 
     def __post_init__(self) -> None:
         assert not self.inputs.user, "user inputs come with each call"
@@ -67,13 +67,13 @@ class Program:
 
     @property
     def level(self) -> Level:
-        """How it runs now, where it has no graph yet."""
+        """The level of a graph that is made now."""
         return self.tools.warm_up.level(self.name)
 
     def __call__(
         self, user: Mapping[str, Tensor] | None = None, *, times: int = 1, **statics: Static
     ) -> dict[str, Tensor]:
-        """Launch `times` times, capturing first if the key is new. About the outputs' lifetime see `GraphLauncher`."""
+        """Launch `times` times, capturing a graph first if needed. For the outputs' lifetime see `GraphLauncher`."""
         user, warm_up = user or {}, self.tools.warm_up
         if warm_up.level(self.name) != "eager":
             return warm_up.launch(self.graph(user, statics), user, times)
@@ -87,7 +87,7 @@ class Program:
     def graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> GraphLauncher:
         if not isinstance(user, SideBySide) or self.tools.builder.alone is not None:
             return self._graph(user, statics)
-        known = (*map(repr, statics.items()), user.layout)  # 1, 1.0 and True are equal, and make other graphs
+        known = (*map(repr, statics.items()), user.layout)  # 1, 1.0 and True are equal, but make different graphs
         if known not in self._by_layout:
             self._by_layout[known] = self._graph(user, statics)
         return self._by_layout[known]
@@ -99,37 +99,38 @@ class Program:
             inputs = replace(self.inputs, user=user)
             captured = self._captured(inputs, statics)
             made = GraphLauncher(captured, inputs, self.tools.recorder, self.lasting)
-            if self.tools.builder.alone is not None:  # all are bound when every process has them
+            if self.tools.builder.alone is not None:  # it is bound once every process has it
                 return made
             self.graphs[key] = made
         return self.graphs[key]
 
     def bound_to(self, inputs: Inputs) -> Program:
-        """The same function of other static tensors. Traces serve both, where only open sizes differ."""
+        """The same function on other static tensors. The programs share traces where only open sizes differ."""
         return replace(self, inputs=inputs, one_shape=False, graphs={}, _by_layout={})
 
     def request(self, inputs: Inputs, statics: Mapping[str, Static]) -> Request:
         return Request(self.name, self.body, inputs, statics, self.writes, self.dynamic, self.constants)
 
     def _captured(self, inputs: Inputs, statics: Mapping[str, Static]) -> Captured:
-        """A graph that holds for these inputs, made if there is none; with fixed sizes if an open one's does not."""
+        """A graph that is valid for these inputs, made if there is none; with fixed sizes if they break a condition of
+        the graph with open sizes."""
         builder, wanted = self.tools.builder, self.request(inputs, statics)
         fixed = replace(wanted, dynamic={})
         keys, given = {key for key, _ in self.made.ready}, tuple(map(repr, statics.items()))
         known = any(key[: len(given)] == given for key in keys)
-        one_shape = self.one_shape and not builder.backend.shared  # both roles' sizes are open, or neither's
+        one_shape = self.one_shape and not builder.backend.shared  # shared regions need open sizes in both roles
         if fixed.key in keys or (one_shape and not known):
             return builder.graph(fixed, self.level, self.made)
         found = builder.graph(wanted, self.level, self.made)
         return builder.graph(fixed, self.level, self.made) if found.sizes.broken(wanted.sizes) else found
 
     def forget_stages(self) -> None:
-        """As `Made.forget_stages`."""
+        """See `Made.forget_stages`."""
         for graph in self.graphs.values():
             graph.captured = replace(graph.captured, before=None)
 
     def close(self) -> None:
-        """Close the graphs; a later call records anew."""
+        """Close the graphs. A later call makes new ones."""
         for graph in self.graphs.values():
             self.tools.launches[self.name] += graph.launches
             self.tools.replays[self.name] += graph.replays
@@ -138,7 +139,7 @@ class Program:
         self._by_layout.clear()
 
     def drop(self) -> None:
-        """Close the graphs for good: the runtime keeps nothing of it, nor of the tensors that it is bound to."""
+        """Close the graphs for good: the runtime keeps no reference to this program or its tensors."""
         self.close()
         if self in self.tools.programs:
             self.tools.programs.remove(self)

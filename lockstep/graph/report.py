@@ -1,4 +1,4 @@
-"""What the captured graphs of a run are and do, for its summary."""
+"""The summary of a run's captured graphs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .runtime import Runtime
 
 
 def compile_report(runtime: Runtime, verdicts: Sequence[Verdict] = ()) -> dict[str, Any]:
-    """Totals, each function's level, graphs and launches, what the check of it found, and each trace's passes; empty
-    where nothing is compiled."""
+    """Totals, each function's level, graphs, launches and verdict, and each graph's passes; empty if nothing is
+    compiled."""
     if not runtime.compiles:
         return {}
     launches, replays, lookups = runtime.launches, runtime.replays, runtime.store.lookups if runtime.store else ()

@@ -1,4 +1,4 @@
-"""The one way to compute on a device: programs, the level that each runs at, and their graphs' lives."""
+"""The one way to compute on a device: makes programs, chooses the level that each runs at, and owns their graphs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from .warm_up import WarmUp
 
 @dataclass(eq=False, repr=False)
 class Runtime:
-    """What both roles compute with: one configuration, one list of passes, one pool of CUDA graphs, or one a role.
+    """What both roles compute with: one configuration, one list of passes, and one CUDA graph pool (or one per role).
 
     Attributes:
-        recorder: what makes CUDA graphs; by default the device's own. apart: what makes those of programs with a cache,
-            where that lies in the memory of the others' graphs.
+        recorder: records CUDA graphs; by default one is made for the device. apart: records those of programs with a KV
+            cache, where the cache lies in the memory pool of `recorder`.
         store, mesh, peers: see `GraphBuilder`.
-        timings: where the time spent is added up: what `GraphBuilder` says, `compile` (`WarmUp.rehearsal`), `record`
-            (each graph's first launch) and `verify` (the comparison with eager, `check_against_eager`).
+        timings: accumulates host seconds: those of `GraphBuilder`, `compile` (`WarmUp.rehearsal`), `record` (each
+            graph's first launch) and `verify` (the comparison with eager, `check_against_eager`).
         eager: no program is captured; each is called as it is.
-        layers: calls a model's layers, where these are what is compiled.
-        programs: those with graphs, made by `program`.
+        layers: calls a model's layers where single layers are compiled, else None.
+        programs: the programs with graphs, made by `program`.
     """
 
     config: CompileConfig
@@ -84,16 +84,16 @@ class Runtime:
 
     @property
     def borrower(self) -> CudaRecorder | None:
-        """What a cache's memory is lent to, where programs with one are recorded `apart`; it goes with the runtime."""
+        """The recorder whose pool the KV cache lies in, if there is one `apart`; it lives as long as the runtime."""
         return self.recorder if self.apart is not None else None
 
     @property
     def compiles(self) -> bool:
-        """Whether anything is: programs, or layers."""
+        """Whether programs are captured or layers compiled."""
         return not self.eager or self.layers is not None
 
     def prepare(self, *models: nn.Module) -> None:
-        """Have the models' layers compiled, where layers are what is."""
+        """Let the models call their layers through the compiler, where single layers are compiled."""
         for model in models if self.layers is not None else ():
             model.call_layer = self.layers  # type: ignore[assignment]
 
@@ -102,8 +102,8 @@ class Runtime:
         self.warm_up.graph_made()
 
     def share(self) -> bool:
-        """Have the backend rewrite what every trace of both roles has, once both have made their graphs; whether there
-        is any. If so all graphs are closed, and made with it when next needed."""
+        """Once both roles have made their graphs, let the backend choose regions that all traces share. Returns whether
+        there are any; if so, all graphs are closed, and made again with these regions when next needed."""
         made = self._made()
         shared = self.builder.backend.share([trace for graphs in made for trace in graphs.traces.values()])
         for program in self.programs if shared else ():
@@ -113,18 +113,18 @@ class Runtime:
         return shared
 
     def lower(self, name: str) -> Level:
-        """From now on every program of this name runs one level further down; returns that. Pieces are no level of
-        sharded graphs, whose collectives may begin in one and end in another."""
+        """From now on run every program of this name one level further down. Returns that level. Sharded graphs skip
+        the piecewise level, as a collective may begin in one piece and end in another."""
         for program in self._named(name):
             program.close()
         return self.warm_up.lower(name)
 
     def retrace(self, name: str) -> bool:
-        """Let go of the stored graphs of every program of this name, and capture anew from here on; whether there were
-        any."""
+        """Drop the loaded graphs of every program of this name, and capture them from now on. Returns whether any had
+        been loaded."""
         programs = self._named(name)
         had = any([graphs.retrace() for graphs in self._made(programs)])
-        had = self.peers.gather(had)[0]  # the first has the store
+        had = self.peers.gather(had)[0]  # rank 0 reads the store
         for program in programs if had else ():
             program.made.ready.clear()
             program.close()
@@ -134,28 +134,28 @@ class Runtime:
         return [program for program in self.programs if program.name == name]
 
     def _made(self, programs: Sequence[Program] | None = None) -> list[Made]:
-        """What was made for these, by default all, each once, as the same is for several."""
+        """The distinct `Made` of these programs, by default of all; several programs may share one."""
         return list({id(p.made): p.made for p in (self.programs if programs is None else programs)}.values())
 
     def begin_warm_up(self, peers: World) -> None:
-        """From here on graphs are made together with these, and count as no recompiles."""
+        """From here on graphs are made together with `peers`, and do not count as recompiles."""
         self.peers = self.builder.peers = peers
         self.warm_up.ended = False
 
     def end_warm_up(self) -> None:
-        """From here on a new graph counts as a recompile; what only a check needs is let go of."""
+        """From here on a new graph counts as a recompile. Drops what only the check against eager needed."""
         self.warm_up.ended = True
-        self.peers = self.builder.peers = ONE  # what is made late is made where it is needed
+        self.peers = self.builder.peers = ONE  # later graphs are made by each process that needs them
         self.builder.ahead.clear()
         for graphs in self._made():
             graphs.forget_stages()
         for program in self.programs:
             program.forget_stages()
-        torch.cuda.empty_cache()  # what the check took
+        torch.cuda.empty_cache()  # memory of the check
 
     @property
     def captures(self) -> int:
-        """Traces made so far, or variants of layers."""
+        """Traces made so far, or compiled variants of layers."""
         return self.builder.captures
 
     @property
@@ -169,16 +169,16 @@ class Runtime:
 
     @property
     def launches(self) -> Counter[str]:
-        """By function, of graphs that were closed since, too."""
+        """Launches by program, including those of closed graphs."""
         return self._count("launches")
 
     @property
     def replays(self) -> Counter[str]:
-        """Those of them that replayed a CUDA graph."""
+        """Launches that replayed a CUDA graph, by program."""
         return self._count("replays")
 
     def metrics(self) -> dict[str, int]:
-        """`recompiles`, `graph_replays` and the replays of each function, since the start."""
+        """`recompiles`, `graph_replays` and the replays of each program, since the start."""
         replays = self._count("replays")
         by_function = {f"graph_replays/{name}": count for name, count in sorted(replays.items()) if count}
         return {"recompiles": self.warm_up.late, "graph_replays": replays.total(), **by_function}
@@ -191,7 +191,7 @@ class Runtime:
         return total
 
     def close(self) -> None:
-        """Close every graph, then the pool; `World.close` does so too, before the process group goes."""
+        """Close every graph, then the pools. `World.close` calls this too, before it destroys the process group."""
         for program in self.programs:
             program.close()
         for recorder in (self.recorder, self.apart):
@@ -199,17 +199,17 @@ class Runtime:
                 recorder.close()
 
     def reserve(self, size: int) -> None:
-        """Have the trainer's recorded graphs, or those of all, begin with so many bytes in one piece; before a cache
-        and before any graph."""
+        """Let the pool of `recorder` begin with one contiguous block of `size` bytes. Call it before any cache or graph
+        is made."""
         if self.recorder is not None and size:
             self.recorder.reserve(size)
 
     def in_pool(self) -> contextlib.AbstractContextManager[None]:
-        """What is computed meanwhile has the memory of recorded graphs, where there are any, between their launches."""
+        """Within, computations allocate from the CUDA graphs' pool, if there is one; not during their launches."""
         return contextlib.nullcontext() if self.recorder is None else self.recorder.working()
 
     def pool_bytes(self) -> int:
-        """Memory of recorded graphs, with a cache that is lent to them."""
+        """Memory that the CUDA graph pools hold, including a KV cache that lies in one."""
         return sum(recorder.reserved_bytes() for recorder in (self.recorder, self.apart) if recorder is not None)
 
 

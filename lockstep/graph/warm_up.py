@@ -1,4 +1,4 @@
-"""Levels: how each program runs, and what its launches do while graphs are made."""
+"""The warm-up: the level that each program runs at, and what its launches do while graphs are made."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Launch = Callable[[GraphLauncher, Mapping[str, Tensor], int], dict[str, Tensor]]
 
 
 class WarmUp:
-    """The time in which graphs are made, of the shapes that are to come, and how programs run then and after it.
+    """The phase in which graphs are made for the expected shapes, and the level of programs during and after it.
 
     Args:
-        levels: all that there are, from the fastest down.
-        first, later: how graphs run that are made within, and after it.
+        levels: all levels, fastest first.
+        first, later: the level of graphs that are made during and after the warm-up.
         records: a graph's first launch leaves something behind: a recording, or compiled kernels.
 
     Attributes:
-        ended: it is over; see `Runtime.end_warm_up`.
-        late: graphs that were made since, each for a choice of statics and sizes, and layers' variants.
-        launch: what is done with a graph that is called.
-        loaded: kernels of the graphs to come are, so that these need no launch before they are recorded.
+        ended: the warm-up is over; see `Runtime.end_warm_up`.
+        late: graphs made after it, one per combination of statics and sizes, and compiled variants of layers.
+        launch: how a call of a graph is carried out.
+        loaded: the graphs' kernels are loaded, so a graph can be recorded without a launch before.
     """
 
     def __init__(self, levels: Sequence[Level], first: Level, later: Level, timings: Timings, records: bool) -> None:
@@ -42,11 +42,11 @@ class WarmUp:
         self.launch: Launch = self._launch
 
     def level(self, name: str) -> Level:
-        """How a graph of this program runs that is made now."""
+        """The level of a graph of this program that is made now."""
         return self._lowered.get(name) or (self._later if self.ended else self._first)
 
     def lower(self, name: str) -> Level:
-        """From now on programs of this name run one level further down; returns that."""
+        """From now on run programs of this name one level further down. Returns that level."""
         self._lowered[name] = self._levels[self._levels.index(self.level(name)) + 1]
         return self._lowered[name]
 
@@ -55,9 +55,9 @@ class WarmUp:
 
     @contextmanager
     def rehearsal(self, compiles: bool = True) -> Iterator[Kernels]:
-        """Within, programs make their graphs and launch none (what they return is zero), nor is any other Triton
-        kernel; by the end the kernels of those graphs are compiled, side by side. Yields these kernels, for
-        `preload`; they are all that is made unless it `compiles`."""
+        """Within, programs make their graphs but launch nothing (they return zeros), and no other Triton kernel is
+        launched either; at the end the graphs' kernels have been compiled in parallel. Yields these kernels, for
+        `preload`; unless `compiles`, they are only listed."""
         from ..ops.precompile import compiling_only
 
         with self._timings.measured("compile"), compiling_only(compiles) as kernels, self.launching(rehearse):
@@ -66,13 +66,13 @@ class WarmUp:
             yield kernels
 
     def making(self) -> AbstractContextManager[None]:
-        """Within, programs make their graphs, and launch only those whose first launch leaves something behind. What
-        others return is zero."""
+        """Within, programs make their graphs, and launch only those whose first launch leaves something behind. Others
+        return zeros."""
         return self.launching(self._make)
 
     @contextmanager
     def launching(self, launch: Launch) -> Iterator[None]:
-        """Within, that is done with graphs that are called."""
+        """Within, calls of graphs are carried out by `launch`."""
         before, self.launch = self.launch, launch
         try:
             yield
@@ -93,7 +93,7 @@ class WarmUp:
         return blank
 
     def preload(self, kernels: Iterable[Any]) -> int:
-        """Load kernels that a rehearsal listed in another process; how many there were."""
+        """Load kernels that a rehearsal in another process listed. Returns their number."""
         if not kernels:
             return 0
         from ..ops.precompile import preload
@@ -103,5 +103,5 @@ class WarmUp:
 
 
 def rehearse(graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
-    """What is done with graphs while nothing is launched."""
+    """A `Launch` that launches nothing; see `GraphLauncher.rehearse`."""
     return graph.rehearse(user)
