@@ -1,1 +1,1 @@
-"""Captured graphs held to eager's bits."""
+"""Checks captured graphs against eager, bit by bit."""

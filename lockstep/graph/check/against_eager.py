@@ -1,8 +1,8 @@
-"""Before the first step each function is run eagerly, as its captured graph and as its replay, and must give the same
-bits. What depends on a compiled region may differ from eager within a bound (`tolerance`).
+"""Before the first step, each function's launches are checked against eager: all results must be bitwise equal. What
+depends on a compiled region may differ within a bound (`tolerance`).
 
-A function's owner brings the cases: inputs, state to start from, and what of large state a run may write. State is put
-back after every run. Where the ways part, the step and the node that made the difference are named (`bisect`).
+A function's owner provides the cases: inputs, initial state, and which parts of large state a run may write. State is
+restored after every run. On a difference, the stage and node that caused it are named (`bisect`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .fingerprints import fingerprint, first_difference
 from .snapshot import Snapshot
 
 Mode = Literal["strict", "warn"]
-MOST = 4096  # passed checks that are kept
+MOST = 4096  # passed checks to keep
 _log = logging.getLogger("lockstep.graph")
 
 
@@ -39,9 +39,9 @@ class Verdict:
     """What the check of the functions of one name found.
 
     Attributes:
-        level: how the function runs from now on.
-        cases, known: launches that were checked, and how many of them had passed before and were not run again.
-        faults: what was found at the levels above; empty when there was none.
+        level: the level that the function runs at from now on.
+        cases, known: how many launches were checked, and how many of these had passed before and were not run again.
+        faults: what was found at faster levels; empty if nothing.
     """
 
     function: str
@@ -53,7 +53,7 @@ class Verdict:
 
 
 class PassedChecks:
-    """What has passed before, on this machine, with this code, by what it depends on: a small file each."""
+    """Checks that passed before, by a key of all that they depend on: one small file each."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = (folder or user_folder.cache_folder()) / "verdicts"
@@ -76,18 +76,17 @@ def check_against_eager(
     verdicts: PassedChecks | None = None,
     spare: Sequence[Tensor] = (),
 ) -> list[Verdict]:
-    """Check every function on its cases; those of one name together.
+    """Check every function on its cases, those of one name together.
 
     Args:
-        mode: what a difference does. strict: it is an error. warn: the function is checked again one level further
-            down.
-        verdicts: checks that passed before are not repeated; None repeats all.
-        spare: memory that is zero and that no function uses whose cases make state; the state is kept there, and it is
-            zero again at the end.
+        mode: on a difference, strict raises an error, and warn checks the function again one level further down.
+        verdicts: checks that passed before, which are not repeated; None repeats all.
+        spare: zeroed memory that no function with `Case.made` uses; holds copies of state, and is zero again at the
+            end.
 
     Raises:
-        GraphError: strict, and a way differs from eager: names function, case, step and node. In either mode: a run
-            wrote what its case does not declare.
+        GraphError: in strict mode, a function differs from eager: names function, case, stage and node. In either
+            mode: a run wrote state that its case does not declare.
     """
     functions = [function for function, _ in work]
     with runtime.timings.measured("verify"):
@@ -105,7 +104,7 @@ def check_against_eager(
 
 
 def _check(runtime: Runtime, work: Work, mode: Mode, verdicts: PassedChecks | None, state: _State) -> Verdict:
-    """Check the functions of one name, at lower and lower levels."""
+    """Check the functions of one name, at lower and lower levels until they pass."""
     began, name = time.perf_counter(), work[0][0].name
     faults: list[str] = []
     known = 0
@@ -127,13 +126,13 @@ def _check(runtime: Runtime, work: Work, mode: Mode, verdicts: PassedChecks | No
 def _first_fault(
     runtime: Runtime, work: Work, level: Level, verdicts: PassedChecks | None, state: _State
 ) -> tuple[str | None, int]:
-    """The first case that differs, as a message, and the number of those that were known to pass."""
+    """The first case that differs, as a message, and how many cases were known to pass."""
     known = 0
-    of_graphs: dict[int, tuple[str, PassedChecks | None]] = {}  # a graph's digest, and where its checks are kept
+    of_graphs: dict[int, tuple[str, PassedChecks | None]] = {}  # by id: a graph's digest, and where its checks are kept
     computing = cpu_build(), sorted(runtime.builder.backend.settings().items())
     for function, case in [(function, case) for function, cases in work for case in cases]:
         captured = function.graph(case.user, case.statics).captured
-        if first := id(captured) not in of_graphs:  # no key tells of code from outside the package
+        if first := id(captured) not in of_graphs:  # no key covers code from outside the package
             kept = None if cache_fingerprint.changed() or outside(captured) else verdicts
             of_graphs[id(captured)] = digest(captured), kept
         text, kept = of_graphs[id(captured)]
@@ -147,15 +146,15 @@ def _first_fault(
         trial = Comparison(function, case)
         if fault := trial.fault(first) if runtime.peers.size == 1 else trial.fault_of_any(runtime.peers, first):
             return f"{captured.title}, case {case.name!r}: {fault}", known
-        del trial  # its copies, before the next one's
+        del trial  # frees its copies before the next one's are made
         if kept:
             state.passed.append((kept, this, {"function": captured.title, "level": level, "case": case.name}))
     return None, known
 
 
 class _State:
-    """What all functions work on, as it was before the first run; nothing is looked at if there is none. `lent`:
-    addresses of what graphs overwrite that do not work on it. `passed`: checks to be kept, when it has stayed."""
+    """Hashes of the functions' static inputs from before the first run. `lent`: addresses to skip, of memory that
+    unrelated graphs overwrite. `passed`: checks to be kept if all state was restored."""
 
     def __init__(self, functions: Iterable[Program], spare: Sequence[Tensor], lent: Collection[int]) -> None:
         self._functions, self._spare, self._lent = list(functions), spare, lent
@@ -172,7 +171,7 @@ class _State:
 
     @contextmanager
     def put_back(self, work: Work) -> Iterator[None]:
-        """Behind it what the cases have made is what it was before the first of their runs."""
+        """Afterwards, the state that the cases made holds what it did before their first run."""
         self._made = work
         try:
             yield
@@ -187,7 +186,7 @@ class _State:
         return None if self._before is None else first_difference(self._before, self._all())
 
     def _all(self) -> dict[str, Tensor]:
-        """A hash of every static input, once for each memory."""
+        """A hash of every static input, one per distinct memory range."""
         seen: set[tuple[int, int]] = set()
         hashes: dict[str, Tensor] = {}
         for i, function in enumerate(self._functions):

@@ -1,5 +1,5 @@
-"""Where two ways to run one function part: which step made the difference, and which node shows it first. Values of
-eager, the graph at each stage and its replay are compared by hashes, operator by operator."""
+"""Finds where two ways to run one function diverge: the first stage that differs, and the first node that shows it.
+Eager, the graph at each stage, and its replay are compared by hashes, operator by operator."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ..torch_private import trace as torch_trace
 from .fingerprints import fingerprint, first_difference
 from .tolerance import bound, relative_error
 
-# Calls its argument, gradients off, on the trial's state and inputs, then puts them back.
+# Calls its argument with gradients off, from the trial's state, which is restored afterwards.
 Around = Callable[[Callable[[], Any]], Any]
 _NO_NEW_VALUES = {*SAME_TENSOR, "aten.lift_fresh", "aten.lift_fresh_copy", "aten._unsafe_view"}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """The first step whose result has other bits than the one before.
+    """The first step whose result differs bitwise from the step before.
 
     Attributes:
-        step: `capture`, the name of a pass, `repetition` (the same graph, run once more), `replay`, or `storage` of a
-            graph that was loaded.
-        node: where it shows first: a node of the graph after that step, or None where no node alone shows it.
-        what: the outputs or inputs written whose bits differ.
+        step: `capture`, the name of a pass, `repetition` (the same graph, run again), `replay`, or `storage` for a
+            loaded graph.
+        node: the first node of the graph after that step that differs, or None if no single node does.
+        what: an output or written input that differs.
     """
 
     step: str
@@ -56,8 +56,8 @@ def faulty_step(
     differs: Callable[[Captured], str | None],
     around: Around,
 ) -> Fault:
-    """The fault of a graph whose results are not those of `eager`, which runs the function as it stands; `differs` says
-    what of a graph's results has other bits."""
+    """The fault of a graph whose results differ from those of `eager`, which runs the function itself. `differs` names
+    a result of a graph that differs."""
     kept = captured.stages()
     parting = ((i, what) for i, (_, graph) in enumerate(kept) if (what := differs(graph)))
     i, what = next(parting, (-1, "results that differ from run to run"))
@@ -73,7 +73,7 @@ def faulty_step(
     if node := first_difference(around(partial(_node_prints, before, arguments)), seen):
         return Fault(step, _describe(after, node), what)
     kept_names = {n.name for n in after.graph.nodes}
-    lost = next((n.name for n in before.graph.nodes if mutates(n) and n.name not in kept_names), None)  # a write
+    lost = next((n.name for n in before.graph.nodes if mutates(n) and n.name not in kept_names), None)
     return Fault(step, _describe(before, lost) if lost else None, what)
 
 
@@ -85,9 +85,8 @@ def faulty_replay(
     around: Around,
     what: str,
 ) -> Fault:
-    """The fault of a recording whose replay is not what its graph computes: it is recorded once more, with the hash of
-    every node as its result. `load` fills the user inputs among `arguments`, which are buffers of the recording's
-    own."""
+    """The fault of a recording whose replay differs from its graph: the graph is recorded again with the hash of every
+    node as its result. `load` fills the user inputs among `arguments`, which are buffers of the recording."""
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [torch.stack(list(_node_prints(captured, tensors).values()))]
@@ -110,7 +109,7 @@ def faulty_replay(
 
 
 class _Watched(fx.Interpreter):
-    """Runs a graph node by node, and calls `seen` with itself, the node and its result after each."""
+    """Runs a graph node by node and calls `seen(interpreter, node, result)` after each."""
 
     def __init__(self, module: fx.GraphModule, seen: Callable[[fx.Interpreter, fx.Node, Any], None]) -> None:
         super().__init__(module)
@@ -123,7 +122,7 @@ class _Watched(fx.Interpreter):
 
 
 def _worst_region(captured: Captured, arguments: Sequence[Tensor]) -> str | None:
-    """The compiled region that is furthest from its operators; None when all are within the bound."""
+    """The compiled region that differs most from its own operators; None if all are within the bound."""
     errors: dict[str, float] = {}
 
     def seen(at: fx.Interpreter, node: fx.Node, result: Any) -> None:
@@ -142,7 +141,7 @@ def _worst_region(captured: Captured, arguments: Sequence[Tensor]) -> str | None
 
 
 def _node_prints(captured: Captured, arguments: Sequence[Tensor]) -> dict[str, Tensor]:
-    """By node: a hash of what its call returned and wrote."""
+    """By node, a hash of what its call returned and wrote."""
     prints: dict[str, Tensor] = {}
 
     def seen(at: fx.Interpreter, node: fx.Node, result: Any) -> None:
@@ -171,9 +170,9 @@ def _eager_prints(eager: Callable[[], Any]) -> list[tuple[str, Tensor]]:
 
 
 def _against_eager(captured: Captured, seen: Mapping[str, Tensor], calls: Sequence[tuple[str, Tensor]]) -> str | None:
-    """The first node that has another result than eager's call of the same operator, or else is another operator.
+    """The first node whose result differs from eager's call of the same operator, or else whose operator differs.
 
-    Calls are matched by their operators: with open sizes a trace slices where eager finds nothing to cut off.
+    Calls are aligned by operator, since a trace with open sizes has slices that eager skips as no-ops.
     """
     nodes = [n for n in captured.graph.nodes if n.name in seen and _computes(n.target)]
     matcher = SequenceMatcher(None, [op_name(n) for n in nodes], [name for name, _ in calls], autojunk=False)
@@ -188,7 +187,7 @@ def _against_eager(captured: Captured, seen: Mapping[str, Tensor], calls: Sequen
 
 
 def _computes(op: Any) -> bool:
-    """Whether a call has values of its own: the views on the way to them are not the same in eager and in a trace."""
+    """Whether a call computes new values. Views do not, and they are not the same in eager and in a trace."""
     if not torch_trace.is_operator(op) or torch_trace.operator_name(op) in _NO_NEW_VALUES:
         return False
     return any(a.is_write for a in torch_trace.arguments(op)) or not any(r.aliases for r in torch_trace.results(op))

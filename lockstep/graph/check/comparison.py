@@ -1,4 +1,4 @@
-"""One launch of a function, run in every way from one state: eagerly, as its graph at each stage, as its replay."""
+"""Compares ways to run one launch of a function from the same state: eager, the graph at each stage, and its replay."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Case:
     Attributes:
         name: what is special about it, for messages.
         user, statics: what the function is called with.
-        load: puts into place the state to start from, before each run; it may write what the run writes, every
-            `buffer`, and `touches`.
-        touches: for large state, as "role name", the views of it that `load` and the run may write. Any other input
-            that the graph writes, and every `buffer`, is copied and put back whole.
-        scratch: views that the run writes and whose values mean nothing: put back, but not compared.
-        made: the roles whose tensors `load` makes, whole: what they held is put back once, behind all cases (`held`).
-        derived: those of them, roles or as "role name", that are made from the rest behind all cases, and by what;
+        load: sets up the initial state before each run; it may write what the run writes, every `buffer`, and
+            `touches`.
+        touches: for large state, as "role name", the views of it that `load` and the run may write. Every other input
+            that the graph writes, and every `buffer`, is copied and restored whole.
+        scratch: views that the run writes but whose values do not matter: restored, but not compared.
+        made: roles whose tensors `load` fills entirely; their contents are restored once, after all cases (`held`).
+        derived: by role or "role name", tensors of `made` that a function recomputes from the rest after all cases, so
             they are not copied.
-        remake: makes all that the run writes anew from what it does not write, so that nothing is copied.
-        eager: called in place of the function's body, whose bits it has, in less memory.
+        remake: restores everything that the run writes by recomputing it from what it does not, so nothing is copied.
+        eager: called instead of the function's body; bitwise equal to it, in less memory.
     """
 
     name: str
@@ -52,8 +52,8 @@ class Case:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a run returned and wrote: hashes, the names that need not have eager's bits, and the values of these after
-    the run and, of state, before it."""
+    """What a run returned and wrote: hashes by name; `loose`, the names that need not equal eager bitwise; and the
+    values of these after the run and, for state, before it."""
 
     prints: Mapping[str, Tensor]
     loose: frozenset[str]
@@ -62,7 +62,7 @@ class _Seen:
 
 
 class Comparison:
-    """One case of one function, run in every way from the same state."""
+    """Compares the ways to run one case of one function."""
 
     def __init__(self, function: Program, case: Case) -> None:
         self._recorder = function.tools.recorder
@@ -77,8 +77,8 @@ class Comparison:
         self._put_back = case.remake or Snapshot(written).restore
 
     def fault(self, first: bool) -> Fault | None:
-        """Where the ways part, or None when all is as it must be. `first`: a graph that may have bits of its own is run
-        as it was captured, and at each earlier stage, even if its launch is as it must be."""
+        """The fault, or None if there is none. `first`: for a graph that need not equal eager bitwise, also check the
+        graph at every stage, even if its launch passes."""
         eager = self._around(lambda: self._seen(lambda: self._in_pool(self._eager), frozenset()))
         if self._graph.records_next:
             self._around(self._launch)
@@ -90,7 +90,7 @@ class Comparison:
         if self._differs(eager, captured) or any(self._differs(eager, self._results(stage)) for stage in earlier):
             return faulty_step(
                 self._captured,
-                lambda: self._called(self._function.body),  # whose calls are in the order of its graph's
+                lambda: self._called(self._function.body),  # not `Case.eager`: calls must be in the graph's order
                 [tensor for _, _, tensor in self._inputs.flat()],
                 lambda stage: self._differs(eager, self._results(stage)),
                 self._around,
@@ -101,8 +101,8 @@ class Comparison:
         return self._faulty_replay(what) if what else None
 
     def fault_of_any(self, peers: World, first: bool) -> str | None:
-        """What differs in which process; `first` as in `fault`. All run the same, whatever one finds, as their
-        collectives must meet; so the node is not looked for."""
+        """What differs in which process; `first` as in `fault`. Collectives require that all processes run the same,
+        whatever one of them finds, so the node is not searched for."""
         eager = self._around(lambda: self._seen(lambda: self._in_pool(self._eager), frozenset()))
         if self._graph.records_next:
             self._around(self._launch)
@@ -119,7 +119,7 @@ class Comparison:
         return "; ".join(found) or None
 
     def _around(self, run: Callable[[], Any]) -> Any:
-        """`run` from the case's state, which is put back afterwards."""
+        """`run` from the case's state, which is restored afterwards."""
         with torch.inference_mode(False), torch.no_grad():
             self._case.load()
             try:
@@ -128,14 +128,14 @@ class Comparison:
                 self._put_back()
 
     def _seen(self, run: Callable[[], Mapping[str, Tensor]], loose: frozenset[str]) -> _Seen:
-        """What a run returns and writes; of what is `loose` in the graph that is checked, the values too."""
+        """Run, and hash what it returns and writes; copy values of names that are loose in the checked graph."""
         before = {name: _clones(self._state[name]) for name in self._loose & self._state.keys()}
         found = {**{f"output {name}": [tensor] for name, tensor in run().items()}, **self._state}
         values = {name: _clones(found[name]) for name in self._loose & found.keys()}
         return _Seen(fingerprints(found), loose, values, before)
 
     def _differs(self, eager: _Seen, found: _Seen) -> str | None:
-        """The first result that is not as eager's: bit for bit or, where a graph may have its own, within a bound."""
+        """The first result that differs from eager's: bitwise or, for loose names, by more than the bound."""
         exact = {name: print_ for name, print_ in found.prints.items() if name not in found.loose}
         if different := first_difference(eager.prints, exact):
             return different
@@ -149,7 +149,7 @@ class Comparison:
         return self._called(self._case.eager or self._function.body)
 
     def _called(self, body: GraphBody) -> Mapping[str, Tensor]:
-        with torch.autograd.set_multithreading_enabled(False):  # else the backward pass would leave the pool
+        with torch.autograd.set_multithreading_enabled(False):  # other threads would allocate outside the pool
             return body(self._inputs, **self._case.statics)
 
     def _results(self, captured: Captured) -> _Seen:
@@ -164,7 +164,7 @@ class Comparison:
         return self._graph(self._case.user)
 
     def _in_pool(self, run: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        """`run` in the memory that recordings use, so that the check needs none besides."""
+        """`run` in the recordings' memory pool, so that the check needs no other memory."""
         if self._recorder is None:
             return run()
         names: list[str] = []
@@ -189,7 +189,7 @@ class Comparison:
 
 
 def held(work: Iterable[tuple[Program, Sequence[Case]]]) -> list[Tensor]:
-    """What the cases' `load` makes anew, is not put back after each and follows from nothing else."""
+    """The tensors that cases overwrite through `made` and that cannot be derived: to be restored after all cases."""
     found = list[Tensor]()
     for function, cases in work:
         made = {role for case in cases for role in case.made}

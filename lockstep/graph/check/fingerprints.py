@@ -1,4 +1,4 @@
-"""Tensors compared bit for bit through hashes made on their device."""
+"""Compares tensors bit for bit through hashes that are computed on their device."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 22  # words hashed at once on a host; bounds the memory that hashing takes
-ROW = 1 << 20  # bytes from which on it is hashed by itself
-GOLDEN = -7046029254386353131  # 2**64 divided by the golden ratio, odd, as a signed word
+CHUNK = 1 << 22  # words hashed at once on a CPU; bounds the memory that hashing takes
+ROW = 1 << 20  # least bytes of a row of a non-contiguous tensor to hash rows one by one
+GOLDEN = -7046029254386353131  # 2**64 divided by the golden ratio, odd, as int64
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A hash of a tensor's values, bit for bit; int64, 0-dim, on its device, without waiting for that.
+    """A hash of a tensor's bits; int64, 0-dim, on its device, without a sync.
 
-    Two tensors of one shape and dtype that differ in one element never have the same hash; others have it by chance
-    alone, once in about 2 ** 63.
+    Two tensors of equal shape and dtype that differ in exactly one element never collide; others collide only by
+    chance, with a probability of about 2 ** -63.
     """
     total, first = torch.zeros((), dtype=torch.int64, device=tensor.device), 1
     for words in map(_words, _in_one_piece(tensor.detach())):
@@ -32,27 +32,27 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _hash(words: Tensor, first: int) -> Tensor:
-    """The sum of the mixed words, of which the first has the number `first`."""
+    """The sum of the mixed words, numbered from `first`."""
     total = torch.zeros((), dtype=torch.int64)
     for chunk in words.split(CHUNK):
         key = torch.arange(first, first + chunk.numel()) * GOLDEN
-        mixed = chunk.long() * ((key ^ ((key >> 29) & 0x7FFFFFFFF)) | 1)  # an odd factor loses nothing
-        mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * GOLDEN  # one pass would leave two changed signs to cancel
+        mixed = chunk.long() * ((key ^ ((key >> 29) & 0x7FFFFFFFF)) | 1)  # multiplying by an odd number is bijective
+        mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * GOLDEN  # after one round, two sign flips would cancel
         total += (mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)).sum()
         first += chunk.numel()
     return total
 
 
 def _in_one_piece(tensor: Tensor) -> Sequence[Tensor]:
-    """A tensor, or its rows where only they lie in one piece, such as some pages of a cache's layers: to be laid out
-    anew it would take as much memory again."""
+    """A tensor, or its rows if only these are contiguous, such as pages in the layers of a KV cache: `contiguous` would
+    copy all of it."""
     rows = tensor.unbind() if tensor.dim() > 1 and not tensor.is_contiguous() else ()
     apart = rows and rows[0].is_contiguous() and rows[0].nbytes >= ROW and rows[0].nbytes % 8 == 0
     return rows if apart else [tensor]
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The tensor's bits as integers, eight bytes each where its size allows."""
+    """The tensor's bits as flat integers, int64 if its size allows."""
     flat = tensor.contiguous().reshape(-1)
     size = flat.element_size()
     if flat.numel() * size % 8:
@@ -63,7 +63,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def fingerprints(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """One hash a name, over the tensors that it stands for in their order."""
+    """One hash per name, over its tensors in order."""
     result = {}
     for name, parts in tensors.items():
         total = torch.zeros((), dtype=torch.int64, device=parts[0].device if parts else None)
@@ -74,7 +74,7 @@ def fingerprints(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
 
 
 def first_difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> str | None:
-    """The first name, in the order of `b`, whose hashes in both are unlike; names that only one has do not count."""
+    """The first name, in the order of `b`, whose hashes differ; names that only one has do not count."""
     names = [name for name in b if name in a]
     if not names:
         return None

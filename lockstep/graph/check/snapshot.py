@@ -1,4 +1,4 @@
-"""State that is put back after a trial run, in as few bytes as its values take."""
+"""Copies of state to restore after a trial run, in as few bytes as its values take."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from torch import Tensor
 
 from .fingerprints import WORDS
 
-PART = 1 << 26  # bytes that are looked at, or on their way between a device and the host, at one time
+PART = 1 << 26  # bytes that are tested for zeros, or copied between device and host, at once
 ALIGNMENT = 16  # bytes
-MOST = 1 << 28  # bytes of copies on the device, besides what is lent; what is beyond them is on the host
+MOST = 1 << 28  # bytes of copies on the device outside spare memory; further copies are on the host
 
 
 class Snapshot:
-    """What tensors hold, to be put back, part by part.
+    """The contents of tensors, copied part by part, to be restored.
 
-    Before the first update gradients and moments are 0, and float32 masters have the lower halves of their words 0, as
-    they are made from bfloat16. So of what is 0 throughout a part, whole words or halves of them, nothing is kept.
+    Before the first update gradients and moments are 0, and so are the lower 16 bits of float32 master weights, which
+    were made from bfloat16. So nothing is kept of a part, or of either 16-bit half of its words, that is all zeros.
 
     Args:
-        spare: contiguous memory of the device to keep copies in; it is zero, and is again when all was put back.
+        spare: contiguous, zeroed device memory to keep copies in; `restore` zeroes it again.
 
     Attributes:
-        nbytes: that are kept.
+        nbytes: bytes of the copies.
     """
 
     @torch.no_grad()
     def __init__(self, tensors: Iterable[Tensor], spare: Sequence[Tensor] = ()) -> None:
         self._zero, self._kept = list[Tensor](), list[tuple[Tensor, Tensor]]()
-        here = 0  # bytes on the device that were not lent
+        here = 0  # bytes of copies on the device outside spare memory
         self._spare, self._taken = [memory.view(-1).view(torch.uint8) for memory in spare], list[Tensor]()
         self.nbytes = 0
         for part, used in (found for tensor in tensors for own in _pieces(tensor.detach()) for found in _parts(own)):
@@ -55,7 +55,7 @@ class Snapshot:
             taken.zero_()
 
     def _lent(self, part: Tensor) -> Tensor | None:
-        """Room for a copy in the spare memory, if it has any."""
+        """Spare memory for a copy of `part`, or None if none is large enough."""
         size = part.nbytes
         for i, memory in enumerate(self._spare):
             if len(memory) >= size and memory.device == part.device:
@@ -66,8 +66,8 @@ class Snapshot:
 
 
 def copied(target: Tensor, source: Tensor) -> None:
-    """Copy `source` to `target`; from one device to another a few rows at a time, as what does not lie in one piece is
-    first laid out so, in memory that there may not be for all of it."""
+    """Copy `source` to `target`. Between devices, a few rows at a time: non-contiguous tensors are first copied to
+    contiguous ones, for all of which there may be no memory."""
     if target.device == source.device or source.dim() == 0:
         target.copy_(source)
         return
@@ -77,15 +77,15 @@ def copied(target: Tensor, source: Tensor) -> None:
 
 
 def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Pieces of a tensor, one after another; all of one that is not contiguous."""
+    """A tensor in flat pieces of at most `PART` bytes; whole if it is not contiguous."""
     if not tensor.is_contiguous():
         return [tensor]
     return tensor.view(-1).split(max(1, PART // tensor.element_size()))
 
 
 def _parts(tensor: Tensor) -> list[tuple[Tensor, bool]]:
-    """The bits of a tensor, as integers, and whether any are set: together, or the halves of each word where one of
-    them is 0 throughout."""
+    """The bits of a tensor as integers, with whether any is set: as a whole, or as the two 16-bit halves of each word
+    if one half is zero throughout."""
     words = tensor.view(WORDS[tensor.element_size()])
     if tensor.element_size() != 4 or not tensor.is_contiguous():
         return [(words, bool(words.any()))]

@@ -1,4 +1,4 @@
-"""How far a result may be from eager's where other bits are allowed: gradients of a compiled backward pass."""
+"""How far a result may differ from eager's where it need not be bitwise equal, as with compiled regions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..ir.captured import Captured
 
-# The most that a tensor may differ by, in norms, relative to eager's: by the dtype of the weights.
+# The largest relative difference from eager in norm, by the dtype of the weights.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 2**-5}
 
 
@@ -19,8 +19,8 @@ def bound(captured: Captured) -> float:
 
 
 def too_far(found: Sequence[Tensor], eager: Sequence[Tensor], start: Sequence[Tensor], limit: float) -> bool:
-    """Whether any of the tensors is further from eager's than `limit` times what eager changed; `start` is what they
-    held before, if they are not new. Whole numbers, such as tokens, have no such distance and are never too far."""
+    """Whether any tensor differs from eager's by more than `limit` times the change that eager made, in norm. `start`:
+    the values before the run, if the tensors are state. Integers, such as tokens, are never too far."""
     before: Sequence[Tensor | None] = start or [None] * len(found)
     return any(_too_far(*tensors, limit) for tensors in zip(found, eager, before, strict=True))
 
@@ -30,11 +30,11 @@ def _too_far(found: Tensor, eager: Tensor, start: Tensor | None, limit: float) -
         return False
     changed = _norm(eager if start is None else eager - start)
     rounding = 0.0 if start is None else torch.finfo(eager.dtype).eps * _norm(eager)
-    return not _norm(found - eager) <= limit * changed + rounding  # not a number is too far
+    return not _norm(found - eager) <= limit * changed + rounding  # NaN is too far
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """The norm of the difference by that of the expected value."""
+    """The norm of the difference relative to the norm of the expected value."""
     size = _norm(expected)
     return _norm(found - expected) / size if size else _norm(found)
 

@@ -1,4 +1,4 @@
-"""`fingerprints.fingerprint` of words on a GPU: one kernel, which reads them once and takes no memory."""
+"""`fingerprints.fingerprint` on a GPU: one kernel that reads the words once and allocates nothing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ def _hash_kernel(words_ptr, total_ptr, size, first, GOLDEN: tl.constexpr, BLOCK:
 
 
 def add_hash(total: Tensor, words: Tensor, first: int, golden: int) -> None:
-    """Add to `total`, int64 and 0-dim, the mixed words, integers side by side, of which the first has the number
-    `first`."""
+    """Add the mixed words, contiguous integers numbered from `first`, to `total`, int64 and 0-dim."""
     grid = (triton.cdiv(words.numel(), BLOCK),)
     if grid[0]:
         _hash_kernel[grid](words, total, words.numel(), first, GOLDEN=golden, BLOCK=BLOCK, num_warps=NUM_WARPS)
