@@ -1,1 +1,1 @@
-"""Captured graphs as files."""
+"""Stores captured graphs as files."""

@@ -1,9 +1,9 @@
-"""A captured graph as bytes, and back: what a process captured once, others run without tracing.
+"""Serializes captured graphs, so that what one process captured, others run without tracing.
 
-The graph is JSON, a line a node: operators by name, arguments, tags, and what each node computes. Loading that executes
-nothing; it looks names up in torch's registry and in a short list of Python's operators. A compiled region is kept
-beside it as bytes of its own, and loading one does execute code. A loaded graph's `ir.text.digest` is checked. The
-device that a graph lies on is not part of it: `loads` takes one.
+A graph is JSON, one line per node: operators by name, arguments, tags, and what each node computes. Loading this runs
+no code; names are looked up in torch's registry and in a short list of Python functions. Compiled regions are stored
+beside it as bytes, and loading one does run code. The `ir.text.digest` of a loaded graph is checked. A graph is not
+tied to a device: `loads` takes one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..ir.values import TensorValue, Value
 from ..torch_private import trace as torch_trace
 from .framed_file import Damaged, pack, unpack
 
-_HOME = "home"  # stands for the device that a graph lies on
+_HOME = "home"  # stands for the graph's device
 _DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 _CONSTANTS = {str(c): c for c in (torch.strided, torch.contiguous_format, torch.preserve_format)}
-_FUNCTIONS: dict[str, Callable[..., Any]] = {  # of numbers, and of tuples; what a trace calls besides operators
+_FUNCTIONS: dict[str, Callable[..., Any]] = {  # what a trace calls besides operators, on numbers and tuples
     **{
         f"operator.{name}": getattr(operator, name)
         for name in ("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "neg", "lshift", "rshift")
@@ -40,8 +40,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {  # of numbers, and of tuples; what
     },
 }
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
-_ARGUMENTS: dict[str, Callable[[str], Any]] = {  # by kind, from text
-    "float": float,  # one that JSON has no number for
+_ARGUMENTS: dict[str, Callable[[str], Any]] = {  # parsers of text, by kind
+    "float": float,  # NaN and infinities, which JSON lacks
     "text": str,
     "dtype": _DTYPES.__getitem__,
     "constant": _CONSTANTS.__getitem__,
@@ -49,37 +49,37 @@ _ARGUMENTS: dict[str, Callable[[str], Any]] = {  # by kind, from text
 
 
 class Unstorable(GraphError):
-    """The graph holds something that has no stored form."""
+    """The graph holds something that cannot be serialized."""
 
 
 _REGIONS: dict[str, Callable[[bytes], Callable[..., Any]]] = {}
 
 
 def register_region(kind: str, deserialize: Callable[[bytes], Callable[..., Any]]) -> None:
-    """Let `dumps` keep regions of a kind, and `loads` make them of their bytes, which may execute code.
+    """Let `dumps` serialize regions of a kind, and `loads` restore them, which may run code.
 
-    A region is a compiled stretch of a graph, the target of `call_function` nodes. It has its `kind`, a `__name__`, by
-    which `torch.fx` names its nodes, and `serialize() -> bytes`, of equal regions the same, which `deserialize` is
-    called on once, however many nodes call the region.
+    A region is a compiled stretch of a graph, the target of `call_function` nodes. It has the attributes `kind` and
+    `__name__` (by which `torch.fx` names its nodes), and `serialize() -> bytes`, which is equal for equal regions.
+    `deserialize` is called once per region, however many nodes call it.
     """
     _REGIONS[kind] = deserialize
 
 
 def dumps(captured: Captured) -> bytes:
-    """The graph as it is, without the graphs from before its passes. `Unstorable`: naming the node, and what about it
-    has no stored form."""
+    """Serialize the graph in its current form, without `before`. `Unstorable`: names the node, and what of it cannot be
+    serialized."""
     return pack(_Writer(captured).sections())
 
 
 def loads(data: bytes, device: torch.device | None = None) -> Captured:
     """The graph that `dumps` was given, to be run, recorded, verified and compared as if it had just been captured. If
-    it has compiled regions, only bytes that this user's own process wrote may be loaded: see `register_region`.
+    it has compiled regions, load only bytes that this user's own process wrote: see `register_region`.
 
     Args:
-        device: where its tensors lie; None: where they lay when it was stored.
+        device: the device of its tensors; None: the one that it was stored with.
 
     Raises:
-        Damaged: the bytes were cut or changed, are of another format, or name what this process does not have.
+        Damaged: the bytes are truncated, changed, of another format, or name something that this process lacks.
     """
     sections = unpack(data)
     try:
@@ -93,7 +93,7 @@ def loads(data: bytes, device: torch.device | None = None) -> Captured:
 
 
 class _Writer:
-    """One graph as sections: its JSON, and each region once."""
+    """Turns one graph into sections: its JSON, and each region once."""
 
     def __init__(self, captured: Captured) -> None:
         self._captured = captured
@@ -152,7 +152,7 @@ class _Writer:
         return self._regions[id(region)][0]
 
     def _argument(self, value: Any) -> Any:
-        """Numbers and None stand for themselves, text for a node, a list for a list; all else is named."""
+        """An argument as JSON: numbers, None and lists as themselves, a node as its name, all else as {kind: value}."""
         if isinstance(value, fx.Node):
             return value.name
         if value is None or isinstance(value, (bool, int)):
@@ -188,13 +188,13 @@ class _Writer:
         return _HOME if device == self._home else str(device)
 
     def _number(self, table: str, entry: Any) -> int:
-        """The place of an entry in a table that holds each once."""
+        """The index of an entry in a table that holds each once."""
         known = self._tables[table]
         return known.setdefault(json.dumps(entry), len(known))
 
 
 def _lines(graph: Mapping[str, Any]) -> str:
-    """JSON that is compared line by line: an entry of a list on each."""
+    """JSON with one list entry per line, so that files can be compared line by line."""
     text = partial(json.dumps, allow_nan=False)
     lists = {key: ",\n  ".join(map(text, value)) for key, value in graph.items() if isinstance(value, list) and value}
     values = {key: f"[\n  {lists[key]}\n ]" if key in lists else text(value) for key, value in graph.items()}
@@ -211,7 +211,7 @@ class _Reader:
         self._nodes: dict[str, fx.Node] = {}
 
     def captured(self) -> Captured:
-        """The graph where it lay when it was stored, held to its digest, of which the device is a part."""
+        """The graph on the device that it was stored with, checked against its digest, which includes the device."""
         captured = self._captured()
         if digest(captured) != self._raw["digest"]:
             raise Damaged(f"{captured.title}: the graph that was loaded is not the one that was stored")

@@ -1,4 +1,4 @@
-"""What a graph's body takes from its owner and leaves in the graph: numbers, by name, for the key of a stored graph."""
+"""Values that a graph's body takes from its owner and bakes into the graph, by name, for the key of a stored graph."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-Constants = Mapping[str, Any]  # values: numbers, text, None, sequences and mappings of such, dataclasses, classes
+Constants = Mapping[str, Any]  # of numbers, text, None, classes, dataclasses, and sequences and mappings of these
 
 
 def flattened(constants: Constants) -> dict[str, Any]:
-    """Every number under a name of its own, `section.field`; `TypeError` for another value than `Constants` may
-    have."""
+    """Every value under a name of its own, such as `section.field`. `TypeError`: a value of an unsupported type."""
     found: dict[str, Any] = {}
     for name, value in constants.items():
         found.update(_flat(name, value))
@@ -19,7 +18,7 @@ def flattened(constants: Constants) -> dict[str, Any]:
 
 
 def classes(value: Any) -> Iterator[type]:
-    """Those whose code a graph with these constants may hold: classes that stand among them, and of dataclasses."""
+    """The classes whose code may be in a graph with these constants: those among the values, and the dataclasses'."""
     if isinstance(value, type) or is_dataclass(value):
         yield value if isinstance(value, type) else type(value)
     if is_dataclass(value) and not isinstance(value, type):
@@ -43,5 +42,5 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value) if isinstance(value, float) else value  # infinities are no JSON
+        return repr(value) if isinstance(value, float) else value  # JSON has no infinities
     raise TypeError(f"constant {name} is {value!r}; it must be a number, text, None, a class, or a dataclass of such")

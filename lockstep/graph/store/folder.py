@@ -1,9 +1,9 @@
-"""Captured graphs that are kept between processes, in the user's cache folder.
+"""Keeps captured graphs between processes, in the user's cache folder.
 
-A graph is found by what it is (function, statics, inputs, level), and only taken if everything that it was made with is
-as it is now: the package's sources, torch, the device, the passes, and the constants that its body declares. Otherwise
-it is refused, and what differs is named. What somebody else could have written is not read, and what was cut off or
-changed is not loaded; in either case the graph is captured anew.
+A graph is looked up by what it is (function, statics, inputs, level), and used only if everything that it was made with
+is unchanged: the package's sources, torch, the device, the passes, and the constants that its body declares. Otherwise
+it is refused, with the differences named, and captured anew; so it is if somebody else could have written the file, or
+if the file is truncated or changed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ..ir.captured import Captured
 from .artifact import Unstorable, dumps, loads
 from .framed_file import Damaged, pack, unpack
 
-VARIANTS = 4  # of one graph, made with different things, that are kept
-MOST_BYTES = 512 << 20  # that the folder may hold
-_STALE_S = 3600  # after which a file that was never finished is somebody's who died
+VARIANTS = 4  # files to keep of one graph, by what they were made with
+MOST_BYTES = 512 << 20  # limit for the folder
+_STALE_S = 3600  # seconds after which an unfinished file is taken to be left by a dead process
 
 Outcome = Literal["loaded", "refused", "absent"]
 
 
 @dataclass(frozen=True)
 class Key:
-    """What a graph is, and what it was made with; both by name, with values that are JSON."""
+    """What a graph is, and what it was made with; both by name, as JSON values."""
 
     name: str
     graph: Mapping[str, Any]
@@ -55,8 +55,8 @@ class Key:
 
 @dataclass(frozen=True)
 class Lookup:
-    """What became of a search for a stored graph. `file` is the name of the file that it is kept in, found or not;
-    `reasons` why what was found was refused."""
+    """The outcome of a lookup. `file`: the graph's file name, whether found or not. `reasons`: why what was found was
+    refused."""
 
     title: str
     file: str
@@ -65,7 +65,7 @@ class Lookup:
 
 
 class Store:
-    """The folder of stored graphs; `lookups` is every search so far, `unwritten` the files that were refused."""
+    """The folder of stored graphs. `lookups`: all lookups so far. `unwritten`: files that could not be written."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = (folder or user_folder.cache_folder()) / "graphs"
@@ -73,7 +73,7 @@ class Store:
         self.unwritten: set[str] = set()
 
     def load(self, key: Key, title: str, device: torch.device) -> Captured | None:
-        """The graph that was stored under `key`, on this device, or None."""
+        """The graph that was stored under `key`, on `device`, or None."""
         path = self.folder / key.file
         found, reasons = self._read(path, key, device)
         if found is None and not reasons:
@@ -82,11 +82,11 @@ class Store:
         self.lookups.append(Lookup(title, key.file, outcome, reasons))
         if found is not None:
             with contextlib.suppress(OSError):
-                os.utime(path)  # the last to go
+                os.utime(path)  # marks it as most recently used
         return found
 
     def save(self, key: Key, captured: Captured) -> None:
-        """Store a graph for others; one that has no stored form, or a folder that cannot be written, is no error."""
+        """Store a graph. If it cannot be serialized, or the folder cannot be written, that is not an error."""
         with contextlib.suppress(Unstorable):
             parts = {"made_with": key.made_with, "key": key.identity}
             described = {name: json.dumps(part).encode() for name, part in parts.items()}
@@ -114,7 +114,7 @@ class Store:
             return None, (f"{path.name} is damaged: {error}",)
 
     def _foreign(self, path: Path) -> tuple[str, ...]:
-        """Why a file that is there was not read."""
+        """Why an existing file was not read."""
         for place in (path, path.parent):
             with contextlib.suppress(OSError):
                 if path.exists() and (why := user_folder.foreign(place.stat())):
@@ -122,7 +122,7 @@ class Store:
         return ()
 
     def _nearest(self, key: Key) -> tuple[str, ...]:
-        """What differs in the last one of this graph that was made with something else."""
+        """What differs in the most recent file of this graph that was made with something else."""
         for path, _ in self._files(f"{key.stem}*.graph"):
             with contextlib.suppress(Damaged, ValueError, KeyError, TypeError):
                 if data := user_folder.read_bytes(path):
@@ -130,13 +130,13 @@ class Store:
         return ()
 
     def _files(self, pattern: str) -> Iterator[tuple[Path, os.stat_result]]:
-        """Files of the folder with their status, the last used first."""
+        """Files of the folder with their status, most recently used first."""
         for path in user_folder.newest(self.folder, pattern):
             with contextlib.suppress(OSError):
                 yield path, path.stat()
 
     def _evict(self, key: Key) -> None:
-        """Delete what was not used for longest, beyond what is kept."""
+        """Delete the least recently used files beyond the limits, and stale unfinished ones."""
         gone = [path for path, _ in list(self._files(f"{key.stem}*.graph"))[VARIANTS:]]
         held = 0
         for path, status in self._files("*"):
@@ -157,7 +157,7 @@ def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...
 
 
 def _from(value: Any, other: Any) -> str:
-    """A value in words; of a long one what is around the first place where the other is not like it."""
+    """A value as text; of a long one, an excerpt around the first difference from the other."""
     text, differs = repr(value), len(os.path.commonprefix([repr(value), repr(other)]))
     if len(text) <= 40:
         return text

@@ -1,4 +1,4 @@
-"""Named parts in one run of bytes, under one hash: whole, or not at all."""
+"""Named sections in one byte string under one hash, so that a damaged file is detected."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ FORMAT = 1
 
 
 class Damaged(GraphError):
-    """These bytes are not what was stored, or name what this process does not have."""
+    """The bytes are not what was stored, or name something that this process lacks."""
 
 
 def pack(sections: Mapping[str, bytes]) -> bytes:
-    """The sections, one after another, behind a list of their sizes and the hash of everything."""
+    """The hash of everything, an index with the sections' names and sizes, and the sections, in this order."""
     index = {"format": FORMAT, "sections": [[name, len(data)] for name, data in sections.items()]}
     body = json.dumps(index).encode() + b"\n" + b"".join(sections.values())
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 
 def unpack(data: bytes) -> dict[str, bytes]:
-    """The sections by name. Raises `Damaged` where a byte is missing or not as it was, or the format is another."""
+    """The sections by name. `Damaged`: the bytes are truncated or changed, or of another format."""
     stated, _, body = data.partition(b"\n")
     if hashlib.sha256(body).hexdigest().encode() != stated:
         raise Damaged("it is cut off or changed: it does not have the hash that it was stored with")

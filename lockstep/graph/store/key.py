@@ -1,4 +1,4 @@
-"""What a stored graph is found by, and what it must have been made with."""
+"""The key of a stored graph: what it is found by, and what it must have been made with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COVERED = _PACKAGE, "torch"
 
 
 def key_of(request: Request, level: str, made_with: Mapping[str, Any], passes: Sequence[Pass]) -> Key | None:
-    """The key of one graph, or None when it depends on code outside this package, which no hash covers. `made_with`:
+    """The key of a graph, or None if the graph depends on code outside this package, which no hash covers. `made_with`:
     settings of the runtime and constants of the body, by name."""
     bodies = _bodies(request.body)
     code: list[Callable[..., Any]] = [*bodies, *(p.apply for p in passes), *classes(request.constants)]
@@ -45,7 +45,7 @@ def key_of(request: Request, level: str, made_with: Mapping[str, Any], passes: S
 
 
 def body_name(body: Callable[..., Any]) -> str:
-    """Where the source of a graph's function stands."""
+    """The qualified name of a graph's function, or of both functions of a `Differentiated`."""
     return " ".join(f"{b.__module__}.{b.__qualname__}" for b in map(_unbound, _bodies(body)))
 
 
@@ -58,8 +58,8 @@ def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def covered(code: Callable[..., Any]) -> bool:
-    """Whether `origin` covers a function or a class: it, and what the class is derived from, is what stands under its
-    name in this package or in torch."""
+    """Whether `origin` covers the code of a function or class: it is found under its own name in this package or in
+    torch, and so is every base class (or in the standard library)."""
     code = _unbound(code)
     parts = code.__mro__ if isinstance(code, type) else (code,)
     return _stands(code, _COVERED) and all(_stands(part, (*_COVERED, *sys.stdlib_module_names)) for part in parts)
@@ -71,6 +71,6 @@ def _stands(code: Any, roots: Collection[str]) -> bool:
     for part in name.split("."):
         found = getattr(found, part, None)
     file, root = getattr(sys.modules.get(module), "__file__", None) or "", module.partition(".")[0]
-    of_package = root != _PACKAGE or PACKAGE in Path(file).parents  # and not a user's file by such a name
+    of_package = root != _PACKAGE or PACKAGE in Path(file).parents  # not a user's module of the same name
     same = getattr(found, "__func__", found) is getattr(code, "__func__", code)
     return root in roots and of_package and same
