@@ -1,1 +1,1 @@
-"""Every private interface of torch that the graph toolkit uses. No other file of the toolkit touches one."""
+"""All uses of torch's private interfaces in `graph`."""

@@ -1,4 +1,4 @@
-"""Collectives in graphs: private interfaces of torch, for torch 2.11 to 2.13."""
+"""Merges collectives in graphs. Uses private interfaces of torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAIT = "_c10d_functional.wait_tensor"
 
 
 def gather_many(graph: fx.Graph, gathers: Sequence[fx.Node]) -> list[fx.Node]:
-    """The start of one collective in place of several gathers; a result for each, not waited for."""
+    """Insert one coalesced all-gather in place of several. Returns its results, one per gather, not waited for."""
     _, ranks, group = gathers[0].args
     shards = [gather.args[0] for gather in gathers]
     started = call(graph, _operators.all_gather_into_tensor_coalesced.default, shards, ranks, group)
@@ -30,8 +30,8 @@ def gather_many(graph: fx.Graph, gathers: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def exchange_many(graph: fx.Graph, exchanges: Sequence[fx.Node]) -> list[fx.Node]:
-    """One collective, and the wait for it, in place of several exchanges of flat tensors; for each what all ranks have
-    for this one, [ranks, size]."""
+    """Insert one all-to-all, with its wait, in place of several of flat tensors. Returns for each the parts that all
+    ranks sent to this one, [ranks, size]."""
     parts: Any = [exchange.args[1] for exchange in exchanges]
     ranks, sizes, group = len(parts[0]), [part[0] for part in parts], exchanges[0].args[3]
     view = torch.ops.aten.view.default

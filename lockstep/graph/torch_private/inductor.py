@@ -1,4 +1,4 @@
-"""Compiling a stretch of a graph with Inductor: private interfaces of torch, for torch 2.11 to 2.13."""
+"""Compiles stretches of graphs with Inductor. Uses private interfaces of torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..ir.sizes import Condition, Expression, expression
 
-# Round where the operators round, and choose kernels by rules, not by the clock.
+# Round intermediates as the operators do, and choose kernels without autotuning.
 _OPTIONS = {"emulate_precision_casts": True, "deterministic": True}
 
 
 class Uncompilable(Exception):
-    """An open size was taken for a number, or strides are no function of the sizes."""
+    """An open size was specialized to a number, or strides are not a function of the sizes."""
 
 
 class Signature:
-    """The inputs of a stretch, fake tensors and open numbers, described by themselves: each open size of a dimension
-    has a name of its own, by order, so stretches of different traces can be the same function. `sizes` are the names,
-    and what each stands for in the trace."""
+    """The inputs of a stretch (fake tensors and open sizes) in a form that does not depend on the trace: each distinct
+    open size is named by its order, so that stretches of different traces can be the same function. `sizes` maps the
+    names to the trace's expressions."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = values
@@ -36,6 +36,7 @@ class Signature:
         self._hints = {d.node.expr: d.node.hint for d in dims if isinstance(d, torch.SymInt)}
 
     def described(self) -> list[str]:
+        """The inputs as text. Raises `Uncompilable`: a stride is not a function of the sizes."""
         import sympy  # type: ignore[import-untyped]
 
         names = {name: sympy.Symbol(name) for name in self.sizes}
@@ -51,7 +52,7 @@ class Signature:
         ]
 
     def _in(self, size: int | torch.SymInt, symbols: dict[str, Any]) -> Any:
-        """A size in these symbols for the names."""
+        """A size or stride with the names replaced by `symbols`."""
         if isinstance(size, int):
             return size
         found = size.node.expr.xreplace({e: symbols[name] for name, e in self.sizes.items()})
@@ -60,8 +61,8 @@ class Signature:
         return found
 
     def compile(self, module: fx.GraphModule) -> tuple[Any, list[Condition]]:
-        """`module`, a function of such inputs, by Inductor, and what must hold of its sizes, which stay open.
-        `Uncompilable`: see the class."""
+        """Compile `module`, a function of such inputs, with open sizes. Returns the artifact and the conditions on its
+        sizes. Raises `Uncompilable`."""
         from torch._inductor.standalone_compile import standalone_compile
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -86,7 +87,7 @@ class Signature:
         return artifact, conditions + [(condition, "Inductor") for condition in composed]
 
     def _fakes(self, env: Any, mode: FakeTensorMode) -> tuple[dict[str, Any], list[Any]]:
-        """Symbols for the names, and stand-ins for the values in them."""
+        """Symbols by name, and fake inputs whose sizes are expressions in them."""
         from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -113,8 +114,9 @@ class Signature:
 
 
 def compile_module(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """What Dynamo captured, by Inductor, forward and backward pass. An element of an input by an open index, such as a
-    layer's cache, is taken before the call: Inductor loses its offset where an operator writes it (torch 2.13)."""
+    """Compile a module that Dynamo captured, forward and backward. Elements of inputs are indexed before the compiled
+    call: for an open index, such as a layer's KV cache, Inductor loses the offset if an operator writes the element
+    (torch 2.13)."""
     from torch._inductor.compile_fx import compile_fx
 
     before, after, values = _elements_first(module, inputs)
@@ -125,7 +127,8 @@ def compile_module(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., A
 def _elements_first(
     module: fx.GraphModule, inputs: Sequence[Any]
 ) -> tuple[fx.GraphModule, fx.GraphModule, Sequence[Any]]:
-    """The module as one that takes elements of its inputs, and one that does the rest, with what that one is given."""
+    """Split a module into one that indexes its inputs and one that does the rest. Returns both, and the inputs of the
+    second."""
     placeholders = module.graph.find_nodes(op="placeholder")
     given, first = dict(zip(placeholders, inputs, strict=True)), fx.Graph()
     copies = {node: first.placeholder(node.name) for node in placeholders}
@@ -145,7 +148,7 @@ def _elements_first(
 
 
 def _is_element(node: fx.Node) -> bool:
-    """Whether a call takes an element of a tensor by a number, or drops dimensions of 1."""
+    """Whether a call indexes a tensor with an integer, or squeezes it."""
     if node.target not in (operator.getitem, torch.select):
         return node.op == "call_method" and node.target == "squeeze"
     index = node.args[-1]
@@ -154,8 +157,8 @@ def _is_element(node: fx.Node) -> bool:
 
 
 def settings() -> dict[str, Any]:
-    """By name what compiled code depends on besides its operators: on a CPU it is for a number of threads, by which
-    sums are split."""
+    """What compiled code depends on besides its operators, by name. CPU code is specialized to the number of threads,
+    which determines how sums are split."""
     from torch._inductor import config
 
     found = sorted((name, repr(value)) for name, value in config.save_config_portable().items())
@@ -163,7 +166,7 @@ def settings() -> dict[str, Any]:
 
 
 def load(data: bytes) -> Any:
-    """The artifact that `serialize` of one gave; it executes code."""
+    """Load an artifact from the bytes of its `serialize`; this runs code."""
     from torch._inductor.standalone_compile import AOTCompiledArtifact
 
     return AOTCompiledArtifact.deserialize(data)
@@ -174,7 +177,7 @@ def is_fake(value: Any) -> bool:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """What Inductor lacks to compile for a device; None if it has all."""
+    """What Inductor lacks to compile for a device; None if nothing."""
     if device.type != "cpu":
         from torch.utils._triton import has_triton
 
@@ -183,6 +186,6 @@ def missing_compiler(device: torch.device) -> str | None:
 
     try:
         get_cpp_compiler()
-    except Exception:  # torch's class for it has moved between versions
+    except Exception:  # the exception class has moved between versions of torch
         return "a C++ compiler such as g++"
     return None

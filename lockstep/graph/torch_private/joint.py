@@ -1,4 +1,4 @@
-"""Forward and backward pass as AOTAutograd partitions them: private interfaces of torch, for torch 2.11 to 2.13."""
+"""Partitions forward and backward pass with AOTAutograd. Uses private interfaces of torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .trace import Untraceable
 
 
 class _Function(nn.Module):
-    """A function whose leaves are parameters; the export differentiates by those alone."""
+    """A function as a module whose parameters are its leaves, since the export differentiates only parameters."""
 
     def __init__(self, fn: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], leaves: Collection[int]) -> None:
         super().__init__()
@@ -32,20 +32,19 @@ class _Function(nn.Module):
 def partition(
     fn: Callable[..., Sequence[Tensor]], fakes: Sequence[Tensor], leaves: Sequence[int]
 ) -> tuple[fx.GraphModule, fx.GraphModule, int]:
-    """`fn(*fakes)` and its gradients, cut by the min-cut partitioner, which computes again what is cheap to; within
+    """`fn(*fakes)` and its gradients, split by the min-cut partitioner, which recomputes what is cheap; for use within
     `trace`.
 
     Args:
-        fn: writes none of its arguments; its first result is to be differentiated, the others have no gradient.
-        leaves: numbers of the arguments to differentiate by.
+        fn: writes none of its arguments; its first result is differentiated, the others have no gradient.
+        leaves: indices of the arguments to differentiate by.
 
     Returns:
-        the forward pass, from inputs to results and, after these, to what the backward pass reads; that one, from what
-        it reads, by the nodes' names in the first, and the gradient of the first result to the leaves' gradients; and
-        the number of results.
+        The forward graph, from inputs to results followed by saved values; the backward graph, from saved values (named
+        as in the forward graph) and the gradient of the first result to the leaves' gradients; the number of results.
 
     Raises:
-        Untraceable: no half, or more than one, was made of either kind.
+        Untraceable: there is not exactly one forward and one backward graph.
     """
     from torch._functorch.aot_autograd import (
         aot_compile_joint_with_descriptors,
@@ -79,7 +78,7 @@ def partition(
 
 
 def _in_order(module: fx.GraphModule, order: Sequence[int]) -> fx.GraphModule:
-    """The graph with its inputs, of which the i-th is `order[i]`, sorted."""
+    """The graph with its placeholders sorted; the i-th is that of argument `order[i]`."""
     placeholders = module.graph.find_nodes(op="placeholder")
     if len(placeholders) != len(order):
         raise Untraceable(f"the forward pass has {len(placeholders)} inputs for {len(order)} tensors")

@@ -1,4 +1,4 @@
-"""Calling modules through `torch.compile`: private interfaces of torch, for torch 2.11 to 2.13."""
+"""Calls modules through `torch.compile`. Uses private interfaces of torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...ops.operator import sizes_apart
 def compiled_call(
     compile_module: Callable[..., Any] | None, limit: int, compiled: Callable[[], None], fault: type[Exception]
 ) -> Callable[..., Any]:
-    """`call(module, *args)`, compiled by torch for each kind of module and arguments, sizes and numbers left open; see
-    `layer_compiler`. `fault` is raised by a call that cannot be captured as one graph, or needs more than `limit`
-    variants."""
+    """Returns `call(module, *args)`, which torch compiles for each kind of module and arguments with dynamic shapes and
+    integers; see `layer_compiler`. A call raises `fault` if it cannot be captured as one graph, or needs more than
+    `limit` variants."""
     from torch._dynamo.backends.debugging import aot_eager
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
 
@@ -32,11 +32,11 @@ def compiled_call(
     def call(module: nn.Module, *args: Any) -> Any:
         return module(*args)
 
-    own = types.FunctionType(call.__code__.replace(), call.__globals__)  # variants are counted by code object
+    own = types.FunctionType(call.__code__.replace(), call.__globals__)  # Dynamo counts variants per code object
     run = torch.compile(own, fullgraph=True, dynamic=True, backend=backend)
 
     def guarded(module: nn.Module, *args: Any) -> Any:
-        with dynamo.patch(specialize_float=True, recompile_limit=limit), sizes_apart():  # a constant stays one
+        with dynamo.patch(specialize_float=True, recompile_limit=limit), sizes_apart():  # floats stay constants
             try:
                 return run(module, *args)
             except (FailOnRecompileLimitHit, Unsupported, UserError) as error:

@@ -1,5 +1,4 @@
-"""Every private interface of torch that the graph toolkit uses, here and in the files beside this one; no other
-file touches one. For torch 2.11 to 2.13."""
+"""Tracing, node metadata, operator schemas and fake tensors. Uses private interfaces of torch 2.11 to 2.13."""
 
 from __future__ import annotations
 
@@ -27,9 +26,9 @@ from ..ir.sizes import Sizes, expression
 
 _log = logging.getLogger("lockstep.graph")
 _ADDRESS_WARNING = "Accessing the data pointer of FakeTensor"
-ALIGNMENT = 16  # bytes that the address of a tensor may be a multiple of, to the benefit of a kernel
-Flat = Callable[..., list[Tensor]]  # of tensors alone
-_TAGS = "custom"  # where `annotate` leaves its tags in a node's metadata
+ALIGNMENT = 16  # bytes; Triton specializes kernels on pointers that are multiples of this
+Flat = Callable[..., list[Tensor]]  # takes only tensors
+_TAGS = "custom"  # key of the tags of `annotate` in a node's metadata
 
 
 class Argument(NamedTuple):
@@ -41,27 +40,27 @@ class Argument(NamedTuple):
 
 
 class Untraceable(Exception):
-    """The function did something that a graph cannot hold."""
+    """The function does something that a graph cannot represent."""
 
 
 def traced_size(size: int | torch.SymInt) -> int:
-    """A size of a traced tensor as it was at the trace."""
+    """The value that a size of a traced tensor had during the trace."""
     return size if isinstance(size, int) else size.node.hint
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
-    """A graph as a module, whose code is written when it is first called: between two passes nobody does."""
+    """A graph as a module whose Python code is generated at the first call, so not after every pass."""
     return _LazyGraphModule(root, graph)
 
 
 def import_tracer() -> None:
-    """Import what a trace needs: sympy and half of torch's compiler, most of a second."""
+    """Import what a trace needs, sympy and half of torch's compiler, which takes most of a second."""
     import torch._dynamo.source
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 
 def flat_graph(fn: Flat, fakes: Sequence[Tensor]) -> fx.GraphModule:
-    """The operators that `fn(*fakes)` calls, its autograd's among them."""
+    """The operators that `fn(*fakes)` calls, including those of its backward pass."""
     return make_fx(fn)(*fakes)
 
 
@@ -74,12 +73,12 @@ def trace(
     """The flat graph of `fn(*tensors)`, traced with fake tensors: nothing is computed and no input is written.
 
     Args:
-        dims: for each tensor the names of its open sizes, None for a fixed one; empty: all are fixed. Tensors with open
-            sizes are contiguous, and these sizes are at least 2; equal names are one size.
-        graph_of: makes the graph of a function of fake tensors.
+        dims: for each tensor the names of its open sizes, one per dimension, None if fixed; empty: all are fixed.
+            Tensors with open sizes are contiguous, these sizes are at least 2, and equal names are one size.
+        graph_of: makes the graph of a function and its fake inputs.
 
     Raises:
-        Untraceable: Python asks for a tensor's value or address, or takes an open size for a number.
+        Untraceable: Python reads a tensor's value or address, or specializes an open size to a number.
     """
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
@@ -87,7 +86,7 @@ def trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
     with torch.inference_mode(False), torch.no_grad():
         fakes, names = _fakes(mode, env, tensors, dims)
-        # One thread, so that the backward pass sees the tags that are set around it.
+        # One thread, so that nodes of the backward pass get the tags that are set around it.
         with mode, tracing(TracingContext(mode)), traceback.preserve_node_meta(), _one_thread(), _no_addresses():
             try:
                 with _use_lazy_graph_module(True):
@@ -103,7 +102,7 @@ def trace(
 def _fakes(
     mode: FakeTensorMode, env: Any, tensors: Sequence[Tensor], dims: Sequence[tuple[str | None, ...]]
 ) -> tuple[list[Tensor], dict[Any, str]]:
-    """Fake tensors for the trace, and the symbols of the open sizes with their names."""
+    """Fake tensors for the trace, and the names of the open sizes by symbol."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -130,7 +129,7 @@ def _fakes(
 
 
 def _open_sizes(env: Any, names: Mapping[Any, str]) -> Sizes:
-    """The sizes with what the trace assumed of them; `Untraceable` if one is not open any more."""
+    """The open sizes with the conditions of the trace. `Untraceable`: a size was specialized."""
     for symbol, value in env.replacements.items():
         if symbol in names:
             asked = next((_where(guard) for guard in env.guards if symbol in guard.expr.free_symbols), "unknown")
@@ -151,8 +150,8 @@ def _where(guard: Any) -> str:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """A graph's thousands of objects stay: looking through them for garbage takes a fifth of the time of a trace, and
-    half a second in the middle of a pass."""
+    """Within, garbage collection is off. A graph's thousands of objects stay alive, and scanning them would take a
+    fifth of a trace's time, or half a second in the middle of a pass."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -168,7 +167,8 @@ def _one_thread() -> AbstractContextManager[None]:
 
 @contextmanager
 def _no_addresses() -> Iterator[None]:
-    """A kernel called outside an operator reads a fake tensor's address, which is 0; torch warns of it, once."""
+    """Turns torch's warning about the address of a fake tensor, which it gives only once, into `Untraceable`: a kernel
+    that is called outside an operator reads that address, which is 0."""
     always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
@@ -183,7 +183,7 @@ def _no_addresses() -> Iterator[None]:
         torch.set_warn_always(always)
 
 
-annotate = traceback.annotate  # nodes traced within carry the tags of a dict, and those of enclosing contexts too
+annotate = traceback.annotate  # nodes traced within carry the given tags, besides those of enclosing contexts
 
 
 def tags(node: fx.Node) -> dict[str, str]:
@@ -209,7 +209,7 @@ def set_fake_value(node: fx.Node, value: Any) -> fx.Node:
 
 
 def call(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
-    """A call at the graph's point of insertion, with what it computes as a trace would have recorded it."""
+    """Insert a call at the graph's insertion point, with the fake value that a trace would have recorded."""
     values = tree_map(lambda item: fake_value(item) if isinstance(item, fx.Node) else item, args)
     mode = next(v.fake_mode for v in tree_flatten(values)[0] if isinstance(v, FakeTensor))
     with mode, torch.no_grad():
@@ -242,7 +242,7 @@ def arguments(op: Any) -> tuple[Argument, ...]:
 
 @functools.cache
 def results(op: Any) -> tuple[Argument, ...]:
-    """The results of an operator overload; those with aliases are views of the arguments with the same ones."""
+    """The results of an operator overload; a result is a view of the arguments that share one of its aliases."""
     return tuple(_declared(r) for r in op._schema.returns)
 
 
@@ -250,13 +250,13 @@ def _declared(item: Any) -> Argument:
     info = item.alias_info
     if info is None:
         return Argument(item.name, frozenset(), False)
-    shared = frozenset(info.before_set | info.after_set) or frozenset("*")  # a list's elements share with "-> *"
+    shared = frozenset(info.before_set | info.after_set) or frozenset("*")  # "*": elements of a list
     return Argument(item.name, shared, info.is_write)
 
 
 def module_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A module's parameters, and its other tensors: buffers and plain attributes. A tensor that stands in several
-    places has the name of the first."""
+    """A module's parameters, and its other tensors: buffers and plain attributes. A tensor that appears several times
+    is named by its first place."""
     parameters: dict[str, Tensor] = dict(module.named_parameters())
     others: dict[str, Tensor] = {}
     seen = {id(p) for p in parameters.values()}
@@ -270,7 +270,7 @@ def module_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tens
 
 @contextmanager
 def swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """The module with the named tensors of `module_tensors` in place of its own, wherever they stand."""
+    """Within, `tensors` replace the module's own, by their names in `module_tensors`, wherever they appear."""
     parameters, others = module_tensors(module)
     own = parameters | others
     new = {id(own[name]): tensor for name, tensor in tensors.items()}
@@ -296,7 +296,7 @@ def _slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def watched(fn: Callable[[], Any], seen: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]) -> Any:
-    """`fn()`, with `seen(operator, args, kwargs, result)` after each operator call, in the backward pass too."""
+    """Run `fn()`, with `seen(operator, args, kwargs, result)` after each operator call, also in the backward pass."""
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -309,35 +309,34 @@ def watched(fn: Callable[[], Any], seen: Callable[[Any, Sequence[Any], Mapping[s
         return fn()
 
 
-# Where they are called on stand-ins, torch 2.11 takes the dtype for a factor. What they give is what they write to.
+# torch 2.11 mistakes the dtype for a scalar factor if these are called on fake tensors. They return their `out`.
 NO_STAND_IN = (torch.ops.aten.addmm.dtype_out,)
 
 
 class WithoutMemory:
-    """Stand-ins for real tensors, with shapes and addresses and nothing else. Within `computing`, operators find the
-    shapes of their results, and those of `namespace` run their implementation for the device, as if to launch its
-    kernels."""
+    """Stand-ins for real tensors: fake tensors that also have an address alignment. Within `computing`, operators only
+    infer their results' shapes, and those of `namespace` run their implementation up to its kernel launches."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._places: dict[int, int] = {}  # of the memory that a stand-in's would be
+        self._places: dict[int, int] = {}  # by storage: its address modulo `ALIGNMENT`
 
     def stand_in(self, tensor: Tensor) -> Tensor:
-        """A stand-in for this one, as well aligned."""
+        """A stand-in for this tensor, with the same alignment."""
         with torch.inference_mode(False), self._mode:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         self._places[made.untyped_storage()._cdata] = tensor.data_ptr() % ALIGNMENT
         return made
 
     def alignment(self, tensor: Tensor) -> int:
-        """The address of a stand-in or of what was computed from some, less a multiple of `ALIGNMENT`."""
+        """The address, modulo `ALIGNMENT`, of a stand-in or of a result of some."""
         place = self._places.get(tensor.untyped_storage()._cdata, 0)
         return (place + int(tensor.storage_offset()) * tensor.element_size()) % ALIGNMENT
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """See above."""
+        """See the class."""
         outer = self
 
         class Implementations(TorchDispatchMode):
@@ -346,7 +345,7 @@ class WithoutMemory:
                     try:
                         with self:
                             return outer._implementation(op, args, kwargs or {})
-                    except Exception as error:  # its kernels are then compiled when they are launched
+                    except Exception as error:  # its kernels are compiled at their first launch instead
                         _log.debug("%s was not rehearsed (%s: %s)", op, type(error).__name__, error)
                 return kwargs["out"] if op in NO_STAND_IN and kwargs else op(*args, **(kwargs or {}))
 
@@ -358,7 +357,7 @@ class WithoutMemory:
     def _implementation(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
         for tensor in tensors:
-            if isinstance(tensor, FakeTensor):  # a kernel is compiled for an address of this alignment
+            if isinstance(tensor, FakeTensor):  # kernels are specialized on it
                 tensor.data_ptr = functools.partial(int, self.alignment(tensor))  # type: ignore[method-assign]
         key = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}[tensors[0].device.type]
         return op.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
@@ -366,7 +365,7 @@ class WithoutMemory:
 
 @contextmanager
 def _silenced(of: type) -> Iterator[None]:
-    """Without log lines of a class's module, which says at length what it also raises."""
+    """Within, the logger of a class's module is off: it logs at length what it also raises."""
     log = logging.getLogger(of.__module__)
     before, log.disabled = log.disabled, True
     try:
@@ -376,9 +375,9 @@ def _silenced(of: type) -> Iterator[None]:
 
 
 def spare_dynamo(namespace: str) -> None:
-    """Have operators' kernels called as they are: torch wraps each kernel of `torch.library.custom_op` so that
-    `torch._dynamo` leaves it alone, and the first call of one imports that: one or two seconds. Nothing here runs under
-    it."""
+    """Let operators' kernels be called without a wrapper. torch wraps each kernel of `torch.library.custom_op` to hide
+    it from `torch._dynamo`, and the wrapper's first call imports that, which takes one or two seconds. No kernel here
+    runs under Dynamo."""
     for name, definition in OPDEFS.items():
         if name.startswith(f"{namespace}::"):
             for wrapper in getattr(definition, "_backend_fns", {}).values():
@@ -388,12 +387,12 @@ def spare_dynamo(namespace: str) -> None:
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target, in as few launches as there can be."""
+    """Copy each source into its target, in as few launches as possible."""
     torch._foreach_copy_(targets, sources)
 
 
 def viewed_tensor(tensor: Tensor) -> Tensor:
-    """The tensor whose memory this one is a view of; itself, if it is none or was given other memory since."""
+    """The base that a tensor is a view of; the tensor itself if it is not a view, or was given other memory since."""
     base = tensor._base
     if base is None or base.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         return tensor
@@ -401,5 +400,5 @@ def viewed_tensor(tensor: Tensor) -> Tensor:
 
 
 def clear_matmul_workspaces() -> None:
-    """Let go of cuBLAS's scratch memory, which otherwise keeps the pool that it was allocated in."""
+    """Release cuBLAS's workspaces, which would otherwise keep alive the memory pool that they were allocated in."""
     torch._C._cuda_clearCublasWorkspaces()
