@@ -1,1 +1,1 @@
-"""What is kept between processes, and what it depends on."""
+"""Caches that outlive a process, and the fingerprint that they depend on."""

@@ -1,5 +1,4 @@
-"""Size and SHA-256 of files, or of samples of them. Hashing releases the interpreter lock, so several go at the rate of
-the cores together."""
+"""Sizes and hashes of files, or of samples of large ones. Hashing releases the GIL, so files are hashed in parallel."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 
 
 def fingerprints(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """`size` and `sha256` of these files of a folder, by name; `OSError` for one that cannot be read."""
+    """`size` and `sha256` of the named files of a folder, by name. `OSError`: one of them cannot be read."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         return dict(zip(names, pool.map(lambda name: _fingerprint(folder / name), names), strict=True))
 
@@ -23,11 +22,11 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         return {"size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-WHOLE, SAMPLES, SAMPLE = 1 << 24, 64, 1 << 12  # bytes of a file that is read whole; samples of others, and their bytes
+WHOLE, SAMPLES, SAMPLE = 1 << 24, 64, 1 << 12  # bytes hashed whole; else number and bytes of samples
 
 
 def glance(path: Path) -> str:
-    """The size of a file, and a hash of it or, where it is large, of bytes throughout it; why it cannot be read."""
+    """The size and a hash of a file, as text; a large file is hashed in samples. If it cannot be read, why not."""
     try:
         with path.open("rb") as file:
             size, found = os.fstat(file.fileno()).st_size, hashlib.blake2b(digest_size=6)

@@ -1,4 +1,4 @@
-"""The one fingerprint of all that is kept between processes: this package, torch, and the machine."""
+"""The fingerprint that everything kept between processes depends on: this package, torch, and the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from . import loaded_code
 
-_SETTINGS = (  # of the environment, by which libraries choose how they add, and Triton what it compiles
+_SETTINGS = (  # environment variables that affect the order of sums in libraries, or the code that Triton compiles
     *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "CUBLAS_WORKSPACE_CONFIG"),
     *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
     *("CUBLASLT_WORKSPACE_SIZE", "TRITON_DEFAULT_FP_FUSION", "TRITON_FORCE_DISABLE_FP_FUSION", "TRITON_F32_DEFAULT"),
@@ -25,34 +25,34 @@ _log = logging.getLogger("lockstep.cache")
 
 
 def key(*about: object, device: str = "cuda") -> str:
-    """A name for what depends on `about`, each told by its `repr`, and on `origin(device)`: 32 hexadecimal digits.
-    Nothing has it that was kept, or will be found, where `changed`."""
+    """A key, 32 hexadecimal digits, for what depends on `about` (values by their `repr`) and on `origin(device)`. If
+    `changed`, the key is random, so nothing is found under it now or later."""
     of_files = [os.urandom(16)] if changed() else []
     return digest(*about, sorted(origin(device).items()), *of_files)
 
 
 @cache
 def changed() -> bool:
-    """Whether the package that runs is not that of its files (`loaded_code.difference`), said once. What is kept for
-    another start, or was, is then not this package's. Asked once until `look_again`."""
+    """Whether the running package differs from its files (`loaded_code.difference`), logged once. Then the fingerprint
+    does not describe it, so no cache may be read or written. The answer is cached until `look_again`."""
     if found := loaded_code.difference():
         _log.warning("%s: nothing that other starts kept is used, and nothing is kept", found)
     return found is not None
 
 
 def look_again() -> None:
-    """Ask again of the files and of the package's code: when what will be kept is about to be made."""
+    """Let `changed` check files and code again, before something is made that will be kept."""
     changed.cache_clear()
 
 
 def digest(*about: object) -> str:
-    """A hash of values, each told by its `repr`: 32 hexadecimal digits."""
+    """A hash of values by their `repr`: 32 hexadecimal digits."""
     return hashlib.sha256("\n".join(map(repr, about)).encode()).hexdigest()[:32]
 
 
 def origin(device: str = "cuda") -> dict[str, str]:
-    """By name: a hash of every source file of the package, versions, settings, and the device's kind. A GPU that there
-    is none of stands for the CPU, and a CPU does not wake a GPU."""
+    """By name: a hash of the package's source files, versions, settings, and the kind of device. "cuda" means the CPU
+    if there is no GPU; for "cpu" CUDA is not initialized."""
     gpu = device == "cuda" and torch.cuda.is_available()
     return {
         "sources": sources(),
@@ -68,7 +68,7 @@ def origin(device: str = "cuda") -> dict[str, str]:
 
 @cache
 def sources() -> str:
-    """A hash of every source file of the package: Python, C, and tables."""
+    """A hash of the package's source files (`loaded_code.files`)."""
     found = hashlib.sha256()
     for path in loaded_code.files():
         found.update(str(path.relative_to(loaded_code.PACKAGE)).encode() + b"\0" + path.read_bytes())
@@ -77,7 +77,7 @@ def sources() -> str:
 
 @cache
 def version(distribution: str) -> str:
-    """That of an installed distribution, or "none"."""
+    """The version of an installed distribution, or "none"."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -86,7 +86,7 @@ def version(distribution: str) -> str:
 
 @cache
 def _driver() -> str:
-    """The GPU driver's version, by NVML; empty when that is not there."""
+    """The GPU driver's version from NVML; empty if that is missing."""
     found = ctypes.create_string_buffer(96)
     with contextlib.suppress(OSError, AttributeError):
         nvml = ctypes.CDLL("libnvidia-ml.so.1")

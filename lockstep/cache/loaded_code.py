@@ -1,7 +1,7 @@
-"""Whether what runs of this package is what stands in its files: only then does a hash of these say what was made.
+"""Whether the code of this package that runs is that of its files; only then does a hash of the files describe it.
 
-Each module of the package is noted as it is when it has been imported: its functions, classes and constants, what its
-classes have of these, and what its tables hold. What is another object later, somebody has replaced.
+Each module of the package is recorded right after its import: its functions, classes and constants, the members of its
+classes, and the entries of its tables. If one of them is a different object later, somebody has replaced it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 PACKAGE = Path(__file__).parent.parent
-_IMPORTED_FROM = PACKAGE.resolve()  # a link on the way may lead elsewhere later
+_IMPORTED_FROM = PACKAGE.resolve()  # a symlink in the path may change later
 SUFFIXES = (".py", ".c", ".h", ".json")
 IMPORTED_NS = time.time_ns()  # since the epoch; the package imports this before the rest
 _NAME = __package__.partition(".")[0]
@@ -27,7 +27,7 @@ _HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward
 
 
 class _Part(NamedTuple):
-    """What stood under a key of a namespace or a table; of a function its code too."""
+    """The value that was under a key of a namespace or table; for a function, also its code."""
 
     told: str
     owner: Mapping[Any, Any]
@@ -37,18 +37,18 @@ class _Part(NamedTuple):
 
 
 class _Noted(NamedTuple):
-    """Of a module, and of each class of its own the names of what it has itself."""
+    """The record of a module: its parts, and for each class it defines the names in the class's own namespace."""
 
     parts: list[_Part]
     classes: list[tuple[str, type, frozenset[str]]]
 
 
 _noted: dict[str, _Noted] = {}
-ALSO: list[Callable[[], str | None]] = []  # what else `difference` asks, of what torch keeps of the package
+ALSO: list[Callable[[], str | None]] = []  # further checks of `difference`, such as of torch's operator registry
 
 
 class NotingFinder:
-    """Finds the package's modules as the other finders do, and notes each once it is imported."""
+    """Finds the package's modules through the other finders, and records each after its import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -67,7 +67,7 @@ class NotingFinder:
 
 
 def note(module: ModuleType) -> None:
-    """From here on a module of the package is to stay as it is."""
+    """Record the current state of a module, for `difference`."""
     parts, classes = _noted[module.__name__] = _Noted([], [])
     for name, value in list(vars(module).items()):
         told, constant = f"{module.__name__}.{name}", bool(_CONSTANT.match(name))
@@ -96,7 +96,7 @@ def _is_code(value: Any) -> bool:
 
 
 def _is_own(name: str, value: Any) -> bool:
-    """Whether a class does not get it from Python by itself, later."""
+    """Whether a new attribute of a class was set by somebody, not by Python itself, which adds some later."""
     return _is_code(value) if name.startswith("__") else not name.startswith("_abc")
 
 
@@ -109,16 +109,16 @@ def _code(value: Any) -> Any:
 
 
 def files() -> list[Path]:
-    """Every source file of the package: Python, C, and tables."""
+    """All source files of the package: Python, C, and JSON tables."""
     walked = ((Path(folder), names) for folder, _, names in os.walk(PACKAGE, followlinks=True))
     found = (folder / name for folder, names in walked for name in names if not name.startswith("."))
     return sorted(path for path in found if path.suffix in SUFFIXES and path.is_file())
 
 
 def difference() -> str | None:
-    """What is not as it was when the package was imported, or as its files have it, in words; None where nothing is: a
-    file written since, a function, a class, a constant or an entry of a table that somebody has replaced, an operator
-    that somebody has registered anew, or a hook on every module of torch's."""
+    """What differs, in words, from the package as it was imported and from its files; None if nothing does. It may be a
+    file written since, a replaced function, class, constant or table entry, an operator registered anew, or a global
+    hook on torch modules."""
     if (now := PACKAGE.resolve()) != _IMPORTED_FROM:
         return f"{PACKAGE} is {now}, and was {_IMPORTED_FROM} when it was imported"
     paths = files()

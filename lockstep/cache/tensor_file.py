@@ -1,7 +1,6 @@
-"""safetensors files whose tensors any number of processes read and write, each its ranges, with no more memory than a
-chunk; what they write together are the bytes that the library writes of whole tensors
-(https://github.com/huggingface/safetensors: eight bytes with the size of a JSON header, the header, and the
-tensors)."""
+"""safetensors files that several processes read and write in parallel, each its own ranges of the tensors, with one
+chunk of memory. The file is byte for byte what the library would write (https://github.com/huggingface/safetensors:
+eight bytes with the size of a JSON header, the header, and the tensors)."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-CHUNK_BYTES = 32 << 20  # that are on their way at one time
-_PART_BYTES = 1 << 20  # of a file that a thread reads at one time
-_DTYPES = {  # the library's order, in which wider ones come first
+CHUNK_BYTES = 32 << 20  # bytes in flight at once
+_PART_BYTES = 1 << 20  # bytes that a thread reads at once
+_DTYPES = {  # in the library's order; tensors of later dtypes come first in a file
     torch.bool: "BOOL",
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -37,7 +36,7 @@ _DTYPES = {  # the library's order, in which wider ones come first
 
 
 class Entry(NamedTuple):
-    """A tensor in a file."""
+    """The dtype and shape of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -52,10 +51,10 @@ class Entry(NamedTuple):
 
 
 class TensorFile:
-    """A file at `path` of these tensors, laid out as the library does it.
+    """The layout of a file at `path` with these tensors, the same as the library's.
 
     Attributes:
-        header: what comes before the tensors. names: of them, in order.
+        header: the bytes before the tensors. names: the tensors' names in file order.
     """
 
     def __init__(self, path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> None:
@@ -74,7 +73,7 @@ class TensorFile:
         self.size = len(self.header) + ends[-1]
 
     def create(self) -> None:
-        """Make the file, of its size, with its header: before anyone writes tensors."""
+        """Create the file with its header and full size, before any process writes tensors."""
         with self.path.open("wb") as file:
             file.write(self.header)
             file.truncate(self.size)
@@ -83,12 +82,12 @@ class TensorFile:
         return OpenTensorFile(self)
 
     def begin(self, name: str, element: int) -> int:
-        """Where an element of a tensor begins, in bytes of the file."""
+        """The byte offset of a tensor's element in the file."""
         return self._begins[name] + element * self.entries[name].dtype.itemsize
 
 
 class OpenTensorFile:
-    """Reads and writes ranges of a file's tensors, as long as it is open."""
+    """An open file whose tensors are read and written in ranges."""
 
     def __init__(self, file: TensorFile) -> None:
         self._file, self._descriptor = file, os.open(file.path, os.O_RDWR)
@@ -102,25 +101,25 @@ class OpenTensorFile:
     def write(
         self, name: str, first: int, values: Tensor, also: Callable[[memoryview], object] = lambda data: None
     ) -> None:
-        """Write elements `first` and after of a tensor, from a flat one on any device, which is rounded to its dtype;
-        `also` gets the bytes, chunk by chunk."""
+        """Write flat `values`, on any device, to a tensor from element `first` on, rounded to its dtype. `also` is
+        called with the bytes of each chunk."""
         step, dtype = CHUNK_BYTES // values.itemsize, self._file.entries[name].dtype
         for at in range(0, values.numel(), step):
             data = _bytes(values[at : at + step].to(dtype))
             also(data)
             begin = self._file.begin(name, first + at)
-            while data:  # a call may write less
+            while data:  # a call may write only part
                 done = os.pwrite(self._descriptor, data, begin)
                 data, begin = data[done:], begin + done
 
     def read(self, name: str, first: int, count: int) -> Tensor:
-        """So many elements of a tensor, from `first` on, flat."""
+        """`count` elements of a tensor from `first` on, flat."""
         found = torch.empty(count, dtype=self._file.entries[name].dtype)
         _read(self._descriptor, self._file.begin(name, first), _bytes(found), f"{self._file.path} ends within {name}")
         return found
 
     def flush(self) -> None:
-        """To the disk, what this process wrote."""
+        """Sync what was written to disk."""
         os.fsync(self._descriptor)
 
 
@@ -128,9 +127,9 @@ class Fill(Protocol):
     """Reads ranges of a tensor."""
 
     def __call__(self, first: int, values: Tensor, step: int = 0) -> None:
-        """Fill flat values, of any dtype and on any device, with the elements from `first` on; or those of a matrix
-        [N, C], of the tensor's dtype and on the host, row by row, with rows `step` elements apart. `OSError`: the file
-        cannot be read or has become shorter."""
+        """Fill `values` with the tensor's elements from `first` on: flat ones of any dtype and device; or, with `step`,
+        a matrix [N, C] of the tensor's dtype on the host, whose rows are `step` elements apart in the file. `OSError`:
+        the file cannot be read or has become shorter."""
 
 
 class Stored(NamedTuple):
@@ -141,8 +140,8 @@ class Stored(NamedTuple):
 
 
 class Staging:
-    """What the ranges of any number of files are read with, one at a time: threads, side by side, and `chunk`, memory
-    on the way to another device or dtype."""
+    """Resources for reading ranges, shared by any number of files, one range at a time: a thread pool, and `chunk`, a
+    staging buffer for values of another device or dtype."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(torch.get_num_threads())
@@ -158,7 +157,7 @@ class Staging:
         return torch.empty(CHUNK_BYTES, dtype=torch.uint8)
 
     def read(self, descriptor: int, begin: int, values: Tensor, told: str) -> None:
-        """Fill a flat tensor of the host from byte `begin` of a file; `told` is the error where that ends."""
+        """Fill a flat CPU tensor from byte `begin` of a file. `told`: the error message if the file ends too early."""
         data = _bytes(values)
         if len(data) <= _PART_BYTES:
             _read(descriptor, begin, data, told)
@@ -171,14 +170,14 @@ class Staging:
 
 
 class TensorReader:
-    """A file that anyone has written, whose tensors are read in ranges as long as it is open; `tensors` are those in
-    it, by name. `SafetensorError`: it is not a whole file of tensors; `OSError`: it cannot be opened."""
+    """An open safetensors file of any origin, read in ranges. `tensors`: its tensors by name. `SafetensorError`: it is
+    not a valid file; `OSError`: it cannot be opened."""
 
     def __init__(self, path: Path, staging: Staging) -> None:
         from safetensors import safe_open
 
-        path.open("rb").close()  # of any that it cannot open safetensors says that there is none
-        with safe_open(path, framework="pt") as opened:  # which finds what is wrong with a file, and reads no tensor
+        path.open("rb").close()  # safetensors would report any file it cannot open as missing
+        with safe_open(path, framework="pt") as opened:  # validates the file; tensors are mapped, not read
             entries = {name: Entry.of(opened.get_tensor(name)) for name in opened.keys()}  # noqa: SIM118
         self._path, self._descriptor = path, os.open(path, os.O_RDONLY)
         size = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
@@ -192,7 +191,7 @@ class TensorReader:
 
     def _fill(self, name: str, dtype: torch.dtype, first: int, values: Tensor, step: int = 0) -> None:
         begin, told = self._begins[name] + first * dtype.itemsize, f"it ends within {name}"
-        if step == values.shape[-1]:  # rows that follow one another
+        if step == values.shape[-1]:  # contiguous rows
             values, step = values.view(-1), 0
         if step:
             assert values.dtype == dtype
@@ -210,7 +209,7 @@ class TensorReader:
 
 
 def _read(descriptor: int, begin: int, data: memoryview, told: str) -> None:
-    """Fill `data` from byte `begin` of a file; `told` is the error where that ends."""
+    """Fill `data` from byte `begin` of a file. `told`: the error message if the file ends too early."""
     while data:
         done = os.preadv(descriptor, [data], begin)
         if not done:
@@ -219,12 +218,12 @@ def _read(descriptor: int, begin: int, data: memoryview, told: str) -> None:
 
 
 def _bytes(values: Tensor) -> memoryview:
-    """The bytes of a flat tensor; on the host they are its own."""
+    """The bytes of a flat tensor; without a copy if it is on the CPU."""
     return values.detach().cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def cut(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
-    """The items, each given with its size, in parts of up to `limit` together, or of a single one."""
+    """Split items, given with their sizes, into parts of at most `limit` each; a larger item is a part by itself."""
     part: list[T] = []
     used = 0
     for item, size in sizes:

@@ -1,8 +1,8 @@
-"""Tokenizers as they were loaded before, without importing `transformers`: a second, and seven on a slow file system.
+"""Caches tokenizers, so that `transformers` need not be imported: one second, or seven on a slow file system.
 
-What is kept of one is what it saves of itself, in the user's cache folder, found by the contents of its own folder, the
-versions of both libraries, and this package's sources. Plain text goes through its backend with the same switches as
-before; for everything else, such as messages, the tokenizer itself is loaded.
+A tokenizer's saved files are kept in the user's cache folder, under a key of the contents of its model folder, the
+versions of both libraries, and this package's sources. Plain text goes straight to the `tokenizers` backend with the
+same options; for everything else, such as chat messages, the whole tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 
 from . import fingerprint, user_folder
 
-_FILES = (".json", ".jinja", ".txt", ".model")  # of a model's folder, what a tokenizer may read
-_MOST = 8  # tokenizers that are kept
-_LARGEST = 64 << 20  # bytes of a file that is hashed; a larger one is known by its size and time
+_FILES = (".json", ".jinja", ".txt", ".model")  # suffixes of files in a model folder that a tokenizer may read
+_MOST = 8  # tokenizers to keep
+_LARGEST = 64 << 20  # bytes from which on a file is identified by size and time, not by a hash
 
 
 class KeptTokenizer:
-    """A tokenizer's text part, with the attributes that this package uses; any other is the whole tokenizer's.
+    """A tokenizer for plain text, with the attributes that this package uses; any other attribute loads the whole one.
 
     Args:
-        files: what the tokenizer saved of itself, by name. about: its attributes. load: loads all of it.
+        files: the tokenizer's saved files, by name. about: its attributes. load: loads the whole tokenizer.
     """
 
     def __init__(self, files: Mapping[str, str], about: Mapping[str, Any], load: Callable[[], Any]) -> None:
@@ -51,11 +51,11 @@ class KeptTokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def get_vocab(self) -> dict[str, int]:
-        """Token ids by token, added ones too."""
+        """Token ids by token, including added tokens."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the files that the tokenizer itself would."""
+        """Write the files that the whole tokenizer would write."""
         if self.chat_template != self._kept_template:
             self._all().save_pretrained(folder)
         else:
@@ -75,15 +75,15 @@ class KeptTokenizer:
 
 
 def kept(source: Path | str, load: Callable[[], Any]) -> Any:
-    """The tokenizer of a folder, or of a name, that `load` loads: as it was kept, or loaded now and then kept."""
+    """The tokenizer of a folder or name: from the cache, or by `load` and then cached."""
     if fingerprint.changed():
         return load()
     path = user_folder.cache_folder() / "tokenizers" / f"{_key(source)}.json"
-    with suppress(Exception):  # whatever a library makes of what does not fit it; then it is loaded
+    with suppress(Exception):  # whatever a library raises on unsuitable files; then it is loaded
         if (found := _read(path)) is not None:
             return KeptTokenizer(*found, load)
     whole = load()
-    with suppress(Exception):  # such as a full disk under the temporary folder, in whatever way a library says so
+    with suppress(Exception):  # such as a full disk, in whatever form a library raises it
         if _is_plain(whole):
             names = ("eos_token_id", "pad_token_id", "chat_template", "name_or_path")
             content = json.dumps([_saved(whole), {name: getattr(whole, name) for name in names}])
@@ -92,7 +92,7 @@ def kept(source: Path | str, load: Callable[[], Any]) -> Any:
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]] | None:
-    """What was kept, whole."""
+    """The cached files and attributes, or None if absent or damaged."""
     raw = user_folder.read(path)
     if not isinstance(raw, dict) or raw.get("hash") != fingerprint.digest(raw.get("content")):
         return None
@@ -101,7 +101,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]] | None:
 
 
 def _is_plain(whole: Any) -> bool:
-    """Whether text goes straight to the backend and back: no class of its own does anything before or after."""
+    """Whether text goes straight to the backend and back: no subclass or option changes it before or after."""
     from transformers import PreTrainedTokenizerFast
 
     methods = ("__call__", "_call_one", "_encode_plus", "_batch_encode_plus", "encode", "decode", "_decode")
@@ -112,14 +112,14 @@ def _is_plain(whole: Any) -> bool:
 
 
 def _saved(whole: Any) -> dict[str, str]:
-    """What the tokenizer writes of itself."""
+    """The files that the tokenizer saves, by name."""
     with tempfile.TemporaryDirectory() as folder:
         whole.save_pretrained(folder)
         return {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir() if path.is_file()}
 
 
 def _identity(path: Path) -> str:
-    """What changes with a file."""
+    """A text that changes with a file."""
     status = path.stat()
     if status.st_size < _LARGEST:
         return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -127,7 +127,7 @@ def _identity(path: Path) -> str:
 
 
 def _key(source: Path | str) -> str:
-    """A hash of all that the tokenizer of a folder may be made from."""
+    """A hash of everything that a tokenizer may be made from."""
     versions = [fingerprint.version(name) for name in ("transformers", "tokenizers")]
     files = []
     if isinstance(source, Path):

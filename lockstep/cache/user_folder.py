@@ -1,7 +1,7 @@
-"""Files that are kept between runs, in a folder of the user's own, which nobody else can have written.
+"""Files that are kept between runs, in a folder that only this user can write.
 
-What others could have written counts as absent, and so does JSON that does not parse; failing to write is no error,
-but said once.
+A file that somebody else could have written counts as absent, and so does invalid JSON. Failing to write is not an
+error, but logged once.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 _log = logging.getLogger("lockstep")
-_unwritable: set[Path] = set()  # caches that a warning was given for
+_unwritable: set[Path] = set()  # cache folders that a warning was logged for
 
 
 def cache_folder() -> Path:
-    """`$LOCKSTEP_CACHE`, else `lockstep` under `$XDG_CACHE_HOME` or `~/.cache` (XDG Base Directory Specification); of a
-    user without a home, as in a container that has no name for its user, `lockstep-UID` in the temporary folder."""
+    """`$LOCKSTEP_CACHE`, else `lockstep` under `$XDG_CACHE_HOME` or `~/.cache` (XDG Base Directory Specification); for
+    a user without a home, as in a container with an unnamed user, `lockstep-UID` in the temporary folder."""
     if own := os.environ.get("LOCKSTEP_CACHE"):
         return Path(own)
     root = os.environ.get("XDG_CACHE_HOME", "")
@@ -34,15 +34,15 @@ def cache_folder() -> Path:
 
 
 def read(path: Path) -> Any:
-    """The JSON that `write` put there, or None."""
+    """The JSON value that `write` stored, or None."""
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(read_bytes(path) or b"null")
     return None
 
 
 def write(path: Path, value: Any, keep: int | None = None) -> bool:
-    """Replace the file by JSON; see `write_bytes`. Its folder then has at most `keep` files: beyond that the oldest go,
-    and with them an eighth, as looking at all their times takes a while."""
+    """Replace the file by JSON; see `write_bytes`. If its folder then has more than `keep` files, the oldest are
+    deleted down to 7/8 of `keep`, since reading all their times is slow and should be rare."""
     written = write_bytes(path, json.dumps(value, indent=1, sort_keys=True).encode())
     with contextlib.suppress(OSError):
         if written and keep is not None and len(os.listdir(path.parent)) > keep:
@@ -53,7 +53,7 @@ def write(path: Path, value: Any, keep: int | None = None) -> bool:
 
 
 def newest(folder: Path, pattern: str = "*") -> list[Path]:
-    """The folder's files, the last written or used first; none of a folder that cannot be read."""
+    """The folder's files, most recently modified first; none if the folder cannot be read."""
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
         for path in folder.glob(pattern):
@@ -63,7 +63,7 @@ def newest(folder: Path, pattern: str = "*") -> list[Path]:
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """What `write_bytes` put there, or None."""
+    """The bytes that `write_bytes` stored, or None."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         if not foreign(path.parent.stat()) and not foreign(os.fstat(file.fileno())):
             return file.read()
@@ -71,7 +71,7 @@ def read_bytes(path: Path) -> bytes | None:
 
 
 def write_bytes(path: Path, data: bytes) -> bool:
-    """Replace the file in one step, whoever else does so, too; its folder is made when missing. Whether it worked."""
+    """Replace the file atomically, creating its folder if needed. Returns whether it worked."""
     try:
         _make(path.parent)
         if why := foreign(path.parent.stat()):
@@ -91,7 +91,7 @@ def write_bytes(path: Path, data: bytes) -> bool:
 
 
 def _warn(root: Path, error: OSError) -> None:
-    """Say that nothing is kept, once a process: it costs time at every start, and nothing else."""
+    """Warn once per process that nothing is kept, which only costs time at every start."""
     if root not in _unwritable:
         _unwritable.add(root)
         _log.warning(
@@ -102,15 +102,15 @@ def _warn(root: Path, error: OSError) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Make a folder for this user alone, and what is missing of those above it alike: `mkdir` has the umask decide for
-    these, which may let others write to them."""
+    """Create a folder, and missing parents, for this user alone: `mkdir(parents=True)` would leave the mode of parents
+    to the umask, which may let others write."""
     if not folder.exists():
         _make(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def foreign(status: os.stat_result) -> str | None:
-    """Why a file or folder may hold what somebody else wrote, or None."""
+    """Why somebody else may have written to a file or folder, or None."""
     if status.st_uid != os.getuid():
         return f"it belongs to user {status.st_uid}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
