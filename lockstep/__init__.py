@@ -1,4 +1,4 @@
-"""Reinforcement learning for language models: one model definition generates and trains, bit for bit identical.
+"""Reinforcement learning for language models: one model definition generates and trains, bitwise identical.
 
     import lockstep
 
@@ -6,7 +6,7 @@
     llm = lockstep.LLM(f"{summary['run_dir']}/model")
     print(llm.generate("12 34=")[0][0].text)
 
-Names are imported when they are first used, so `import lockstep` alone costs nothing.
+Names are imported lazily, so `import lockstep` alone costs nothing.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-from .cache import loaded_code as _  # noqa: E402, F401 (it notes what is imported from here on)
+from .cache import loaded_code as _  # noqa: E402, F401 (it records modules imported from here on)
 from .machine import wait_asleep  # noqa: E402 (it reads the version)
 
 wait_asleep()
 
-# Public names by the module they come from.
+# Public names by the module that defines them.
 _EXPORTS: dict[str, tuple[str, ...]] = {
     "api": ("train",),
     "config": (

@@ -1,4 +1,4 @@
-"""The `lockstep` command and `python -m lockstep`, which are the same."""
+"""The `lockstep` command, also run by `python -m lockstep`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from .cli import INTERRUPTED, interrupts_in_imports
 
 
 def entry() -> NoReturn:
-    """The command as a process. Ctrl-C ends it with exit code 130 and no traceback, from its first import to its end,
-    however often it comes."""
+    """Run the command as a process. Ctrl-C, however often, ends it with exit code 130 and no traceback, from the first
+    import to the end."""
     interrupts_in_imports()
     try:
         from .cli.main import entry as command
@@ -22,15 +22,15 @@ def entry() -> NoReturn:
         print("lockstep: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     finally:
-        # Under `python -m` an exception of Ctrl-C that went through an exec() of a text (as dataclasses are made) ends
-        # the process by that signal, though it was caught, unless another exec() came to its end.
+        # Under `python -m`, after a KeyboardInterrupt passed through exec() of a string (as dataclasses use), Python
+        # ends the process by SIGINT even though it was caught, unless another exec() has completed since.
         exec("")
 
 
 def _ignore_interrupts() -> None:
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except KeyboardInterrupt:  # another in between
+    except KeyboardInterrupt:  # Ctrl-C again
         _ignore_interrupts()
 
 

@@ -1,4 +1,4 @@
-"""Training from Python, and what it shares with the command line: the run's folder, and resuming."""
+"""Training from Python, and what it shares with the command line: run folders and resuming."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .run.closing import from_here, interrupted
 Rows = str | Path | Iterable[Mapping[str, Any]]
 
 _log = logging.getLogger("lockstep")
-_ROWS = "{}.jsonl"  # in a run's folder, by the field of the task that names it
+_ROWS = "{}.jsonl"  # file in the run folder, by the task field that refers to it
 
 
 def train(
@@ -41,35 +41,35 @@ def train(
     environment: Callable[[], Any] | None = None,
     tools: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
 ) -> dict[str, Any]:
-    """Train and return the summary, with the run's folder under `run_dir`; the same as `lockstep train`.
+    """Train and return the summary, with the run folder as `run_dir`; the same as `lockstep train`.
 
     Args:
         config: a recipe's configuration (`lockstep.recipes`), changed with `dataclasses.replace`.
         run_dir: folder for everything the run writes, new or empty; None makes one under `runs/`.
-        data: rows to train on, such as a `datasets.Dataset` or a list of dicts, which the run's folder keeps as
-            `data.jsonl`; or a path or hub id, in place of `config.task.data`.
-        validation_data: the same in place of `config.task.validation_data`, kept as `validation_data.jsonl`.
-        resume: go on with the run in `run_dir`, whose configuration must be equal but for `steps`, where it ends, and
-            what no step depends on (`checkpoint`, `metrics`); it needs checkpoints, which only a `checkpoint.interval`
-            above 0 saves. Rows must be those that it began with.
-        resume_with_other_numerics: go on even where arithmetic gives other words than when the run began; the
-            certificate says so.
-        rewards: a reward function or several, defined at the top level of a module or script, in place of
+        data: rows to train on, such as a `datasets.Dataset` or a list of dicts, saved in the run folder as
+            `data.jsonl`; or a path or hub id. Replaces `config.task.data`.
+        validation_data: the same for `config.task.validation_data`, saved as `validation_data.jsonl`.
+        resume: continue the run in `run_dir`, from a checkpoint (saved only if `checkpoint.interval` is above 0). The
+            configuration must be that of the run, except for `steps` and what no step depends on (`checkpoint`,
+            `metrics`), and rows must be those that it began with.
+        resume_with_other_numerics: continue even if the arithmetic is no longer bitwise that of the run's beginning;
+            the certificate says so.
+        rewards: one or several reward functions, defined at the top level of a module or script; replaces
             `config.task.reward`.
-        environment: an `Environment`, or TRL's `environment_factory`, so defined, in place of
+        environment: an `Environment`, or TRL's `environment_factory`, defined likewise; replaces
             `config.task.environment`.
-        tools: a function that the model may call or several, so defined, in place of `config.task.tools`.
+        tools: one or several functions that the model may call, defined likewise; replaces `config.task.tools`.
 
     Raises:
-        InputError: something given cannot be used.
+        InputError: an argument cannot be used.
         LockstepError: the run failed (`ParityError`, `NonFiniteError`); what it wrote until then stays.
 
-    Under `torchrun` every process calls it, with the same arguments, and returns the summary.
+    Under `torchrun` every process calls this with the same arguments, and returns the summary.
     """
     sources = {"data": data, "validation_data": validation_data}
     rows = {name: rows for name, rows in sources.items() if rows is not None and not isinstance(rows, (str, Path))}
     given: dict[str, Any] = {name: str(source) for name, source in sources.items() if isinstance(source, (str, Path))}
-    given |= {name: _ROWS.format(name) for name in rows}  # until there is a folder
+    given |= {name: _ROWS.format(name) for name in rows}  # completed once there is a folder
     require_config(config)
     if functions := _several("rewards", rewards):
         given["reward"] = tuple(_spec("reward", function) for function in functions)
@@ -84,7 +84,7 @@ def train(
         raise InputError("run_dir is missing: name the folder of the run to resume")
     if resume_with_other_numerics and not resume:
         raise InputError("--resume-with-other-numerics has no effect without --resume; remove it")
-    with machine.told("importing torch"), machine.first_imports():  # from the run's folder on, the display tells
+    with machine.told("importing torch"), machine.first_imports():  # later phases are shown by the run's display
         from .run.train import train as run
         from .session.processes import together
         from .session.signals import ended_by_signals
@@ -110,14 +110,14 @@ def train(
                 lock.close()
                 with contextlib.suppress(OSError):
                     if not {path.name for path in folder.iterdir()} - set(map(_ROWS.format, rows)):
-                        shutil.rmtree(folder)  # nothing is in it but what was given
+                        shutil.rmtree(folder)  # it holds nothing but the given rows
                 if isinstance(error, KeyboardInterrupt) and folder.exists():
                     error.add_note(interrupted(folder, world.size))
             raise
 
 
 def _several(name: str, given: Any) -> list[Callable[..., Any]]:
-    """One function, or several."""
+    """The functions given, one or several, as a list."""
     if callable(given):
         return [given]
     found = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
@@ -130,7 +130,7 @@ def _several(name: str, given: Any) -> list[Callable[..., Any]]:
 
 
 def _spec(kind: str, function: Callable[..., Any]) -> str:
-    """How config.yaml names `function`: its module and name, or the script's file, where another process finds it."""
+    """How config.yaml names `function`, so that other processes find it: by module or script file, and name."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if getattr(sys.modules.get(module), name, None) is not function:
         given = name or repr(function)  # which may have another name in the script: what a function made, an object
@@ -160,7 +160,7 @@ def _spec(kind: str, function: Callable[..., Any]) -> str:
 
 
 def _of_scripts_alone(script: Path) -> set[str]:
-    """Names that a script defines where it is run, and not where it is imported."""
+    """Names that a script defines only when run, not when imported."""
     guarded, other = set[str](), set[str]()
     for statement in ast.parse(script.read_bytes()).body:
         within = [*ast.walk(statement)]
@@ -175,13 +175,13 @@ def _of_scripts_alone(script: Path) -> set[str]:
 
 
 def _placed(config: RunConfig, rows: Mapping[str, Any], folder: Path) -> RunConfig:
-    """With the files that `rows` are kept in."""
+    """The configuration with the paths of the files that `rows` are saved in."""
     paths = {name: str(folder.resolve() / _ROWS.format(name)) for name in rows}
     return replace(config, task=replace(config.task, **paths))  # type: ignore[arg-type]
 
 
 def _write(rows: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -> None:
-    """Keep `rows` in the run's folder; if it has some they must be the same."""
+    """Save `rows` in the run folder; if they are there already, they must be equal."""
     for name, given in rows.items():
         path = folder / _ROWS.format(name)
         made = path.with_suffix(".new")
@@ -237,7 +237,7 @@ def resumed(run_dir: Path) -> RunConfig:
 
 
 def _claim(given: Path | None, recipe: str, lock: contextlib.ExitStack) -> Path:
-    """Create, lock and return the run's folder: the one given, new or empty, or a new one under runs/."""
+    """Create, lock and return the run folder: the one given, new or empty, or a new one under runs/."""
     try:
         if given is None:
             folder = _new_folder(Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -255,7 +255,7 @@ def _claim(given: Path | None, recipe: str, lock: contextlib.ExitStack) -> Path:
 
 
 def _new_folder(wanted: Path) -> Path:
-    """`wanted`, or with -2, -3, ... when another run began in the same second."""
+    """Create `wanted`, or with a suffix -2, -3, ... if another run began in the same second."""
     for number in itertools.count(1):
         path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         with contextlib.suppress(FileExistsError):

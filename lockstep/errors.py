@@ -1,4 +1,4 @@
-"""Exceptions a user can meet. Messages name what was wrong, where, and what would be right."""
+"""Exceptions that users may see. Messages say what was wrong, where, and what would be right."""
 
 import errno
 import os
@@ -7,8 +7,8 @@ from typing import Any
 
 
 class LockstepError(Exception):
-    """A run or check failed. The command line prints the message and exits with code 1. `reported`: set where several
-    processes have the error: whether it was told already, or another of them tells of it."""
+    """A run or check failed. The command line prints the message and exits with code 1. `reported`, set when several
+    processes have the error: whether it was reported already, or another process reports it."""
 
     reported: bool
 
@@ -26,42 +26,42 @@ class FieldError(InputError):
 
 
 def refuse(when: bool, message: str) -> None:
-    """Raise `InputError`, where something is wrong."""
+    """Raise `InputError` if `when` is true."""
     if when:
         raise InputError(message)
 
 
 def near(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.75) -> str:
-    """The question which of these was meant by a name that is none of them; empty where none is much like it."""
-    import difflib  # not before it is needed
+    """A question that suggests the known names closest to an unknown one; empty if none is close."""
+    import difflib  # only when needed
 
     close = difflib.get_close_matches(name, list(known), n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(close)}?" if close else ""
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """`near` in brackets, behind the name."""
+    """`near` in parentheses, to follow the name."""
     return f" ({question})" if (question := near(name, known)) else ""
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether it says that memory did: a device's, the host's, or what a process may address (`ulimit -v`)."""
+    """Whether an error says that memory ran out: a device's, the host's, or address space (`ulimit -v`)."""
     said = "out of memory", "can't allocate memory", "failed to map segment"
     by_name = isinstance(error, (RuntimeError, ImportError)) and any(words in str(error) for words in said)
     return by_name or isinstance(error, MemoryError)
 
 
 def no_more(error: BaseException) -> str:
-    """Of what it says that the system starts no further one: a "thread", for Python or for a library in Rust, or a
-    "process"; empty for an error of another kind."""
+    """What an error says that the system cannot start: a "thread", from Python or a Rust library, or a "process"; empty
+    for other errors."""
     if any(words in str(error) for words in ("can't start new thread", "ThreadPoolBuildError")):
         return "thread"
-    refused = isinstance(error, BlockingIOError) and error.strerror == os.strerror(errno.EAGAIN)  # as fork says it
+    refused = isinstance(error, BlockingIOError) and error.strerror == os.strerror(errno.EAGAIN)  # the error of fork
     return "process" if refused else ""
 
 
 class PromptTooLong(InputError):
-    """A prompt that no tokenizer makes short enough for the model's context; `size` is in bytes."""
+    """A prompt too long for the model's context, whatever the tokenizer; `size` is in bytes."""
 
     def __init__(self, size: int, context: int) -> None:
         super().__init__(f"the prompt has {size:,} bytes, which is more than the model's context of {context} tokens")
@@ -69,7 +69,8 @@ class PromptTooLong(InputError):
 
 
 class RewritesPast(InputError):
-    """A chat template leaves out what it showed of earlier answers; `messages` are those so far, without that."""
+    """A chat template leaves out parts of earlier answers that it showed before; `messages`: those so far, without
+    these parts."""
 
     def __init__(self, message: str, messages: list[dict[str, Any]]) -> None:
         super().__init__(message)
@@ -86,13 +87,13 @@ class NonFiniteError(LockstepError):
 
 
 class PeerLost(LockstepError):
-    """Another process of the run is gone, or did not come to where the others wait for it."""
+    """Another process of the run died, or did not reach the point where the others wait for it."""
 
 
 class ToolUnavailable(LockstepError):
-    """A tool could not do its work, through no fault of the model's. A tool that raises it leaves the trajectory out,
-    as an environment that fails; of any other error it raises the model is told."""
+    """A tool could not do its work, through no fault of the model. The trajectory is left out, as if its environment
+    had failed; any other error of a tool is shown to the model."""
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP reached a run, which ends as Ctrl-C ends it; `args[0]` is the signal."""
+    """SIGTERM or SIGHUP reached a run, which then ends as on Ctrl-C; `args[0]` is the signal."""

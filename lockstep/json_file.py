@@ -1,4 +1,4 @@
-"""JSON: whatever Python values are made of as text, and files that anyone may have written."""
+"""Writes any Python values as JSON, and reads JSON files of any origin."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _PLAIN = {int, bool, str, type(None)}
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """`value` as standard JSON, in the form of `plain`."""
+    """`value` as standard JSON text, converted by `plain`."""
     return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: arrays and tensors as lists, other objects as their text. NaN and infinities, which
-    JSON lacks, become "NaN", "Infinity" and "-Infinity"."""
+    """`value` in types that JSON has: arrays and tensors become lists, other objects their `str`. NaN and infinities,
+    which JSON lacks, become "NaN", "Infinity" and "-Infinity"."""
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -33,16 +33,16 @@ def plain(value: Any) -> Any:
 
 
 def _is_plain(values: Sequence[Any]) -> bool:
-    """Whether these are integers, or finite numbers, and the like, of which a step's rollouts have millions."""
+    """Whether a list needs no conversion: a fast path for the millions of numbers in a step's rollouts."""
     kinds = set(map(type, values))
     return kinds <= _PLAIN or (kinds == {float} and all(map(math.isfinite, values)))
 
 
 def read_json(path: Path) -> Any:
-    """What the file holds; a byte order mark is let pass.
+    """The JSON value in a file; a byte order mark is ignored.
 
     Raises:
-        OSError: it is missing, no regular file, or cannot be read.
+        OSError: it is missing, not a regular file, or cannot be read.
         ValueError: it is not UTF-8, not JSON, or nested deeper than can be read.
     """
     if path.exists() and not path.is_file():
@@ -54,7 +54,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict:
-    """The JSON object that a file of a model folder holds; `InputError` when it does not."""
+    """The JSON object in a file of a model folder. `InputError`: it does not hold one."""
     try:
         value = read_json(path)
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""What a run runs on: versions and hardware, and what `torchrun`, CUDA and NCCL are told through the environment.
+"""The machine of a run: versions and hardware, and environment variables of `torchrun`, CUDA, NCCL and OpenMP.
 
-How threads wait is chosen there too, before torch is imported, how many there are, and how long one holds up another.
+Also the number of threads, how they wait (set before torch is imported), and how long one may block another.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .errors import InputError
 if TYPE_CHECKING:
     import torch
 
-ADDRESSES = 1 << 30  # bytes, of which what is imported takes most
+ADDRESSES = 1 << 30  # bytes of address space, most of which imports take
 _CGROUPS = "/sys/fs/cgroup"
-FILES = 1 << 16  # that a process of a server has open at most
-LONG = 10.0  # seconds after which what is being done is said
-_own: tuple[int, str] | None = None  # this process's number on its machine, and the GPU that it has
+FILES = 1 << 16  # most files that a server process may have open
+LONG = 10.0  # seconds after which `told` prints
+_own: tuple[int, str] | None = None  # this process's local rank and GPU, set by `own_gpu`
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets")
 
 
 def describe(device: torch.device) -> dict[str, str]:
-    """Name to version or description; packages that are not installed are left out."""
+    """Versions and descriptions by name; packages that are not installed are left out."""
     import platform
     from importlib import metadata
 
@@ -57,7 +57,7 @@ def _device(device: torch.device) -> str:
 
 
 def server_key() -> str | None:
-    """The key that a server asks its clients for; a command line would show it to others on the machine."""
+    """A server's API key; from the environment, since other users of the machine could see it in a command line."""
     return os.environ.get("LOCKSTEP_API_KEY")
 
 
@@ -66,24 +66,24 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 THREADS_BESIDE_A_GPU = 8
 
 
-SWITCH = 0.0005  # seconds that a thread keeps the interpreter which another asks for
-SPINS = "2000"  # about a tenth of a millisecond: the time from one operator to the next
+SWITCH = 0.0005  # seconds that a thread may keep the GIL when another asks for it
+SPINS = "2000"  # about 0.1 ms, the time from one operator to the next
 
 
 def wait_asleep() -> None:
-    """Let OpenMP's idle threads sleep soon, unless the environment says how they wait; comes before torch is imported.
+    """Let OpenMP's idle threads sleep soon, unless the environment says how they wait. Call before importing torch.
 
-    They spin by default: with a core taken by anything else, each operator waits for a thread that waits for the core.
-    Asleep at once, they are woken at nearly every operator of a small model, which takes as long as the operator. GNU's
-    OpenMP, which torch has on Linux, spins for a count and then sleeps.
+    By default they spin: if anything else occupies a core, each operator waits for a thread that waits for that core.
+    If they slept at once, nearly every operator of a small model would wake them, which takes as long as the operator.
+    GNU's OpenMP, which torch uses on Linux, can spin for a count and then sleep.
     """
     if not any(name in os.environ for name in _WAITING):
         os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS}
 
 
 def bound_threads(device: torch.device) -> None:
-    """Leave torch no more CPU threads than help, unless the environment says how many: a process with a GPU takes 8 at
-    most, and the processes of one host share its cores equally. `InputError` as `processes_here`."""
+    """Limit torch's CPU threads, unless the environment sets their number: at most 8 for a process with a GPU, and the
+    processes of one host share its cores equally. Raises `InputError` like `processes_here`."""
     import torch
 
     if any(name in os.environ for name in _THREADS):
@@ -96,8 +96,8 @@ def bound_threads(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def short_turns() -> Iterator[None]:
-    """Within it a thread that asks for the interpreter has it after half a millisecond, where another would keep it for
-    five: what launches work on a device asks several times a launch, beside threads of a server or of tools."""
+    """Within, a thread that asks for the GIL gets it after 0.5 ms instead of 5: a thread that launches work on a device
+    asks several times per launch, next to threads of a server or of tools."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH))
     try:
@@ -108,8 +108,8 @@ def short_turns() -> Iterator[None]:
 
 @contextlib.contextmanager
 def settled() -> Iterator[None]:
-    """Within it Python's collector leaves alone what there was before: a look at all of it, as it takes now and then,
-    holds every thread up for a tenth of a second."""
+    """Within, the garbage collector ignores all earlier objects: a full collection would now and then block every
+    thread for 0.1 s."""
     gc.freeze()
     try:
         yield
@@ -119,8 +119,8 @@ def settled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_imports() -> Iterator[None]:
-    """Within it, unless torch is there already, Python's collector waits: what is imported lives as long as the
-    process, and looking at it again and again takes 0.2 to 0.3 s of a start. Later it leaves all of it alone."""
+    """Within, garbage collection is off, unless torch is imported already: imported objects live as long as the
+    process, and scanning them repeatedly takes 0.2 to 0.3 s of a start. Afterwards the collector ignores them."""
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
@@ -133,7 +133,7 @@ def first_imports() -> Iterator[None]:
 
 
 def addresses() -> int | None:
-    """Bytes that this process may address (`ulimit -v`); None: without a limit."""
+    """The limit of this process's address space in bytes (`ulimit -v`); None: unlimited."""
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -141,8 +141,8 @@ def addresses() -> int | None:
 
 
 def memory_of_group() -> int | None:
-    """Bytes that the processes of this one's container, or of its group there (cgroups), may have together; None:
-    without a limit."""
+    """The memory limit of this process's control groups (cgroups, as a container has), which all of their processes
+    share, in bytes; None: no limit."""
     from pathlib import Path
 
     found = list[int]()
@@ -161,8 +161,8 @@ def memory_of_group() -> int | None:
 
 
 def require_addresses() -> None:
-    """`InputError` where the process may address less than what it imports takes: libraries then fail to load, or end
-    it with no word of why."""
+    """`InputError`: the address space is too small for what is imported. Libraries would fail to load, or end the
+    process without a message."""
     limit = addresses()
     if limit is not None and limit < ADDRESSES:
         raise InputError(
@@ -172,7 +172,7 @@ def require_addresses() -> None:
 
 
 def thread_limits() -> str:
-    """The limits by which no further thread or process starts, and what would be right."""
+    """For a message: the limits that may keep threads and processes from starting, and what to do about them."""
     import resource
 
     threads, limit = resource.getrlimit(resource.RLIMIT_NPROC)[0], addresses()
@@ -185,14 +185,14 @@ def thread_limits() -> str:
 
 
 def open_files() -> int:
-    """That this process may have (`ulimit -n`)."""
+    """How many files this process may have open (`ulimit -n`)."""
     import resource
 
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def many_connections() -> None:
-    """Let the process have as many files open as it may, each connection being one: most systems begin at 1024."""
+    """Raise the limit of open files as far as allowed, since each connection is one: most systems begin at 1024."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -203,7 +203,7 @@ def many_connections() -> None:
 
 
 class Launch(NamedTuple):
-    """This process among those that `torchrun` started: its rank, its number on this machine, how many there are."""
+    """This process among those that `torchrun` started: its rank, its local rank, and the number of processes."""
 
     rank: int = 0
     local_rank: int = 0
@@ -216,17 +216,18 @@ def several_processes() -> bool:
 
 
 def by_torchrun() -> bool:
-    """Whether `torchrun` watches over this process, and reports its failure too."""
+    """Whether `torchrun` supervises this process, and also reports its failure."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def torchrun_follows() -> str:
-    """What is to be said below a message, where `torchrun` will have one of its own."""
+    """A line to add to an error message when `torchrun` will print its own report below."""
     return "\n(what torchrun says of it follows, with a traceback of its own)" if by_torchrun() else ""
 
 
 def launched() -> Launch:
-    """What `torchrun` says; rank 0 of 1 without it. `InputError`: a part is missing, no number, or out of range."""
+    """This process's `Launch` from `torchrun`'s variables; rank 0 of 1 without them. `InputError`: one is missing, not
+    a number, or out of range."""
     if not several_processes():
         return Launch()
     values = []
@@ -243,7 +244,7 @@ def launched() -> Launch:
 
 
 def processes_here() -> int:
-    """How many of them this machine has. `InputError`: `LOCAL_WORLD_SIZE` is no number."""
+    """The number of processes on this machine. `InputError`: `LOCAL_WORLD_SIZE` is not a positive number."""
     count = os.environ.get("LOCAL_WORLD_SIZE", str(launched().processes))
     if not count.isdecimal() or int(count) < 1:
         raise InputError(
@@ -254,7 +255,7 @@ def processes_here() -> int:
 
 @contextlib.contextmanager
 def told(doing: str) -> Iterator[None]:
-    """Where that takes long the first process says so."""
+    """If what runs within takes long, rank 0 prints that it is still `doing` that."""
     said = f"still {doing}, {LONG:.0f} s"
     timer = threading.Timer(LONG, print, (said,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
@@ -267,8 +268,8 @@ def told(doing: str) -> Iterator[None]:
 
 
 def own_gpu() -> None:
-    """Let a process of several see its GPU alone, so that it is `cuda:0` in every process and every graph; before
-    anything asks CUDA how many there are. Asking again changes nothing."""
+    """If there are several processes, make only its own GPU visible to each, so that it is `cuda:0` in every process
+    and graph. Call before CUDA counts its devices; calling again changes nothing."""
     global _own
     launch, given = launched(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if launch.processes == 1 or (launch.local_rank, given) == _own:
@@ -280,20 +281,20 @@ def own_gpu() -> None:
 
 
 def prepare_nccl(communicators: int = 1) -> None:
-    """Set what NCCL needs where CUDA graphs hold collectives; comes before a process group is made.
+    """Set the environment variables that NCCL needs for collectives in CUDA graphs. Call it before making a group.
 
-    Of a graph with collectives of several `communicators` some travel at the same time: a layer's weights while the one
-    before shares its products. Left to itself each device picks which of two kernels it starts first, and where others
-    pick otherwise all wait for one another. NCCL (2.26 on) starts them in the order in which the host launched or
-    recorded them, which is the graph's and so one on all ranks; neither waits for the other's end, where CUDA has
-    events for it (12.3 on, in recordings with a driver of 12.9 on). It reads this once a process.
+    Collectives of several `communicators` in one graph run concurrently: FSDP gathers a layer's weights while the
+    previous layer runs tensor-parallel collectives. By itself each device may start two such kernels in either order,
+    and ranks that choose differently deadlock. NCCL (2.26 on) is told to start them in the order in which the host
+    launched or recorded them: that of the graph, the same on all ranks. Neither waits for the other to end if CUDA has
+    events for this (12.3 on; in recordings, a driver of 12.9 on). NCCL reads the variable once per process.
 
-    NVLink multicast is off unless it was set, and buffers are not registered while graphs are recorded: under
-    expandable segments that faults. Symmetric memory of several processes is of several GPUs, each of which its process
-    knows as the first (`own_gpu`); it has no multicast address either, which is never used.
+    NVLink multicast is off unless it was set. Buffers are not registered while graphs are recorded, which fails under
+    expandable segments. Symmetric memory must accept that each process sees its GPU as device 0 (`own_gpu`), and gets
+    no multicast address, which is never used.
 
     Raises:
-        InputError: both are asked for.
+        InputError: buffer registration and expandable segments are both requested.
     """
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if communicators > 1:
@@ -313,24 +314,24 @@ def prepare_nccl(communicators: int = 1) -> None:
         os.environ[name] = "0"
 
 
-_PAGES_FROM = 64 << 20  # bytes that have pages of their own
+_PAGES_FROM = 64 << 20  # bytes from which on a host buffer is pinned
 _REGISTER_PORTABLE = 1
 
 
 def host_buffer(size: int, pinned: bool) -> torch.Tensor:
-    """So many zeros of the host's memory, uint8; pinned where CUDA is to copy to it and from it at the rate of the bus
-    and beside its other work, unless there are few. (torch rounds up what it pins itself to a power of two.)
-    `InputError`: the system pins no more memory."""
+    """A zeroed host buffer of `size` bytes, uint8. If `pinned` and not small, it is pinned, so that CUDA copies run
+    asynchronously at full bandwidth. (torch rounds pinned allocations up to a power of two.) `InputError`: the system
+    pins no more memory."""
     import weakref
     from concurrent.futures import ThreadPoolExecutor
 
     import numpy
     import torch
 
-    memory = numpy.zeros(size, numpy.uint8)  # of which the system makes pages as they are touched
+    memory = numpy.zeros(size, numpy.uint8)  # pages are allocated when first touched
     buffer = torch.from_numpy(memory)
     if pinned and size >= _PAGES_FROM:
-        with ThreadPoolExecutor(8) as pool:  # pages that are there are pinned much faster
+        with ThreadPoolExecutor(8) as pool:  # touched pages are pinned much faster
             list(pool.map(torch.Tensor.zero_, buffer.chunk(8)))
         runtime, begin = torch.cuda.cudart(), buffer.data_ptr()
         if int(runtime.cudaHostRegister(begin, size, _REGISTER_PORTABLE)):
@@ -338,6 +339,6 @@ def host_buffer(size: int, pinned: bool) -> torch.Tensor:
                 f"the system does not pin {size / 2**30:.1f} GiB of the host's memory (ulimit -l); leave "
                 "optimizer.offload off, and checkpoint.interval at 0"
             )
-        # With the last tensor of any kind that lies in it: a view of another dtype does not keep the tensor it is of.
+        # Tied to the array, which all tensors on it keep alive; a view of another dtype does not keep its base.
         weakref.finalize(memory, runtime.cudaHostUnregister, begin).atexit = False
     return buffer

@@ -1,4 +1,4 @@
-"""Where time goes: seconds by phase, and the spans that they are made of, without making the host wait for a device."""
+"""Where time goes: seconds by phase, and the spans they consist of, without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 Fact = str | int | float
 
-_MOST_KEPT = 1 << 16  # spans, should nobody take them
+_MOST_KEPT = 1 << 16  # spans kept if nobody takes them
 
 
 @dataclass(frozen=True)
 class Span:
-    """A phase that ran: when it began, as `time.perf_counter` counts, and how many seconds it took; `on_device` by the
-    device's clock, of what was launched in it. `facts` is what is told of it."""
+    """One run of a phase: when it began, on the clock of `time.perf_counter`, and how many seconds it took. With
+    `on_device`, the device's time for the work launched in it. `facts`: further information on it."""
 
     name: str
     began: float
@@ -30,28 +30,28 @@ class Span:
 
 
 class Watcher(Protocol):
-    """Whoever is told what a run is doing, as it happens."""
+    """Is notified of what a run is doing."""
 
     def began(self, phase: str) -> None:
-        """A phase began, within those that have not ended."""
+        """A phase began, nested in those that have not ended."""
 
     def told(self, detail: str) -> None:
-        """How far the innermost phase is, or what it is at."""
+        """The progress of the innermost phase, or what it is working on."""
 
     def ended(self, phase: str, seconds: float) -> None:
-        """The innermost phase ended; it took so many seconds, phases within included."""
+        """The innermost phase ended, after `seconds`, including nested phases."""
 
 
 class Timings:
-    """Host seconds by phase, summed over all its occurrences; a phase within another counts for itself alone.
+    """Host seconds by phase, summed over its runs, not including nested phases.
 
     Args:
-        keep_spans: keep each occurrence too, until `take`.
-        event: makes the events that measure what a device does; None where the host's clock measures everything.
-        watcher: told of each phase as it begins and ends, and of what `tell` is given.
+        keep_spans: also keep each run as a span, until `take`.
+        event: makes CUDA events to measure device time; None: only the host's clock is used.
+        watcher: notified when a phase begins or ends, and of what `tell` is given.
 
     Attributes:
-        seconds: by name, in the order in which the phases were first entered.
+        seconds: by phase, in the order in which they were first entered.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Timings:
     ) -> None:
         self._watcher = watcher
         self.seconds: dict[str, float] = {}
-        self._within = [0.0]  # seconds of finished phases, at each depth
+        self._within = [0.0]  # seconds of finished nested phases, at each depth
         self._keep, self._event = keep_spans, event if keep_spans else None
         self._spans: deque[Span] = deque(maxlen=_MOST_KEPT)
         self._pairs: deque[tuple[str, Event, Event, Mapping[str, Fact]]] = deque(maxlen=_MOST_KEPT)
-        self._origin: tuple[Event, float] | None = None  # an event, and when it passed as the host counts
+        self._origin: tuple[Event, float] | None = None  # an event, and its host time
 
     @contextmanager
     def measured(self, phase: str, on_device: bool = False, **facts: Fact) -> Iterator[None]:
-        """Add the time spent here, less that of phases within, to `phase`; `on_device` by the device's clock as well,
-        if there is one, from when it comes to what is launched here to when it is done with it."""
+        """Add the time spent within, except in nested phases, to `phase`. With `on_device`, and if there are events,
+        also measure the device's time, from the start to the end of the work launched within."""
         self.seconds.setdefault(phase, 0.0)
         self._within.append(0.0)
         if self._watcher:
@@ -89,12 +89,12 @@ class Timings:
             self._pairs.append((phase, first, self._recorded(), facts))
 
     def tell(self, detail: str) -> None:
-        """Tell whoever watches how far the innermost phase is, or what it is at."""
+        """Notify the watcher of the progress of the innermost phase, or what it is working on."""
         if self._watcher:
             self._watcher.told(detail)
 
     def take(self) -> list[Span]:
-        """The spans that ended since the last call. Waits until the device has come to the end of the last."""
+        """The spans that ended since the last call. Waits until the device has finished the last one."""
         spans, pairs = list(self._spans), list(self._pairs)
         self._spans.clear()
         self._pairs.clear()
@@ -105,7 +105,7 @@ class Timings:
             for name, first, last, facts in pairs:
                 began = at + origin.elapsed_time(first) / 1e3
                 spans.append(Span(name, began, first.elapsed_time(last) / 1e3, True, facts))
-            self._origin = None  # an event's distance is a float32: the next spans start near one of their own
+            self._origin = None  # elapsed times are float32, so the next spans get a near origin of their own
         return spans
 
     def _recorded(self) -> Event:
@@ -121,7 +121,7 @@ class Timings:
 
 
 def totals(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds of each name, phases within included: the device's where it measured, otherwise the host's."""
+    """Seconds by name, including nested phases: the device's where measured, otherwise the host's."""
     spans = list(spans)
     on_device = {span.name for span in spans if span.on_device}
     found: dict[str, float] = {}

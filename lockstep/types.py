@@ -1,4 +1,4 @@
-"""Records that cross rooms.
+"""Records that several subpackages share.
 
 Shape suffixes: T packed tokens, C completion tokens, S segments (packed sequences).
 """
@@ -15,24 +15,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-# "length": `max_completion_length` cut the turn off; "truncated": no room was left, for it or for what would follow.
+# "length": cut off by `max_completion_length`; "truncated": the context had no room for the turn, or for what follows.
 FinishReason = Literal["stop", "length", "truncated", "abort"]
 
-# Sampling domains: a part of the identity that keys the random numbers, so that validation or a one-off
-# `generate` never consumes or repeats what training draws.
+# Sampling domains: part of the identity that keys random numbers, so that validation or a one-off `generate` never
+# repeats training's draws.
 TRAIN_DOMAIN, VALIDATION_DOMAIN, GENERATE_DOMAIN, WARMUP_DOMAIN = 0, 1, 2, 3
 
-# Outputs of a trainer's programs that are held to the generator's, bit by bit; of `trainer.step.Scored`.
+# Outputs of the trainer's programs (`trainer.step.Scored`) that are compared bitwise with the generator's.
 COMPARED = "logprob_C", "model_logprob_C", "route_C"
 
-ALIGNMENT = 64  # bytes, of a batch's tensors in their buffer: more than any kernel asks for
+ALIGNMENT = 64  # bytes, of a batch's tensors in their buffer: more than any kernel needs
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled. Fields have the meaning they have in TRL and vLLM. `temperature == 0` is greedy.
-    Filters apply in the order temperature, top-k, top-p (over what top-k kept), min-p; ties at a filter's edge are all
-    kept. `top_k == 0`, `top_p == 1` and `min_p == 0` are off."""
+    """How one request is sampled. Fields mean the same as in TRL and vLLM. `temperature == 0` is greedy. Filters apply
+    in the order temperature, top-k, top-p (over what top-k kept), min-p; ties at a filter's threshold are all kept.
+    `top_k == 0`, `top_p == 1` and `min_p == 0` are off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -51,7 +51,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class SampleIdentity:
-    """What a sample's random numbers are keyed by, together with the token's position and nothing else."""
+    """The key of a sample's random numbers, together with the token's position and nothing else."""
 
     seed: int
     domain: int
@@ -62,19 +62,19 @@ class SampleIdentity:
 
 @dataclass
 class Segment:
-    """Tokens that stand together in a trajectory: *given* to the model, or *sampled* from it.
+    """Consecutive tokens of a trajectory: *given* to the model, or *sampled* from it.
 
-    Of a sampled one all per-token lists have the length of `token_ids`. `logprobs` are of the distribution that was
-    sampled (temperature and filters applied), `model_logprobs` of the model's own at temperature 1, untruncated; both
-    are float32 values held exactly. None: there is nothing to hold parity against (worked examples, which stand for
-    what is sampled). `weight_versions` tells what drew each token.
+    In a sampled segment all per-token lists have the length of `token_ids`. `logprobs` are those of the distribution
+    that was sampled (after temperature and filters), `model_logprobs` the model's own at temperature 1, unfiltered;
+    both hold exact float32 values. None: there is no parity to check (worked examples in place of sampled turns).
+    `weight_versions`: the version of the weights that sampled each token.
 
-    `route_digests` (None: unknown, or a model without experts) tell which experts each given token went to
-    (`ops.route_digest`), and which a sampled one was drawn after. `last_route` tells of a sampled segment which its
-    last token went to (-1: unknown, or nothing was sampled after it). `rewards` are what its environment gave this
-    turn, by name, which the trajectory's have in them; `wait_s` are the seconds that the environment took to answer it.
+    `route_digests` (None: unknown, or a model without experts): for each given token a digest of the experts it was
+    routed to (`ops.route_digest`); for each sampled one that of the token before it, which predicted it. `last_route`:
+    the digest of a sampled segment's last token (-1: unknown, or nothing was sampled after it). `rewards`: the
+    environment's rewards for this turn, by name, included in the trajectory's. `wait_s`: seconds it took to answer.
 
-    `anew`: a given one that begins a branch: the model was given all of it, and nothing before it is its context.
+    `anew`: this given segment begins a branch: it is the whole prompt, with nothing before it as context.
     """
 
     token_ids: list[int]
@@ -92,22 +92,22 @@ class Segment:
 
 @dataclass
 class Trajectory:
-    """What one sample was given and what it sampled, in order, and what scoring and the algorithm made of it.
+    """The given and sampled segments of one sample, in order, with its rewards, advantage and loss weight.
 
-    It begins with a given segment, the prompt; a single turn is two segments. Tokens are never decoded and encoded
-    again: the generator and environments append segments, the trainer reads them. Where what was shown before is shown
-    in another way (a template leaves out earlier thinking), a branch begins: the model goes on from a new prompt, and
-    what was sampled stands in the branch that it was sampled in, once.
+    It begins with a given segment, the prompt; a single turn is two segments. Tokens are never decoded and re-encoded:
+    the generator and environments append segments, and the trainer reads them. When earlier turns are shown differently
+    (a template leaves out earlier thinking), a new branch begins: the model continues from a new prompt. Each sampled
+    segment appears once, in the branch in which it was sampled.
 
     Attributes:
-        finish_reason: how its last sampled segment ended; one that ended by "stop" ends with the stop token.
+        finish_reason: how its last sampled segment ended; after "stop" that ends with the stop token.
         name: names it in messages, for example "group 3 sample 1".
-        rewards: each reward function's value (None: not applicable), and what its environment gave, of all turns
-            together; `extra` is what functions logged about it.
-        environment: which of several in one run it was played in; empty where there is one.
-        loss_weight: multiplies the loss of each sampled token, normalization included.
-        part_from: of a part of a trajectory, some branches that a micro-batch has without the others: the sampled
-            tokens before it. None: this is whole.
+        rewards: the value of each reward function (None: not applicable), and the environment's rewards, over all
+            turns. extra: what reward functions logged about it.
+        environment: the one it was played in, if the run has several; else empty.
+        loss_weight: multiplies the loss of each sampled token; includes normalization.
+        part_from: for a part of a trajectory (some of its branches, packed into one micro-batch without the others),
+            the number of sampled tokens before it. None: the trajectory is whole.
     """
 
     segments: list[Segment]
@@ -140,32 +140,32 @@ class Trajectory:
 
     @property
     def token_ids(self) -> list[int]:
-        """All sampled tokens; so with the other values of sampled tokens."""
+        """All sampled tokens; the lists below have one value for each."""
         return [token for segment in self.segments if segment.sampled for token in segment.token_ids]
 
     @property
     def logprobs(self) -> list[float]:
-        """Of the distribution that was sampled; empty when some tokens came without."""
+        """Under the distribution that was sampled; empty if some tokens have none."""
         return _joined([turn.logprobs for turn in self.turns]) or []
 
     @property
     def model_logprobs(self) -> list[float]:
-        """The model's own; empty when some tokens came without."""
+        """The model's own; empty if some tokens have none."""
         return _joined([turn.model_logprobs for turn in self.turns]) or []
 
     @property
     def weight_versions(self) -> list[int]:
-        """Of the weights that drew each token."""
+        """Of the weights that sampled each token."""
         return _joined([turn.weight_versions for turn in self.turns]) or []
 
     @property
     def route_digests(self) -> list[int] | None:
-        """Which experts each sampled token was drawn after; None when that is unknown of some."""
+        """Of the experts for the token before each sampled one; None if some are unknown."""
         return _joined([turn.route_digests for turn in self.turns])
 
     @property
     def prompt_route_digests(self) -> list[int] | None:
-        """Which experts each of the prompt's tokens went to."""
+        """Of the experts that each token of the prompt was routed to."""
         return self.prompt.route_digests
 
     @property
@@ -174,8 +174,8 @@ class Trajectory:
 
     @property
     def branches(self) -> list[list[Segment]]:
-        """The segments that are each other's context: a prompt with what follows it, up to the last that was sampled,
-        as given tokens after it predict nothing. The first is the only one, but for what is given anew."""
+        """The segments, split into branches that do not see each other: each is a prompt with what follows, up to its
+        last sampled segment, as no token is predicted from those after it. There is one, unless a segment is `anew`."""
         starts = [0, *(i for i, segment in enumerate(self.segments) if segment.anew), len(self.segments)]
         parts: list[list[Segment]] = []
         for i, j in pairwise(starts):
@@ -186,16 +186,16 @@ class Trajectory:
 
     @property
     def context(self) -> list[int]:
-        """All tokens that the model goes on from."""
+        """All tokens that the model continues from."""
         begun = max(i for i, segment in enumerate(self.segments) if segment.anew or not i)
         return [token for segment in self.segments[begun:] for token in segment.token_ids]
 
 
-Completion = Trajectory  # the name that `LLM.generate` has for one of a single turn
+Completion = Trajectory  # what `LLM.generate` calls a trajectory of one turn
 
 
 def _joined(parts: Sequence[list[Any] | None]) -> list[Any] | None:
-    """Lists one after another, one alone as it is; None when there is none, or one is missing."""
+    """The lists concatenated (a single one is not copied); None if there are none, or one is None."""
     if len(parts) == 1:
         return parts[0]
     whole = [part for part in parts if part is not None]
@@ -206,10 +206,10 @@ def _joined(parts: Sequence[list[Any] | None]) -> list[Any] | None:
 class RolloutGroup:
     """The samples of one prompt, which all begin with it.
 
-    `prompt` is the text or messages, `columns` the data row's other columns. `replaced`: dynamic sampling took another
-    prompt's in its place. `without_reward`: no reward applies to one of its samples, or its samples are those whose
-    environment failed. Neither is trained on. `sampled_by`: the rank that has all of it, where others may lack some;
-    None: all ranks do.
+    `prompt`: the text or messages. `columns`: the data row's other columns. `replaced`: dynamic sampling used another
+    prompt's group instead. `without_reward`: no reward applies to one of its samples, or these are samples whose
+    environment failed. Neither kind is trained on. `sampled_by`: the rank that has all of the group, while others may
+    lack parts; None: all ranks have it.
     """
 
     rollouts: list[Trajectory]
@@ -228,13 +228,13 @@ class RolloutGroup:
 
 @dataclass
 class PackedBatch:
-    """One micro-batch: packed tokens in a fixed bucket, no batch dimension.
+    """One micro-batch: packed tokens, padded to the sizes of a bucket, without a batch dimension.
 
     Segment s occupies rows `cu_seqlens[s]:cu_seqlens[s + 1]`; its tokens have absolute positions starting at
     `prefix_len[s]` and attend to rows `prefix_start[s] : prefix_start[s] + prefix_len[s]` (a shared prompt) and
     causally to their own segment. Unused segments are empty; rows past the last segment are padding.
 
-    Per sampled token c: its logits come from hidden row `logit_rows_C[c]`; padding has `valid_C` False.
+    The logits of sampled token c come from hidden row `logit_rows_C[c]`; padding has `valid_C` False.
     """
 
     tokens_T: Tensor  # int64
@@ -247,31 +247,31 @@ class PackedBatch:
     targets_C: Tensor  # int64
     valid_C: Tensor  # bool
     weight_C: Tensor  # float32, includes the loss's normalization
-    share: Tensor  # float32 [1], of the packed tokens that are trained on together: those of this micro-batch
+    share: Tensor  # float32 [1], this micro-batch's fraction of the packed tokens that are trained on together
     advantage_C: Tensor  # float32
-    old_logprob_C: Tensor  # float32, of the sampled distribution
-    old_model_logprob_C: Tensor  # float32, temperature 1, untruncated
+    old_logprob_C: Tensor  # float32, under the sampled distribution
+    old_model_logprob_C: Tensor  # float32, temperature 1, unfiltered
     ref_logprob_C: Tensor  # float32, the frozen reference's, temperature 1
     temperature_C: Tensor  # float32
     top_k_C: Tensor  # int32
     top_p_C: Tensor  # float32
     min_p_C: Tensor  # float32
-    check_parity: bool  # old log-probs are the generator's and must be equal
+    check_parity: bool  # old log-probs are the generator's, and must be bitwise equal to the trainer's
     truncated: bool  # some row has a filter on
-    sequence_C: Tensor  # int64 (host side), index into `sequences` for messages
+    sequence_C: Tensor  # int64 (on the host), index into `sequences` for messages
     sequences: list[Trajectory] = field(default_factory=list)
     support_C: Tensor | None = None  # uint8 [C, ceil(V / 8)], the sampled support, for updates after the first
     old_route_C: Tensor | None = None  # int32, `Segment.route_digests`, where they are to be compared
-    old_route_T: Tensor | None = None  # int32, of given tokens the same; -1 where there is nothing to compare
+    old_route_T: Tensor | None = None  # int32, the same for given tokens; -1 where there is nothing to compare
     old_value_C: Tensor | None = None  # float32, the critic's before the step's first update; see `add_values`
-    return_C: Tensor | None = None  # float32, what the critic is to say
+    return_C: Tensor | None = None  # float32, the critic's target
     cu_completions: Tensor | None = None  # int32 [S + 1]: completion n is rows cu[n]:cu[n + 1]; see `index_sequences`
-    ends_cell: bool = False  # its gradient is the last of a cell (`distributed.cells`) that takes several micro-batches
+    ends_cell: bool = False  # the last micro-batch of a cell that spans several (`distributed.cells`)
     together: SideBySide | None = field(default=None, init=False, repr=False, compare=False)  # the tensors, after `to`
 
     def index_sequences(self) -> None:
-        """Fill in `cu_completions`, for a loss with terms of whole sequences. `ValueError`: it has parts of some, as it
-        was not packed for such a loss (`Packing.whole_sequences`)."""
+        """Fill in `cu_completions`, for a loss with sequence-level terms. `ValueError`: the batch holds parts of
+        trajectories, as it was not packed for such a loss (`Packing.whole_sequences`)."""
         if any(sequence.part_from is not None for sequence in self.sequences):
             raise ValueError("the loss has terms of whole sequences; pack with Packing(..., whole_sequences=True)")
         ends = [0, *accumulate(len(sequence.token_ids) for sequence in self.sequences)]
@@ -279,10 +279,11 @@ class PackedBatch:
         self.cu_completions = torch.tensor(ends, dtype=torch.int32, device=self.cu_seqlens.device)
 
     def add_values(self) -> None:
+        """Add zeros as the critic's values and targets."""
         self.old_value_C, self.return_C = torch.zeros_like(self.weight_C), torch.zeros_like(self.weight_C)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same batch with its tensors on `device`, side by side; `sequence_C` stays on the host."""
+        """The same batch with its tensors on `device`, in one buffer; `sequence_C` stays on the host."""
         moved = side_by_side(self.tensors(), device)
         values: dict[str, Any] = dict(moved)
         batch = replace(self, **values)
@@ -290,7 +291,7 @@ class PackedBatch:
         return batch
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """All but `sequence_C`, by name; `together`, if none was replaced, added or taken away since."""
+        """All tensors but `sequence_C`, by name: `together`, unless one was replaced, added or removed since `to`."""
         found = {k: v for k, v in vars(self).items() if isinstance(v, Tensor) and k != "sequence_C"}
         known = self.together
         same = known is not None and found.keys() == known.keys() and all(map(is_, found.values(), known.values()))
@@ -298,11 +299,11 @@ class PackedBatch:
 
 
 class SideBySide(dict[str, Tensor]):
-    """Contiguous tensors by name that are all of one buffer; not to be changed.
+    """Contiguous tensors, by name, that together fill one buffer; not to be changed.
 
     Attributes:
-        buffer: uint8, of its memory the whole.
-        layout: the same text for the same names, dtypes, shapes and places in a buffer on the same device.
+        buffer: uint8, the whole memory.
+        layout: a text, equal for equal names, dtypes, shapes, offsets and devices.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], buffer: Tensor) -> None:
@@ -313,7 +314,7 @@ class SideBySide(dict[str, Tensor]):
 
 
 def side_by_side(tensors: Mapping[str, Tensor], device: torch.device) -> SideBySide:
-    """Contiguous tensors of the host on `device`, as parts of one buffer that one copy brings there."""
+    """Copy contiguous host tensors to `device`, as parts of one buffer, in one copy."""
     gap = torch.zeros(ALIGNMENT, dtype=torch.uint8)
     pieces = [p for t in tensors.values() for p in (t.view(-1).view(torch.uint8), gap[: -t.nbytes % ALIGNMENT])]
     sizes = [piece.numel() for piece in pieces]

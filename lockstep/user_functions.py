@@ -1,4 +1,4 @@
-"""Functions of a user's own, found by name: `module:function` or `path.py:function`."""
+"""Loads users' functions by name: `module:function` or `path.py:function`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from typing import Any
 from .errors import InputError, refuse
 
 MAX_TEXT = 300  # characters of a user's text in a message
-ATOMS = frozenset((int, str, float, bool, type(None)))  # what nobody can change
-MOVED = {  # modules of rewards, by the names that configurations of older versions have
+ATOMS = frozenset((int, str, float, bool, type(None)))  # immutable types
+MOVED = {  # reward modules by their names in configurations of older versions
     "lockstep.tasks.gsm8k": "lockstep.environments.tasks.gsm8k",
     "lockstep.tasks.mathematics": "lockstep.environments.rewards.mathematics",
     "lockstep.tasks.sum_digits": "lockstep.environments.tasks.sum_digits",
@@ -29,9 +29,9 @@ MOVED = {  # modules of rewards, by the names that configurations of older versi
 
 
 def load_function(spec: str, what: str, other_forms: str = "", kind: str = "function") -> Callable[..., Any]:
-    """The function that `spec` names, module:function or path.py:function; errors say `what` it is, and of which
-    `kind`. A module may stand in the current folder, as for `python -m`. Raises `InputError` when the spec has another
-    form, the file or module cannot be imported or sets torch's defaults, or it has no such function."""
+    """The function that `spec` names, as module:function or path.py:function. A module may be in the current folder, as
+    for `python -m`. Errors name `what` it is for, and its `kind`. `InputError`: the spec has another form, the file or
+    module cannot be imported or changes torch's defaults, or it has no such function."""
     function = load_named(spec, what, other_forms, kind)
     source, _, name = spec.rpartition(":")
     if not callable(function):
@@ -44,7 +44,7 @@ def load_function(spec: str, what: str, other_forms: str = "", kind: str = "func
 
 
 def load_named(spec: str, what: str, other_forms: str = "", kind: str = "function") -> Any:
-    """What `spec` names, of whatever type; otherwise as `load_function`."""
+    """Like `load_function`, for an object of any type."""
     source, _, name = spec.rpartition(":")
     if not source or not name:
         separator = "," if other_forms else " or"
@@ -71,8 +71,8 @@ def load_named(spec: str, what: str, other_forms: str = "", kind: str = "functio
 
 
 def _line_of(error: BaseException) -> str:
-    """Where in a user's code an import failed; empty where that is not known, or is told by the error."""
-    within = traceback.extract_tb(error.__traceback__)[1:]  # from here on
+    """Where in a user's code an import failed; empty if that is unknown, or part of the error."""
+    within = traceback.extract_tb(error.__traceback__)[1:]  # without `load_named`
     theirs = [f for f in within if f.filename not in (__file__, importlib.__file__) and f.filename[0] != "<"]
     if not theirs or isinstance(error, SyntaxError):
         return ""
@@ -82,23 +82,23 @@ def _line_of(error: BaseException) -> str:
 
 
 def _torch_defaults() -> dict[str, Any]:
-    """The dtype and device of tensors that name none; nothing where torch is not imported."""
+    """torch's default dtype and device; empty if torch is not imported."""
     torch = sys.modules.get("torch")
     return {} if torch is None else {"dtype": torch.get_default_dtype(), "device": torch.get_default_device()}
 
 
 def _put_back(before: dict[str, Any]) -> str:
-    """Set torch's defaults as `before`, and say what they were otherwise; empty for nothing."""
+    """Restore torch's defaults to `before`. Returns which had changed, and to what; empty for none."""
     changed = {name: now for name, now in _torch_defaults().items() if name in before and now != before[name]}
     for name in changed:
-        without = str(before[name]) == "cpu"  # as long as nothing is set, which would cost every call a little
+        without = str(before[name]) == "cpu"  # None resets it; a device that is set costs every call a little
         getattr(sys.modules["torch"], f"set_default_{name}")(None if without else before[name])
     return " and ".join(f"default {name} to {now}" for name, now in changed.items())
 
 
 def own(given: Any, what: str) -> Any:
-    """Messages, rows or arguments as they are now, lists and objects copied all the way down: a user's function may
-    change what it is given, and what it gave. Raises `InputError`, naming `what`, where one of them contains itself."""
+    """A deep copy of the lists and dicts in messages, rows or arguments, since a user's function may change what it is
+    given, or gave. `InputError`, naming `what`: one of them contains itself."""
     try:
         if isinstance(given, dict):
             return dict(zip(given, own(list(given.values()), what), strict=True))
@@ -113,14 +113,14 @@ def _import_module(name: str) -> ModuleType:
 
 
 def _search(folder: str) -> None:
-    """Find modules in a folder too: last, so that no file there hides an installed package."""
+    """Add a folder to the module search path: last, so that no file there hides an installed package."""
     if folder not in sys.path:
         sys.path.append(folder)
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file as a module of its own, once a path, so that two of its functions share its state; it finds modules
-    beside it. The script that is running is there already."""
+    """Import a file as a module of its own, once per path, so that functions from it share its state; it can import
+    modules beside it. The running script is not imported again."""
     if not path.is_file():
         raise FileNotFoundError(f"file {path} does not exist")
     script = getattr(sys.modules["__main__"], "__file__", None)
@@ -141,7 +141,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, which no tokenizer takes and no file holds."""
+    """Whether a text has no lone surrogate, which tokenizers refuse and UTF-8 files cannot hold."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -159,7 +159,7 @@ def blamed(what: str) -> Iterator[None]:
 
 
 def text_of(value: Any, form: Callable[[Any], str] = str) -> str:
-    """The text of a user's own object, whatever its code does."""
+    """The text of a user's object, even if its code raises."""
     try:
         return form(value)
     except Exception:
@@ -167,7 +167,7 @@ def text_of(value: Any, form: Callable[[Any], str] = str) -> str:
 
 
 def one_line(value: Any, form: Callable[[Any], str] = str) -> str:
-    """The text of `value` for a message: cut when it is long, and with escapes for line ends and control characters."""
+    """The text of `value` for a message: truncated if long, with newlines and control characters escaped."""
     text = text_of(value, form)
     text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
