@@ -82,8 +82,8 @@ class ParityError(LockstepError):
 
 
 class NonFiniteError(LockstepError):
-    """The loss or the gradient norm is NaN or infinite, and no weight was changed by that step; or the log-probability
-    of a generated token is."""
+    """The loss, the gradient norm or the log-probability of a generated token is NaN or infinite. In the first two
+    cases no weight was changed by that step."""
 
 
 class PeerLost(LockstepError):

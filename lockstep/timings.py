@@ -30,7 +30,7 @@ class Span:
 
 
 class Watcher(Protocol):
-    """Is notified of what a run is doing."""
+    """An observer of what a run is doing."""
 
     def began(self, phase: str) -> None:
         """A phase began, nested in those that have not ended."""

@@ -91,7 +91,7 @@ def _put_back(before: dict[str, Any]) -> str:
     """Restore torch's defaults to `before`. Returns which had changed, and to what; empty for none."""
     changed = {name: now for name, now in _torch_defaults().items() if name in before and now != before[name]}
     for name in changed:
-        without = str(before[name]) == "cpu"  # None resets it; a device that is set costs every call a little
+        without = str(before[name]) == "cpu"  # then unset it: a default device that is set costs every call a little
         getattr(sys.modules["torch"], f"set_default_{name}")(None if without else before[name])
     return " and ".join(f"default {name} to {now}" for name, now in changed.items())
 

@@ -112,8 +112,7 @@ class Program:
         return Request(self.name, self.body, inputs, statics, self.writes, self.dynamic, self.constants)
 
     def _captured(self, inputs: Inputs, statics: Mapping[str, Static]) -> Captured:
-        """A graph that is valid for these inputs, made if there is none; with fixed sizes if they break a condition of
-        the graph with open sizes."""
+        """A graph that is valid for these inputs; with fixed sizes if they break a condition on its open sizes."""
         builder, wanted = self.tools.builder, self.request(inputs, statics)
         fixed = replace(wanted, dynamic={})
         keys, given = {key for key, _ in self.made.ready}, tuple(map(repr, statics.items()))

@@ -36,8 +36,7 @@ class Differentiated:
     accumulate: Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
     def __call__(self, inputs: Inputs, **statics: Static) -> Mapping[str, Tensor]:
-        """Run forward, backward and accumulation; returns the outputs. Each `grad` gets that of the equally named
-        `param`."""
+        """Run forward, backward and accumulation; returns the outputs. `grad` and `param` correspond by name."""
         with torch.enable_grad():
             loss, outputs = self.forward(inputs, **statics)
             with backward():

@@ -145,7 +145,7 @@ class Captured:
         recorded: whether it runs as a CUDA graph.
         split_at: operators (`namespace.name`) that run between recorded pieces; empty if the graph is recorded whole.
         sizes: the open sizes of the inputs. Nodes that compute with them return Python numbers.
-        log: one line per pass that ran.
+        log: one line per pass that ran; a way to capture may add a first one.
         before: the graph before the last pass, while it is kept.
     """
 

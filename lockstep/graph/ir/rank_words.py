@@ -38,15 +38,14 @@ _FILLED = {f"aten.{name}_like" for name in ("zeros", "ones", "empty", "full")} |
 _ADDS = {"add", "sub", "rsub", "addcmul", "addcdiv", "lerp", "logaddexp", "logaddexp2", "hypot"}  # elementwise
 _SUMS = {"sum", "nansum", "mean", "prod", "cumsum", "cumprod", "logsumexp", "logcumsumexp", "_softmax", "_log_softmax"}
 _CHOOSES = {"amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "sort", "topk"}
-_MOVES = {"index", "gather", "flip", "roll", "repeat", "repeat_interleave", "diagonal", "embedding"}  # anywhere
+_MOVES = {"index", "gather", "flip", "roll", "repeat", "repeat_interleave", "diagonal", "embedding"}  # any place
 _COPIES = {"copy", "fill", "zero", "index_copy", "where", "masked_fill"}
 
 Part = tuple[str, Hashable]
 
 
 class _Along(NamedTuple):
-    """Words of a group's ranks may vary along a dimension; if `by_rank`, it is rank-major: rank 0's block, rank 1's,
-    and so on."""
+    """Words of a group's ranks lie along a dimension; if `by_rank`, as one block per rank, in order of the ranks."""
 
     group: str
     by_rank: bool = False

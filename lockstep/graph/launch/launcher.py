@@ -112,8 +112,7 @@ class GraphLauncher:
         return dict(zip(self.captured.outputs, zeros, strict=True))
 
     def record(self, blank: Mapping[str, Tensor]) -> None:
-        """Record a graph that is not split, without running it, unless there is a recording. `blank`: tensors like its
-        outputs."""
+        """Record an unsplit graph without running it, unless it is recorded. `blank`: tensors like its outputs."""
         if self._recorder is None or self.recording is not None:
             return
         self._check_addresses()

@@ -1,5 +1,4 @@
-"""Piecewise CUDA graphs: a graph is recorded in pieces, with unrecorded calls in between (attention, whose shapes vary
-most).
+"""Piecewise CUDA graphs: recorded pieces with unrecorded calls in between, those of attention, whose shapes vary most.
 
 Tensors that cross between pieces stay at the addresses of the first launch: results of a piece lie in the shared pool,
 and results of a call in between are copied to where its first ones lay. Views and sizes cost nothing in a recording, so

@@ -1,4 +1,4 @@
-"""Backends: what runs captured graphs, as they are or after passes of its own."""
+"""Backends run captured graphs, as they are or after passes of their own."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from ..ir.captured import Captured, op_name, viewed
 from ..torch_private import trace as torch_trace
 from .rewrite import called, reached, rewritten
 
-ATTENTION_ARGS = len(AttentionGradient._fields) + len(Packed._fields)  # of attention's backward, before its scores'
-ROTATION_ARGS = 2 + len(Rotation._fields)  # of a rotation's backward: gradient, projection, and the rotation's own
+ATTENTION_ARGS = len(AttentionGradient._fields) + len(Packed._fields)  # arguments of attention's backward before scores
+ROTATION_ARGS = 2 + len(Rotation._fields)  # rotation's backward: gradient, projection, and the rotation
 
 
 def fuse(captured: Captured) -> tuple[Captured, str]:

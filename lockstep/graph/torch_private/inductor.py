@@ -114,9 +114,8 @@ class Signature:
 
 
 def compile_module(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a module that Dynamo captured, forward and backward. Elements of inputs are indexed before the compiled
-    call: for an open index, such as a layer's KV cache, Inductor loses the offset if an operator writes the element
-    (torch 2.13)."""
+    """Compile a module that Dynamo captured, forward and backward. Inputs are indexed before the compiled call: with an
+    open index, as of a layer's KV cache, Inductor loses the offset if an operator writes the element (torch 2.13)."""
     from torch._inductor.compile_fx import compile_fx
 
     before, after, values = _elements_first(module, inputs)

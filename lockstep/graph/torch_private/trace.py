@@ -227,7 +227,7 @@ def operator_name(op: Any) -> str:
 
 
 def operator_named(name: str) -> Any:
-    """The operator overload that `str` gives as `namespace.operator.overload`; `AttributeError` if there is none."""
+    """The operator overload named `namespace.operator.overload`, as by `str`; `AttributeError`: there is none."""
     namespace, operator, overload = name.split(".")
     found = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
     if not is_operator(found):
