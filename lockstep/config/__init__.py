@@ -44,6 +44,6 @@ from .sections.metrics import MetricsConfig
 from .sections.optimizer import OptimizerConfig
 from .sections.parallel import LAYOUT_OF_GENERATION, LAYOUT_OF_PARITY, ParallelConfig, check_layout
 from .sections.sampling import LEAST_TEMPERATURE, SamplingConfig
-from .sections.section import MAX_SEED, given_or_default
+from .sections.section import MAX_SEED, check_range, given_or_default
 from .sections.task import OF_EVALUATION, TEMPLATE_ARGUMENTS, TaskConfig, template_variables
 from .sections.trainer import TrainerConfig

@@ -60,16 +60,16 @@ class Reordered(Form):
 
 
 def interleaved(block: int, rotated: int) -> Reordered:
-    """For a folder that stores the two rows of each rotated pair side by side, in the last `rotated` rows of a head; the
-    decoder stores the first rows of all pairs, then the second ones."""
+    """For a folder that stores the two rows of each rotated pair side by side, in the last `rotated` rows of a head.
+    The decoder stores the first rows of all pairs, then the second ones."""
     begin = block - rotated
     return Reordered(block, (*range(begin), *range(begin, block, 2), *range(begin + 1, block, 2)))
 
 
 def partly_rotated(block: int, rotated: int) -> Reordered:
     """For a folder whose heads begin with the `rotated` rows, whose first half rotates with the second. The decoder
-    rotates all pairs of rows half a head apart, some by an angle of 0, so each half of its heads has half of the rotated
-    rows and then half of the others."""
+    rotates all pairs of rows half a head apart, some by an angle of 0, so each half of its heads has half of the
+    rotated rows and then half of the others."""
     turned, kept = rotated // 2, rotated + (block - rotated) // 2
     return Reordered(block, (*range(turned), *range(rotated, kept), *range(turned, rotated), *range(kept, block)))
 
