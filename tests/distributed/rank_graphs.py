@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.config import CompileConfig, LossConfig
 from lockstep.distributed import World
+from lockstep.errors import InputError
 from lockstep.graph import Captured, GraphError, Inputs, Runtime, check_against_eager, digest
 from lockstep.graph.check import against_eager, comparison
 from lockstep.graph.passes.collectives import gradient_exchanges, weight_gathers
@@ -62,6 +63,23 @@ def wire(captured: Captured, world: World) -> dict[str, list[int]]:
 
 def flattened(value: Any) -> list[Any]:
     return [value] if isinstance(value, Tensor) else list(value)
+
+
+@check
+def a_graph_of_other_statics(world: World) -> Any:
+    """What each rank is told where they ask for graphs of one program with different statics."""
+    recorder = FakeRecorder() if DEVICE.type == "cpu" else None
+    runtime = Runtime(CompileConfig("step"), DEVICE, recorder=recorder, mesh={"fsdp": world.size}, peers=world)
+    scaled = runtime.program("scaled", lambda inputs, by: {"y": inputs.user["x"] * by}, Inputs())
+    x = torch.ones(2, device=DEVICE)
+    same = scaled({"x": x}, by=2)["y"].tolist()
+    try:
+        scaled({"x": x}, by=3 + world.rank)
+        message = ""
+    except InputError as error:
+        message = str(error)
+    runtime.close()
+    return on_all(world, (same, message))
 
 
 @check

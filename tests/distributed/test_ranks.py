@@ -117,6 +117,13 @@ def test_two_ranks_name_the_kernels_of_what_each_has_made(found: dict[str, Any])
     assert listed == [[]] and rest == [[[], [*others]], products] and products == [len(named)]
 
 
+def test_ranks_that_ask_for_a_graph_with_other_statics_are_refused(found: dict[str, Any]) -> None:
+    """The others would have taken the first one's."""
+    for same, message in found["a_graph_of_other_statics"]:
+        assert same == [2.0, 2.0]
+        assert "statics is [\"('by', 4)\"] on rank 1 and [\"('by', 3)\"] on rank 0" in message
+
+
 def test_an_update_is_put_back_from_the_whole_weights(found: dict[str, Any]) -> None:
     for rank in found["an_update_that_is_put_back"]:
         copied = [0, 12, 0, 8, 0, 12] if len(rank) == 6 else [0, 12, 0, 12]  # no float32 on a GPU
