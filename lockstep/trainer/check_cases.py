@@ -204,8 +204,8 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
     own = programs.by_name["optim_step"].inputs.optimizer
     if "master" in own:  # masters are separate from the weights
         derived = {"param": programs.optimizer.round_masters}
-    elif own and flat.as_read():
-        derived = {"param": flat.reread}
+    elif own and flat.equals_model():
+        derived = {"param": flat.copy_from_model}
     return [graph.Case(name, load=partial(load, kind), made=made, derived=derived) for kind, name in enumerate(kinds)]
 
 

@@ -138,7 +138,7 @@ class AdamW:
         """The gradient norm, and the rate, gradient scale and predicate of the update. The norm is the root of an exact
         sum over blocks that are the same for any number of ranks."""
         b, grad, max_norm = inputs.buffer, inputs.grad["grad"], self.settings.max_grad_norm
-        self.flat.add_up_alike(grad)
+        self.flat.sum_replicated(grad)
         squares = ops.square_sums(grad)
         counted = torch.where(b["counted"], squares, 0.0) if self.flat.counted else squares
         grad_norm = ops.root_of_sum(self.flat.summed_words(ops.exact_sum(counted)))

@@ -154,15 +154,15 @@ class FlatParameters(FlatWeights):
         grads: views of `grad`, as `parts` are of `data`.
         num_matrix_elements: the offset at which the vectors begin.
         counted: {"counted": bool, which blocks of `grad` this rank counts in the norm}; empty: all of them.
-        alike: the [begin, end) ranges of `grad` of parameters that are replicated over `tp`. Each rank accumulates its
-            own gradients there until an update sums them over the ranks (`add_up_alike`).
+        replicated: the [begin, end) ranges of `grad` of parameters that all ranks of `tp` have. Each rank accumulates
+            its own gradients there until an update sums them over the ranks (`sum_replicated`).
         cell: ranks per cell where a round consists of whole cells (`Cells.of_a_round`), else 0.
         cells: where cells span several rounds, the sum of the finished ones; `grad` then has that of the current one.
     """
 
     reads_own = True
     beside = False
-    alike: Sequence[tuple[int, int]] = ()
+    replicated: Sequence[tuple[int, int]] = ()
     cell: int = 0
     cells: Tensor | None = None
 
@@ -186,11 +186,11 @@ class FlatParameters(FlatWeights):
             part.copy_(parameter.data)
             parameter.data = part
 
-    def reread(self) -> None:
+    def copy_from_model(self) -> None:
         """Refresh `data` from the model's own parameters; in one process they are views of it already."""
 
-    def as_read(self) -> bool:
-        """Whether `data` has memory of its own and `reread` would not change it."""
+    def equals_model(self) -> bool:
+        """Whether `data` has memory of its own and `copy_from_model` would not change it."""
         return False
 
     def inputs(self, model: Decoder) -> graph.Inputs:
@@ -231,9 +231,9 @@ class FlatParameters(FlatWeights):
         cells.zero_()
         return {}
 
-    def add_up_alike(self, grad: Tensor) -> None:
-        """Sum the `alike` ranges of a flat gradient over the tensor-parallel ranks, in place."""
-        for begin, end in self.alike:
+    def sum_replicated(self, grad: Tensor) -> None:
+        """Sum the `replicated` ranges of a flat gradient over the tensor-parallel ranks, in place."""
+        for begin, end in self.replicated:
             own = grad[begin:end]
             own.copy_(sum_of_all(own, self.mesh.tp))
 
@@ -315,7 +315,7 @@ class ShardedParameters(FlatParameters):
         self.beside = self.reads_own
         super().__init__(model, mesh, frozen, float32)
         if mesh.tp.size > 1:
-            self.alike = self._alike()
+            self.replicated = self._replicated()
             self.counted = self._counted()
         reader = reader or model
         own = {name: p.data for name, p in reader.named_parameters() if name in self.names}
@@ -328,24 +328,24 @@ class ShardedParameters(FlatParameters):
 
     def _take_over(self) -> None:
         if self.beside:
-            self.reread()
+            self.copy_from_model()
 
-    def _beside(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _own_and_model(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of each part without its padding, paired with the same elements of the model's own parameter."""
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             own = parameter.data.flatten()[part.numel() * self.axis.rank :][: part.numel()]
             yield from zip(part[: own.numel()].split(_PIECE), own.split(_PIECE), strict=True)
 
-    def reread(self) -> None:
+    def copy_from_model(self) -> None:
         """Refresh the shard from the model's own parameters."""
         self.data.zero_()
-        for part, own in self._beside():
+        for part, own in self._own_and_model():
             part.copy_(own)
 
-    def as_read(self) -> bool:
-        return self.beside and all(torch.equal(part, own.to(part.dtype)) for part, own in self._beside())
+    def equals_model(self) -> bool:
+        return self.beside and all(torch.equal(part, own.to(part.dtype)) for part, own in self._own_and_model())
 
-    def _alike(self) -> Sequence[tuple[int, int]]:
+    def _replicated(self) -> Sequence[tuple[int, int]]:
         found = list[tuple[int, int]]()
         for on, (begin, end) in zip(self.placements, pairwise(self.layout.offsets), strict=True):
             if on.tp is None:
@@ -356,7 +356,7 @@ class ShardedParameters(FlatParameters):
     def _counted(self) -> dict[str, Tensor]:
         """What is replicated over `tp` counts in the norm on the first rank alone."""
         own = torch.ones(self.layout.size // ALIGNMENT, dtype=torch.bool)
-        for begin, end in self.alike:
+        for begin, end in self.replicated:
             own[begin // ALIGNMENT : end // ALIGNMENT] = self.mesh.tp.rank == 0
         return {"counted": own.to(self.data.device)}
 

@@ -138,7 +138,7 @@ class TrainerPrograms:
                 "router_biases": tuple(self.state.router_biases),
                 "experts": self.experts,
                 "ranks": layout.ranks,
-                "alike": self.flat.alike,
+                "replicated": self.flat.replicated,
             },
             **({} if self.reference is None else {"reference_logprobs": self.reference.constants()}),
         }

@@ -57,13 +57,13 @@ RUN = RunConfig(
 
 def test_a_run_computes_again_what_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     session = build(replace(RUN, loss=LossConfig(beta=0.1)))
-    assert session.plan.again == (0, False, False) and session.config.compile.recompute == ()
+    assert session.plan.recomputed == (0, False, False) and session.config.compile.recompute == ()
     shown, taken = session.plan.to_dict()["terms_gib"], used(session.trainer, session.engine.cache, session.runtime)
     for name in ("weights", "moments", "gradients", "reference or teacher", "KV cache"):
         assert taken[name] == pytest.approx(shown[name], rel=0.02, abs=1e-3), name
     monkeypatch.setattr("lockstep.session.build.memory_at_hand", lambda *_: session.plan.total - 1000)
     tight = build(session.config)
-    assert tight.plan.fits and tight.plan.again == (0, True, False) and tight.plan.cache_tokens == 256
+    assert tight.plan.fits and tight.plan.recomputed == (0, True, False) and tight.plan.cache_tokens == 256
     assert tight.config.compile.recompute == tight.runtime.config.recompute == ("elementwise",)
     monkeypatch.setattr("lockstep.session.build.memory_at_hand", lambda *_: 1 << 20)
     with pytest.raises(InputError, match="may take 0.0:(.|\n)*What would fit"):

@@ -31,37 +31,39 @@ from lockstep.session.memory import (
     usage,
 )
 from lockstep.session.memory.plan import CACHE, CHECK, KEPT, WORKING, _pool
-from lockstep.session.memory.terms import NOTHING, Again
+from lockstep.session.memory.terms import NOTHING, Recomputed
 
 
 def test_the_default_settings_fit_eight_gpus() -> None:
     small = plan(workload("qwen3-8b", 8), H200)
-    assert small.fits and small.again == NOTHING and small.cache_tokens == 64 * (1024 + 16)
+    assert small.fits and small.recomputed == NOTHING and small.cache_tokens == 64 * (1024 + 16)
     assert small.terms[KEPT] > 70 * GIB and small.total < H200
     large = workload("qwen3-14b", 8)
     memory = H200 - terms.masters(large) // 2
     found = plan(large, memory)
-    assert found.fits and 0 < found.again.layers < 5 and found.again.elementwise and found.total <= memory
-    one_less = terms.kept(large, found.again._replace(layers=found.again.layers - 1)) - terms.kept(large, found.again)
+    assert found.fits and 0 < found.recomputed.layers < 5 and found.recomputed.elementwise and found.total <= memory
+    one_less = terms.kept(large, found.recomputed._replace(layers=found.recomputed.layers - 1)) - terms.kept(
+        large, found.recomputed
+    )
     assert found.total + one_less > memory - GIB  # no more than needed
-    names = tuple(f"layers.{i}" for i in range(found.again.layers))
+    names = tuple(f"layers.{i}" for i in range(found.recomputed.layers))
     assert adapted(large, found).compile.recompute == ("elementwise", "logits", *names)
     assert f", {len(names)} layers and norms and activations and logits computed again" in found.table()
     roomier = plan(large, memory + 4 * GIB)
     assert roomier.fits and adapted(large, roomier).compile.recompute == ("elementwise", "logits")
     most = plan(large, memory + 14 * GIB)
-    assert most.fits and most.again == (0, True, False) and "computed again" in most.table()
+    assert most.fits and most.recomputed == (0, True, False) and "computed again" in most.table()
 
 
 def test_the_trainer_has_the_caches_memory_where_layers_would_be_computed_again() -> None:
     w = workload("qwen3-14b", 8)
     apart = plan(w.having("compile", cudagraph_mode="piecewise"), H200)
     found = plan(w, H200)
-    assert found.fits and found.lent and not apart.lent and found.again < apart.again
+    assert found.fits and found.lent and not apart.lent and found.recomputed < apart.recomputed
     tight = plan(workload("qwen3-0.6b", 1), 20 * GIB)
     assert tight.pool == tight.terms[CACHE] > tight.terms[KEPT] == 0 and found.pool > found.terms[CACHE]
     assert found.total <= H200 and found.cache_tokens >= apart.cache_tokens
-    in_turn = terms.kept(w, found.again) + terms.working(w, found.again) + terms.transit(w)
+    in_turn = terms.kept(w, found.recomputed) + terms.working(w, found.recomputed) + terms.transit(w)
     beside = sum(found.terms[name] for name in (KEPT, "head and backward", "in transit"))
     assert beside == in_turn - found.terms[CACHE] and found.terms["generation"] == terms.prefill(w)
     assert "in whose memory the trainer computes in between" in found.table() and found.to_dict()["lent"]
@@ -71,7 +73,7 @@ def test_the_trainer_has_the_caches_memory_where_layers_would_be_computed_again(
 def test_what_fits_with_the_caches_memory_alone_is_not_refused() -> None:
     w = workload("qwen3-30b-a3b", 8, max_tokens_per_micro_batch=4096).having("generator", kv_cache_tokens=100_000)
     found = plan(w, 148 * GIB)
-    assert found.fits and found.lent and NOTHING < found.again < (w.model.num_layers, True)
+    assert found.fits and found.lent and NOTHING < found.recomputed < (w.model.num_layers, True)
     assert not plan(w.having("compile", cudagraph_mode="piecewise"), 148 * GIB).fits
     set_by_hand = w.having("compile", recompute=("full",))
     assert plan(set_by_hand, 148 * GIB).lent and not plan(set_by_hand, 153 * GIB).lent  # as much is computed again
@@ -80,7 +82,7 @@ def test_what_fits_with_the_caches_memory_alone_is_not_refused() -> None:
 def test_with_the_caches_memory_a_teachers_scores_are_beside_the_generators_pool() -> None:
     """What they take beyond what the trainer's graphs do, where a student is small."""
     w = replace(workload("qwen3-0.6b", 1), frozen=(architecture("qwen3-32b"),))
-    layers = Again(w.model.num_layers, logits=True)
+    layers = Recomputed(w.model.num_layers, logits=True)
     beyond = terms.scoring(w, True) - terms.kept(w, layers) - terms.working(w, layers) - terms.transit(w)
     assert beyond > terms.prefill(w) > 0
     assert [_pool(w, layers, lent)[0]["generation"] for lent in (False, True)] == [beyond, terms.prefill(w) + beyond]
@@ -140,7 +142,7 @@ def test_plans_agree_with_one_another(seed: int) -> None:
     assert found.total <= memory and found.cache_tokens >= w.sequence_tokens and min(found.terms.values()) >= 0
     assert plan(w, found.total).fits and plan(replace(w, config=adapted(w, found)), memory) == found
     more = plan(w, memory + 8 * GIB)
-    assert more.fits and (more.again, -more.cache_tokens) <= (found.again, -found.cache_tokens)
+    assert more.fits and (more.recomputed, -more.cache_tokens) <= (found.recomputed, -found.cache_tokens)
     half = replace(c, trainer=replace(c.trainer, max_tokens_per_micro_batch=c.trainer.max_tokens_per_micro_batch // 2))
     assert plan(replace(w, config=half), memory).fits
     if ranks > 1:
@@ -163,7 +165,7 @@ def fits_with(w: Workload, said: str, memory: int) -> bool:
 def test_several_processes_have_a_part_of_a_reference_each_and_whole_layers_at_a_time() -> None:
     w = replace(workload("qwen3-8b", 8), frozen=[architecture("qwen3-8b")])
     found = plan(w, H200)
-    assert found.fits and found.again == NOTHING and terms.frozen(w) == terms.masters(w) // 2
+    assert found.fits and found.recomputed == NOTHING and terms.frozen(w) == terms.masters(w) // 2
     assert found.terms[CHECK] == plan(workload("qwen3-8b", 8), H200).terms[CHECK]
     larger = replace(w, config=replace(w.config, parallel=replace(w.config.parallel, generator_tp=2)))
     whole = 2 * PARAMETERS["qwen3-8b"]
@@ -231,13 +233,17 @@ def test_logits_are_counted_where_they_are_kept_and_computed_again_beside_what_t
 ) -> None:
     w = workload("qwen3-4b", 1, chosen).having("compile", cudagraph_mode="none")
     kept = plan(w, 2 * H200)
-    assert kept.fits and not kept.again.logits and kept.terms[WORKING] == terms.head(w, again=False) > terms.logits(w)
+    assert (
+        kept.fits
+        and not kept.recomputed.logits
+        and kept.terms[WORKING] == terms.head(w, recomputed=False) > terms.logits(w)
+    )
     assert adapted(w, kept) is w.config
     tight = plan(w, kept.total - GIB - kept.terms[CACHE])
     if beside is None:  # no pass that would be told
-        assert tight.again == kept.again and adapted(w, tight) is w.config
+        assert tight.recomputed == kept.recomputed and adapted(w, tight) is w.config
         return
-    assert tight.fits and tight.again == kept.again._replace(logits=True)
+    assert tight.fits and tight.recomputed == kept.recomputed._replace(logits=True)
     assert adapted(w, tight).compile.recompute == (*beside, "logits")
     assert plan(replace(w, config=adapted(w, tight)), tight.memory) == tight
 
@@ -246,7 +252,7 @@ def test_the_cache_takes_what_is_left() -> None:
     w = workload("qwen3-8b", 8, CompileConfig(activation_memory_gib=100.0))
     least = plan(w, H200)
     tight = plan(w, least.total - 2 * GIB)
-    assert tight.fits and tight.again == (0, False, True) and 0 < tight.terms[CACHE] < least.terms[CACHE]
+    assert tight.fits and tight.recomputed == (0, False, True) and 0 < tight.terms[CACHE] < least.terms[CACHE]
     assert least.total - 3 * GIB < tight.total <= least.total - 2 * GIB
     without = replace(w, config=replace(w.config, parity="off", compile=replace(w.config.compile, verify="off")))
     assert plan(without, H200).terms[CHECK] == 0
@@ -257,4 +263,4 @@ def test_the_cache_takes_what_is_left() -> None:
     for mode, whole in (("full", True), ("full_and_piecewise", False), ("piecewise", False), ("none", False)):
         assert bool(plan(small.having("compile", cudagraph_mode=mode), H200).pool) == whole
     more = plan(small, H200)
-    assert more.pool == terms.machine_check(small, more.again) and more.terms[CHECK] > beside
+    assert more.pool == terms.machine_check(small, more.recomputed) and more.terms[CHECK] > beside

@@ -35,7 +35,7 @@ from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import ARCHITECTURES, architecture, initialize
 from lockstep.ops.logprobs import operator as logprobs
 from lockstep.session.memory import Workload, adapted, memory_at_hand, plan, terms
-from lockstep.session.memory.terms import Again
+from lockstep.session.memory.terms import Recomputed
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
 from lockstep.types import SampleIdentity, SamplingParams
@@ -85,10 +85,10 @@ def test_what_a_micro_batch_keeps(arch: str) -> None:
     hidden = w.model.hidden_size
     ends = tokens * (2 * hidden + 512) + scored * (2 * hidden + 40)
     assert terms.kept(w) == tokens * KEPT_A_TOKEN[arch] + ends
-    assert terms.kept(w, Again(w.model.num_layers)) == tokens * w.model.num_layers * 2 * hidden + ends
+    assert terms.kept(w, Recomputed(w.model.num_layers)) == tokens * w.model.num_layers * 2 * hidden + ends
     backward = 151936 * hidden * 2 + scored * hidden * 6 + terms.GRADIENT_CHUNK
     assert terms.head(w) >= backward and terms.logits(w) == scored * 151936 * 4
-    assert terms.head(w, again=False) == terms.logits(w) + backward + tokens * hidden * 2
+    assert terms.head(w, recomputed=False) == terms.logits(w) + backward + tokens * hidden * 2
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "olmo2", "gpt-oss"])
@@ -101,13 +101,15 @@ def test_a_trace_keeps_as_much(family: str) -> None:
     trainer.forward_backward(blank_batch(shape, SamplingParams(), True, model.moe is not None))
     (traced,) = trainer.programs.by_name["forward_backward"].made.traces.values()
     statistics = 4 * model.num_heads * shape.tokens  # of attention's rows, which a CPU makes anew
-    for again in (Again(*of) for of in itertools.product(range(model.num_layers + 1), (False, True), (False, True))):
-        found = adapted(w, replace(plan(w, H200), again=again)).compile
+    for recomputed in (
+        Recomputed(*of) for of in itertools.product(range(model.num_layers + 1), (False, True), (False, True))
+    ):
+        found = adapted(w, replace(plan(w, H200), recomputed=recomputed)).compile
         graph = keep_logits(traced)[0] if found.keeps_logits else traced
         bytes_kept = saved_bytes(recompute(graph, found.made_again)[0] if found.made_again else graph)
-        own = terms.kept(w, again) - statistics * (model.num_layers - again.layers)
-        own += terms.logits(w) * (not again.logits)
-        assert own == pytest.approx(bytes_kept, rel=0.03), again
+        own = terms.kept(w, recomputed) - statistics * (model.num_layers - recomputed.layers)
+        own += terms.logits(w) * (not recomputed.logits)
+        assert own == pytest.approx(bytes_kept, rel=0.03), recomputed
 
 
 TOKENS = 64
@@ -132,8 +134,8 @@ def kept_by_layer(decoder: Decoder, index: int) -> tuple[int, int]:
             handle.remove()
     seen.save(out)
     outside = [*decoder.parameters(), *attend.packed[:3], rope, x]
-    whole, again = seen.sizes({place(tensor) for tensor in outside})
-    return whole // TOKENS + 4 * decoder.heads[0], again // TOKENS
+    whole, recomputed = seen.sizes({place(tensor) for tensor in outside})
+    return whole // TOKENS + 4 * decoder.heads[0], recomputed // TOKENS
 
 
 class Crossings:
@@ -178,7 +180,9 @@ def test_each_family_keeps_what_its_layers_do_when_they_are_called_without_memor
     for of, decoder in (w, w.decoder), (two, Decoder(model, w.dtype, "meta", two.training)):
         for layer in range(model.num_layers):
             found = kept_by_layer(decoder, layer)
-            assert [terms.layer_kept(of, layer, again) for again in (False, True)] == pytest.approx(found, rel=rel)
+            assert [terms.layer_kept(of, layer, recomputed) for recomputed in (False, True)] == pytest.approx(
+                found, rel=rel
+            )
 
 
 class Live(TorchDispatchMode):

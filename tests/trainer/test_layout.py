@@ -167,11 +167,11 @@ def test_each_rank_has_its_shard_and_the_model_keeps_its_own(make_model, float32
         flat.data.zero_()
         flat.fill(flat.data, [whole])
         assert torch.equal(flat.data, cut(flat.layout, whole, flat.rank))
-        assert flat.as_read()
+        assert flat.equals_model()
         flat.data[5] += 1
-        assert not flat.as_read()
-        flat.reread()
-        assert flat.as_read() and torch.equal(flat.data, cut(flat.layout, whole, flat.rank))
+        assert not flat.equals_model()
+        flat.copy_from_model()
+        assert flat.equals_model() and torch.equal(flat.data, cut(flat.layout, whole, flat.rank))
     written = {name: torch.zeros_like(p).flatten() for name, p in model.named_parameters()}
     for flat in flats:
         for name, ranges in flat.held(model).items():

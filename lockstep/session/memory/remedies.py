@@ -18,10 +18,10 @@ def adapted(w: Workload, found: MemoryPlan) -> RunConfig:
     """The workload's configuration, with `compile.recompute` as planned."""
     c = w.config.compile
     if chooses(c):
-        again = patterns(w, found.again)
+        recomputed = patterns(w, found.recomputed)
     else:
-        again = c.recompute + (LOGITS,) * (keeps_logits(c) and found.again.logits)
-    return w.config if again == c.recompute else replace(w.config, compile=replace(c, recompute=again))
+        recomputed = c.recompute + (LOGITS,) * (keeps_logits(c) and found.recomputed.logits)
+    return w.config if recomputed == c.recompute else replace(w.config, compile=replace(c, recompute=recomputed))
 
 
 def refusal(w: Workload, found: MemoryPlan) -> str:

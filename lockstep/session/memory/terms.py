@@ -116,7 +116,7 @@ def supports(w: Workload) -> int:
 # ---- what a micro-batch takes ----
 
 
-class Again(NamedTuple):
+class Recomputed(NamedTuple):
     """What the backward pass recomputes: the first `layers` whole; with `elementwise`, the norms, rotations and gated
     activations of the others; and the head's `logits`. Ordered by the time that this takes."""
 
@@ -125,17 +125,17 @@ class Again(NamedTuple):
     logits: bool = False
 
 
-NOTHING = Again()
+NOTHING = Recomputed()
 
 
-def layer_kept(w: Workload, layer: int, again: bool = False) -> int:
-    """Bytes per token that a layer's forward pass keeps for its backward pass; `again`: if the layer is recomputed.
+def layer_kept(w: Workload, layer: int, recomputed: bool = False) -> int:
+    """Bytes per token that a layer's forward pass keeps for its backward pass; `recomputed`: if it is.
 
     These are the residual stream twice and each norm's input or output, `(2 + norms) D b`; attention; and `(2 / S + 1)
     F b` of a dense feed-forward, or the experts. A recomputed layer keeps its output, `D b`, and its modules' outputs.
     """
     c, experts = w.model, w.model.is_moe(layer)
-    if again:
+    if recomputed:
         latent = c.num_heads * c.mla.v_dim * w.b if c.mla is not None and w.tp == 1 else 0
         return c.hidden_size * w.b + latent + (_routed_outside(w) if experts else 0)
     of_heads = "q_norm", "k_norm"  # counted by `_attention_kept`
@@ -209,29 +209,29 @@ def _experts_kept(w: Workload) -> int:
     return _routed_outside(w) + _gated(w, width) - c.hidden_size * w.b + 4 * moe.num_experts
 
 
-def kept(w: Workload, again: Again = NOTHING) -> int:
-    """What the forward pass keeps of T tokens besides what is recomputed (`again`): the layers' (`layer_kept`), the
+def kept(w: Workload, recomputed: Recomputed = NOTHING) -> int:
+    """What the forward pass keeps of T tokens besides what is `recomputed`: the layers' (`layer_kept`), the
     embedded tokens, the rotary table, and for C rows the head's input and results."""
     c, tokens = w.model, w.shape.tokens
     rope = c.mla.rope_dim if c.mla is not None else c.head_dim
     layers = 0
     for layer in range(c.num_layers):
-        whole = layer < again.layers
+        whole = layer < recomputed.layers
         layers += layer_kept(w, layer, whole)
-        if again.elementwise:  # in layers that are recomputed whole, the norm's output before experts
+        if recomputed.elementwise:  # in layers that are recomputed whole, the norm's output before experts
             layers -= c.hidden_size * w.b * c.is_moe(layer) if whole else layer_elementwise(w, layer)
     scored = w.shape.completion_tokens * (c.hidden_size * w.b + 40)
     return tokens * (layers + c.hidden_size * w.b + 4 * rope) + scored
 
 
-def head(w: Workload, again: bool = True) -> int:
-    """What the LM head works in, for this rank's C / S rows, with logits recomputed (`again`) or kept. Forward: kept
+def head(w: Workload, recomputed: bool = True) -> int:
+    """What the LM head works in, for this rank's C / S rows, with logits `recomputed` or kept. Forward: kept
     `logits`, or two chunks of them, `2 LOGIT_ROWS V 4`. Backward: its gradient, `V D b`, a chunk of the logits'
     gradients, the kept logits or a float32 chunk of recomputed ones, and the gradient of the rows in float32 and
     rounded, `C D (4 + b) / S`."""
     c, rows = w.model, -(-w.shape.completion_tokens // w.tp)
     chunk = min(GRADIENT_CHUNK, rows * c.vocab_size * w.b)
-    if again:
+    if recomputed:
         forward, there = min(rows, 2 * LOGIT_ROWS) * c.vocab_size * 4, chunk * 4 // w.b
     else:
         forward = there = logits(w)
@@ -268,17 +268,17 @@ def layer_weights(w: Workload, model: ModelConfig | None = None) -> int:
     return (num_parameters(c, w.training) - int(tables)) // c.num_layers * w.b
 
 
-def working(w: Workload, again: Again = NOTHING) -> int:
+def working(w: Workload, recomputed: Recomputed = NOTHING) -> int:
     """The most in addition to `kept` at one time: the head's, or the backward pass of a layer with what it recomputes.
     A tied head's gradient lives until the embedding's."""
     c = w.model
     last, anew = c.num_layers - 1, 0
-    if again.layers > last:
+    if recomputed.layers > last:
         anew = layer_kept(w, last) - layer_kept(w, last, True)
-    elif again.elementwise:
+    elif recomputed.elementwise:
         anew = layer_elementwise(w, last)
     layer = layer_backward(w) + anew * w.shape.tokens + table(w) * c.tie_word_embeddings
-    return max(head(w, again.logits), layer)
+    return max(head(w, recomputed.logits), layer)
 
 
 def transit(w: Workload) -> int:
@@ -333,14 +333,14 @@ def eager(w: Workload) -> int:
     return layers + max(head(w), table(w) + layer) + 2 * table(w) * w.sharded + gathered
 
 
-def machine_check(w: Workload, again: Again) -> int:
+def machine_check(w: Workload, recomputed: Recomputed) -> int:
     """The check of this machine's products at the run's shapes. For the head: its weight and two chunks of logits or,
     with kept logits, a micro-batch's rows, logits, and the chain's logits for `CHAIN_ROWS` of them. For the
     feed-forward: its weight, and its inputs and outputs twice."""
     c = w.model
     wide = 2 * c.intermediate_size if c.moe is None else 2 * c.moe.intermediate_size
     of_head = table(w) + 2 * LOGIT_ROWS * c.vocab_size * 4
-    if not again.logits:
+    if not recomputed.logits:
         rows = -(-w.shape.completion_tokens // w.tp)
         chain = min(rows, CHAIN_ROWS) * c.vocab_size * 4
         of_head = max(of_head, table(w) + rows * c.hidden_size * w.b + logits(w) + chain)
