@@ -104,6 +104,8 @@ def _batches(
             for segment in {id(s): s for r in group.rollouts for s in r.segments}.values():
                 segment.route_digests = list(range(len(segment.token_ids)))
         (batch,) = pack([group], max_tokens=shape.tokens, check_parity=True, shapes=[shape])
+        found = BatchShape(len(batch.tokens_T), len(batch.targets_C), len(batch.prefix_len_S), batch.max_len)
+        assert found == shape, f"{name}: {found} is not {shape}"  # and needs another graph, perhaps on this rank alone
         yield f"{name}, {shape.tokens} tokens", batch
 
 
@@ -136,7 +138,7 @@ def _edges(shape: BatchShape, draw: torch.Generator) -> list[tuple[str, _Lengths
     prompt, filled = _filled(shape)
     ragged = [int(torch.randint(1, length + 1, (), generator=draw)) for length in filled]
     longest_prompt, longest = _longest(shape)
-    both = longest + ragged[1:]
+    both = longest + [min(length, shape.max_len - longest_prompt) for length in ragged[1:]]
     tokens, completion_tokens = longest_prompt + sum(both) - len(both), sum(both)
     if len(ragged) > 1 and tokens <= shape.tokens and completion_tokens <= shape.completion_tokens:
         return [("ragged beside the longest sequence", (longest_prompt, both))]

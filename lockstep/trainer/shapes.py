@@ -103,4 +103,4 @@ def planned_tokens(config: RunConfig, longest_prompt: int, prompt_limit: int) ->
 
 
 def _rounded(size: float) -> int:
-    return -(-int(size) // MULTIPLE) * MULTIPLE
+    return -(-max(1, int(size)) // MULTIPLE) * MULTIPLE

@@ -8,8 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_recorder import FakeRecorder
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
+from lockstep.config import (
+    CompileConfig,
+    LossConfig,
+    OptimizerConfig,
+    RunConfig,
+    SamplingConfig,
+    TrainerConfig,
+    resolve_parallel,
+)
 from lockstep.distributed.mesh import Axis
 from lockstep.graph import GraphError, Inputs, Pass, Runtime, check_against_eager, compile_report
 from lockstep.graph.check import against_eager, comparison, snapshot
@@ -19,6 +29,7 @@ from lockstep.models import Decoder, ModelConfig
 from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, Trainer, check_cases
 from lockstep.trainer.packing import blank_batch
+from lockstep.trainer.shapes import train_shapes
 from lockstep.types import SamplingParams
 
 SHAPES = [BatchShape(96, 48, 8, 40), BatchShape(48, 32, 8, 40)]
@@ -189,6 +200,19 @@ def test_batches_fill_their_shapes_and_have_gradients_to_compare() -> None:
         trainer.flat.grad.zero_()
         function(by_name[name].user, **by_name[name].statics)
         assert trainer.flat.grad.isfinite().all() and trainer.flat.grad.count_nonzero() > 1000, name
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 60), st.integers(1, 8), st.integers(1, 6), st.sampled_from([1, 2, 3]))
+def test_what_is_tried_of_a_run_has_its_shapes(prompt: int, completion: int, n: int, groups: int, ranks: int) -> None:
+    """Also where completions are longer than prompts."""
+    sampling = SamplingConfig(num_generations=n, max_completion_length=completion)
+    room = max(16, groups * (prompt + n * completion))
+    trainer = TrainerConfig(prompts_per_step=groups, max_tokens_per_micro_batch=room)
+    shapes = train_shapes(resolve_parallel(RunConfig(sampling=sampling, trainer=trainer), 1), prompt, prompt)
+    for rank in range(ranks):
+        tried = [*check_cases._batches(shapes, SamplingParams(), 50, False, Axis("fsdp", ranks, rank))]
+        assert len(tried) >= len(shapes)  # each held to its shape as it is made
 
 
 def test_without_room_for_both_the_longest_sequence_is_alone() -> None:
