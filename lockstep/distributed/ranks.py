@@ -93,22 +93,34 @@ class World(WatchedProcess):
         """Whether this is the rank that writes the run's files."""
         return self.rank == 0
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on every rank; values are pickled."""
+    def gather(self, value: T, what: str = "a value") -> list[T]:
+        """Every rank's value, in rank order, on every rank; values are pickled. `LockstepError` on all ranks if one of
+        them gathers something else than `what`: it runs another part of the program."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
         with self.peers():
-            dist.all_gather_object(values, value)
-        return values
+            dist.all_gather_object(values, (what, value))
+        named = [name for name, _ in values]
+        if odd := [rank for rank, name in enumerate(named) if name != named[0]]:
+            raise self.on_all(
+                LockstepError(
+                    f"rank {odd[0]} exchanges {named[odd[0]]} while rank 0 exchanges {named[0]}; every process must "
+                    "run the same program on the same inputs"
+                )
+            )
+        return [found for _, found in values]
 
-    def share(self, make: Callable[[], T], outline: Callable[[T], T] = lambda value: value) -> list[T]:
+    def share(
+        self, make: Callable[[], T], outline: Callable[[T], T] = lambda value: value, what: str = "what a call returned"
+    ) -> list[T]:
         """What `make` returns on each rank, in rank order, on every rank; other ranks receive `outline` of the value
-        instead. An exception on any rank is raised on all, and names the rank unless all ranks failed."""
+        instead. An exception on any rank is raised on all, and names the rank unless all ranks failed. `what`: as in
+        `gather`."""
         if self.size == 1:
             return [make()]
         value, error = _outcome(make)
-        outcomes = self.gather((None if value is None else outline(value), _portable(error), platform.node()))
+        outcomes = self.gather((None if value is None else outline(value), _portable(error), platform.node()), what)
         if failed := [(rank, found, host) for rank, (_, found, host) in enumerate(outcomes) if found is not None]:
             rank, found, host = failed[0]
             raised = error if rank == self.rank and error is not None else found
@@ -209,7 +221,7 @@ class World(WatchedProcess):
         value, on every rank. An exception of `describe` on any rank is raised on all."""
         if self.size == 1:
             return
-        all_described = self.share(describe)
+        all_described = self.share(describe, what=what)
         names = dict.fromkeys(name for one in all_described for name in one)
         for name in names:
             values = [one.get(name, "missing") for one in all_described]

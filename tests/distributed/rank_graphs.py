@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.config import CompileConfig, LossConfig
 from lockstep.distributed import World
-from lockstep.errors import InputError
+from lockstep.errors import LockstepError
 from lockstep.graph import Captured, GraphError, Inputs, Runtime, check_against_eager, digest
 from lockstep.graph.check import against_eager, comparison
 from lockstep.graph.passes.collectives import gradient_exchanges, weight_gathers
@@ -76,10 +76,21 @@ def a_graph_of_other_statics(world: World) -> Any:
     try:
         scaled({"x": x}, by=3 + world.rank)
         message = ""
-    except InputError as error:
+    except LockstepError as error:
         message = str(error)
     runtime.close()
     return on_all(world, (same, message))
+
+
+@check
+def ranks_apart(world: World) -> Any:
+    """What each is told where one asks for a graph that the other does not need."""
+    try:
+        world.same("the graph f()", dict) if world.rank else world.gather(True)
+        message = ""
+    except LockstepError as error:
+        message = str(error)
+    return on_all(world, message)
 
 
 @check

@@ -121,7 +121,14 @@ def test_ranks_that_ask_for_a_graph_with_other_statics_are_refused(found: dict[s
     """The others would have taken the first one's."""
     for same, message in found["a_graph_of_other_statics"]:
         assert same == [2.0, 2.0]
-        assert "statics is [\"('by', 4)\"] on rank 1 and [\"('by', 3)\"] on rank 0" in message
+        assert message.startswith(
+            "rank 1 exchanges the graph scaled(by=4) while rank 0 exchanges the graph scaled(by=3)"
+        )
+
+
+def test_a_rank_that_asks_for_what_others_do_not_is_named_on_all(found: dict[str, Any]) -> None:
+    told = "rank 1 exchanges the graph f() while rank 0 exchanges a value; every process must run the same program"
+    assert [message.startswith(told) for message in found["ranks_apart"]] == [True, True]
 
 
 def test_an_update_is_put_back_from_the_whole_weights(found: dict[str, Any]) -> None:

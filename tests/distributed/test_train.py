@@ -206,10 +206,10 @@ def test_processes_compare_the_files_of_their_models(tmp_path: Path, monkeypatch
 
 def test_ranks_with_other_numerics_are_refused(config: RunConfig) -> None:
     class Others(World):
-        def gather(self, value: Any) -> list[Any]:
+        def gather(self, value: Any, what: str = "") -> list[Any]:
             return [value] * 2
 
-        def share(self, make: Callable[[], Any]) -> list[Any]:
+        def share(self, make: Callable[[], Any], what: str = "") -> list[Any]:
             value = make()
             return [value, {**value, "threads": 99} if isinstance(value, dict) else value]
 

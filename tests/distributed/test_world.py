@@ -98,7 +98,7 @@ def test_ranks_of_another_installation_are_refused(monkeypatch: pytest.MonkeyPat
     """One of another state of the package would add its gradients to those of this one."""
 
     class Two(World):
-        def share(self, make):  # what rank 1 has: the same, of a package with another source file
+        def share(self, make, what=""):  # what rank 1 has: the same, of a package with another source file
             here = make()
             with monkeypatch.context() as patch:
                 patch.setattr(fingerprint, "sources", lambda: "others")
@@ -244,7 +244,7 @@ def test_ranks_push_words_only_where_all_reach_one_another(
 
 
 def test_what_another_rank_alone_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(World, "share", lambda self, make: [make(), {"a": 1, "b": 2}])
+    monkeypatch.setattr(World, "share", lambda self, make, what="": [make(), {"a": 1, "b": 2}])
     with pytest.raises(InputError, match=r"the files: b is 2 on rank 1 and 'missing' on rank 0"):
         World(0, 2).same("the files", lambda: {"a": 1})
 

@@ -355,7 +355,7 @@ class _Together(World):
         super().__init__(rank, len(values), timeout=60)
         vars(self).update(_values=values, _meeting=meeting)
 
-    def gather(self, value: object) -> list[object]:
+    def gather(self, value: object, what: str = "") -> list[object]:
         self._values[self.rank] = value
         self._meeting.wait(60)
         found = list(self._values)

@@ -25,7 +25,7 @@ class Beside(World):
 
     process = 0
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "") -> list[Any]:
         other = type(value)(1 - self.rank, HOST, self.process)
         return [other, value][:: 1 if self.rank else -1]
 

@@ -232,7 +232,7 @@ def test_of_a_hosts_processes_the_first_compiles_and_the_others_load(monkeypatch
         yield SimpleNamespace(named={"a kernel": None})
 
     class Others(World):
-        def gather(self, value: Any) -> list[Any]:
+        def gather(self, value: Any, what: str = "") -> list[Any]:
             done.append("met")
             return [value] * 2
 
@@ -259,7 +259,7 @@ def test_what_was_made_apart_is_rehearsed_by_all_where_kernels_come_from_outside
         yield SimpleNamespace(named={"own": None}, take=done.append)
 
     class Others(World):
-        def gather(self, value: Any) -> list[Any]:
+        def gather(self, value: Any, what: str = "") -> list[Any]:
             return [value, offered if isinstance(value, bool) else value]
 
         def from_first(self, make: Callable[[], Any]) -> Any:

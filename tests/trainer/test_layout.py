@@ -148,7 +148,7 @@ def test_masters_begin_as_the_rounded_weights_of_a_source(make_model, tp: int) -
 class Apart(World):
     """Ranks that are not there, and would say what this one says."""
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "") -> list[Any]:
         return [value] * self.size
 
 

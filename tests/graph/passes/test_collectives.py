@@ -38,7 +38,7 @@ LAYERS = [f"layers.{i}" for i in range(3)]
 class Apart(World):
     """Ranks that are not there, and would say what this one says."""
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "") -> list[Any]:
         return [value] * self.size
 
 

@@ -264,7 +264,7 @@ def test_windows_and_masks() -> None:
 class Apart(World):
     """Ranks that are not there, and would say what this one says."""
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "") -> list[Any]:
         return [value] * self.size
 
 

@@ -244,7 +244,7 @@ class Beside:
     def __init__(self, changed: bool) -> None:
         self.changed = changed
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "") -> list[Any]:
         return [value, self.changed]
 
     def made_once(self, make: Callable[[], Any], *_: Any) -> Any:
