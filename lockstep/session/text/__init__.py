@@ -1,1 +1,1 @@
-"""What text becomes for a model, and what its tokens say: its tokenizer, chat template and form of tool calls."""
+"""Text to tokens and back for a model: its tokenizer, chat template and format of tool calls."""

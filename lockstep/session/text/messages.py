@@ -1,4 +1,4 @@
-"""Chat messages and tools as clients of OpenAI's interface write them, made what chat templates take."""
+"""Converts chat messages and tools in the format of OpenAI's API to what chat templates take."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ...errors import FieldError
 from .tool_calls import Tool
 
 Message = dict[str, Any]
-BESIDE_TOOLS = (*TEMPLATE_ARGUMENTS, "tools")  # that no variable may be, where a request has tools of its own
+BESIDE_TOOLS = (*TEMPLATE_ARGUMENTS, "tools")  # reserved variable names where a request has tools of its own
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
 def checked_messages(messages: Any, where: str = "messages") -> list[Message]:
-    """Messages as chat templates take them: text as one string, arguments of tool calls as objects. Raises `FieldError`
-    naming the part that is wrong."""
+    """The messages as chat templates take them: text as one string, arguments of tool calls as objects. Raises
+    `FieldError` naming the invalid part."""
     if not isinstance(messages, list) or not messages:
         raise FieldError(where, f"{where} must be a list of at least one message")
     return [_message(message, f"{where}[{i}]") for i, message in enumerate(messages)]
 
 
 def checked_tools(tools: Sequence[Any]) -> list[Tool]:
-    """Tools as OpenAI's interface has them. Raises `FieldError` for one that is none."""
+    """The tools, checked to have the form of OpenAI's API. Raises `FieldError` for one that does not."""
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -35,7 +35,7 @@ def checked_tools(tools: Sequence[Any]) -> list[Tool]:
 
 
 def check_variables(template: Any, variables: Any, where: str, fixed: Sequence[str] = TEMPLATE_ARGUMENTS) -> None:
-    """Raise `FieldError` for a variable that the chat template does not read, or one of those that are set anyhow."""
+    """Raise `FieldError` for a variable that the chat template does not read or whose name is in `fixed`."""
     if not isinstance(variables, Mapping):
         raise FieldError(
             where, f"{where} is of type {type(variables).__name__}; it must be a dict of variables by name"
@@ -72,7 +72,7 @@ def _message(message: Any, where: str) -> Message:
 
 
 def _text(content: Any, where: str) -> str:
-    """A string as it is; parts, which must be text, joined."""
+    """The content as one string; a list of parts, which must be text, is joined."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -84,7 +84,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """A call whose arguments are an object, which templates write in their own way."""
+    """The call with its arguments as an object, which each template formats in its own way."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise FieldError(f"{where}.function", f"{where}.function must be an object with a name")

@@ -1,4 +1,4 @@
-"""A model with its tokenizer: what text becomes for it, with tools and without, and what its tokens say."""
+"""A model with its tokenizer: encoding prompts, with and without tools, and decoding completions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .messages import check_variables
 from .tool_calls import Tool, ToolFormat
 from .tool_formats import FORMATS, may_be_special, tool_format
 
-PROBED_GROUPS = 1024  # of the first step, whose prompts' lengths plan the cache
+PROBED_GROUPS = 1024  # at most so many prompts of the first step are measured to plan the KV cache
 
 
 @dataclass
 class Policy:
-    """A model with its tokenizer, in its compute dtype on its device. `source`: where its weights come from."""
+    """A model in its compute dtype on its device, with its tokenizer. `source`: where its weights come from."""
 
     model: Decoder
     tokenizer: Any
@@ -31,15 +31,15 @@ class Policy:
     template_variables: dict[str, Any] = field(default_factory=dict)
 
     def set_variables(self, variables: dict[str, Any], where: str) -> None:
-        """Give the chat template these; `FieldError`, naming `where`, for one that it does not read."""
+        """Set the chat template's variables. Raises `FieldError`, naming `where`, for one that it does not read."""
         check_variables(self.tokenizer.chat_template, variables, where)
         self.template_variables = variables
 
     def encode(
         self, prompt: str | list[dict[str, Any]], tools: Sequence[Tool] = (), more: dict[str, Any] | None = None
     ) -> list[int]:
-        """Token ids of a prompt (text, or chat messages through the model's template, which shows these tools and has
-        `more` variables)."""
+        """Token ids of a prompt: text, or chat messages rendered by the model's template with these tools and `more`
+        variables."""
         check_size(prompt, self.model.config.max_position_embeddings, self.longest_token)
         return encode_prompt(self.tokenizer, prompt, self._variables(tools) | (more or {}))
 
@@ -48,7 +48,7 @@ class Policy:
 
     @cached_property
     def longest_token(self) -> int:
-        """Bytes of the longest text that one token stands for, at most."""
+        """An upper bound on the bytes of text that one token stands for."""
         return longest_token(self.tokenizer)
 
     def encode_completion(self, text: str) -> list[int]:
@@ -58,8 +58,8 @@ class Policy:
     def encode_following(
         self, messages: list[dict[str, Any]] | None, given: str | list[dict[str, Any]], tools: Sequence[Tool] = ()
     ) -> list[int]:
-        """Token ids of what is given after an answer, the last of `messages` (None: the prompt was no chat): text as it
-        is, or messages through the model's template."""
+        """Token ids of what follows an answer, the last of `messages` (None: the prompt was not a chat): plain text, or
+        messages rendered by the model's template."""
         check_size(given, self.model.config.max_position_embeddings, self.longest_token)
         if isinstance(given, str):
             return encode_text(self.tokenizer, given)
@@ -80,21 +80,21 @@ class Policy:
         return Said(message, malformed, form.in_chat(text, message, malformed))
 
     def as_read(self, token_ids: list[int], form: ToolFormat | None) -> str:
-        """Text of a completion as `form` reads it: with special tokens where they are its marks."""
+        """Text of a completion as `form` parses it: with special tokens if the format uses them."""
         return self.decode(token_ids) if form is None or not form.special else self.with_special(token_ids)
 
     def with_special(self, token_ids: list[int]) -> str:
-        """Text of a completion with special tokens, but for its end."""
+        """Text of a completion with special tokens, except a final end-of-sequence token."""
         ended = token_ids[-1:] != [] and token_ids[-1] in self.model.config.eos_token_ids
         return self.tokenizer.decode(token_ids[: len(token_ids) - ended], skip_special_tokens=False)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """How the model's chat template teaches to call tools; None if it teaches none that is known."""
+        """The format of tool calls in the model's chat template; None if it has no known one."""
         return tool_format(self.tokenizer, self.template_variables)
 
     def tokens_with(self, tools: Sequence[Tool]) -> Tokens:
-        """`tokens` where the model may call these. Raises `InputError` when its template teaches no calls."""
+        """`tokens` for a model that may call these tools. Raises `InputError` if its template has no known format."""
         form = self.tool_format if tools or may_be_special(self.tokenizer) else None
         if tools and form is None:
             raise InputError(
@@ -106,17 +106,19 @@ class Policy:
         return Tokens(encode, following, self.tokenizer.decode, said, self.tokens_with, self.tokenizer)
 
     def shown_with(self, tools: Sequence[Tool]) -> Encode:
-        """What makes tokens of a task's prompt where its template shows these tools: of a text alone it shows none."""
+        """A function that encodes a task's prompt with these tools. With tools, a text prompt is made a chat, since the
+        template shows tools only there."""
         encode = self.tokens_with(tools).prompt
         return (lambda prompt: encode(as_chat(prompt))) if tools else encode
 
     def least(self, environment: type[Environment]) -> Encode:
-        """The same with the tools that take the fewest tokens, of all that the environment may have."""
+        """The same with whichever of the environment's sets of tools takes the fewest tokens."""
         shown = list(map(self.shown_with, environment.toolsets()))
         return lambda prompt: min((encode(prompt) for encode in shown), key=len)
 
     def longest_prompt(self, task: Task, environment: type[Environment], groups: int) -> tuple[int, str]:
-        """Of the first step's and the validation problems the longest prompt's tokens, with its tools, and its row."""
+        """The longest prompt of the first step and of validation: its number of tokens, tools included, and its
+        problem's origin."""
         problems = [task.train_problem(0, g) for g in range(min(groups, PROBED_GROUPS))] + task.validation_problems()
         shown = map(self.shown_with, environment.toolsets())
         return max((_length(encode, problem), problem.origin) for encode in shown for problem in problems)

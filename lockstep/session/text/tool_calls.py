@@ -1,4 +1,4 @@
-"""Calls of tools in sampled text: what a format of them is, and what all formats share. `tool_formats` has them."""
+"""Tool calls in sampled text: the type of a format and what all formats (`tool_formats`) share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ToolCall:
-    """`arguments` is the JSON text of an object. `id`: what the model calls the call by, where its format has that."""
+    """`arguments` is the JSON text of an object. `id`: the id that the model gave the call, if its format has ids."""
 
     name: str
     arguments: str
@@ -20,8 +20,8 @@ class ToolCall:
 Tool = Mapping[str, Any]  # {"type": "function", "function": {"name": ..., "parameters": a JSON schema}}
 _THINK, _THOUGHT = "<think>", "</think>"
 NAMELESS = "unknown"
-CALL_ID = 9  # characters of a call's id: Mistral's templates take no others
-Parsed = tuple[str, list[ToolCall]]  # the text without the calls in it, and these
+CALL_ID = 9  # characters of a call's id: Mistral's templates accept no other length
+Parsed = tuple[str, list[ToolCall]]  # the text without its calls, and the calls
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,16 @@ class ToolFormat:
     """How a family of models calls tools.
 
     Attributes:
-        starts: how a call may begin, anywhere in a text or, where `only_first`, at its beginning.
-        parser: the text and the calls of a whole completion, where these tools may be called.
-        special: a special token that its chat templates name; empty where its marks are text. What is parsed is the
-            text with special tokens, and the chat template is given calls as calls; other templates show a text that
-            has calls in it as it is.
-        thinks: the generation prompt begins a thought, which the text goes on with.
-        thinking: the thoughts in a completion, where its chat template takes them as a message's `thinking`.
-        settled: characters of a growing text of which is known what they are; None: those that no call can begin in.
+        starts: how a call may begin, anywhere in the text or, with `only_first`, only at its beginning.
+        parser: returns the text and the calls of a whole completion, given the tools.
+        tools: those that the model may call.
+        special: a special token that identifies the format's chat templates; empty if calls are marked by plain text.
+            With it, text is parsed with special tokens, and the chat template is given structured calls; otherwise the
+            template is given the text with the calls in it.
+        thinks: whether the generation prompt opens a thought that the completion continues.
+        thinking: returns a completion's thoughts, if its chat template takes them as a message's `thinking`.
+        settled: returns how many characters of a growing text can no longer change meaning; None: those before any
+            possible call.
     """
 
     starts: tuple[str, ...]
@@ -49,24 +51,24 @@ class ToolFormat:
     settled: Callable[[str], int] | None = None
 
     def reading(self, tools: Sequence[Tool]) -> ToolFormat | None:
-        """What completions are read with where these tools may be called; None where all of them is text."""
+        """The format that parses completions when these tools may be called; None if a completion is only text."""
         return replace(self, tools=tuple(tools)) if tools or self.special else None
 
     def parse(self, text: str) -> Parsed:
-        """The text and the calls of a whole completion. There are no calls within its thought."""
+        """The text and the calls of a whole completion. Its thought is not searched for calls."""
         thought = self.thought(text)
         said, calls = self.parser(text[thought:], self.tools)
         return text[:thought] + said, calls
 
     def thought(self, text: str) -> int:
-        """Characters of the thought that a text, or a growing one so far, begins with."""
+        """The length of the thought that a text, possibly still growing, begins with."""
         if not self.thinks and not text.lstrip().startswith(_THINK):
             return 0
         end = text.find(_THOUGHT)
         return len(text) if end < 0 else end + len(_THOUGHT)
 
     def message(self, text: str) -> tuple[dict[str, Any], bool]:
-        """The chat message that a whole completion is, and whether a call that it began is none."""
+        """A whole completion as a chat message, and whether it contains a malformed call."""
         said, calls = self.parse(text)
         message: dict[str, Any] = {"role": "assistant", "content": said}
         if calls:
@@ -81,8 +83,8 @@ class ToolFormat:
         return {**shown, "id": (call and call.id) or f"{number:0{CALL_ID}d}"} if self.special else shown
 
     def in_chat(self, text: str, message: dict[str, Any], malformed: bool) -> dict[str, Any]:
-        """What stands for a completion among the messages that the chat template is given, to tell what follows it: a
-        call that is none is shown as one of a tool without a name, for there is an answer to it."""
+        """The message given to the chat template for a completion when rendering what follows it. A malformed call is
+        shown as a call of the tool `NAMELESS`, because the environment's reply to it follows."""
         if not self.special:
             return {"role": "assistant", "content": text}
         calls = message.get("tool_calls", [])
@@ -90,17 +92,17 @@ class ToolFormat:
         return self.with_thought(shown, self.thoughts(text))
 
     def thoughts(self, text: str) -> str:
-        """The thoughts in a completion, where they are no part of its message's content."""
+        """The thoughts in a completion, if they are not part of its message's content."""
         return "" if self.thinking is None else self.thinking(text)
 
     def with_thought(self, message: dict[str, Any], thought: str) -> dict[str, Any]:
-        """A message as the chat template takes it with what was thought before it."""
+        """The message with the thought before it, in the form that the chat template takes."""
         if self.thinking is None or not thought:
             return message
         return {**message, "thinking": thought} | ({"content": ""} if "tool_calls" in message else {})
 
     def certain(self, text: str) -> str:
-        """What `parse` will have of a growing text, whatever follows: it may be shown already."""
+        """The part of a growing text that `parse` will return whatever follows, so that it can be shown already."""
         return self.parse(text[: self._known(text)])[0]
 
     def _known(self, text: str) -> int:
@@ -116,12 +118,12 @@ class ToolFormat:
 
 
 def begins_thought(prompt: str) -> bool:
-    """Whether the text of a prompt ends within a thought that it begins."""
+    """Whether the text of a prompt ends by opening a thought."""
     return prompt.rstrip().endswith(_THINK)
 
 
 def before(text: str, wanted: str) -> int:
-    """Characters before the first place where `wanted` stands, or begins to at the end."""
+    """The number of characters before the first occurrence of `wanted`, or before a prefix of it at the end."""
     found = text.find(wanted)
     if found >= 0:
         return found
@@ -130,8 +132,8 @@ def before(text: str, wanted: str) -> int:
 
 
 def call_of(value: Any, arguments: tuple[str, ...]) -> ToolCall | None:
-    """A call from its JSON, whose arguments are under one of these names: an object, or its text. An id that no
-    template takes is left out."""
+    """A call from its JSON value, or None. Its arguments, an object or its JSON text, are under one of these names. An
+    id that no template accepts is dropped."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return None
     given: Any = next((value[name] for name in arguments if name in value), {})
@@ -145,7 +147,7 @@ def call_of(value: Any, arguments: tuple[str, ...]) -> ToolCall | None:
 
 
 def loads(text: str) -> Any:
-    """The JSON value, strictly: no NaN, which no client could read; None for what is none."""
+    """The JSON value, or None if the text is not strict JSON (NaN is refused, since clients could not read it)."""
     try:
         return json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
@@ -153,5 +155,5 @@ def loads(text: str) -> Any:
 
 
 def refuse_constant(constant: str) -> None:
-    """What JSON has not: NaN and infinities."""
+    """Raise `ValueError` for a constant that is not JSON: NaN or an infinity."""
     raise ValueError(f"{constant} is no JSON")

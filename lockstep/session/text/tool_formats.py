@@ -1,4 +1,4 @@
-"""The formats in which chat templates teach to call tools, a row each. What is no well-formed call stays text."""
+"""The known formats of tool calls in chat templates, a row each. A malformed call stays text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _between(text: str, read: Callable[[str], ToolCall | None]) -> Parsed:
     calls: list[ToolCall] = []
     kept, place = "", 0
     while (start := text.find(_OPENING, place)) >= 0 and (end := text.find(_CLOSING, start)) >= 0:
-        start = text.rfind(_OPENING, start, end)  # one that was begun anew
+        start = text.rfind(_OPENING, start, end)  # a second opening mark restarts the call
         call = read(text[start + len(_OPENING) : end])
         end += len(_CLOSING)
         kept += text[place:start] if call else text[place:end]
@@ -62,8 +62,8 @@ def _glm(text: str, tools: Sequence[Tool]) -> Parsed:
 
 
 def _typed(call: re.Match[str] | None, argument: re.Pattern[str], tools: Sequence[Tool]) -> ToolCall | None:
-    """A call by its name and its arguments, if these are nothing else. Their values are text where the tool's schema
-    says so, and JSON elsewhere, if it is some."""
+    """A call from its name and arguments; None if there is other text among them. A value is a string if the tool's
+    schema says so or it is not valid JSON, else the JSON value."""
     if call is None or argument.sub("", call[2]).strip():
         return None
     types, arguments = _types(call[1], tools), dict[str, Any]()
@@ -87,7 +87,7 @@ _PYTHON_TAG = "<|python_tag|>"
 
 
 def _llama(text: str, _: Sequence[Tool]) -> Parsed:
-    """The whole text is `{"name": ..., "parameters": {...}}`, or several with semicolons between (Llama 3)."""
+    """The whole text is `{"name": ..., "parameters": {...}}`, or several separated by semicolons (Llama 3)."""
     decoder = json.JSONDecoder(parse_constant=refuse_constant)
     calls: list[ToolCall] = []
     rest = text.strip().removeprefix(_PYTHON_TAG).lstrip()
@@ -107,7 +107,7 @@ def _llama(text: str, _: Sequence[Tool]) -> Parsed:
     return ("", calls) if calls else (text, [])
 
 
-# A message: who it is for may stand before or after the channel.
+# A message; its recipient may come before or after the channel.
 _MESSAGE = re.compile(
     r"(?P<before>[^<]*)<\|channel\|>(?P<channel>\w+)(?P<after>[^<]*(?:<\|constrain\|>[^<]*)?)<\|message\|>(?P<body>.*)",
     re.DOTALL,
@@ -118,7 +118,7 @@ _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 
 
 def _harmony(text: str, tools: Sequence[Tool]) -> Parsed:
-    """Messages of channels: one of `commentary` to `functions.NAME` is a call, `analysis` is a thought and left out
+    """Messages in channels: one in `commentary` to `functions.NAME` is a call; `analysis` is a thought and left out
     (gpt-oss)."""
     calls: list[ToolCall] = []
     kept = []
@@ -143,7 +143,7 @@ def _callee(message: re.Match[str]) -> str | None:
 
 
 def _settled(text: str) -> int:
-    """Of messages of channels: all that have ended, and of the last one what is no call."""
+    """The length of all finished messages, and of the last one before any possible end mark unless it is a call."""
     start = max((part.end() for part in _PARTS.finditer(text)), default=0)
     found = _MESSAGE.fullmatch(text, start)
     if found is None or _callee(found) is not None:
@@ -156,8 +156,8 @@ _NAMED_CALL = re.compile(r"\s*([^\s\[{]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(\
 
 
 def _mistral(text: str, tools: Sequence[Tool]) -> Parsed:
-    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}, ...]`, or of newer tokenizers
-    `[TOOL_CALLS]NAME[ARGS]{...}` for each (Mistral)."""
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}, ...]`, or with newer tokenizers one
+    `[TOOL_CALLS]NAME[ARGS]{...}` per call (Mistral)."""
     said, *parts = text.split(_CALLS)
     values: list[Any] = []
     for part in parts:
@@ -199,14 +199,14 @@ _ASKED, _CALLED = "What is the question?", {"name": "probe", "arguments": {"x": 
 
 
 def may_be_special(tokenizer: Any) -> bool:
-    """Whether the chat template names a special token of a format; without rendering it, which imports Jinja."""
+    """Whether the chat template names a special token of a format. Does not render it, which would import Jinja."""
     template = str(tokenizer.chat_template or "")
     return any(form.special in template for form in FORMATS.values() if form.special)
 
 
 def tool_format(tokenizer: Any, variables: dict[str, Any] | None = None) -> ToolFormat | None:
-    """The format of the tokenizer's chat template with these variables: the one that reads a call out of what the
-    template makes of it. None for a template that shows no tools, or calls them in a form that is not known here."""
+    """The format of the tokenizer's chat template with these variables: the one whose parser recovers a call that the
+    template rendered. None if the template shows no tools or its format is not known here."""
     user = {"role": "user", "content": _ASKED}
     calls = [{"type": "function", "id": "0" * CALL_ID, "function": _CALLED}]
     call = {"role": "assistant", "content": "", "tool_calls": calls}
