@@ -1,1 +1,1 @@
-"""A configuration put together and made ready: for training, generation, evaluation and the parity check."""
+"""Sessions: a model made ready from a configuration, for training, generation, evaluation or the parity check."""

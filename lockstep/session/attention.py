@@ -1,4 +1,4 @@
-"""Which attention a model has in both roles: native, or flex for a user's mask."""
+"""The choice of a model's attention, the same in both roles: native, or flex with a user's mask."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..graph.torch_private.trace import flat_graph
 from ..models import Decoder, Masks
 from ..user_functions import load_function
 
-_MOST_QUERIES, _LEAST_HEAD = 64, 16  # of the kernel for a GPU, refused everywhere alike
-_PROBED = 130  # positions that a mask is called on: more than two key tiles
+_MOST_QUERIES, _LEAST_HEAD = 64, 16  # limits of the GPU kernel, enforced on every device
+_PROBED = 130  # positions on which a mask is tried: more than two key tiles
 
 
 def set_attention(model: Decoder, attention: Attention, mask: str | None) -> None:
-    """Give the model the attention of a run, with its mask; `InputError` where it does not go."""
+    """Set the model's attention and mask. Raises `InputError` if the model does not support them."""
     refuse(attention not in ("native", "flex"), f"attention is {attention!r}; it must be native or flex")
     if attention == "native":
         refuse(mask is not None, "attention_mask has no effect on attention native; set attention to flex")
@@ -40,16 +40,17 @@ def set_attention(model: Decoder, attention: Attention, mask: str | None) -> Non
 
 
 def whole_tiles(config: GeneratorConfig, attention: Attention) -> GeneratorConfig:
-    """The configuration with pages that the attention can read: flex takes whole key tiles."""
+    """The configuration with a page size that the attention can read: flex needs whole key tiles."""
     if attention != "flex":
         return config
     return replace(config, page_size=-(-config.page_size // ops.KEY_TILE) * ops.KEY_TILE)
 
 
 def load_mask(spec: str) -> str:
-    """Register the function that `spec` names, module:function or path.py:function; the name for operators, which
-    changes with what it computes: it is traced at every start, so nothing compiled, checked or stored for another is
-    taken for it. `InputError`: there is no such function, or it is not an elementwise function of two positions."""
+    """Register the function that `spec` names (module:function or path.py:function) and return the name that operators
+    know it by. The function is traced at every start and the name contains a hash of the trace, so nothing that was
+    compiled, checked or stored for another function is reused. Raises `InputError` if there is no such function or it
+    is not an elementwise function of two positions."""
     function = load_function(spec, f"attention_mask {spec!r}")
     if not inspect.isfunction(function):
         raise InputError(f"attention_mask {spec!r} is a {type(function).__name__}; it must be a function made by def")
@@ -59,16 +60,16 @@ def load_mask(spec: str) -> str:
 
 
 def _traced(function: ops.MaskFunction, query: torch.Tensor, key: torch.Tensor) -> str:
-    """A hash of what the function computes: its operators with all their numbers, and the tensors that it brings."""
+    """A hash of what the function computes: its operators with all their constants, and the tensors it captures."""
     module = flat_graph(lambda *positions: [function(*positions)], (query, key))
     brought = [getattr(module, str(node.target)) for node in module.graph.nodes if node.op == "get_attr"]
     return fingerprint.digest(module.code, [(tensor.dtype, tensor.tolist()) for tensor in brought])
 
 
 def _check_mask(spec: str, function: ops.MaskFunction) -> str:
-    """What `_traced` returns, of a function that may be a mask: it is called on positions that broadcast, as on a CPU,
-    one pair at a time under vmap, as FlexAttention does, and on another device, where a table that it reads is as wrong
-    as on a GPU."""
+    """Check that the function can be a mask, and return its hash. It is called on positions that broadcast, as on a
+    CPU; on one pair at a time under vmap, as by FlexAttention; and on the meta device, where reading a table on the CPU
+    is wrong as it would be on a GPU."""
     query, key = torch.arange(_PROBED, dtype=torch.int32).unsqueeze(1), torch.arange(_PROBED, dtype=torch.int32)
     try:
         whole = function(query, key)

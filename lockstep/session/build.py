@@ -1,4 +1,4 @@
-"""From a configuration to what computes: device, dtype, attention, model, runtime, cache plan, engine, trainer."""
+"""Builds what computes from a configuration: device, dtype, attention, model, runtime, cache plan, engine, trainer."""
 
 from __future__ import annotations
 
@@ -68,36 +68,36 @@ from .text.policy import Policy
 
 
 class Session:
-    """A model on its device with what both roles compute by: every run, generation and check stands on one. `config` is
-    resolved (`resolve`); `preloaded`: the list of the kernels loaded beside the weights."""
+    """A model on its device with the runtime that both roles use; the basis of every run, generation and check.
+    `config` is resolved (`resolve`); `preloaded`: the list of the kernels that were loaded beside the weights."""
 
     def __init__(self, config: RunConfig, timings: Timings | None = None, world: World = ONE) -> None:
-        """Raises `InputError` when the model cannot be used as `config` says."""
+        """Raises `InputError` if the model cannot be used as `config` says."""
         self.config, self.timings, self.world = config, timings or Timings(), world
         with self.timings.measured("load"):
             self.policy = world.each(lambda: _loaded(config, world))
             with world.peers(), world.deadline("sharing the weights that each has read"):
                 complete(self.policy.model, world.copies)
             if world.on_gpu:
-                torch.cuda.empty_cache()  # a cache is planned by what is free
+                torch.cuda.empty_cache()  # the KV cache is planned from the free memory
         self.verdicts: list[Verdict] = []
         self.preloaded: Path | None = None
         self.renew()
 
     def renew(self, lends: bool = False) -> None:
-        """A new runtime, without the graphs of the last one. `lends`: the cache lies in the memory of the trainer's."""
+        """Make a new runtime, without the old one's graphs. `lends`: the KV cache lies in the trainer's graph pool."""
         device = self.policy.model.embed.device
         self.runtime = make_runtime(self.config.compile, device, self.timings, self.world, lends)
 
     def cache_tokens(self, sequences: int, tokens: int) -> int:
-        """The capacity of a KV cache planned for so many sequences of so many tokens, the same on every rank."""
+        """The capacity of a KV cache planned for `sequences` of `tokens` each, the same on every rank."""
         model = self.policy.model
         about = model.config.shared_by(self.world.generator_tp), model.embed.dtype, model.embed.device
         found = self.world.share(lambda: plan_cache_tokens(self.config.generator, *about, sequences, tokens))
         return min(found)
 
     def new_engine(self, cache_tokens: int, version: Callable[[], int] = lambda: 0) -> Engine:
-        """An engine that reads the model's own weights, which are of version `version()`."""
+        """An engine that reads the model's own weights, whose version is `version()`."""
         weights = SharedWeights(self.policy.model, version)
         engine = Engine(weights, self.config.generator, cache_tokens, self.policy.decode, self.runtime)
         if self.world.together is not None:
@@ -105,13 +105,13 @@ class Session:
         return engine
 
     def kernel_list(self, *about: object) -> Path | None:
-        """Where the kernels of what depends on these, the model and how it is shared are listed; None on a CPU."""
+        """The path of the kernel list for `about`, the model and its placement on ranks; None on a CPU."""
         model, world = self.policy.model, self.world
         layout = world.sizes, world.generator.tp.pushes, self.config.parallel.zero_stage
         return kernel_list(model.config, model.embed.dtype, *layout, *about) if model.embed.is_cuda else None
 
     def compile_report(self) -> dict[str, Any]:
-        """For the summary: every function's graphs, and what the check of them found; empty when there are none."""
+        """For the summary: every function's graphs and the results of checking them; empty if there are none."""
         return compile_report(self.runtime, self.verdicts)
 
 
@@ -122,10 +122,10 @@ def _loaded(config: RunConfig, world: World) -> Policy:
 
 
 class TrainingSession(Session):
-    """Everything a training run works with, of each rank of `world`; memory is planned and inputs are checked before
-    the first step. `shapes`: what the trainer's batches are padded to, largest first; `delay`: of the signals that ask
-    the run to end, where it waits for them. `config` is resolved; `planned` is told the plan before what it is of takes
-    memory."""
+    """Everything a training run needs on one rank of `world`; memory is planned and inputs are checked before the first
+    step. `config` is resolved; `planned` is called with the memory plan before anything planned is allocated.
+    `shapes`: what the trainer's batches are padded to, largest first; `delay`: the context in which signals that ask
+    the run to end are deferred, if it is in one."""
 
     def __init__(
         self,
@@ -157,7 +157,8 @@ class TrainingSession(Session):
             longest = max(world.share(lambda: self.policy.longest_prompt(self.task, self.environment, groups)))[0]
         kind, limit = self.environment, self.prompt_limit
         refuse(
-            longest > limit.tokens and kind.start is Environment.start and kind.plays is None,  # or it begins otherwise
+            # an environment with its own `start` or `plays` may begin with other prompts
+            longest > limit.tokens and kind.start is Environment.start and kind.plays is None,
             f"the longest prompt of the first step and of validation has {longest} tokens; at most {limit.tokens} are "
             f"allowed ({limit.reason})",
         )
@@ -198,12 +199,12 @@ class TrainingSession(Session):
 
     @property
     def most_prompt_tokens(self) -> int | None:
-        """Tokens that a prompt may have; None: as many as there is room for."""
+        """The most tokens a prompt may have; None: as many as there is room for."""
         return self.prompt_limit.tokens
 
     @property
     def context(self) -> int:
-        """Tokens that a prompt and what comes after it may have together."""
+        """The most tokens a prompt and what follows it may have together."""
         return self.prompt_limit.tokens + self.config.max_response_length
 
 
@@ -212,7 +213,7 @@ def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
     require_degree(w.model, together, "parallel.generator_tp")
     where = f"arch {c.arch}" if c.model is None else str(resolve_folder(c.model))
     require_memory(w.model, w.dtype, device, where, w.generating)
-    if not w.on_gpu or g.kv_cache_tokens:  # it must hold a sequence
+    if not w.on_gpu or g.kv_cache_tokens:  # raises unless the cache holds a sequence
         plan_cache_tokens(g, w.model.shared_by(together), w.dtype, device, w.sequences, w.sequence_tokens)
     found = require_room(w, memory)
     require_host_room(found)
@@ -224,8 +225,8 @@ def build(config: RunConfig, world: World = ONE) -> TrainingSession:
 
 
 def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPlan:
-    """The plan (`planned_workload`) of a run on so many GPUs with so much memory each, none of which need be here; 0 is
-    this machine's. `InputError`: it does not fit, and what would; or it cannot be as configured."""
+    """The memory plan of a run on `ranks` GPUs with `memory_gib` each, which need not be present; 0 means this
+    machine's memory. Raises `InputError` if the run does not fit, saying what would, or is invalid as configured."""
     device = torch.device("cuda") if memory_gib else resolve_device(config.device)
     config = settled(config, ranks, device) if memory_gib else resolve(config, ranks)
     refuse(
@@ -238,8 +239,8 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
 
 
 def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Workload:
-    """What is planned before a run of a configuration that is `settled`; its tokenizer and first prompts are read, and
-    no weights."""
+    """The workload that is planned for a run; `config` is `settled`. Reads the tokenizer and the first prompts, but no
+    weights."""
     model, groups = model_config(config), config.trainer.prompts_per_step
     require_degree(model, config.parallel.tp, "parallel.tp")
     tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
@@ -261,7 +262,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on a GPU, where the contract holds for nothing else, and float32 on a CPU."""
+    """`auto` is bfloat16 on a GPU, the only dtype for which the contract holds there, and float32 on a CPU."""
     refuse(dtype not in ("auto", "float32", "bfloat16"), f"dtype is {dtype!r}; it must be auto, float32 or bfloat16")
     if dtype == "float32" and device.type == "cuda":
         raise InputError("dtype is float32; on a GPU the compute dtype is bfloat16 (the masters are float32)")
@@ -271,10 +272,10 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def load_policy(config: RunConfig, mesh: Mesh = ALONE, memory: bool = True, copies: Axis = ALONE.fsdp) -> Policy:
-    """Load a Hugging Face folder or hub id, or make the named random model with a byte-level tokenizer; in both roles
-    the model has the attention of `config`. Of ranks that share it, along the mesh's `tp`, each has its part; along
-    `copies` each has a share of that alone until it is `complete`. Without `memory` its parameters have none, and
-    nothing of its `source` is read."""
+    """Load a Hugging Face folder or hub id, or make the named random model with a byte-level tokenizer, with the
+    attention of `config`. Along the mesh's `tp` each rank loads its part; ranks along `copies`, which hold the same
+    part, each read a share of it until `complete` exchanges them. Without `memory`, parameters are not allocated and no
+    weights are read."""
     place = resolve_device(config.device)
     bound_threads(place)
     kind = resolve_dtype(config.dtype, place)
@@ -287,7 +288,7 @@ def load_policy(config: RunConfig, mesh: Mesh = ALONE, memory: bool = True, copi
 
     if config.model is not None:
         folder = resolve_folder(config.model)
-        with ThreadPoolExecutor(1) as pool:  # importing its library takes as long as reading the weights
+        with ThreadPoolExecutor(1) as pool:  # importing the tokenizer's library takes as long as reading the weights
             loading = pool.submit(load_tokenizer, folder)
             source: WeightSource = FolderWeights(folder)
             decoder = made(source, str(folder))
@@ -305,7 +306,7 @@ def load_policy(config: RunConfig, mesh: Mesh = ALONE, memory: bool = True, copi
 
 
 def load_reference(policy: Policy, world: World = ONE) -> Policy:
-    """The policy as it begins, frozen: a copy in one process; of several each reads a part of it from the source."""
+    """The initial policy, frozen. A single process copies it; each of several reads a part of it from its source."""
     if world.size == 1:
         return replace(policy, model=copy.deepcopy(policy.model))
     shared = policy.model.spread.axis.size > 1
@@ -313,8 +314,8 @@ def load_reference(policy: Policy, world: World = ONE) -> Policy:
 
 
 def load_teacher(config: RunConfig, policy: Policy, world: World = ONE) -> Policy | None:
-    """The frozen model of `loss.teacher`, where there is one; of several processes without memory, for each to read a
-    part. `InputError` when it cannot be used as the run's model can, or its tokens are others."""
+    """The frozen model of `loss.teacher`, or None; with several processes its parameters are not allocated, and each
+    process reads a part later. Raises `InputError` if it cannot be loaded or its tokens are not the policy's."""
     if config.loss.teacher is None:
         return None
     try:
@@ -327,8 +328,8 @@ def load_teacher(config: RunConfig, policy: Policy, world: World = ONE) -> Polic
 
 
 def resolve(config: RunConfig, ranks: int = 1, steps: bool = True) -> RunConfig:
-    """`config` with what depends on the device and the number of ranks filled in; `steps`: a step's prompts are dealt
-    to them. `InputError`: it cannot work with these."""
+    """`config` with the settings that depend on the device and the number of ranks filled in. `steps`: the ranks train,
+    so that a step's prompts are dealt to them. Raises `InputError` if `config` cannot work with these."""
     device = resolve_device(config.device)
     config = settled(config, ranks, device, steps)
     require_plugins(config.compile, device)
@@ -336,8 +337,8 @@ def resolve(config: RunConfig, ranks: int = 1, steps: bool = True) -> RunConfig:
 
 
 def settled(config: RunConfig, ranks: int, device: torch.device, steps: bool = True) -> RunConfig:
-    """`resolve` for a device that need not be here."""
-    algorithm_of(config.loss)  # a user's is loaded and tried before anything takes long
+    """`resolve` for a device that need not be present."""
+    algorithm_of(config.loss)  # load and try a user's algorithm before anything slow
     resolve_dtype(config.dtype, device)
     compile = resolve_compile(config.compile, device.type == "cuda")
     refuse(
@@ -360,21 +361,21 @@ def settled(config: RunConfig, ranks: int, device: torch.device, steps: bool = T
 def make_runtime(
     config: CompileConfig, device: torch.device, timings: Timings, world: World, lends: bool = False
 ) -> Runtime:
-    """What both roles run their functions with; `config` is resolved. `lends` as in `Session.renew`."""
+    """The runtime that runs the functions of both roles; `config` is resolved. `lends` as in `Session.renew`."""
     apart = CudaRecorder(device) if lends else None
     return Runtime(config, device, apart=apart, timings=timings, store=Store(), mesh=world.sizes, peers=world)
 
 
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:
-    """The sampling parameters of the run; the tokenizer's end-of-sequence token stops unless `ignore_eos`."""
+    """The sampling parameters of the run, which stops at the tokenizer's end-of-sequence token unless `ignore_eos`."""
     stop_ids = () if config.ignore_eos or eos_token_id is None else (eos_token_id,)
     same = {name: value for name, value in vars(config).items() if name != "num_generations"}
     return SamplingParams(n=config.num_generations, stop_token_ids=stop_ids, **same)
 
 
 def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None = None) -> PromptLimit:
-    """The most tokens a prompt may have beside a completion: what holds both is the model's and a teacher's context, a
-    micro-batch and the cache, and `task.max_prompt_length` may ask for less."""
+    """The most tokens a prompt may have. Prompt and completion together must fit the context of the model and of a
+    teacher, a micro-batch and the KV cache; `task.max_prompt_length` may set a lower limit."""
     completion, page = config.max_response_length, config.generator.page_size
     what = "sampling.max_completion_length" if config.task.turns == 1 else "task.max_response_length"
     budget = config.trainer.max_tokens_per_micro_batch
@@ -400,9 +401,9 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
 
 
 def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world: World = ONE) -> None:
-    """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template. What was
-    there before stays until it is whole. Every rank of `world` calls it and writes the weights that are `held`; by
-    default one process writes the model's own."""
+    """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template. An
+    existing folder is replaced only once the new one is complete. Every rank of `world` calls this and writes the
+    weights that it has `held`; by default those of the model."""
     from ..models.hf.export import Export, put_in_place, staged
     from ..models.tokenizer import save_tokenizer
 

@@ -18,11 +18,11 @@ _OF_EXPERTS = (
 class Certificate:
     """What a run's parity check covered, written to `parity.json` after every step.
 
-    Every completion token of every rollout, groups without a reward included, is compared by the step's first update:
-    the two log-probabilities that the generator recorded against those of the computation that trains, as 32-bit words;
-    of a mixture of experts also which experts the token was drawn after, of every layer and slot in order, by a digest.
-    What counts those, and the prompts' tokens, which take gradients too, is None without experts. `logprob_diff_max` is
-    NaN when any of the log-probabilities was.
+    The step's first update compares every completion token of every rollout, including groups without a reward: the two
+    log-probabilities that the generator recorded against those of the computation that trains, as 32-bit words. For a
+    mixture of experts it also compares a digest of the experts chosen before the token was drawn, of every layer and
+    slot in order, and does so for the prompts' tokens too, since they receive gradients; these counts are None for
+    other models. `logprob_diff_max` is NaN if any of the log-probabilities was.
     """
 
     mode: str
@@ -60,5 +60,5 @@ class Certificate:
 
 
 def without_experts(record: dict[str, Any]) -> dict[str, Any]:
-    """The record, without what only a mixture of experts has if it is not one."""
+    """The record without the counts of a mixture of experts where they are None."""
     return {name: value for name, value in record.items() if name not in _OF_EXPERTS or value is not None}

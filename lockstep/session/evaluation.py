@@ -38,7 +38,8 @@ class Measure(NamedTuple):
 
 @dataclass(frozen=True)
 class Played:
-    """What an environment is played with, as a `TrainingSession` is; `sampling` is what may be asked for."""
+    """What an environment is played with, under the names of `TrainingSession`; `sampling` bounds what may be asked
+    for."""
 
     config: RunConfig
     world: World
@@ -53,7 +54,8 @@ class Played:
 def measured(
     config: RunConfig, by: Measure, serving: Callable[[Played], AbstractContextManager[Any]], progress: IO[str] | None
 ) -> dict[str, Any]:
-    """`run.evaluate.evaluate`. Within `serving` environments are played that live elsewhere."""
+    """The body of `run.evaluate.evaluate`. Problems are played inside the context `serving`, so that environments in
+    other processes can connect."""
     n, k, temperature, pass_reward, pass_threshold = by
     config = validate(yaml_file.checked(config))
     refuse(n < 1, f"n is {n}; it must be at least 1")
@@ -104,7 +106,7 @@ def measured(
 
         def sampler(prompt_ids: list[list[int]], _: list[SamplingParams]) -> Sampler:
             alone = world.size == 1 and environment.begin_together
-            begun = map(len, prompt_ids) if alone else ()  # perhaps not as the problems say
+            begun = map(len, prompt_ids) if alone else ()  # the environment may begin with other prompts
             made = engine(max(longest, *begun, 0))
             return _Reporting(made, progress, sequences if config.task.turns == 1 else 0) if world.leads else made
 
@@ -118,7 +120,7 @@ def measured(
             Played(config, world, environment, llm.policy, planned, allowed, llm.context, limits.prompt_tokens)
         ):
             groups, _, counts = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
-            if environment is not SingleTurn:  # what is measured of them may be of their words
+            if environment is not SingleTurn:  # its metrics may read the text of the turns
                 Holders(world).bring_to_first(groups)()
             played = world.from_first(lambda: metrics_of(environment, [r for group in groups for r in group.rollouts]))
     found = list(dict.fromkeys(name for group in groups for r in group.rollouts for name in r.rewards))
@@ -130,7 +132,7 @@ def measured(
 
 
 class _Reporting:
-    """An engine that says on `progress`, now and then, how many completions are finished, of `total` if not 0."""
+    """An engine that reports the number of finished completions to `progress` now and then, with `total` if not 0."""
 
     def __init__(self, engine: Engine, progress: IO[str] | None, total: int) -> None:
         self._engine, self._progress, self._total = engine, progress, total
@@ -138,7 +140,7 @@ class _Reporting:
         self.add_request, self.abort = engine.add_request, engine.abort
 
     def advance(self) -> Sequence[NewTokens]:
-        """As `Engine.advance`. Raises `NonFiniteError` for log-probabilities that are no numbers."""
+        """As `Engine.advance`. Raises `NonFiniteError` for log-probabilities that are not finite."""
         grown = self._engine.advance()
         for one in grown:
             if one.completion is not None:
@@ -146,7 +148,7 @@ class _Reporting:
                 self._finished += 1
         if self._progress is not None and time.monotonic() - self._said > _SECONDS_A_REPORT:
             self._said = time.monotonic()
-            of = f" of {self._total}" * bool(self._total)  # of turns nobody knows how many there will be
+            of = f" of {self._total}" * bool(self._total)  # the number of turns is not known in advance
             print(f"{self._finished}{of} completions", file=self._progress, flush=True)
         return grown
 
@@ -176,7 +178,7 @@ def _measures(
         "pass_threshold": threshold,
         "response_length/mean": mean(c.length for c in completions),
         "response_length/clip_ratio": mean(float(c.cut_off) for c in completions),
-        "per_problem": [  # what pass@k is made of, by place in the data
+        "per_problem": [  # the counts behind pass@k, in the order of the data
             {"problem": g.group, "n": len(row), "passed": None if None in row else passed}
             for g, row in zip(groups, scored, strict=True)
             for passed in [sum(v is not None and v >= threshold for v in row)]
@@ -185,15 +187,15 @@ def _measures(
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """The chance that one of k completions passes, estimated without bias from `passed` of `n`: 1 - C(n - c, k) / C(n,
-    k) (Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1)."""
+    """An unbiased estimate, from c = `passed` of `n` completions, of the probability that at least one of k passes:
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1)."""
     assert 0 <= passed <= n and 1 <= k <= n
     return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
 
 
 def wilson_interval(rate: float, problems: int) -> tuple[float, float]:
-    """The 95 % score interval (Wilson 1927) of a mean over problems of values between 0 and 1, which vary at most as
-    much as values of 0 and 1 with the same mean. It covers the choice of problems and the sampling."""
+    """The 95 % score interval (Wilson 1927) for a mean over problems of values between 0 and 1. Such values vary at
+    most as much as binary ones with the same mean. It covers both the choice of problems and the sampling."""
     z2 = Z95**2 / problems
     centre = (rate + z2 / 2) / (1 + z2)
     half = Z95 / (1 + z2) * math.sqrt(max(0.0, rate * (1 - rate)) / problems + z2 / (4 * problems))
@@ -201,7 +203,7 @@ def wilson_interval(rate: float, problems: int) -> tuple[float, float]:
 
 
 def normal_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean plus and minus 1.96 standard errors over problems; infinitely wide for a single one."""
+    """Mean plus and minus 1.96 standard errors over problems; infinitely wide for a single problem."""
     half = Z95 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return mean(values) - half, mean(values) + half
 

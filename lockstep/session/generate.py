@@ -1,4 +1,4 @@
-"""A model folder to generate with: what `lockstep generate`, `eval` and `chat` stand on."""
+"""Generation with a model folder, the basis of `lockstep generate`, `eval` and `chat`."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from .text.tool_calls import Tool
 from .warm_up import make_ready, prepare_machine, warn_if_slow
 
 T = TypeVar("T")
-Prompt = str | list[dict[str, Any]] | list[int]  # text as it is, chat messages through the model's template, token ids
+Prompt = str | list[dict[str, Any]] | list[int]  # plain text, chat messages for the model's template, or token ids
 
 
 @dataclass(frozen=True)
 class Piece:
-    """New text of sample `sample` of prompt `prompt`; with the last piece comes its completion."""
+    """New text of one sample of a prompt; its last piece brings the completion."""
 
     prompt: int
     sample: int
@@ -57,10 +57,10 @@ class Piece:
 class LLM(Session):
     """A language model in its compute dtype on its device, with its tokenizer and an engine that grows on demand.
 
-    Steps run as captured graphs where `compile` says so. `close`, or leaving a `with` block, frees them and the cache;
-    a later call makes them anew. Under `torchrun` every process makes one and calls the same methods with the same
-    arguments; prompts are dealt to groups of `parallel.generator_tp` processes. `close` leaves the others, and a later
-    call joins them again.
+    Steps run as captured graphs where `compile` says so. `close`, or leaving a `with` block, frees the graphs and the
+    KV cache; a later call makes them anew. Under `torchrun` every process makes an `LLM` and calls the same methods
+    with the same arguments; prompts are dealt to groups of `parallel.generator_tp` processes. `close` leaves the other
+    processes, and a later call joins them again.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class LLM(Session):
         compile: CompileConfig | None = None,
         parallel: ParallelConfig | None = None,
     ) -> None:
-        """Load a Hugging Face folder or hub id; `seed` is of sampling, `chat_template_kwargs` go to the chat template
-        (`{"enable_thinking": False}`), attention, its mask and `compile` are as in `RunConfig` (by default CUDA graphs
-        on a GPU, none on a CPU), and of `parallel` what generates (`generator_tp`, `timeout`). Raises `InputError` when
-        the model cannot be used, or settings do not go together."""
+        """Load a Hugging Face folder or hub id. `seed` is the default for sampling, `chat_template_kwargs` are passed
+        to the chat template (`{"enable_thinking": False}`), attention, its mask and `compile` are as in `RunConfig` (by
+        default CUDA graphs on a GPU, none on a CPU), and `parallel` may set `generator_tp` and `timeout`. Raises
+        `InputError` if the model cannot be used or settings contradict each other."""
         compile = given_or_default("compile", compile, CompileConfig)
         parallel = given_or_default("parallel", parallel, ParallelConfig)
         check_generation(compile)
@@ -96,11 +96,11 @@ class LLM(Session):
             variables = {} if chat_template_kwargs is None else chat_template_kwargs
             self.policy.set_variables(variables, "chat_template_kwargs")
             warn_if_slow(self)
-            prepare_machine(self)  # there is no check here: nothing is compared with a trainer
+            prepare_machine(self)  # not checked: there is no trainer to compare with
             self._joined, self._left = joined.pop_all(), False
         self._engine: Engine | None = None
-        self._room = (0, 0)  # sequences and tokens a sequence that the engine was planned for
-        self._warm: dict[tuple[bool, bool], bool] = {}  # kinds of sampling with graphs, and whether these group rows
+        self._room = (0, 0)  # the sequences, and tokens per sequence, that the engine was planned for
+        self._warm: dict[tuple[bool, bool], bool] = {}  # kinds of sampling with graphs, and whether those group rows
 
     def __enter__(self) -> LLM:
         return self
@@ -122,11 +122,11 @@ class LLM(Session):
             self.runtime.close()
             self.renew()
         if had:
-            gc.collect()  # programs and what runs them refer to one another, and to the cache
+            gc.collect()  # programs and runtime form reference cycles, which hold the cache
 
     @property
     def context(self) -> int:
-        """Tokens that a prompt and its completion may have together."""
+        """The most tokens a prompt and its completion may have together."""
         return self.policy.model.config.max_position_embeddings
 
     def generate(
@@ -136,11 +136,11 @@ class LLM(Session):
         *,
         seed: int | None = None,
     ) -> list[list[Trajectory]]:
-        """For each prompt its `sampling.n` completions; one prompt may stand alone: text, chat messages, or token ids.
-        Sampling is that of all prompts, or a list of each one's. Equal seeds give equal tokens, whatever else is in the
-        batch; `seed` stands in for the model's. Raises `InputError` for sampling parameters out of range and for a
-        prompt that is empty or does not fit the model's context, and `NonFiniteError` when the model's outputs are no
-        numbers."""
+        """The `sampling.n` completions of each prompt. `prompts` is a list, or one prompt: text, chat messages or token
+        ids. `sampling` applies to all prompts, or is a list with one for each. Equal seeds give equal tokens, whatever
+        else is in the batch; `seed` overrides the one given at construction. Raises `InputError` for sampling
+        parameters out of range and for a prompt that is empty or does not fit the model's context, and `NonFiniteError`
+        if a log-probability is not finite."""
         with self.together():
             requests, engine = self._asked(prompts, SamplingParams() if sampling is None else sampling, seed)
             own = requests.share(self.world)
@@ -162,8 +162,8 @@ class LLM(Session):
         *,
         seed: int | None = None,
     ) -> Generator[Piece, None, None]:
-        """As `generate`, a piece at a time as text appears; all prompts run at once, so their pieces interleave. What
-        other groups of processes complete comes in one piece a sample, at the end. The pieces of a sample add up to its
+        """As `generate`, yielding text as it appears; all prompts run at once, so their pieces interleave. Samples of
+        other groups of processes arrive at the end, as one piece each. The pieces of a sample concatenate to its
         completion's text. Closing the iterator stops the generation."""
         with self.together():
             requests, engine = self._asked(prompts, SamplingParams() if sampling is None else sampling, seed)
@@ -196,20 +196,20 @@ class LLM(Session):
         tools: Sequence[Tool | Callable[..., Any]] = (),
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[list[Trajectory]]:
-        """As `generate`, of one conversation or several, as OpenAI's interface has them. The model's chat template
-        shows the tools, schemas or functions with type hints and a docstring, and has these variables beside those of
-        the model. `message` gives an answer with its calls."""
+        """As `generate`, for one conversation or several in the format of OpenAI's API. The chat template is given
+        `tools` (schemas, or functions with type hints and a docstring) and `chat_template_kwargs` in addition to those
+        of the constructor. `message` turns a completion into an answer with its tool calls."""
         several = isinstance(messages, (list, tuple)) and messages and not isinstance(messages[0], Mapping)
         asked = {f"messages[{i}]": each for i, each in enumerate(messages)} if several else {"messages": messages}
         more = {} if chat_template_kwargs is None else chat_template_kwargs
         check_variables(self.policy.tokenizer.chat_template, more, "chat_template_kwargs", BESIDE_TOOLS)
         shown = _schemas(tools)
-        self.policy.tokens_with(shown)  # which refuses tools where the template teaches no calls
+        self.policy.tokens_with(shown)  # raises if there are tools and the template has no known form of calls
         prompts = [self.policy.encode(checked_messages(each, where), shown, more) for where, each in asked.items()]
         return self.generate(prompts, sampling, seed=seed)
 
     def message(self, completion: Trajectory, tools: Sequence[Tool | Callable[..., Any]] = ()) -> Message:
-        """The chat message that a completion is, with `tool_calls` where it calls these tools."""
+        """The completion as a chat message, with `tool_calls` if it calls any of these tools."""
         return self.policy.tokens_with(_schemas(tools)).said(completion.turns[-1]).message
 
     def _pieces(self, engine: Engine, requests: Requests) -> Iterator[Piece]:
@@ -223,7 +223,7 @@ class LLM(Session):
                 yield Piece(prompt, sample, piece, completion)
 
     def _while_watched(self, grown: Iterator[T], engine: Engine) -> Iterator[T]:
-        """The same, with other processes waited for while the engine works, and not while whoever takes it does."""
+        """The same items. Deadlines for the other processes run while the engine works, not while the consumer does."""
         ended = object()
         while True:
             with self.world.watched(GENERATING) as engine.launched:
@@ -234,23 +234,23 @@ class LLM(Session):
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Within, this process is among the others, which it may have left."""
+        """A context in which this process has joined the others, again if it had left them."""
         if self._left:
             self.world, self._left = self._joined.enter_context(together(self._given)), False
-            if self.world.size > 1:  # graphs are made with these
+            if self.world.size > 1:  # the runtime makes graphs with the new world
                 self.renew()
         with self.world.peers():
             yield
 
     def _asked(self, *asked: Any) -> tuple[Requests, Engine]:
-        """The requests, the same on every rank, and an engine that is ready for a rank's share of them."""
+        """The requests, the same on every rank, and an engine that is ready for this rank's share of them."""
         requests = self.world.each(lambda: self._requests(*asked))
         digest = hashlib.sha256(repr(requests).encode()).hexdigest
         self.world.same("the processes that generate", lambda: {"the hash of prompts and sampling": digest()})
         return requests, self.world.each(lambda: self.engine(*requests[:2]))
 
     def _share(self, prompts: int) -> Sequence[int]:
-        """Which of so many prompts this rank completes, with those that it generates together with."""
+        """The indices of the prompts that this rank's group completes."""
         return self.world.generator.fsdp.own(range(prompts))
 
     def engine(self, prompt_ids: list[list[int]], sampling: list[SamplingParams]) -> Engine:
@@ -263,10 +263,10 @@ class LLM(Session):
         return self._ready(engine, sampling)
 
     def engine_for(self, sequences: int, tokens: int, kinds: Sequence[SamplingParams] = ()) -> Engine:
-        """An engine with room for so many sequences at once, of so many tokens each with its prompt; the last one, with
-        its cached prefixes, if it has that. Room is planned in powers of two, so that it seldom grows and stored graphs
-        fit; graphs are made for that room and these kinds of sampling. Requests that come later have the bits that
-        `generate` gives them. Raises `InputError` while a stream is open."""
+        """An engine with room for `sequences` at once, of `tokens` each, prompt included. The current engine, with its
+        cached prefixes, is reused if it has that room. Room is planned in powers of two, so that it seldom grows and
+        stored graphs can be reused; graphs are made for that room and these kinds of sampling. Later requests get the
+        same bits as from `generate`. Raises `InputError` while a stream is open."""
         return self._ready(self._with_room(sequences, tokens), kinds)
 
     def _with_room(self, sequences: int, tokens: int) -> Engine:
@@ -274,14 +274,14 @@ class LLM(Session):
             raise InputError("a stream of this model is still open; read it to its end or close it first")
         if self._engine is None or sequences > self._room[0] or tokens > self._room[1]:
             room = max(_power_of_two(sequences), self._room[0]), max(_power_of_two(tokens), self._room[1])
-            self._free()  # the last one's cache is freed before the next one is planned
+            self._free()  # the old cache, before the new one is planned
             capacity = self.cache_tokens(room[0], min(room[1], self.context))  # the engine refuses what exceeds that
             self._engine, self._room = self.new_engine(capacity), room
         return self._engine
 
     def _ready(self, engine: Engine, kinds: Sequence[SamplingParams]) -> Engine:
-        """Make the engine's graphs for these kinds of sampling; a mix of kinds, and so many tokens at once as no
-        request has yet brought, are captured when they come."""
+        """Make the engine's graphs for these kinds of sampling. A mix of kinds, or more tokens at once than in any
+        request so far, is captured when it first occurs."""
         sequences, tokens = self._room[0], min(self._room[1], self.context)
         for params in kinds if self.runtime.compiles else ():
             kind = params.truncated, params.temperature == 0
@@ -344,13 +344,13 @@ def require_numbers(prompt: int, completion: Trajectory) -> None:
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    """One prompt, text or messages or token ids, as a list of one; several as they are."""
+    """A list of prompts; one prompt (text, messages or token ids) becomes a list of one."""
     alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (dict, int)))
     return [prompts] if alone else list(prompts)
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raise `InputError` naming the first of the parameters that is out of range, and for what is no parameters."""
+    """Raise `InputError` naming the first parameter that is out of range, or if `sampling` is of another type."""
     if not isinstance(sampling, SamplingParams):
         kind = type(sampling).__name__
         raise InputError(f"sampling is of type {kind}; it must be SamplingParams, or a list with one for each prompt")

@@ -1,8 +1,8 @@
-"""Words that say which arithmetic a process has: what its operators make of fixed inputs, as hashes.
+"""Golden words: hashes of what a process's operators give for fixed inputs, which identify its arithmetic.
 
-A version or the name of a CPU's capability says less: other libraries may compute the same words, and a setting
-(`ONEDNN_MAX_CPU_ISA`) may change them where all names stay. Inputs are whole numbers times powers of two, so that
-making them rounds nothing and depends on no library.
+They say more than a version or the name of a CPU capability: different libraries may compute the same words, and a
+setting (`ONEDNN_MAX_CPU_ISA`) may change them while every name stays the same. Inputs are integers times powers of
+two, so that making them involves no rounding and depends on no library.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from ..models.families import family_of
 from ..models.init import architecture
 from ..ops.linear import choice as linear_choice
 
-GRADIENT_NORM = "gradient norm"  # runs that lack this word had one of float32 additions
+GRADIENT_NORM = "gradient norm"  # runs without this word computed the norm by float32 additions
 _DECODER = replace(architecture("tiny"), num_layers=2)
-_ODD = replace(_DECODER, vocab_size=509, hidden_size=131, intermediate_size=395)  # rows that fill no whole vectors
-_ROWS, _DEPTH, _TOKENS = 17, 512, 75  # a shared prompt and the rest of two sequences, longer than a tile of keys
+_ODD = replace(_DECODER, vocab_size=509, hidden_size=131, intermediate_size=395)  # rows with a vector remainder
+_ROWS, _DEPTH, _TOKENS = 17, 512, 75  # tokens: two sequences that share a prefix, longer than a tile of keys
 
 
 def arithmetic(device: torch.device, dtype: torch.dtype, config: ModelConfig) -> dict[str, Any]:
-    """What tells the arithmetic of a process: the build of its C library, and its words."""
+    """What identifies the arithmetic of a process: the build of its C library, and its golden words."""
     return {"c_library": ops.cpu_build(), "words": words(device, dtype, config)}
 
 
 def words(device: torch.device, dtype: torch.dtype, config: ModelConfig = _DECODER) -> dict[str, str]:
-    """What each kind of computation gives on this device in this compute dtype, 16 hexadecimal digits each. On a CPU,
-    where every library chooses its instructions anew in each process, also gradients of whole decoders, among them one
-    of each kind that `config` is, and drawn tokens."""
+    """A hash for each kind of computation on this device in this compute dtype, 16 hexadecimal digits each. On a CPU,
+    where libraries choose their instructions in each process, this includes sampled tokens and gradients of whole
+    decoders, among them those that the family of `config` names (`Family.golden`)."""
     used = set(linear_choice.used)
     with torch.no_grad():
         found = {name: _hash(tensors) for name, tensors in _results(device, dtype)}
         if device.type == "cpu":
             found |= {name: _hash(tensors) for name, tensors in _cpu_results(dtype, config)}
-    linear_choice.used.intersection_update(used)  # of what is launched here, the run need not launch anything
+    linear_choice.used.intersection_update(used)  # forget the kernels used here: the run may not use them
     return found
 
 
@@ -62,7 +62,7 @@ def _results(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tu
     squares = ops.square_sums(_fixed(5 * ops.SQUARES_BLOCK, seed=101).to(device))
     yield GRADIENT_NORM, (ops.root_of_sum(ops.exact_sum(squares)),)
     found = _scored(_filled(_DECODER, dtype, device), device)
-    yield "log", (found.logprob_C, found.entropy_C)  # under filters, of sums and their logarithms
+    yield "log", (found.logprob_C, found.entropy_C)  # with filters: sums and their logarithms
     yield "decoder", (found.model_logprob_C,)
 
 
@@ -72,15 +72,15 @@ def _cpu_results(dtype: torch.dtype, config: ModelConfig) -> Iterator[tuple[str,
     for name, decoder in kinds.items():
         model = _filled(decoder, dtype)
         if name == "windows":
-            model.masks = Masks(decoder.windows)  # by flex, as when runs began to keep this word
+            model.masks = Masks(decoder.windows)  # computed by flex, as it was when this word was introduced
         yield name, _gradients(model)
     x = _fixed(_ROWS, 2 * _DEPTH + 5, seed=96)
-    yield "sums", (x.sum(), x.sum(-1), x.sum(-1, dtype=torch.float64), x.softmax(-1), x.exp())  # float32 in any dtype
+    yield "sums", (x.sum(), x.sum(-1), x.sum(-1, dtype=torch.float64), x.softmax(-1), x.exp())  # x is always float32
     yield "sample", _sample(dtype)
 
 
 def _fixed(*shape: int, seed: int) -> Tensor:
-    """Numbers of 16 bits between -1 and 1, times a power of two between 1/16 and 8; float32 on the CPU."""
+    """16-bit numbers between -1 and 1, times powers of two between 1/16 and 8; float32 on the CPU."""
     count = torch.Size(shape).numel()
     mixed = (torch.arange(1, count + 1) + 1_000_003 * seed) * 2_654_435_761  # Knuth's multiplicative hash
     mixed ^= mixed >> 15
@@ -89,15 +89,16 @@ def _fixed(*shape: int, seed: int) -> Tensor:
 
 
 def _cancel(x_RK: Tensor, weight_NK: Tensor) -> None:
-    """Leave rounding errors alone of every second row's products, so that each change of an order shows in bfloat16."""
-    order = torch.arange(_DEPTH) * 197 % _DEPTH  # 197 is odd: each once
+    """Make every second row's exact products zero, so that only rounding errors are left and any change of the order
+    of summation shows even in bfloat16."""
+    order = torch.arange(_DEPTH) * 197 % _DEPTH  # a permutation, since 197 is odd
     first, second = order[: _DEPTH // 2], order[_DEPTH // 2 :]
     weight_NK[:, second] = weight_NK[:, first]
     x_RK[::2, second] = -x_RK[::2, first]
 
 
 def _layout(device: torch.device) -> ops.Packed:
-    """Two sequences; the second begins with the first 5 tokens of the first."""
+    """Two packed sequences; the second begins with the first 5 tokens of the first."""
     numbers = [0, _TOKENS - 9, _TOKENS], [0, 0], [0, 5]
     ends, start, length = (torch.tensor(n, dtype=torch.int32, device=device) for n in numbers)
     return ops.Packed(ends, start, length, max_len=_TOKENS)
@@ -110,7 +111,7 @@ def _attention(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def _update(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Weights and moments after one update, and the sums of squares that gradients are clipped by."""
+    """Sums of squares of gradients (as for clipping), and weights, masters and moments after one update."""
     count = 3 * ops.SQUARES_BLOCK + 5
     grad, master, first, second = (_fixed(count, seed=seed).to(device) for seed in (7, 8, 9, 10))
     second.abs_()
@@ -125,7 +126,7 @@ def _update(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _gradients(model: Decoder) -> tuple[Tensor, ...]:
-    """Of each parameter, of a sum of weighted exponentials and squares of both log-probabilities; on the CPU."""
+    """All parameters' gradients of a weighted sum of exponentials and squares of both log-probabilities, on the CPU."""
     with torch.enable_grad():
         found = _scored(model, torch.device("cpu"))
         weights = _fixed(_TOKENS, seed=99)
@@ -134,8 +135,8 @@ def _gradients(model: Decoder) -> tuple[Tensor, ...]:
 
 
 def _head_gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Of hidden states and the head, on the CPU. Every hidden state comes again with a loss of the other sign, so that
-    of the head's gradient rounding errors alone are left: each change of an order shows in bfloat16, too."""
+    """Gradients of hidden states and the head, on the CPU. Every hidden state appears twice, with losses of opposite
+    sign, so that the head's gradient is rounding errors alone and any change of order shows even in bfloat16."""
     hidden, weight = (_fixed(n, 131, seed=n).to(dtype).requires_grad_() for n in (2 * _ROWS, 257))
     with torch.enable_grad():
         both = torch.cat((hidden, hidden))
@@ -147,7 +148,7 @@ def _head_gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def _sample(dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Tokens drawn with and without filters, and their log-probabilities; on the CPU."""
+    """Sampled tokens, with and without filters, and their log-probabilities, on the CPU."""
     hidden, weight = _fixed(_ROWS, 131, seed=97).to(dtype), _fixed(509, 131, seed=98).to(dtype) / 16
     keys = torch.tensor([ops.sample_key(7, 0, 3, group, 1) for group in range(_ROWS)])
     temperature, min_p = torch.full((_ROWS,), 1.5), torch.zeros(_ROWS)
@@ -165,7 +166,7 @@ def _filled(config: ModelConfig, dtype: torch.dtype, device: torch.device | str 
 
 
 def _scored(model: Decoder, device: torch.device) -> ops.TokenLogprobs:
-    """Of every token the next, which is fixed, under filters."""
+    """Log-probabilities, with filters, of each token's successor in a fixed sequence."""
     tokens = torch.arange(_TOKENS, device=device) * 37 % model.config.vocab_size
     hidden = model(tokens, torch.arange(_TOKENS, device=device), PackedAttention(_layout(device), model.masks))
     temperature, top_p, min_p = (torch.full((_TOKENS,), number, device=device) for number in (0.7, 0.9, 0.01))

@@ -1,4 +1,4 @@
-"""Lists of the kernels that a start needed, by which the next loads them, if it can while it reads the weights."""
+"""Lists of the kernels that a start needed. The next start loads them from its list, if possible beside the weights."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from ..cache import fingerprint, user_folder
 from ..config import RunConfig
 from ..timings import Timings
 
-KEPT = 64  # lists; and as many notes of which one a configuration last needed
+KEPT = 64  # lists, and as many notes of which list a configuration last needed
 
 
 def kernel_list(*about: object) -> Path:
-    """Where the kernels of a start that depends on these are listed. A list that is wrong costs time alone."""
+    """The path of the list of kernels of a start that depends on `about`. A wrong list costs only time."""
     return _folder() / f"{fingerprint.key(*about)}.json"
 
 
 def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) -> Callable[[], Path | None]:
-    """Begin to load, on other threads, what the last start with this resolved configuration needed; several `ranks`
-    agree on what they load, later. The list is found by more than is known before the weights are read, so whether it
-    was the right one shows later, and what goes wrong is left to the start that needs the kernels. What is returned
-    is to be called before anything is launched: it waits, and gives the path of the list, or None for no kernels."""
+    """Begin to load, on another thread, the kernels that the last start with this resolved configuration needed; with
+    several `ranks`, which load kernels later and agree on them, only hash the compiler. The key of a list needs more
+    than is known before the weights are read, so whether this was the right list shows later. Errors are left to the
+    code that needs the kernels. Call the returned function before anything is launched: it waits, and returns the
+    path of the list, or None if no kernels were loaded."""
     if device != "cuda" or not config.compile.chosen[0].graphs:
         return lambda: None
     path, loading = _folder() / str(user_folder.read(_note(config))), None
@@ -51,7 +52,7 @@ def _note(config: RunConfig) -> Path:
 
 
 def of_steps(config: RunConfig) -> tuple[object, ...]:
-    """What of a run's configuration the kernels of its steps depend on, besides the model."""
+    """The parts of a run's configuration, besides the model, that the kernels of its steps depend on."""
     loss = config.loss.algorithm, config.loss.beta, config.loss.teacher
     return config.sampling, config.generator, config.trainer, config.compile, config.parity, *loss
 

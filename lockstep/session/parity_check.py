@@ -1,4 +1,4 @@
-"""`lockstep parity`: is a model's log-probability the same bits in the generator and in the trainer?"""
+"""`lockstep parity`: whether a model's log-probabilities have the same bits in the generator and in the trainer."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ CHECK_DOMAIN = 4  # sampling domain of `check_model`
 
 @dataclass(frozen=True)
 class ParityReport:
-    """The outcome of `check_model`. `max_delta` is the largest difference of either log-probability; the others are of
-    the model's own: `average_delta` the mean of trainer less generator, `logprob_diff` of its size."""
+    """The outcome of `check_model`. `max_delta` is the largest difference of either log-probability. The other
+    statistics are of the model's own log-probability: `average_delta` is the mean of trainer minus generator, and
+    `logprob_diff_*` are of its absolute value."""
 
     generator_logprobs: list[float]
     trainer_logprobs: list[float]
@@ -66,7 +67,7 @@ class ParityReport:
 
     @property
     def identical(self) -> bool:
-        """Every sampled token was compared, none differs, and there were some."""
+        """Whether there were sampled tokens, all of them were compared, and none differs."""
         different = self.tokens_different, self.tokens_not_covered, self.prompt_tokens_routed_differently
         return not any(different) and self.tokens_checked > 0
 
@@ -110,7 +111,7 @@ class ParityReport:
         )
 
 
-# Sampled with and without filters, and greedy; token `tokens` are spread over them in turn.
+# With and without filters, and greedy; prompts take these kinds of sampling in turn.
 _KINDS = (
     SamplingParams(temperature=1.0, n=8, ignore_eos=True),
     SamplingParams(temperature=0.8, top_p=0.95, n=8, ignore_eos=True),
@@ -118,7 +119,7 @@ _KINDS = (
     SamplingParams(temperature=0.0, n=1, ignore_eos=True),
 )
 _COMPLETION = 64
-_MOST_TOKENS = 10_000_000  # days on a CPU; all completions are held at once
+_MOST_TOKENS = 10_000_000  # takes days on a CPU; all completions are held in memory at once
 
 
 def check_model(
@@ -134,13 +135,13 @@ def check_model(
 ) -> ParityReport:
     """Generate at least `tokens` tokens from random prompts and score them with the trainer's computation.
 
-    Prompts have many lengths; sampling is plain, truncated and greedy in turn, several samples a prompt. Where
-    `compile` captures (by default on a GPU) the generator's graphs are compared with the one that trains; elsewhere the
-    model is called by both. Raises `InputError` for a number out of range, settings that do not go together, and a
-    model that cannot be loaded.
+    Prompts vary in length; sampling is plain, truncated and greedy in turn, with several samples per prompt unless
+    greedy. Where `compile` captures graphs (by default on a GPU), the generator's graphs are compared with the one that
+    trains; elsewhere both roles call the model. Raises `InputError` for a number out of range, contradictory settings,
+    and a model that cannot be loaded.
 
-    Under `torchrun` every process calls it, with the same arguments, and returns the report of all: prompts are dealt
-    to groups of `parallel.generator_tp` processes, and what was generated to groups of `parallel.tp`.
+    Under `torchrun` every process calls this with the same arguments and returns the report on all of them: prompts are
+    dealt to groups of `parallel.generator_tp` processes, and their completions to groups of `parallel.tp`.
     """
     for name, value, low, high in (("tokens", tokens, 1, _MOST_TOKENS), ("seed", seed, 0, MAX_SEED)):
         if type(value) is not int or not low <= value <= high:
@@ -207,8 +208,8 @@ def _generated(
     shape: BatchShape,
     trained: list[SamplingParams],
 ) -> list[list[Trajectory]]:
-    """The prompts' completions, by an engine that goes when they are there. Before, the graphs of both roles are made,
-    the trainer's for `shape` and the kinds of sampling `trained`, and held to eager's bits."""
+    """The prompts' completions, from an engine that is freed on return. First the graphs of both roles are made (the
+    trainer's for `shape` and the kinds of sampling `trained`) and checked against eager."""
     config, runtime, world = session.config, session.runtime, session.world
     shares = world.generator.fsdp
     longest = max(map(len, prompts)) + sampling[0].max_completion_length
@@ -244,8 +245,8 @@ def _dealt(items: Sequence[T], shares: int) -> list[list[T]]:
 def _expected(
     prompts: list[list[int]], sampling: list[SamplingParams], max_tokens: int, shards: int
 ) -> tuple[BatchShape, list[SamplingParams]]:
-    """The shape that all batches will be padded to, and a kind of sampling for each way that they are scored. Every
-    completion is as long as it may be, so both are known before there are any."""
+    """The shape that all batches will be padded to, and one kind of sampling for each way that they are scored. Both
+    are known in advance, since every completion has the full length."""
     groups = []
     for prompt, params in zip(prompts, sampling, strict=True):
         segments = [Segment(prompt), Segment([0] * params.max_completion_length, sampled=True)]
@@ -257,7 +258,7 @@ def _expected(
         shape = BatchShape(*map(max, zip(*shapes, strict=True)))
         if how.shapes == [shape]:
             break
-        how = how._replace(shapes=[shape])  # which bounds a micro-batch, so that groups may lie otherwise
+        how = how._replace(shapes=[shape])  # the shape limits a micro-batch, so groups may be packed differently
     kinds = [next(p for p in sampling if p.truncated == kind) for kind in sorted({b.truncated for b in drafts})]
     return shape, kinds
 

@@ -1,4 +1,4 @@
-"""Making the graphs of a run ahead of it, and keeping them for the runs to come."""
+"""Making and storing a run's graphs ahead of time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .warm_up import warm_up
 
 
 def precompile(config: RunConfig) -> dict[str, Any]:
-    """Do what `lockstep train` does before its first step, and tell what became of each graph: the model is loaded and
-    its graphs are made or loaded, recorded and checked, which also compiles the kernels. Under `torchrun` every process
-    calls it; the first keeps the graphs, and all return what it found. `InputError`: this configuration captures
-    nothing; `LockstepError`: a graph is not what eager is, or the cache folder cannot be written."""
+    """Do what `lockstep train` does before its first step, and report the outcome for each graph: load the model, make
+    or load its graphs, record them and check them, which also compiles the kernels. Under `torchrun` every process
+    calls this; the first stores the graphs, and all return its report. Raises `InputError` if the configuration has no
+    graphs to store, and `LockstepError` if a graph differs from eager or the cache folder cannot be written."""
     with together(config) as world:
         return _precompiled(world.each(lambda: _checked(resolve(config, world.size))), world)
 
@@ -77,13 +77,13 @@ def _precompiled(config: RunConfig, world: World) -> dict[str, Any]:
     }
 
 
-_REASONS = 8  # that are shown of one graph
+_REASONS = 8  # shown for one graph at most
 _OUTCOMES = {"loaded": "reused", "refused": "refused", "absent": "made"}
 
 
 def _kept(store: Store) -> list[dict[str, Any]]:
-    """Each graph that was looked for, what became of it, and the bytes that are kept of it; `refused` ones were made
-    anew. Raises `LockstepError` where one could not be written."""
+    """Each graph that was looked up, its outcome and its stored size in bytes; `refused` ones were made anew. Raises
+    `LockstepError` if one could not be written."""
     graphs = [
         asdict(found) | {"outcome": _OUTCOMES[found.outcome], "bytes": store.size(found.file)}
         for found in store.lookups

@@ -1,4 +1,4 @@
-"""The processes that torchrun started, for as long as they do something together."""
+"""The processes that torchrun started, while they work together."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..types import SampleIdentity, SamplingParams
 from .build import resolve_device
 
 T = TypeVar("T")
-GENERATING = "a launch of the generator"  # what is done, where others are waited for
+GENERATING = "a launch of the generator"  # names what is waited for
 
 
 @contextlib.contextmanager
 def together(config: RunConfig) -> Iterator[World]:
-    """This process among the others, which are given the same configuration; one by itself without them. In the end
-    they leave together. `InputError`: they do not fit `config.parallel`, or one has another configuration or other
-    models; `PeerLost`: one did not come, or is gone."""
+    """Join the other processes, which are given the same configuration; without torchrun, a process alone. They leave
+    together at the end. Raises `InputError` if their number does not fit `config.parallel` or one has a different
+    configuration, model or code, and `PeerLost` if one did not join or is lost."""
     machine.own_gpu()
     with machine.told("joining the other processes"):
         world = join(config.parallel, resolve_device(config.device).type)
@@ -30,7 +30,7 @@ def together(config: RunConfig) -> Iterator[World]:
         with world.peers():
             world.same("the processes of this run", lambda: _code(config) | _models(config) | yaml_file.flat(config))
             yield world
-    except GeneratorExit:  # nobody closed it, and this process ends
+    except GeneratorExit:  # the context was not closed, and this process is ending
         raise
     except BaseException:
         world.close(failed=True)
@@ -39,21 +39,21 @@ def together(config: RunConfig) -> Iterator[World]:
 
 
 def _models(config: RunConfig) -> dict[str, str]:
-    """What tells the files of the models that are read from others."""
+    """What identifies the files of the models that are read."""
     given = {"model": config.model, "loss.teacher": config.loss.teacher}
     return {f"{field} {m}: {name}": of for field, m in given.items() if m for name, of in glances(m).items()}
 
 
 def _code(config: RunConfig) -> dict[str, str]:
-    """What computes: the package's source files and the libraries, which an installation on another host may not have
-    alike; steps of other code would be added up as if they were those of this one."""
+    """What identifies the code that computes: the package's source files and the libraries. An installation on another
+    host may differ, and its gradients would silently be added to those of this one."""
     found = {name: fingerprint.version(name) for name in ("transformers", "tokenizers", "datasets")}
     found |= fingerprint.origin(resolve_device(config.device).type)
     return {"the hash of lockstep's source files": found.pop("sources"), **found}
 
 
 class Requests(NamedTuple):
-    """Prompts, with how each is sampled and what keys its random numbers."""
+    """Prompts, with their sampling parameters and the identities that key their random numbers."""
 
     prompt_ids: list[list[int]]
     sampling: list[SamplingParams]
@@ -65,7 +65,7 @@ class Requests(NamedTuple):
 
 
 def of_all(world: World, completed: Callable[[], Sequence[T]]) -> list[T]:
-    """What all ranks `completed`, each of its share of some requests (`Requests.share`), by request."""
+    """What all ranks `completed`, each its share of the requests (`Requests.share`), in the order of the requests."""
 
     def told() -> Sequence[T]:
         found = completed()

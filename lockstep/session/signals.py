@@ -1,4 +1,4 @@
-"""Signals that ask a process to end, as exceptions, so that a run leaves its summary and report before it goes."""
+"""Signals that ask a process to end, as exceptions, so that a run writes its summary and report before it ends."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 _ASKED_TO_END = (signal.SIGTERM, signal.SIGHUP)
-_ONE = 0.5  # seconds in which signals are one: a terminal's Ctrl-C reaches a launcher as well, which passes it on
-_ON_ITS_WAY = 0.005  # seconds between processes that a launcher sends a signal one after another
-_SOON = 2.0  # seconds that a main thread which is to end has to be back from a collective or a device
+_ONE = 0.5  # seconds within which signals count as one: the launcher also receives a Ctrl-C, and forwards it
+_ON_ITS_WAY = 0.005  # seconds that a launcher may take to signal one process after another
+_SOON = 2.0  # seconds that the main thread has to return from a collective or the device when it must end
 INTERRUPTED = 128 + signal.SIGINT  # the exit code of a command that Ctrl-C ended
 _received: list[signal.Signals] = []
 
 
 def interrupts_in_imports() -> None:
-    """Of a command, from its first line: Ctrl-C while a module is imported ends the process at once. There it must not
-    raise: what it interrupts may drop the exception (torch does), or leave half a module behind. Out of imports it
-    raises `KeyboardInterrupt`, as `ended_by_signals` does once more. Where Ctrl-C is ignored it stays so."""
+    """Make Ctrl-C end the process at once while a module is being imported; a command calls this first. It must not
+    raise there: the interrupted code may drop the exception (torch does) or leave half a module behind. Outside imports
+    it raises `KeyboardInterrupt`, which `ended_by_signals` raises again if it was lost. An ignored Ctrl-C stays so."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
 
@@ -46,10 +46,10 @@ def _interrupted(_: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Within it, the first SIGTERM or SIGHUP raises `Terminated`, and another ends the process at once; Ctrl-C raises
-    `KeyboardInterrupt`. `raise_received` raises them once more, should they have been lost, and so does entering it for
-    a Ctrl-C that a command was sent before. What is ignored (`nohup`) or handled already stays so, and outside the main
-    thread nothing changes."""
+    """A context in which the first SIGTERM or SIGHUP raises `Terminated`, a second one ends the process at once, and
+    Ctrl-C raises `KeyboardInterrupt`. `raise_received` raises an exception again that was lost, and so does entering
+    this context after an earlier Ctrl-C. Signals that are ignored (`nohup`) or handled already stay so, and outside the
+    main thread nothing changes."""
     numbers = (*_ASKED_TO_END, signal.SIGINT)
     try:
         with handled_by(_raise, [number for number in numbers if signal.getsignal(number) in _DEFAULTS]):
@@ -61,7 +61,8 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def handled_by(handler: Handler, numbers: Iterable[int]) -> Iterator[None]:
-    """Within it `handler` is called for these signals. Outside the main thread, which alone may, nothing changes."""
+    """A context in which `handler` handles these signals. Only the main thread may set handlers; elsewhere nothing
+    changes."""
     in_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in numbers if in_main}
     try:
@@ -84,15 +85,15 @@ def _raise(number: int, _: FrameType | None) -> NoReturn:
 
 
 class Ending(NamedTuple):
-    """What a rank is asked for, as all see it (`max`): by which signal, 0 for none, and whether it came, or may have
-    reached what rewards start, before the latest step's rewards were given."""
+    """Whether a rank was asked to end: `number` is the signal, 0 for none. `spoiled`: it came before the latest step's
+    rewards were given, or close enough to have reached processes that rewards start. All ranks act on the `max`."""
 
     spoiled: bool = False
     number: int = 0
 
 
 class AskedToEnd(Exception):
-    """A step was given up before it changed anything, as the run was asked to end; with the `Ending`."""
+    """The run was asked to end (`ending`), and the step was abandoned before it changed anything."""
 
     def __init__(self, ending: Ending) -> None:
         super().__init__(ending)
@@ -103,25 +104,26 @@ class Others(Protocol):
     """The other processes of a run."""
 
     def lost(self) -> bool:
-        """Whether one is gone, so that nothing is worth waiting for."""
+        """Whether one is lost, so that waiting is pointless."""
 
     def all_end(self) -> None:
-        """They end for a signal as well."""
+        """Note that all processes are ending because of a signal."""
 
 
 class Delay:
-    """The first signal within it raises nothing for so many seconds: until then its caller looks for it between steps,
-    and where nobody did its end raises. Another one, the end of its time, or one for which nothing is worth waiting for
-    is as without it; a main thread that is not back from a collective or a device soon after that ends with the
-    process. Where `ended_by_signals` does not handle them, or for no seconds at all, nothing changes.
+    """A context in which the first signal is deferred for some seconds: the caller polls for it between steps with
+    `asked`, and leaving the context raises it if the caller did not. It raises as usual when the time is over, at a
+    second signal, or at once if another process is lost; if the main thread does not return from a collective or the
+    device soon after that, the process is ended. With 0 seconds, or for signals that `ended_by_signals` does not
+    handle, nothing changes.
 
-    A thread is told of signals through a socket, as they come: Python's handlers run when the main thread is back.
+    A thread learns of signals at once, through a socket: Python runs handlers only in the main thread, once it is back.
 
     Args:
-        seconds: alike in all processes of a run.
-        tell: called with the signal's name, from a thread, as whoever reads what it writes may not.
-        others: what is asked and told of the run's other processes.
-        last_words: called with the signal's number, from a thread, before the process is ended.
+        seconds: the same in all processes of a run.
+        tell: called with the signal's name, on a thread of its own, since its output may block.
+        others: the run's other processes.
+        last_words: called with the signal's number, on a thread of its own, before the process is ended.
     """
 
     def __init__(
@@ -132,14 +134,14 @@ class Delay:
         last_words: Callable[[int], None],
     ) -> None:
         self.seconds, self._tell, self._others, self._last_words = seconds, tell, others, last_words
-        self.number = 0  # of the signal that came; 0 while none did
+        self.number = 0  # the signal that came; 0: none
         self._came_at = self._given_at = 0.0
-        self._ends_by = 0  # what the main thread is to raise for
+        self._ends_by = 0  # the signal that the main thread must raise for
         self._over, self._deciding = threading.Event(), threading.RLock()
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
 
     def __enter__(self) -> Delay:
-        in_main = threading.current_thread() is threading.main_thread()  # which alone may handle signals
+        in_main = threading.current_thread() is threading.main_thread()  # only the main thread may handle signals
         numbers = (*_ASKED_TO_END, signal.SIGINT) if self.seconds > 0 and in_main else ()
         self._handled = [number for number in numbers if signal.getsignal(number) is _raise]
         if self._handled:
@@ -168,19 +170,19 @@ class Delay:
             _raise(self.number, None)
 
     def asked(self, rewards_given: bool = False) -> Ending:
-        """What this rank knows of signals. `rewards_given`: a step's were, just now."""
+        """What this rank knows of signals. `rewards_given`: a step's rewards were given just now."""
         if rewards_given and not self.number:
             self._given_at = time.monotonic()
         return Ending(self.number > 0 and self._came_at < self._given_at + _ON_ITS_WAY, self.number)
 
     def end(self, number: int) -> NoReturn:
-        """Raise for a signal, of this process or another of the run, as `ended_by_signals` does. All ranks call it."""
+        """Raise for a signal of any process of the run, as `ended_by_signals` does. All ranks call this."""
         self._others.all_end()
         self._leave()
         _raise(number, None)
 
     def forget(self) -> None:
-        """Of a copy of the process, which others end: signals do there what they do by default."""
+        """Restore default handlers in a forked child, which others end."""
         signal.set_wakeup_fd(-1)
         for number in self._handled:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -189,9 +191,9 @@ class Delay:
         if self._ends_by:
             self._leave()
             _raise(self._ends_by, frame)
-        self._came(number)  # before the main thread goes on
+        self._came(number)  # before the main thread continues
         own = self._told.fileno()
-        if (another := signal.set_wakeup_fd(own, warn_on_full_buffer=False)) != own:  # an event loop has taken it
+        if (another := signal.set_wakeup_fd(own, warn_on_full_buffer=False)) != own:  # an event loop replaced it
             self._told.send(bytes([number]))
             if another != -1:
                 signal.set_wakeup_fd(another)
@@ -202,7 +204,8 @@ class Delay:
                 self.number, self._came_at = number, time.monotonic()
 
     def _watch(self) -> None:
-        """End by the first signal, once its time is over, or by one that ends at once, unless it was left before."""
+        """End the process when the first signal's time is over or a signal must not wait, unless the context is left
+        first."""
         until: float | None = None
         while True:
             self._heard.settimeout(None if until is None else max(until - time.monotonic(), 0.001))
@@ -228,7 +231,7 @@ class Delay:
                 return
             self._ends_by = number
             signal.pthread_kill(threading.main_thread().ident or 0, number)
-        if not self._over.wait(_SOON) and not hasattr(sys, "ps1"):  # of an interactive session
+        if not self._over.wait(_SOON) and not hasattr(sys, "ps1"):  # ps1: an interactive session
             _call_beside(self._last_words, number).join(_SOON)
             os._exit(128 + number)
 
@@ -246,8 +249,8 @@ def _call_beside(function: Callable[[T], None], value: T) -> threading.Thread:
     return thread
 
 
-_delays: list[Delay] = []  # within which this process is
-_mask = threading.local()  # of a thread that forks
+_delays: list[Delay] = []  # those that are entered
+_mask = threading.local()  # the signal mask of a thread that forks
 
 
 def _hold_signals() -> None:
@@ -268,11 +271,11 @@ os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_come, aft
 
 
 def raised_for(number: int) -> KeyboardInterrupt:
-    """What a signal raises."""
+    """The exception that a signal raises."""
     return KeyboardInterrupt() if number == signal.SIGINT else Terminated(signal.Signals(number))
 
 
 def raise_received() -> None:
-    """Raise for a signal whose exception was lost: Python drops those that arise in a finalizer or a callback."""
+    """Raise again for a signal whose exception was lost: Python drops those raised in a finalizer or a callback."""
     if _received:
         raise raised_for(_received[0])

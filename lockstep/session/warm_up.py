@@ -1,4 +1,4 @@
-"""Before the first step or request: graphs are made, and the machine and the graphs are held to the contract."""
+"""Makes graphs before the first step or request, and checks the machine and the graphs against the contract."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .build import Session, TrainingSession
 from .kernel_lists import KEPT, of_steps, remember
 
 if TYPE_CHECKING:
-    from ..ops.precompile import Kernels  # with Triton, which a CPU goes without
+    from ..ops.precompile import Kernels  # imports Triton, which a CPU does not need
 
 _log = logging.getLogger("lockstep")
 
@@ -33,7 +33,8 @@ _Checked = tuple[list[machine_check.Product], _HeadShapes, torch.device, torch.d
 
 
 class MachineCheck(NamedTuple):
-    """`rehearse` launches the kernels of the check; `check` tells whether it replaced one that graphs may hold."""
+    """`rehearse` launches the kernels of the check; `check` returns whether it replaced a kernel that graphs may
+    hold."""
 
     rehearse: Callable[[], None]
     check: Callable[[], bool]
@@ -43,8 +44,8 @@ NO_CHECK = MachineCheck(lambda: None, lambda: False)
 
 
 def prepare_machine(session: Session) -> None:
-    """Replace what a run's check of this machine replaced, so that a model computes as it did in the run; of several
-    processes all replace what any does."""
+    """Replace the kernels that an earlier machine check replaced, so that a model computes as it did in the run that
+    made the check. All processes replace what any one of them does."""
     embed = session.policy.model.embed
     machine_check.restore(embed.device, embed.dtype)
     _share_overrides(session)
@@ -57,8 +58,8 @@ def warn_if_slow(session: Session) -> None:
 
 
 def warm_up(run: TrainingSession) -> None:
-    """Make every graph that the steps of a run need, the largest first; those made later count as recompiles.
-    `LockstepError`: `parity` is strict, and this machine cannot keep the contract."""
+    """Make every graph that the steps of a run need, the largest first; graphs made later count as recompiles. Raises
+    `LockstepError` if `parity` is strict and this machine cannot keep the contract."""
     warn_if_slow(run)
     if not run.runtime.compiles:
         _check_machine(run)
@@ -67,7 +68,7 @@ def warm_up(run: TrainingSession) -> None:
     reference = run.trainer.reference
     kernels = run.kernel_list(run.shapes, *of_steps(run.config), reference and reference.model.config)
     parts: Sequence[Callable[[], None]] = partial(_make_trainer_graphs, run), partial(_make_generator_graphs, run)
-    if not run.trainer.flat.reads_own:  # it gathers a weight between two graphs, which all ranks must do together
+    if not run.trainer.flat.reads_own:  # weights are gathered between two graphs, by all ranks together
         parts = [partial(_make_all, parts)]
     cases = partial(run.trainer.trust_cases, run.shapes, run.sampling, **_batches(run))
     run.verdicts = make_ready(
@@ -83,7 +84,7 @@ def warm_up(run: TrainingSession) -> None:
 
 
 def prepare_validation(run: TrainingSession) -> None:
-    """Make the graphs that complete held-out problems, their kernels side by side, ahead of all others."""
+    """Make the graphs that complete held-out problems before all others, compiling their kernels in parallel."""
     if not run.runtime.eager:
         if run.policy.model.embed.is_cuda:
             _compiled(run, lambda _: _make_validation_graphs(run))
@@ -99,14 +100,14 @@ def make_ready(
     machine: MachineCheck = NO_CHECK,
     spare: Callable[[], Sequence[Tensor]] = tuple,
 ) -> list[Verdict]:
-    """Make graphs and hold them to eager's bits; those made later count as recompiles.
+    """Make graphs and check that they have eager's bits; graphs made later count as recompiles.
 
     Args:
-        parts: each calls some of the functions whose graphs are needed; called again when all are to be made anew.
-            Several processes make those of different parts side by side.
-        trust_cases: launches of them to check, unless `compile.verify` is off.
-        kernels: where the kernels they launch are listed (`Session.kernel_list`); None where none are compiled.
-        machine: the check of this machine, of what was launched.
+        parts: each calls some of the functions whose graphs are needed, and is called again if all must be made anew.
+            Several processes make the graphs of different parts in parallel.
+        trust_cases: launches of the graphs to check, unless `compile.verify` is off.
+        kernels: the path of the list of their kernels (`Session.kernel_list`); None if none are compiled.
+        machine: the check of this machine, on what was launched.
         spare: memory for the check of graphs (`check_against_eager`).
     """
     runtime, verify = session.runtime, session.config.compile.verify
@@ -130,12 +131,12 @@ def make_ready(
     if machine.check() or shared:
         for function in runtime.programs:
             function.close()
-        runtime.warm_up.loaded = False  # others replace them
+        runtime.warm_up.loaded = False  # the replacements are not loaded yet
         with runtime.warm_up.making():
             make_graphs()
     verdicts = []
     if verify != "off":
-        kept = None if linear_choice.offers else PassedChecks()  # no key tells of kernels from outside the package
+        kept = None if linear_choice.offers else PassedChecks()  # keys do not cover kernels from outside the package
         verdicts = check_against_eager(runtime, trust_cases(), verify, kept, spare())
     runtime.end_warm_up()
     return verdicts
@@ -162,7 +163,7 @@ def _make_validation_graphs(run: TrainingSession) -> None:
 
 
 def _batches(run: TrainingSession) -> dict[str, Any]:
-    """What the trainer has to know of the batches to come."""
+    """Arguments that describe the coming batches to the trainer."""
     t, loss, check_parity = run.config.trainer, run.config.loss, run.config.parity != "off"
     skips, parts = t.skip_zero_variance and not loss.kl_in_loss, t.num_mini_batches > 1
     only_checked = skips or loss.mask_truncated_completions or loss.dynamic_sampling or parts
@@ -177,7 +178,7 @@ def _batches(run: TrainingSession) -> dict[str, Any]:
 def _precompile(
     session: Session, path: Path, parts: Sequence[Callable[[], None]], rehearse_check: Callable[[], None]
 ) -> None:
-    """Compile the kernels of all graphs side by side, or load what an earlier start compiled."""
+    """Compile the kernels of all graphs in parallel, or load those that an earlier start compiled."""
     runtime, world = session.runtime, session.world
     runtime.warm_up.loaded = False
     try:
@@ -187,32 +188,33 @@ def _precompile(
             return
 
         def rehearse(kernels: Kernels) -> None:
-            apart = make_ahead(runtime, parts)  # each launched what it made
-            if apart and not any(world.gather(bool(linear_choice.offers))):  # no other takes kernels from outside
+            apart = make_ahead(runtime, parts)  # each rank launches what it makes
+            if apart and not any(world.gather(bool(linear_choice.offers))):  # outside kernels are not exchanged
                 for named, used in world.gather(([*kernels.named], {*linear_choice.used})):
                     kernels.take(named)
                     linear_choice.used.update(used)
             else:
                 _make_all(parts)
-            fingerprint(session.policy.model.embed.new_zeros(2, dtype=torch.int64))  # of the check of graphs
+            fingerprint(session.policy.model.embed.new_zeros(2, dtype=torch.int64))  # a kernel of the check of graphs
             rehearse_check()
 
         kernels = _compiled(session, rehearse)
         if world.first:
             user_folder.write(path, kernels, keep=KEPT)
     except Exception as error:
-        if world.size > 1:  # the others are in the middle of theirs
+        if world.size > 1:  # the other ranks would wait for this one
             raise
         _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
 
 
 def _compiled(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
-    """Compile the kernels that this launches, or adds to them, in a host's first process; the others load them."""
+    """Compile the kernels that `launch` launches, or adds to its argument, in each host's first process; the others
+    load them."""
     warm_up, world = session.runtime.warm_up, session.world
     compiles = world.local_rank == 0
     with warm_up.rehearsal(compiles) as kernels:
         launch(kernels)
-    world.gather(None)  # they are compiled
+    world.gather(None)  # wait until they are compiled
     if not compiles:
         warm_up.preload(kernels.named)
     _note_loaded(session)
@@ -220,7 +222,8 @@ def _compiled(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
 
 
 def _note_loaded(session: Session) -> None:
-    """Graphs need no launch before they are recorded, unless it is one of kernels that may tune themselves at it."""
+    """Note that kernels are loaded, so that graphs can be recorded without a launch before, unless kernels from outside
+    the package may autotune at their first launch."""
     session.runtime.warm_up.loaded = not linear_choice.offers
 
 
@@ -232,7 +235,7 @@ def _rehearse_check(run: TrainingSession) -> None:
 
 
 def _check_machine(run: TrainingSession) -> bool:
-    """Whether the check of this machine replaced a kernel that graphs may hold."""
+    """Check this machine; return whether that replaced a kernel that graphs may hold."""
     parity = run.config.parity
     if parity == "off":
         return False
@@ -248,28 +251,28 @@ def _check_machine(run: TrainingSession) -> bool:
 
 
 def _share_overrides(run: Session) -> None:
-    """What replaces a kernel on one rank replaces it on all, so that they make the same graphs."""
+    """Apply every rank's kernel replacements on all ranks, so that they make the same graphs."""
     for of_rank in run.world.gather(dict(linear_choice.overrides)):
         linear_choice.overrides.update(of_rank)
 
 
 def _checked(run: TrainingSession) -> _Checked:
-    """The shapes to check. On a GPU the products are those that were computed, and latent attention has no check of its
-    own; on a CPU one row of each product, as any number of rows must give its bits."""
+    """The shapes to check. On a GPU these are the products that were computed, and latent attention is not checked. On
+    a CPU it is one row of each product, whose bits any number of rows must reproduce."""
     c, embed = run.policy.model.config, run.policy.model.embed
     if embed.is_cuda:
         return machine_check.used(), [] if c.mla else [_heads(c)], embed.device, embed.dtype
-    trained = run.trainer.programs.model  # each role's perhaps of parts, whose products have fewer columns
+    trained = run.trainer.programs.model  # either role's model may be a tensor-parallel part, with fewer columns
     found = {*products(trained), *products(run.policy.model)}
     return sorted(found), [_heads(c)], embed.device, embed.dtype
 
 
 def products(model: Decoder) -> list[machine_check.Product]:
-    """One row of each of the model's products; what is computed in float32 are the heads' and the routers'."""
+    """One row of each of the model's products; those of heads and routers are computed in float32."""
     found = set()
     for path, parameter in model.named_parameters():
         name = path.rpartition(".")[2]
-        if parameter.dim() > 1 and name != "kv_up":  # whose columns and rows are products of their own, a head each
+        if parameter.dim() > 1 and name != "kv_up":  # kv_up is two products per head, added below
             kind: Kind = "linear_fp32" if name in ("embed", "lm_head", "router", "value_head") else "linear"
             found.add(machine_check.Product(kind, 1, *parameter.shape[-2:]))
     if (m := model.config.mla) is not None:
