@@ -1,4 +1,4 @@
-"""`report.html`: one file a run, or one that compares several; no scripts, nothing fetched, every text escaped."""
+"""`report.html`: one file for a run, or one that compares several. No scripts, nothing fetched, all text escaped."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .record import Record, as_float, changed_fields, read_record
 from .rollouts import rollouts
 from .timeline import typical_step
 
-_OWN_SECTION = ("environment", "validation", "compile")  # of the summary, what is shown elsewhere
+_OWN_SECTION = ("environment", "validation", "compile")  # parts of the summary that other sections show
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
-    """Write the page of the run in `run_dir` to `out` (`run_dir/report.html`) and return its path. A file that is
-    missing leaves its part out. Raises `InputError` for a metrics line that cannot be read."""
+    """Write the page of the run in `run_dir` to `out` (by default `run_dir/report.html`) and return its path. Parts
+    whose files are missing are left out. Raises `InputError` for a metrics line that cannot be read."""
     record = read_record(Path(run_dir))
     charts, constant = details(record)
     environment = record.summary.get("environment")
@@ -46,7 +46,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
 
 def write_comparison(run_dirs: Sequence[str | Path], out: str | Path) -> Path:
-    """Write a page that lays the runs in `run_dirs` over each other and return its path."""
+    """Write a page that compares the runs in `run_dirs`, with their curves overlaid, and return its path."""
     records = [read_record(Path(path)) for path in run_dirs]
     names = list({name: None for r in records for name in ["reward/mean", *r.validations, *r.metric_names]})
     charts, constant = compared(records, [name for name in names if not name.startswith("parity/")])
@@ -92,7 +92,7 @@ def _whole(summary: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def _startup(summary: dict[str, Any]) -> list[tuple[str, float]]:
-    """Seconds by phase, longest first; what is under a hundredth goes to the rest."""
+    """Seconds by phase, longest first; phases under one percent are added to the rest."""
     measured = {name.removeprefix("startup/"): s for name, s in summary.items() if name.startswith("startup/")}
     phases = {name: float(seconds) for name, seconds in measured.items() if _positive(seconds)}
     total, rest = sum(phases.values()), phases.pop("other", 0.0)
@@ -111,8 +111,8 @@ def _positive(value: Any) -> bool:
 
 
 def _graphs(report: Any) -> list[tuple[str, dict, list, Sequence[str]]]:
-    """(title, figures, rows, header) of the summary's `compile`: its figures, and rows for whatever is given by
-    function or graph."""
+    """(title, figures, rows, header) for each part of the summary's `compile`: first its plain figures, then a table
+    for each entry that is given by function or graph."""
     if not isinstance(report, dict) or not report:
         return []
     parts: list[tuple[str, dict, list, Sequence[str]]]

@@ -1,6 +1,6 @@
 """Small SVG charts, as text: lines over steps with bands, and stacked areas. Colours are the page's `--s0` to `--s7`.
-Long series are thinned to their means, with a band from the least to the greatest value. Values under the pointer come
-from style rules alone: there is no script."""
+Long series are reduced to means over ranges of steps, with a band from the smallest to the largest value. Values under
+the pointer are shown by style rules alone, without scripts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import groupby, pairwise
 
-Points = Sequence[tuple[float, float]]  # (x, y), x ascending; a y that is not finite breaks the line
+Points = Sequence[tuple[float, float]]  # (x, y) with ascending x; a y that is not finite breaks the line
 
 COLOURS = 8
 WIDTH, HEIGHT = 360, 176
@@ -20,8 +20,8 @@ _MOST_POINTS, _MOST_READINGS, _SMOOTHED_FROM = 240, 48, 30
 
 @dataclass(frozen=True)
 class Series:
-    """A named line. `spread` is half the height of a band around it, one a point; `marks` shows each point; a
-    `dashed` line lets one under it show through."""
+    """A named line. `spread` is half the height of a band around each point; `marks` shows each point; a `dashed` line
+    leaves a line under it visible."""
 
     name: str
     points: Points
@@ -32,7 +32,7 @@ class Series:
 
 @dataclass(frozen=True)
 class _Dot:
-    """A point of a thinned line with the range it stands for."""
+    """A point of a reduced line, with the range of values that it stands for."""
 
     x: float
     y: float
@@ -70,7 +70,7 @@ class _Plot:
 
 
 def line_chart(series: Sequence[Series], smooth: bool = True) -> str:
-    """The series as lines with gaps; if `smooth`, a long one faint under its moving average."""
+    """The series as lines with gaps; with `smooth`, a long one is drawn faintly under its moving average."""
     lines = [_thinned(one) for one in series]
     dots = [dot for line in lines for dot in line if dot is not None]
     if not dots:
@@ -82,11 +82,11 @@ def line_chart(series: Sequence[Series], smooth: bool = True) -> str:
 
 
 def stacked_chart(series: Sequence[Series]) -> str:
-    """Areas on top of each other, from the first series up. All share their x values; y is finite, not negative."""
+    """Stacked areas, the first series at the bottom. All series have the same x values; y is finite, not negative."""
     columns = _chunks(list(zip(*[one.points for one in series], strict=True)))
     xs = [_mean([row[0][0] for row in rows]) for rows in columns]
     layers = [[_mean([row[i][1] for row in rows]) for rows in columns] for i in range(len(series))]
-    if len(xs) == 1:  # an area needs two ends
+    if len(xs) == 1:  # an area needs two x values
         xs, layers = [xs[0], xs[0] + 1], [layer * 2 for layer in layers]
     edges = [[0.0] * len(xs)]
     for layer in layers:
@@ -101,13 +101,13 @@ def stacked_chart(series: Sequence[Series]) -> str:
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """Means over `window` values around each, fewer at the ends."""
+    """Means over a window of values around each, with fewer values at the ends."""
     half = window // 2
     return [_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
 def _thinned(series: Series) -> list[_Dot | None]:
-    """At most `_MOST_POINTS` dots; None where nothing is finite."""
+    """The series as at most `_MOST_POINTS` dots, with None for a range without a finite value."""
     spread = series.spread or [0.0] * len(series.points)
     rows = [(x, y, s) for (x, y), s in zip(series.points, spread, strict=True)]
     return [_dot(chunk, series.spread is not None) for chunk in _chunks(rows)]
@@ -129,12 +129,12 @@ def _chunks(rows: list) -> list[list]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Between the least and the greatest of `values`, whatever rounds."""
+    """The mean, which rounding cannot move outside the range of `values`."""
     return values[0] if len(values) == 1 else min(max(math.fsum(values) / len(values), min(values)), max(values))
 
 
 def _drawable(y: float) -> bool:
-    return math.isfinite(y) and abs(y) < 1e300  # beyond, the range itself would overflow
+    return math.isfinite(y) and abs(y) < 1e300  # beyond that, the range would overflow
 
 
 def _line(plot: _Plot, line: list[_Dot | None], index: int, series: Series, smooth: bool) -> str:
@@ -170,7 +170,7 @@ def _polyline(plot: _Plot, points: Points, style: str) -> str:
 
 
 def _readings(plot: _Plot, names: Sequence[str], lines: Sequence[Sequence[_Dot | None]]) -> str:
-    """Strips over the plot that show, while the pointer is on them, the step and each line's value there."""
+    """Strips over the plot that show the step and each line's value while the pointer is on them."""
     longest = max(([dot for dot in line if dot is not None] for line in lines), key=len)
     chosen = longest[:: -(-len(longest) // _MOST_READINGS)]
     edges = [(a.x + b.x) / 2 for a, b in pairwise(chosen)]
@@ -198,7 +198,7 @@ def _svg(content: str) -> str:
 
 
 def _tick(value: float, step: float) -> str:
-    """A label, with as many decimals as tell it from its neighbours."""
+    """A label with enough decimals to distinguish it from its neighbours."""
     if step >= 1e-5 and abs(value) < 1e4:
         return f"{value:.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
@@ -208,7 +208,7 @@ def _tick(value: float, step: float) -> str:
 
 
 def _widened(low: float, high: float) -> tuple[float, float]:
-    """The range, or one around it when it is too narrow to divide."""
+    """The range, or a wider one around it if it is too narrow to divide."""
     if high - low > 1e-12 * max(abs(low), abs(high)) + 1e-300:
         return low, high
     margin = abs(low) * 0.1 or 1.0

@@ -1,4 +1,4 @@
-"""The charts that a run's metrics make."""
+"""The charts of a run's metrics."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .charts import Points, Series, line_chart, stacked_chart
 from .metric_titles import LEARNING, PARITY, PHASES, SECTIONS, listed, title_of
 from .record import Record
 
-# Sections of a chart a metric; the others are shown by the learning section, the time split and the certificate.
+# Sections with one chart per metric; the others are shown by the learning section, the time split and the certificate.
 CHARTED = [section for section in SECTIONS if section not in (LEARNING, PHASES, PARITY)]
-_AS_IT_IS = {"lr", "recompiles", "graph_replays", "memory/peak_gib", "policy_age"}  # lines that need no smoothing
+_AS_IT_IS = {"lr", "recompiles", "graph_replays", "memory/peak_gib", "policy_age"}  # drawn without smoothing
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing under its title. `name` is the metric's own; `series` are what its lines or areas are called."""
+    """A drawing with its title. `name` is the metric's; `series` are those drawn, for the legend."""
 
     title: str
     svg: str
@@ -31,7 +31,7 @@ def _lines(title: str, series: Sequence[Series], name: str, smooth: bool = True)
 
 
 def learning(record: Record) -> list[Chart]:
-    """Reward with the spread within groups, the held-out problems, and each reward function."""
+    """Charts of the reward with its spread within groups, the held-out problems, and each reward function."""
     charts = []
     if rewards := record.metric("reward/mean"):
         spread = dict(record.metric("reward/std"))
@@ -49,7 +49,7 @@ def learning(record: Record) -> list[Chart]:
 
 
 def _finite(metrics: dict[str, list[tuple[float, float]]]) -> list[Series]:
-    """A series for each metric with a finite value, named by what sets it apart."""
+    """A series for each metric with a finite value, under a short name."""
     shown = {name: points for name, points in metrics.items() if any(math.isfinite(y) for _, y in points)}
     return [Series(_short(name), points, marks=len(points) < 12) for name, points in shown.items()]
 
@@ -60,7 +60,7 @@ def _short(name: str) -> str:
 
 
 def details(record: Record) -> tuple[dict[str, list[Chart]], dict[str, float]]:
-    """The charts of each group of metrics; and the metrics that never change, with their value."""
+    """The charts of each section of metrics, and the metrics that never change with their values."""
     constant: dict[str, float] = {}
     found = {}
     for title, names in _sections(record).items():
@@ -76,14 +76,14 @@ def details(record: Record) -> tuple[dict[str, list[Chart]], dict[str, float]]:
 
 
 def _sections(record: Record) -> dict[str, list[str]]:
-    """Recorded metrics by the section that charts them; last, what no list has."""
+    """Recorded metrics by the section that charts them; last, those in no section."""
     of = {name: listed(name) for name in record.metric_names}
     found = {section: [n for known in SECTIONS[section] for n in of if of[n] == known] for section in CHARTED}
     return found | {"More": [name for name, known in of.items() if known is None and not _validation(name)]}
 
 
 def time_split(record: Record) -> list[Chart]:
-    """The step's time by phase, stacked; what no phase accounts for is `Other`. None without any."""
+    """A stacked chart of the step's time by phase; time that no phase accounts for is `Other`. Empty without times."""
     steps = {step: seconds for step, seconds in record.metric("time/step") if math.isfinite(seconds)}
     if not steps:
         return []
@@ -99,8 +99,8 @@ def time_split(record: Record) -> list[Chart]:
 
 
 def compared(records: Sequence[Record], names: Iterable[str]) -> tuple[list[Chart], list[list[str]]]:
-    """One chart a metric with a line a run; and rows (title, value a run) of the metrics that never change within a run
-    but differ between runs. Metrics that no run has, or that are one value everywhere, are left out."""
+    """One chart per metric with a line for each run; and rows (title, one value per run) for metrics that never change
+    within a run but differ between runs. Metrics that no run has, or that are equal everywhere, are left out."""
     charts, constant = [], []
     for name in names:
         found = [record.validations.get(name, []) if _validation(name) else record.metric(name) for record in records]
@@ -117,7 +117,7 @@ def compared(records: Sequence[Record], names: Iterable[str]) -> tuple[list[Char
 
 
 def _overlaid(runs: Sequence[str], found: Sequence[Points], marks: bool) -> list[Series]:
-    """A line a run. One that runs over an earlier one is dashed, and one that equals it says so."""
+    """One line per run. A line that overlaps an earlier one is dashed, and one that equals an earlier one says so."""
     series: list[Series] = []
     for i, (run, points) in enumerate(zip(runs, found, strict=True)):
         equal = next((runs[j] for j in range(i) if points and found[j] == points), None)

@@ -1,8 +1,8 @@
-"""Under which heading a report has a metric of a step, and with which title."""
+"""The section and the title of each of a step's metrics in a report."""
 
 from __future__ import annotations
 
-# Every metric of a step by what it is about, with its title. `<fn>` stands for a reward or graph function's name.
+# Every metric of a step by section, with its title. `<fn>` stands for the name of a reward or graph function.
 LEARNING, PHASES, PARITY = "Learning", "Where a step's seconds go", "Parity"
 SECTIONS: dict[str, dict[str, str]] = {
     LEARNING: {
@@ -90,7 +90,7 @@ _OF_FUNCTIONS = [name.split("<fn>") for name in _TITLES if "<fn>" in name]
 
 
 def listed(name: str) -> str | None:
-    """The name in `SECTIONS` for a recorded metric's; None for one that is not there."""
+    """The name in `SECTIONS` of a recorded metric; None if it is not listed there."""
     if name in _TITLES:
         return name
     for before, after in _OF_FUNCTIONS:

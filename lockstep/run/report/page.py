@@ -1,4 +1,4 @@
-"""Pages: templates filled in, whose values are text, numbers and seconds as a person reads them."""
+"""Renders pages from templates, and formats text, numbers and durations for people."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _TEXT_SHOWN = 4000
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:
-    """Write one self-contained document, whole or not at all: `template`, a file in `templates/`, with `values`. Raises
-    `InputError` for a path that is no place for a page, `LockstepError` when the disk refuses it."""
+    """Render `template`, a file in `templates/`, with `values`, and write the self-contained page atomically. Raises
+    `InputError` for an unsuitable path and `LockstepError` if the file cannot be written."""
     if path.suffix.lower() not in (".html", ".htm") or path.is_dir():
         raise InputError(f"{path}: a page is written to a file whose name ends in .html")
     if not path.parent.is_dir():
@@ -47,7 +47,7 @@ def _templates() -> Any:
 
 
 def preformatted(value: Any) -> str:
-    """A text as it is, cut when very long, without the control characters that HTML does not allow."""
+    """The text, truncated if very long, without control characters that HTML does not allow."""
     whole = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", text(value))
     return whole if len(whole) <= _TEXT_SHOWN else f"{whole[:_TEXT_SHOWN]} … ({len(whole):,} characters)"
 

@@ -1,4 +1,4 @@
-"""What a run folder holds, read for a report. A file that is missing or damaged leaves its part out."""
+"""Reads a run folder for a report. Parts whose files are missing or damaged are left out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...errors import InputError, refuse
 from ...json_file import read_json
 from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, WAITS_FILE, read_lines, reading
 
-ENDS = 10  # steps that "first" and "last" are means of
+ENDS = 10  # values over which "first" and "last" are means
 
 _FILES = METRICS_FILE, SUMMARY_FILE, ROLLOUTS_FILE, "config.yaml", "parity.json", "failure.json"
 _STEP = re.compile(rb'\{"step": (\d{1,15}),')  # how `MetricsWriter` begins a line
@@ -43,11 +43,11 @@ class Record:
 
     @cached_property
     def metric_names(self) -> list[str]:
-        """Metrics that occur, in the order of their first appearance."""
+        """All recorded metrics, in the order of their first appearance."""
         return list({name: None for record in self.steps for name in record if name != "step"})
 
     def metric(self, name: str) -> Metric:
-        """The metric at the steps that have it as a number, "NaN" and "Infinity" included. Steps count from 1."""
+        """The metric at the steps where it is a number ("NaN" and "Infinity" included). Steps count from 1."""
         points = []
         for record in self.steps:
             value = as_float(record.get(name))
@@ -59,7 +59,7 @@ class Record:
         return [value for _, value in self.metric(name) if math.isfinite(value)]
 
     def ends(self, name: str) -> tuple[float, float] | None:
-        """Mean of the first and of the last ten finite values."""
+        """The means of the first and of the last `ENDS` finite values."""
         values = self.values(name)
         return (mean(values[:ENDS]), mean(values[-ENDS:])) if values else None
 
@@ -69,8 +69,8 @@ class Record:
 
     @cached_property
     def validations(self) -> dict[str, Metric]:
-        """Each validation metric over the steps done. Only the summary knows the validation before the first step; a
-        run that was killed has no summary."""
+        """Each validation metric by steps done. The validation before the first step is only in the summary, which a
+        run that was killed does not have."""
         found = self.summary.get("validation")
         if not isinstance(found, dict) or not found:
             return {name: self.metric(name) for name in self.metric_names if name.startswith("validation/")}
@@ -83,7 +83,7 @@ class Record:
         return {name: sorted(line) for name, line in points.items()}
 
     def verdict(self) -> tuple[str, str, str]:
-        """The parity check in a word, in a sentence, and its style."""
+        """The result of the parity check in a word, in a sentence, and as a style."""
         kinds = "checked", "different", "not_covered"
         checked, different, missing = (int(sum(self.values(f"parity/tokens_{kind}"))) for kind in kinds)
         if missing and not different:
@@ -99,7 +99,7 @@ class Record:
         return self._ends(ROLLOUTS_FILE)
 
     def waits(self) -> dict[tuple[int, Any, Any], list[Any]]:
-        """Of those steps' trajectories, by step, group and sample: the seconds to answer each turn."""
+        """The seconds that each turn was answered in, by step, group and sample, for the steps of `rollouts`."""
         return {
             (step, group.get("group"), sample.get("sample")): sample["wait_s"]
             for step, groups in self._ends(WAITS_FILE).items()
@@ -109,7 +109,8 @@ class Record:
         }
 
     def _ends(self, name: str) -> dict[int, list[dict[str, Any]]]:
-        """The lines of the last and of the first step in a file of groups; as it may be large no others are decoded."""
+        """The records of the last and of the first step in a file of groups. No others are decoded, since the file may
+        be large."""
         path = self.path / name
         found: dict[int, list[bytes]] = {}
         with reading(path), path.open("rb") if path.is_file() else io.BytesIO() as file:
@@ -119,13 +120,13 @@ class Record:
                     continue
                 step = int(match[1])
                 if step not in found and len(found) == 2:
-                    found.popitem()  # neither the first step nor, now, the last
+                    found.popitem()  # this step is neither the first nor, any longer, the last
                 found.setdefault(step, []).append(line)
         return {step: [g for line in lines if (g := _decoded(line))] for step, lines in reversed(found.items())}
 
 
 def read_record(path: Path) -> Record:
-    """The run in folder `path`. Raises `InputError` where there is none, and for a metrics line that cannot be read."""
+    """The run in folder `path`. Raises `InputError` if there is none or a metrics line cannot be read."""
     refuse(not path.is_dir(), f"{path} is not a run folder: there is no such folder")
     refuse(
         not any((path / name).exists() for name in _FILES), f"{path} is not a run folder: it has none of a run's files"
@@ -140,13 +141,13 @@ def read_record(path: Path) -> Record:
             record.config_text = config.read_text(encoding="utf-8", errors="replace")
         try:
             record.config = load(config)
-        except InputError:  # of another version, perhaps: the text is there
+        except InputError:  # perhaps from another version; its text is shown anyway
             record.config = None
     return record
 
 
 def changed_fields(record: Record) -> list[tuple[str, Any, Any]]:
-    """(field, value, default) where the run's configuration is not its recipe's."""
+    """(field, value, default) for each setting that differs from the recipe's."""
     if record.config is None:
         return []
     name = record.config.recipe

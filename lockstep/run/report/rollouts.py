@@ -1,4 +1,4 @@
-"""Sample rollouts: the best, the worst and the longest of the first and of the last step, side by side."""
+"""Sample rollouts: the best, the worst and the longest of the first and of the last step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FACTS = {"reward": "reward", "advantage": "advantage", "tokens": "tokens", "fin
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample, by what it is: "Best". Of `turns` each has a name, its text and a style."""
+    """A sample to be shown; `title` says what it is, such as "Best". `turns`: (name, text, style) of each."""
 
     title: str
     group: Any
@@ -32,7 +32,7 @@ class Sample:
 
 
 def rollouts(record: Record) -> dict[int, list[Sample]]:
-    """The samples by step, counted from 0. With too few to differ, fewer."""
+    """The chosen samples by step, counted from 0; fewer than three if a step has fewer."""
     waits = record.waits()
     return {step: _chosen(groups, step, waits) for step, groups in record.rollouts().items()}
 
@@ -58,7 +58,7 @@ def _value(sample: dict[str, Any], name: str) -> float:
 
 
 def _name(group: dict[str, Any], sample: dict[str, Any]) -> str:
-    """What `lockstep replay --trajectory` calls it; nothing where the record does not tell."""
+    """The sample's name for `lockstep replay --trajectory`; empty if the record does not have its numbers."""
     numbers = [group.get("step"), group.get("group"), sample.get("sample")]
     return f"trajectory {'/'.join(map(str, numbers))}" if all(type(n) is int for n in numbers) else ""
 
@@ -74,8 +74,8 @@ def _parts(rewards: Mapping[str, Any]) -> str:
 
 
 def _turns(sample: dict[str, Any], waited: Sequence[Any]) -> list[tuple[str, Any, str]]:
-    """What came after the prompt, with a name over each where there were several turns: what was sampled, with its
-    rewards and the seconds until it was answered, and what was given between."""
+    """The segments after the prompt. With several turns, each has a name: sampled ones with rewards and the seconds
+    until they were answered, and the given ones between them."""
     segments = sample.get("segments")
     turns = segments[1:] if isinstance(segments, list) and len(segments) > 2 else []
     if not turns or not all(isinstance(turn, dict) for turn in turns):
@@ -93,7 +93,7 @@ def _turns(sample: dict[str, Any], waited: Sequence[Any]) -> list[tuple[str, Any
 
 
 def _messages(prompt: Any) -> Any:
-    """A prompt's text, or its messages as one."""
+    """A prompt's text, or its messages joined into one text."""
     if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
         return "\n".join(f"{message.get('role')}: {text(message.get('content'))}" for message in prompt)
     return prompt

@@ -1,4 +1,4 @@
-"""A typical step as lanes of bars over its seconds, from the run's timeline."""
+"""A typical step from the run's timeline, as lanes of bars over time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..timeline import read_timeline
 from .charts import COLOURS, ticks
 from .page import duration
 
-# Phase, and what it is called; the first have colours of their own, the rest share the last.
+# Phases and their names. The first have colours of their own; the rest share the last colour.
 NAMES = {
     "generate": "generation",
     "forward_backward": "forward and backward",
@@ -27,12 +27,12 @@ NAMES = {
     "pack": "packing",
     "sync": "weight sync",
 }
-_LABELLED = 0.12  # of the width, from which on a bar has its name on it
+_LABELLED = 0.12  # bars at least this fraction of the width carry their name
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A phase: where it begins and how long it takes, in hundredths of the step, and what is told of it."""
+    """A phase: its start and duration in percent of the step, and a description, `told`."""
 
     left: float
     width: float
@@ -43,7 +43,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class TypicalStep:
-    """A step, to be drawn. `ticks`: (hundredths of it, seconds). `key`: (colour, phase and its seconds)."""
+    """A step to be drawn. `ticks`: (percent of the step, seconds). `key`: (colour, phase with its seconds)."""
 
     title: str
     lanes: dict[str, list[Bar]]
@@ -53,7 +53,7 @@ class TypicalStep:
 
 
 def typical_step(path: Path) -> TypicalStep | None:
-    """The step of median length in the timeline at `path`; None without one."""
+    """The step of median length in the timeline at `path`; None if there is no step."""
     spans = read_timeline(path)
     steps = [(of, s) for of, s in spans if s.name == "step" and not s.on_device and s.seconds > 0]
     if not steps:
@@ -82,13 +82,13 @@ def typical_step(path: Path) -> TypicalStep | None:
 
 
 def _within(span: Span, other: Span) -> bool:
-    """Whether `span` is a part of `other`. Ends that meet were rounded, so its middle decides."""
+    """Whether `span` lies within `other`. Its middle decides, since ends are rounded."""
     middle = span.began + span.seconds / 2
     return span.seconds <= other.seconds and other.began <= middle < other.began + other.seconds
 
 
 def _outermost(spans: Sequence[Span]) -> list[Span]:
-    """Those that lie in no other."""
+    """The spans that lie in no other."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda span: (span.began, -span.seconds)):
         if not found or not _within(span, found[-1]):
@@ -113,7 +113,7 @@ def _bar(span: Span, step: Span) -> Bar:
 
 
 def _key(spans: Iterable[Span]) -> list[tuple[int, str]]:
-    """Colour, name and seconds of each phase: the device's where it measured."""
+    """Colour, and name with seconds, of each phase; the seconds are the device's if it measured them."""
     spans = list(spans)
     measured = {span.name for span in spans if span.on_device}
     parts = []
