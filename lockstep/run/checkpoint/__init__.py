@@ -1,4 +1,4 @@
-"""Checkpoints of a run: their files, and how a run goes on while they are written."""
+"""Checkpoints of a run: their files, and writing them while the run continues."""
 
 from .files import LoadedCheckpoint, latest, part_of
 from .saver import Saver

@@ -1,11 +1,12 @@
-"""Directory checkpoints that are whole or not there.
+"""Checkpoint folders, written atomically.
 
 `checkpoints/step_N/` holds `state.json`, tensors as `NAME-00001.safetensors`, ..., and `manifest.json`: each file's
-size and SHA-256. Nothing in it executes. A checkpoint is written in a hidden folder beside its place, every file
-fsynced, the manifest last, then renamed; a process killed at any instant leaves the checkpoints before it untouched.
+size and SHA-256. It contains no executable data such as pickles. A checkpoint is written to a hidden folder beside its
+place, every file fsynced, the manifest last, then renamed; a process killed at any instant leaves earlier checkpoints
+untouched.
 
-Of several ranks each writes what it has, under a name with its number, and says so in a list of its files, which the
-first rank waits for; any number of them reads the ranges that it needs (`slices`).
+Each of several ranks writes its part, under names with its number, and then a list of its files, which the first rank
+waits for. Any number of ranks can read it, each the ranges that it needs (`slices`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .retention import prune, retire, steps
 _FORMAT = 1
 _SHARD_BYTES = 1 << 30
 _STATE, _MANIFEST, _SUFFIX = "state.json", "manifest.json", ".safetensors"
-_LIST = ".written-{}.json"  # by a rank, of its files; gone when the checkpoint is whole
+_LIST = ".written-{}.json"  # a rank's list of its files; deleted when the checkpoint is complete
 _WRITERS = 4  # threads
 
 _log = logging.getLogger("lockstep.run.checkpoint")
@@ -40,7 +41,7 @@ _log = logging.getLogger("lockstep.run.checkpoint")
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint whose files have been verified. Tensors are read when asked for."""
+    """A checkpoint whose files have been verified. Tensors are read lazily."""
 
     path: Path
     step: int
@@ -59,12 +60,12 @@ class LoadedCheckpoint:
         return found
 
     def parts(self, name: str) -> list[dict[str, TensorInFile]]:
-        """What each rank saved of `name` beside what all have alike, by rank; of one process, all of it."""
+        """Each rank's own tensors of `name`, without the replicated ones, by rank; all of them if one process saved."""
         ranks = {found[1] for file in self.files if (found := re.fullmatch(rf"{name}\.(\d+)-\d+{_SUFFIX}", file))}
         return [self.slices(part_of(name, rank)) for rank in range(len(ranks))] or [self.slices(name)]
 
     def by_rank(self, name: str) -> dict[str, Tensor | list[TensorInFile]]:
-        """The tensors of `name`; of those that each rank saved a part of, all parts, read as they are copied."""
+        """The tensors of `name`. A sharded one is a list of all ranks' parts, which are read as they are copied."""
         parts, alike = self.parts(name), self.slices(name)
         found: dict[str, Tensor | list[TensorInFile]] = {key: [part[key] for part in parts] for key in parts[0]}
         return {key: tensor[:] for key, tensor in alike.items() if key not in found} | found
@@ -75,7 +76,7 @@ def part_of(name: str, rank: int) -> str:
 
 
 class TensorInFile:
-    """A tensor in a safetensors file, of which a slice is read when it is asked for."""
+    """A tensor in a safetensors file; slices are read on demand."""
 
     def __init__(self, opened: Any, key: str) -> None:
         self._rows = opened.get_slice(key)
@@ -86,7 +87,7 @@ class TensorInFile:
 
 
 def begun(folder: Path, step: int) -> Path:
-    """A hidden folder beside the checkpoint's place."""
+    """A new hidden folder beside the checkpoint's place."""
     temporary = folder.absolute() / f".tmp-step_{step}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -94,7 +95,7 @@ def begun(folder: Path, step: int) -> Path:
 
 
 def write_part(temporary: Path, rank: int, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Write the tensors of a rank, to the disk, and then the list of the files, with their sizes and digests."""
+    """Write a rank's tensors to the disk, and then the list of its files with their sizes and digests."""
     files = {}
     for stem, given in tensors.items():
         sizes = ((key, tensor.nbytes) for key, tensor in given.items())
@@ -113,18 +114,18 @@ def list_of(temporary: Path, rank: int) -> dict[str, Any] | None:
 
 
 def finish(target: Path, temporary: Path, state: str, lists: list[dict[str, Any]], keep_last: int) -> None:
-    """Write what tells of all ranks' files, bring the folder to its place, and delete what is superfluous."""
+    """Write the state and the manifest of all ranks' files, rename the folder to its place, and delete old ones."""
     for rank in range(len(lists)):
         (temporary / _LIST.format(rank)).unlink()
     _write_text(temporary / _STATE, state)
     files = fingerprints(temporary, [_STATE]) | {name: entry for of_rank in lists for name, entry in of_rank.items()}
-    for name in files:  # another machine may have a folder of the same name
+    for name in files:  # raises if a file is missing: another machine may have written to a folder of the same name
         (temporary / name).stat()
     step = int(target.name.removeprefix("step_"))
     manifest = _sealed({"format": _FORMAT, "step": step, "files": dict(sorted(files.items()))})
     _write_text(temporary / _MANIFEST, as_json(manifest))
     _fsync(temporary)
-    if target.exists():  # of the same step: a damaged one, usually
+    if target.exists():  # usually a damaged checkpoint of the same step
         retire(target)
     os.rename(temporary, target)
     _fsync(target.parent)
@@ -132,8 +133,8 @@ def finish(target: Path, temporary: Path, state: str, lists: list[dict[str, Any]
 
 
 def latest(folder: Path, most: int | None = None) -> LoadedCheckpoint | None:
-    """The newest checkpoint in `folder`, of at most so many steps, whose every file is as it was written, or None. One
-    that is damaged is skipped with a warning that says how."""
+    """The newest checkpoint in `folder`, of at most `most` steps, whose every file is as it was written, or None.
+    Damaged ones are skipped with a warning that gives the reason."""
     for step in reversed([step for step in steps(folder) if most is None or step <= most]):
         path = folder / f"step_{step}"
         try:
@@ -144,7 +145,7 @@ def latest(folder: Path, most: int | None = None) -> LoadedCheckpoint | None:
 
 
 class _Damaged(Exception):
-    """A checkpoint that is not as it was written, and why."""
+    """Why a checkpoint is not as it was written."""
 
 
 def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -159,7 +160,7 @@ def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def as_json(value: dict[str, Any]) -> str:
-    """`ValueError` for what JSON has no word for."""
+    """`value` as JSON text. Raises `ValueError` for NaN and infinities."""
     return json.dumps(value, allow_nan=False, indent=1) + "\n"
 
 
@@ -169,7 +170,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with its own digest, so that damage to the manifest is seen too."""
+    """The manifest with its own digest, so that damage to the manifest is detected too."""
     body = {key: value for key, value in manifest.items() if key != "sha256"}
     return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
 
@@ -182,7 +183,7 @@ def _verified(path: Path, step: int) -> LoadedCheckpoint:
         if (manifest["format"], manifest["step"]) != (_FORMAT, step):
             raise _Damaged(f"{_MANIFEST} is for format {manifest['format']}, step {manifest['step']}")
         files = manifest["files"]
-        for name, entry in files.items():  # sizes first: they cost nothing
+        for name, entry in files.items():  # sizes first, which are cheap to check
             size = (path / name).stat().st_size
             if size != entry["size"]:
                 raise _Damaged(f"{name} has {size} bytes; {entry['size']} were written")

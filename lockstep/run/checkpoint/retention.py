@@ -1,4 +1,4 @@
-"""Which checkpoints of a run there are, and which of them are kept."""
+"""Which checkpoints a run has and which are kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def prune(folder: Path, step: int, keep_last: int) -> None:
-    """Delete all but the `keep_last` newest of at most `step` steps, and what a killed process left."""
+    """Delete all checkpoints but the `keep_last` newest of those up to `step`, and what killed processes left."""
     kept = [other for other in steps(folder) if other <= step][-keep_last:]
     for other in steps(folder):
         if other not in kept:
@@ -19,14 +19,14 @@ def prune(folder: Path, step: int, keep_last: int) -> None:
 
 
 def retire(path: Path) -> None:
-    """Take a checkpoint out of sight in one rename; `prune` deletes it (a half-deleted one would look damaged)."""
+    """Hide a checkpoint by a single rename, for `prune` to delete; a half-deleted one would look damaged."""
     aside = path.parent / f".tmp-old-{path.name}-{os.getpid()}"
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)
 
 
 def steps(folder: Path) -> list[int]:
-    """Those that have a checkpoint in `folder`, whole or damaged, in order."""
+    """The steps with a checkpoint in `folder`, complete or damaged, in order."""
     if not folder.is_dir():
         return []
     found = (re.fullmatch(r"step_(0|[1-9]\d*)", path.name) for path in folder.iterdir())

@@ -1,5 +1,5 @@
-"""Saving while the run goes on: a step waits until its state is copied to the host's memory, and a thread writes the
-copy. There is one copy, whose memory every save uses again, and so one save at a time."""
+"""Saving while the run continues: a step waits until its state is copied to host memory, and a thread writes the copy.
+The buffer for the copy is reused, so there is one save at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ...machine import host_buffer
 from ..metrics import writing
 from . import files
 
-_LOOK = 0.02  # seconds from one look for the other ranks' lists to the next
-_LEAVE = 20.0  # seconds that a process of several, which is told to end, waits; launchers kill after 30
+_LOOK = 0.02  # seconds between polls for the other ranks' lists
+_LEAVE = 20.0  # seconds that one of several processes waits when it must end; launchers kill after 30
 _ALIGNED = 64  # bytes
-_COPIERS, _PART = 8, 1 << 24  # threads that copy what is on the host already, elements at a time
+_COPIERS, _PART = 8, 1 << 24  # threads that copy tensors already on the host, and elements per copy
 
 _log = logging.getLogger("lockstep.run.checkpoint")
 
@@ -31,11 +31,11 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 class Saver:
-    """The checkpoints of a run in `folder`. Every rank has one and makes its calls, and each call raises on all ranks
-    what writing raised on any: `LockstepError` where a disk refused. The checkpoints before are then as they were. All
-    ranks see a folder that is `shared`; else the first alone writes."""
+    """Saves the checkpoints of a run in `folder`. Every rank makes the same calls, and each call raises on all ranks
+    what writing raised on any: `LockstepError` for a disk error. Earlier checkpoints are then untouched. `shared`: all
+    ranks see the folder; else only the first writes."""
 
-    copies = True  # there is memory for a copy on every rank; else a save waits until it is written
+    copies = True  # whether every rank has memory for a copy; else a save waits until it is written
 
     def __init__(self, folder: Path, keep_last: int, world: World, shared: bool) -> None:
         self._folder, self.keep_last, self.world = folder, keep_last, world
@@ -44,9 +44,9 @@ class Saver:
         self._writing: _Writing | None = None
 
     def save(self, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
-        """Copy what this rank has of a checkpoint, and begin to write it; waits for the one before. `tensors` are by
-        the name of their file, which is the rank's own, and then by key, on any device; `state`, the first rank's, must
-        survive JSON unchanged: string keys, no tuples, no NaN."""
+        """Copy this rank's part of a checkpoint and begin to write it; waits for the previous one first. `tensors`, on
+        any device, are by the name of their file, which differs between ranks, and then by key. `state`, of which only
+        the first rank's is written, must survive JSON unchanged: string keys, no tuples, no NaN."""
         self.wait()
         target = self._folder / f"step_{step}"
 
@@ -61,19 +61,19 @@ class Saver:
             self.wait()
 
     def look(self) -> None:
-        """Raise what went wrong with the checkpoint that is being written, if one is."""
+        """Raise the error of the checkpoint that is being written, if there is one."""
         if self._writing is not None and all(self._all(self._writing.ended)):
             self._writing = None
 
     def wait(self) -> None:
         if self._writing is not None:
-            self._all(self._writing.wait_for_own)  # the first waits for all, which one that failed would not come to
+            self._all(self._writing.wait_for_own)  # so that a rank that failed raises; the first would wait for it
             self._all(self._writing.wait)
             self._writing = None
 
     def leave(self, error: BaseException | None) -> None:
-        """After `error` on this rank, which calls nothing else: give what is being written the time that there is. Of
-        what came to nothing nothing stays, whose room on the disk the run's last files may need."""
+        """After `error` on this rank, which makes no further calls: give the checkpoint being written the remaining
+        time. If it fails, its files are removed, since the run's last files may need the disk space."""
         if (writing := self._writing) is not None and error is not None:
             if isinstance(error, PeerLost):
                 writing.give_up()
@@ -82,17 +82,17 @@ class Saver:
                 if writing.ended():
                     writing.discard()
             except Exception as refused:
-                _log.warning("%s", refused)  # what ended the run is the news
+                _log.warning("%s", refused)  # not raised: `error` is what ended the run
                 writing.discard()
 
     def _copied(self, tensors: Tensors) -> Tensors:
-        """Copies in the buffer, which a GPU's copy engine writes itself, until the next call. What was launched so far
-        is waited for, and so are the copies."""
+        """Copies of the tensors in the host buffer (pinned if any tensor is on a GPU), valid until the next call. Waits
+        for all launched work and for the copies."""
         every = [tensor for group in tensors.values() for tensor in group.values()]
         sizes = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in every]
         on_gpu = any(tensor.is_cuda for tensor in every)
         if self._buffer.numel() < sum(sizes):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # given back before there is another
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old buffer before allocating a new one
             self._buffer = host_buffer(sum(sizes), on_gpu)
         rooms = iter(self._buffer[: sum(sizes)].split(sizes) if sizes else ())
         copies = {
@@ -122,7 +122,7 @@ class Saver:
 
 
 class _Writing(threading.Thread):
-    """A rank's part of a checkpoint being written, and by the first rank, when all have written theirs, finished."""
+    """Writes a rank's part of a checkpoint; on the first rank, then waits for all parts and completes it."""
 
     def __init__(self, saver: Saver, target: Path, temporary: Path, tensors: Tensors, state: str) -> None:
         super().__init__(name="checkpoint", daemon=True)
@@ -151,7 +151,7 @@ class _Writing(threading.Thread):
             self._own.set()
 
     def _lists(self) -> list[dict[str, Any]]:
-        """Those of all ranks, when all are there; none when that is given up."""
+        """The lists of all ranks' files, once all exist; empty if the wait is given up."""
         found = list[dict[str, Any]]()
         while len(found) < self._saver.writers:
             if (one := files.list_of(self._temporary, len(found))) is not None:
@@ -167,17 +167,17 @@ class _Writing(threading.Thread):
         return not alive
 
     def wait_for_own(self) -> None:
-        """Until this rank has written its files; raises what went wrong."""
+        """Wait until this rank has written its files; raise the error if it failed."""
         self._own.wait()
         self.ended()
 
     def wait(self) -> None:
-        """Until it is ended; raises what went wrong."""
+        """Wait until the thread has ended; raise the error if it failed."""
         self.join()
         self.ended()
 
     def give_up(self) -> None:
-        """Wait for no other rank."""
+        """Stop waiting for other ranks."""
         self._over.set()
 
     def discard(self) -> None:
@@ -188,7 +188,7 @@ class _Writing(threading.Thread):
 
 
 def _host_parts(copies: Sequence[Tensor], tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Copies and tensors of what is on the host, in parts for several threads."""
+    """Pairs of copy and tensor for the tensors on the host, in parts for several threads."""
     for copy, tensor in zip(copies, tensors, strict=True):
         if not tensor.is_cuda:
             yield from zip(copy.flatten().split(_PART), tensor.detach().flatten().split(_PART), strict=True)
