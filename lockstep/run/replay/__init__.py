@@ -1,3 +1,3 @@
-"""A trajectory of a run's record, sampled again."""
+"""Sampling a recorded trajectory of a run again."""
 
 from .again import replay

@@ -1,4 +1,4 @@
-"""`lockstep replay`: a trajectory of a run's record, sampled again alone, and compared bit by bit."""
+"""`lockstep replay`: samples a recorded trajectory of a run again, alone, and compares it bit by bit."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Replayed:
-    """What was compared, and the first difference in words, if there is one. `logprobs_compared`: the record tells of
-    the log-probabilities' bits."""
+    """What was compared, and the first difference in words, empty if there is none. `logprobs_compared`: whether the
+    record has a digest of the log-probabilities."""
 
     trajectory: str
     turns: int
@@ -52,10 +52,10 @@ class Replayed:
 
 @ended_by_signals()
 def replay(run_dir: Path, trajectory: str, call_tools: bool = False, note: Note = lambda text: None) -> Replayed:
-    """Sample STEP/GROUP/SAMPLE of `rollouts.jsonl` again, with the weights of that step: those of a checkpoint, or what
-    training from an earlier one, or from the beginning, makes of it. With `call_tools` the environment is asked again;
-    otherwise what it gave is given as recorded. `note` is told what is done. `InputError`: there is no such trajectory,
-    or the run cannot be gone on with as it was. Nothing is written."""
+    """Sample trajectory STEP/GROUP/SAMPLE of `rollouts.jsonl` again with the weights of that step, taken from a
+    checkpoint or remade by training from an earlier one or from the beginning. With `call_tools` the environment is
+    called again; otherwise its recorded answers are used. `note` receives progress messages. Raises `InputError` if
+    there is no such trajectory or the run cannot be continued as it was. Writes nothing."""
     step, group, sample = numbers(trajectory)
     record, recorded = recorded_sample(run_dir, step, group, sample)
     config = resolve(yaml_file.load(run_dir / "config.yaml", begin=EARLIER))
@@ -79,7 +79,7 @@ def replay(run_dir: Path, trajectory: str, call_tools: bool = False, note: Note 
 
 
 def _with_weights(config: RunConfig, run_dir: Path, step: int, note: Note) -> tuple[Loop, int]:
-    """A loop with the weights that `step` sampled with, and the steps that were done again for that."""
+    """A loop with the weights that `step` sampled with, and the number of steps that were redone to get them."""
     recorder, loaded = Recorder(config, run_dir), checkpoint.latest(run_dir / CHECKPOINTS, step)
     if loaded is not None:
         resuming.require_same(run_dir, loaded, recorder.inputs)

@@ -1,4 +1,4 @@
-"""What a run's record says of one trajectory, and where another differs from it."""
+"""The record of one trajectory of a run, and its first difference from another."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def numbers(trajectory: str) -> tuple[int, int, int]:
 
 
 def recorded_sample(run_dir: Path, step: int, group: int, sample: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The group's record and the sample's in it. Raises `InputError` where there is none, or it is damaged."""
+    """The group's record and the sample's record in it. Raises `InputError` if there is none or it is damaged."""
     refuse(not (run_dir / "config.yaml").is_file(), f"{run_dir} is not a run folder (it has no config.yaml)")
     path = run_dir / ROLLOUTS_FILE
     refuse(not path.is_file(), f"{run_dir} has no {ROLLOUTS_FILE}: no step was done, or none was to be recorded")
     lines = (line for line in read_lines(path) if line["step"] == step)
-    for record in (line for line in lines if line.get("group") == group):  # another has those that failed
+    for record in (line for line in lines if line.get("group") == group):  # failed samples may be in a second record
         samples = record.get("samples", [])
         for place, found in enumerate(samples if isinstance(samples, list) else [samples]):
             if not isinstance(found, dict) or found.get("sample", place) == sample:
@@ -39,7 +39,7 @@ def recorded_sample(run_dir: Path, step: int, group: int, sample: int) -> tuple[
 
 
 def _is_whole(recorded: Any) -> bool:
-    """Whether a sample's record has what it is to be compared with."""
+    """Whether a sample's record has everything that the comparison needs."""
     try:
         first, *_ = recorded["segments"]
         turns = [token for turn in sampled_turns(recorded) for token in turn]
@@ -50,8 +50,8 @@ def _is_whole(recorded: Any) -> bool:
 
 
 def given_tokens(loop: Loop, record: dict[str, Any], recorded: dict[str, Any]) -> list[tuple[list[int], bool]]:
-    """The tokens of the prompt and of what was given after it, and whether these began a branch; of older runs the
-    prompt is encoded again."""
+    """The tokens of the prompt and of each later given segment, each with whether it began a branch. Older runs did not
+    record the prompt's tokens, so it is encoded again."""
     first, *rest = recorded["segments"]
     prompt = first.get("token_ids") or record.get("prompt_token_ids") or loop.run.policy.encode(record["prompt"])
     given = [segment for segment in rest if segment["kind"] == "given"]
@@ -65,7 +65,7 @@ def sampled_turns(recorded: dict[str, Any]) -> list[list[int]]:
 
 
 def difference(recorded: dict[str, Any], found: Trajectory) -> str:
-    """The first token that is another, in words; without one, whether log-probabilities are."""
+    """The first difference in tokens, in words; if there is none, whether log-probabilities differ."""
     before, now, turns, turn = recorded["segments"][1:], found.segments[1:], iter(sampled_turns(recorded)), 0
     for segment, again in zip(before, now, strict=False):
         sampled = segment["kind"] == "sampled"
