@@ -1,1 +1,1 @@
-"""A run folder: what is written to it, what a run is resumed from, and its report."""
+"""The run folder: what a run writes to it, how a run is resumed from it, and its report."""

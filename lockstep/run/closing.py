@@ -1,4 +1,4 @@
-"""What a run's last lines say: what was learned, whether it was identical, where the report is, and what comes next."""
+"""A run's last lines: what was learned, whether it was bitwise identical, where the report is, and what to do next."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 from ..config import OF_EVALUATION, RunConfig, TaskConfig, recipes
 from .metrics import deciding
 
-_ENDS = 10  # steps whose mean reward is told where no problems are held out
-_SHORT = 60  # characters of a prompt that a command can hold
+_ENDS = 10  # steps at either end whose mean reward is reported if no problems are held out
+_SHORT = 60  # the longest prompt, in characters, that is put in a command
 
 
 def learned(
     config: RunConfig, validations: Mapping[str, Mapping[str, float]], rewards: Sequence[float], updates: int
 ) -> str:
-    """The measure of the held-out problems that decides, before and after, by the steps done; without any, the mean
-    reward of the steps. The ready tasks' first reward is 1 for a solved problem and 0 otherwise, so its mean is told as
-    a share. `rewards`: the mean of each step. `updates`: of the weights, in all of them."""
+    """The deciding metric (`deciding`) on held-out problems before and after training; without any, the mean reward of
+    the first and last steps. Built-in tasks' first reward is 1 for a solved problem and 0 otherwise, so its mean is
+    shown as a percentage. `validations`: metrics by the number of steps done. `rewards`: the mean of each step.
+    `updates`: the number of weight updates in all steps."""
     if rewards and not updates:
         masked = " or its completions are cut off and masked" * config.loss.mask_truncated_completions
         return f"nothing: no update was made in any step; where a prompt's rewards are all equal{masked} there is none"
@@ -60,14 +61,15 @@ def from_here(folder: Path) -> Path:
 
 
 def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
-    """A command that tries the model that the run made: on `prompt`, one of its problems, if it is a short text that is
-    completed once; else as the run's validation does, of rows on those of `task.validation_data`, or those held out."""
+    """A command that tries the trained model: on `prompt`, one of the run's problems, if it is a short text of a
+    single-turn task; else on the problems of the run's validation (for a data set, `task.validation_data` or the rows
+    held out)."""
     model, task, limit = shlex.quote(str(run_dir / "model")), config.task, config.sampling.max_completion_length
     stop = f" {shlex.join(['--stop', *config.sampling.stop])}" if config.sampling.stop else ""
     if isinstance(prompt, str) and len(prompt) <= _SHORT and prompt.isprintable() and task.turns == 1:
         asked = f"--prompt {shlex.quote(prompt)} --max-completion-length {limit}{stop}"
         return f"lockstep generate --model {model} {asked}"
-    if _unrewarded(config) or task.filter_overlong_prompts:  # which rows were left out an evaluation does not know
+    if _unrewarded(config) or task.filter_overlong_prompts:  # an evaluation does not know which rows were left out
         return f"lockstep chat --model {model}"
     words = ["--task", task.name, *["--no-easy"] * (task.name == "sum-digits" and not task.easy)]
     evaluated = replace(task, data=task.validation_data or task.data, split=task.validation_split or task.split)
@@ -87,7 +89,7 @@ def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
 
 
 def identical(certificate: Mapping[str, Any]) -> str:
-    """What the parity check compared, in words; `certificate` is what parity.json holds."""
+    """The result of the parity check in words; `certificate` is the contents of parity.json."""
     checked, different = certificate.get("tokens_checked", 0), certificate.get("tokens_different", 0)
     uncovered = certificate.get("tokens_not_covered", 0)
     if certificate.get("identical") is None:
@@ -109,12 +111,12 @@ def closing(summary: Mapping[str, Any]) -> str:
 
 
 def interrupted(run_dir: Path, processes: int) -> str:
-    """Where an interrupted run is, and the command that goes on with it or begins it again."""
+    """Where an interrupted run is, and the command that resumes or restarts it."""
     rows: dict[str, str | None] = {"folder": str(run_dir)}
     if (run_dir / "report.html").is_file():
         rows["report"] = str(run_dir / "report.html")
     start = "lockstep" if processes == 1 else f"torchrun --nproc-per-node {processes} -m lockstep"
-    from .checkpoint.retention import steps  # not before torch is needed, for which --help does not wait
+    from .checkpoint.retention import steps  # imports torch, which --help does not wait for
 
     saved = steps(run_dir / "checkpoints")
     if saved or not (run_dir / "metrics.jsonl").exists():
@@ -127,6 +129,6 @@ def interrupted(run_dir: Path, processes: int) -> str:
 
 
 def aligned(rows: Mapping[str, str | None]) -> str:
-    """A line a name with its text, where there is one."""
+    """A line for each name that has a text, in aligned columns."""
     width = max(map(len, rows), default=0)
     return "".join(f"{name:<{width}}  {text}\n" for name, text in rows.items() if text)

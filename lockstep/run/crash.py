@@ -1,4 +1,4 @@
-"""What a run whose process ends without a word leaves in its folder: a crash in C code, or `os._exit`."""
+"""The file that a run leaves in its folder if its process ends without a message: a kill, a C crash, or `os._exit`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ end costs one call and not the run. `lockstep report` makes the report of the st
 
 @contextlib.contextmanager
 def stacks_to(file: IO[str]) -> Iterator[None]:
-    """Within it a crash in C code writes Python's stack to `file`."""
+    """A context in which a crash in C code writes Python's stack to `file`."""
     before = faulthandler.is_enabled()
     faulthandler.enable(file)
     try:
@@ -31,14 +31,14 @@ def stacks_to(file: IO[str]) -> Iterator[None]:
     finally:
         faulthandler.disable()
         if before:
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # a standard error without a file
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # standard error may have no descriptor
                 faulthandler.enable(sys.__stderr__)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
 def noted(run_dir: Path, began: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Within it there is a file in `run_dir` that says so, should this process end before it is left. What an earlier
-    process left there stays where the run did not begin."""
+    """A context in which `run_dir` has a file that explains an abrupt end of this process; leaving it removes the file.
+    If the run has not `began` by then, an earlier process's file is put back."""
     path, earlier, file = run_dir / CRASH_FILE, None, None
 
     def put_back(begun: bool) -> None:
@@ -56,7 +56,7 @@ def noted(run_dir: Path, began: Callable[[], bool] = lambda: True) -> Iterator[N
         file = path.open("w", encoding="utf-8")
         file.write(_WORDS.format(process=os.getpid()))
         file.flush()
-    except OSError:  # whatever the run itself cannot write there is named
+    except OSError:  # the run itself will report that it cannot write there
         with contextlib.suppress(OSError):
             put_back(False)
         yield

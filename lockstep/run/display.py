@@ -1,4 +1,4 @@
-"""The progress display of a run, on a stream whose failure ends nothing; and standard output, where it does."""
+"""The progress display of a run; a stream whose failure does not end the run, and a standard output whose does."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class _Stream:
         self._try(self._stream.flush)
 
     def _try(self, action: Any, *arguments: Any) -> None:
-        """Call what may fail."""
+        """Call `action`, which may fail."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 class FailsafeStream(_Stream):
-    """A text stream that writes to `stream` until that fails, and from then on to nowhere: whoever reads a run's output
-    may go away (`lockstep train 2>&1 | head`, a closed terminal), and the run goes on. The file descriptor is pointed
-    at the null device too, for what writes to it directly and for the flush at exit."""
+    """A text stream that writes to `stream` until that fails, and discards everything from then on: the run continues
+    when the reader of its output goes away (`lockstep train 2>&1 | head`, a closed terminal). The file descriptor is
+    redirected to the null device too, for code that writes to it directly and for the flush at exit."""
 
     def __init__(self, stream: IO[str] | None) -> None:
         """`stream` is None where Python was started without one (`2>&-`)."""
@@ -60,20 +60,19 @@ class FailsafeStream(_Stream):
             action(*arguments)
         except UnicodeEncodeError:  # a locale without the display's characters
             self._try(action, *(text.encode("ascii", "replace").decode() for text in arguments))
-        except (OSError, ValueError):  # a broken pipe, a terminal that is gone; ValueError: a closed file
+        except (OSError, ValueError):  # a broken pipe or closed terminal; ValueError: a closed file
             self._failed = True
             _discard(self._stream)
 
 
 class RequiredStream(_Stream):
-    """Standard output: what cannot be written to it ends the command, by `BrokenPipeError` when its reader has gone,
-    and `LockstepError` for any other failure. The file descriptor is then pointed at the null device, for the flush at
-    exit."""
+    """Standard output, whose failure ends the command: by `BrokenPipeError` if its reader has gone, and `LockstepError`
+    for any other failure. The file descriptor is then redirected to the null device, for the flush at exit."""
 
     def _try(self, action: Any, *arguments: Any) -> None:
         try:
             action(*arguments)
-        except (OSError, ValueError) as error:  # ValueError: a character that its encoding lacks
+        except (OSError, ValueError) as error:  # ValueError: a character that the encoding lacks
             if isinstance(error, OSError):
                 _discard(self._stream)
             if isinstance(error, BrokenPipeError):
@@ -82,14 +81,14 @@ class RequiredStream(_Stream):
 
 
 def _discard(stream: Any) -> None:
-    """Point the file descriptor under `stream` at the null device."""
+    """Redirect the file descriptor of `stream` to the null device."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
 
 
-# What screen and report call a run's phases. Those without a word here are parts of them.
+# Names of a run's phases on the screen and in the report. Phases not listed here are parts of these.
 WORDS = {
     "import": "imports",
     "task": "the task's data",
@@ -121,10 +120,10 @@ WORDS = {
     "checkpoint": "saving a checkpoint",
     "save_model": "exporting the model",
 }
-_TELL_THEMSELVES = ("warmup", "validation", "graphs")  # a line of their own says what came of them, and in how long
-_WORTH_A_LINE = 0.1  # seconds of a part of start-up
-_TICK = 1.0  # seconds between two looks at what is being done
-# Seconds in one phase, of start-up and later, before a line tells of it where there is no terminal; then twice as many.
+_TELL_THEMSELVES = ("warmup", "validation", "graphs")  # they report their result and duration in a line of their own
+_WORTH_A_LINE = 0.1  # seconds from which a part of start-up is reported
+_TICK = 1.0  # seconds between refreshes
+# Seconds in one phase, during start-up and later, before a line reports it if there is no terminal; doubled each time.
 _PATIENCE_AT_FIRST, _PATIENCE = 10.0, 30.0
 
 
@@ -133,7 +132,7 @@ class _Phase:
     name: str
     began: float
     detail: str = ""
-    due: float = 0.0  # seconds after which the next line tells of it
+    due: float = 0.0  # seconds after which the next line reports it
 
     def __str__(self) -> str:
         detail = f": {self.detail}" if self.detail else ""
@@ -145,18 +144,18 @@ class _Phase:
 
 
 class Display:
-    """Progress on standard error: a live table on a terminal, otherwise (or with `live=False`) a line a step. It is
-    told of phases as a `Watcher`: parts of start-up get a line each once they are done, and what a long phase is at
-    shows while it lasts."""
+    """Progress on standard error: a live table on a terminal, otherwise (or with `live=False`) one line per step. As a
+    `Watcher` it also shows phases: each part of start-up in a line once it is done, and a long phase's progress while
+    it lasts."""
 
     def __init__(self, steps: int, live: bool = True, stream: IO[str] | None = None, tick: float = _TICK) -> None:
         self._stream: Any = FailsafeStream(sys.stderr if stream is None else stream)
         self._wants_live = live and self._stream.isatty()
         self._live: Live | None = None
-        self._table: Any = None  # of the latest step
+        self._table: Any = None  # the latest step's
         self._steps = steps
         self._stepping = False
-        self._phases: list[_Phase] = []  # that have begun and not ended, the innermost last
+        self._phases: list[_Phase] = []  # those that have not ended, innermost last
         self._tick, self._closed = tick, threading.Event()
         self._rewards: deque[float] = deque(maxlen=40)
         self._seconds: deque[float] = deque(maxlen=20)
@@ -167,8 +166,7 @@ class Display:
             from rich.console import Console
             from rich.live import Live
 
-            # No refresh thread of its own: several times a second it would take the interpreter from the loop that
-            # feeds the device.
+            # No auto-refresh thread: it would take the GIL several times a second from the loop that feeds the device.
             console = Console(file=self._stream)
             self._live = Live(console=console, auto_refresh=False, get_renderable=self._screen)
             self._live.start()
@@ -184,14 +182,14 @@ class Display:
             self._live = None
 
     def began(self, phase: str) -> None:
-        """A phase of the run began, within those that have not ended; not where a signal was to end the run."""
+        """A phase began, nested in those that have not ended. Raises for a signal whose exception was lost."""
         raise_received()
         self._stepping |= phase == "step"
         due = _PATIENCE if self._stepping else _PATIENCE_AT_FIRST
         self._phases.append(_Phase(phase, time.monotonic(), due=due))
 
     def told(self, detail: str) -> None:
-        """How far the innermost phase is, or what it is at."""
+        """The progress of the innermost phase, or what it is working on."""
         if self._phases:
             self._phases[-1].detail = detail
 
@@ -206,14 +204,14 @@ class Display:
             self.note(f"start-up: {part} {seconds:.1f} s")
 
     def doing(self) -> str:
-        """The innermost phase that has a word, how far it is and for how long; empty where there is none."""
+        """The innermost phase with a name in `WORDS`, its progress and duration; empty if there is none."""
         return str(next(reversed(self._told_of()), ""))
 
     def _told_of(self) -> list[_Phase]:
         return [phase for phase in self._phases.copy() if phase.name in WORDS]
 
     def _look(self) -> None:
-        """Now and then show what is being done: a reward or a long answer lets nothing else come to the screen."""
+        """Refresh the screen regularly, since a slow reward or a long generation would otherwise leave it unchanged."""
         while not self._closed.wait(self._tick):
             phases = self._told_of()
             if self._live is not None:
@@ -231,7 +229,7 @@ class Display:
             print(text, file=self._stream, flush=True)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show that step `step`, counted from 0, is done. Metrics that are absent show as a dash."""
+        """Show that step `step`, counted from 0, is done. Missing metrics are shown as a dash."""
         self._rewards.append(float(metrics.get("reward/mean", math.nan)))
         self._seconds.append(float(metrics.get("time/step", math.nan)))
         self._checked += int(metrics.get("parity/tokens_checked", 0))
@@ -301,7 +299,7 @@ class Display:
 
 
 def sparkline(values: deque[float] | list[float]) -> str:
-    """Block characters from the lowest to the highest of `values`; a blank where one is not finite."""
+    """The `values` as block characters, scaled from the lowest to the highest; a blank for one that is not finite."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""

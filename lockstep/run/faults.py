@@ -1,4 +1,4 @@
-"""What several processes leave when one of them fails, dies or stops: one message of all, and each one's stack."""
+"""What several processes leave if one of them fails, dies or stops: a single message, and the stack of each."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ..session.signals import handled_by, raised_for
 from .crash import stacks_to
 
 STACKS, FAULT_FILE, SIGNAL_FILE = "stacks", "fault.txt", "signal.txt"
-_ASK = signal.SIGURG  # for a stack; a process that does not expect it ignores it
+_ASK = signal.SIGURG  # asks a process for its stack; ignored by default
 _WAIT = 2.0  # seconds that a process has to answer
-_REPORT = 20.0  # seconds that the first has for its report, before a launcher sees another leave; it kills after 30
-_STATES = {"Z": "gone", "X": "gone", "T": "stopped"}  # of /proc/N/stat
+_REPORT = 20.0  # seconds that the other ranks wait for the first's report before they leave; launchers kill after 30
+_STATES = {"Z": "gone", "X": "gone", "T": "stopped"}  # states in /proc/N/stat
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Rank:
         return f"rank {self.rank} on {self.host} (process {self.process})"
 
     def state(self) -> str:
-        """What is seen to be wrong with it, on this host: gone, stopped, or nothing."""
+        """What is wrong with a process of this host, as far as can be seen: "gone", "stopped", or ""."""
         try:
             os.kill(self.process, 0)
             return _STATES.get(Path(f"/proc/{self.process}/stat").read_text().rpartition(")")[2].split()[0], "")
@@ -52,9 +52,9 @@ class _Rank:
 
 @contextlib.contextmanager
 def told_once(run_dir: Path, world: World) -> Iterator[Faults]:
-    """Within it a fault that is not on all ranks, such as a process that is gone or stopped, is told by one of them and
-    leaves the stacks of all in the run's folder. An error that is told by then, here or by another rank, has `reported`
-    set. A rank that is asked to end, and does, is no fault: the others end as if they had been asked."""
+    """A context in which a fault that not all ranks see alike, such as a process that is gone or stopped, is reported
+    by one of them and leaves the stacks of all in the run's folder. An error that this or another rank has reported has
+    `reported` set. A rank that ends because it was asked to is not a fault: the others end as if asked too."""
     folder, own = run_dir / STACKS, _Rank(world.rank, platform.node(), os.getpid())
     if world.size == 1:
         yield Faults(folder, io.StringIO(), own, [])
@@ -74,11 +74,12 @@ def told_once(run_dir: Path, world: World) -> Iterator[Faults]:
 
 @contextlib.contextmanager
 def _stack_file(path: Path, first: bool) -> Iterator[IO[str]]:
-    """The file that gets this process's stack when it is asked for, and (the first rank has another) at a crash."""
+    """The file to which this process writes its stack when asked, and, except on the first rank (which has a crash file
+    of its own), at a crash."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a", encoding="utf-8")
-    except OSError:  # of the first rank the run itself tells
+    except OSError:  # on the first rank, the run itself reports it
         file = open(os.devnull, "a", encoding="utf-8")  # noqa: SIM115
     faulthandler.register(_ASK, file=file, all_threads=True)
     try:
@@ -86,32 +87,32 @@ def _stack_file(path: Path, first: bool) -> Iterator[IO[str]]:
             yield file
     finally:
         faulthandler.unregister(_ASK)
-        with contextlib.suppress(OSError):  # a full disk, of which the run's own error tells
+        with contextlib.suppress(OSError):  # a full disk, which the run's own error reports
             file.close()
 
 
 class Faults:
-    """The faults that one rank sees; `beside` are the others of its host."""
+    """Faults as one rank sees them; `beside` are the other ranks of its host."""
 
     def __init__(self, folder: Path, file: IO[str], own: _Rank, beside: list[_Rank]) -> None:
         self._folder, self._file, self._own, self._beside = folder, file, own, beside
         self._all_end = False
 
     def all_end(self) -> None:
-        """From now on all ranks, which know it, end for a signal."""
+        """Note that all ranks are ending because of a signal, which every rank knows."""
         self._all_end = True
 
     def leaves(self, number: int) -> None:
-        """This rank ends for a signal, in order: the others have not lost it."""
-        with contextlib.suppress(OSError):  # one process by itself has no such folder
+        """Record that this rank ends in an orderly way for a signal, so that the others do not count it as lost."""
+        with contextlib.suppress(OSError):  # a single process has no such folder
             (self._folder / SIGNAL_FILE).write_text(str(int(number)))
         with contextlib.suppress(OSError):
             self._path(self._own).unlink()
 
     def handle(self, error: BaseException) -> None:
-        """Say in `error` what is known of the fault, or mark it as one that another rank tells of. Raises `PeerLost` in
-        place of the signal that a launcher sends when it finds a process dead, and the signal for which another rank
-        has ended in place of that."""
+        """Report the fault, or mark `error` as reported by another rank. If a launcher sent the signal because a
+        process died, raises `PeerLost` instead; if a peer was lost because it ended for a signal, raises that
+        signal's exception instead."""
         known: Any = error
         if hasattr(error, "reported") or isinstance(error, InputError):
             return
@@ -125,27 +126,28 @@ class Faults:
         if isinstance(error, PeerLost) and (number := self._left_for()) and not self.lost():
             self.leaves(number)
             raise raised_for(number) from error
-        if isinstance(known, (ParityError, NonFiniteError)):  # found in what all ranks have
+        if isinstance(known, (ParityError, NonFiniteError)):  # raised on all ranks alike
             known.reported = self._own.rank != 0
         elif isinstance(known, Exception):
-            with handled_by(signal.SIG_IGN, [signal.SIGTERM]):  # of a launcher that finds a process dead
+            with handled_by(signal.SIG_IGN, [signal.SIGTERM]):  # sent by a launcher that finds a process dead
                 self._tell(known)
         if known is not error:
             raise known from error
 
     def lost(self) -> bool:
-        """Whether another process of this host died: one that leaves in order has no file."""
+        """Whether another process of this host died; one that left in order has removed its file."""
         return any(rank.state() == "gone" and self._path(rank).exists() for rank in self._beside)
 
     def _left_for(self) -> int:
-        """The signal for which another rank has ended; 0 where none has."""
+        """The signal for which another rank has ended; 0 if none has."""
         try:
             return int((self._folder / SIGNAL_FILE).read_text())
         except (OSError, ValueError):
             return 0
 
     def _let_the_first_report(self) -> None:
-        """A launcher that sees a process leave ends the others, and the first may be at the run's report."""
+        """Wait until the first rank has left: it may be writing the run's report, and a launcher that sees any process
+        leave ends the others."""
         first, until = self._folder / "rank-0.txt", time.monotonic() + _REPORT
         while self._own.rank and first.exists() and not self.lost() and time.monotonic() < until:
             time.sleep(0.01)
@@ -157,15 +159,15 @@ class Faults:
         if isinstance(error, LockstepError):
             message = self.told(str(error))
             error.args, error.reported = (message or str(error),), True
-            if message:  # now: behind this a launcher ends the process at any time
+            if message:  # print now, since a launcher may end the process at any time from here on
                 print(f"lockstep: failed: {message}{torchrun_follows()}", file=sys.stderr, flush=True)
         elif message := self.told(f"{type(error).__name__}: {error}"):
             more = ", and what torchrun says of it" if by_torchrun() else ""
             print(f"lockstep: failed: {message}\n(its traceback follows{more})", file=sys.stderr, flush=True)
 
     def told(self, message: str) -> str:
-        """`message` and what is known of the fault, for this rank to tell; empty where another has told of it. By then
-        the stacks of the ranks of its host are written."""
+        """`message` with what is known of the fault, for this rank to report; empty if another rank has reported it.
+        Before returning, all ranks of this host have been made to write their stacks."""
         wrong = [f"{rank} is {state}" for rank in self._beside if (state := rank.state())]
         by = f"told by {self._own}; the stacks of all ranks are in {self._folder}"
         full = "\n".join([message, *wrong, by])
@@ -174,14 +176,14 @@ class Faults:
                 file.write(full + "\n")
         except FileExistsError:
             full = ""
-        except OSError:  # a host that does not see the run's folder
+        except OSError:  # this host does not see the run's folder
             pass
         faulthandler.dump_traceback(self._file, all_threads=True)
         self._ask_others()
         return full
 
     def _ask_others(self) -> None:
-        """Let the others of this host write their stacks, one that is stopped too: it goes on, to its end."""
+        """Make the other ranks of this host write their stacks. A stopped one is continued for that, and then ends."""
         asked = [rank for rank in self._beside if self._empty(rank)]
         for rank in asked:
             with contextlib.suppress(OSError):
@@ -197,14 +199,14 @@ class Faults:
                 self._path(rank).write_text(f"{rank} {'is gone' if rank.state() else 'did not answer'}\n")
 
     def tidy(self) -> None:
-        """Remove what says nothing, as where nothing failed."""
+        """Remove files that hold no information: all of them, if nothing failed."""
         known = [self._folder / FAULT_FILE, self._folder / SIGNAL_FILE]
         if self._own.rank == 0 and not any(file.exists() for file in known):
             shutil.rmtree(self._folder, ignore_errors=True)
         with contextlib.suppress(OSError):
             if self._empty(self._own):
                 self._path(self._own).unlink()
-            if [*self._folder.iterdir()] == known[1:]:  # nobody is left who would read it
+            if [*self._folder.iterdir()] == known[1:]:  # no rank is left to read it
                 known[1].unlink()
             self._folder.rmdir()
 

@@ -1,4 +1,4 @@
-"""One process at a time in a run folder."""
+"""The lock that keeps a run folder to one process at a time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 from ..errors import InputError
 
-LOCK_FILE = ".lock"  # holds who has the lock; left behind by a process that was killed, it locks nothing
+LOCK_FILE = ".lock"  # names the lock's holder; the file that a killed process leaves behind locks nothing
 
 _log = logging.getLogger("lockstep")
-_open: set[int] = set()  # lock files of this process, which a copy of it does not keep
+_open: set[int] = set()  # descriptors of this process's lock files, which a forked child closes
 
 
 def _close_in_copy() -> None:
@@ -28,22 +28,22 @@ os.register_at_fork(after_in_child=_close_in_copy)
 
 @contextlib.contextmanager
 def held(run_dir: Path) -> Iterator[None]:
-    """Within, no other process can hold this folder. The lock is the kernel's (`flock`) and ends with the process,
-    whatever copies of it go on. `InputError`: another process has it, which is named; or the folder cannot be
-    written."""
+    """A context in which no other process can hold this folder. The lock is the kernel's (`flock`) and ends with the
+    process, even if forked children live on. Raises `InputError` if another process, which it names, holds the folder,
+    or the folder cannot be written."""
     file = _locked(path := run_dir / LOCK_FILE)
     _open.add(file)
     try:
-        with contextlib.suppress(OSError):  # a full disk: held, if without a name
+        with contextlib.suppress(OSError):  # a full disk: the lock is held, though the file does not name the holder
             os.truncate(file, 0)
             os.write(file, f"process {os.getpid()} on {platform.node()}".encode())
         yield
     finally:
-        if file in _open:  # not in a copy of the process
+        if file in _open:  # not in a forked child
             with contextlib.suppress(OSError):
-                path.unlink()  # before it is free, so that whoever waits for no file does not get this one
+                path.unlink()  # before the lock is released, so that nobody locks the deleted file
             _open.remove(file)
-            with contextlib.suppress(OSError):  # whatever code closes all files has closed it
+            with contextlib.suppress(OSError):  # other code may have closed all files
                 os.close(file)
 
 
@@ -68,4 +68,4 @@ def _locked(path: Path) -> int:
         except OSError as error:
             _log.warning("%s cannot be locked (%s): nothing keeps a second process out of it", path.parent, error)
             return file
-        os.close(file)  # its holder deleted it in between
+        os.close(file)  # its holder deleted it meanwhile

@@ -1,4 +1,4 @@
-"""What a run records: JSON lines that survive a kill, and a summary."""
+"""The files of a run's records: JSON lines that survive a kill, and JSON files that are replaced atomically."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from ..config import RunConfig
     from ..types import RolloutGroup, Trajectory
 
-_STEPS_END = 1 << 53  # a step below it is exact as a float too
+_STEPS_END = 1 << 53  # smaller steps are exact as floats too
 
 METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE = "metrics.jsonl", "rollouts.jsonl", "summary.json"
-LEFT_OUT = "replaced", "without_reward"  # what a group's record says where it was not trained on
-WAITS_FILE = "waits.jsonl"  # beside the rollouts, whose bits no clock is in
+LEFT_OUT = "replaced", "without_reward"  # fields that mark a group's record as not trained on
+WAITS_FILE = "waits.jsonl"  # apart from the rollouts, whose file is reproducible bit for bit
 
 
 def number(value: float | None) -> str:
-    """Four digits, or all of a whole number with separators; a dash for None."""
+    """Four significant digits, or all digits of a whole number with separators; a dash for None."""
     if value is None or isinstance(value, int):
         return "-" if value is None else f"{value:,}"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def deciding(names: Iterable[str], config: RunConfig | None) -> str:
-    """Of validation metrics the one that decides: the first reward's mean; of several that an environment names, none
-    of which is known to, their sum's."""
+    """The validation metric that measures success: the mean of the first reward; or of the total reward if there are
+    none, or an environment has several, of which none is known to be decisive."""
     named = [name for name in names if name.startswith("validation/rewards/") and name.endswith("/mean")]
     played = config is not None and config.task.environment is not None
     return "validation/reward/mean" if not named or (played and len(named) > 1) else named[0]
@@ -43,7 +43,7 @@ def deciding(names: Iterable[str], config: RunConfig | None) -> str:
 
 @contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Turns what the disk refuses inside (no space left, say) into a `LockstepError` naming `path`."""
+    """A context that turns an `OSError` (no space left, say) into a `LockstepError` naming `path`."""
     try:
         yield
     except OSError as error:
@@ -52,7 +52,7 @@ def writing(path: Path | str) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns what the disk does not give inside into an `InputError` naming `path`."""
+    """A context that turns an `OSError` into an `InputError` naming `path`."""
     try:
         yield
     except OSError as error:
@@ -61,7 +61,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write inside, which then takes the place of `path`: whole or not at all. Raises as `writing` does."""
+    """A context with a temporary path to write, which then replaces `path` atomically. Raises as `writing` does."""
     temporary = path.with_name(f".tmp-{path.name}")
     with writing(path):
         try:
@@ -74,16 +74,16 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_all(file: io.RawIOBase, data: bytes) -> None:
-    """Write all of `data`: a full disk takes a part before it refuses."""
+    """Write all of `data`; a single `write` may be partial, as on a disk that is getting full."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) or 0 :]
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
-    """Appends JSON objects, one a line, each flushed to the operating system before `write` returns. First it drops,
-    atomically, the lines of `start_step` and later steps and a torn last line. Raises `InputError` when another line of
-    the file cannot be read."""
+    """Appends JSON objects, one per line, each flushed to the operating system before `write` returns. First it
+    atomically drops the lines of steps from `start_step` on and a torn last line. Raises `InputError` if any other line
+    of the file cannot be read."""
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         if path.exists():
@@ -105,8 +105,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a JSON-lines file, without a torn last line. Raises `InputError` naming an unreadable one, or the
-    file where the disk does not give it."""
+    """The records of a JSON-lines file, without a torn last line. Raises `InputError` naming an unreadable line, or the
+    file if it cannot be read."""
     return (record for _, record in _lines(path))
 
 
@@ -135,9 +135,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str, Any]]:
-    """One record a group for `rollouts.jsonl`: the prompt, and each sample with what scoring made of it. One that was
-    not trained on says why: dynamic sampling `replaced` it, or it is `without_reward`, and samples that have none have
-    null. The digest is of the bits of its log-probabilities."""
+    """One record per group for `rollouts.jsonl`: the prompt, and each sample with its rewards, advantage and a digest
+    of its log-probabilities' bits. A group that was not trained on says why: dynamic sampling `replaced` it, or it is
+    `without_reward`, and samples without a reward have null."""
     for group in groups:
         samples = [
             {
@@ -166,7 +166,7 @@ def _rewarded(group: RolloutGroup, rollout: Trajectory) -> bool:
 
 
 def wait_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str, Any]]:
-    """One record a group for `waits.jsonl`: the seconds that each sample's environment took to answer each turn."""
+    """One record per group for `waits.jsonl`: the seconds that each sample's environment took to answer each turn."""
     for group in groups:
         waits = [(r.identity.sample, [round(turn.wait_s, 6) for turn in r.turns]) for r in group.rollouts]
         samples = [{"sample": sample, "wait_s": seconds} for sample, seconds in waits]
@@ -174,15 +174,15 @@ def wait_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str, An
 
 
 def logprobs_digest(rollout: Trajectory) -> str:
-    """16 digits that tell whether the sampled tokens' log-probabilities, both of each, have the same bits."""
+    """A digest (16 hexadecimal digits) of the bits of both log-probabilities of the sampled tokens."""
     words = array("f", rollout.logprobs) + array("f", rollout.model_logprobs)
     return hashlib.blake2b(words, digest_size=8).hexdigest()
 
 
 def _segments(rollout: Trajectory) -> list[dict[str, Any]]:
-    """The segments in order, each with its kind and its number of tokens. Where there are more than a prompt and its
-    completion, which the record has anyway, those after the prompt have their text, given ones their tokens, sampled
-    ones their rewards. One that begins a branch is `anew`."""
+    """The segments in order, each with its kind and number of tokens. If there is more than a prompt and its completion
+    (which are in the record anyway), those after the prompt also have their text, given ones their tokens, and sampled
+    ones their rewards. `anew` marks one that begins a branch."""
     found: list[dict[str, Any]] = []
     for segment in rollout.segments:
         found.append({"kind": "sampled" if segment.sampled else "given", "tokens": len(segment.token_ids)})

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder and on its timeline: files, checkpoints, summary and report; and what is restored."""
+"""Writes what a run leaves in its folder: metrics, timeline, checkpoints, summary, report. Restores checkpoints."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ from .trackers import Trackers
 PARITY_FILE, FAILURE_FILE = "parity.json", "failure.json"
 ENVIRONMENT_ERRORS = "environment_errors.txt"
 
-# Counters of the timeline, and the metrics that they show.
+# The timeline's counters, and the metrics they show.
 _COUNTERS = {"reward": "reward/mean", "tokens/s": "perf/tokens_per_s_per_gpu", "memory GiB": "memory/peak_gib"}
 
-_REASONS = 3  # that are shown why stored graphs were not used
+_REASONS = 3  # reasons shown, at most, for not using stored graphs
 
 _log = logging.getLogger("lockstep")
 
 
 class Recorder(AbstractContextManager["Recorder"]):
     """The run folder of one training run: metrics, rollouts, checkpoints, summary, report. Only the first rank writes
-    it; the others keep the summary alone."""
+    it, except checkpoints and models; the others only keep the summary."""
 
-    # CPU seconds until here, part of the process's first run: of this thread, as NumPy's others spin beside it
+    # CPU seconds of importing, counted for the process's first run; of this thread only, since NumPy's threads spin
     _imports: ClassVar[float] = time.thread_time()
 
     def __init__(self, config: RunConfig, run_dir: Path, world: World = ONE) -> None:
@@ -70,42 +70,42 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._shown_dir = closing.from_here(run_dir)
         imports, Recorder._imports = Recorder._imports, 0.0
         self.began = time.perf_counter() - imports
-        self._earlier = 0.0  # seconds of the processes that this one goes on from
+        self._earlier = 0.0  # seconds of the earlier processes of a resumed run
         self._numerics: dict[str, Any] | None = None
         self._absent = 0  # steps of earlier processes without metrics
         self.validations: dict[str, dict[str, float]] = {}
         self.summary: dict[str, Any] = {"recipe": config.recipe, "seed": config.seed, "version": __version__}
         self.summary |= dict.fromkeys(("startup_s", "generator_s", "trainer_s", "sync_s", "total_s"), 0.0)
         self.imports_s = imports
-        self._open_files = ExitStack()  # closes what is open of these
+        self._open_files = ExitStack()  # closes the files and trackers below
         self._timeline: Timeline | None = None
-        self._lines: dict[str, MetricsWriter] = {}  # the files that get some with every step, by name
+        self._lines: dict[str, MetricsWriter] = {}  # the files that get lines in every step, by name
         self._trackers: Trackers | None = None
         self._loop: Loop | None = None
         self._saver: checkpoint.Saver | None = None
         self._saved: int | None = None  # steps done by the latest checkpoint
         self._rewards: list[float] = []
         self._updates = 0
-        self._prompt: Any = None  # of a step's first group
-        self.memory_plan = ""  # its table, once there is one
+        self._prompt: Any = None  # the prompt of the latest step's first group
+        self.memory_plan = ""  # the memory plan as a table, once it is made
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
         return resuming.inputs(self.config)
 
     def has_begun(self) -> bool:
-        """Whether the parts were built, and a resumed run was found to go on."""
+        """Whether the run was built and, if resumed, its checkpoint accepted."""
         return self._loop is not None
 
     def planned(self, plan: MemoryPlan, display: Display) -> None:
-        """The memory is planned, and there is room: show what is trained and, of a GPU, the plan; record that."""
+        """Record the memory plan; show what is trained and, on a GPU, the plan."""
         self.memory_plan, self.summary["memory"] = plan.table(), plan.to_dict()
         display.note(plan.title)
         if resolve_device(self.config.device).type == "cuda":
             display.note(f"memory of a GPU, as planned:\n{self.memory_plan}")
 
     def started(self, loop: Loop) -> None:
-        """The parts are built: record the configuration, the machine and the start-up time; open the trackers."""
+        """After the run is built: record the configuration, the machine and the start-up time; open the trackers."""
         self.summary["environment"] = describe(loop.device)
         if self.world.size > 1:
             self.summary["environment"]["processes"] = str(self.world.size)
@@ -117,7 +117,7 @@ class Recorder(AbstractContextManager["Recorder"]):
                 yaml_file.save(self.config, temporary)
             if self.config.checkpoint.interval:
                 with timings.measured("inputs"):
-                    self.inputs  # noqa: B018 (as soon as the model is read)
+                    self.inputs  # noqa: B018 (hash the model's files soon after they were read)
             with timings.measured("trackers"):
                 self._trackers = Trackers(self.config.metrics, self.run_dir, yaml_file.flat(self.config))
                 self._open_files.callback(self._trackers.close)
@@ -129,10 +129,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.trace([imports])
 
     def warm_up_graphs(self, loop: Loop, display: Display) -> None:
-        """Make the graphs of all steps; record where start-up went."""
+        """Make the graphs of all steps; record where the start-up time went."""
         began, runtime, timings = time.perf_counter(), loop.run.runtime, loop.run.timings
         before = dict(timings.seconds)
-        making = Timings(watcher=display).measured("graphs") if runtime.compiles else nullcontext()  # shown alone
+        making = Timings(watcher=display).measured("graphs") if runtime.compiles else nullcontext()  # only for display
         with self.world.deadline("making and checking graphs", timeouts=10), making:
             warm_up(loop.run)
         if runtime.compiles:
@@ -149,7 +149,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self.trace()
 
     def _count_startup(self, began: float, phases: dict[str, float]) -> None:
-        """Add what was spent since `began` to start-up, by phase; what no phase accounts for is `other`."""
+        """Add the time since `began` to start-up, by phase; what no phase accounts for is `other`."""
         total = time.perf_counter() - began
         self.summary["startup_s"] += total
         for phase, seconds in (phases | {"other": total - sum(phases.values())}).items():
@@ -158,7 +158,7 @@ class Recorder(AbstractContextManager["Recorder"]):
                 self.summary[name] = self.summary.get(name, 0.0) + seconds
 
     def trace(self, spans: Sequence[Span] = (), metrics: Mapping[str, Any] | None = None) -> None:
-        """Put `spans`, what was measured since they were taken, and the counters among `metrics` on the timeline."""
+        """Put `spans`, all spans measured since they were taken, and the counters among `metrics` on the timeline."""
         assert self._loop is not None
         taken = [*spans, *self._loop.run.timings.take()]
         counters = {name: metrics[metric] for name, metric in _COUNTERS.items()} if metrics else {}
@@ -166,7 +166,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._timeline.write(taken, counters)
 
     def open(self, start: int) -> None:
-        """Open the files that get a line a step; lines of step `start` and later are of a history that is redone."""
+        """Open the files that get lines in every step. Lines of step `start` and later are dropped: they are redone."""
         self.trace()
         if not self.world.first:
             return
@@ -177,8 +177,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._absent = start - len(self._rewards)
 
     def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint, other_numerics: bool = False) -> int:
-        """Put the run where `loaded` left it; returns the steps it had done. `other_numerics`: go on with other
-        arithmetic too, and say so in the certificate."""
+        """Restore the run's state from `loaded`; return the number of steps done. `other_numerics`: accept different
+        arithmetic, and note it in the certificate."""
         try:
             others = resuming.other_numerics(loaded.state["numerics"], self._numerics_of(loop))
             changed = list(dict.fromkeys(sentence for of_rank in self.world.gather(others) for sentence in of_rank))
@@ -213,8 +213,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         return loaded.step
 
     def checkpoint(self, loop: Loop, step: int, last: bool = False) -> None:
-        """Save when `checkpoint.interval` says so, and behind the `last` step, while the run goes on; tell of one that
-        could not be written. Export the model when `checkpoint.export_interval` says so."""
+        """Begin to save when `checkpoint.interval` says so and after the `last` step; otherwise raise the error of a
+        checkpoint that could not be written. Export the model when `checkpoint.export_interval` says so."""
         c = self.config.checkpoint
         if step and c.export_interval and step % c.export_interval == 0:
             self.save_model(loop, f"{MODELS}/step_{step}")
@@ -225,7 +225,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._saver.look()
 
     def checkpoint_before(self, loop: Loop, step: int) -> None:
-        """Save what the steps before this one, counted from 0, have made, unless that is done: it was given up."""
+        """Save the state before `step`, counted from 0, which was abandoned, unless it is saved already."""
         if self._saved != step:
             self._save(loop, step)
 
@@ -245,7 +245,8 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._saved = step
 
     def _tensors(self, loop: Loop) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """What this rank writes of a checkpoint, with numbers; where not all see the folder the first writes all."""
+        """The tensors that this rank writes, by file, and the numbers; the first writes all if not all see the
+        folder."""
         trainer, world = loop.run.trainer, self.world
         if world.size == 1 or not self._all_see():
             tensors, counters = trainer.state()
@@ -270,7 +271,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         }
 
     def _numerics_of(self, loop: Loop) -> dict[str, Any]:
-        """What the run's bits depend on besides its configuration: names, versions, and words of its arithmetic."""
+        """What the run's bits depend on besides its configuration: names, versions, and golden words."""
         if self._numerics is None:
             with loop.run.timings.measured("golden_words"):
                 model = loop.run.policy.model
@@ -317,7 +318,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         return metrics
 
     def validate_later(self, loop: Loop, display: Display, step: int) -> None:
-        """Validate behind the latest step, which goes without, and add to its metrics. Before `open`."""
+        """Validate after the latest step, which was recorded without, and add to its metrics. Call before `open`."""
         found, path = self.validate(loop, display, step), self.run_dir / METRICS_FILE
         if found and self.world.first and path.exists():
             for latest in [record for record in read_lines(path) if record["step"] == step - 1]:
@@ -346,15 +347,15 @@ class Recorder(AbstractContextManager["Recorder"]):
                 file.writelines(f"{one}\n\n" for one in told)
 
     def _account(self, metrics: dict[str, Any]) -> None:
-        """Add a step to the summary; a resumed run's earlier steps come from its metrics."""
+        """Add a step to the summary; the earlier steps of a resumed run come from its metrics file."""
         self.summary["generator_s"] += metrics["time/generate"]
         self.summary["trainer_s"] += metrics["time/forward_backward"] + metrics.get("time/optim_step", 0.0)
         self.summary["sync_s"] += metrics["time/sync"]
         self._rewards.append(metrics["reward/mean"])
-        self._updates += metrics.get("updates", 1)  # metrics of long ago have none
+        self._updates += metrics.get("updates", 1)  # early versions did not record it
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Whatever ended the run, leave a summary and a report of what there is, and the evidence of a failed check."""
+        """Whatever ended the run, write a summary, a report, and the evidence of a failed check."""
         if self._saver is not None:
             self._saver.leave(error)
         try:
@@ -363,7 +364,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         except (LockstepError, OSError) as unwritten:
             if error is None:
                 raise
-            _log.warning("%s", unwritten)  # what ended the run is the news
+            _log.warning("%s", unwritten)  # not raised: `error` is what ended the run
 
     def _finish(self, error: BaseException | None) -> None:
         if not self.world.first:
@@ -374,7 +375,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         if isinstance(error, (NonFiniteError, ParityError)) and self._loop is not None:
             write_json(self.run_dir / FAILURE_FILE, {"error": str(error)} | self._loop.evidence())
             error.args = (f"{error}; its values and rollouts are in {self.run_dir / FAILURE_FILE}",)
-        if error is None:  # what a check found before is mended
+        if error is None:  # what an earlier check found no longer applies
             (self.run_dir / FAILURE_FILE).unlink(missing_ok=True)
         ends = {"first": self._rewards[:10], "last": self._rewards[-10:]}
         self.summary |= {f"reward_{name}_10": sum(r) / len(r) for name, r in ends.items() if r}
@@ -386,7 +387,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         }
         if self._loop is not None:
             run = self._loop.run
-            with suppress(RuntimeError):  # of a device that has ended all work
+            with suppress(RuntimeError):  # the device may have failed
                 self.summary["memory"]["used_gib"] = used(run.trainer, run.engine.cache, run.runtime)
         self.summary["total_s"] = self._total_seconds()
         write_json(self.run_dir / SUMMARY_FILE, self.summary)
@@ -394,5 +395,5 @@ class Recorder(AbstractContextManager["Recorder"]):
             write_report(self.run_dir)
 
     def _total_seconds(self) -> float:
-        """Of the whole run so far: this process, and those whose steps it goes on from."""
+        """Seconds of the whole run so far: of this process, and of the earlier ones that it resumed from."""
         return self._earlier + time.perf_counter() - self.began

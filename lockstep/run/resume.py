@@ -1,6 +1,6 @@
-"""Going on with a run: from a whole checkpoint only, and only as the run that it was.
+"""Resuming a run: only from a complete checkpoint, and only as the same run.
 
-What a checkpoint of an earlier version does not record cannot be compared; `remarks` says what that is.
+What a checkpoint of an earlier version does not record cannot be compared; `remarks` reports that.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from ..user_functions import one_line
 from . import checkpoint
 from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines
 
-SUMMARIZED = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # every step's metrics have them
+SUMMARIZED = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # in every step's metrics
 CHECKPOINTS, FINAL_MODEL, MODELS = "checkpoints", "model", "models"
-# How processes lie, which any others go on for.
+# The layout of processes; a run may be resumed with any other.
 LAYOUT = tuple(f"parallel.{name}" for name in ("fsdp", "tp", "zero_stage", "generator_tp", "symmetric_memory"))
-# What no bit of a step depends on.
+# Settings that no bit of a step depends on.
 FREE = {*LAYOUT, "recipe", "steps", "parallel.timeout", *(f"checkpoint.{name}" for name in vars(CheckpointConfig()))}
 FREE |= {f"metrics.{name}" for name in vars(MetricsConfig())}
 ONLY = "only --steps, --checkpoint, --metrics and how processes lie may change"
-_NAMED = ("attention_mask", "loss.loss_type", "task.environment")  # path.py:name
+_NAMED = ("attention_mask", "loss.loss_type", "task.environment")  # values such as path.py:name
 _DATA_FIELDS = ("task.data", "task.validation_data", *_NAMED)
-_MODELS = {"model": "model", "teacher": "loss.teacher"}  # what records a folder's files, and the field that names it
+_MODELS = {"model": "model", "teacher": "loss.teacher"}  # name in `inputs`, and the field that names the folder
 
 
 def inputs(config: RunConfig) -> dict[str, Any]:
-    """What makes a run the run it is, for a checkpoint's state: `config`; the size and SHA-256 of its data and its
-    attention mask's file; and of every file of its `model` folder and its teacher's. Of data that is no local file or
-    folder (a hub id, a module) its name alone is recorded, of a hub's model the revision."""
+    """What identifies a run, for a checkpoint's state: `config`, and size and SHA-256 of its data, its Python files
+    (attention mask, loss, environment, tools) and every file of its model's and teacher's folders. For data that is not
+    a local file or folder (a hub id, a module) only the name is recorded; for a model from the hub, the revision."""
     settings = _settings(config)
     folders = {name: settings[field] for name, field in _MODELS.items()}
     models = {name: None if folder is None else describe_folder(folder) for name, folder in folders.items()}
@@ -49,7 +49,7 @@ def inputs(config: RunConfig) -> dict[str, Any]:
 
 
 def data(config: RunConfig) -> dict[str, str]:
-    """The files among a run's `inputs` in words, which are the same for the same bytes."""
+    """The data and Python files among a run's `inputs`, in words that are equal for equal bytes."""
     return {name: _words(fingerprint) for name, fingerprint in _data(_settings(config)).items()}
 
 
@@ -66,9 +66,9 @@ def _data(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find(run_dir: Path, now: Mapping[str, Any]) -> checkpoint.LoadedCheckpoint | None:
-    """The newest whole checkpoint in `run_dir`; None when the run has no step yet. Writes nothing. Raises `InputError`
-    when a run that has steps has no whole checkpoint, when `now` (see `inputs`) is not what it was made with, and when
-    a line of metrics or rollouts cannot be read."""
+    """The newest complete checkpoint in `run_dir`; None if the run has no step yet. Writes nothing. Raises `InputError`
+    if a run with steps has no complete checkpoint, if `now` (see `inputs`) differs from what it was made with, or if a
+    line of metrics or rollouts cannot be read."""
     metrics = run_dir / METRICS_FILE
     done = sum(1 for _ in read_lines(metrics)) if metrics.exists() else 0
     loaded = checkpoint.latest(run_dir / CHECKPOINTS)
@@ -84,7 +84,7 @@ def find(run_dir: Path, now: Mapping[str, Any]) -> checkpoint.LoadedCheckpoint |
 
 
 def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
-    """What whoever goes on from this checkpoint should know: what it does not record, and steps without metrics."""
+    """What to tell a user who resumes from this checkpoint: what it does not record, and steps without metrics."""
     name, config = loaded.path.name, loaded.state["inputs"]["config"]
     found = []
     if config["model"] is not None and loaded.state["inputs"].get("model") is None:
@@ -109,15 +109,15 @@ def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
 
 
 def other_numerics(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What of the arithmetic is not as it was, as sentences; none where a run goes on with the same bits. Equal words
-    are equal arithmetic, whatever computes them; as they come from few threads and small tensors, what else chooses an
-    order of additions must be equal too. Without words, all that was recorded must."""
-    then, now = ({"tp": 1, **found} for found in (then, now))  # as in earlier versions
+    """How the arithmetic differs from what it was, in sentences; none if the run continues with the same bits. Equal
+    golden words mean equal arithmetic, whatever computes them; but since they come from few threads and small tensors,
+    whatever else determines an order of summation must be equal too. Without words, everything recorded must be."""
+    then, now = ({"tp": 1, **found} for found in (then, now))  # earlier versions did not record it
     if "words" not in then:
         return [_was(name, then, now) for name in then if name in now and then[name] != now[name]]
     names = ["dtype", "threads", "tp"] + ["device"] * (now["operators"] == "cuda")
     changed = [_was(name, then, now) for name in names if then[name] != now[name]]
-    both = [name for name in now["words"] if name in then["words"]]  # earlier versions wrote fewer
+    both = [name for name in now["words"] if name in then["words"]]  # earlier versions recorded fewer
     words = [name for name in both if then["words"][name] != now["words"][name]]
     if words:
         facts = [name for name in now if name not in ("words", *names) and then.get(name) != now[name]]
@@ -129,14 +129,14 @@ def other_numerics(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def redefined(state: Mapping[str, Any]) -> list[str]:
-    """What this version computes otherwise than that which wrote a checkpoint with this state."""
+    """What this version computes differently by definition from the one that wrote a checkpoint with this state."""
     then, config, found = state["numerics"], state["inputs"]["config"], list[str]()
     if GRADIENT_NORM not in then.get("words", ()):
         found.append(
             "the gradient norm became the root of an exact sum: its last bits may differ, and where it clips, the "
             "weights'"
         )
-    if config.get("optimizer.router_bias_rate") and "balanced_by" not in then:  # by other loads
+    if config.get("optimizer.router_bias_rate") and "balanced_by" not in then:  # loads were counted differently
         found.append("experts became balanced by all tokens of the sequences trained on: biases may move otherwise")
     if "packing" not in state and config.get("trainer.mode") == "packed":
         found.append(
@@ -152,7 +152,7 @@ def _was(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mapping[str, Any]) -> None:
-    """Raise `InputError` when what the run is given `now` (see `inputs`) is not what the checkpoint was made with."""
+    """Raise `InputError` if the run's inputs `now` (see `inputs`) differ from those the checkpoint was made with."""
     then = loaded.state.get("inputs")
     if then is None:
         raise InputError(f"{loaded.path} does not say what it was made with; an earlier version of lockstep wrote it")
@@ -171,7 +171,7 @@ def require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mappin
 
 
 def _require_records(run_dir: Path, steps: int) -> None:
-    """The lines of steps before the checkpoint have what the summary is made from, finite numbers."""
+    """Check that steps before the checkpoint have the finite numbers that the summary is computed from."""
     if (run_dir / ROLLOUTS_FILE).exists():
         for _ in read_lines(run_dir / ROLLOUTS_FILE):
             pass
@@ -188,9 +188,9 @@ def _require_records(run_dir: Path, steps: int) -> None:
 
 
 def require_unchanged(run_dir: Path, old: RunConfig, config: RunConfig, ranks: int) -> None:
-    """`InputError` where a run that is gone on with, on so many processes, has another configuration than it had."""
+    """Raise `InputError` if a run that is resumed on `ranks` processes has a different configuration than before."""
     of_batches = {k: v for k, v in vars(old.parallel).items() if f"parallel.{k}" not in LAYOUT}
-    layout = replace(config.parallel, **of_batches)  # any, of the same batches
+    layout = replace(config.parallel, **of_batches)  # any layout, as long as the batches are the same
     before, now = resolve(replace(old, parallel=layout), ranks), resolve(config, ranks)
     was = yaml_file.flat(before)
     for name, value in yaml_file.flat(now).items():
@@ -207,7 +207,7 @@ def _require_same_config(
     if old.get("device") != new["device"]:
         made_on = "cuda" if loaded.state["numerics"]["operators"] == "cuda" else "cpu"
         if resolve_device(new["device"]).type == made_on:
-            old = {**old, "device": new["device"]}  # one of the two is `auto`
+            old = {**old, "device": new["device"]}  # the same device, once as `auto`
     if steps < loaded.step:
         raise InputError(
             f"--resume {run_dir}: steps is {steps}, and {loaded.path.name} has done {loaded.step}; give as many or "
@@ -223,7 +223,7 @@ def _require_same_config(
 
 
 def _model_files(what: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Each file of the model folder, or the hub's revision, as it was and as it is."""
+    """Each file of the model folder, or the hub's revision, then and now."""
     if "files" not in then or "files" not in now:
         return {what: (then, now)}
     names = sorted(then["files"].keys() | now["files"].keys())
@@ -233,7 +233,7 @@ def _model_files(what: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def _leaves_out_templates(then: Mapping[str, Any] | None) -> bool:
-    """Whether a model folder was recorded before its further chat templates were part of it."""
+    """Whether a model folder was recorded by a version that did not include additional chat templates."""
     if then is None or "files" not in then:
         return False
     return TEMPLATES not in then and not any(name.startswith(f"{TEMPLATES}/") for name in then["files"])
@@ -250,11 +250,11 @@ def _words(fingerprint: Mapping[str, Any] | None) -> str:
 
 
 def _fingerprint(data: str | None) -> dict[str, Any] | None:
-    """Bytes and SHA-256 of a file, or of the files of a folder in the order of their names."""
+    """Size and SHA-256 of a file, or of a folder's files in the order of their names."""
     path = Path(os.path.expanduser(data or ""))
     if data is None or not path.exists():
         return None
-    # not what `datasets` keeps beside the rows for itself, nor hidden files
+    # without hidden files and the cache files that `datasets` keeps beside the rows
     beside = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith((".", "cache-")))
     files = [path] if path.is_file() else sorted(beside)
     try:

@@ -1,9 +1,9 @@
-"""`timeline.json`: where a run's time went, as a Chrome trace that Perfetto and chrome://tracing open: a JSON array, an
-event a line.
+"""`timeline.json`: where a run's time went, as a Chrome trace for Perfetto or chrome://tracing: a JSON array with one
+event per line.
 
-Lines are only ever appended, and the closing bracket, which the format does without, comes last; so a run that was
-killed leaves a file that opens. Each process of a resumed run is a process of the trace; its phases stand on the thread
-`host`, what a GPU measured itself on the thread `device`.
+Lines are only appended, and the format does not require the closing bracket, so the file of a killed run can be opened
+too. Each process of a resumed run is a process of the trace; its phases are on the thread `host`, and times that a GPU
+measured on the thread `device`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from ..timings import Span
 from .metrics import write_all, writing
 
 TIMELINE_FILE = "timeline.json"
-ALL_STEPS = 512  # all of the first so many steps are recorded, and of every doubling after that half as many
+ALL_STEPS = 512  # the first steps are all recorded; after these the interval doubles whenever the step number does
 MOST_OF_A_NAME = 64  # spans of one name and thread in one `write`
 
 HOST, DEVICE = 1, 2  # threads
-_LONGEST = 1e10
+_LONGEST = 1e10  # seconds
 
 
 def recorded(step: int) -> bool:
-    """Whether step `step`, counted from 1, is in the file, whose size thus grows with the logarithm of the steps."""
+    """Whether step `step`, counted from 1, is recorded. The file grows with the logarithm of the number of steps."""
     stride = 1 << ((step - 1) // ALL_STEPS).bit_length()
     return step % stride == 0
 
 
 class Timeline:
-    """Appends spans and counters, flushed to the operating system before `write` returns. Opened on a file that an
-    earlier process of the run left, it goes on behind that one's whole lines, on one clock; a file that is no timeline
-    is begun anew, from when the process `began`, as `time.perf_counter` counts."""
+    """Appends spans and counters, flushed to the operating system before `write` returns. The file of an earlier
+    process of the run is continued after its last complete line, on the same clock; any other file is replaced by a
+    timeline that starts when the process `began` (`time.perf_counter`)."""
 
     def __init__(self, path: Path, title: str, began: float) -> None:
         self._path = path
@@ -60,8 +60,8 @@ class Timeline:
         )
 
     def write(self, spans: Iterable[Span], counters: Mapping[str, Any] | None = None) -> None:
-        """Append spans, `MOST_OF_A_NAME` of each name (an event tells how many were left out), and each counter's value
-        as of now, if it is a finite number."""
+        """Append spans, at most `MOST_OF_A_NAME` of each name (an event counts those left out), and each counter's
+        current value if it is a finite number."""
         counts: Counter[tuple[str, bool]] = Counter()
         left_out: Counter[str] = Counter()
         lines = []
@@ -91,7 +91,7 @@ class Timeline:
         return _line(ph="X", name=span.name, **where, ts=began, dur=ended - began, args=dict(span.facts))
 
     def _microseconds(self, seconds: float) -> int:
-        """Whole ones: ends that are rounded alike keep a span within the one that it is a part of."""
+        """Rounded to integers, which keeps a nested span within its parent."""
         return round((seconds - self._zero) * 1e6)
 
     def _append(self, lines: list[bytes]) -> None:
@@ -104,7 +104,8 @@ def _line(**event: Any) -> bytes:
 
 
 def _opened(path: Path) -> tuple[int, float | None, int]:
-    """What to go on behind: bytes, the Unix time of the file's zero, and processes; zero, None and zero for nothing."""
+    """Of a file to continue: the bytes to keep, the Unix time of its zero, and its number of processes; for any other
+    file 0, None and 0."""
     try:
         data = path.read_bytes()
         kept = data.rfind(b",\n") + 2
@@ -118,7 +119,7 @@ def _opened(path: Path) -> tuple[int, float | None, int]:
 
 
 def read_timeline(path: Path) -> Iterator[tuple[int, Span]]:
-    """The spans in the file, each with its process, counted from 1; what is damaged is left out."""
+    """The spans in the file, each with its process, counted from 1; damaged lines are left out."""
     with path.open("rb") if path.is_file() else io.BytesIO() as file:
         for line in file:
             try:
@@ -126,7 +127,7 @@ def read_timeline(path: Path) -> Iterator[tuple[int, Span]]:
                 if event["ph"] == "X":
                     began, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
                     name, facts = str(event["name"]), dict(event["args"])
-                    if abs(began) < _LONGEST and 0 <= seconds < _LONGEST:  # seconds; not so: damaged
+                    if abs(began) < _LONGEST and 0 <= seconds < _LONGEST:  # otherwise damaged
                         yield int(event["pid"]), Span(name, began, seconds, event["tid"] == DEVICE, facts)
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue

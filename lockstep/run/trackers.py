@@ -1,6 +1,6 @@
 """Trackers: a run's metrics in TensorBoard, Weights & Biases or trackio as well. Nothing phones home unless asked to.
 
-A tracker that fails during a run is dropped with a warning; the run goes on, and `metrics.jsonl` has everything.
+A tracker that fails during a run is dropped with a warning; the run continues, and `metrics.jsonl` has everything.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .metrics import METRICS_FILE
 
 
 class Trackers:
-    """The trackers that `metrics.trackers` names, as one."""
+    """All trackers that `metrics.trackers` names."""
 
     def __init__(self, config: MetricsConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
         """Open them for the run in `run_dir`, whose configuration is `settings` (flat, dotted names). Raises
-        `InputError` when a package is missing or cannot start."""
+        `InputError` if a package is missing or cannot start."""
         require_packages(config.trackers)
         self._open: dict[str, Any] = {}
         try:
@@ -33,7 +33,7 @@ class Trackers:
             raise
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Send step `step`'s numbers to each; what is no number stays out."""
+        """Send the metrics of a step that are numbers to each tracker."""
         numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
         self._each(lambda tracker: tracker.log(step, numbers))
 
@@ -45,7 +45,7 @@ class Trackers:
         for name, tracker in list(self._open.items()):
             try:
                 action(tracker)
-            except Exception as error:  # a full disk, a server that is gone, a bug of the package's: none ends a run
+            except Exception as error:  # a full disk, a lost server or a bug in the package must not end the run
                 del self._open[name]
                 warnings.warn(f"metrics.trackers: {name} failed and is off from here on: {error}", stacklevel=3)
 
@@ -54,7 +54,7 @@ def require_packages(names: tuple[str, ...]) -> None:
     """Raise `InputError` naming the extra to install for the first of `names` whose package is missing."""
     for name in names:
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:  # without origin: a folder of that name, such as W&B's own output
+        if spec is None or spec.origin is None:  # no origin: a folder of that name, such as W&B's own output
             raise InputError(
                 f"metrics.trackers names {name}, which is not installed; pip install 'lockstep-rl[{name}]', "
                 "or leave it out"
@@ -62,7 +62,8 @@ def require_packages(names: tuple[str, ...]) -> None:
 
 
 class TensorBoard:
-    """Event files in the run folder's `tensorboard/`. The first step logged purges what a killed run left after it."""
+    """Event files in the run folder's `tensorboard/`. The first step logged purges what a killed run left from there
+    on."""
 
     def __init__(self, project: str, run_dir: Path, settings: Mapping[str, Any]) -> None:
         self._folder = run_dir / "tensorboard"
@@ -82,7 +83,7 @@ class TensorBoard:
 
 
 class _Run:
-    """A run of a package that has them as Weights & Biases has."""
+    """A run of a package with Weights & Biases' interface."""
 
     _run: Any
 
@@ -97,7 +98,7 @@ class WandB(_Run):
     """A Weights & Biases run named after the run folder, where its id is kept so that resuming continues it."""
 
     def __init__(self, project: str, run_dir: Path, settings: Mapping[str, Any]) -> None:
-        """Raises `InputError` when it cannot start, for example without a login."""
+        """Raises `InputError` if it cannot start, for example without a login."""
         import wandb
 
         id_file = run_dir / "wandb" / "run-id"
@@ -112,7 +113,7 @@ class WandB(_Run):
                 config=dict(settings),
                 settings=wandb.Settings(console="off"),
             )
-        except Exception as error:  # the package raises many types: no key, no network, a server's refusal
+        except Exception as error:  # the package raises many types: no key, no network, refused by the server
             raise InputError(
                 f"metrics.trackers: wandb cannot start: {error}; log in with `wandb login`, or set WANDB_MODE=offline"
             ) from error
@@ -124,10 +125,10 @@ class WandB(_Run):
 
 
 class Trackio(_Run):
-    """A trackio run named after the run folder. Resuming goes on with the latest of that name."""
+    """A trackio run named after the run folder. Resuming continues the latest run of that name."""
 
     def __init__(self, project: str, run_dir: Path, settings: Mapping[str, Any]) -> None:
-        """Raises `InputError` when it cannot start."""
+        """Raises `InputError` if it cannot start."""
         import trackio
 
         resume = "allow" if (run_dir / METRICS_FILE).exists() else "never"

@@ -1,4 +1,4 @@
-"""Training in a run folder: the loop, from the first step or from where a run stopped."""
+"""Training in a run folder, from the first step or from where a run stopped."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _AGAIN = "step {} is not saved, but done again when resumed: the signal may have
 def train(
     config: RunConfig, run_dir: Path, resume: bool, world: World = ONE, other_numerics: bool = False
 ) -> dict[str, Any]:
-    """Run `config` in `run_dir`, or go on from its last whole checkpoint, with other arithmetic only if
-    `other_numerics`; returns the summary it writes there. Every rank of `world` calls it, and the first writes.
-    `InputError`: the run cannot go on as it was, and nothing in its folder was changed; `LockstepError`: it failed, and
-    what it wrote until then stays, with a report."""
+    """Run `config` in `run_dir`, or `resume` from its last complete checkpoint (with different arithmetic only if
+    `other_numerics`). Returns the summary that is written there. Every rank of `world` calls this, and the first
+    writes. Raises `InputError` if the run cannot be resumed as it was, with nothing in its folder changed, and
+    `LockstepError` if it fails; what it wrote until then stays, with a report."""
     config = world.each(lambda: _checked(config, world))
     world.same("the processes of this run", lambda: resuming.data(config))
     config, world, choice = choose(config, world)
@@ -48,7 +48,7 @@ def train(
     if choice is not None:
         recorder.summary["parallel"] = choice.to_dict()
     loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
-    stream = None if world.first else io.StringIO()  # the progress is of the first rank alone
+    stream = None if world.first else io.StringIO()  # only the first rank shows progress
     display = Display(config.steps, config.metrics.progress, stream)
     note = noted(run_dir, recorder.has_begun) if world.first else contextlib.nullcontext()
     named = running_out_named(lambda: recorder.memory_plan, world)
@@ -78,7 +78,7 @@ def _train(
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)
     with contextlib.ExitStack() as served, recorder, world.peers():
-        served.enter_context(serving(session))  # its end may take a while, and comes behind the recorder's
+        served.enter_context(serving(session))  # may take a while to end, so it ends after the recorder
         if resume:
             display.note(f"resumed from {loaded.path.name}" if loaded else "no step was done yet; starting over")
             for remark in resuming.remarks(run_dir, loaded) if loaded else ():
@@ -90,9 +90,9 @@ def _train(
             start = 0
             recorder.validate(loop, display, 0)
             recorder.checkpoint(loop, 0)
-            recorder.checkpoints_written(loop)  # a run that has steps can always be gone on with
+            recorder.checkpoints_written(loop)  # so that a run with steps can always be resumed
         if _validates(config, start) and str(start) not in recorder.validations:
-            recorder.validate_later(loop, display, start)  # it was asked to end by then, or was to go on for longer
+            recorder.validate_later(loop, display, start)  # the run was asked to end before it, or `steps` has changed
         recorder.open(start)
         _steps(recorder, loop, display, start, delay)
         recorder.save_model(loop)
@@ -104,8 +104,8 @@ def _train(
 
 
 def _steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: Delay) -> None:
-    """Do all steps from `start` on, or until the run is asked to end: one whose rewards were given by then is finished
-    and saved, another is given up, and what was before it saved."""
+    """Do all steps from `start` on, or until the run is asked to end. A step whose rewards were given by then is
+    finished and saved; any other is abandoned, and the state before it is saved."""
     config, world = recorder.config, recorder.world
 
     def asked() -> Ending:
@@ -126,7 +126,7 @@ def _steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: 
                 if _validates(config, step + 1) and not ending.number:
                     found = recorder.validate(loop, display, step + 1)
                     if found and (ending := asked()).number:
-                        recorder.validations.pop(str(step + 1))  # its rewards may have been sent the signal, too
+                        recorder.validations.pop(str(step + 1))  # the signal may have reached its rewards too
                     else:
                         metrics |= found
             except AskedToEnd as given_up:
@@ -154,13 +154,13 @@ def _steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: 
 
 
 def _validates(config: RunConfig, steps: int) -> bool:
-    """Whether a validation is due behind so many steps."""
+    """Whether a validation is due after so many steps."""
     every = config.task.validation_interval
     return steps == config.steps or (every > 0 and steps % every == 0)
 
 
 def _last_words(run_dir: Path, world: World, faults: Faults, number: int) -> None:
-    """Of a process that ends for a signal, and whose main thread does not come back to say so."""
+    """Clean up and report when a signal ends the process and its main thread does not return to do so."""
     faults.leaves(number)
     faults.tidy()
     if world.first:
@@ -170,6 +170,7 @@ def _last_words(run_dir: Path, world: World, faults: Faults, number: int) -> Non
 
 
 def _checked(config: RunConfig, world: World) -> RunConfig:
-    """`config` for this machine and so many processes, with all that it needs installed."""
+    """`config` resolved for this machine and the number of processes, after checking that its packages are
+    installed."""
     require_packages(config.metrics.trackers)
     return resolve(config, world.size)
