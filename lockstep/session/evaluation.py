@@ -38,8 +38,8 @@ class Measure(NamedTuple):
 
 @dataclass(frozen=True)
 class Played:
-    """What an environment is played with, under the names of `TrainingSession`; `sampling` bounds what may be asked
-    for."""
+    """What an environment is played with, under the names of `TrainingSession`. `sampling`: the parameters that an
+    environment's requests must agree with."""
 
     config: RunConfig
     world: World
