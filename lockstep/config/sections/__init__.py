@@ -1,1 +1,1 @@
-"""One file a section: its dataclass, the ranges of its fields, and its checks."""
+"""One file per section: its dataclass, the ranges of its fields, and its checks."""

@@ -13,12 +13,13 @@ class CheckpointConfig(Section):
     interval: int = at_least(0, default=0)
     """Save every this many steps and at the end; 0 is off, and the run cannot be resumed."""
     keep_last: int = at_least(1, default=2)
-    """Checkpoints kept."""
+    """Checkpoints to keep."""
     grace: float = between(0.0, 86400.0, default=25.0)
-    """Seconds that a run has, once it is asked to end by Ctrl-C, SIGTERM or SIGHUP, to save its last whole step; 0 ends
-    it at once, and so does another signal. torchrun kills after 30."""
+    """Seconds that a run has, when Ctrl-C, SIGTERM or SIGHUP asks it to end, to save its last complete step; 0 ends it
+    at once, and so does a second signal. torchrun kills after 30."""
     export_interval: int = at_least(0, default=0)
-    """Export the model every this many steps too, as models/step_N, a Hugging Face folder each; 0 is off. All stay."""
+    """Also export the model every this many steps, as models/step_N, each a Hugging Face folder; 0 is off. All are
+    kept."""
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if self.interval == 0:

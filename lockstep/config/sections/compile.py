@@ -1,4 +1,4 @@
-"""Section `compile`: which ways to capture, run and record graphs go together."""
+"""Section `compile`: ways to capture, run and record graphs, and their valid combinations."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -9,16 +9,16 @@ from .section import Section, at_least
 
 
 class Plugin(NamedTuple):
-    """A way to capture, a backend or a recording; `CompileConfig` takes the names of the tables below.
+    """A capture, a backend or a recording; `CompileConfig` takes the names in the tables below.
 
     Attributes:
-        hook: what `graph` calls, or "module:name" of it, imported when it is chosen; empty for nothing. Of a way to
-            capture it is a function like `graph.capture` or, where `graphs` is false, what `Runtime.layers` is made by;
-            of a backend a `graph.Backend`; of a recording the operators (`namespace.name`) that run between the pieces.
-        graphs: it makes graphs of whole functions, for passes to act on and CUDA graphs to be recorded from.
-        ranks: it works for several processes.
-        by_sizes: what it makes depends on the sizes that were traced, so it is stored for these alone.
-        whole: of a recording, a graph has no pieces, and all its memory from the recordings' pool.
+        hook: what `graph` uses, or its "module:name", which is imported when chosen; empty for nothing. For a capture
+            it is a function like `graph.capture` or, if not `graphs`, one that makes `Runtime.layers`; for a backend, a
+            `graph.Backend`; for a recording, the operators (`namespace.name`) that run between the pieces.
+        graphs: whether it makes graphs of whole functions, for passes and CUDA graphs.
+        ranks: whether it works with several processes.
+        by_sizes: whether what it makes depends on the traced sizes, so that it is stored for these only.
+        whole: for a recording, whether graphs are not split and take all their memory from the recordings' pool.
     """
 
     hook: Any = ""
@@ -29,7 +29,7 @@ class Plugin(NamedTuple):
 
     @property
     def shipped(self) -> bool:
-        """Whether it is of this package, whose sources stored graphs are kept with."""
+        """Whether it is part of this package, whose sources are in the keys of stored graphs."""
         return isinstance(self.hook, str) and self.hook.partition(".")[0] in ("", "lockstep")
 
 
@@ -49,19 +49,19 @@ RECORDINGS = {
     "piecewise": Plugin("lockstep.graph.launch.piecewise:ATTENTION", ranks=False),
     "full": Plugin(whole=True),
 }
-FULL, ELEMENTWISE, LOGITS = "full", "elementwise", "logits"  # of `recompute`
-# In the order of the default.
+FULL, ELEMENTWISE, LOGITS = "full", "elementwise", "logits"  # values of `recompute`
+# In their default order.
 PASSES = ("canonicalize", "recompute", "fit", "keep_logits", "reshard", "bucket", "reorder", "fuse")
 
 
 def recordings(mode: str) -> tuple[str, str]:
-    """The recordings of shapes that the warm-up meets, and of others: the same but for one `and` another."""
+    """The recordings for the warm-up's shapes and for other shapes; they differ only in a mode `..._and_...`."""
     first, _, later = mode.partition("_and_")
     return first, later or first
 
 
 def cudagraph_modes(capture: str, backend: str) -> tuple[str, ...] | str:
-    """The CUDA graph modes that work with these two, or why nothing does; docs/compile.md shows them all."""
+    """The CUDA graph modes that work with these two, or why none does; docs/compile.md shows them all."""
     captured, run = bool(CAPTURES[capture].hook), bool(BACKENDS[backend].hook)
     if captured != run:
         return (
@@ -74,44 +74,45 @@ def cudagraph_modes(capture: str, backend: str) -> tuple[str, ...] | str:
 
 @dataclass(frozen=True)
 class CompileConfig(Section):
-    """Captured graphs, in both roles. They compute the same bits as without; only backend inductor changes some."""
+    """Captured graphs, in both roles. They compute the same bits as eager; only backend inductor may change some."""
 
     tables = {"capture": CAPTURES, "backend": BACKENDS, "cudagraph_mode": RECORDINGS}
 
     capture: Literal["none", "step", "joint", "layer"] | None = None
     """step: trace forward_backward, optim_step and decode into graphs. joint: the same, with forward and backward pass
-    cut by the min-cut partitioner. layer: compile the model's layers one by one. none: call the model. Left out: step
+    split by the min-cut partitioner. layer: compile the model's layers one by one. none: call the model. Left out: step
     on a GPU, none on a CPU."""
     cudagraph_mode: Literal["none", "piecewise", "full", "full_and_piecewise"] | None = None
-    """Record captured graphs as CUDA graphs and replay them (GPU only). full: each whole. piecewise: in pieces around
-    attention, which runs between them. full_and_piecewise: whole for the shapes of the warm-up, in pieces for others.
-    Left out: full on a GPU where anything is captured."""
+    """Record captured graphs as CUDA graphs and replay them (GPU only). full: each as a whole. piecewise: in pieces
+    around attention, which runs between them. full_and_piecewise: whole for the warm-up's shapes, in pieces for others.
+    Left out: full on a GPU if anything is captured."""
     canonicalize: bool = True
-    """Drop what nothing depends on from captured graphs."""
+    """Remove dead code and aliases from captured graphs."""
     recompute: tuple[str, ...] = ()
-    """What the backward pass computes again instead of keeping: `full`, `elementwise` (norms, rotations and gated
-    activations), `logits` (the LM head's product), module paths such as `layers.*`, or operators such as `silu_mul`."""
+    """What the backward pass recomputes instead of keeping it: `full`, `elementwise` (norms, rotary embeddings and
+    gated activations), `logits` (the LM head's product), module paths such as `layers.*`, or operators such as
+    `silu_mul`."""
     activation_memory_gib: float = at_least(0, default=0.0)
-    """Memory that the forward pass may keep for the backward pass: logits and what is elementwise, and then as many
-    layers as it takes, are computed again; 0 is no limit."""
+    """Memory for activations kept for the backward pass. To fit, logits and elementwise results, then as many layers as
+    necessary, are recomputed; 0 is no limit."""
     verify: Literal["strict", "warn", "off"] = "strict"
-    """Before the first step every graph must give eager's bits as it is launched. strict: a difference ends the run.
-    warn: the function runs one level further down: in pieces, without a CUDA graph, eagerly. off: no check."""
+    """Before the first step, check that every graph gives eager's bits when launched. strict: a difference ends the
+    run. warn: the function falls back one level: to pieces, to no CUDA graph, to eager. off: no check."""
     backend: Literal["auto", "none", "eager", "inductor"] = "auto"
-    """What runs captured graphs. eager: their operators, as captured. inductor: the regions that `inductor` chooses are
-    compiled. none: nothing, the model is called. auto: eager where anything is captured."""
+    """What runs captured graphs. eager: their operators, as captured. inductor: compile the regions that `inductor`
+    chooses. none: nothing, the model is called. auto: eager if anything is captured."""
     inductor: tuple[str, ...] = ("backward",)
     """What backend inductor compiles: `backward` (the backward pass), module paths such as `layers.*` (their forward
-    pass, where the generator and the trainer share it), or `all`."""
+    pass, which generator and trainer share), or `all`."""
     passes: tuple[str, ...] = ()
-    """Passes in their order: the names of shipped ones, `default` for all of these, and functions of your own as
-    module:function or path.py:function. Left out: default."""
+    """Passes in order: names of shipped ones, `default` for all of these, and your own functions as module:function or
+    path.py:function. Left out: default."""
     dump: str | None = None
-    """Folder to write every captured graph to, with what each pass changed."""
+    """Folder to write every captured graph to, with the changes of each pass."""
     reshard_after_forward: bool = True
-    """Several processes: gather weights again in the backward pass instead of keeping them."""
+    """Several processes: all-gather weights again in the backward pass instead of keeping them."""
     bucket_collectives: bool = True
-    """Several processes: gather a layer's weights, and exchange its gradients, in one collective each."""
+    """Several processes: gather a layer's weights in one collective, and exchange its gradients in another."""
     reorder_collectives: bool = True
     """Several processes: start a layer's collectives one layer before their results are needed."""
 
@@ -130,23 +131,23 @@ class CompileConfig(Section):
 
     @property
     def keeps_logits(self) -> bool:
-        """Whether the backward pass of a captured graph reads the forward pass' logits."""
+        """Whether the backward pass of a captured graph reads the logits of the forward pass."""
         again = self.activation_memory_gib > 0 or not {FULL, LOGITS}.isdisjoint(self.recompute)
         return "keep_logits" in self.pass_names and not again
 
     @property
     def made_again(self) -> tuple[str, ...]:
-        """`recompute` but for the logits, which an operator computes again by itself."""
+        """`recompute` without the logits, which an operator recomputes by itself."""
         return tuple(pattern for pattern in self.recompute if pattern != LOGITS)
 
     @property
     def pass_names(self) -> tuple[str, ...]:
-        """`passes` with the default written out."""
+        """`passes` with `default` expanded."""
         return tuple(n for name in self.passes or ("default",) for n in (PASSES if name == "default" else (name,)))
 
     @property
     def chosen(self) -> tuple[Plugin, Plugin]:
-        """The way to capture and the backend, of a resolved configuration."""
+        """The capture and the backend of a resolved configuration."""
         return CAPTURES[self.capture or "none"], BACKENDS[self.backend_name]
 
     @property
@@ -156,7 +157,7 @@ class CompileConfig(Section):
 
 
 def resolve_compile(c: CompileConfig, on_gpu: bool) -> CompileConfig:
-    """`c` with what was left to the device filled in; `InputError` for a combination that cannot work."""
+    """`c` with the settings that depend on the device filled in. Raises `InputError` for an invalid combination."""
     capture = c.capture or ("step" if on_gpu and c.backend != "none" else "none")
     _check_known("capture", capture, CAPTURES)
     mode = c.cudagraph_mode or ("full" if on_gpu and CAPTURES[capture].graphs else "none")
@@ -180,7 +181,7 @@ def _check_known(name: str, value: str, known: Iterable[str]) -> None:
 
 
 def _check_passes(c: CompileConfig) -> None:
-    """Refuse options of passes that will not run."""
+    """Raise `InputError` for options of passes that will not run."""
     default, graphs = CompileConfig(), c.chosen[0].graphs
     if c.inductor != default.inductor and not (c.backend == "inductor" and graphs):
         raise InputError(
@@ -203,7 +204,7 @@ OF_GENERATION = "capture", "cudagraph_mode", "canonicalize", "verify", "passes",
 
 
 def of_generation(c: CompileConfig) -> CompileConfig:
-    """`c` without what acts on the trainer's graphs alone: backward passes, and regions that both roles share."""
+    """`c` without what matters only with a trainer: the backward pass, and regions that both roles share."""
     kept = {name: getattr(c, name) for name in OF_GENERATION}
     if c.backend == "inductor" and c.capture != "layer":
         kept["backend"] = "auto"
@@ -213,7 +214,7 @@ def of_generation(c: CompileConfig) -> CompileConfig:
 
 
 def check_generation(c: CompileConfig) -> None:
-    """Raise `InputError` naming what would have no effect, or no counterpart, where nothing is trained."""
+    """Raise `InputError` naming the first setting that has no effect, or no counterpart, without a trainer."""
     does = of_generation(c)
     for item in fields(c):
         if getattr(does, item.name) != getattr(c, item.name):

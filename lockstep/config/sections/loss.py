@@ -17,85 +17,86 @@ class LossConfig(Section):
 
     loss_type: str = "grpo"
     """The algorithm: grpo, dr_grpo, dapo, gspo, cispo, sapo, dppo, rloo, reinforce_pp, reinforce_pp_baseline, ppo,
-    distillation; or one of your own, as module:Class or path.py:Class."""
+    distillation; or your own, as module:Class or path.py:Class."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
-    """sequence makes gspo of grpo: one ratio of probabilities a sequence."""
+    """sequence turns grpo into gspo: one probability ratio per sequence."""
     epsilon: float | None = at_least(0, default=None)
-    """Clip range below (and above unless epsilon_high is given), 0.2 by default; dppo: the divergence that is too far,
-    0.15 by default. gspo's ratios are close to 1: its paper has 3e-4, and 4e-4 above."""
+    """Clip range below (and above unless epsilon_high is given), 0.2 by default; dppo: the divergence beyond which a
+    token is masked, 0.15 by default. gspo's ratios are close to 1: its paper uses 3e-4 below and 4e-4 above."""
     epsilon_high: float | None = at_least(0, default=None)
     """Clip range above; 0.28 by default for dapo. cispo: the largest weight, 5 by default."""
     sapo_temperature_pos: float = between(1e-3, 1e3, default=1.0)
-    """sapo: how fast the gate closes where the advantage is positive."""
+    """sapo: temperature of the gate for positive advantages; higher closes it faster."""
     sapo_temperature_neg: float = between(1e-3, 1e3, default=1.05)
-    """sapo: the same where it is not."""
+    """sapo: the same for other advantages."""
     divergence_type: Literal["binary_tv", "binary_kl"] = "binary_tv"
-    """dppo: total variation, or KL divergence (the paper's epsilon for that is 0.05)."""
+    """dppo: total variation, or KL divergence (for which the paper's epsilon is 0.05)."""
     clip_ratio_c: float = at_least(1, default=20.0)
-    """dppo: the largest ratio of probabilities that counts."""
+    """dppo: upper bound on the probability ratio."""
     gamma: float = between(0, 1, default=1.0)
-    """ppo: the discount a token."""
+    """ppo: the discount per token."""
     lam: float = between(0, 1, default=0.95)
-    """ppo: how far an advantage looks ahead of what the critic says (the lambda of GAE)."""
+    """ppo: the lambda of GAE; higher relies more on later rewards and less on the critic."""
     vf_coef: float = at_least(0, default=0.1)
     """ppo: weight of the critic's loss."""
     cliprange_value: float = at_least(0, default=0.2)
-    """ppo: how far from its old value the critic's new one counts."""
+    """ppo: clip range of the critic's new value around its old one."""
     teacher: str | None = None
-    """distillation: the frozen model to learn from, a Hugging Face folder or hub id; its tokenizer has the
-    vocabulary of the model's."""
+    """distillation: the frozen model to learn from, a Hugging Face folder or hub id; its tokenizer must have the
+    model's vocabulary."""
     beta: float = at_least(0, default=0.0)
-    """Weight of the KL divergence from the frozen initial model, of both at temperature 1 and without filters."""
+    """Weight of the KL divergence from the frozen initial model, both at temperature 1 and without filters."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """The estimate of that divergence from a token's log-probs: their difference d (k1), d^2 / 2 (k2), or e^-d - 1 + d
     (k3)."""
     use_kl_in_reward: bool = False
-    """Take beta times the estimates off the reward, instead of adding them to the loss: their sum over a completion;
-    ppo and reinforce_pp, which have an advantage a token, take each off where it is."""
+    """Subtract beta times the estimates from the reward instead of adding them to the loss: their sum over a
+    completion; ppo and reinforce_pp, which have an advantage per token, subtract each at its token."""
     importance_sampling_mode: ImportanceSampling | None = None
-    """For the updates after a step's first: weigh the loss by the ratio of the weights of now to those that sampled,
-    of tokens or of whole sequences, cut at importance_sampling_clip_max or left out above it, in place of the loss's
-    own ratio and clip. In the first update the weight is exactly 1."""
+    """For updates after a step's first: weight the loss by the ratio of probabilities under the current and the
+    sampling weights, per token or sequence, truncated at importance_sampling_clip_max or masked above it. Replaces the
+    loss's own ratio and clip. In the first update the weight is exactly 1."""
     importance_sampling_clip_max: float = at_least(1, default=3.0)
     """The largest such weight."""
     use_bias_correction_kl: bool = True
-    """Weigh each token's KL estimate by its probability in the model over that in the distribution it was sampled from:
-    unbiased at every temperature, its gradient too; what filters (top_k, top_p, min_p) left out is missing. Off: the
-    estimate is biased at a temperature other than 1 and under filters, and its gradient always."""
+    """Weight each token's KL estimate by its probability under the model over that under the distribution it was
+    sampled from, so that estimate and gradient are unbiased at every temperature, except for what filters (top_k,
+    top_p, min_p) removed. Off: the estimate is biased at temperatures other than 1 and with filters, and its gradient
+    always."""
     scale_rewards: Literal["none", "group", "batch"] = "none"
     """Divide advantages by the standard deviation of the group's or the batch's rewards. TRL's default is group; none,
-    as in Dr. GRPO, weighs easy, middling and hard prompts alike."""
+    as in Dr. GRPO, gives easy, medium and hard prompts equal weight."""
     normalize_advantages: bool = False
-    """rloo: less the mean of all the step's advantages, over their standard deviation."""
+    """rloo: subtract the mean of all the step's advantages and divide by their standard deviation."""
     overlong_buffer: int = at_least(0, default=0)
-    """dapo: the last this many tokens before max_completion_length cost a linear penalty; 0 is off. Of several
-    turns the tokens sampled in all, before max_turns times that, or max_response_length where it is less."""
+    """dapo: a linear penalty on the last this many tokens before max_completion_length; 0 is off. With several turns
+    all sampled tokens count, and the limit is max_turns times that, or max_response_length if that is less."""
     overlong_penalty: float = between(0, 1e6, default=1.0)
     """dapo: the penalty at that limit."""
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal, before penalties, by those of further prompts until the step is full;
-    DAPO's paper does. They are checked and not trained on."""
+    """Replace groups whose rewards, before penalties, are all equal by groups of further prompts until the step is
+    full, as in DAPO's paper. Replaced groups are checked for parity but not trained on."""
     max_num_gen_batches: int = between(2, 1000, default=10)
-    """dynamic_sampling: a step uses at most this many times prompts_per_step prompts; then it is trained as it is."""
+    """dynamic_sampling: a step uses at most this many times prompts_per_step prompts, then trains on what it has."""
     router_aux_loss_coef: float = at_least(0, default=0.0)
-    """Weight of the load-balancing loss of a mixture of experts, of the tokens that an update trains on; 0 is off."""
+    """Weight of a mixture of experts' load-balancing loss, over the tokens that an update trains on; 0 is off."""
     mask_truncated_completions: bool = False
-    """Leave completions that did not finish out of the loss. As in TRL the means of grpo and dr_grpo still count them
-    among the sequences, and that of dapo leaves out their tokens."""
+    """Leave unfinished completions out of the loss. As in TRL, the means of grpo and dr_grpo still count them as
+    sequences, and that of dapo leaves out their tokens."""
 
     @property
     def algorithm(self) -> str:
-        """`loss_type`, the alias resolved."""
+        """`loss_type`, with `importance_sampling_level` applied."""
         return "gspo" if self.importance_sampling_level == "sequence" else self.loss_type
 
     @property
     def of_groups(self) -> bool:
-        """Whether advantages compare a prompt's samples with each other; of your own algorithm it is taken so."""
+        """Whether advantages compare a prompt's samples with each other; assumed of a user's algorithm."""
         return self.algorithm not in SHIPPED or SHIPPED[self.algorithm].of_groups
 
     @property
     def needs_rewards(self) -> bool:
-        """Whether there is nothing to learn from without reward functions; of your own algorithm it is taken so."""
+        """Whether there is nothing to learn from without reward functions; assumed of a user's algorithm."""
         return self.algorithm not in SHIPPED or SHIPPED[self.algorithm].rewarded
 
     @property
@@ -143,5 +144,5 @@ class LossConfig(Section):
 
     def unread(self) -> Iterator[tuple[str, str]]:
         yield from super().unread()
-        if self.beta == 0:  # a run of before there was this setting has it off, with any beta
+        if self.beta == 0:  # not in `without_effect`: runs from before this setting have it off with any beta
             yield "use_bias_correction_kl", "without loss.beta; set that above 0, or remove it"

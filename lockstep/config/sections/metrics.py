@@ -13,13 +13,13 @@ class MetricsConfig(Section):
     """What a run writes and shows."""
 
     progress: bool = True
-    """Show the live display (plain lines where standard error is no terminal)."""
+    """Show the live display (plain lines if standard error is not a terminal)."""
     rollouts: bool = True
     """Write rollouts.jsonl."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Trackers that get every step's metrics too; each is an extra to install. None by default: nothing phones home."""
+    """Trackers that get every step's metrics too; each is an optional extra. None by default: nothing phones home."""
     project: str = "lockstep"
-    """Project of the run (wandb, trackio)."""
+    """Project name for the run (wandb, trackio)."""
 
     def check(self) -> None:
         refuse(len(set(self.trackers)) < len(self.trackers), "metrics.trackers names one twice; give each once")

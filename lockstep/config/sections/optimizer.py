@@ -12,37 +12,38 @@ class OptimizerConfig(Section):
     """AdamW on fp32 masters."""
 
     learning_rate: float = at_least(0, default=1e-6)
-    """Largest learning rate: after warm-up, before decay."""
+    """Peak learning rate: after warm-up, before decay."""
     beta1: float = between(0, 0.999999, default=0.9)
-    """Decay of the mean of the gradients."""
+    """Decay of the first moment, the running mean of gradients."""
     beta2: float = between(0, 0.999999, default=0.95)
-    """Decay of the mean of their squares."""
+    """Decay of the second moment, the running mean of their squares."""
     epsilon: float = at_least(1e-20, default=1e-8)
-    """Added to the root of the mean square."""
+    """Added to the root of the second moment."""
     weight_decay: float = at_least(0, default=0.0)
-    """Decoupled weight decay of matrices, not of norm weights."""
+    """Decoupled weight decay of matrices; norm weights have none."""
     max_grad_norm: float = at_least(0, default=1.0)
-    """Clip by global norm; 0 is off."""
+    """Clip gradients to this global norm; 0 is off."""
     warmup_steps: int = at_least(0, default=0)
     """Steps of linear warm-up."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay over the run after warm-up."""
+    """Decay of the learning rate after warm-up, over the rest of the run."""
     freeze: tuple[str, ...] = ()
-    """Parameters that are not trained, by patterns of their names in a Hugging Face folder, or their modules':
-    model.embed_tokens, 'model.layers.[0-9].*'. They have no gradients, masters or moments, and max_grad_norm is of the
-    others alone."""
+    """Parameters that are not trained, as patterns of their names, or their modules', in a Hugging Face folder:
+    model.embed_tokens, 'model.layers.[0-9].*'. They have no gradients, masters or moments, and do not count in
+    max_grad_norm."""
     lr_scales: tuple[str, ...] = ()
-    """Other learning rates as PATTERN=FACTOR, times that of every step, supervised ones too; the last that matches."""
+    """Factors on the learning rate of some parameters, as PATTERN=FACTOR, in supervised steps too; the last match
+    applies."""
     weight_decays: tuple[str, ...] = ()
-    """Other weight decays as PATTERN=DECAY, of norm weights too; the last that matches."""
+    """Other weight decays of some parameters, as PATTERN=DECAY, norm weights included; the last match applies."""
     router_bias_rate: float = between(0, 1, default=0.0)
-    """Balance experts that are chosen with a bias (DeepSeek-V3): with each update an expert's bias goes up by this when
-    it had fewer of the tokens trained on than the mean, and down when it had more, a prompt's counted once for each of
-    its samples; 0 leaves the biases as they are."""
+    """Balance experts that are chosen with a bias (DeepSeek-V3): each update raises an expert's bias by this if it got
+    fewer of the tokens trained on than the mean, and lowers it if it got more. A prompt's tokens count once for each of
+    its samples. 0 leaves the biases unchanged."""
 
     offload: bool = False
-    """Keep the masters and moments in the host's memory, 12 bytes a parameter, and bring them to the GPU in chunks for
-    an update: the same bits on less of a GPU, and an update that takes as long as the copies."""
+    """Keep the masters and moments in host memory, 12 bytes per parameter, and copy them to the GPU in chunks for an
+    update. Saves GPU memory with the same bits, but an update takes as long as the copies."""
 
     def check(self) -> None:
         refuse("" in self.freeze, "optimizer.freeze has an empty pattern; name a parameter, or leave it out")
@@ -50,7 +51,7 @@ class OptimizerConfig(Section):
             self.of_patterns(name)
 
     def of_patterns(self, name: str) -> list[tuple[str, float]]:
-        """The patterns of the field `name`, which has their numbers, in order; raises `InputError` for another form."""
+        """(pattern, number) pairs of the field `name`, in order. Raises `InputError` for another form."""
         found = []
         for given in getattr(self, name):
             pattern, _, number = given.rpartition("=")

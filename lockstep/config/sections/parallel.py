@@ -13,34 +13,35 @@ class ParallelConfig(Section):
     """Several processes, started with torchrun: each trains on its share of a step with a shard of the weights."""
 
     fsdp: int = between(0, 4096, default=0)
-    """Processes that weights, gradients and moments are sharded over, times `tp` all that there are; 0 for as many as
-    torchrun started."""
+    """Processes that weights, gradients and moments are sharded over; times `tp`, it is the number of all processes. 0
+    for as many as torchrun started."""
     tp: int = between(1, 64, default=1)
-    """Neighbouring processes that train on the same micro-batches, each with its part of the heads and of every
-    product's output columns. Log-probabilities do not depend on it in any bit; sums in gradients have another order."""
+    """Tensor-parallel training: neighbouring processes that train on the same micro-batches, each with its part of the
+    heads and of every product's output columns. No bit of a log-probability depends on it; gradient sums have another
+    order."""
     generator_tp: int = between(0, 64, default=1)
-    """Neighbouring processes that generate the same samples together, each with its part of the heads and of every
-    product's output columns: a decode step takes less time, and the KV cache less of each one's memory. 1 is more
-    for a run that does not fit so; 0 chooses, for a run from memory, load and measured links, elsewhere from memory.
-    No bit depends on it."""
+    """Tensor-parallel generation: neighbouring processes that generate the same samples together, each with its part of
+    the heads and of every product's output columns. It makes decode steps faster and each process's KV cache smaller.
+    With 1, a run that does not fit uses the fewest with which it does; 0 chooses, for a run by memory, load and
+    measured links, elsewhere by memory. No bit depends on it."""
     zero_stage: Literal[2, 3] | None = None
-    """What several processes shard of a micro-batch's work. 2: gradients and the optimizer's state; weights are read
-    where they lie whole, as they do for the generator. 3: weights too, which are gathered layer by layer. Left out: 2
-    with `tp` and `generator_tp` 1, and 3 otherwise. No bit depends on it."""
+    """What data-parallel processes shard. 2: gradients and the optimizer's state; each process reads the whole weights,
+    which its generator holds anyway. 3: weights too, which are all-gathered layer by layer. Left out: 2 if `tp` and
+    `generator_tp` are 1, else 3. No bit depends on it."""
     symmetric_memory: bool = True
-    """Whether processes that generate together store their words straight into one another's memory, which takes less
-    time than a collective, where all are of one host and their GPUs reach it. No bit depends on it."""
+    """Let processes that generate together store results directly into one another's memory, which is faster than a
+    collective, if all are on one host and their GPUs can reach it. No bit depends on it."""
     batch_shards: int = between(0, 1 << 16, default=0)
-    """Parts that a step's prompts are dealt into, each packed by itself; 0 is one a process, or a group of `tp`. Bits
-    depend on this number and not on that of the processes, which must divide it."""
+    """Shards that a step's prompts are dealt into, each packed separately; 0 is one per process, or per group of `tp`.
+    Bits depend on this number, not on the number of processes, which must divide it."""
     cell: int = between(1, 1 << 16, default=8)
-    """Consecutive shards whose gradients are added up by themselves, before their sums are. Where there are more shards
-    than that, bits depend on it."""
+    """Consecutive shards whose gradients are summed first, before these sums are added up. Bits depend on it if there
+    are more shards than that."""
     balance_batch: bool = True
-    """Deal a step's prompts to shards by the tokens of their samples, the longest first, so that shards have about as
-    many; otherwise in turn. Where there are several shards, bits depend on it."""
+    """Deal a step's prompts to shards by the number of tokens in their samples, the longest first, so that shards are
+    about equal; off: in turn. Bits depend on it if there are several shards."""
     timeout: float = between(1, 86400, default=300.0)
-    """Seconds a process waits for the others before it ends the run."""
+    """Seconds that a process waits for the others before it ends the run."""
 
     def check(self) -> None:
         for name, shared in {"tp": self.tp, "generator_tp": self.generator_tp}.items():
@@ -61,7 +62,7 @@ LAYOUT_OF_PARITY = *LAYOUT_OF_GENERATION, "fsdp", "tp"
 
 
 def check_layout(c: ParallelConfig, *read: str) -> None:
-    """Raise `InputError` naming what would have no effect where there are no steps: all but these fields."""
+    """Raise `InputError` naming the first field other than `read` that is set, where nothing is trained."""
     for item in fields(c):
         refuse(
             getattr(c, item.name) != item.default and item.name not in read,

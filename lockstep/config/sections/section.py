@@ -1,4 +1,4 @@
-"""What every section of a configuration is made of: fields that say their ranges, and checks."""
+"""The base of a configuration's sections: fields with ranges, and checks."""
 
 import math
 import sys
@@ -13,8 +13,8 @@ MAX_SEED = 2**63 - 1
 
 
 def between(low: float, high: float, *, default: _T, off: str = "") -> _T:
-    """A field that takes finite numbers from `low` to `high`, or None where that is the default. `off`: which of them
-    turns it off, where other libraries write another."""
+    """A field that takes finite numbers from `low` to `high`, or None if that is its default. `off`: the value that
+    turns it off, named in errors because other libraries use a different one."""
     return field(default=default, metadata={"range": (low, high), "off": f" ({off} is off)" * bool(off)})
 
 
@@ -23,43 +23,44 @@ def at_least(low: float, *, default: _T) -> _T:
 
 
 def check_range(path: str, value: object, low: float, high: float, whole: bool = False, more: str = "") -> None:
-    """Raise `InputError` when `value` is no finite number from `low` to `high`, or no whole one; with `more` words."""
+    """Raise `InputError`, with `more` appended, unless `value` is a finite number from `low` to `high`, and an integer
+    if `whole`."""
     if not isinstance(value, int if whole else (int, float)):
         kind = "a whole number" if whole else "a number"
         raise InputError(f"{path} is {value!r}, a {type(value).__name__}; it must be {kind}")
-    finite = abs(value) <= sys.float_info.max  # `math.isfinite` raises for a whole number that no float holds
+    finite = abs(value) <= sys.float_info.max  # `math.isfinite` raises for an integer beyond the range of floats
     if not finite or not low <= value <= high:
         bounds = f"at least {low}{'' if finite else ' and finite'}" if math.isinf(high) else f"between {low} and {high}"
         raise InputError(f"{path} is {value!r}; it must be {bounds}{more}")
 
 
 def require_kind(name: str, given: object, kind: type) -> None:
-    """Raise `InputError` naming the argument or field that is of another type."""
+    """Raise `InputError` naming the argument or field unless it is of this type."""
     refuse(type(given) is not kind, f"{name} is of type {type(given).__name__}; give a {kind.__name__}")
 
 
 def given_or_default(name: str, given: _T | None, kind: type[_T]) -> _T:
-    """The argument `name`, by default the section without settings. Raises as `require_kind`."""
+    """The value of the argument `name`, by default a section with default settings. Raises as `require_kind`."""
     section = kind() if given is None else given
     require_kind(name, section, kind)
     return section
 
 
 class Section:
-    """A frozen dataclass of settings that go together; what sections need of each other is checked by `RunConfig`.
+    """A frozen dataclass of related settings; `RunConfig` checks settings of different sections against each other.
 
     Attributes:
-        tables: by field, what its names are those of: entries of one's own are among them.
+        tables: for some fields, the table whose names they take, including entries that users added.
     """
 
     tables: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def path(self, name: str) -> str:
-        """The field `name` as messages and config.yaml have it: `sampling.top_p`."""
+        """The field's name in messages and config.yaml, such as `sampling.top_p`."""
         return f"{type(self).__name__.removesuffix('Config').lower()}.{name}"
 
     def validate(self) -> None:
-        """Raise `InputError` naming the first field that is not usable."""
+        """Raise `InputError` naming the first invalid field."""
         for item in fields(self):  # type: ignore[arg-type] # every section is a dataclass
             value = getattr(self, item.name)
             if "range" in item.metadata and not (value is item.default is None):
@@ -70,13 +71,14 @@ class Section:
         self.check()
 
     def check(self) -> None:
-        """Raise `InputError` for values that do not go together."""
+        """Raise `InputError` for values that contradict each other."""
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
-        """(field, why) of each setting that nothing reads, because of what others are set to; it is refused at any
-        value but its default. Why goes on after "FIELD has no effect"."""
+        """(field, why) of each setting that nothing reads because of other settings; any value but its default is an
+        error. The reason continues the sentence "FIELD has no effect"."""
         yield from ()
 
     def unread(self) -> Iterator[tuple[str, str]]:
-        """As `without_effect`, and settings that a recipe may have left behind: refused where someone gives them."""
+        """As `without_effect`, plus settings that a recipe may have set; they are an error only if the user gives
+        them."""
         yield from self.without_effect()

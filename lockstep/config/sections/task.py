@@ -8,17 +8,17 @@ from typing import Any, Literal
 from ...errors import InputError, refuse
 from .section import MAX_SEED, Section, at_least, between
 
-DATA_TASKS = ("gsm8k", "dataset")  # the tasks that read rows, and the fields that act on rows
+DATA_TASKS = ("gsm8k", "dataset")  # the tasks that read data rows; next, the fields for these
 _DATA_FIELDS = (
     *("data", "split", "validation_data", "validation_split", "prompt_column", "system_prompt", "chat_template_kwargs"),
     *("shuffle", "filter_overlong_prompts"),
 )
-# What `lockstep eval` takes of a task, each by a flag of the same name.
+# The task's fields that `lockstep eval` has a flag of the same name for.
 OF_EVALUATION = (
     *("data", "split", "prompt_column", "system_prompt", "chat_template_kwargs", "reward", "reward_weights"),
     *("environment", "tools", "allow_unsandboxed", "environment_timeout", "max_turns", "max_response_length"),
 )
-# What rendering a prompt sets itself.
+# Arguments that rendering a prompt sets itself.
 TEMPLATE_ARGUMENTS = (
     *("messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
     *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
@@ -31,53 +31,54 @@ class TaskConfig(Section):
     """Where prompts and rewards come from."""
 
     name: Literal["sum-digits", "word-arithmetic", "gsm8k", "dataset"] = "sum-digits"
-    """Prompt source. `dataset` reads --data and needs at least one --reward, but for distillation."""
+    """Prompt source. `dataset` reads --data and needs at least one --reward, except for distillation."""
     data: str | None = None
     """JSON lines, parquet, a Hugging Face dataset folder or hub id, reasoning_gym:NAME, or verifiers:NAME."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
     prompt_column: str = "prompt"
-    """Column that holds the prompt: a text or chat messages."""
+    """Column that holds the prompt: text or chat messages."""
     system_prompt: str | None = None
-    """System message for prompts without one; it makes a text prompt a chat of one user message."""
+    """System message for prompts without one; it turns a text prompt into a chat of one user message."""
     chat_template_kwargs: tuple[str, ...] = ()
     """Variables of the model's chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
     shuffle: bool = True
     """Visit the data in a new seeded order every epoch; off: in its own order."""
     max_prompt_length: int = at_least(0, default=0)
-    """Tokens a prompt may have; 0 allows what the model's context leaves beside max_completion_length."""
+    """Maximum number of tokens in a prompt; 0 allows what the model's context leaves beside the completion."""
     filter_overlong_prompts: bool = False
-    """Leave out rows whose prompt is longer than that, and say how many; otherwise they are refused."""
+    """Leave out rows whose prompt is longer than that, and report how many; off: such rows are an error."""
     reward: tuple[str, ...] = ()
-    """Reward functions as module:function or path.py:function, or the ready ones math, gsm8k and reasoning_gym; empty
-    for the task's own."""
+    """Reward functions as module:function or path.py:function, or the built-in math, gsm8k and reasoning_gym; empty for
+    the task's own."""
     reward_weights: tuple[float, ...] = ()
-    """One weight a reward function; empty for all ones."""
+    """One weight per reward function; empty for all ones."""
     reward_on_error: Literal["raise", "zero", "skip"] = "raise"
-    """What a reward that raises, crashes, takes too long or returns no finite number does. raise: end the run. zero:
-    count as 0. skip: count as None; a group with a completion that has no reward is left out of the step."""
+    """What to do if a reward function raises, crashes, times out or returns no finite number. raise: end the run. zero:
+    count it as 0. skip: count it as None; a group with a completion that has no reward is left out of the step."""
     reward_workers: int = between(0, 1024, default=0)
-    """Processes that call the rewards, a prompt's completions at a time; 0 calls them in this one, the whole batch."""
+    """Processes that call the reward functions, on one prompt's completions at a time; 0 calls them in this process, on
+    the whole batch."""
     reward_timeout: float = between(0, 86400, default=0.0)
     """Seconds a call may take (needs reward_workers); 0 is no limit."""
     environment: str | None = None
-    """What answers the model, turn by turn: calculator; one of your own as module:Class or path.py:Class, which may be
-    an environment_factory or a rollout_func of TRL's; verifiers, which plays the tasks of its data; or
-    http://HOST:PORT, where other processes play. Left out: nothing does, a prompt is completed once."""
+    """What answers the model, turn by turn: calculator; your own as module:Class or path.py:Class, which may be an
+    environment_factory or a rollout_func of TRL's; verifiers, which plays the tasks of its data; or http://HOST:PORT,
+    where other processes play. Left out: none, each prompt is completed once."""
     tools: tuple[str, ...] = ()
-    """Functions that the model may call, as module:function or path.py:function, whose docstrings describe them, or the
-    ready one python."""
+    """Functions that the model may call, as module:function or path.py:function, described by their docstrings, or the
+    built-in python."""
     allow_unsandboxed: bool = False
-    """Let the tool python run programs that the model writes where they cannot be cut off from network and files."""
+    """Let the tool python run the model's programs even where they cannot be isolated from network and files."""
     max_turns: int = at_least(1, default=8)
-    """Completions that a trajectory may have in an environment; what would follow the last ends it, as truncated."""
+    """Maximum number of completions of a trajectory in an environment; one that would continue is truncated."""
     max_response_length: int = at_least(0, default=0)
-    """Tokens after the prompt that a trajectory may have in an environment, sampled and given; 0 is max_turns times
-    max_completion_length."""
+    """Maximum number of tokens after the prompt, sampled and given, of a trajectory in an environment; 0 is max_turns
+    times max_completion_length."""
     environment_timeout: float = between(0, 86400, default=60.0)
-    """Seconds that an environment may take to answer, or its trajectory is left out; 0 is no limit."""
+    """Seconds that an environment may take to answer before its trajectory is left out; 0 is no limit."""
     easy: bool = False
-    """sum-digits only: a short prompt with two numbers, for a tiny model."""
+    """sum-digits only: short prompts with two numbers, for a tiny model."""
     seed: int = between(0, MAX_SEED, default=42)
     """Seed of the training problems or of the data's order."""
     validation_seed: int = between(0, MAX_SEED, default=99)
@@ -85,11 +86,11 @@ class TaskConfig(Section):
     validation_data: str | None = None
     """Validation rows; without it a dataset's last `validation_prompts` rows are held out."""
     validation_split: str | None = None
-    """Split of the validation rows, of `validation_data` or without it of `data`; `split` where it is left out."""
+    """Split of the validation rows, in `validation_data` or, without that, in `data`; by default `split`."""
     validation_prompts: int = between(0, 1 << 20, default=20)
-    """Prompts a validation generates greedily; 0 turns validation off."""
+    """Prompts that a validation completes greedily; 0 turns validation off."""
     validation_interval: int = at_least(0, default=0)
-    """Validate every this many steps as well as before and after; 0 for only those two."""
+    """Validate every this many steps, as well as before and after training; 0: only before and after."""
 
     def check(self) -> None:
         name, weights = self.name, self.reward_weights
@@ -110,7 +111,7 @@ class TaskConfig(Section):
 
     @property
     def turns(self) -> int:
-        """The most completions of a trajectory."""
+        """The most completions that a trajectory may have."""
         return self.max_turns if self.environment or self.tools else 1
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
@@ -135,7 +136,7 @@ class TaskConfig(Section):
 
 
 def template_variables(assignments: tuple[str, ...], field: str = "task.chat_template_kwargs") -> dict[str, Any]:
-    """What `field` holds as a dict. `InputError` for another form, or a name that the call itself sets."""
+    """The NAME=VALUE `assignments` of `field` as a dict. Raises `InputError` for another form or a reserved name."""
     variables: dict[str, Any] = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")

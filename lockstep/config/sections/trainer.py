@@ -7,7 +7,7 @@ from typing import Literal
 from ...errors import refuse
 from .section import Section, at_least, between
 
-# What supervised steps alone read; recipes set them, so they stay when those steps are turned off.
+# Read only by supervised steps; recipes set them, so they may remain when those steps are turned off.
 _WARMUP_FIELDS = ("learning_rate", "loss", "reward", "interval", "batch_size")
 
 
@@ -16,37 +16,37 @@ class TrainerConfig(Section):
     """The training step."""
 
     prompts_per_step: int = between(1, 1 << 20, default=5)
-    """Groups a step."""
+    """Groups per step."""
     num_iterations: int = at_least(1, default=1)
     """Optimizer updates on each rollout."""
     num_mini_batches: int = at_least(1, default=1)
-    """Parts that a step's groups are cut into, each of which makes an update; num_iterations goes through all of them
-    so many times."""
+    """Parts that a step's groups are divided into, with one update for each; num_iterations is the number of passes
+    over all of them."""
     mode: Literal["packed", "per_sample"] = "packed"
-    """packed: prompts once, many samples a micro-batch. per_sample: one sample's forward, then its backward."""
+    """packed: each prompt once, many samples per micro-batch. per_sample: one sample's forward, then its backward."""
     max_tokens_per_micro_batch: int = at_least(2, default=16384)
-    """Packed tokens a micro-batch; a step with more accumulates gradients over several."""
+    """Packed tokens per micro-batch; a step with more accumulates gradients over several."""
     skip_zero_variance: bool = True
     """Leave out groups whose advantages are all zero."""
     max_idle_steps: int = at_least(1, default=10)
-    """Stop after this many steps in a row with nothing to train on."""
+    """Stop after this many consecutive steps with nothing to train on."""
     warmup_steps: int = at_least(0, default=0)
     """Supervised steps on worked examples before reinforcement learning (tasks that have them)."""
     warmup_learning_rate: float = at_least(0, default=1e-3)
-    """Learning rate of the first supervised step; it falls linearly to 0 over them."""
+    """Learning rate of the first supervised step; it falls linearly to 0 over these steps."""
     warmup_loss: float = at_least(0, default=0.0)
-    """End the supervised steps early, once the mean loss of the last ten is below this (nats a token)."""
+    """End the supervised steps early, once the mean loss of the last ten is below this (nats per token)."""
     warmup_reward: float = at_least(0, default=0.0)
-    """End the supervised steps early, once greedy answers to held-out problems have this mean reward; 0 is off. They
-    are as many as validation's and none of those. The loss alone says little about how many problems a model solves."""
+    """End the supervised steps early, once greedy answers to held-out problems reach this mean reward; 0 is off. There
+    are as many problems as in validation, but other ones. The loss alone says little about how many a model solves."""
     warmup_interval: int = at_least(1, default=50)
-    """Supervised steps between two looks at warmup_reward."""
+    """Supervised steps between checks of warmup_reward."""
     warmup_batch_size: int = at_least(1, default=64)
-    """Worked examples a supervised step."""
+    """Worked examples per supervised step."""
 
     @property
     def updates(self) -> int:
-        """Of the weights in a step, at most."""
+        """The most weight updates in a step."""
         return self.num_iterations * self.num_mini_batches
 
     def check(self) -> None:
