@@ -1,7 +1,7 @@
-"""Every configuration dataclass and its validation, and nowhere else.
+"""All configuration dataclasses and their validation.
 
-`validate` is called once, on the resolved `RunConfig`, and raises `InputError` naming the field; a section alone has a
-`validate` of its own.
+`validate` is called once, on the resolved `RunConfig`, and raises `InputError` naming the field; each section also has
+its own `validate`.
 """
 
 from .algorithms import LOSS_TYPES, READ_BY, SHIPPED

@@ -1,6 +1,6 @@
-"""The shipped algorithms: one row each, of the file that it is and of the settings that it reads.
+"""The shipped algorithms: a row for each, with its file and the settings that it reads.
 
-Plain data, so that flags are checked before torch is imported; `lockstep.algorithms` has the classes.
+Plain data, so that flags can be checked before torch is imported; `lockstep.algorithms` has the classes.
 """
 
 from typing import NamedTuple
@@ -11,9 +11,10 @@ class Shipped(NamedTuple):
 
     Attributes:
         where: its file in `lockstep/algorithms`, and the class there.
-        reads: of section `loss`, the settings that it reads and others do not; what no row names, all read.
-        of_groups: its advantages compare a prompt's samples with each other.
-        rewarded: it learns from rewards; else they are only reported.
+        reads: the settings of section `loss` that it reads and not all others do; every algorithm reads those that no
+            row names.
+        of_groups: whether its advantages compare a prompt's samples with each other.
+        rewarded: whether it learns from rewards; otherwise they are only reported.
         epsilon: its default.
     """
 
@@ -44,10 +45,10 @@ SHIPPED: dict[str, Shipped] = {
     "distillation": Shipped("distillation:Distillation", ("teacher",), of_groups=False, rewarded=False),
 }
 LOSS_TYPES = tuple(SHIPPED)
-# Settings that some algorithms read, with those that do; each other setting is read by all.
+# For each setting that only some algorithms read, those that do.
 READ_BY: dict[str, tuple[str, ...]] = {
     setting: tuple(name for name, row in SHIPPED.items() if setting in row.reads)
     for setting in dict.fromkeys(setting for row in SHIPPED.values() for setting in row.reads)
 }
-# Of those, what says how a loss bounds its own ratio: nothing where that is 1, as under `importance_sampling_mode`.
+# Those that bound a loss's own ratio, which `importance_sampling_mode` replaces.
 OF_THE_RATIO = (*_CLIP, *_TEMPERATURES, "divergence_type", "clip_ratio_c")

@@ -1,4 +1,4 @@
-"""What other trainers' flags and keys are called here, as flags; `docs/porting.md` has all of them."""
+"""The flags here for other trainers' flags and keys; `docs/porting.md` has a complete list."""
 
 NAMES: dict[str, str] = {
     "adam-beta1": "--optimizer.beta1",
@@ -41,7 +41,7 @@ NAMES: dict[str, str] = {
     "warmup-ratio": "--optimizer.warmup-steps",
 }
 
-# What others have a flag for, and nothing here has.
+# Flags of other trainers without a counterpart here, and why.
 ABSENT = {
     **dict.fromkeys(("lora-r", "lora-alpha", "use-peft"), "there is no LoRA here: all weights are trained"),
     **dict.fromkeys(("push-to-hub", "hub-model-id"), "nothing is uploaded: the run's model/ is a Hugging Face folder"),

@@ -1,7 +1,7 @@
-"""Which model folders hold the random weights that `lockstep init` wrote; read without torch.
+"""Recognizes model folders with random weights from `lockstep init`, without importing torch.
 
-The mark is in the metadata of the weights' own files, which `transformers` passes over: whoever trains the model and
-writes its weights again leaves it out.
+The mark is in the metadata of the weight files. `transformers` ignores it, and it disappears when a trained model's
+weights are written.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ MARK = {"lockstep": "random weights"}
 
 
 def random_width(model: str) -> int | None:
-    """`hidden_size` of the folder `model` when all its weights are marked as random; None for any other model, such as
-    a hub id, or a folder that cannot be read (loading it says why)."""
+    """`hidden_size` of the folder `model` if all its weights are marked as random; None for any other model, such as a
+    hub id or a folder that cannot be read (loading it will say why)."""
     folder = Path(os.path.expanduser(model))
     if not model.strip() or not os.path.isdir(folder):
         return None

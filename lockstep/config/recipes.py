@@ -1,7 +1,7 @@
 """Recipes: named functions from the model that was asked for (or None) to a `RunConfig`. `width` is the `hidden_size`
-of a random model in place of the recipe's own.
+of a random model other than the recipe's own.
 
-Flags of the command line override what they set.
+Command-line flags override what recipes set.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable
 from . import CheckpointConfig, LossConfig, OptimizerConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from .random_weights import random_width
 
-_TINY_WIDTH, _WIDTH_100M = 128, 768  # `hidden_size` of the random models that rates were chosen on
+_TINY_WIDTH, _WIDTH_100M = 128, 768  # `hidden_size` of the random models that learning rates were tuned on
 
 
 def sum_digits(model: str | None, width: int | None = None) -> RunConfig:
-    """Add up digits. Without a model, a tiny random one learns an easy form: minutes on a laptop's CPU, a short
-    supervised warm-up first. So does a folder with random weights that `lockstep init` made, at rates that fall with
-    its width. With another model, the full form: 5 prompts of 8 samples and 100 tokens."""
-    width = width or (_TINY_WIDTH if model is None else random_width(model))  # None: it is trained
+    """Add up digits. Without a model, a tiny random one learns an easy form in minutes on a laptop's CPU, after a short
+    supervised warm-up. A folder with random weights from `lockstep init` does the same, at learning rates that decrease
+    with its width. Other models get the full form: 5 prompts of 8 samples and 100 tokens."""
+    width = width or (_TINY_WIDTH if model is None else random_width(model))  # None: not a random model
     if width is None:
         return RunConfig(
             recipe="sum-digits",
@@ -33,23 +33,23 @@ def sum_digits(model: str | None, width: int | None = None) -> RunConfig:
         model=model,
         steps=120,
         task=TaskConfig(easy=True, validation_prompts=200),
-        # At 1, and twice the rate, the sampler's slips cost the model rare sums, which it then never draws again.
+        # At temperature 1 and twice the learning rate, unlucky samples make the model unlearn rare sums for good.
         sampling=SamplingConfig(temperature=0.8, max_completion_length=24),
         trainer=TrainerConfig(
             prompts_per_step=24, warmup_steps=400, warmup_learning_rate=2e-3 * narrower, warmup_loss=0.02
         ),
-        # A right answer is 20 tokens with its end. Without a price on more, nothing keeps the model from rambling on.
+        # A correct answer takes 20 tokens including its end. Without a penalty on more, the model rambles on.
         loss=LossConfig(loss_type="dapo", overlong_buffer=4, scale_rewards="group"),
         optimizer=OptimizerConfig(learning_rate=1.5e-4 * narrower, beta2=0.99, warmup_steps=10, lr_scheduler="linear"),
-        checkpoint=CheckpointConfig(interval=25 if own else 0),  # of a larger one it takes gigabytes
+        checkpoint=CheckpointConfig(interval=25 if own else 0),  # a larger model's checkpoints take gigabytes
     )
 
 
 def word_arithmetic(model: str | None, width: int | None = None) -> RunConfig:
-    """Short stories of additions and subtractions. Without a model, a random one of 100 million parameters
-    trains on them, a supervised warm-up first: meant for a GPU. So does a folder with random weights that
-    `lockstep init` made, at rates that fall with its width."""
-    width = width or (_WIDTH_100M if model is None else random_width(model))  # None: it is trained
+    """Short stories of additions and subtractions, meant for a GPU. Without a model, a random one of 100 million
+    parameters trains on them, after a supervised warm-up. A folder with random weights from `lockstep init` does the
+    same, at learning rates that decrease with its width."""
+    width = width or (_WIDTH_100M if model is None else random_width(model))  # None: not a random model
     arch = "qwen3-100m" if model is None else RunConfig.arch
     warm_up, rate, narrower = (0, 2e-5, 1.0) if width is None else (2000, 5e-5, _WIDTH_100M / width)
     return RunConfig(
@@ -103,7 +103,8 @@ DEFAULT = "sum-digits"
 
 
 def remark(name: str, model: str | None) -> str | None:
-    """A line for whoever trains the folder `model`: that the recipe `name` takes it for an untrained one, and why."""
+    """A line that tells the user that the recipe `name` treats the folder `model` as untrained, and why; None if it
+    does not."""
     if model is None or random_width(model) is None or not RECIPES[name](model).trainer.warmup_steps:
         return None
     return (

@@ -1,4 +1,4 @@
-"""A whole run's configuration: the sections together, and what they need of each other."""
+"""A whole run's configuration: all sections, and the checks between them."""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -27,25 +27,26 @@ class RunConfig(Section):
     recipe: str = "custom"
     """Name of the recipe this came from; custom for none."""
     model: str | None = None
-    """Hugging Face folder or hub id; without it a tiny random model is made."""
+    """Hugging Face folder or hub id; without it a random model is made."""
     arch: str = "tiny"
-    """Architecture of the random model when `model` is not given."""
+    """Architecture of the random model, if `model` is not given."""
     steps: int = at_least(0, default=10)
     """Reinforcement-learning steps."""
     seed: int = between(0, MAX_SEED, default=0)
     """Seed of sampling and of a random model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; auto takes the GPU when there is one."""
+    """Where to run; auto uses the GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute dtype; auto is bfloat16 on a GPU (the only one there) and float32 on a CPU."""
+    """Compute dtype; auto is bfloat16 on a GPU (the only one supported there) and float32 on a CPU."""
     parity: Literal["strict", "warn", "off"] = "strict"
-    """What a difference between generator and trainer does."""
+    """What to do if generator and trainer differ. strict: end the run. warn: count it and continue. off: compare
+    nothing."""
     attention: Attention = "native"
-    """Of both roles. native: a token attends to all before it, or to those of the model's windows. flex: FlexAttention,
+    """Attention in both roles. native: causal, with the model's sliding windows if it has them. flex: FlexAttention,
     for attention_mask."""
     attention_mask: str | None = None
-    """flex only: which keys a query attends to, of those up to its own, as module:function or path.py:function of the
-    positions of both."""
+    """flex only: which keys, up to its own position, a query attends to, as module:function or path.py:function of the
+    positions of query and key."""
     task: TaskConfig = field(default_factory=TaskConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
@@ -58,7 +59,7 @@ class RunConfig(Section):
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
     def parts(self) -> list[Section]:
-        """The sections, and last the fields beside them."""
+        """The sections, then this configuration itself for the fields outside sections."""
         return [*(part for item in fields(self) if isinstance(part := getattr(self, item.name), Section)), self]
 
     def path(self, name: str) -> str:
@@ -75,16 +76,16 @@ class RunConfig(Section):
 
     @property
     def max_sampled_length(self) -> int:
-        """Tokens that a trajectory samples, at most."""
+        """The most tokens that a trajectory samples."""
         return min(self.task.turns * self.sampling.max_completion_length, self.max_response_length)
 
     @property
     def shard_groups(self) -> int:
-        """Groups of a mini-batch that a shard has, at most."""
+        """The most groups of a mini-batch in one shard."""
         return -(-self.trainer.prompts_per_step // (self.trainer.num_mini_batches * max(1, self.parallel.batch_shards)))
 
     def check(self) -> None:
-        """Raise `InputError` for sections that do not go together."""
+        """Raise `InputError` for sections that contradict each other."""
         t, lo, s, rows = self.trainer, self.loss, self.sampling, self.task.name in DATA_TASKS
         refuse(s.temperature == 0, "sampling.temperature is 0: training needs samples that differ; use a value above 0")
         refuse(
@@ -148,14 +149,14 @@ class RunConfig(Section):
             yield "attention_mask", "on attention native; set attention to flex, or remove the mask"
 
 
-# What runs did before there was a setting to name it: its default, but where that is new.
+# What runs did before a setting for it existed: the setting's default, except where the default is new behaviour.
 EARLIER = RunConfig(
     loss=LossConfig(use_bias_correction_kl=False), parallel=ParallelConfig(cell=1 << 16, balance_batch=False)
 )
 
 
 def require_config(config: Any) -> None:
-    """Raise `InputError` where something else is given in its place."""
+    """Raise `InputError` if `config` or one of its sections is of another type."""
     if not isinstance(config, RunConfig):
         raise InputError(f"config is of type {type(config).__name__}; it must be a RunConfig, as lockstep.recipes give")
     for name, own in vars(RunConfig()).items():
@@ -164,26 +165,27 @@ def require_config(config: Any) -> None:
 
 
 def validate(config: RunConfig) -> RunConfig:
-    """Return `config` when every field is usable; raise `InputError` naming the first that is not."""
+    """Return `config` if every field is valid; raise `InputError` naming the first that is not."""
     config.validate()
     return config
 
 
 def unread(c: RunConfig) -> Iterator[tuple[str, str]]:
-    """(dotted field, why) of each setting that has no effect in `c`, a recipe's too: refused where someone gives it."""
+    """(dotted field, why) of each setting that has no effect in `c`, recipes' settings included: an error if the user
+    gives it."""
     for part in c.parts():
         yield from ((part.path(name), why) for name, why in part.unread())
 
 
 def left_behind(c: RunConfig, begin: RunConfig, given: Collection[str]) -> list[str]:
-    """The dotted fields of `c` that are as in `begin`, had an effect there, and have none beside the fields `given`:
-    what a recipe chose for an algorithm or a task in whose place there is another."""
+    """The dotted fields of `c` that had an effect in `begin`, have none in `c`, and are not among those `given`: what a
+    recipe chose for an algorithm or a task that has been replaced."""
     read_before = set(_without_effect(begin))
     return [path for path in _without_effect(c) if path not in read_before and path not in given]
 
 
 def without(c: RunConfig, paths: Iterable[str]) -> RunConfig:
-    """`c` with the defaults of these dotted fields."""
+    """`c` with these dotted fields set to their defaults."""
     for section, _, name in (path.rpartition(".") for path in paths):
         part: Any = getattr(c, section) if section else c
         part = replace(part, **{name: getattr(type(part)(), name)})
@@ -203,8 +205,8 @@ def _without_effect(c: RunConfig) -> list[str]:
 
 
 def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
-    """`c`, whose `compile` is resolved, with the shards of a batch filled in, for so many processes
-    (`parallel.generator_tp` may still be to choose); `InputError` for what cannot work with them."""
+    """`c`, whose `compile` is resolved, with the number of a batch's shards filled in for `ranks` processes
+    (`parallel.generator_tp` may still be open). Raises `InputError` for what cannot work with them."""
     require_ranks(c, ranks)
     groups = ranks // c.parallel.tp
     shards, together = c.parallel.batch_shards or groups, c.parallel.generator_tp or (ranks == 1)
@@ -230,8 +232,8 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
 
 
 def idle_in_updates(c: RunConfig, ranks: int) -> str | None:
-    """A line for whoever trains `c`, whose shards are filled in, with so many processes: that a mini-batch has too few
-    prompts for each of them to have one, and what has enough."""
+    """A line that tells the user that a mini-batch has too few prompts to give each process one, and what would have
+    enough; None if it has enough. The shards of `c` are filled in."""
     parts, prompts, shards = c.trainer.num_mini_batches, c.trainer.prompts_per_step, c.parallel.batch_shards
     groups, least = ranks // c.parallel.tp, prompts // parts
     if least >= groups:
@@ -245,7 +247,7 @@ def idle_in_updates(c: RunConfig, ranks: int) -> str | None:
 
 
 def idle_in_warmup(c: RunConfig, ranks: int) -> str | None:
-    """The same of a supervised step, which has too few examples."""
+    """The same for a supervised step with too few examples."""
     examples, groups = c.trainer.warmup_batch_size, ranks // c.parallel.tp
     if not c.trainer.warmup_steps or examples >= groups:
         return None
@@ -256,13 +258,13 @@ def idle_in_warmup(c: RunConfig, ranks: int) -> str | None:
 
 
 def _trainers(c: RunConfig, ranks: int) -> str:
-    """What shards are dealt to."""
+    """The processes, or groups of them, that shards are dealt to, in words."""
     tp = c.parallel.tp
     return f"{ranks} processes" if tp == 1 else f"{ranks // tp} groups of {tp} processes"
 
 
 def require_ranks(c: RunConfig, ranks: int) -> None:
-    """Raise `InputError` where so many processes cannot work together as `c`, with `c.compile` resolved, says."""
+    """Raise `InputError` if `ranks` processes cannot work together as `c`, whose `compile` is resolved, says."""
     require_divisor(c.parallel, ranks)
     if ranks == 1:
         return
@@ -280,8 +282,7 @@ def require_ranks(c: RunConfig, ranks: int) -> None:
 
 
 def require_divisor(c: ParallelConfig, ranks: int) -> None:
-    """Raise `InputError` where so many processes are not groups of those that share products, in either role, or not as
-    many as `fsdp` says."""
+    """Raise `InputError` if `ranks` is not a multiple of `tp` and `generator_tp`, or not as many as `fsdp` says."""
     are = "there is one process" if ranks == 1 else f"there are {ranks} processes"
     for name, together in {"tp": c.tp, "generator_tp": c.generator_tp}.items():
         refuse(

@@ -1,4 +1,4 @@
-"""config.yaml: a resolved `RunConfig` written out, and read back strictly."""
+"""config.yaml: writes a resolved `RunConfig` and reads it back strictly."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import yaml
 from ..errors import InputError, near, refuse
 from . import RunConfig, elsewhere, left_behind, require_config, without
 
-_LEVELS = 20  # of names, more than anybody writes
+_LEVELS = 20  # nested names, more than anybody writes
 
 
 def save(config: RunConfig, path: Path) -> None:
-    """Write every field of `config`; `load(path)` gives an equal one back."""
+    """Write every field of `config`; `load(path)` returns an equal one."""
     path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
 
 
-Recipes = Mapping[str, Callable[[str | None, str | None], RunConfig]]  # of the model and the architecture asked for
+Recipes = Mapping[str, Callable[[str | None, str | None], RunConfig]]  # called with the given model and architecture
 
 
 def load(
@@ -33,11 +33,11 @@ def load(
     begin: RunConfig | None = None,
     flags: Mapping[str, str] = types.MappingProxyType({}),
 ) -> RunConfig:
-    """Read a config.yaml. A key that is left out has its value in `begin`, by default that of its dataclass.
+    """Read a config.yaml. A missing key has its value in `begin`, by default that of its dataclass.
 
-    With `recipes`, keys that the file leaves out are those of the recipe that it names, for its model and architecture
-    or those of `flags` in their place. It must be one unless none is left out, and a file without any key is refused.
-    What the recipe sets for an algorithm or a task in whose place the file has another falls away.
+    With `recipes`, missing keys are those of the recipe that the file names, called with the model and architecture of
+    `flags` or else of the file. The name must be a known recipe unless no key is missing, and an empty file is refused.
+    Settings that the recipe chose for an algorithm or a task that the file replaces are dropped.
 
     Raises `InputError`, naming the file and the key, for anything unreadable, unknown, given twice or of a wrong type.
     """
@@ -50,7 +50,7 @@ def load(
         raise InputError(f"{path}: cannot be read: {error}") from error
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:  # a number of thousands of digits
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number with thousands of digits
         said = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
         raise InputError(f"{path}: not valid YAML: {said}") from error
     try:
@@ -64,8 +64,8 @@ def load(
 
 
 def checked(config: RunConfig) -> RunConfig:
-    """`config`, made in code, with every value of its field's type, whole numbers made floats where due; raises
-    `InputError` naming the first that is not."""
+    """`config`, made in code, with every value checked against its field's type and integers converted to floats where
+    needed. Raises `InputError` naming the first of a wrong type."""
     require_config(config)
     return _dataclass(to_dict(config), config, "")
 
@@ -90,7 +90,7 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def suggest(name: str, allowed: Iterable[str]) -> str:
-    """Words that follow "unknown NAME": the close matches, and everything that is allowed."""
+    """Words to follow "unknown NAME": close matches, and everything that is allowed."""
     names = list(allowed)
     question = near(name, names, most=3, cutoff=0.5)
     return " ".join(filter(None, (question, f"allowed: {', '.join(names)}")))
@@ -100,9 +100,9 @@ _WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key given twice (plain YAML would take the last in silence).
+    """A SafeLoader that refuses a key given twice (plain YAML would silently take the last).
 
-    Its booleans and whole numbers are YAML 1.2's: `parity: off` is the word, not False; `1:30` is not 90, nor `010` 8.
+    Its booleans and integers are YAML 1.2's: `parity: off` is the word, not False; `1:30` is not 90, nor `010` 8.
     """
 
     yaml_implicit_resolvers: typing.ClassVar = {
@@ -131,7 +131,7 @@ def _plain(value: Any) -> Any:
 
 
 def _begin(values: Any, recipes: Recipes, flags: Mapping[str, str]) -> RunConfig:
-    """What the keys that a file leaves out are taken from: the recipe that it names."""
+    """The configuration that supplies a file's missing keys: that of the recipe it names."""
     if not values and values in (None, {}):
         raise InputError(f"the file holds no key; name what it begins from, such as recipe: {next(iter(recipes))}")
     name = values.get("recipe") if isinstance(values, dict) else None
@@ -146,12 +146,13 @@ def _begin(values: Any, recipes: Recipes, flags: Mapping[str, str]) -> RunConfig
         for key, inner in whole.items()
         if isinstance(inner, dict)
     ):
-        return RunConfig()  # a recipe of one's own, of which nothing is asked
+        return RunConfig()  # an unknown recipe, but no key is missing
     raise InputError(f"recipe is {name!r}, which is none; {suggest(str(name), recipes)}")
 
 
 def _meant(key: str) -> str:
-    """The question which key was meant: one of another section, or what others call it. Empty where none is known."""
+    """A suggestion which key was meant: one of another section, or one that other trainers call so. Empty if none is
+    known."""
     if reason := elsewhere.ABSENT.get(name := key.replace("_", "-")):
         return reason
     flag, known = elsewhere.NAMES.get(name, ""), flat(RunConfig())
@@ -166,7 +167,7 @@ def _meant(key: str) -> str:
 
 
 def _dataclass(values: Any, begin: Any, prefix: str) -> Any:
-    """`begin`, a dataclass, with `values` in place of its own."""
+    """The dataclass `begin` with `values` replacing its own."""
     if not isinstance(values, dict):
         where = prefix.rstrip(".") or "the file"
         raise InputError(f"{where} holds {values!r}; it must be a mapping of keys to values")
@@ -185,7 +186,7 @@ def _dataclass(values: Any, begin: Any, prefix: str) -> Any:
 
 
 def _value(value: Any, begin: Any, hint: Any, path: str) -> Any:
-    """`value` as the type `hint` asks for, of a dataclass over `begin`, or `InputError` saying what `path` takes."""
+    """`value` as the type `hint`; a dataclass is read over `begin`. Raises `InputError` saying what `path` must be."""
     if dataclasses.is_dataclass(hint):
         return _dataclass(value, begin, f"{path}.")
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -197,7 +198,7 @@ def _value(value: Any, begin: Any, hint: Any, path: str) -> Any:
         return value
     if hint is float and type(value) in (int, float, str):  # YAML 1.1 reads 1e-6 (no dot) as a string
         with contextlib.suppress(ValueError):
-            return float(str(value))  # of a whole number that is too large infinity, which is then refused
+            return float(str(value))  # infinity for an integer that is too large; refused later
     elif type(value) is hint:
         return value
     raise InputError(f"{path} is {value!r}; it must be {_expected(hint)}")
