@@ -1,4 +1,4 @@
-"""`lockstep chat`: a conversation with a model, as lines in and text out."""
+"""`lockstep chat`: a conversation with a model, lines in and text out."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops
 
 
 class Conversation:
-    """The turns so far. With a chat template they are messages; without one, text that simply goes on."""
+    """The turns so far: messages with a chat template, one growing text without."""
 
     def __init__(self, llm: LLM, sampling: SamplingParams, system: str | None = None, plain: bool = False) -> None:
-        """`plain` leaves an existing chat template out. Raises `InputError` for a system prompt, or variables of the
-        template, without one."""
+        """`plain`: do not use the model's chat template. Raises `InputError` for a system prompt or template variables
+        without a template."""
         self._llm = llm
         self._sampling = sampling
         self._templated = bool(llm.policy.tokenizer.chat_template) and not plain
@@ -42,8 +42,8 @@ class Conversation:
         self._text = ""
 
     def ask(self, line: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
-        """The answer to `line`, as it appears; what was said until `stopped` stays in the conversation. Raises
-        `InputError` when the conversation fills the model's context; `line` is then not part of it."""
+        """The answer to `line`, as it appears; a `stopped` answer stays in the conversation as far as it got. Raises
+        `InputError` if the conversation fills the model's context; `line` is then not added to it."""
         prompt: str | list[dict[str, Any]] = self._text + line
         if self._templated:
             prompt = [*self._messages, {"role": "user", "content": line}]
@@ -52,7 +52,7 @@ class Conversation:
         sampling = replace(self._sampling, max_completion_length=min(self._sampling.max_completion_length, room))
         answer = ""
         self._turns += 1
-        seed = (self._llm.config.seed + self._turns) % (MAX_SEED + 1)  # an answer's is its own
+        seed = (self._llm.config.seed + self._turns) % (MAX_SEED + 1)  # a different one for each answer
         with contextlib.closing(self._llm.stream([prompt], sampling, seed=seed)) as pieces:
             for piece in pieces:
                 answer += piece.text
@@ -64,7 +64,7 @@ class Conversation:
 
 
 def converse(conversation: Conversation, lines: Iterable[str]) -> Iterator[str]:
-    """What the terminal shows: an answer, or the effect of a command, for each of `lines` until /quit."""
+    """What the terminal shows: for each of `lines` until /quit, an answer or the effect of a command."""
     for line in lines:
         line = line.rstrip("\n")
         if line in ("/quit", "/exit"):
@@ -84,14 +84,14 @@ def converse(conversation: Conversation, lines: Iterable[str]) -> Iterator[str]:
 
 
 def read_lines() -> Iterator[str]:
-    """Lines typed after a prompt, with the terminal's editing and history; of a pipe, its lines."""
+    """Lines typed at a prompt, with the terminal's editing and history, or the lines of a pipe."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # what is not UTF-8 costs one line, not the conversation
+        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 costs one line, not the conversation
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 (input() uses it once it is imported)
+        import readline  # noqa: F401 (importing it makes input() use it)
     while True:
         try:
             with contextlib.redirect_stdout(sys.__stdout__):
@@ -106,7 +106,8 @@ def read_lines() -> Iterator[str]:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """Within it Ctrl-C does not raise, which would come in mid-computation; the callable says if it was pressed."""
+    """A context in which Ctrl-C does not raise in the middle of a computation; the callable returns whether it was
+    pressed."""
     pressed: list[int] = []
     with handled_by(lambda number, _: pressed.append(number), [signal.SIGINT]):
         yield lambda: bool(pressed)

@@ -1,4 +1,4 @@
-"""What each command does, from its flags to what is printed. Torch is imported only once the flags are known good."""
+"""What each command does, from its flags to its output. Torch is imported only once the flags are known to be valid."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from ..types import Completion, SamplingParams
 
 
-_MODEL = ("attention", "attention_mask", "compile")  # flags of all that use a model
-_FOR_READERS = GeneratorConfig(steps_per_sync=1)  # a token at a time; otherwise the host looks in every few steps
+_MODEL = ("attention", "attention_mask", "compile")  # flags of all commands that use a model
+_FOR_READERS = GeneratorConfig(steps_per_sync=1)  # shows text token by token instead of every few steps
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command prints, of several processes the first, and how it ended. `text` may be a stream, printed as it
-    comes."""
+    """What a command prints (on the first of several processes) and its exit code. `text` may be a stream, which is
+    printed as it arrives."""
 
     payload: dict[str, Any] = field(default_factory=dict)
     text: Iterable[str] = ()
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def recipe(name: str, kind: str) -> Callable[..., RunConfig]:
-    """The recipe `name`, which messages call a `kind`."""
+    """The recipe `name`; errors call it a `kind`."""
     if name not in recipes.RECIPES:
         file = f"a file is named by --config {name}; " * name.endswith((".yaml", ".yml"))
         raise InputError(f"unknown {kind} {name!r}; {file}{suggest(name, recipes.RECIPES)}")
@@ -116,7 +116,7 @@ def _generate(flags: Generate) -> Outcome:
 
 
 def _as_json(one: Completion) -> dict[str, Any]:
-    """What `--json` prints of a completion."""
+    """What `--json` prints for a completion."""
     names = "token_ids", "logprobs", "model_logprobs", "weight_versions", "text", "finish_reason"
     found = {name: getattr(one, name) for name in names}
     routes = {name: getattr(one, name) for name in ("route_digests", "prompt_route_digests")}
@@ -124,7 +124,7 @@ def _as_json(one: Completion) -> dict[str, Any]:
 
 
 def _prompts(flags: Generate) -> list[Any]:
-    """The prompt, the prompts of data rows, or the lines of a .txt file; under the system prompt, if there is one."""
+    """The prompt, the prompts of data rows, or the lines of a .txt file, with the system prompt if there is one."""
     from ..environments import RowFormat, read_problems
 
     form = RowFormat(flags.prompt_column, flags.system_prompt)
@@ -168,7 +168,7 @@ def _serve(flags: Serve) -> Outcome:
 
 
 def _variables(flags: Generate | Chat) -> dict[str, Any]:
-    """The chat template's variables; what the flags say of the template is valid."""
+    """The chat template's variables, after checking the flags that concern the template."""
     refuse(flags.system_prompt == "", "--system-prompt is empty; give a text, or leave it out")
     return template_variables(flags.chat_template_kwargs, "--chat-template-kwargs")
 
@@ -192,13 +192,13 @@ def _llm(flags: Generate | Chat | Serve, config: GeneratorConfig, variables: dic
 
 
 def _closing(llm: LLM, texts: Iterable[str]) -> Iterator[str]:
-    """The texts, and then the model's graphs are freed."""
+    """Yield the texts, then free the model's graphs."""
     with llm:
         yield from texts
 
 
 def _in_order(llm: LLM, prompts: list[Any], sampling: SamplingParams) -> Iterator[str]:
-    """The texts one after another: the first that is unfinished as it grows, the others once it is their turn."""
+    """The texts one after another: the first unfinished one as it grows, the others when it is their turn."""
     order = [(p, s) for p in range(len(prompts)) for s in range(sampling.n)]
     held: dict[tuple[int, int], str] = dict.fromkeys(order, "")
     finished: set[tuple[int, int]] = set()
@@ -221,7 +221,7 @@ def _heading(index: int, total: int) -> str:
 
 
 def _eval(flags: Eval) -> Outcome:
-    base = recipe(flags.task, "task")("")  # any folder alike, before it was trained and after
+    base = recipe(flags.task, "task")("")  # the same for every model, trained or not
     check_generation(flags.compile)
     refuse(not flags.easy and flags.task != "sum-digits", f"--no-easy has no effect on {flags.task}; remove it")
     refuse(flags.held_out and not flags.data, "--held-out has no effect without --data; remove it")
@@ -288,4 +288,4 @@ COMMANDS: dict[type, Callable[[Any], Outcome]] = {
     **{Train: _train, Precompile: _precompile, Plan: _plan, Generate: _generate, Eval: _eval, Chat: _chat},
     **{Serve: _serve, Report: _report, Parity: _parity, Init: _init, Replay: _replay},
 }
-ON_RANKS = Train, Precompile, Generate, Eval, Parity  # commands that several processes run together
+ON_RANKS = Train, Precompile, Generate, Eval, Parity  # commands that several processes may run together

@@ -30,23 +30,23 @@ from ..serve.settings import Settings
 
 _Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 _MODEL, _DATA, _FUNCTION = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
-_UNREAD = get_args(tyro.conf.Suppress[int])[1]  # marks what a command does not read
+_UNREAD = get_args(tyro.conf.Suppress[int])[1]  # marks fields that a command does not read
 _ANSWERS = ("yes", "no", "true", "false", "on", "off", "0", "1")
-_SHORT = {"--data": "--task.data", "--reward": "--task.reward"}  # of train
-# Take several values, of which any may look like another trainer's `section.key=value`.
+_SHORT = {"--data": "--task.data", "--reward": "--task.reward"}  # short flags of train
+# Flags with several values, which may look like other trainers' `section.key=value`.
 _WITH_SIGNS = ("--optimizer.lr-scales", "--optimizer.weight-decays", "--sampling.stop", "--stop")
 
 
 def spelled_out(flag: str) -> str:
-    """The one name of what `flag` sets: dashes for underscores, no alias, without the no- of a switch turned off."""
+    """The canonical name of `flag`: with dashes for underscores, aliases resolved, and without a switch's no-."""
     *sections, name = flag.replace("_", "-").removeprefix("--").split(".")
     flag = "--" + ".".join([*sections, name.removeprefix("no-")])
     return _SHORT.get(flag, flag)
 
 
 def flags_of(kind: type, prefix: str = "--", unread: bool = False) -> list[str]:
-    """Every flag of a command, or those of its sections that it does not read; a switch has a second name, with no-,
-    that turns it off."""
+    """Every flag of a command or, if `unread`, those of its sections that it does not read. A switch also has a second
+    name, with no-, that turns it off."""
     found = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -60,8 +60,8 @@ def flags_of(kind: type, prefix: str = "--", unread: bool = False) -> list[str]:
 
 
 def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
-    """Raise `InputError` for those of `arguments` that are flags and none of this command's, or that it does not read,
-    for a switch that is given an answer, and for data in several places."""
+    """Raise `InputError` for flags that the command does not have or read, for a switch with a value, for several
+    values of --data, and for `section.key=value`."""
     known = [*flags_of(kind), *(_SHORT if issubclass(kind, _Begin) else ()), "--help"]
     given = [argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
     for switch, value in itertools.pairwise(arguments):
@@ -81,7 +81,7 @@ def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
     for i, word in enumerate(arguments):
         latest = spelled_out(word) if word.startswith("-") else latest
         key, sets, _ = word.partition("=")
-        dots = "*" if i < flags_begin else "+"  # further on it may be a flag's own value
+        dots = "*" if i < flags_begin else "+"  # after a flag, `key=value` may be the flag's value
         own = latest in _WITH_SIGNS or arguments[i - 1].startswith("-")
         may_be = sets and (i < flags_begin or not own)
         if may_be and re.fullmatch(rf"[+]*[A-Za-z]\w*([.]\w+){dots}", key):
@@ -101,7 +101,7 @@ def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
 
 
 def _meant(flag: str, known: list[str]) -> str:
-    """Which it may have been: one whose section was left out, what others call it, or a name much like it."""
+    """A suggestion what was meant: a flag without its section, another trainer's name for it, or a similar name."""
     last = re.split("[.]|--", flag)[-1]
     same = [name for name in known if re.split("[.]|--", name)[-1] == last]
     if last in elsewhere.ABSENT:
@@ -124,7 +124,7 @@ class _Task(TaskConfig):
 
 @dataclass(frozen=True)
 class _Begin(RunConfig):
-    """What a run is: a recipe, or a replayed configuration, with flags on top."""
+    """A run's configuration: a recipe, or a replayed configuration, with flags on top."""
 
     recipe: Annotated[
         str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE", help_behavior_hint="(default: sum-digits)")
@@ -132,8 +132,8 @@ class _Begin(RunConfig):
     """Named configuration to begin from: sum-digits, word-arithmetic, gsm8k or dataset."""
     model: Annotated[str | None, tyro.conf.arg(metavar=_MODEL)] = None
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
-    """Begin from this configuration (a run folder's config.yaml) instead of a recipe. What it leaves out is as in the
-    recipe that it names."""
+    """Begin from this configuration (a run folder's config.yaml) instead of a recipe. Keys that it leaves out are as in
+    the recipe that it names."""
     task: _Task = field(default_factory=_Task)
     json: _Switch = False
     """Print one JSON object on standard output."""
@@ -155,10 +155,10 @@ class Train(_Begin):
     """Train a model by reinforcement learning: a recipe, or a replayed configuration, with flags on top."""
 
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN_DIR")] = None
-    """Continue the run in this folder from its last checkpoint; only --steps, where it ends, --checkpoint
-    and --metrics may change."""
+    """Continue the run in this folder from its last checkpoint; only --steps, --checkpoint, --metrics and the layout of
+    processes may change."""
     resume_with_other_numerics: _Switch = False
-    """Resume even where arithmetic gives other words than when the run began; the certificate says so."""
+    """Resume even if this machine's arithmetic gives other bits than the run's; the certificate records it."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: runs/RECIPE-TIME)")] = (
         None
     )
@@ -167,22 +167,24 @@ class Train(_Begin):
 
 @dataclass(frozen=True)
 class Precompile(_Begin):
-    """Make the graphs and kernels of a run ahead of it: the flags of train. Later runs start without making them."""
+    """Make the graphs and kernels of a run ahead of time, with the flags of train. Later runs start without making
+    them."""
 
 
 @dataclass(frozen=True)
 class Plan(_Begin):
-    """What a run takes of a GPU's memory, term by term, and what would fit: the flags of train. Nothing is loaded but
-    the tokenizer and the task's prompts, and no GPU need be here."""
+    """Show how much GPU memory a run would take, term by term, and what would fit, with the flags of train. Loads only
+    the tokenizer and the task's prompts, and needs no GPU."""
 
     world: int = 1
     """GPUs that share the run."""
     device_memory_gib: float = 0.0
-    """Memory of each; 0 is this machine's, of its GPU or, without one, of the host."""
+    """Memory of each; 0 is this machine's: its GPU's or, without one, the host's."""
 
 
 def _reading(section: type, names: Collection[str]) -> tuple[Any, ...]:
-    """Marks a `section` of commands that read these fields of it alone: what tyro makes it by, without the others."""
+    """Annotations for a `section` of which a command reads only the fields `names`: tyro constructs it without the
+    others."""
     hints = get_type_hints(section, include_extras=True)
     rest = [(f.name, Annotated[hints[f.name], _UNREAD], copy(f)) for f in fields(section) if f.name not in names]
     made = {"__new__": lambda _, **values: section(**values), "__doc__": section.__doc__}
@@ -196,14 +198,14 @@ _LAYOUT, _LAYOUTS = (_reading(ParallelConfig, names) for names in (LAYOUT_OF_GEN
 
 @dataclass(frozen=True, kw_only=True)
 class _ModelFlags:
-    """What commands share that load a model."""
+    """The flags shared by commands that load a model."""
 
     model: Annotated[str, tyro.conf.arg(metavar=_MODEL)]
     """Hugging Face folder or hub id."""
     seed: int = 0
     """Seed of sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; auto takes the GPU when there is one."""
+    """Where to run; auto uses the GPU if there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; auto is bfloat16 on a GPU and float32 on a CPU."""
     attention: Attention = "native"
@@ -215,7 +217,7 @@ class _ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class _AnswerFlags(_ModelFlags):
-    """Of those commands, the ones that end with a result, perhaps of several processes."""
+    """The flags of those commands that end with a result and may run on several processes."""
 
     parallel: Annotated[ParallelConfig, *_LAYOUT] = field(default_factory=ParallelConfig)
     json: _Switch = False
@@ -223,7 +225,7 @@ class _AnswerFlags(_ModelFlags):
 
 
 def _own_first(kind: Any) -> Any:
-    """Order a command's flags as its help shows them: those that must be given, its own, those that it inherits."""
+    """Order a command's flags for its help: required ones, its own, inherited ones."""
     inherited = {item.name for base in filter(is_dataclass, kind.__mro__[1:]) for item in fields(base)}
 
     def rank(item: Field) -> int:
@@ -236,12 +238,12 @@ def _own_first(kind: Any) -> Any:
 @_own_first
 @dataclass(frozen=True, kw_only=True)
 class Generate(_AnswerFlags):
-    """Generate from one prompt, or from several of a file. The text appears as it is generated."""
+    """Generate from one prompt, or from several in a file. The text appears as it is generated."""
 
     prompt: str | None = None
-    """Text to continue, as it is (no chat template); with --system-prompt a user's message."""
+    """Text to continue as it is (no chat template); with --system-prompt, a user message."""
     prompts: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
-    """Instead of --prompt: rows with a `prompt` (text, or chat messages), or a .txt file with a prompt a line."""
+    """Instead of --prompt: rows with a `prompt` (text or chat messages), or a .txt file with one prompt per line."""
     prompt_column: str = TaskConfig.prompt_column
     """Column of --prompts that holds the prompt."""
     system_prompt: str | None = None
@@ -249,17 +251,17 @@ class Generate(_AnswerFlags):
     chat_template_kwargs: tuple[str, ...] = ()
     """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
     n: int = 1
-    """Completions a prompt."""
+    """Completions per prompt."""
     max_completion_length: int = 128
-    """New tokens a completion, at most."""
+    """Maximum number of new tokens per completion."""
     temperature: float = 1.0
     """Softmax temperature; 0 is greedy."""
     top_p: float = 1.0
-    """Keep the most likely tokens up to this mass; 1 is off."""
+    """Keep the most likely tokens up to this probability mass; 1 is off."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 is off."""
     min_p: float = 0.0
-    """Keep tokens at least this likely relative to the most likely; 0 is off."""
+    """Keep tokens at least this likely relative to the most likely one; 0 is off."""
     stop: tuple[str, ...] = ()
     """Stop strings."""
     json: _Switch = False
@@ -274,30 +276,30 @@ class Chat(_ModelFlags):
     system_prompt: str | None = None
     """System message before the conversation."""
     plain: _Switch = False
-    """Leave out the model's chat template: the text goes on from what was typed."""
+    """Do not use the model's chat template; the model continues the text that was typed."""
     chat_template_kwargs: tuple[str, ...] = ()
     """Variables of the chat template as NAME=VALUE, the value in JSON: enable_thinking=false."""
     max_completion_length: int = 1024
-    """New tokens an answer, at most; the model's context may leave fewer."""
+    """Maximum number of new tokens per answer; the model's context may leave room for fewer."""
     temperature: float = 0.7
     """Softmax temperature; 0 is greedy."""
     top_p: float = 0.95
-    """Keep the most likely tokens up to this mass; 1 is off."""
+    """Keep the most likely tokens up to this probability mass; 1 is off."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 is off."""
     min_p: float = 0.0
-    """Keep tokens at least this likely relative to the most likely; 0 is off."""
+    """Keep tokens at least this likely relative to the most likely one; 0 is off."""
 
 
 @_own_first
 @dataclass(frozen=True, kw_only=True)
 class Serve(_ModelFlags, Settings):
-    """Answer over HTTP as OpenAI's interface does: chat, completions, and token ids in and out."""
+    """Serve a model over HTTP with OpenAI's API: chat, completions, and token ids in and out."""
 
     served_model_name: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: as --model)")] = None
-    """What clients call the model."""
+    """Name of the model for clients."""
     chat_template_kwargs: tuple[str, ...] = ()
-    """Variables of the chat template as NAME=VALUE, the value in JSON; a request may give its own."""
+    """Variables of the chat template as NAME=VALUE, the value in JSON; a request may override them."""
 
 
 @_own_first
@@ -306,13 +308,13 @@ class Eval(_AnswerFlags):
     """Measure a model on a task: mean reward and pass@k, with 95 % intervals over the problems."""
 
     task: Annotated[str, tyro.conf.arg(metavar="NAME")]
-    """Recipe whose task it is: sum-digits, word-arithmetic, gsm8k or dataset."""
+    """Recipe whose task to evaluate on: sum-digits, word-arithmetic, gsm8k or dataset."""
     easy: bool = True
-    """sum-digits: the easy form that a tiny model trains on; --no-easy for the full one."""
+    """sum-digits: the easy form that a tiny model trains on; --no-easy for the full form."""
     data: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
     """Rows to evaluate on (gsm8k and dataset)."""
     held_out: _Switch = False
-    """The last --prompts rows of --data, which train holds out where it has no validation data; left out, the first."""
+    """Use the last --prompts rows of --data, which train without validation data holds out, instead of the first."""
     split: str = TaskConfig.split
     """Split of a Hugging Face dataset."""
     prompt_column: str = TaskConfig.prompt_column
@@ -324,23 +326,23 @@ class Eval(_AnswerFlags):
     reward: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...")] = ()
     """Reward functions; a dataset task needs one."""
     reward_weights: tuple[float, ...] = ()
-    """One weight a reward function; empty for all ones."""
+    """One weight per reward function; empty for all ones."""
     environment: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """What answers the model, as task.environment of train."""
     tools: Annotated[tuple[str, ...], tyro.conf.arg(metavar=f"{_FUNCTION} ...")] = ()
     """Functions that the model may call, as task.tools."""
     allow_unsandboxed: _Switch = False
-    """Let the tool python run programs that cannot be cut off, as task.allow_unsandboxed."""
+    """Let the tool python run programs that cannot be isolated, as task.allow_unsandboxed."""
     environment_timeout: float = TaskConfig.environment_timeout
-    """Seconds that it may take to answer, or its trajectory is left out; 0 is no limit."""
+    """Seconds that the environment may take to answer before its trajectory is left out; 0 is no limit."""
     max_turns: int = TaskConfig.max_turns
-    """Completions that a trajectory may have in an environment."""
+    """Maximum number of completions of a trajectory in an environment."""
     max_response_length: int = TaskConfig.max_response_length
-    """Tokens after the prompt that one may have there; 0 is max_turns times max_completion_length."""
+    """Maximum number of tokens after the prompt in an environment; 0 is max_turns times max_completion_length."""
     prompts: int | None = None
-    """Prompts to evaluate, at most; the recipe's number by default."""
+    """Maximum number of prompts to evaluate; the recipe's number by default."""
     n: int = 1
-    """Completions a prompt."""
+    """Completions per prompt."""
     k: tuple[int, ...] = ()
     """Which pass@k to estimate, each at most n; the powers of two up to n by default."""
     temperature: Annotated[float | None, tyro.conf.arg(help_behavior_hint="(default: 0 for n 1, or the recipe's)")] = (
@@ -350,9 +352,9 @@ class Eval(_AnswerFlags):
     pass_reward: Annotated[str | None, tyro.conf.arg(metavar="FUNCTION")] = None
     """Name of the reward function that decides whether a completion passes; the task's first by default."""
     pass_threshold: float = 1.0
-    """A completion passes when that function's value is at least this."""
+    """A completion passes if that function's value is at least this."""
     max_completion_length: int | None = None
-    """New tokens a completion, at most; the recipe's number by default."""
+    """Maximum number of new tokens per completion; the recipe's number by default."""
     stop: tuple[str, ...] = ()
     """Stop strings, as sampling.stop."""
 
@@ -366,7 +368,7 @@ class Report:
     out: Annotated[
         Path | None, tyro.conf.arg(metavar="FILE.html", help_behavior_hint="(default: RUN_DIR/report.html)")
     ] = None
-    """File to write; RUN_DIR/report.html by default. Several runs need one."""
+    """File to write; RUN_DIR/report.html by default. Required for several runs."""
     json: _Switch = False
     """Print one JSON object."""
 
@@ -378,9 +380,9 @@ class Replay:
     run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """Run folder."""
     trajectory: Annotated[str, tyro.conf.arg(metavar="STEP/GROUP/SAMPLE")]
-    """Which: the numbers that rollouts.jsonl has, such as 0/0/0 for the first."""
+    """The trajectory's numbers in rollouts.jsonl, such as 0/0/0 for the first."""
     call_tools: _Switch = False
-    """Ask the environment again; by default what it gave is given as recorded."""
+    """Call the environment again; by default its recorded answers are used."""
     json: _Switch = False
     """Print one JSON object."""
 
@@ -391,7 +393,7 @@ class Parity(_AnswerFlags):
     """Check that generator and trainer give a model's tokens the same log-probabilities, bit for bit."""
 
     tokens: int = 4000
-    """Tokens to check, at least: all completions of a prompt are."""
+    """Minimum number of tokens to check; all completions of a prompt are checked."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     parallel: Annotated[ParallelConfig, *_LAYOUTS] = field(default_factory=ParallelConfig)
 
@@ -401,7 +403,7 @@ class Init:
     """Make a model folder with random weights."""
 
     arch: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ARCH")]
-    """Architecture; an unknown one lists them all."""
+    """Architecture; an unknown name lists them all."""
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Folder to write."""
     seed: int = 0

@@ -1,6 +1,6 @@
-"""The `lockstep` command: what goes to which stream, and exit codes.
+"""The `lockstep` command: its output streams and exit codes.
 
-Nothing here imports torch before the flags are parsed and valid, so `--help` and a mistyped flag answer at once.
+Nothing here imports torch before the flags are parsed and valid, so `--help` and errors in flags appear at once.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from ..run.display import FailsafeStream, RequiredStream
 from .commands import COMMANDS, ON_RANKS
 from .resolve import parse
 
-_GRACE = 5.0  # seconds that threads have to end, once the command has
-_FIRST_TELLS = 0.5  # seconds that the first process has to report what all of them have, before another one leaves
-_FIRST_WOULD = 2.0  # the same, of what it would have too if it is the flags' fault; torchrun then ends the others
+_GRACE = 5.0  # seconds that threads have to end after the command
+_FIRST_TELLS = 0.5  # seconds that the first process has to report an error common to all, before another one leaves
+_FIRST_WOULD = 2.0  # the same for an error that may be common to all, such as wrong flags; torchrun then ends the rest
 
 
 def entry() -> NoReturn:
-    """`main` as a process, which ends with the command: a thread that a reward function left running does not hold it
-    up, and Ctrl-C no longer changes an outcome that was printed."""
+    """Run `main` as a process that ends with the command: a thread that a reward function left running does not delay
+    it, and Ctrl-C no longer changes an outcome that was printed."""
     code = main()
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(RuntimeError):  # no further thread starts
+    with contextlib.suppress(RuntimeError):  # no more threads can be started
         threading.Thread(target=_leave_threads, args=(code,), daemon=True).start()
     sys.exit(code)
 
 
 def _leave_threads(code: int) -> None:
-    """End the process when, after some seconds, threads still hold it up."""
+    """End the process if threads still delay it after some seconds."""
     time.sleep(_GRACE)
     others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     if others:
@@ -57,8 +57,8 @@ def _leave_threads(code: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 the run or check failed, 2 bad input, 130 interrupted; of a
-    run that a signal ended 128 and the signal's number."""
+    """Run one command and return its exit code: 0 done, 1 the run or check failed, 2 bad input, 130 interrupted; 128
+    plus the signal's number if another signal ended it."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     with contextlib.redirect_stderr(FailsafeStream(sys.stderr)):
         if sys.stdout is None:
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave(code: int) -> None:
-    """End the process here: what is left of a process group after a failure can hold up an orderly exit."""
+    """End the process without an orderly exit, which the rest of a failed process group could delay."""
     sys.stderr.flush()
     os._exit(code)
 
@@ -92,7 +92,7 @@ def _main(arguments: list[str]) -> int:
             raise InputError(f"lockstep {arguments[0]} works in one process; start it without torchrun")
         require_addresses()
         as_json = getattr(flags, "json", False)
-        with contextlib.redirect_stdout(sys.stderr):  # standard output carries the outcome and nothing else
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is only for the outcome
             with _nothing_else_written(output) if as_json else contextlib.nullcontext():
                 outcome = COMMANDS[type(flags)](flags)
             for piece in [to_json(outcome.payload) + "\n"] * bool(outcome.payload) if as_json else outcome.text:
@@ -107,16 +107,16 @@ def _main(arguments: list[str]) -> int:
         return _fail(_with_notes(f"ended by {stop.args[0].name}", stop), 128 + stop.args[0], _is_not_first())
     except KeyboardInterrupt as stop:
         return _fail(_with_notes("interrupted", stop), 130, _is_not_first())
-    except BrokenPipeError:  # whoever read standard output has gone
+    except BrokenPipeError:  # the reader of standard output has gone
         return 1
-    except BaseException as error:  # a panic of a library in Rust is no `Exception`
+    except BaseException as error:  # a panic in a Rust library is not an `Exception`
         if not (lacking := _lacking(error)):
             raise
         return _fail(f"error: {lacking}", 2, _elsewhere(error))
 
 
 def _lacking(error: BaseException) -> str:
-    """What ran out, and what would be right; empty for an error of another kind."""
+    """Which resource ran out, and what would help; empty for other errors."""
     said = (str(error) or type(error).__name__).splitlines()[0]
     if what := no_more(error):
         return f"the system starts no further {what}: {said}; {thread_limits()}"
@@ -128,7 +128,7 @@ def _lacking(error: BaseException) -> str:
 
 
 def _parsed(arguments: list[str]) -> Any:
-    """`parse`, whose usage errors the first process tells: another one would print the same."""
+    """`parse`, where only the first process prints usage errors, since the others would print the same."""
     if not _is_not_first():
         return parse(arguments)
     with contextlib.redirect_stderr(io.StringIO()) as said:
@@ -139,12 +139,12 @@ def _parsed(arguments: list[str]) -> Any:
 
 @contextlib.contextmanager
 def _nothing_else_written(output: Any) -> Iterator[None]:
-    """Within it the file that `output` writes to is standard error's: what a reward's command or a library in C writes
-    to its descriptor does not mix with the JSON."""
+    """A context in which the file descriptor of `output` refers to standard error, so that what a reward's subprocess
+    or a C library writes to it does not mix with the JSON."""
     try:
         descriptor, other = output.fileno(), sys.__stderr__.fileno()  # type: ignore[union-attr]
         kept = os.dup(descriptor)
-    except (AttributeError, OSError, ValueError):  # no file, or no standard error
+    except (AttributeError, OSError, ValueError):  # no file descriptor, or no standard error
         yield
         return
     os.dup2(other, descriptor)
@@ -156,13 +156,13 @@ def _nothing_else_written(output: Any) -> Iterator[None]:
 
 
 def _with_notes(message: str, error: BaseException) -> str:
-    """`message`, and below it what was noted on `error`: where the run is, and what goes on with it."""
+    """`message`, followed by the notes of `error`: where the run is, and how to resume it."""
     return "\n".join((message, *getattr(error, "__notes__", ()))).rstrip()
 
 
 def _fail(message: str, code: int, reported: bool | None = False) -> int:
-    """The exit code of a failure, told unless another process reports it; where that is not known (None), unless it
-    does so soon, and a launcher ends this one."""
+    """Print a failure unless another process has `reported` it, and return its exit code. If that is not known (None),
+    first give the first process time to do so, after which a launcher would end this one."""
     if reported is not False:
         _let_the_first_tell(code, _FIRST_TELLS if reported else _FIRST_WOULD)
     if not reported:
@@ -172,20 +172,20 @@ def _fail(message: str, code: int, reported: bool | None = False) -> int:
 
 
 def _let_the_first_tell(code: int, seconds: float) -> None:
-    """Wait: a launcher ends all processes once it sees that one has left, and the first may not have said why yet."""
+    """Wait, because a launcher ends all processes once one has left, and the first may not have reported the cause."""
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     time.sleep(seconds)
 
 
 def _is_not_first() -> bool:
-    """Whether another process tells of a signal that all were sent."""
+    """Whether this is not the first process, which reports what concerns all, such as a signal."""
     try:
         return several_processes() and launched().rank > 0
-    except InputError:  # nobody said which it is
+    except InputError:  # its rank is not known
         return False
 
 
 def _elsewhere(error: BaseException) -> bool | None:
-    """Whether another process has the same error, and reports it; None: that is not known."""
+    """Whether another process reports this error; None if that is not known."""
     return getattr(error, "reported", None if _is_not_first() else False)

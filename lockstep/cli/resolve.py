@@ -1,4 +1,4 @@
-"""From arguments to a command's flags: a flag overrides the YAML file, which overrides the recipe."""
+"""Parses arguments into a command's flags: a flag overrides the YAML file, which overrides the recipe."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .flags import Plan, Precompile, Train, refuse_unknown, spelled_out
 _Run = Train | Precompile | Plan  # commands whose flags are a run's configuration
 _KINDS: dict[str, Any] = {kind.__name__.lower(): kind for kind in COMMANDS}
 _DESCRIPTION = "Reinforcement learning for language models: one model definition generates and trains, bit for bit."
-# Help is of docstrings alone: for comments tyro would read and tokenize every source at each parse.
+# Help comes from docstrings only: for comments tyro would read and tokenize every source file at each parse.
 _TEXTS = (tyro.conf.HelptextFromCommentsOff,)
 
 
 def parse(arguments: list[str]) -> Any:
-    """The command's flags, or an exit code when tyro has printed help or a usage error. `train`, `precompile` and
-    `plan` are parsed once to learn what the run begins from, with a recipe as the defaults that flags override; where
-    it begins from something else once more, with that, which takes a sixth of the time of a tiny run."""
+    """The command's flags, or an exit code if tyro has printed help or a usage error. `train`, `precompile` and `plan`
+    are parsed with a recipe as defaults to learn what the run begins from. Only if it begins from something else are
+    they parsed again with that as defaults, since a parse takes a sixth of the time of a tiny run."""
     given = _given(arguments)
     kind: Any = _KINDS.get(arguments[0]) if arguments else None
     if kind is not None:
@@ -38,7 +38,7 @@ def parse(arguments: list[str]) -> Any:
     elif arguments and not arguments[0].startswith("-"):
         raise InputError(f"unknown command {arguments[0]!r}; {yaml_file.suggest(arguments[0], _KINDS)}")
     try:
-        if kind is None:  # help, or no such command
+        if kind is None:  # help, or no command
             name: Any = tyro.conf.subcommand
             commands: Any = functools.reduce(operator.or_, (Annotated[k, name(n)] for n, k in _KINDS.items()))
             return tyro.cli(commands, args=arguments, prog="lockstep", description=_DESCRIPTION, config=_TEXTS)
@@ -62,7 +62,8 @@ def parse(arguments: list[str]) -> Any:
 
 
 def _given(arguments: list[str]) -> set[str]:
-    """The dotted names of what flags set. The last of two that set the same would win in silence."""
+    """The dotted names of what flags set. Raises `InputError` for two that set the same: the last would silently
+    win."""
     seen: dict[str, str] = {}
     for flag in (argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")):
         name = spelled_out(flag)
@@ -79,7 +80,8 @@ def _refuse_unread(found: Iterable[tuple[str, str]], given: set[str]) -> None:
 
 
 def _settled(flags: _Run, given: set[str], begin: RunConfig) -> _Run:
-    """`flags` without what they left of `begin` that nothing reads beside them; such a flag is refused."""
+    """`flags` without the settings of `begin` that they make ineffective. Raises `InputError` for a given flag that has
+    no effect."""
     config = flags.resolved()
     _refuse_unread(unread(config), given)
     if not (paths := left_behind(config, begin, given)):
@@ -90,7 +92,7 @@ def _settled(flags: _Run, given: set[str], begin: RunConfig) -> _Run:
 
 
 def _base(flags: _Run, given: set[str]) -> RunConfig:
-    """What the run begins from beside the flags `given`: a recipe, --config or --resume."""
+    """The configuration that the run begins from, before the flags `given`: a recipe, --config or --resume."""
     resume = flags.resume if isinstance(flags, Train) else None
     named = {"a recipe": flags.recipe, "--config": flags.config, "--resume": resume}
     used = [name for name, value in named.items() if value]
@@ -110,7 +112,7 @@ def _base(flags: _Run, given: set[str]) -> RunConfig:
 
 
 def _of(recipe: Callable[..., RunConfig], model: str | None, arch: str | None) -> RunConfig:
-    """What a recipe gives for the model that was asked for, or without one for the random model of an architecture."""
+    """The recipe's configuration for the given model or, without one, for a random model of the architecture."""
     begin = recipe(model)
     if model is not None or arch is None or (begin.model, begin.arch) == (None, arch):
         return begin
