@@ -239,8 +239,7 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
 
 
 def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Workload:
-    """The workload that is planned for a run; `config` is `settled`. Reads the tokenizer and the first prompts, but no
-    weights."""
+    """The workload planned for a run whose `config` is `settled`, from its tokenizer and first prompts, not weights."""
     model, groups = model_config(config), config.trainer.prompts_per_step
     require_degree(model, config.parallel.tp, "parallel.tp")
     tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
@@ -274,8 +273,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 def load_policy(config: RunConfig, mesh: Mesh = ALONE, memory: bool = True, copies: Axis = ALONE.fsdp) -> Policy:
     """Load a Hugging Face folder or hub id, or make the named random model with a byte-level tokenizer, with the
     attention of `config`. Along the mesh's `tp` each rank loads its part; ranks along `copies`, which hold the same
-    part, each read a share of it until `complete` exchanges them. Without `memory`, parameters are not allocated and no
-    weights are read."""
+    part, each read a share of it until `complete` exchanges them. Without `memory` no weights are allocated or read."""
     place = resolve_device(config.device)
     bound_threads(place)
     kind = resolve_dtype(config.dtype, place)

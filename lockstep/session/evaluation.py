@@ -38,8 +38,7 @@ class Measure(NamedTuple):
 
 @dataclass(frozen=True)
 class Played:
-    """What an environment is played with, under the names of `TrainingSession`. `sampling`: the parameters that an
-    environment's requests must agree with."""
+    """What an environment is played with, named as in `TrainingSession`; `sampling`: what its requests must match."""
 
     config: RunConfig
     world: World
@@ -54,8 +53,7 @@ class Played:
 def measured(
     config: RunConfig, by: Measure, serving: Callable[[Played], AbstractContextManager[Any]], progress: IO[str] | None
 ) -> dict[str, Any]:
-    """The body of `run.evaluate.evaluate`. Problems are played inside the context `serving`, so that environments in
-    other processes can connect."""
+    """`run.evaluate.evaluate`; problems are played within `serving`, to which environments elsewhere may connect."""
     n, k, temperature, pass_reward, pass_threshold = by
     config = validate(yaml_file.checked(config))
     refuse(n < 1, f"n is {n}; it must be at least 1")
@@ -100,7 +98,7 @@ def measured(
         sequences = world.generator.fsdp.most(len(problems)) * n
 
         def engine(prompt: int) -> Engine:
-            margin = 1 if config.task.turns == 1 else PROMPT_MARGIN  # other prompts may come later, and be longer
+            margin = 1 if config.task.turns == 1 else PROMPT_MARGIN  # later prompts may be longer
             tokens = min(margin * prompt + config.max_response_length, llm.context)
             return llm.engine_for(sequences, tokens, [sampling])
 

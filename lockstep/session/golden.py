@@ -89,8 +89,8 @@ def _fixed(*shape: int, seed: int) -> Tensor:
 
 
 def _cancel(x_RK: Tensor, weight_NK: Tensor) -> None:
-    """Make every second row's exact products zero, so that only rounding errors are left and any change of the order
-    of summation shows even in bfloat16."""
+    """Make every second row's exact products zero: what is left are rounding errors, so that any change in the order of
+    summation shows even in bfloat16."""
     order = torch.arange(_DEPTH) * 197 % _DEPTH  # a permutation, since 197 is odd
     first, second = order[: _DEPTH // 2], order[_DEPTH // 2 :]
     weight_NK[:, second] = weight_NK[:, first]

@@ -61,8 +61,7 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def handled_by(handler: Handler, numbers: Iterable[int]) -> Iterator[None]:
-    """A context in which `handler` handles these signals. Only the main thread may set handlers; elsewhere nothing
-    changes."""
+    """A context in which `handler` handles these signals; without effect outside the main thread, which alone may."""
     in_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in numbers if in_main}
     try:
@@ -204,8 +203,7 @@ class Delay:
                 self.number, self._came_at = number, time.monotonic()
 
     def _watch(self) -> None:
-        """End the process when the first signal's time is over or a signal must not wait, unless the context is left
-        first."""
+        """Make the main thread raise when the first signal's time is over or a signal must not wait; ends on exit."""
         until: float | None = None
         while True:
             self._heard.settimeout(None if until is None else max(until - time.monotonic(), 0.001))

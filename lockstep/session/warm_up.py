@@ -33,8 +33,7 @@ _Checked = tuple[list[machine_check.Product], _HeadShapes, torch.device, torch.d
 
 
 class MachineCheck(NamedTuple):
-    """`rehearse` launches the kernels of the check; `check` returns whether it replaced a kernel that graphs may
-    hold."""
+    """`rehearse` launches the check's kernels; `check` returns whether it replaced a kernel that graphs may hold."""
 
     rehearse: Callable[[], None]
     check: Callable[[], bool]
@@ -208,8 +207,7 @@ def _precompile(
 
 
 def _compiled(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
-    """Compile the kernels that `launch` launches, or adds to its argument, in each host's first process; the others
-    load them."""
+    """Compile what `launch` launches or adds to its argument, in each host's first process; the others load it."""
     warm_up, world = session.runtime.warm_up, session.world
     compiles = world.local_rank == 0
     with warm_up.rehearsal(compiles) as kernels:
@@ -222,8 +220,7 @@ def _compiled(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
 
 
 def _note_loaded(session: Session) -> None:
-    """Note that kernels are loaded, so that graphs can be recorded without a launch before, unless kernels from outside
-    the package may autotune at their first launch."""
+    """Let graphs be recorded without a launch before, unless a kernel from outside the package may autotune at it."""
     session.runtime.warm_up.loaded = not linear_choice.offers
 
 

@@ -38,8 +38,7 @@ class Policy:
     def encode(
         self, prompt: str | list[dict[str, Any]], tools: Sequence[Tool] = (), more: dict[str, Any] | None = None
     ) -> list[int]:
-        """Token ids of a prompt: text, or chat messages rendered by the model's template with these tools and `more`
-        variables."""
+        """Token ids of a prompt: text, or messages shown by the chat template with these tools and `more` variables."""
         check_size(prompt, self.model.config.max_position_embeddings, self.longest_token)
         return encode_prompt(self.tokenizer, prompt, self._variables(tools) | (more or {}))
 
@@ -106,8 +105,7 @@ class Policy:
         return Tokens(encode, following, self.tokenizer.decode, said, self.tokens_with, self.tokenizer)
 
     def shown_with(self, tools: Sequence[Tool]) -> Encode:
-        """A function that encodes a task's prompt with these tools. With tools, a text prompt is made a chat, since the
-        template shows tools only there."""
+        """An encoder of a task's prompts with these tools; text is then made a chat, for the template to show tools."""
         encode = self.tokens_with(tools).prompt
         return (lambda prompt: encode(as_chat(prompt))) if tools else encode
 
@@ -117,8 +115,7 @@ class Policy:
         return lambda prompt: min((encode(prompt) for encode in shown), key=len)
 
     def longest_prompt(self, task: Task, environment: type[Environment], groups: int) -> tuple[int, str]:
-        """The longest prompt of the first step and of validation: its number of tokens, tools included, and its
-        problem's origin."""
+        """The longest prompt of the first step and of validation: tokens, tools included, and its problem's origin."""
         problems = [task.train_problem(0, g) for g in range(min(groups, PROBED_GROUPS))] + task.validation_problems()
         shown = map(self.shown_with, environment.toolsets())
         return max((_length(encode, problem), problem.origin) for encode in shown for problem in problems)
