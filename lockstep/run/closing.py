@@ -18,10 +18,9 @@ _SHORT = 60  # the longest prompt, in characters, that is put in a command
 def learned(
     config: RunConfig, validations: Mapping[str, Mapping[str, float]], rewards: Sequence[float], updates: int
 ) -> str:
-    """The deciding metric (`deciding`) on held-out problems before and after training; without any, the mean reward of
-    the first and last steps. Built-in tasks' first reward is 1 for a solved problem and 0 otherwise, so its mean is
-    shown as a percentage. `validations`: metrics by the number of steps done. `rewards`: the mean of each step.
-    `updates`: the number of weight updates in all steps."""
+    """The metric that measures success (`deciding`) on held-out problems before and after training; without any, the
+    mean reward of the first and last steps. Built-in tasks' first reward is 1 for a solved problem, else 0, so its mean
+    is shown in percent. `validations` are by steps done, `rewards` means of each step, `updates` those of all steps."""
     if rewards and not updates:
         masked = " or its completions are cut off and masked" * config.loss.mask_truncated_completions
         return f"nothing: no update was made in any step; where a prompt's rewards are all equal{masked} there is none"
@@ -62,8 +61,7 @@ def from_here(folder: Path) -> Path:
 
 def next_command(config: RunConfig, run_dir: Path, prompt: Any) -> str:
     """A command that tries the trained model: on `prompt`, one of the run's problems, if it is a short text of a
-    single-turn task; else on the problems of the run's validation (for a data set, `task.validation_data` or the rows
-    held out)."""
+    single-turn task; else on the run's validation problems (of data, `task.validation_data` or the rows held out)."""
     model, task, limit = shlex.quote(str(run_dir / "model")), config.task, config.sampling.max_completion_length
     stop = f" {shlex.join(['--stop', *config.sampling.stop])}" if config.sampling.stop else ""
     if isinstance(prompt, str) and len(prompt) <= _SHORT and prompt.isprintable() and task.turns == 1:

@@ -46,7 +46,7 @@ class FailsafeStream(_Stream):
     redirected to the null device too, for code that writes to it directly and for the flush at exit."""
 
     def __init__(self, stream: IO[str] | None) -> None:
-        """`stream` is None where Python was started without one (`2>&-`)."""
+        """`stream` is None if Python was started without one (`2>&-`)."""
         super().__init__(io.StringIO() if stream is None else stream)
         self._failed = stream is None
 

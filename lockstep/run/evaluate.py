@@ -23,8 +23,8 @@ def evaluate(
     """Complete each of the task's validation problems `n` times and score the completions.
 
     Args:
-        config: of this are used the model, task (`validation_data`, `validation_prompts`, `reward`), sampling, seed,
-            device, dtype and `compile`, except what affects only the trainer's graphs.
+        config: supplies the model, task (`validation_data`, `validation_prompts`, `reward`), sampling, seed, device,
+            dtype and `compile`, except what affects only the trainer's graphs.
         k: which pass@k to estimate, each at most `n`; empty for the powers of two up to `n`.
         temperature: None for 0 (greedy) if `n` is 1, else for `config.sampling.temperature`.
         pass_reward: name of the reward function that decides whether a completion passes; None for the task's first.

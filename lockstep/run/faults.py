@@ -74,8 +74,8 @@ def told_once(run_dir: Path, world: World) -> Iterator[Faults]:
 
 @contextlib.contextmanager
 def _stack_file(path: Path, first: bool) -> Iterator[IO[str]]:
-    """The file to which this process writes its stack when asked, and, except on the first rank (which has a crash file
-    of its own), at a crash."""
+    """The file for this process's stack when it is asked for and, on ranks other than the first, which has its own file
+    for that, at a crash."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a", encoding="utf-8")
@@ -110,9 +110,9 @@ class Faults:
             self._path(self._own).unlink()
 
     def handle(self, error: BaseException) -> None:
-        """Report the fault, or mark `error` as reported by another rank. If a launcher sent the signal because a
-        process died, raises `PeerLost` instead; if a peer was lost because it ended for a signal, raises that
-        signal's exception instead."""
+        """Report the fault, or mark `error` as reported by another rank. Raises `PeerLost` in place of a signal that a
+        launcher sent because a process died, and the signal's exception in place of `PeerLost` if a rank ended for
+        one."""
         known: Any = error
         if hasattr(error, "reported") or isinstance(error, InputError):
             return
@@ -146,8 +146,7 @@ class Faults:
             return 0
 
     def _let_the_first_report(self) -> None:
-        """Wait until the first rank has left: it may be writing the run's report, and a launcher that sees any process
-        leave ends the others."""
+        """Wait for the first rank, which may be writing the report: a launcher ends all once any process has left."""
         first, until = self._folder / "rank-0.txt", time.monotonic() + _REPORT
         while self._own.rank and first.exists() and not self.lost() and time.monotonic() < until:
             time.sleep(0.01)

@@ -245,8 +245,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             self._saved = step
 
     def _tensors(self, loop: Loop) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        """The tensors that this rank writes, by file, and the numbers; the first writes all if not all see the
-        folder."""
+        """The tensors this rank writes, by file, and the numbers. The first writes all if not all see the folder."""
         trainer, world = loop.run.trainer, self.world
         if world.size == 1 or not self._all_see():
             tensors, counters = trainer.state()

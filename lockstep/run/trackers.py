@@ -62,8 +62,7 @@ def require_packages(names: tuple[str, ...]) -> None:
 
 
 class TensorBoard:
-    """Event files in the run folder's `tensorboard/`. The first step logged purges what a killed run left from there
-    on."""
+    """Event files in the run folder's `tensorboard/`. The first step logged purges a killed run's steps from it on."""
 
     def __init__(self, project: str, run_dir: Path, settings: Mapping[str, Any]) -> None:
         self._folder = run_dir / "tensorboard"

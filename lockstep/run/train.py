@@ -170,7 +170,6 @@ def _last_words(run_dir: Path, world: World, faults: Faults, number: int) -> Non
 
 
 def _checked(config: RunConfig, world: World) -> RunConfig:
-    """`config` resolved for this machine and the number of processes, after checking that its packages are
-    installed."""
+    """`config`, resolved for this machine and the processes, after checking that its trackers are installed."""
     require_packages(config.metrics.trackers)
     return resolve(config, world.size)

@@ -1,9 +1,8 @@
 """Checkpoint folders, written atomically.
 
 `checkpoints/step_N/` holds `state.json`, tensors as `NAME-00001.safetensors`, ..., and `manifest.json`: each file's
-size and SHA-256. It contains no executable data such as pickles. A checkpoint is written to a hidden folder beside its
-place, every file fsynced, the manifest last, then renamed; a process killed at any instant leaves earlier checkpoints
-untouched.
+size and SHA-256; no pickles or other executable data. A checkpoint is written to a hidden folder beside its place,
+every file fsynced, the manifest last, then renamed; a process killed at any instant leaves earlier ones untouched.
 
 Each of several ranks writes its part, under names with its number, and then a list of its files, which the first rank
 waits for. Any number of ranks can read it, each the ranges that it needs (`slices`).

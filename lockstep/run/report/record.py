@@ -109,8 +109,7 @@ class Record:
         }
 
     def _ends(self, name: str) -> dict[int, list[dict[str, Any]]]:
-        """The records of the last and of the first step in a file of groups. No others are decoded, since the file may
-        be large."""
+        """The records of the last and the first step in a file of groups, which may be large: no others are decoded."""
         path = self.path / name
         found: dict[int, list[bytes]] = {}
         with reading(path), path.open("rb") if path.is_file() else io.BytesIO() as file:
