@@ -23,8 +23,7 @@ class Conversation:
     """The turns so far: messages with a chat template, one growing text without."""
 
     def __init__(self, llm: LLM, sampling: SamplingParams, system: str | None = None, plain: bool = False) -> None:
-        """`plain`: do not use the model's chat template. Raises `InputError` for a system prompt or template variables
-        without a template."""
+        """`plain`: ignore the model's chat template. Raises `InputError` for what needs one if it is not used."""
         self._llm = llm
         self._sampling = sampling
         self._templated = bool(llm.policy.tokenizer.chat_template) and not plain
@@ -106,8 +105,7 @@ def read_lines() -> Iterator[str]:
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[Callable[[], bool]]:
-    """A context in which Ctrl-C does not raise in the middle of a computation; the callable returns whether it was
-    pressed."""
+    """A context in which Ctrl-C does not raise (amid a computation); the callable returns whether it was pressed."""
     pressed: list[int] = []
     with handled_by(lambda number, _: pressed.append(number), [signal.SIGINT]):
         yield lambda: bool(pressed)

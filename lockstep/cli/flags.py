@@ -101,7 +101,7 @@ def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
 
 
 def _meant(flag: str, known: list[str]) -> str:
-    """A suggestion what was meant: a flag without its section, another trainer's name for it, or a similar name."""
+    """A suggestion of what was meant: a flag without its section, another trainer's name for it, or a similar name."""
     last = re.split("[.]|--", flag)[-1]
     same = [name for name in known if re.split("[.]|--", name)[-1] == last]
     if last in elsewhere.ABSENT:
@@ -167,13 +167,12 @@ class Train(_Begin):
 
 @dataclass(frozen=True)
 class Precompile(_Begin):
-    """Make the graphs and kernels of a run ahead of time, with the flags of train. Later runs start without making
-    them."""
+    """Make the graphs and kernels of a run ahead of time, so that later runs start faster. Takes the flags of train."""
 
 
 @dataclass(frozen=True)
 class Plan(_Begin):
-    """Show how much GPU memory a run would take, term by term, and what would fit, with the flags of train. Loads only
+    """Show how much GPU memory a run would take, term by term, and what would fit. Takes the flags of train. Loads only
     the tokenizer and the task's prompts, and needs no GPU."""
 
     world: int = 1
@@ -183,8 +182,7 @@ class Plan(_Begin):
 
 
 def _reading(section: type, names: Collection[str]) -> tuple[Any, ...]:
-    """Annotations for a `section` of which a command reads only the fields `names`: tyro constructs it without the
-    others."""
+    """Annotations for a `section` of which a command reads only the fields `names`, the only ones tyro offers."""
     hints = get_type_hints(section, include_extras=True)
     rest = [(f.name, Annotated[hints[f.name], _UNREAD], copy(f)) for f in fields(section) if f.name not in names]
     made = {"__new__": lambda _, **values: section(**values), "__doc__": section.__doc__}
@@ -314,7 +312,7 @@ class Eval(_AnswerFlags):
     data: Annotated[str | None, tyro.conf.arg(metavar=_DATA)] = None
     """Rows to evaluate on (gsm8k and dataset)."""
     held_out: _Switch = False
-    """Use the last --prompts rows of --data, which train without validation data holds out, instead of the first."""
+    """Use the last --prompts rows of --data, not the first: train holds these out if it has no validation data."""
     split: str = TaskConfig.split
     """Split of a Hugging Face dataset."""
     prompt_column: str = TaskConfig.prompt_column

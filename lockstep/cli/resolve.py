@@ -62,8 +62,7 @@ def parse(arguments: list[str]) -> Any:
 
 
 def _given(arguments: list[str]) -> set[str]:
-    """The dotted names of what flags set. Raises `InputError` for two that set the same: the last would silently
-    win."""
+    """The dotted names of what flags set. Raises `InputError` for duplicates, of which the last would silently win."""
     seen: dict[str, str] = {}
     for flag in (argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")):
         name = spelled_out(flag)
@@ -80,8 +79,7 @@ def _refuse_unread(found: Iterable[tuple[str, str]], given: set[str]) -> None:
 
 
 def _settled(flags: _Run, given: set[str], begin: RunConfig) -> _Run:
-    """`flags` without the settings of `begin` that they make ineffective. Raises `InputError` for a given flag that has
-    no effect."""
+    """`flags` without settings of `begin` that they make ineffective. Raises `InputError` for ineffective flags."""
     config = flags.resolved()
     _refuse_unread(unread(config), given)
     if not (paths := left_behind(config, begin, given)):

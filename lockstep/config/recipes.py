@@ -103,8 +103,7 @@ DEFAULT = "sum-digits"
 
 
 def remark(name: str, model: str | None) -> str | None:
-    """A line that tells the user that the recipe `name` treats the folder `model` as untrained, and why; None if it
-    does not."""
+    """A line for the user if the recipe `name` treats the folder `model` as untrained, saying why; otherwise None."""
     if model is None or random_width(model) is None or not RECIPES[name](model).trainer.warmup_steps:
         return None
     return (

@@ -39,8 +39,7 @@ class RunConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; auto is bfloat16 on a GPU (the only one supported there) and float32 on a CPU."""
     parity: Literal["strict", "warn", "off"] = "strict"
-    """What to do if generator and trainer differ. strict: end the run. warn: count it and continue. off: compare
-    nothing."""
+    """On a difference between generator and trainer. strict: end the run. warn: count it. off: compare nothing."""
     attention: Attention = "native"
     """Attention in both roles. native: causal, with the model's sliding windows if it has them. flex: FlexAttention,
     for attention_mask."""
@@ -171,8 +170,7 @@ def validate(config: RunConfig) -> RunConfig:
 
 
 def unread(c: RunConfig) -> Iterator[tuple[str, str]]:
-    """(dotted field, why) of each setting that has no effect in `c`, recipes' settings included: an error if the user
-    gives it."""
+    """(dotted field, why) of each setting without effect in `c`; recipes may set it, and users must not give it."""
     for part in c.parts():
         yield from ((part.path(name), why) for name, why in part.unread())
 

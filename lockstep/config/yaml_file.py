@@ -151,8 +151,7 @@ def _begin(values: Any, recipes: Recipes, flags: Mapping[str, str]) -> RunConfig
 
 
 def _meant(key: str) -> str:
-    """A suggestion which key was meant: one of another section, or one that other trainers call so. Empty if none is
-    known."""
+    """A suggestion of what was meant: a key of another section, or another trainer's key; empty if none is known."""
     if reason := elsewhere.ABSENT.get(name := key.replace("_", "-")):
         return reason
     flag, known = elsewhere.NAMES.get(name, ""), flat(RunConfig())

@@ -18,8 +18,7 @@ class CheckpointConfig(Section):
     """Seconds that a run has, when Ctrl-C, SIGTERM or SIGHUP asks it to end, to save its last complete step; 0 ends it
     at once, and so does a second signal. torchrun kills after 30."""
     export_interval: int = at_least(0, default=0)
-    """Also export the model every this many steps, as models/step_N, each a Hugging Face folder; 0 is off. All are
-    kept."""
+    """Also export the model every this many steps, as a Hugging Face folder models/step_N; 0 is off. All are kept."""
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if self.interval == 0:

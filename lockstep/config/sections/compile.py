@@ -89,9 +89,8 @@ class CompileConfig(Section):
     canonicalize: bool = True
     """Remove dead code and aliases from captured graphs."""
     recompute: tuple[str, ...] = ()
-    """What the backward pass recomputes instead of keeping it: `full`, `elementwise` (norms, rotary embeddings and
-    gated activations), `logits` (the LM head's product), module paths such as `layers.*`, or operators such as
-    `silu_mul`."""
+    """What the backward pass recomputes instead of keeping it: `full`, `elementwise` (norms, rotations, gated
+    activations), `logits` (the LM head's product), module paths such as `layers.*`, operators such as `silu_mul`."""
     activation_memory_gib: float = at_least(0, default=0.0)
     """Memory for activations kept for the backward pass. To fit, logits and elementwise results, then as many layers as
     necessary, are recomputed; 0 is no limit."""

@@ -59,10 +59,9 @@ class LossConfig(Section):
     importance_sampling_clip_max: float = at_least(1, default=3.0)
     """The largest such weight."""
     use_bias_correction_kl: bool = True
-    """Weight each token's KL estimate by its probability under the model over that under the distribution it was
-    sampled from, so that estimate and gradient are unbiased at every temperature, except for what filters (top_k,
-    top_p, min_p) removed. Off: the estimate is biased at temperatures other than 1 and with filters, and its gradient
-    always."""
+    """Weight each token's KL estimate by its probability under the model over that under the sampling distribution, so
+    that estimate and gradient are unbiased at every temperature, except for what filters (top_k, top_p, min_p) removed.
+    Off: the estimate is biased at temperatures other than 1 and with filters, its gradient always."""
     scale_rewards: Literal["none", "group", "batch"] = "none"
     """Divide advantages by the standard deviation of the group's or the batch's rewards. TRL's default is group; none,
     as in Dr. GRPO, gives easy, medium and hard prompts equal weight."""

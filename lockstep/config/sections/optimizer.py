@@ -32,10 +32,9 @@ class OptimizerConfig(Section):
     model.embed_tokens, 'model.layers.[0-9].*'. They have no gradients, masters or moments, and do not count in
     max_grad_norm."""
     lr_scales: tuple[str, ...] = ()
-    """Factors on the learning rate of some parameters, as PATTERN=FACTOR, in supervised steps too; the last match
-    applies."""
+    """Factors on some parameters' learning rates as PATTERN=FACTOR, in supervised steps too; the last match applies."""
     weight_decays: tuple[str, ...] = ()
-    """Other weight decays of some parameters, as PATTERN=DECAY, norm weights included; the last match applies."""
+    """Some parameters' own weight decays as PATTERN=DECAY, norm weights included; the last match applies."""
     router_bias_rate: float = between(0, 1, default=0.0)
     """Balance experts that are chosen with a bias (DeepSeek-V3): each update raises an expert's bias by this if it got
     fewer of the tokens trained on than the mean, and lowers it if it got more. A prompt's tokens count once for each of

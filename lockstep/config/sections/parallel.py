@@ -17,7 +17,7 @@ class ParallelConfig(Section):
     for as many as torchrun started."""
     tp: int = between(1, 64, default=1)
     """Tensor-parallel training: neighbouring processes that train on the same micro-batches, each with its part of the
-    heads and of every product's output columns. No bit of a log-probability depends on it; gradient sums have another
+    heads and of every product's output columns. It changes no bit of log-probabilities, but gradients' summation
     order."""
     generator_tp: int = between(0, 64, default=1)
     """Tensor-parallel generation: neighbouring processes that generate the same samples together, each with its part of

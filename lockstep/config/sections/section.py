@@ -23,8 +23,7 @@ def at_least(low: float, *, default: _T) -> _T:
 
 
 def check_range(path: str, value: object, low: float, high: float, whole: bool = False, more: str = "") -> None:
-    """Raise `InputError`, with `more` appended, unless `value` is a finite number from `low` to `high`, and an integer
-    if `whole`."""
+    """Raise `InputError`, ending with `more`, unless `value` is a finite number (`whole`: an integer) in the range."""
     if not isinstance(value, int if whole else (int, float)):
         kind = "a whole number" if whole else "a number"
         raise InputError(f"{path} is {value!r}, a {type(value).__name__}; it must be {kind}")
@@ -79,6 +78,5 @@ class Section:
         yield from ()
 
     def unread(self) -> Iterator[tuple[str, str]]:
-        """As `without_effect`, plus settings that a recipe may have set; they are an error only if the user gives
-        them."""
+        """As `without_effect`, plus settings that recipes may set, which are an error only if the user gives them."""
         yield from self.without_effect()

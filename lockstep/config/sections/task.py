@@ -57,8 +57,7 @@ class TaskConfig(Section):
     """What to do if a reward function raises, crashes, times out or returns no finite number. raise: end the run. zero:
     count it as 0. skip: count it as None; a group with a completion that has no reward is left out of the step."""
     reward_workers: int = between(0, 1024, default=0)
-    """Processes that call the reward functions, on one prompt's completions at a time; 0 calls them in this process, on
-    the whole batch."""
+    """Processes that call the rewards, on one prompt's completions at a time; 0: this process, on the whole batch."""
     reward_timeout: float = between(0, 86400, default=0.0)
     """Seconds a call may take (needs reward_workers); 0 is no limit."""
     environment: str | None = None
@@ -66,8 +65,8 @@ class TaskConfig(Section):
     environment_factory or a rollout_func of TRL's; verifiers, which plays the tasks of its data; or http://HOST:PORT,
     where other processes play. Left out: none, each prompt is completed once."""
     tools: tuple[str, ...] = ()
-    """Functions that the model may call, as module:function or path.py:function, described by their docstrings, or the
-    built-in python."""
+    """Functions that the model may call, as module:function or path.py:function, with docstrings to describe them, or
+    the built-in python."""
     allow_unsandboxed: bool = False
     """Let the tool python run the model's programs even where they cannot be isolated from network and files."""
     max_turns: int = at_least(1, default=8)
