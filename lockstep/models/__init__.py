@@ -1,4 +1,4 @@
-"""Architecture only: one decoder for both roles, and its Hugging Face form."""
+"""The models: one decoder for both roles, and its conversion from and to Hugging Face folders."""
 
 from .blocks.attention import Masks, PackedAttention, PagedAttention
 from .blocks.moe import Routing

@@ -1,4 +1,4 @@
-"""What can be wrong with a model folder before a tensor is read: field types, and weights larger than the memory."""
+"""Checks of a model before any tensor is read: types of config fields, memory, and tensor-parallel degree."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SIZES = (
     *("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 _COUNTS = ("first_k_dense_replace", "n_shared_experts", "max_window_layers")
-# More layers or experts are a mistake, and would take minutes to be listed before the memory is found too small.
+# More layers or experts are a mistake, and listing their tensors would take minutes before the memory check fails.
 _LIMITS = {"num_hidden_layers": 10_000} | dict.fromkeys(
     ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"), 100_000
 )
-_LARGEST = 2**31 - 1  # of any size
+_LARGEST = 2**31 - 1  # for every other size
 _MAPPINGS = ("rope_parameters", "rope_scaling")
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("rms_norm_eps", "rope_theta", "routed_scaling_factor"), is_positive, "a number above 0"),
@@ -40,8 +40,8 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_fields(values: dict[str, Any], where: str) -> None:
-    """Raise `InputError` naming the first field of a parsed config.json or generation_config.json of a wrong type; null
-    counts as absent."""
+    """Raise `InputError` naming the first field of a parsed config.json or generation_config.json that has a wrong type
+    or value; null counts as absent."""
 
     def refuse(name: str, wanted: str) -> None:
         raise InputError(f"{where}: {name} is {values[name]!r}; it must be {wanted}")
@@ -74,7 +74,7 @@ def check_fields(values: dict[str, Any], where: str) -> None:
 
 
 def _check_layers(there: dict[str, Any], family: Family | None, refuse: Callable[[str, str], None]) -> None:
-    """Layers must be of kinds that the family has here, with weights that are not quantized."""
+    """Refuse layer kinds and quantization methods that the family does not support."""
     kinds, dense = there.get("layer_types", []), there.get("mlp_only_layers", [])
     known = family.layer_kinds if family else ()
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
@@ -92,7 +92,7 @@ def _check_layers(there: dict[str, Any], family: Family | None, refuse: Callable
 
 
 def check_end_of_sequence(ids: Sequence[int], vocab_size: int, where: str) -> None:
-    """Raise `InputError` for an end-of-sequence token that the model can never draw."""
+    """Raise `InputError` for an end-of-sequence id outside the vocabulary, which the model could never sample."""
     outside = [i for i in ids if not 0 <= i < vocab_size]
     if outside:
         raise InputError(f"{where}: eos_token_id is {outside[0]}, outside the model's vocabulary of {vocab_size}")
@@ -105,8 +105,7 @@ def _is_integer(value: Any) -> bool:
 def require_memory(
     config: ModelConfig, dtype: torch.dtype, device: torch.device | str, where: str, mesh: Mesh = ALONE
 ) -> None:
-    """Raise `InputError` when the weights alone, this rank's of those on a mesh, are larger than all of the device's
-    memory."""
+    """Raise `InputError` if the weights alone (on a mesh, this rank's part) exceed the device's total memory."""
     count, memory = num_parameters(config, mesh), memory_bytes(device)
     needed = count * dtype.itemsize
     if needed > memory:
@@ -117,7 +116,7 @@ def require_memory(
 
 
 def memory_bytes(device: torch.device | str) -> int:
-    """All memory of the device, free or not."""
+    """The device's total memory in bytes, free or not."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
@@ -125,7 +124,7 @@ def memory_bytes(device: torch.device | str) -> int:
 
 
 def divides(config: ModelConfig, ranks: int) -> bool:
-    """Whether so many ranks can share the model's heads and its products' output columns evenly."""
+    """Whether the model can be divided evenly among this many tensor-parallel ranks."""
     try:
         require_degree(config, ranks, "")
     except InputError:
@@ -134,7 +133,8 @@ def divides(config: ModelConfig, ranks: int) -> bool:
 
 
 def require_degree(config: ModelConfig, ranks: int, setting: str) -> None:
-    """Raise `InputError` where so many ranks cannot share the model's heads and its products' output columns evenly."""
+    """Raise `InputError` unless the model's heads and the output columns of its projections divide evenly among this
+    many tensor-parallel ranks; `setting` is what the message calls their number."""
     m, moe = config.mla, config.moe
     sizes = {"num_key_value_heads": config.num_kv_heads} if m is None else {"num_attention_heads": config.num_heads}
     sizes |= {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}

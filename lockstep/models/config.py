@@ -10,7 +10,7 @@ from .blocks.rope import RopeScaling, YarnScaling
 
 
 def _require_sizes(config: object, names: tuple[str, ...], of: str = "") -> None:
-    """Raise `InputError` for the first of these fields that is below 1; None is absent."""
+    """Raise `InputError` for the first of these fields that is below 1; None counts as absent."""
     for name in names:
         value = getattr(config, name)
         refuse(value is not None and value < 1, f"model config: {of}{name} is {value}; it must be at least 1")
@@ -18,14 +18,14 @@ def _require_sizes(config: object, names: tuple[str, ...], of: str = "") -> None
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Layers whose feed-forward is a mixture of experts; those from `sigmoid` to `scale` are `ops.RouteSettings`'s.
+    """Mixture-of-experts layers. The fields from `sigmoid` to `scale` are those of `ops.RouteSettings`.
 
     Attributes:
-        dense_layers: those that keep the plain feed-forward.
-        shared_experts: experts that every token goes through besides, as wide as the routed ones.
-        router_bias: whether experts are chosen by score plus a bias an expert (float32, without gradient).
-        activation: of the experts' gates.
-        biases: whether the router's and the experts' products have one.
+        dense_layers: layers with a plain feed-forward instead.
+        shared_experts: additional experts that every token goes through, as wide as the routed ones.
+        router_bias: whether experts are chosen by score plus a per-expert bias (float32, without gradient).
+        activation: the activation of the experts' gates.
+        biases: whether the router and the experts' projections have biases.
     """
 
     num_experts: int
@@ -63,11 +63,12 @@ class MLAConfig:
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). Sizes are counts of elements.
 
     Attributes:
-        kv_rank: of the latent that keys and values are made from, and that is cached.
-        nope_dim, rope_dim: of a query and key head, without positions and rotated; the rotated key is shared by heads.
-        v_dim: of a value head.
-        q_rank: of the latent that queries are made from; None: they are projected at once.
-        interleaved: whether a Hugging Face folder has the pairs that rotate together side by side.
+        kv_rank: the latent that keys and values are projected from, which is cached.
+        nope_dim, rope_dim: the parts of a query or key head without and with rotary positions; all heads share the
+            rotated part of the key.
+        v_dim: a value head.
+        q_rank: the latent that queries are projected from; None: they are projected directly from the hidden state.
+        interleaved: whether a Hugging Face folder stores the two elements of a rotated pair side by side.
     """
 
     kv_rank: int
@@ -82,7 +83,7 @@ class MLAConfig:
 
     @property
     def key_dim(self) -> int:
-        """Of a cached row: the latent and the rotated key."""
+        """Elements of a cached row: the latent and the rotated key."""
         return self.kv_rank + self.rope_dim
 
 
@@ -91,16 +92,16 @@ class ModelConfig:
     """A decoder-only transformer. Sizes are counts of elements; names follow Hugging Face.
 
     `family` is Hugging Face's `model_type`, a key of `families.FAMILIES`. With `mla`, all heads read one latent:
-    `num_kv_heads` is 1, and `head_dim` is the rotated part's. In `sliding_layers` a token attends to the last
-    `sliding_window` tokens, itself among them.
+    `num_kv_heads` is 1, and `head_dim` is the size of the rotated part. In `sliding_layers` a token attends to the last
+    `sliding_window` tokens, itself included.
 
     Attributes:
-        local_rope_theta: of the sliding layers, whose frequencies are not scaled; None: all layers have the same.
-        rotary_dim: elements of a head that are rotated; 0: all.
-        biases: which of attention's projections have one, of "qkv" and "o".
-        qk_norm: whether queries and keys are normalized a head, of families whose models differ in that.
-        attention_scale: on attention's scores; 0: `head_dim ** -0.5`.
-        attention_sinks: whether a head's softmax has a logit of its own beside the keys'.
+        local_rope_theta: for the sliding layers, whose frequencies are not scaled; None: all layers share `rope_theta`.
+        rotary_dim: rotated elements of a head; 0: all.
+        biases: the attention projections with biases, among "qkv" and "o".
+        qk_norm: whether each query and key head is normalized, in families where models differ in that.
+        attention_scale: the factor on attention scores; 0: `head_dim ** -0.5`.
+        attention_sinks: whether each head's softmax has a learned logit in addition to those of the keys.
     """
 
     vocab_size: int
@@ -165,7 +166,7 @@ class ModelConfig:
 
     @property
     def plain_scores(self) -> bool:
-        """Whether attention's scores are what flex makes them: scaled by the heads' size, and nothing else."""
+        """Whether FlexAttention supports the attention scores: scaled by `head_dim ** -0.5`, and without sinks."""
         return self.attention_scale in (0.0, self.head_dim**-0.5) and not self.attention_sinks
 
     @cached_property
@@ -175,14 +176,15 @@ class ModelConfig:
 
     @property
     def cached(self) -> tuple[int, int, int]:
-        """What the cache keeps of a position, a layer: heads, and the elements of a key and of a value. A latent is
-        both, so values take none."""
+        """What the KV cache stores per position and layer: the number of heads, and the elements of a key and of a
+        value. A latent serves as both, so its values have none."""
         if self.mla is not None:
             return 1, self.mla.key_dim, 0
         return self.num_kv_heads, self.head_dim, self.head_dim
 
     def shared_by(self, ranks: int) -> ModelConfig:
-        """As each of so many ranks that share the heads has it. A latent is of all heads, and whole on each."""
+        """The configuration of one of `ranks` tensor-parallel ranks, which has its share of the heads. A latent belongs
+        to all heads and is replicated."""
         kv_heads = self.num_kv_heads if self.mla is not None else self.num_kv_heads // ranks
         return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
 

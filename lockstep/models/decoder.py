@@ -1,4 +1,4 @@
-"""The decoder: packed tokens in, hidden states out, in either role.
+"""The decoder: packed tokens in, hidden states out, in both roles.
 
 Shape suffixes: T tokens, D hidden, H head dim.
 """
@@ -26,20 +26,20 @@ from .families import family_of
 
 
 class Decoder(nn.Module):
-    """A transformer with rotary positions, whose layers are its family's.
+    """A transformer with rotary positions, with the layers of its family.
 
     There is no batch dimension and no hidden context: sequences exist only in `attend`. Parameters are created
-    uninitialized, in the compute dtype. What `masks` say is for whoever makes an `attend` for this model.
+    uninitialized, in the compute dtype. `masks`, if set, are the FlexAttention masks that `attend` must apply.
 
     Args:
-        mesh: what cuts it: of each parameter this rank has its part (`Placement.cut`), and activations are gathered.
-        memory: whether parameters have any; those without are replaced where the model computes.
+        mesh: this rank holds its part of each parameter (`Placement.cut`), and activations are all-gathered.
+        memory: whether to allocate the parameters; those without memory are substituted before the model computes.
 
     Attributes:
-        spread: the ranks that share its products.
-        placements: how each parameter lies on a mesh, by name.
-        fills: what vectors and others are filled with in a random model, by name; the rest is random.
-        value_head: [1, hidden] of a critic that shares the decoder, in training alone; None without.
+        spread: the tensor-parallel ranks.
+        placements: how each parameter is sharded over a mesh, by name.
+        fills: by name, the constants that a random model fills parameters with; the others are random.
+        value_head: [1, hidden], of a critic that shares the decoder in training; None: there is no critic.
     """
 
     def __init__(
@@ -75,31 +75,31 @@ class Decoder(nn.Module):
         self.local_inv_freq = None if local is None else partial_frequencies(*head, local, None).to(device)
         self.call_layer: Callable[..., Tensor] = nn.Module.__call__  # (layer, index, x, rope, attend, routes)
         factor = family.embedding_scale(config)
-        self.embed_factor = torch.tensor(factor, dtype=dtype, device="cpu").item()  # rounded, as transformers does
+        self.embed_factor = torch.tensor(factor, dtype=dtype, device="cpu").item()  # rounded, as in transformers
         self.rope_factor = scaling.table_factor if isinstance(scaling, YarnScaling) else 1.0
 
     def baked(self) -> dict[str, Any]:
-        """What traces have of the model besides its tensors, by name: numbers, how words come from other ranks, and the
-        classes whose code they are."""
+        """What traces hold as constants besides the model's tensors, by name: numbers, how tensors are gathered from
+        other ranks, and the classes whose code was traced."""
         axis, factors = self.spread.axis, (self.norm_offset, self.embed_factor, self.rope_factor)
         blocks = Attributes(module for module in self.layers.modules() if module is not self.spread)
         hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
         given = any(hooks) or "forward" in vars(self) or self.call_layer is not nn.Module.__call__
-        classes = [type(self), type(self.spread), *blocks.classes, *[object] * given]  # of a function there is no key
+        classes = [type(self), type(self.spread), *blocks.classes, *[object] * given]  # a function has no key
         of_layers = {"blocks": classes, "held": digest(*blocks.values)}
         ways = {"factors": factors, "spread": (axis.name, axis.size, axis.pushes), **of_layers}
         return {"model": self.config, "masks": self.masks, **ways}
 
     def add_value_head(self) -> None:
-        """Give the model a value head, of zeros."""
+        """Give the model a value head, initialized to zeros."""
         self.value_head = nn.Parameter(self.norm.new_zeros(1, self.config.hidden_size))
         self.placements["value_head"] = WHOLE
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, routes: list[Routing] | None = None
     ) -> Tensor:
-        """Hidden states after the final norm, [T, D]. Tokens and absolute positions are int64; each mixture of experts
-        appends what its router found to `routes`."""
+        """Hidden states after the final norm, [T, D]. Tokens and absolute positions are int64; each mixture-of-experts
+        layer appends its router's choices to `routes`."""
         rope_TH = ops.rope_table(positions_T, self.inv_freq)
         if self.rope_factor != 1.0:
             rope_TH = scaled_table(rope_TH, self.rope_factor, self.config.rotary_dim)
@@ -110,7 +110,7 @@ class Decoder(nn.Module):
         if self.embed_factor != 1.0:
             x_TD = x_TD * self.embed_factor
         for index, layer in enumerate(self.layers):
-            found: list[Routing] | None = None if routes is None else []  # its own, so that all calls are alike
+            found: list[Routing] | None = None if routes is None else []  # one per layer, so that all calls are alike
             turned_TH = local_TH if self.config.windows[index] else rope_TH
             x_TD = self.call_layer(layer, index, x_TD, turned_TH, attend, found)
             if routes is not None and found:
@@ -120,5 +120,5 @@ class Decoder(nn.Module):
 
 @functools.cache
 def num_parameters(config: ModelConfig, mesh: Mesh = ALONE) -> int:
-    """Weights of a model, or of this rank's part on a mesh, tied ones counted once."""
+    """The number of parameters of a model, or of this rank's part of it on a mesh; tied ones count once."""
     return sum(parameter.numel() for parameter in Decoder(config, torch.float32, "meta", mesh).parameters())

@@ -25,7 +25,7 @@ ARCHITECTURES: dict[str, ModelConfig] = dict(sorted(_ALL.items(), key=lambda ite
 
 
 def architecture(name: str) -> ModelConfig:
-    """The named configuration; `InputError` lists the names when there is none."""
+    """The configuration of this name; `InputError` lists the names if it is unknown."""
     if name not in ARCHITECTURES:
         near = meant(name, ARCHITECTURES)
         raise InputError(f"arch {name!r} is unknown{near}; choose from {', '.join(ARCHITECTURES)}")
@@ -33,8 +33,8 @@ def architecture(name: str) -> ModelConfig:
 
 
 class RandomWeights:
-    """The `WeightSource` of random weights: N(0, `INITIALIZER_RANGE`) but for what is filled (`Decoder.fills`). These
-    are the same on any device and any mesh: each tensor is drawn whole, one at a time."""
+    """A `WeightSource` of random weights: N(0, `INITIALIZER_RANGE`), except for `Decoder.fills`. They do not depend on
+    the device or mesh: each tensor is drawn whole, one at a time."""
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         self.config, self._seed = config, seed
@@ -62,9 +62,10 @@ def initialize(model: Decoder, seed: int) -> Decoder:
 
 
 def init_folder(arch: str, out: Path, seed: int, tokenizer: str | None = None, vocab_size: int | None = None) -> dict:
-    """Write a random-weight Hugging Face folder (bfloat16; float32 for the tiny ones), marked as such for recipes, with
-    the tokenizer of another folder or a byte-level one. `vocab_size` overrides the architecture's. Returns a
-    summary."""
+    """Write a Hugging Face folder of a random model (bfloat16; float32 for tiny ones), marked as random for recipes,
+    with the tokenizer of another folder or a byte-level one. `vocab_size` overrides the architecture's. Returns a
+    summary.
+    """
     from .tokenizer import byte_tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
 
     config = architecture(arch)

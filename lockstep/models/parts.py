@@ -1,4 +1,4 @@
-"""What a rank has of a model: ranges of its tensors, and where these come from."""
+"""A rank's part of a model: the ranges of tensors that it holds, and where their values come from."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..distributed.placement import ROWS, WHOLE
 from .config import ModelConfig
 from .decoder import Decoder
 
-LEAST = 1 << 20  # elements of a range from which on those that all want alike read a share of it each
+LEAST = 1 << 20  # smallest range, in elements, that ranks with the same part divide among them for reading
 
 
 class Held(NamedTuple):
-    """What one process has of a tensor: flat elements, of which the first is element `first` of the whole."""
+    """A range of a tensor that a process holds: flat elements, the first of which is element `first` of the whole."""
 
     values: Tensor
     first: int
 
 
-Ranges = Mapping[str, Sequence[Held]]  # by the decoder's names, in ascending order
+Ranges = Mapping[str, Sequence[Held]]  # by the decoder's names; in ascending order
 
 
 def ranges_of(model: Decoder) -> dict[str, list[Held]]:
-    """What this rank has of a model, of which it may have a part."""
+    """The ranges of a model's tensors that this rank holds."""
     axis, found = model.spread.axis, dict[str, list[Held]]()
     for name, tensor in tensors_of(model).items():
         on, flat = model.placements.get(name, WHOLE), tensor.view(-1)
@@ -41,18 +41,18 @@ def ranges_of(model: Decoder) -> dict[str, list[Held]]:
 
 
 def tensors_of(model: Decoder) -> dict[str, Tensor]:
-    """What a folder holds: parameters and buffers."""
+    """A model's parameters and buffers, which are what a folder stores."""
     return {name: p.detach() for name, p in model.named_parameters()} | dict(model.named_buffers())
 
 
 @cache
 def without_memory(config: ModelConfig) -> dict[str, Tensor]:
-    """All tensors of a whole model, by name; only their shapes say anything."""
+    """All tensors of a whole model by name, on the meta device; only their shapes are meaningful."""
     return tensors_of(Decoder(config, torch.bfloat16, "meta"))
 
 
 def within(held: Sequence[Held], start: int, count: int) -> Iterator[tuple[int, Tensor]]:
-    """What is held of so many elements from `start` on: where it begins among them, and its values."""
+    """The parts of elements `start : start + count` that are held: the offset of each from `start`, and its values."""
     for i in range(max(0, bisect_right(held, start, key=lambda one: one.first) - 1), len(held)):
         values, first = held[i]
         begin, end = max(first, start), min(first + values.numel(), start + count)
@@ -68,12 +68,12 @@ class WeightSource(Protocol):
     config: ModelConfig
 
     def fill(self, wanted: Ranges) -> None:
-        """Fill ranges of its tensors, of any dtype and on any device; others stay. `InputError`: they are not as they
-        should be."""
+        """Fill these ranges of tensors, which may be of any dtype and on any device. Raises `InputError` if the source
+        is invalid."""
 
 
 class ResidentWeights:
-    """The `WeightSource` that a model is which this rank has whole."""
+    """A `WeightSource` that reads from a model of which this rank holds the whole."""
 
     def __init__(self, model: Decoder) -> None:
         self.config, self._model = model.config, model
@@ -92,9 +92,9 @@ def load_part(
     mesh: Mesh = ALONE,
     copies: Axis = ALONE.fsdp,
 ) -> Decoder:
-    """What a rank generates with: its part of a model, or the whole. Of ranks that share a model each has rows of the
-    head; of a tied one they are those of its table. Of the ranks along `copies`, which have the same part, each reads a
-    share of it, and `complete` gives it the others'."""
+    """Load this rank's part of a model, or the whole model, for generation. Tensor-parallel ranks each hold rows of the
+    head, also if it is tied to the embedding. Of the ranks along `copies`, which hold the same part, each reads only a
+    share of it; `complete` then exchanges the shares."""
     model = Decoder(source.config, dtype, device, mesh)
     if model.lm_head is model.embed and mesh.tp.size > 1:
         model.lm_head = nn.Parameter(ROWS.cut(model.embed.detach(), mesh))
@@ -107,14 +107,15 @@ def load_part(
 
 @torch.no_grad()
 def complete(model: Decoder, copies: Axis) -> None:
-    """Give the ranks along `copies`, each of which calls this, what the others have read (`load_part`)."""
+    """All-gather the shares that each rank along `copies` has read (`load_part`); all of them must call this."""
     for one in [one for held in ranges_of(model).values() for one in held]:
         if (own := _share(one, copies)) is not one:
             one.values.view(copies.size, -1).copy_(gather(own.values, copies))
 
 
 def _share(held: Held, copies: Axis) -> Held:
-    """What one of several ranks reads of what all want alike: an even share, or all of what is small or has none."""
+    """What this rank reads of a range that all ranks along `copies` hold: an even share, or the whole range if it is
+    small or not divisible."""
     share, rest = divmod(held.values.numel(), copies.size)
     if copies.size == 1 or rest or held.values.numel() < LEAST:
         return held

@@ -1,4 +1,4 @@
-"""Parameters by patterns of the names that they have in a Hugging Face folder."""
+"""Selecting parameters by patterns of their names in a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _T = TypeVar("_T")
 def by_pattern(
     model: Decoder, patterns: Iterable[tuple[str, _T]], field: str, without: Collection[str] = ()
 ) -> dict[str, _T]:
-    """What patterns say of parameters but those `without`, by the model's own names; of several the last that matches.
-    A pattern (`fnmatch`: `*`, `?`, `[0-3]`) is of a tensor, such as `model.layers.*.mlp.down_proj.weight`, or of a
-    module, and then of all in it. `InputError`: a pattern of `field` matches nothing, or tells tensors apart that are
-    one parameter of the decoder."""
+    """The values that patterns assign to parameters, by the decoder's names; the last matching pattern wins. Parameters
+    in `without` are left out. A pattern (`fnmatch`: `*`, `?`, `[0-3]`) names tensors, such as
+    `model.layers.*.mlp.down_proj.weight`, or modules with all their tensors. `InputError` names `field`: a pattern
+    matches nothing, or tensors that are fused in one parameter of the decoder get different values."""
     names = {own: theirs for own, theirs in _folder_names(model).items() if own not in without}
     every = [n for theirs in names.values() for n in theirs]
     said: dict[str, _T] = {}  # by the names in a folder
@@ -38,7 +38,7 @@ def by_pattern(
 
 
 def _folder_names(model: Decoder) -> dict[str, list[str]]:
-    """The names in a folder of what each parameter holds; its own, of one that no folder has."""
+    """For each parameter, the names of its tensors in a folder; its own name if no folder has it."""
     names: dict[str, list[str]] = {name: [] for name, _ in model.named_parameters()}
     for piece in weight_map(model.config):
         if piece.parameter in names:

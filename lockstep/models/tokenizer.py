@@ -1,4 +1,4 @@
-"""Tokenizers: the byte-level one of the random models, loading, saving, prompts to token ids, and text as it grows.
+"""Tokenizers: a byte-level one for random models, loading, saving, encoding prompts, and incremental decoding.
 
 `transformers` and `tokenizers` are imported inside the functions that need them.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
-# Tools and their calls in the form of Hermes and Qwen.
+# ChatML, with tools and their calls in the format of Hermes and Qwen.
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\\nTools:\\n' }}{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}"
     '{{ \'Call one: <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call><|im_end|>\\n\' }}{% endif %}'
@@ -34,14 +34,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# Any one of these makes a folder a tokenizer's.
+# A folder with any one of these has a tokenizer.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-# Those that hold a JSON object, and a field of it that must be there.
+# Files that hold a JSON object, with a field that each must have.
 _OBJECT_FILES = {"tokenizer.json": "model", "tokenizer_config.json": None, "special_tokens_map.json": None}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
-    """A tokenizer with one token a byte: the token's id is the byte's value, and 256 to 258 are special. There are no
+    """A tokenizer with one token per byte: the token's id is the byte's value, and 256 to 258 are special. There are no
     merges and no normalization, so every text round-trips. `<|endoftext|>` pads, `<|im_end|>` ends a sequence, and the
     chat template is ChatML with tools."""
     return kept("byte-level", _whole_byte_tokenizer)
@@ -71,12 +71,12 @@ def _byte_characters() -> list[str]:
 
 
 _THOUGHT = "</think>"
-_MARK = "\ue000\ue001\ue000"  # of the private use area: in no text, and no template changes it
+_MARK = "\ue000\ue001\ue000"  # private use characters: no text has them, and no template changes them
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local Hugging Face folder. Nothing is downloaded and no code of the folder's is run. Raises
-    `InputError` naming the folder, or the file that cannot be read or holds a chat template with a syntax error."""
+    """The tokenizer of a local Hugging Face folder. Nothing is downloaded, and no code from the folder is run. Raises
+    `InputError` naming the folder, or the file that cannot be read or whose chat template has a syntax error."""
     folder = Path(folder)
     refuse(not folder.is_dir(), f"tokenizer folder {folder} does not exist")
     found = any((folder / name).is_file() for name in _TOKENIZER_FILES)
@@ -98,7 +98,7 @@ def _whole_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _check_object_files(folder: Path) -> None:
-    """Raise `InputError` naming the file, where it is one of these that the libraries could not read."""
+    """Raise `InputError` naming the file, if one of these is why the libraries failed."""
     for name, field in _OBJECT_FILES.items():
         path = folder / name
         if not path.exists():
@@ -111,7 +111,7 @@ def _check_object_files(folder: Path) -> None:
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise `InputError` naming the file of a chat template that is not one, whatever the messages."""
+    """Raise `InputError` naming the file if its chat template has a syntax error."""
     from jinja2 import TemplateSyntaxError
 
     if not tokenizer.chat_template:
@@ -120,7 +120,7 @@ def _check_template(tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
     except TemplateSyntaxError as error:
         raise InputError(f"{_template_file(tokenizer)}, line {error.lineno}: {error.message}") from error
-    except Exception:  # it may want other messages or variables than these
+    except Exception:  # it may need other messages or variables
         return
 
 
@@ -133,8 +133,8 @@ def _template_file(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """What reads the folder. Where it names the generic class that is `AutoTokenizer`'s choice too, but importing that
-    reads a file for every model there is."""
+    """The class to load the folder with. Where the folder names the generic class, `AutoTokenizer` would choose it too,
+    but importing that reads a file for every model that transformers has."""
     with suppress(OSError, ValueError):
         named = read_json(folder / "tokenizer_config.json")
         if isinstance(named, dict) and named.get("tokenizer_class") == "TokenizersBackend":
@@ -147,18 +147,17 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
-    """Write the tokenizer and its chat template in Hugging Face's layout; `LockstepError` when a file cannot be
-    written."""
+    """Write the tokenizer and its chat template in Hugging Face's layout; `LockstepError`: a file cannot be written."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)  # given a file, the library would log and go on
+        Path(folder).mkdir(parents=True, exist_ok=True)  # if it is a file, the library would only log that
         tokenizer.save_pretrained(folder)
-    except Exception as error:  # the library's own for the one file that it writes
+    except Exception as error:  # tokenizers raises a bare Exception for the file that it writes
         raise LockstepError(f"{folder}: the tokenizer cannot be written ({error})") from error
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, where: str) -> None:
-    """Raise `InputError`, naming `where`, when the tokenizer has a token id that the model has no row for. Fewer tokens
-    than rows are usual."""
+    """Raise `InputError`, naming `where`, if the tokenizer has a token id beyond the model's vocabulary. A vocabulary
+    larger than the tokenizer's is usual."""
     needed = max(tokenizer.get_vocab().values()) + 1
     refuse(needed > vocab_size, f"{where} needs a vocabulary of {needed}, but the model's has {vocab_size} entries")
 
@@ -166,7 +165,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int, where:
 def require_same_tokens(
     tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, sizes: tuple[int, int], where: str
 ) -> None:
-    """Raise `InputError`, naming `where`, where a token is another to a teacher, or none; `sizes` are both models'."""
+    """Raise `InputError`, naming `where`, unless the teacher's tokens and ids are the same and its vocabulary is at
+    least as large; `sizes` are the vocabulary sizes of the model and of the teacher."""
     own, other = tokenizer.get_vocab(), teacher.get_vocab()
     if own != other:
         differ = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
@@ -184,16 +184,16 @@ def require_same_tokens(
 
 
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Bytes of the longest text that one token of the vocabulary stands for, at most."""
+    """An upper bound on the bytes of text that one token of the vocabulary stands for."""
     return max(len(token.encode(errors="replace")) for token in tokenizer.get_vocab())
 
 
 def check_size(prompt: str | list[dict[str, Any]], context: int, longest: int) -> None:
-    """Raise `PromptTooLong` for a prompt twice as large as `context` tokens of `longest` bytes, as a tokenizer may
-    normalize its text first. Tokenizing megabytes takes a minute."""
+    """Raise `PromptTooLong`, without tokenizing, for a prompt of more than twice the size of `context` tokens of
+    `longest` bytes: twice, since a tokenizer may normalize text to less. Tokenizing megabytes takes a minute."""
     texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m.get("content"), str)]
     characters = sum(map(len, texts))
-    if characters > 2 * context * longest:  # no fewer bytes
+    if characters > 2 * context * longest:  # it has at least as many bytes as characters
         raise PromptTooLong(sum(len(text.encode(errors="replace")) for text in texts), context)
 
 
@@ -202,10 +202,10 @@ def encode_prompt(
     prompt: str | list[dict[str, Any]],
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a prompt. A string is plain text, with the special tokens that the tokenizer adds by default (a
-    Llama's BOS; nothing for a Qwen). Messages go through the tokenizer's chat template with its generation prompt;
+    """Token ids of a prompt. A string is plain text, with the special tokens that the tokenizer adds by default (BOS
+    for Llama; none for Qwen). Messages go through the tokenizer's chat template with its generation prompt;
     `chat_template_kwargs` are its variables, such as `enable_thinking`. `InputError`: there is no template, or it
-    refuses them."""
+    refuses the messages."""
     if isinstance(prompt, str):
         return encode_text(tokenizer, prompt, special=True)
     return encode_text(tokenizer, render_chat(tokenizer, prompt, chat_template_kwargs or {}))
@@ -214,8 +214,7 @@ def encode_prompt(
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], chat_template_kwargs: dict[str, Any]
 ) -> str:
-    """Messages as the text that the tokenizer's chat template makes of them, with its generation prompt. Raises as
-    `encode_prompt`."""
+    """Messages as rendered by the tokenizer's chat template, with its generation prompt. Raises as `encode_prompt`."""
     if not tokenizer.chat_template:
         raise InputError("the prompt is chat messages, but the tokenizer has no chat template; give a text prompt")
     try:
@@ -235,12 +234,12 @@ def encode_following(
     chat_template_kwargs: dict[str, Any] | None = None,
     ends: Sequence[str] = (),
 ) -> list[int]:
-    """Token ids of what the chat template puts after the last of `messages`, an answer, when others follow it: the
-    answer's end, those messages, and the generation prompt. `ends` are the texts of the tokens that end answers: one of
-    them ends an answer with `tool_calls`.
+    """Token ids of what the chat template renders after the last of `messages`, an answer, when the messages in
+    `following` come next: the end of the answer, those messages, and the generation prompt. `ends` are the texts of the
+    tokens that end answers; in an answer with `tool_calls`, the tokens returned begin at the first of them.
 
-    Raises `RewritesPast` when the template leaves out what it showed before: such tokens would not follow those that
-    were sampled. Raises `InputError` when it does not show an answer as it is, or leaves out what is to follow.
+    Raises `RewritesPast` if the template drops earlier thinking, so that these tokens do not continue what was sampled.
+    Raises `InputError` if it does not render the answer verbatim, or leaves out a following message.
     """
     *before, answer = messages
     whole = render_chat(tokenizer, [*before, _marked(answer), *following], chat_template_kwargs or {})
@@ -260,14 +259,14 @@ def encode_following(
 
 
 def _is_shown(content: Any, text: str) -> bool:
-    """Whether a text has a message's, as it is or as JSON writes it."""
+    """Whether a message's content is in `text`, verbatim or escaped as in JSON."""
     if not isinstance(content, str):
         return True
     return content.strip() in text or json.dumps(content.strip(), ensure_ascii=False)[1:-1] in text
 
 
 def _marked(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer with a mark at its end, or in the last of its calls."""
+    """An answer with a mark at the end of its content, or in the arguments of its last call."""
     if not answer.get("tool_calls"):
         return {**answer, "content": f"{answer['content']}{_MARK}"}
     *calls, last = answer["tool_calls"]
@@ -276,7 +275,7 @@ def _marked(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _thought(message: dict[str, Any]) -> str:
-    """What an answer has thought: before `</think>`, or as templates that have a field for it take it."""
+    """The thinking of an answer: what precedes `</think>`, or the field `thinking` that some templates read."""
     if message.get("role") != "assistant" or not isinstance(message.get("content"), str):
         return ""
     thought = message.get("thinking") or message["content"].rpartition(_THOUGHT)[0]
@@ -289,7 +288,7 @@ def _without_thought(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:
-    """Token ids of a text, with `special` those that the tokenizer adds by default too."""
+    """Token ids of a text; with `special`, including the special tokens that the tokenizer adds by default."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -298,16 +297,16 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = F
 
 
 class TextStream:
-    """Text of growing token ids, a piece at a time. Only the tokens since the last whole character but one piece are
-    decoded again; the piece before gives tokenizers that treat a text's first token apart their context."""
+    """Decodes a growing list of token ids, piece by piece. Each call decodes only the previous piece and the tokens
+    since; the former is the context for tokenizers that treat the first token of a text specially."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        self._context = self._read = 0  # tokens: where decoding begins, and up to where text was given out
+        self._context = self._read = 0  # token offsets: where decoding begins; the end of what was returned
         self._length = 0
 
     def feed(self, token_ids: list[int]) -> str:
-        """What is new, held back while it may end within a character."""
+        """The new text; empty while it ends within a character."""
         before = self._decode(token_ids[self._context : self._read])
         after = self._decode(token_ids[self._context :])
         if len(after) <= len(before) or after.endswith("\N{REPLACEMENT CHARACTER}"):

@@ -1,4 +1,4 @@
-"""The model families, one file each: layers, configuration in and out, names of weights, and what is refused."""
+"""The model families, one file each: layers, conversion of configurations, names of weights, and what is refused."""
 
 import difflib
 import functools
@@ -16,7 +16,7 @@ _NAMES = (
     *("gpt_oss", "glm4_moe", "deepseek_v3"),
 )
 FAMILIES: dict[str, Family] = {name: import_module(f"{__name__}.{name}").FAMILY for name in _NAMES}
-"""By Hugging Face's `model_type`, which is the name of the family's file."""
+"""Families by Hugging Face's `model_type`, which is also the name of the family's file."""
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -24,16 +24,16 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def nearest(name: str, field: str, value: Any = None) -> str:
-    """The end of a message that refuses a field's value in a model of this `model_type`: of the families that take it,
-    the one whose name is most like it."""
+    """The end of a message that refuses a field's value for `model_type` `name`: of the families that support the
+    value, the one with the most similar name."""
     able = [other for other, family in FAMILIES.items() if family.takes(field, value)]
     closest = difflib.get_close_matches(name, able, n=1, cutoff=0.0)
     return f"the nearest family that can is {closest[0]}" if closest else "no family here can"
 
 
 def nearest_to(values: dict[str, Any]) -> str:
-    """The end of a message that refuses a whole config.json: the family with most of the fields that tell families
-    apart in common, and of several the one whose name begins most like its, or is most like it."""
+    """The end of a message that refuses a whole config.json: the family that shares most of the distinctive fields with
+    it; of several, the one with the longest common prefix of names, or the most similar name."""
     name, own = str(values.get("model_type")), _telling()
     theirs = {field for fields in own.values() for field in fields} & values.keys()
 
@@ -47,13 +47,13 @@ def nearest_to(values: dict[str, Any]) -> str:
 
 @functools.cache
 def _telling() -> dict[str, set[str]]:
-    """The fields of config.json that two families at most have as their own, by family."""
+    """Each family's distinctive fields of config.json: those that at most two families have."""
     own = {
         name: {*family.fixed, *family.also, *family.write(next(iter(family.architectures.values())))}
         for name, family in FAMILIES.items()
     }
     having = Counter(field for fields in own.values() for field in fields)
-    # what many files have, though few families write it for themselves
+    # common in files, although few families write them
     everywhere = {"intermediate_size", "num_key_value_heads", "original_max_position_embeddings"}
     return {name: {field for field in fields if having[field] <= 2} - everywhere for name, fields in own.items()}
 
@@ -62,7 +62,7 @@ _OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embed
 
 
 def is_wrapped(values: dict[str, Any]) -> bool:
-    """Whether a config.json is of a model that reads more than text, whose text part is a family's."""
+    """Whether a config.json is that of a multimodal model whose text model is of a known family."""
     part, name = values.get("text_config"), values.get("model_type")
     return isinstance(part, dict) and any(
         name in family.inside and part.get("model_type") == own for own, family in FAMILIES.items()
@@ -70,14 +70,15 @@ def is_wrapped(values: dict[str, Any]) -> bool:
 
 
 def text_part(values: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of text: all, or where it `is_wrapped` its part, with what the whole says instead."""
+    """The configuration of the text model: `values`, or, if that `is_wrapped`, its `text_config` with the outer values
+    of the fields in `_OF_THE_WHOLE`."""
     if not is_wrapped(values):
         return values
     return values["text_config"] | {name: values[name] for name in _OF_THE_WHOLE if values.get(name) is not None}
 
 
 def require_family(values: dict[str, Any], where: str) -> None:
-    """Raise `InputError` for a `model_type` that is none of ours."""
+    """Raise `InputError` for an unsupported `model_type`."""
     name, part = values.get("model_type"), values.get("text_config")
     if name in FAMILIES:
         return
@@ -85,7 +86,7 @@ def require_family(values: dict[str, Any], where: str) -> None:
     if not isinstance(part, dict):
         raise InputError(f"{where}: model_type is {name!r}; supported: {supported}; {nearest_to(values)}")
     kind = part.get("model_type")
-    known = str(kind) in FAMILIES  # it may be anything
+    known = str(kind) in FAMILIES  # it may be of any type
     able = f"is a {kind}, which is supported: save it as" if known else f"is a {kind!r}; needed is"
     can = "" if known else f"; {nearest_to(part)}"
     raise InputError(

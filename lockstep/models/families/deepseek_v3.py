@@ -1,4 +1,4 @@
-"""DeepSeek-V3 (arXiv 2412.19437): latent attention, and experts that are chosen by biased sigmoid scores in groups."""
+"""DeepSeek-V3 (arXiv 2412.19437): latent attention, and grouped experts chosen by biased sigmoid scores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _read(raw: Raw) -> dict[str, Any]:
 
 
 def grouped_experts(raw: Raw, scale: float) -> MoEConfig:
-    """Experts chosen by biased sigmoid scores in groups; `scale` is on their weights where the file says nothing."""
+    """Grouped experts chosen by biased sigmoid scores; `scale` is the default of `routed_scaling_factor`."""
     get = raw.values.get
     return MoEConfig(
         raw.integer("n_routed_experts", "num_local_experts"),
@@ -94,7 +94,7 @@ def _attention(config: ModelConfig) -> Iterator[LayerSlice]:
 
 
 def predicts_further(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor is of the layers after the last, which predict further tokens."""
+    """Whether a tensor belongs to the layers after the last, which are for multi-token prediction."""
     before, _, rest = name.partition("model.layers.")
     layer = rest.partition(".")[0]
     return not before and layer.isdecimal() and int(layer) >= config.num_layers
@@ -106,7 +106,7 @@ def _golden(config: ModelConfig, odd: ModelConfig) -> dict[str, ModelConfig]:
 
 
 def _size(layers: int, dense: int, experts: int) -> ModelConfig:
-    """DeepSeek-V3's widths. The context is 4,096 times YaRN's 40."""
+    """A model of DeepSeek-V3's widths. The context is YaRN's factor, 40, times 4,096."""
     moe = MoEConfig(
         experts, 8, 2048, tuple(range(dense)), sigmoid=True, groups=8, kept_groups=4, scale=2.5, shared_experts=1,
         router_bias=True,

@@ -1,4 +1,4 @@
-"""What is particular to the models of one `model_type`, in one row; and what the rows are made with."""
+"""`Family`, the record of what distinguishes the models of one `model_type`, and helpers that families share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Raw:
     where: str
 
     def integer(self, *names: str) -> int:
-        """The first of these fields that is there."""
+        """The first of these fields that is present; `InputError` if it is not an integer."""
         name = next((n for n in names if n in self.values), names[0])
         value = self.values.get(name)
         if not isinstance(value, int) or isinstance(value, bool):
@@ -34,7 +34,7 @@ class Raw:
         return value
 
     def refuse(self, condition: Any, what: str) -> None:
-        """Raise `InputError` naming the file where `condition` holds."""
+        """Raise `InputError` naming the file if `condition` holds."""
         refuse(bool(condition), f"{self.where}: {what}")
 
 
@@ -53,26 +53,26 @@ class Family:
     """What a `model_type` implies.
 
     Attributes:
-        architecture: the class in Hugging Face.
-        layer: makes one of the decoder's, `(config, index, weight)`, called as `blocks.layer.Layer` is.
-        slices: the tensors of a layer in a folder, `(config, index)`.
-        fixed: fields of config.json that the decoder implements at one value only, with those that mean it (the first
-            when absent).
-        read: fields of the configuration that are the family's own, or stand elsewhere in its config.json.
-        write: the other way round.
-        rope: the configuration's fields of rotations.
+        architecture: the class name in transformers.
+        layer: makes a layer of the decoder from `(config, index, weight)`; called like `blocks.layer.Layer`.
+        slices: the tensors of a layer in a folder, from `(config, index)`.
+        fixed: fields of config.json that the decoder implements for one value only, with the spellings of that value;
+            the first is assumed if the field is absent.
+        read: reads the `ModelConfig` fields that are specific to the family, or named differently in its config.json.
+        write: the inverse of `read`.
+        rope: reads the `ModelConfig` fields for rotary positions.
         also: fields of config.json that the family reads and most do not.
         sizes: further fields of config.json that are integers above 0.
-        layer_kinds: what may be in config.json's `layer_types`.
-        quantized: methods whose weights are dequantized on loading.
-        check: raises `InputError` for a configuration, made in code or read, that the layers cannot be made of.
-        norm_offset: added to the weights of the last norm.
-        embedding_scale: what embeddings are multiplied by.
-        defaults: fields of config.json that have another default than most families'.
-        leaves_out: whether a tensor in a folder is one that the decoder does without.
-        inside: models that read more than text, by their `model_type`, whose text part is one of these.
-        golden: decoders whose gradients show a machine's arithmetic as one of this configuration would, by names that
-            run folders keep; of the configuration, and a dense decoder of odd sizes whose words are kept anyway.
+        layer_kinds: the values allowed in config.json's `layer_types`.
+        quantized: quantization methods whose weights are dequantized on loading.
+        check: raises `InputError` for a configuration, made in code or read, that the layers do not support.
+        norm_offset: added to the weights of the final norm.
+        embedding_scale: the factor on embeddings.
+        defaults: defaults of config.json fields that differ from most families'.
+        leaves_out: whether the decoder has no use for a tensor of a folder.
+        inside: the `model_type` of multimodal models whose text model is of this family.
+        golden: small decoders whose gradients fingerprint a machine's arithmetic for this configuration, by the names
+            stored in run folders; from the configuration and the dense decoder of odd sizes that is always included.
         architectures: random models, by the names that users give.
     """
 
@@ -97,7 +97,7 @@ class Family:
     architectures: Mapping[str, ModelConfig] = field(default_factory=dict)
 
     def takes(self, name: str, value: Any) -> bool:
-        """Whether a config.json may have this value in a field that only some families read."""
+        """Whether the family supports this value of a field that only some families read."""
         if name == "quantization_config":
             return isinstance(value, dict) and value.get("quant_method") in self.quantized
         if name == "layer_types":
@@ -109,9 +109,9 @@ EXPERT_SIZES = (
     *("moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok", "decoder_sparse_step"),
     *("n_routed_experts", "n_group", "topk_group"),
 )
-PARTLY, BY_KIND = "partial_rotary_factor", FULL  # what `rope_of_hf` refuses, in `Family.also` of those that read it
+PARTLY, BY_KIND = "partial_rotary_factor", FULL  # refused by `rope_of_hf`; in `also` of families that read them
 PLAIN: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish"), "attention_bias": (False, None)}
-WINDOW: dict[str, Any] = {"sliding_window": 4096}  # transformers', where a file has the switch and no size
+WINDOW: dict[str, Any] = {"sliding_window": 4096}  # transformers' default for use_sliding_window without a size
 
 
 def windows_by_layer(raw: Raw) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def windows_by_layer(raw: Raw) -> dict[str, Any]:
 
 
 def sliding_layers(raw: Raw, kinds: list[str]) -> tuple[int, ...]:
-    """Those that `layer_types` says have a window."""
+    """The layers that have a window according to `layer_types`."""
     layers = range(raw.integer("num_hidden_layers"))
     wrong = len(kinds) != len(layers)
     raw.refuse(wrong, f"layer_types has {len(kinds)} entries; there are {len(layers)} layers")
@@ -136,7 +136,7 @@ def sliding_layers(raw: Raw, kinds: list[str]) -> tuple[int, ...]:
 
 
 def switched_windows(raw: Raw, layers: tuple[int, ...]) -> dict[str, Any]:
-    """The window of these layers, where `use_sliding_window` is true."""
+    """A window in these layers, if `use_sliding_window` is true."""
     if not raw.values.get("use_sliding_window") or not layers:
         return {}
     raw.refuse(not raw.values.get("sliding_window"), "sliding_window is None; it must be an integer")
@@ -144,7 +144,7 @@ def switched_windows(raw: Raw, layers: tuple[int, ...]) -> dict[str, Any]:
 
 
 def window_of(raw: Raw, layers: Iterable[int]) -> dict[str, Any]:
-    """The window of these layers, where there is one."""
+    """A window in these layers, if the file has one."""
     if not (chosen := tuple(layers)) or not raw.values.get("sliding_window"):
         return {}
     return {"sliding_window": raw.integer("sliding_window"), "sliding_layers": chosen}
@@ -167,7 +167,7 @@ def layer_types(config: ModelConfig) -> list[str]:
 
 
 def all_but_every(period: int, layers: int) -> tuple[int, ...]:
-    """The layers with a window where every `period`th has none."""
+    """All layers but every `period`th."""
     return tuple(i for i in range(layers) if (i + 1) % period)
 
 
@@ -178,12 +178,12 @@ def alternating(raw: Raw, period: int) -> dict[str, Any]:
 
 
 def write_alternating(config: ModelConfig) -> dict[str, Any]:
-    window = config.sliding_window or 4096  # transformers wants one even where no layer has it
+    window = config.sliding_window or 4096  # transformers requires one even if no layer has it
     return {"sliding_window": window, "layer_types": layer_types(config)}
 
 
 def rope_by_kind(raw: Raw, local: float) -> dict[str, Any]:
-    """The rotations of full and of sliding layers; `local` is the base of the latter where the file says none."""
+    """The rotary positions of full and of sliding layers; `local` is the default base of the latter."""
     all_layers, full, sliding = _parameters_by_kind(raw)
     other = sliding.get("rope_type", sliding.get("type", "default"))
     raw.refuse(
@@ -205,7 +205,8 @@ def rope_by_kind(raw: Raw, local: float) -> dict[str, Any]:
 
 
 def _parameters_by_kind(raw: Raw) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """What `rope_parameters` says of all layers, as far as it leaves full ones open, of full and of sliding layers."""
+    """The values in `rope_parameters` for all layers, for full layers and for sliding layers. The first are those that
+    those of full layers do not override."""
     found = raw.values.get("rope_parameters") or {}
     for kind in (FULL, SLIDING):
         wrong = not isinstance(found.get(kind), dict | None)
@@ -216,7 +217,8 @@ def _parameters_by_kind(raw: Raw) -> tuple[dict[str, Any], dict[str, Any], dict[
 
 
 def _require_agreement(raw: Raw, all_layers: dict[str, Any], full: dict[str, Any]) -> None:
-    """What is said of all layers must be what full ones have: transformers reads those of kinds and `truncate`."""
+    """Refuse values for all layers that full layers do not have: transformers would ignore them, as it reads only the
+    values per kind of layer and `truncate`."""
     said = {("rope_type" if name == "type" else name): value for name, value in all_layers.items()}
     effect = {"truncate": True} | full
     wrong = sorted(name for name, value in said.items() if value is not None and value != effect.get(name))
@@ -234,7 +236,7 @@ def _base(raw: Raw, kind: str, found: dict[str, Any], default: float) -> float:
 
 
 def whole_ramps(config: ModelConfig) -> None:
-    """A check: yarn's ramp ends at whole pairs."""
+    """For `Family.check`: refuse YaRN with `truncate` false, whose ramp does not end at whole pairs."""
     scaling = config.rope_scaling
     refuse(
         isinstance(scaling, YarnScaling) and not scaling.truncate,
@@ -250,14 +252,14 @@ def write_by_kind(config: ModelConfig) -> dict[str, Any]:
 
 
 def odd_words(tiny: ModelConfig) -> Callable[[ModelConfig, ModelConfig], dict[str, ModelConfig]]:
-    """For `Family.golden`: the family's own tiny model, with sizes that fill no whole vectors."""
+    """For `Family.golden`: the family's tiny model, with sizes that are no multiple of a SIMD vector."""
     windows = tuple(layer for layer in tiny.sliding_layers if layer < 2)
     made = replace(tiny, num_layers=2, sliding_layers=windows, vocab_size=509, hidden_size=131)
     return lambda config, odd: {"layers": made}
 
 
 def one_window(raw: Raw) -> dict[str, Any]:
-    """The window of all layers, where there is one."""
+    """A window in all layers, if the file has one."""
     return window_of(raw, range(raw.integer("num_hidden_layers")))
 
 
@@ -266,7 +268,7 @@ def write_one_window(config: ModelConfig) -> dict[str, Any]:
 
 
 def all_or_none(config: ModelConfig) -> None:
-    """A check: all layers have a window, or none has."""
+    """For `Family.check`: either all layers have a window, or none."""
     some = 0 < len(config.sliding_layers) < config.num_layers
     refuse(some, f"model config: sliding_layers must be all layers of a {config.family}, or none")
 

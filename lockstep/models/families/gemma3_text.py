@@ -1,5 +1,5 @@
-"""Gemma 3, its text part (arXiv 2503.19786): norms before and after, weights of norms around 0, GELU, a window in five
-layers of six with positions of their own."""
+"""Gemma 3's text model (arXiv 2503.19786): norms before and after each block, with weights centered on 0; GELU; and in
+five of six layers a sliding window and a separate rotary base."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from .family import (
     write_by_kind,
 )
 
-OFFSET = 1.0  # on the weights of norms
+OFFSET = 1.0  # added to the weights of norms
 GELU = "gelu_tanh"
 
 
 class SandwichLayer(QKNormLayer):
-    """Attention and a feed-forward, each between two norms and added to the residual stream."""
+    """Attention and a feed-forward, each between two norms, with residual connections."""
 
     norm_offset = OFFSET
 

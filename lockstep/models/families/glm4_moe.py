@@ -1,4 +1,4 @@
-"""GLM-4.5 (arXiv 2508.06471): half of each head is rotated, biases, and experts chosen by biased sigmoid scores."""
+"""GLM-4.5 (arXiv 2508.06471): half of each head rotated, biases, and experts chosen by biased sigmoid scores."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""gpt-oss (arXiv 2508.10925): attention with sinks and a window in every second layer, biases, and experts with a
-clamped SwiGLU. Weights of 4 bits are dequantized on loading."""
+"""gpt-oss (arXiv 2508.10925): attention with sinks, a sliding window in every second layer, biases, and experts with a
+clamped SwiGLU. MXFP4 weights are dequantized on loading."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _BIASES = ("qkv", "o")
 
 @dataclass(frozen=True)
 class ByInput(Form):
-    """A folder's experts are by inputs, [E, I, outputs], or vectors, [E, outputs]; the decoder's rows are outputs,
-    `block` an expert. Of `kinds` of outputs, such as the gate's and the others, the folder has one each in turn, and
-    the decoder all of the first before those of the second."""
+    """A folder stores experts' weights as [E, inputs, outputs] and biases as [E, outputs]; the decoder's rows are
+    outputs, `block` per expert. The folder interleaves the `kinds` of outputs, such as gate and up, and the decoder
+    has all outputs of the first kind before those of the second."""
 
     kinds: int = 1
 
     def windows(self, wanted: Sequence[range]) -> list[Window]:
-        """Where outputs of any kind are wanted, those of all, each once."""
+        """Wherever outputs of one kind are wanted, read those of all kinds, each once."""
         each, kinds = self.block // self.kinds, self.kinds
         firsts = range(0, self.block, each)
         pieces = [(max(rows.start - at, 0), min(rows.stop - at, each)) for at in firsts for rows in wanted]

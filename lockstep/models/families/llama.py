@@ -8,7 +8,7 @@ from .family import PLAIN, Family, no_windows
 
 
 def _size(layers: int, hidden: int, ffn: int, heads: int, factor: float = 0.0, tied: bool = False) -> ModelConfig:
-    """Llama 3; with a `factor` its frequencies are scaled (3.1 on) and the context is 131,072."""
+    """A Llama 3; with a `factor`, frequencies are scaled and the context is 131,072, as from 3.1 on."""
     scaling = RopeScaling("llama3", factor) if factor else None
     context = 131072 if factor else 8192
     return ModelConfig(

@@ -1,4 +1,4 @@
-"""Mistral (arXiv 2310.06825): all layers have a sliding window, or none."""
+"""Mistral (arXiv 2310.06825): either all layers have a sliding window, or none."""
 
 from __future__ import annotations
 

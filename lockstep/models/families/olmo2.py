@@ -1,4 +1,4 @@
-"""OLMo 2 (arXiv 2501.00656): norms after attention and feed-forward, and of all queries and all keys of a token."""
+"""OLMo 2 (arXiv 2501.00656): norms after attention and feed-forward, and over all queries and all keys of a token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .family import PLAIN, Family, no_windows, odd_words
 
 
 class NormAfterLayer(Layer):
-    """Attention and a feed-forward, each with a norm behind it. Norms of queries and keys span the heads."""
+    """Attention and a feed-forward, each followed by a norm. Norms of queries and keys span all heads."""
 
     norms_before = 0
 
@@ -44,7 +44,7 @@ class NormAfterLayer(Layer):
         assert q_norm is not None and k_norm is not None
         spread, sizes = self.spread, [self.spread.part(len(norm)) for norm in (q_norm, k_norm, k_norm)]
         q, k, v = ops.linear(x_TD, self.qkv).split(sizes, dim=1)
-        q, k = spread.together(q, k)  # their norms are of all heads
+        q, k = spread.together(q, k)  # their norms span all heads
         q = spread.own(ops.rms_norm(q, q_norm, c.rms_norm_eps))
         k = spread.own(ops.rms_norm(k, k_norm, c.rms_norm_eps))
         return self.attend(index, torch.cat((q, k, v), dim=1), rope_TH, attend)

@@ -1,4 +1,4 @@
-"""OLMo 3 (arXiv 2512.13961): OLMo 2 with a sliding window in three layers of four, whose positions are not scaled."""
+"""OLMo 3 (arXiv 2512.13961): OLMo 2 with a sliding window and unscaled positions in three of four layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .family import (
 )
 from .olmo2 import NormAfterLayer, slices
 
-_THETA = 500000.0  # transformers' for both kinds of layers
+_THETA = 500000.0  # transformers' default for both kinds of layers
 _TINY = replace(
     qwen3.TINY, family="olmo3", tie_word_embeddings=False, sliding_window=48, sliding_layers=(0, 1, 2),
     local_rope_theta=10000.0, rope_scaling=YarnScaling(8.0, 256),

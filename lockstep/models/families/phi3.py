@@ -1,6 +1,6 @@
-"""Phi-3 and 4 (arXiv 2404.14219, 2412.08905): Llama's layers, with fused projections in a folder and perhaps a window.
+"""Phi-3 and 4 (arXiv 2404.14219, 2412.08905): Llama's layers, perhaps with a window; folders have fused projections.
 
-Those with a context of 131,072 have another scaling of positions (`longrope`) and are refused by it.
+Models with a context of 131,072 scale positions by `longrope`, which is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 def _check(config: ModelConfig) -> None:
     all_or_none(config)
-    scaled = config.rope_scaling is not None  # transformers takes yarn for longrope, and knows no other here
+    scaled = config.rope_scaling is not None  # transformers reads yarn as longrope, and no other scaling
     refuse(scaled, "model config: rope_scaling of a phi3 is not supported; positions must not be scaled")
 
 

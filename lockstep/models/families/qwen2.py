@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5 (arXiv 2412.15115): queries, keys and values have biases."""
+"""Qwen2 and 2.5 (arXiv 2412.15115): the projections to queries, keys and values have biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv 2505.09388): queries and keys are normalized a head."""
+"""Qwen3 (arXiv 2505.09388): each query and key head is normalized."""
 
 from __future__ import annotations
 

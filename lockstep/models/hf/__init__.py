@@ -1,1 +1,1 @@
-"""The folder of Hugging Face's layout: its configuration, its tensors, read and written."""
+"""Reading and writing Hugging Face model folders: configuration and tensors."""

@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` from and to the decoder's configuration, whatever the family."""
+"""Conversion of Hugging Face's `config.json` from and to `ModelConfig`, for all families."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..config import ModelConfig
 from ..families import FAMILIES, Family, Raw, family_of, nearest, require_family
 from ..families.family import BY_KIND, PARTLY
 
-# Fields of ours that are integers, and what config.json calls them.
+# Integer fields of `ModelConfig`, and their names in config.json.
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -22,8 +22,8 @@ _SIZES = {
 
 
 def without_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are there. Null is absent, but false in a flag whose default may be true, and no window where the
-    default may be one, as in transformers."""
+    """The fields that are not null. As in transformers, null counts as absent, except that it means false for flags
+    whose default may be true, and no window for `sliding_window`."""
     flags: dict[str, Any] = {name: False for name in ("norm_topk_prob", "rope_interleave") if name in values}
     flags |= {"sliding_window": 0} if "sliding_window" in values else {}
     return flags | {name: value for name, value in values.items() if value is not None}
@@ -57,7 +57,7 @@ def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
 
 
 def _rotations(raw: Raw, family: Family) -> dict[str, Any]:
-    """The family's fields of them, or a refusal that says who reads others."""
+    """The family's fields for rotary positions. An `InputError` names a family that supports what this one does not."""
     try:
         return family.rope(raw)
     except InputError as error:
@@ -67,7 +67,7 @@ def _rotations(raw: Raw, family: Family) -> dict[str, Any]:
 
 
 def end_of_sequence(values: dict[str, Any]) -> tuple[int, ...]:
-    """The tokens in a parsed config.json's or generation_config.json's field, which may be one, a list or null."""
+    """The token ids in `eos_token_id` of a parsed config.json or generation_config.json: an id, a list or null."""
     ids = values.get("eos_token_id")
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
 

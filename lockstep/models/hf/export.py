@@ -1,4 +1,4 @@
-"""Hugging Face model folders, written bit for bit, in files of a limited size, by one process or several."""
+"""Writing Hugging Face model folders, bit for bit, in shards of limited size, by one process or several."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ MAX_SHARD_BYTES = 5 * 10**9
 def save_model(
     model: Decoder, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write `config.json`, `generation_config.json` and the weights, a value head in a file of its own; `transformers`
-    loads the folder. A file of weights has tensors of `max_shard_bytes`, unless one has more, and this `metadata`
-    besides the format. `LockstepError`: a file cannot be written."""
+    """Write `config.json`, `generation_config.json` and the weights, with a value head in a separate file;
+    `transformers` can load the folder. A file of weights has up to `max_shard_bytes` of tensors, unless a single one is
+    larger, and `metadata` in addition to the format. `LockstepError`: a file cannot be written."""
     export = Export(model, folder, max_shard_bytes, metadata)
     export.begin()
     export.write(ranges_of(model))
@@ -36,9 +36,9 @@ def save_model(
 
 
 class Export:
-    """A model's folder that several processes write, each what it has, with the bytes of one: the first begins, then
-    all write, and when all have, all arrange. Arguments and errors are those of `save_model`. What is written at one
-    time is `tensor_file.CHUNK_BYTES`, or a block of rows that a folder has in another form."""
+    """A model folder written by several processes, byte for byte as by one: the first process calls `begin`, then each
+    calls `write` with what it holds, and, once all have written, `arrange`. Arguments and errors are those of
+    `save_model`. A write holds `tensor_file.CHUNK_BYTES` in memory, or one block of a piece with a `Form`."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Export:
         ]
 
     def begin(self) -> None:
-        """Write all but the weights, for which there is room then."""
+        """Write everything but the weights, and allocate their files."""
         folder, config = self._folder, self._model.config
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ class Export:
             )
 
     def write(self, held: Ranges) -> None:
-        """Write what this process has of the model's tensors, by the decoder's names."""
+        """Write the ranges of the model's tensors that this process holds, by the decoder's names."""
         for file, pieces in self._files:
             with _writing(file.path), file.open() as opened:
                 for piece, rows in pieces:
@@ -92,7 +92,7 @@ class Export:
                         opened.write(piece.name, begin, values)
 
     def arrange(self, rank: int = 0, ranks: int = 1) -> None:
-        """Bring what a folder has in another form into it, every rank of so many its part."""
+        """Convert, in the written files, the tensors that a folder stores in another form; each rank its share."""
         for file, pieces in self._files:
             with _writing(file.path), file.open() as opened:
                 for piece, rows in pieces:
@@ -101,7 +101,7 @@ class Export:
 
 
 def _arrange(file: OpenTensorFile, piece: WeightSlice, rows: Tensor, part: tuple[int, int]) -> None:
-    """Of a tensor's blocks, as many at a time as are a chunk, those whose turn is this rank's."""
+    """Convert this rank's share of a tensor's blocks, in chunks; the ranks take turns."""
     assert piece.form is not None
     width, (rank, ranks) = rows.numel() // rows.shape[0], part
     count = max(1, CHUNK_BYTES // (piece.form.block * width * rows.itemsize)) * piece.form.block
@@ -113,7 +113,7 @@ def _arrange(file: OpenTensorFile, piece: WeightSlice, rows: Tensor, part: tuple
 
 @contextlib.contextmanager
 def all_or_nothing(folder: Path) -> Iterator[None]:
-    """After an error inside, `folder` is empty: half a model is none."""
+    """Empty `folder` after an error inside, so that no partial model remains."""
     try:
         yield
     except BaseException:
@@ -125,12 +125,12 @@ def all_or_nothing(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def staged(folder: Path, first: bool = True) -> Iterator[Path]:
-    """A hidden folder beside `folder` to write a model in, for `put_in_place`. Of several processes that write it the
-    `first` makes way for it, and removes it after an error."""
+    """A hidden folder beside `folder` to write a model in, for `put_in_place`. Of several processes that write it, the
+    `first` removes leftovers beforehand, and the folder after an error."""
     folder = folder.resolve()
     made = folder.with_name(f".new-{folder.name}")
     if first:
-        shutil.rmtree(made, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(made, ignore_errors=True)  # left by a process that was killed
     try:
         yield made
     except BaseException:
@@ -140,7 +140,7 @@ def staged(folder: Path, first: bool = True) -> Iterator[Path]:
 
 
 def put_in_place(made: Path, folder: Path) -> None:
-    """Have a whole folder take the place of `folder`, where a link leads to. `LockstepError`: it cannot; then both are
+    """Replace `folder`, or what it links to, by the complete folder `made`. `LockstepError`: that failed, and both are
     where they were."""
     folder = folder.resolve()
     before = folder.with_name(f".old-{folder.name}")

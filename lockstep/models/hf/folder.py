@@ -1,4 +1,4 @@
-"""Hugging Face model folders, read bit for bit: `config.json`, safetensors (sharded too)."""
+"""Reading Hugging Face model folders, bit for bit: `config.json` and safetensors files, sharded or not."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yam
 
 
 def resolve_folder(model: str) -> Path:
-    """The local folder of `model`: a path, or a hub id that is downloaded or already in the hub's cache; `InputError`
-    if there is neither."""
+    """The local folder of `model`: a path, or a hub id, which is downloaded unless the hub's cache has it. `InputError`
+    if it is neither."""
     path = Path(os.path.expanduser(model))
-    if model.strip() and os.path.isdir(path):  # False, too, of a name that no folder can have
+    if model.strip() and os.path.isdir(path):  # False also for invalid names
         _refuse_run_folder(path)
         return path
     local = model.startswith((".", "/", "~")) or model.count("/") != 1 or path.suffix.lower() in _FILE_SUFFIXES
@@ -66,12 +66,12 @@ def _refuse_run_folder(path: Path) -> None:
     )
 
 
-TEMPLATES = "additional_chat_templates"  # a folder in a model's, and among what is said of it: that it was looked into
+TEMPLATES = "additional_chat_templates"  # a subfolder; as a key of `describe_folder`: its files are included
 
 
 def describe_folder(model: str) -> dict[str, Any]:
-    """What a model is to a run that goes on with it: a hub id's `revision`, or size and SHA-256 of a folder's `files`,
-    by name. Raises as `resolve_folder` does, and for a file that cannot be read."""
+    """What identifies a model when a run is resumed: the `revision` of a hub id, or the size and SHA-256 of each of a
+    folder's `files`, by name. Raises as `resolve_folder` does, and `InputError` for a file that cannot be read."""
     folder = resolve_folder(model)
     if not (model.strip() and os.path.isdir(os.path.expanduser(model))):
         return {"revision": folder.name}
@@ -82,24 +82,24 @@ def describe_folder(model: str) -> dict[str, Any]:
 
 
 def glances(model: str) -> dict[str, str]:
-    """By name, what tells the files of a model's folder from another model's, without reading all of them. Raises as
+    """For each file of a model folder, by name, a fingerprint that takes only samples of large files. Raises as
     `resolve_folder` does."""
     folder = resolve_folder(model)
     return {name: glance(folder / name) for name in file_names(folder)}
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The folder's configuration; generation_config.json's end-of-sequence ids are added."""
+    """The folder's configuration, with the end-of-sequence ids of generation_config.json added."""
     path, generation = folder / "config.json", folder / "generation_config.json"
     values = text_part(read_object(path))
     if isinstance(values.get("model_type"), str | None):
-        require_family(values, str(path))  # of another model no other field says anything
+        require_family(values, str(path))  # before other fields, which are meaningless for an unknown model
     check_fields(values, str(path))
     try:
         config = from_hf(without_nulls(values), str(path))
     except InputError as error:
         raise error if str(path) in str(error) else InputError(f"{path}: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # fields of one family only
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # fields of a single family
         raise InputError(f"{path}: a field's value is of the wrong kind ({type(error).__name__}: {error})") from error
     check_end_of_sequence(config.eos_token_ids, config.vocab_size, str(path))
     if generation.exists():
@@ -112,31 +112,31 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 class FolderWeights:
-    """The `WeightSource` that a Hugging Face folder is: no other weights are read than those that are wanted.
-    `InputError`: a file is missing or damaged; a tensor is missing, there twice, unknown or of the wrong shape; what
-    was read has values that are not finite in their dtype; or an embedding is not the head that is tied to it."""
+    """A `WeightSource` that reads a Hugging Face folder, and of its tensors only the wanted ranges. `InputError`: a
+    file is missing or damaged; a tensor is missing, duplicate, unknown or of the wrong shape; values read are not
+    finite in the target's dtype; or a head that should be tied to the embedding differs from it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.config = folder, read_config(folder)
 
     @torch.no_grad()
     def fill(self, wanted: Ranges) -> None:
-        extremes: dict[tuple[Path, str, torch.dtype], list[Tensor]] = {}  # on the device: nothing waits for a tensor
+        extremes: dict[tuple[Path, str, torch.dtype], list[Tensor]] = {}  # on the device: no synchronization per tensor
         with ExitStack() as opened:
             placed, head = self._placed(opened)
             if wanted.get("value_head"):
                 placed += self._value_head(opened)
             for found, piece, rows in placed:
                 for values in fill_rows(found, piece, rows, wanted.get(piece.parameter, ())):
-                    pair = torch.stack(torch.aminmax(values))  # a NaN is both
+                    pair = torch.stack(torch.aminmax(values))  # a NaN makes both NaN
                     extremes.setdefault((found.file, found.name, values.dtype), []).append(pair)
             _require_finite(extremes)
             if head is not None:
                 _require_tied(head, wanted.get("embed", ()))
 
     def _placed(self, opened: ExitStack) -> tuple[list[tuple[Found, WeightSlice, Tensor]], Found | None]:
-        """The folder's tensors with what they are in the decoder, its rows without memory; and a head of its own where
-        it is tied."""
+        """The folder's tensors, each with its slice of the decoder and the rows (on the meta device); and the tensor of
+        the head, if there is one although config.json ties it to the embedding."""
         config = self.config
         shapes, pieces = without_memory(config), {piece.name: piece for piece in weight_map(config)}
         fused, missing = fused_experts(config), {name: piece.parameter for name, piece in pieces.items()}
@@ -162,7 +162,7 @@ class FolderWeights:
         return placed, head
 
     def _value_head(self, opened: ExitStack) -> list[tuple[Found, WeightSlice, Tensor]]:
-        """A critic's, in a file of its own, where there is one."""
+        """The critic's value head, if the folder has its file."""
         from safetensors import SafetensorError
 
         path = self.folder / VALUE_HEAD
@@ -180,7 +180,7 @@ class FolderWeights:
 
 
 def _require_form(entry: Entry, expected: Tensor, where: str) -> None:
-    """Raise `InputError` when a file's tensor is not of the expected one's shape, or quantized."""
+    """Raise `InputError` if a file's tensor has another shape than `expected`, or is quantized."""
     if entry.shape != tuple(expected.shape):
         raise InputError(f"{where} has shape {list(entry.shape)}; config.json asks for {list(expected.shape)}")
     if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
@@ -188,7 +188,7 @@ def _require_form(entry: Entry, expected: Tensor, where: str) -> None:
 
 
 def _require_tied(head: Found, embed: Sequence[Held]) -> None:
-    """Raise `InputError` when a file has a head of its own where config.json ties it to the embedding."""
+    """Raise `InputError` if a folder's head differs from the embedding, to which config.json ties it."""
     for values, first in embed:
         for at in range(0, values.numel(), CHUNK_BYTES):
             own = torch.empty_like(part := values[at : at + CHUNK_BYTES])

@@ -1,4 +1,4 @@
-"""The tensors in a Hugging Face folder's files, each once, of those that the decoder has a place for."""
+"""Finding and reading the tensors of a Hugging Face folder that the decoder has parameters for."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from .weight_map import HEAD, fused_experts, is_left_out, of_text, weight_map
 
 
 def weights_path(folder: Path) -> Path:
-    """What says where the weights are: the shards' index, or the one file that holds them."""
+    """The index of a folder's shards, or the single file of weights."""
     index = folder / "model.safetensors.index.json"
     return index if index.exists() else folder / "model.safetensors"
 
 
 class Found(NamedTuple):
-    """A tensor of a folder: its name in one of the text part alone, where it is, and how it is read."""
+    """A tensor of a folder: its name (for a multimodal folder, the name that a folder of the text model would use), its
+    file, and how to read it."""
 
     name: str
     file: Path
@@ -37,9 +38,9 @@ class Found(NamedTuple):
 
 
 def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterator[Found]:
-    """Each tensor in a folder's files, which can be read until `opened` is closed: those of `weight_map` or
-    `fused_experts`, and a head beside tied weights; of a model that reads more than text the text part. Weights of 4
-    bits come as bfloat16. `InputError`: a file is missing or damaged; a tensor has no place in the model, or is there
+    """The tensors in a folder's files, which can be read until `opened` is closed: those of `weight_map` or
+    `fused_experts`, and a head even if it is tied; of a multimodal model, those of the text model. MXFP4 weights are
+    presented as bfloat16. `InputError`: a file is missing or damaged; a tensor has no place in the model, or occurs
     twice."""
     from safetensors import SafetensorError
 
@@ -47,7 +48,7 @@ def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterat
     name_of = of_text if is_wrapped(read_object(folder / "config.json")) else str
     staging = opened.enter_context(Staging())
     for file in _files(folder, config, name_of):
-        if not os.path.isfile(file):  # also of a name that no file can have
+        if not os.path.isfile(file):  # False also for invalid names
             index = weights_path(folder).name
             named = "a model folder needs it, or an index and shards" if index == file.name else f"{index} names it"
             raise InputError(f"{file}: {_what_is_there(file)} ({named})")
@@ -71,8 +72,9 @@ def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterat
 
 
 def fill_rows(found: Found, piece: WeightSlice, rows: Tensor, held: Sequence[Held]) -> Iterator[Tensor]:
-    """Fill what is held of the decoder's `rows` that a piece is, which need no memory, and yield it, range by range. Of
-    a piece in another form windows of its blocks are read, each once. `InputError`: the file cannot be read."""
+    """Fill the held ranges of a piece from the file, and yield them one by one. `rows` are the decoder's rows of the
+    piece, whose memory is not used. For a piece with a `form`, the needed windows of its blocks are read once each.
+    `InputError`: the file cannot be read."""
     start = piece.first(rows)
     try:
         if piece.form is None:
@@ -90,7 +92,7 @@ def fill_rows(found: Found, piece: WeightSlice, rows: Tensor, held: Sequence[Hel
 
 
 def _fill_block(stored: Stored, form: Form, at: int, rows: Tensor, wanted: Sequence[tuple[int, Tensor]]) -> None:
-    """Fill what is wanted of the block that begins with element `at` of a piece, each with its first element there."""
+    """Fill the `wanted` ranges, each given with its offset in the block, from the block at element `at` of a piece."""
     width = rows.numel() // len(rows)
     for window in form.windows([range(f // width, -(-(f + values.numel()) // width)) for f, values in wanted]):
         if window.columns is None:
@@ -108,7 +110,7 @@ def _fill_block(stored: Stored, form: Form, at: int, rows: Tensor, wanted: Seque
 
 
 def _files(folder: Path, config: ModelConfig, name_of: Callable[[str], str | None]) -> list[Path]:
-    """The files to read, without shards of which the decoder has nothing."""
+    """The files to read: shards without any tensor of the decoder are left out."""
     path = weights_path(folder)
     if path.suffix != ".json":
         return [path]
@@ -117,8 +119,8 @@ def _files(folder: Path, config: ModelConfig, name_of: Callable[[str], str | Non
 
 
 def file_names(folder: Path) -> list[str]:
-    """Every file that a model folder consists of: those in it that are not hidden, further chat templates, and shards
-    further down."""
+    """Every file of a model folder: its files that are not hidden, additional chat templates, and shards in
+    subfolders."""
     path = weights_path(folder)
     shards = _placed(path).values() if path.suffix == ".json" else ()
     files = (*folder.iterdir(), *folder.glob("additional_chat_templates/*"))
@@ -127,7 +129,7 @@ def file_names(folder: Path) -> list[str]:
 
 
 def _placed(index: Path) -> dict[str, str]:
-    """The file of each tensor that a shards' index names; none lies outside of the index's folder."""
+    """The file of each tensor in a shard index; `InputError` if one is outside the index's folder."""
     placed = read_object(index).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise InputError(f"{index}: weight_map must be an object of tensor names and their files")
@@ -145,12 +147,12 @@ def _what_is_there(path: Path) -> str:
     except FileNotFoundError:
         return "missing, the link leads nowhere" if path.is_symlink() else "missing"
     except OSError as error:
-        return f"cannot be read, {error.strerror}"  # a loop of links, a folder that may not be entered
+        return f"cannot be read, {error.strerror}"  # a loop of links, or a folder without permission
     return "a folder, not a file" if path.is_dir() else "not a regular file"
 
 
 class _Once:
-    """Names that may come, each once, and of either form of a layer's experts only one."""
+    """Checks that each known tensor occurs once, and that a layer's experts are in one of their two forms only."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._fused = fused_experts(config)
@@ -159,13 +161,13 @@ class _Once:
             ends = mxfp4.BLOCKS, mxfp4.SCALES
             self._parameters |= {name + end: owner for name, owner in self._fused.items() for end in ends}
         self._files: dict[str, Path] = {}
-        self._forms: dict[tuple[str, bool], str] = {}  # a parameter, whether it came fused, and its first tensor
+        self._forms: dict[tuple[str, bool], str] = {}  # (parameter, whether fused) -> its first tensor
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameters
 
     def add(self, name: str, file: Path) -> None:
-        """Note where a tensor is; `InputError` when it, or its parameter in the other form, is somewhere already."""
+        """Record a tensor's file; `InputError` if the tensor, or its parameter in the other form, was found before."""
         if name in self._files:
             raise InputError(f"{file}: {name} is in {self._files[name]} too; remove one of them")
         parameter, fused = self._parameters[name], name in self._fused

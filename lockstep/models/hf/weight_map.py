@@ -1,4 +1,4 @@
-"""Every tensor of a model's Hugging Face folder, and what it is in the decoder."""
+"""Every tensor of a model's Hugging Face folder, and the slice of the decoder's parameters that it corresponds to."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from ..blocks.weight_slices import WeightSlice
 from ..config import ModelConfig
 from ..families import family_of
 
-HEAD = "lm_head.weight"  # the output's weights; those of the embedding where they are tied
+HEAD = "lm_head.weight"  # the output head; equal to the embedding if they are tied
 ALL_ROWS = 1 << 62
-VALUE_HEAD = "value_head.safetensors"  # beside the weights, whose names are Hugging Face's
+VALUE_HEAD = "value_head.safetensors"  # not part of Hugging Face's format
 VALUE_HEAD_PIECE = WeightSlice("value_head", "value_head", 0, ALL_ROWS)
 
 
 def weight_map(config: ModelConfig) -> list[WeightSlice]:
-    """Every tensor of the Hugging Face form, in file order."""
+    """Every tensor of the Hugging Face folder, in file order."""
     slices = [WeightSlice("model.embed_tokens.weight", "embed", 0, config.vocab_size)]
     pieces = family_of(config).slices
     for i in range(config.num_layers):
@@ -26,7 +26,8 @@ def weight_map(config: ModelConfig) -> list[WeightSlice]:
 
 
 def fused_experts(config: ModelConfig) -> dict[str, str]:
-    """The other form of a folder's experts, all of a layer in one tensor: its name, and the parameter that it is."""
+    """The other form of a folder's experts, with all of a layer in one tensor: the decoder's parameter, by tensor
+    name."""
     return {
         f"model.layers.{i}.mlp.experts.{own}_proj": f"layers.{i}.moe.experts.{own}"
         for i in range(config.num_layers)
@@ -36,13 +37,13 @@ def fused_experts(config: ModelConfig) -> dict[str, str]:
 
 
 def is_left_out(name: str, config: ModelConfig) -> bool:
-    """Whether a folder's tensor is one that the decoder does without: rotary frequencies, and what the family names."""
+    """Whether the decoder has no use for a folder's tensor: rotary frequencies, and what `Family.leaves_out` names."""
     return name.endswith("rotary_emb.inv_freq") or family_of(config).leaves_out(name, config)
 
 
 def of_text(name: str) -> str | None:
-    """A tensor's name in a folder of the text part alone, from that in one that reads more; None where it is of the
-    rest. The two forms are of `transformers` 4 and 5."""
+    """A tensor's name in a folder of the text model alone, from its name in a multimodal folder, as `transformers` 4 or
+    5 writes it; None for tensors of other parts."""
     for outer, inner in (("language_model.", ""), ("model.language_model.", "model.")):
         if name.startswith(outer):
             return inner + name.removeprefix(outer)
