@@ -1,5 +1,5 @@
-"""Which mini-batch of a step each group is in, and which shard of it: functions of the groups' lengths and number and
-of the numbers of mini-batches and shards, alone."""
+"""Assigning a step's groups to mini-batches and shards, as a function only of the groups' lengths and numbers and of
+the number of mini-batches and shards."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..types import RolloutGroup
 
 
 def mini_batches(groups: list[RolloutGroup], number: int) -> list[list[RolloutGroup]]:
-    """The groups cut in order, as evenly as can be, into `number` parts, or into as many as there are groups."""
+    """The groups, in order, in `number` parts as equal as possible, or in as many parts as there are groups."""
     parts = min(number, len(groups))
     return [groups[i * len(groups) // parts : (i + 1) * len(groups) // parts] for i in range(parts)]
 
 
 def dealt(groups: Sequence[RolloutGroup], shards: int, balanced: bool) -> list[list[RolloutGroup]]:
-    """The groups of each shard, in their order: by their tokens, of which a prompt's count once, or in turn by their
-    numbers."""
+    """The groups of each shard, in order. `balanced`: shards have about equally many tokens, counting a group's prompt
+    once; otherwise groups are assigned round-robin by their numbers."""
     numbers = [group.group for group in groups]
     after = [[s for rollout in group.rollouts for s in rollout.segments[1:]] for group in groups]
     prompts = [group.rollouts[0].segments[0] for group in groups]
@@ -30,13 +30,13 @@ def dealt(groups: Sequence[RolloutGroup], shards: int, balanced: bool) -> list[l
 
 
 def by_length(lengths: Sequence[int], shards: int) -> list[int]:
-    """The shard of each item: longest first, to the shard that has the least; of equal ones the first.
+    """The shard of each item: items are assigned longest first, each to the shard with the fewest tokens, on ties the
+    first (R. L. Graham, Bounds on multiprocessing timing anomalies, 1969).
 
-    No shard has more items than an equal share of them, rounded up: graphs are made for no more (R. L. Graham, Bounds
-    on multiprocessing timing anomalies, 1969, without that limit).
+    Unlike there, no shard gets more than an equal share of the items, rounded up, as graphs are made for no more.
     """
     found = [0] * len(lengths)
-    filling = [(0, shard, -(-len(lengths) // shards)) for shard in range(shards)]  # tokens, shard, items to come
+    filling = [(0, shard, -(-len(lengths) // shards)) for shard in range(shards)]  # tokens, shard, free places
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         tokens, shard, left = heapq.heappop(filling)
         found[i] = shard

@@ -1,4 +1,4 @@
-"""Dynamic sampling: prompts whose samples teach nothing are replaced by further ones (DAPO, arXiv 2503.14476, 3.2)."""
+"""Dynamic sampling: prompts whose samples give no training signal are replaced (DAPO, arXiv 2503.14476, 3.2)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import replace
 from ..environments.collect import Collected, added
 from ..types import RolloutGroup
 
-# Collects the groups of some prompts, given as pairs: the group's number, and the how-manieth of the step's prompts.
+# Collects the groups of some prompts, given as pairs: the group's number, and the prompt's index within the step.
 Sample = Callable[[list[tuple[int, int]]], Collected]
 
 
 def collect_with_signal(
     prompts: int, most: int, sample: Sample, has_signal: Callable[[RolloutGroup], bool]
 ) -> tuple[Collected, int]:
-    """`prompts` groups that have a signal, and how many prompts that took; when another round would take more than
-    `most`, groups without one fill the step. Groups that were replaced are among those without a reward.
+    """Collect `prompts` groups that have a signal; returns them and the number of prompts used. If another round would
+    use more than `most` prompts, groups without a signal fill the step. Replaced groups are returned among
+    `Collected.without_reward`.
 
-    What replaces group n has the number n + `prompts`: shards stay as large, and no two groups have the same random
-    numbers.
+    The replacement of group n has the number n + `prompts`, so that round-robin shards keep their sizes and no two
+    groups share random numbers.
     """
     wanted, used = list(range(prompts)), 0
     kept: list[RolloutGroup] = []

@@ -1,8 +1,7 @@
-"""The algorithm: sample, score, advantage, pack, forward_backward, optim_step. The generator sees new weights at once.
+"""The training loop: sample, score, advantage, pack, forward_backward, optim_step. The generator sees updates at once.
 
-`Loop.step` is the page to read; the rest of the file serves it. On several ranks each generates, scores and trains its
-share of a step; in between every rank has an outline of all groups, so what is decided on them is decided alike
-everywhere.
+Start reading at `Loop.step`, which the rest of the file serves. Each of several ranks generates, scores and trains on
+its share of a step; in between, every rank has an outline of all groups, so that all make the same decisions.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ class Loop:
         self.device = run.policy.model.embed.device
         self.certificate = Certificate(config.parity, settings=run.trainer.numerics())
         self.idle_steps = 0
-        self.prompts_used = 0  # of the task's, which a checkpoint keeps
+        self.prompts_used = 0  # prompts of the task so far; saved in checkpoints
         self.spans: list[Span] = []  # of the latest step
-        self.left_out: list[RolloutGroup] = []  # of the latest step's: replaced by dynamic sampling, or without reward
+        self.left_out: list[RolloutGroup] = []  # in the latest step: replaced by dynamic sampling, or without reward
         task = config.task
         response = config.max_response_length, task.turns, task.environment_timeout
         self._whole_sequences = self.algorithm.indexes_sequences
@@ -65,22 +64,22 @@ class Loop:
         ).collect
         self._most_sampled = config.max_sampled_length
         self._holders = Holders(self.world)  # of the latest step's groups
-        self.ending = Ending()  # what all ranks know of signals by the end of the latest step
-        self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # rollouts and result of a step
+        self.ending = Ending()  # the signals received by any rank until the end of the latest step
+        self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # the latest step's rollouts and result
 
     def step(self, step: int) -> tuple[dict[str, Any], list[RolloutGroup]]:
-        """One step: returns its metrics, the same on every rank, and its rollouts, which the first rank has whole.
+        """Run one step. Returns its metrics, the same on every rank, and its rollouts, complete on the first rank only.
 
         Raises:
             ParityError: strict parity, and a log-probability or a choice of experts differs; the weights are unchanged.
-            NonFiniteError: the loss or the gradient norm is; the weights are what the updates before it made of them.
+            NonFiniteError: the loss, gradient norm or entropy is not finite; earlier updates of the step remain.
             LockstepError: `max_idle_steps` steps in a row had nothing to train on.
-            AskedToEnd: while it was generated, or scored; all is as it was before.
+            AskedToEnd: a signal came during generation or scoring; the state is that from before the step.
         """
         config, trainer, timings = self.config, self.run.trainer, self.run.timings
         version, began, used = trainer.weights_version, time.perf_counter(), self.prompts_used
         lr = learning_rate(config.optimizer, step, config.steps)
-        with timings.measured("step", on_device=True, step=step):  # to the end of what was launched in it
+        with timings.measured("step", on_device=True, step=step):  # until all that it launched has finished
             with timings.measured("generate", on_device=True):
                 groups, without_reward, counts = self._collect(step)
                 if self.run.delay is not None:
@@ -88,7 +87,7 @@ class Loop:
             generated, self._holders = groups + without_reward, Holders(self.world)
             self._latest = (generated, None)
             tokens = sum(r.length for g in generated for r in g.rollouts)
-            sampled = 0 if config.parity == "off" else tokens  # those that are to be compared
+            sampled = 0 if config.parity == "off" else tokens  # tokens to compare
             kl: dict[str, list[float]] = {}
             if self.algorithm.kl_in_reward:
                 with self.world.deadline(f"the reference in step {step + 1}"):
@@ -124,7 +123,7 @@ class Loop:
             counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
         self.spans = [span for span in timings.take() if span.began >= began]
         if len(results) > 1:
-            own = config.loss.importance_sampling_mode is None  # its clip, which a first iteration seldom meets
+            own = config.loss.importance_sampling_mode is None  # the loss's clip, rare in a first iteration
             result = averaged(results[: len(parts)], results if own else results[: len(parts)])
         found = step_metrics(self.run, groups, result, [*batches, *checks], version, self.spans)
         self.ending = found.pop("ending")
@@ -134,7 +133,8 @@ class Loop:
         return counts | found | critic, groups
 
     def _give_up_if_asked(self, delay: Delay, prompts_used: int) -> None:
-        """A signal may have reached what rewards, tools and environments start."""
+        """Raise `AskedToEnd` if a signal came: it may have reached processes that rewards, tools or environments
+        started, so that their results cannot be trusted."""
         if (ending := max(self.world.gather(delay.asked(rewards_given=True)))).number:
             self.prompts_used = prompts_used
             raise AskedToEnd(ending)
@@ -162,13 +162,13 @@ class Loop:
         return found
 
     def _counted(self, rollouts: Iterable[Trajectory]) -> list[Trajectory]:
-        """Those that the loss does not leave out."""
+        """The rollouts that the loss does not mask."""
         masks = self.config.loss.mask_truncated_completions
         return [rollout for rollout in rollouts if not (masks and rollout.cut_off)]
 
     def _advantages(self, groups: list[RolloutGroup], kl: dict[str, list[float]]) -> None:
-        """The algorithm's advantages of the rewards, its penalties included, less `beta` times the sum of the KL
-        estimates over each rollout, where `kl` has some."""
+        """Add the algorithm's penalties to the rewards, and set the advantages of the rewards less `beta` times the sum
+        of each rollout's KL estimates in `kl`, if any."""
         loss = self.config.loss
         for group in groups:
             for r in group.rollouts:
@@ -179,7 +179,7 @@ class Loop:
                 r.advantage = advantage
 
     def _kl_of(self, groups: list[RolloutGroup]) -> dict[str, list[float]]:
-        """Of each rollout by its name: the estimate of the KL divergence from the reference at each sampled token."""
+        """By rollout name, the estimated KL divergence from the reference at each sampled token; for all ranks."""
         found: dict[str, list[float]] = {}
         for batch in self._batches(groups, {}):
             self.run.trainer.reference_logprobs(batch)
@@ -191,11 +191,11 @@ class Loop:
         return found
 
     def _pack(self, groups: list[RolloutGroup], without_reward: list[RolloutGroup]) -> list[list[PackedBatch]]:
-        """Micro-batches to train on, of each mini-batch that has some, and last those of groups that are skipped, which
-        are only checked.
+        """The micro-batches of each mini-batch that has any, and finally those of skipped groups, which are only
+        checked for parity.
 
-        A group whose completions all weigh nothing (`mask_truncated_completions`) is skipped; so is one without
-        advantages (`skip_zero_variance`), or without a reward.
+        Skipped are groups whose completions are all masked (`mask_truncated_completions`), whose advantages are all 0
+        (`skip_zero_variance`), or that have no reward.
         """
         config, weights = self.config, dict[int, float]()
         skip = config.trainer.skip_zero_variance and not config.loss.kl_in_loss
@@ -213,9 +213,9 @@ class Loop:
         return [self._batches(of_one, weights) for of_one in (*parts, checked)]
 
     def _weights(self, groups: list[RolloutGroup]) -> dict[int, float]:
-        """Each rollout's weight a token in the policy loss, normalized over a mini-batch: skipped groups count, as that
-        loss of theirs has no gradient, and masked completions count among the sequences. The load-balancing loss has a
-        weight of 1 over what is trained on."""
+        """The per-token weight of each rollout in the policy loss, by `id`, normalized over a mini-batch. Skipped
+        groups count, since their policy loss has no gradient, and masked completions count as sequences. The
+        load-balancing loss is not affected: it has a total weight of 1 over what is trained on."""
         rollouts = [r for g in groups for r in g.rollouts]
         kept = self._counted(rollouts)
         lengths = [r.length for r in kept]
@@ -232,18 +232,19 @@ class Loop:
         return self._packed(groups, how, check)
 
     def _packed(self, groups: Sequence[RolloutGroup], how: Packing, check_parity: bool) -> list[PackedBatch]:
-        """This rank's micro-batches, as many as every other's, of groups that are dealt to shards."""
+        """Distribute groups to shards and pack this rank's micro-batches, equally many on every rank."""
         shards = dealt(groups, len(self.shards), self.config.parallel.balance_batch)
         self._holders.bring((g, self.world.trains(shard)) for shard, of in enumerate(shards) for g in of)
         packed = pack_shards(shards, self.own_shards, how, check_parity)
-        for i, batch in enumerate(packed):  # the first of every own shard, then the second of each
+        for i, batch in enumerate(packed):  # the first of each own shard, then the second of each, ...
             complete(batch, self.algorithm)
             batch.ends_cell = self.run.trainer.cells.end_with(i % len(self.own_shards))
         return [batch.to(self.device) for batch in packed]
 
     def _check(self, skipped: list[PackedBatch], later: list[list[PackedBatch]]) -> None:
-        """Compare what the step's first update does not train on: skipped groups, and `later` mini-batches, as by their
-        turn the weights are no longer what sampled them. These keep the support that was sampled."""
+        """Compare log-probabilities of what the step's first update does not train on: skipped groups, and `later`
+        mini-batches, whose turn comes when the weights have changed. The latter also store the support of the sampled
+        distribution."""
         for batch in skipped:
             self.run.trainer.check(batch)
         for batch in chain.from_iterable(later):
@@ -252,8 +253,8 @@ class Loop:
             batch.check_parity = False
 
     def _updates(self, parts: list[list[PackedBatch]], lr: float, sampled: int) -> list[StepResult]:
-        """A step's updates, one a mini-batch and iteration, up to the first that was not applied: none is launched
-        after it. The first needs `sampled` tokens that are identical."""
+        """Run a step's updates, one per iteration and mini-batch, stopping after the first that is not applied. The
+        first is applied only if `sampled` tokens are identical."""
         count, results = self.config.trainer.num_iterations, list[StepResult]()
         for i, batches in product(range(count), parts):
             update = self._update(batches, lr, 0 if results else sampled, first=i == 0, last=i == count - 1)
@@ -263,8 +264,8 @@ class Loop:
         return results
 
     def _update(self, batches: list[PackedBatch], lr: float, sampled: int, first: bool, last: bool) -> PendingResult:
-        """Launch one optimizer update on a mini-batch; only a step's first can match the generator's bits. `first`,
-        `last`: of the iterations."""
+        """Launch one optimizer update on a mini-batch. Parity is checked in a step's first update alone. `first`,
+        `last`: whether this is the first or last iteration."""
         trainer = self.run.trainer
         with self.run.timings.measured("forward_backward", on_device=True):
             for batch in batches:
@@ -275,7 +276,7 @@ class Loop:
         return trainer.launch_optim_step(lr, sampled)
 
     def evidence(self) -> dict[str, Any]:
-        """What the latest step computed and on which rollouts, for looking into a failure."""
+        """The latest step's result and rollouts, for investigating a failure."""
         groups, result = self._latest
         return {
             "result": result and asdict(result),
@@ -295,7 +296,7 @@ class Loop:
             raise self.world.on_all(idle)
 
     def warmup_step(self, step: int) -> StepResult:
-        """One supervised step on worked examples, through the same packed trainer."""
+        """Run one supervised step on worked examples, in the same packed trainer."""
         t, policy, trainer = self.config.trainer, self.run.policy, self.run.trainer
         problems = [self.run.task.warmup_problem(step, i) for i in range(t.warmup_batch_size)]
         encode = policy.tokens, policy.encode_completion
@@ -314,11 +315,11 @@ class Loop:
         return result
 
     def validate(self, selection: bool = False) -> dict[str, float]:
-        """Greedy completions of the validation problems, or of those that a warm-up ends by: mean reward, and each
-        reward function's mean."""
+        """Complete the validation problems greedily, or with `selection` those that end a warm-up. Returns the mean
+        reward, the mean of each reward function, and counts that are not 0."""
         task = self.run.task
         if not task.rewards.rewards and self.config.task.environment is None:
-            return {}  # nothing measures them
+            return {}  # nothing would score them
         problems = list(enumerate(task.selection_problems() if selection else task.validation_problems()))
         if not problems:
             return {}

@@ -1,4 +1,4 @@
-"""One trajectory sampled again, alone, as a step samples it among others."""
+"""Sampling one trajectory of a step again, alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .loop import Loop
 
 
 class Recorded(Environment):
-    """Gives what a record says was given, as its tokens."""
+    """An environment that gives the recorded tokens."""
 
     instant: ClassVar[bool] = True
     given: ClassVar[list[tuple[list[int], bool]]]
-    ends: ClassVar[list[list[int]]]  # the turns as they were sampled, where an environment may have ended them
+    ends: ClassVar[list[list[int]]]  # the sampled turns, if the environment may have ended them early
 
     def __init__(self) -> None:
         self._left, self._ends = list(self.given), list(self.ends)
@@ -31,13 +31,13 @@ class Recorded(Environment):
         if not self._left:
             return End(0.0)
         tokens, anew = self._left.pop(0)
-        return Branch(tokens) if anew else tokens or ""  # an environment may have given nothing
+        return Branch(tokens) if anew else tokens or ""  # "": the environment gave nothing
 
     def until(self, sampling: SamplingParams) -> SamplingParams:
         if not self._ends:
             return sampling
         turn = self._ends.pop(0)
-        further = turn[-1:] if turn.count(turn[-1]) == 1 else []  # else it was not what ended the turn
+        further = turn[-1:] if turn.count(turn[-1]) == 1 else []  # an earlier occurrence did not end it
         stops = (*sampling.stop_token_ids, *further)
         return replace(sampling, max_completion_length=len(turn), stop_token_ids=stops)
 
@@ -45,15 +45,22 @@ class Recorded(Environment):
 def sample_again(
     loop: Loop, identity: SampleIdentity, given: list[tuple[list[int], bool]] | None, turns: list[list[int]]
 ) -> Trajectory:
-    """Sample the trajectory of `identity` with the weights of now. `given` are the tokens of its prompt and of what is
-    given after each turn, with whether they begin a branch; None asks the task and the environment anew. `turns` are
-    what was sampled then. `LockstepError`: the environment fails."""
+    """Sample the trajectory of `identity` with the current weights.
+
+    Args:
+        given: the tokens of the prompt and of what was given after each turn, each with whether they begin a branch;
+            None: ask the task and the environment again.
+        turns: the tokens that were sampled originally.
+
+    Raises:
+        LockstepError: the environment fails.
+    """
     run, where = loop.run, f"step {identity.step + 1} group {identity.group}"
     kind, problem = run.environment, Problem("")
     if given is None:
         problem = run.task.train_problem(identity.step, identity.group)
     else:
-        ends = [] if kind.until is Environment.until else turns  # the run's own settings ended them
+        ends = [] if kind.until is Environment.until else turns  # the run's own settings ended the turns
         kind = type("Again", (Recorded,), {"given": given, "ends": ends})
     by = Round(kind, run.policy.tokens, lambda *_: run.engine, loop.limits, Failures(allowed=0), run.timings)
     seed = draw("environment", identity.seed, identity.domain, identity.step, identity.group)

@@ -1,4 +1,4 @@
-"""Supervised steps on worked examples, before reinforcement learning: until a model solves some of the problems."""
+"""Supervised warm-up on worked examples, before reinforcement learning, until the model solves some problems."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..session.signals import raise_received
 from ..session.warm_up import prepare_validation
 from .loop import Loop
 
-_SHOWN = 25  # steps between two lines about the loss
-_RECENT = 10  # steps whose mean loss `trainer.warmup_loss` is held against
+_SHOWN = 25  # steps between messages about the loss
+_RECENT = 10  # steps whose mean loss is compared with `trainer.warmup_loss`
 REWARD = "validation/reward/mean"
 
 
 def sft_warmup(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
-    """Up to `trainer.warmup_steps` supervised steps; fewer when the loss or the reward of the task's selection
-    problems, none of which a validation reports, ends them.
+    """Run up to `trainer.warmup_steps` supervised steps, until the loss falls below `trainer.warmup_loss` or the reward
+    on the task's selection problems, which validation does not report, reaches `trainer.warmup_reward`.
 
-    Returns for the summary: `steps`, `loss_first`, `loss_last`, and with `trainer.warmup_reward` `validation`, the
-    measures of the selection problems by the steps done.
+    Returns for the summary: `steps`, `loss_first`, `loss_last`, and with `trainer.warmup_reward` also `validation`, the
+    metrics of the selection problems by number of steps.
     """
     t = loop.config.trainer
     began, losses = time.monotonic(), list[float]()

@@ -1,4 +1,4 @@
-"""What a step's result must be for the run to go on: finite and, with strict parity, identical in both roles."""
+"""Checks of a step's result: it must be finite and, with strict parity, identical in both roles."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from ..trainer import StepResult
 
 
 def verify(parity: str, certificate: Certificate, step: int, result: StepResult, sampled: int) -> None:
-    """Add a step's first result to the certificate, unless `parity` is "off", and check it against the `sampled` tokens
-    that were to be compared. Raises as `require_finite` and, when `parity` is "strict", as `raise_mismatch`."""
+    """Check a step's first result, and add it to the certificate with the number of tokens that were to be compared,
+    `sampled`, unless `parity` is "off". Raises as `require_finite` and, if `parity` is "strict", as
+    `raise_mismatch`."""
     if parity != "off":
         certificate.add(step, result, sampled)
     require_finite(f"step {step + 1}", result)
@@ -20,8 +21,8 @@ def verify(parity: str, certificate: Certificate, step: int, result: StepResult,
 
 
 def require_finite(where: str, result: StepResult) -> None:
-    """Raise `NonFiniteError`, which begins with `where`, unless loss, gradient norm and entropy are finite."""
-    if not (result.finite and math.isfinite(result.entropy)):  # the entropy is of tokens that are only checked, too
+    """Raise `NonFiniteError`, with `where` in front, unless loss, gradient norm and entropy are finite."""
+    if not (result.finite and math.isfinite(result.entropy)):  # entropy includes tokens that are only checked
         raise NonFiniteError(
             f"{where}: loss is {result.loss}, gradient norm {result.grad_norm}, entropy {result.entropy}; "
             f"the weights were {'changed' if result.applied else 'not changed'}"
@@ -29,7 +30,7 @@ def require_finite(where: str, result: StepResult) -> None:
 
 
 def raise_mismatch(step: int, result: StepResult) -> None:
-    """Stop a strict run: names the first differing tokens, or says how many were not compared. The weights are those
+    """Raise `ParityError`, which lists the first differing tokens, or how many were not compared. The weights are those
     from before the step."""
     lines = [
         f"{m.request}, completion token {m.position}, {m.kind}: generator {m.generator!r}, trainer {m.trainer!r}"

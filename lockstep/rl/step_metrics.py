@@ -1,4 +1,4 @@
-"""What a step is measured by: the values behind the names of `run.metrics`."""
+"""The metrics of a step, whose names `run.metrics` documents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..timings import Span, totals
 from ..trainer import StepResult, packed_slots
 from ..types import PackedBatch, RolloutGroup, Trajectory
 
-# Phases whose seconds are metrics.
+# Phases whose seconds are reported as `time/<name>`.
 _TIMED = ("step", "generate", "environment", "rewards", "critic", "forward_backward", "optim_step", "sync")
 
 
@@ -28,12 +28,13 @@ def step_metrics(
     version: int,
     spans: Sequence[Span],
 ) -> dict[str, Any]:
-    """The metrics of a step that every run has, by name; the same on every rank. What ranks measure each by itself is
-    padding, of all batches, and the largest of their times and memory. `ending`, which is no metric, is of all ranks.
+    """The metrics that every step has, by name, the same on every rank. Padding is that of all ranks' batches; for
+    times and memory the largest value of any rank counts. The entry `ending` is not a metric, but all ranks' signals.
 
     Args:
-        groups: of all ranks, whole on the first. batches: of this one. spans: of its step.
-        version: of the weights that the step was sampled from.
+        groups: those of all ranks, complete on the first rank only.
+        batches, spans: those of this rank.
+        version: the version of the weights that sampled the step.
     """
     spent = {"sync": 0.0} | totals(spans)  # in one process the generator reads the trainer's weights
     seconds = {f"time/{name}": value for name, value in spent.items() if name in _TIMED}
@@ -41,7 +42,7 @@ def step_metrics(
     own |= run.runtime.metrics() | {"ending": Ending() if run.delay is None else run.delay.asked()}
     ranks = run.world.gather((*packed_slots(batches), own))
     slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
-    names = dict.fromkeys(name for *_, of_rank in ranks for name in of_rank)  # not all ranks score what was sampled
+    names = dict.fromkeys(name for *_, of_rank in ranks for name in of_rank)  # not every rank scores rollouts
     largest = {name: max(of_rank[name] for *_, of_rank in ranks if name in of_rank) for name in names}
     measured = {"padding_waste": 1.0 - used / slots if slots else 0.0, **largest}
     return run.world.from_first(lambda: _of_the_step(run, groups, result, version, measured))
@@ -77,7 +78,7 @@ def _of_the_step(
 def _by_environment(
     kind: type[Environment], rollouts: Sequence[Trajectory], names: Collection[str]
 ) -> dict[str, float]:
-    """Of each of several environments in one run: its trajectories, their mean reward, and `Environment.metrics`."""
+    """For each of a run's several environments: its trajectories, their mean reward, and `Environment.metrics`."""
     found: dict[str, float] = {}
     for name in sorted(names):
         own = [r for r in rollouts if r.environment == name]
@@ -89,7 +90,8 @@ def _by_environment(
 
 
 def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
-    """`reward/mean` and `reward/std`; `rewards/<fn>/mean` and `rewards/<fn>/std` over where the function applies."""
+    """`reward/mean` and `reward/std`, and `rewards/<fn>/mean` and `rewards/<fn>/std` over the rollouts that the
+    function applies to."""
     rollouts = [r for g in groups for r in g.rollouts]
     metrics = {
         "reward/mean": mean(r.reward for r in rollouts),
@@ -103,7 +105,7 @@ def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory used so far: allocated on a GPU, resident on a CPU."""
+    """Peak memory so far: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource

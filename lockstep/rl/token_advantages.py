@@ -1,5 +1,4 @@
-"""Where each token has an advantage of its own: between packing and the first update what it is, and with a critic its
-values and what it is to learn."""
+"""Per-token advantages and, with a critic, values and returns, computed between packing and the first update."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ def estimate(
     rollouts: Sequence[Trajectory],
     kl: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """Fill in the batches' advantages, values and returns, of the samples that are trained on; a rollout's advantage
-    becomes its tokens' mean. Returns the metrics of a critic, where there is one.
+    """Fill in the batches' advantages, values and returns, and set each rollout's advantage to the mean over its
+    tokens. Returns the critic's metrics, or nothing without a critic.
 
     Args:
-        rollouts: those of all ranks that are trained on.
-        kl: by a rollout's name what `config.beta` times is taken off each token's reward; empty for nothing.
+        rollouts: those of all ranks that the loss does not mask.
+        kl: by rollout name, per-token KL estimates, of which `config.beta` times is subtracted from the rewards.
     """
     found = _values(trainer, batches) if trainer.algorithm.has_critic else None
     if found is not None:
@@ -41,14 +40,14 @@ def estimate(
             if rows_C is not None:
                 of_names = {name: pair[i] for name, pair in by_name.items()}
                 values = list(chain.from_iterable(_of_part(s, of_names) for s in batch.sequences))
-                rows_C[: len(values)].copy_(torch.tensor(values))  # in place: a batch's tensors lie side by side
+                rows_C[: len(values)].copy_(torch.tensor(values))  # in place: a batch's tensors share one buffer
     for rollout, of_tokens in zip(rollouts, advantages, strict=True):
         rollout.advantage = math.fsum(of_tokens) / len(of_tokens)
     return {} if found is None else _metrics(list(chain.from_iterable(said)), list(chain.from_iterable(returns)))
 
 
 def _values(trainer: Trainer, batches: Sequence[PackedBatch]) -> dict[str, list[float]]:
-    """What the critic says before each sampled token, by a rollout's name, of all ranks."""
+    """By rollout name, the critic's value before each sampled token; for all ranks."""
     values: dict[str, list[float]] = {}
     for batch in batches:
         trainer.values(batch)
@@ -60,8 +59,8 @@ def _values(trainer: Trainer, batches: Sequence[PackedBatch]) -> dict[str, list[
 
 
 def token_rewards(rollout: Trajectory, beta: float, kl: Sequence[float] | None) -> list[float]:
-    """The reward of each sampled token: that of a turn with its last, what else the rollout has with the last of all,
-    less `beta` times each one's KL estimate."""
+    """The reward of each sampled token: a turn's reward is at its last token, the rest of the rollout's at the very
+    last token; `beta` times each token's KL estimate is subtracted."""
     found = [-beta * estimate for estimate in kl] if kl else [0.0] * rollout.length
     *earlier, _ = rollout.turns
     given = [math.fsum((turn.rewards or {}).values()) for turn in earlier]
@@ -72,7 +71,7 @@ def token_rewards(rollout: Trajectory, beta: float, kl: Sequence[float] | None) 
 
 
 def _metrics(values: list[float], returns: list[float]) -> dict[str, Any]:
-    """How much of the returns' variance the critic knew before the step; None where they have none."""
+    """The critic's metrics before the step. Its explained variance is None if the returns have no variance."""
     spread = _variance(returns)
     left = _variance([r - v for r, v in zip(returns, values, strict=True)])
     return {
@@ -88,13 +87,15 @@ def _variance(values: list[float]) -> float:
 
 
 def _of_part(sequence: Trajectory, by_name: Mapping[str, Sequence[float]]) -> Sequence[float]:
-    """Of the values of each trajectory's sampled tokens, those of what a micro-batch has of one; zeros of another."""
+    """From values by trajectory, those of the sampled tokens that `sequence`, perhaps only part of a trajectory, has;
+    zeros if there are none for it."""
     count, begin = sequence.length, sequence.part_from or 0
     return by_name[sequence.name][begin : begin + count] if sequence.name in by_name else [0.0] * count
 
 
 def add_values(found: dict[str, list[float]], values: list[float], batch: PackedBatch) -> None:
-    """Add a batch's values a completion token to those of each sequence by its name: of several parts in order."""
+    """Append a batch's values per completion token to those in `found`, by sequence name; parts of a sequence come in
+    order."""
     rest = iter(values)
     for sequence in batch.sequences:
         found.setdefault(sequence.name, []).extend(islice(rest, sequence.length))
