@@ -1,4 +1,4 @@
-"""The algorithms of policy optimization, a file each: advantages, weights, and a loss a token."""
+"""Policy optimization algorithms, one file each: advantages, weights, and a per-token loss."""
 
 from dataclasses import replace
 from pkgutil import resolve_name
@@ -10,7 +10,7 @@ from .policy_terms import TokenValues as TokenValues
 from .sft import SFT
 from .user import user_algorithm
 
-SUPERVISED = "sft"  # of the warm-up's steps
+SUPERVISED = "sft"  # for warm-up steps
 ALGORITHMS: dict[str, type[Algorithm]] = {
     **{name: resolve_name(f"{__name__}.{row.where}") for name, row in SHIPPED.items()},
     SUPERVISED: SFT,
@@ -18,9 +18,9 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 
 def algorithm_of(config: LossConfig) -> Algorithm:
-    """The algorithm that `loss.loss_type` names, with the settings of `config`; a user's is tried on a few tokens.
-    `InputError`: it cannot be loaded, does not do what `Algorithm` says, lacks its teacher, or cannot read a
-    setting."""
+    """The algorithm that `loss.loss_type` names, with the settings of `config`. A user's algorithm is tried on a few
+    tokens. `InputError`: it cannot be loaded, violates `Algorithm`'s interface, lacks its teacher, or does not read a
+    setting that was given."""
     found = user_algorithm(config) if ":" in config.loss_type else ALGORITHMS[config.algorithm].of(config)
     refuse(
         found.has_teacher and config.teacher is None,
@@ -30,6 +30,6 @@ def algorithm_of(config: LossConfig) -> Algorithm:
 
 
 def supervised(config: LossConfig) -> Algorithm:
-    """The algorithm of supervised steps, with the settings of `config`. Nothing sampled what they are given, so their
-    losses are not weighed by how likely that is."""
+    """The algorithm of supervised steps, with the settings of `config` but without importance sampling, as no policy
+    sampled the examples."""
     return ALGORITHMS[SUPERVISED].of(replace(config, importance_sampling_mode=None))

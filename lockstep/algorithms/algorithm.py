@@ -1,4 +1,4 @@
-"""What an algorithm is: from the rewards of a step's groups to a loss a token."""
+"""`Algorithm`, the interface of an algorithm: from the rewards of a step's groups to a loss per token."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .policy_terms import KL_ESTIMATORS, TokenValues, corrected_kl, truncated_we
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm of policy optimization: subclass it in a file of its own, as a frozen dataclass.
+    """A policy optimization algorithm. Subclass it as a frozen dataclass, in a separate file.
 
-    An object holds all that its loss may read, and is what stored graphs of the loss are found by. A field with the
-    name of one of `LossConfig`'s has that one's value, or its own default where that is None; any other its default.
-    The methods that do not run on the device are given the whole configuration.
+    The fields are all that the loss may read, and are part of the key of its stored graphs. A field that `LossConfig`
+    has too takes its value from there, unless that is None; all others have their defaults. Methods that run on the
+    host are given the whole configuration.
     """
 
     beta: float = 0.0
@@ -33,9 +33,9 @@ class Algorithm:
     router_aux_loss_coef: float = 0.0
 
     has_kl: ClassVar[bool] = True  # the KL divergence from the reference can be added to the loss
-    has_teacher: ClassVar[bool] = False  # the loss reads what `loss.teacher` says (`TokenValues.ref_logprob_C`)
+    has_teacher: ClassVar[bool] = False  # the loss reads log-probs of `loss.teacher` (`TokenValues.ref_logprob_C`)
     has_critic: ClassVar[bool] = False  # a value head is trained too (`TokenValues.value_C`, `estimate`)
-    whole_sequences: ClassVar[bool] = False  # the loss has terms of whole sequences (`TokenValues.sequence_sum`)
+    whole_sequences: ClassVar[bool] = False  # the loss has sums over sequences (`TokenValues.sequence_sum`)
 
     @classmethod
     def of(cls, config: LossConfig) -> Self:
@@ -43,61 +43,61 @@ class Algorithm:
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def penalty(self, config: LossConfig, length: int, max_completion_length: int) -> float:
-        """What to add to the reward of a completion of `length` tokens."""
+        """A term added to the reward of a completion of `length` tokens."""
         return 0.0
 
     def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
-        """Each sample's advantage, given the rewards of each group's samples: all groups of a step, on every rank."""
+        """Each sample's advantage. `rewards` has those of all groups of a step, on every rank."""
         return group_advantages(rewards, config.scale_rewards)
 
     def keep(self, rewards: Sequence[float]) -> bool:
-        """Whether a group of samples with these rewards, at least one, has something to learn from."""
+        """Whether a group of samples with these rewards, at least one, gives a training signal."""
         return any(reward != rewards[0] for reward in rewards)
 
     def estimate(
         self, config: LossConfig, rewards: Rewards, values: Sequence[Sequence[float]]
     ) -> tuple[list[list[float]], list[list[float]]]:
-        """Where tokens have advantages of their own (`of_tokens`): each token's, and with a critic what that is to say
-        of it, of the step's samples.
+        """Per-token advantages (if `of_tokens`) and returns, which a critic learns, for each of a step's samples.
 
         Args:
-            rewards: of each token of the samples that are trained on, all of a step, on every rank: a turn's with the
-                turn's last, all else of the sample's with the last of all, and with `use_kl_in_reward` less `beta`
-                times each token's estimate.
-            values: for each what the critic said before each of its tokens, before the step's first update; zeros
-                without a critic.
+            rewards: the reward of each token, for all samples of the step that are trained on, on every rank: a turn's
+                reward is at its last token, the rest of the sample's at the very last; with `use_kl_in_reward`, `beta`
+                times each token's KL estimate is subtracted.
+            values: the critic's value before each token, computed before the step's first update; zeros without a
+                critic.
         """
         raise NotImplementedError(f"{type(self).__name__} has a critic and does not say what it is to learn")
 
     def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:
-        """What multiplies each token's loss, one weight a sequence, such that the mini-batch's loss is the plain sum.
+        """The factor on token losses, one for each sequence, such that a mini-batch's loss is their plain sum.
 
-        By default the mean over each sequence, then over sequences.
+        By default, the loss is the mean over each sequence, then over sequences.
 
         Args:
-            lengths: completion tokens of each sequence of a mini-batch that is trained on, all micro-batches together.
-            num_sequences: sequences that the mean is over, those that are masked too.
+            lengths: the completion tokens of each sequence that is trained on, in all of a mini-batch's micro-batches.
+            num_sequences: the sequences of the mini-batch, including masked ones.
             max_completion_length: the sampling limit.
         """
         return [1.0 / (length * num_sequences) for length in lengths]
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
-        """Loss a token, float32 [C], to be differentiated by the log-probs; and where it is clipped, bool [C].
+        """Each token's loss, float32 [C], differentiable with respect to the log-probs; and whether it is clipped, bool
+        [C].
 
-        It is traced: operators of torch alone, and no `if` on a tensor. Padding has an advantage of 0.
+        This method is traced, so it may use only torch operators, and no `if` on a tensor. Padding has advantage 0.
         """
         raise NotImplementedError(f"{type(self).__name__} has no loss")
 
     def kl(self, values: TokenValues, ref_logprob_C: Tensor) -> Tensor:
-        """Estimate of the KL divergence from the reference, nats a token."""
+        """The estimated KL divergence from the reference, in nats per token."""
         estimator = KL_ESTIMATORS[self.kl_estimator]
         if self.use_bias_correction_kl:
             return corrected_kl(values, ref_logprob_C, estimator)
         return estimator(values.model_logprob_C, ref_logprob_C)
 
     def corrected_loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
-        """`loss`, or with `importance_sampling_mode` a weight times the loss of an update that begins at the weights of
-        now: the weight stands for the way from what sampled, in place of the loss's own ratio (decoupled PPO, arXiv
+        """`loss`, or with `importance_sampling_mode` the loss with the current policy as the old one, times an
+        importance weight that accounts for the policy that sampled, instead of the loss's ratio (decoupled PPO, arXiv
         2110.00641)."""
         if self.importance_sampling_mode is None:
             return self.loss(values)
@@ -107,13 +107,12 @@ class Algorithm:
 
     @cached_property
     def of_tokens(self) -> bool:
-        """Whether each token has an advantage of its own, by `estimate`, and those of `advantages` are for the choice
-        of what is trained on."""
+        """Whether advantages are per token, by `estimate`; `advantages` then only decides what is trained on."""
         return self.has_critic
 
     @cached_property
     def indexes_sequences(self) -> bool:
-        """Whether the loss needs to know which tokens are of one sequence."""
+        """Whether the loss needs to know which tokens belong to the same sequence."""
         return self.whole_sequences or (self.importance_sampling_mode or "").startswith("sequence")
 
     @cached_property
@@ -128,7 +127,7 @@ class Algorithm:
 
     @cached_property
     def kl_in_reward(self) -> bool:
-        """Whether it is taken off the rewards."""
+        """Whether the KL divergence from the reference is subtracted from the rewards."""
         return self.beta > 0 and self.use_kl_in_reward
 
 
@@ -141,15 +140,15 @@ def mean_over_tokens(
 
 
 def any_group(_: Algorithm, rewards: Sequence[float]) -> bool:
-    """`Algorithm.keep` where there is something to learn from every group."""
+    """`Algorithm.keep` for algorithms that learn from every group."""
     return True
 
 
 def every_sample(_: Algorithm, config: LossConfig, rewards: Rewards) -> list[list[float]]:
-    """`Algorithm.advantages` where every sample counts, and the loss or `estimate` says how much."""
+    """`Algorithm.advantages`, all 1, for algorithms that get them from the loss or from `estimate`."""
     return [[1.0] * len(group) for group in rewards]
 
 
 def nowhere(like_C: Tensor) -> Tensor:
-    """False a token: a loss that clips nothing."""
+    """False for each token, for losses without clipping."""
     return torch.zeros_like(like_C, dtype=torch.bool)

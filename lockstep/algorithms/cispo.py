@@ -14,8 +14,8 @@ from .policy_terms import TokenValues
 
 @dataclass(frozen=True)
 class CISPO(Algorithm):
-    """`-sg(min(r, epsilon_high)) A logprob`: the weight is cut and has no gradient (`sg`), so no token's gradient is
-    lost; the mean over all tokens. `epsilon_high` bounds the ratio itself."""
+    """`-sg(min(r, epsilon_high)) A logprob`, the mean over all tokens. The ratio is capped at `epsilon_high` itself,
+    and a stop-gradient (`sg`) on it preserves every token's gradient."""
 
     epsilon_high: float = 5.0  # ScaleRL (arXiv 2510.13786)
 

@@ -14,14 +14,15 @@ from .policy_terms import TokenValues
 
 @dataclass(frozen=True)
 class Distillation(Algorithm):
-    """Reverse KL from a frozen teacher `q` of the same tokens, on what the model samples: `w sg(log p - log q)`, `w`
-    the token's probability in the model over that in the distribution it was sampled from; the mean over all tokens.
+    """Reverse KL from a frozen teacher `q` with the same vocabulary, on tokens that the model samples: `w sg(log p -
+    log q)`, where `w` is a token's probability in the model over that in the distribution it was sampled from; the mean
+    over all tokens.
 
-    It is the estimate from the sampled token, as the field has it (thinkingmachines.ai/blog/on-policy-distillation): a
-    policy gradient whose advantage is each token's own `log q - log p`. In the mean over the tokens that a position can
-    have, value and gradient are those of KL(p || q) there, which TRL's `DistillationTrainer` sums over the vocabulary
-    (its `beta` 1): at any temperature and after any number of updates. Of p and q at temperature 1; what filters left
-    out is missing. Later positions are taken as given, a discount of 0. Rewards are reported and not learned from."""
+    This is the usual single-sample estimate (thinkingmachines.ai/blog/on-policy-distillation): a policy gradient whose
+    advantage is each token's `log q - log p`. In expectation over the token sampled at a position, value and gradient
+    are those of KL(p || q), which TRL's `DistillationTrainer` (`beta` 1) sums over the vocabulary, at any sampling
+    temperature and after any number of updates; p and q are at temperature 1, and tokens that filters exclude are
+    missing. Effects on later positions are ignored (a discount of 0). Rewards are reported, not learned from."""
 
     has_kl: ClassVar[bool] = False
     has_teacher: ClassVar[bool] = True

@@ -18,15 +18,15 @@ _MOST = 1 - 2**-24  # keeps the logarithm of 1 - p finite
 
 @dataclass(frozen=True)
 class DPPO(GRPO):
-    """`-M sg(min(r, clip_ratio_c)) A logprob`, where `M` leaves out a token that moves on from the policy that sampled
-    it once it is far: `A > 0`, `r > 1` and a divergence above `epsilon_high`, or `A < 0`, `r < 1` and one above
-    `epsilon`. The divergence is that of "this token or another": total variation `|p - q|` (binary_tv) or `KL(q || p)`
-    (binary_kl), `q` the probability when sampled. The ratio is cut and has no gradient (`sg`); the mean over all
-    tokens.
+    """`-M sg(min(r, clip_ratio_c)) A logprob`, the mean over all tokens. The mask `M` drops a token that would move
+    further from the policy that sampled it: `A > 0`, `r > 1` and a divergence above `epsilon_high`, or `A < 0`, `r < 1`
+    and a divergence above `epsilon`. The divergence is between the binary distributions of "this token or another":
+    total variation `|p - q|` (binary_tv) or `KL(q || p)` (binary_kl), with `q` the probability when sampled. The capped
+    ratio has a stop-gradient (`sg`).
 
-    Names and defaults are those of `DPPOConfig` in TRL 1.8, which newer ones lack, but that `epsilon_high` follows
-    `epsilon` where it is not given, and that there are no divergences over the most likely tokens (`topk_tv`,
-    `topk_kl`), whose log-probs nothing keeps."""
+    Names and defaults are those of `DPPOConfig` in TRL 1.8 (removed since), except that `epsilon_high` defaults to
+    `epsilon`, and that there are no divergences over the most likely tokens (`topk_tv`, `topk_kl`), whose log-probs are
+    not recorded."""
 
     epsilon: float = SHIPPED["dppo"].epsilon
     divergence_type: str = "binary_tv"
@@ -44,7 +44,7 @@ class DPPO(GRPO):
         return -advantage_C * torch.where(masked_C, 0.0, weight_C) * values.logprob_C, masked_C
 
     def divergence(self, values: TokenValues) -> Tensor:
-        """Of the two outcomes, without gradient, [C]."""
+        """The divergence between the binary distributions, without gradient, [C]."""
         now_C, then_C = (x.detach().exp().clamp(max=_MOST) for x in (values.logprob_C, values.old_logprob_C))
         if self.divergence_type == "binary_tv":
             return (now_C - then_C).abs()

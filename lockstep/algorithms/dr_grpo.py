@@ -10,7 +10,7 @@ from .grpo import GRPO
 
 @dataclass(frozen=True)
 class DrGRPO(GRPO):
-    """`grpo` with a constant in place of each sequence's length: the sum of tokens' losses over
+    """`grpo` with a constant instead of each sequence's length: the sum of token losses, divided by
     `max_completion_length * sequences`."""
 
     def weights(self, lengths: Sequence[int], num_sequences: int, max_completion_length: int) -> list[float]:

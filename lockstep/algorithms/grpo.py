@@ -13,9 +13,9 @@ from .policy_terms import TokenValues, clipped_surrogate
 
 @dataclass(frozen=True)
 class GRPO(Algorithm):
-    """`-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`, `r` the token's ratio of probabilities and `A` its reward
-    less the group's mean (over the deviation that `scale_rewards` names); the mean over each sequence, then over
-    sequences. The clip is symmetric unless `epsilon_high` is given."""
+    """`-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`, with `r` a token's ratio of probabilities and `A` its
+    sample's reward less the group's mean (divided by the deviation that `scale_rewards` names); the mean over each
+    sequence, then over sequences. The clip is symmetric unless `epsilon_high` is given."""
 
     epsilon: float = SHIPPED["grpo"].epsilon
     epsilon_high: float | None = None

@@ -13,7 +13,7 @@ from .policy_terms import TokenValues, clipped_surrogate
 
 @dataclass(frozen=True)
 class GSPO(GRPO):
-    """`grpo` with one ratio a sequence, the geometric mean of its tokens': `-min(s A, clip(s, 1 - epsilon, 1 +
+    """`grpo` with one ratio per sequence, the geometric mean of its tokens' ratios: `-min(s A, clip(s, 1 - epsilon, 1 +
     epsilon_high) A)`, `log s = mean_t(logprob_t - old_t)`; the mean over sequences. The paper clips at 3e-4 below and
     4e-4 above."""
 

@@ -1,7 +1,7 @@
-"""What losses are made of, over per-token tensors.
+"""Building blocks of losses, over per-token tensors.
 
-A loss is a per-token value; its normalization is in the weights (`Algorithm.weights`). Nothing is clamped to hide
-an overflow: the loss is then infinite or NaN, and the step is not applied.
+A loss is a value per token, normalized by weights (`Algorithm.weights`). No clamp hides an overflow: the loss is then
+infinite or NaN, and the step is not applied.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from torch import Tensor
 
 from .. import ops
 
-KLEstimator = Callable[[Tensor, Tensor], Tensor]  # of the model's and the reference's log-probs, nats a token
+KLEstimator = Callable[[Tensor, Tensor], Tensor]  # (model's log-probs, reference's log-probs) -> nats per token
 
 
 class TokenValues(NamedTuple):
-    """What a loss may look at, float32 [C] each: log-probs as the weights are now, of the sampled distribution and of
-    the model's own; the sampled one when the token was generated; the advantage. `cu_completions` (None where
-    `Algorithm.whole_sequences` does not ask for it) tells which tokens are of one sequence. `ref_logprob_C` is of the
-    reference's or, with `Algorithm.has_teacher`, the teacher's own distribution. With
-    `Algorithm.has_critic`: the value as the weights are now, the one before the step's first update, and the return."""
+    """What a loss may read, each float32 [C] except for `cu_completions`.
+
+    Attributes:
+        logprob_C, model_logprob_C: current log-probs, in the sampled distribution (after temperature and filters) and
+            in the model's own.
+        old_logprob_C: `logprob_C` when the token was generated.
+        cu_completions: the boundaries of sequences; None unless `Algorithm.indexes_sequences`.
+        ref_logprob_C: log-probs in the own distribution of the reference or, with `Algorithm.has_teacher`, the teacher.
+        value_C, old_value_C, return_C: with `Algorithm.has_critic`, the current value, the value before the step's
+            first update, and the return.
+    """
 
     logprob_C: Tensor
     model_logprob_C: Tensor
@@ -36,12 +42,12 @@ class TokenValues(NamedTuple):
     return_C: Tensor | None = None
 
     def sequence_sum(self, values_C: Tensor) -> Tensor:
-        """For each token the sum over its sequence, [C]; 0 for padding."""
+        """For each token, the sum over its sequence, [C]; 0 for padding."""
         assert self.cu_completions is not None, "for terms of whole sequences the class says whole_sequences = True"
         return ops.sequence_sum(values_C, self.cu_completions)
 
     def sequence_mean(self, values_C: Tensor) -> Tensor:
-        """For each token the mean over its sequence, [C]; 0 for padding."""
+        """For each token, the mean over its sequence, [C]; 0 for padding."""
         length_C = self.sequence_sum(torch.ones_like(values_C)).clamp(min=1)
         return self.sequence_sum(values_C) / length_C
 
@@ -51,10 +57,9 @@ def clipped_surrogate(
 ) -> tuple[Tensor, Tensor]:
     """PPO's clipped objective, negated: `-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)`, and where it clips.
 
-    `r = exp(log_ratio)`, of the distribution that was sampled (Schulman et al. 2017, equation 7). The
-    minimum clips from above where A > 0 and from below where A < 0, so the bound is put on `log r`, on that side
-    alone: the same function, but the exponential overflows only where the objective does, and the gradient of a
-    clipped token is 0 and never 0 * inf.
+    `r = exp(log_ratio)`, in the sampled distribution (Schulman et al. 2017, equation 7). The minimum clips from above
+    where A > 0 and from below where A < 0, so it is enough to bound `log r` on that side: the same function, but the
+    exponential overflows only where the objective does, and the gradient of a clipped token is 0, never 0 * inf.
     """
     low = math.log1p(-epsilon) if epsilon < 1 else -math.inf
     bounded_C = torch.where(
@@ -65,19 +70,20 @@ def clipped_surrogate(
 
 
 def kl_k1(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
-    """`model - ref`: unbiased, of either sign. Without a correction its gradient in a loss is 0 in the mean."""
+    """`model - ref`: unbiased, of either sign. As a loss, without correction, its gradient is 0 in expectation."""
     return model_logprob_C - ref_logprob_C
 
 
 def kl_k2(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
-    """Half the square of `kl_k1`: biased, never negative; on its own samples its gradient is that of the divergence."""
+    """Half the square of `kl_k1`: biased and never negative. On the model's own samples its gradient is that of the
+    divergence, in expectation."""
     return 0.5 * (model_logprob_C - ref_logprob_C).square()
 
 
 def kl_k3(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
-    """Estimate of KL(model || reference) from the model's own samples, nats a token, never negative: `exp(d) - 1 - d`
-    with `d = ref - model`, Schulman's k3 (http://joschu.net/blog/kl-approx.html). `expm1` keeps its digits near 0. Of
-    samples that another distribution drew it is biased; so is its gradient in any case."""
+    """`exp(d) - 1 - d` with `d = ref - model`, Schulman's k3 (http://joschu.net/blog/kl-approx.html): an estimate of
+    KL(model || reference), never negative, unbiased on the model's own samples and biased on others; its gradient is
+    always biased. `expm1` is accurate near 0."""
     difference_C = ref_logprob_C - model_logprob_C
     return torch.expm1(difference_C) - difference_C
 
@@ -86,12 +92,12 @@ KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
 def corrected_kl(values: TokenValues, ref_logprob_C: Tensor, estimator: KLEstimator = kl_k3) -> Tensor:
-    """The estimate times the probability of the token in the model over that in the distribution it was sampled from.
+    """The estimate times the token's probability in the model over that in the distribution it was sampled from.
 
-    In the mean over the tokens that a position can have, it is (k1, k3) KL(model || reference) of that position, and
-    its gradient is the gradient (DeepSeek-V3.2, arXiv 2512.02556, section 3.1): at any temperature and after any number
-    of updates. So is k2's, under a weight that has no gradient. Where filters left tokens out, their part of the sum is
-    missing.
+    In expectation over the token sampled at a position, k1 and k3 then equal KL(model || reference) there, and their
+    gradients equal its gradient (DeepSeek-V3.2, arXiv 2512.02556, section 3.1), at any sampling temperature and after
+    any number of updates. So does k2's gradient, if the weight has no gradient. Tokens that filters exclude are missing
+    from the sum.
     """
     weight_C = torch.exp(values.model_logprob_C - values.old_logprob_C)
     if estimator is kl_k2:
@@ -100,10 +106,11 @@ def corrected_kl(values: TokenValues, ref_logprob_C: Tensor, estimator: KLEstima
 
 
 def truncated_weight(values: TokenValues, mode: str, clip_max: float) -> tuple[Tensor, Tensor]:
-    """The probability of what was sampled, now over then, cut at `clip_max` or left out above; and where it is.
+    """The importance weight of each token, its probability now over that when sampled, without gradient; and where it
+    exceeds `clip_max`: it is capped there, or set to 0 in the modes *_mask (as in IcePop, arXiv 2510.18855).
 
-    Of the token or, in the modes sequence_*, of its whole sequence. There is no gradient. Where nothing has changed it
-    is exactly 1. (TRL's `vllm_importance_sampling_mode`; arXiv 2510.18855 leaves out, IcePop.)
+    In the modes sequence_* it is the weight of the whole sequence. It is exactly 1 if the policy has not changed. Modes
+    are those of TRL's `vllm_importance_sampling_mode`.
     """
     log_ratio_C = (values.logprob_C - values.old_logprob_C).detach()
     if mode.startswith("sequence"):

@@ -1,4 +1,4 @@
-"""PPO with a critic: proximal policy optimization (arXiv 1707.06347), with clipped values as OpenAI's baselines."""
+"""PPO with a critic: proximal policy optimization (arXiv 1707.06347), with clipped values as in OpenAI's baselines."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .policy_terms import TokenValues
 
 @dataclass(frozen=True)
 class PPO(GRPO):
-    """`grpo`'s loss with an advantage a token, plus `vf_coef` times the critic's: `max((v - R)^2, (clip(v, v_old -
+    """`grpo`'s loss with per-token advantages, plus `vf_coef` times the critic's loss, `max((v - R)^2, (clip(v, v_old -
     cliprange_value, v_old + cliprange_value) - R)^2) / 2`; the mean over all tokens.
 
-    The critic is a value head on the policy's own hidden states, of zeros at first, whose gradient reaches them.
-    `v_old` and the advantages are made of the weights before the step's first update, by generalized advantage
-    estimation (arXiv 1506.02438): `A_t = d_t + gamma lam A_t+1`, `d_t = r_t + gamma v_t+1 - v_t`, the reward at the
-    last token, nothing after it, and with `use_kl_in_reward` less `beta` times each token's KL estimate at that token.
-    `R = A + v_old`; then advantages are whitened over the step's tokens. Names and defaults are those of
-    `PPOConfig` in TRL 1.12, the last that has it: `epsilon` is its `cliprange`, `beta` its `kl_coef`, which is 0 here
-    unless it is given, as `kl_estimator` is k3."""
+    The critic is a value head on the policy's last hidden states, initialized to zeros; its gradient flows into the
+    policy. `v_old` and the advantages are computed before the step's first update, by generalized advantage estimation
+    (arXiv 1506.02438): `A_t = d_t + gamma lam A_t+1`, `d_t = r_t + gamma v_t+1 - v_t`. The reward `r` of a turn is at
+    its last token, and with `use_kl_in_reward`, `beta` times each token's KL estimate is subtracted. `R = A + v_old`;
+    advantages are then whitened over the step's tokens. Names and defaults are those of `PPOConfig` in TRL 1.12, the
+    last that has it, where `epsilon` is `cliprange` and `beta` is `kl_coef`; defaults here are a `beta` of 0 and a
+    `kl_estimator` of k3."""
 
     vf_coef: float = 0.1
     cliprange_value: float = 0.2
@@ -51,7 +51,7 @@ class PPO(GRPO):
         return loss_C + self.vf_coef * self.value_loss(values), clipped_C
 
     def value_loss(self, values: TokenValues) -> Tensor:
-        """Of the critic, [C]."""
+        """The critic's loss, [C]."""
         value_C, old_C, return_C = values.value_C, values.old_value_C, values.return_C
         assert value_C is not None and old_C is not None and return_C is not None
         near_C = torch.clamp(value_C, old_C - self.cliprange_value, old_C + self.cliprange_value)

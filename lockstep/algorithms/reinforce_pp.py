@@ -1,4 +1,4 @@
-"""REINFORCE++ (arXiv 2501.03262), without a baseline and with that of the group."""
+"""REINFORCE++ (arXiv 2501.03262), without a baseline and with the group's mean as baseline."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .grpo import GRPO
 
 @dataclass(frozen=True)
 class ReinforcePP(GRPO):
-    """`grpo`'s loss, the mean over all tokens; advantages are the rewards less the mean of the whole step's, over their
-    deviation, so one sample a prompt is enough. The paper's KL term is `use_kl_in_reward` with `kl_estimator` k1: then
-    each token has its own, `A_t = R - beta sum_{i >= t} KL_i` less the mean of all the step's tokens', over their
-    deviation. Without it all tokens of a sample have one advantage, which counts once in mean and deviation however
-    long the sample is; in verl it counts once a token."""
+    """`grpo`'s loss, the mean over all tokens. Advantages are rewards, normalized by the mean and standard deviation of
+    the whole step, so one sample per prompt is enough. The paper's KL term is `use_kl_in_reward` with `kl_estimator`
+    k1: advantages are then per token, `A_t = R - beta sum_{i >= t} KL_i`, normalized over the step's tokens. Without
+    it, all tokens of a sample share one advantage, which counts once in mean and deviation, whatever the sample's
+    length; in verl it counts once per token."""
 
     @cached_property
     def of_tokens(self) -> bool:
@@ -40,8 +40,8 @@ class ReinforcePP(GRPO):
 
 @dataclass(frozen=True)
 class ReinforcePPBaseline(GRPO):
-    """`reinforce_pp` with rewards less the group's mean, over the deviation of all of the step's such differences. The
-    paper's KL term is in the loss, with `kl_estimator` k2."""
+    """`reinforce_pp` with rewards less their group's mean, divided by the standard deviation of all these differences
+    in the step. The paper's KL term is in the loss, with `kl_estimator` k2."""
 
     def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
         return scaled(rewards)

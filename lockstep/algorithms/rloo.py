@@ -15,10 +15,10 @@ from .policy_terms import TokenValues, clipped_surrogate
 
 @dataclass(frozen=True)
 class RLOO(GRPO):
-    """`-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)` with the ratio of whole sequences, `log r =
-    sum_t(logprob_t - old_t)`, and `A` the reward less the mean of the group's others; the mean over sequences.
-    `normalize_advantages`: less the mean of all, over their deviation. The paper's KL term is `use_kl_in_reward` with
-    `kl_estimator` k1."""
+    """`-min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)` with ratios of whole sequences, `log r = sum_t(logprob_t -
+    old_t)`, and `A` the reward less the mean of the others in the group; the mean over sequences. With
+    `normalize_advantages`, these are normalized by the step's mean and standard deviation. The paper's KL term is
+    `use_kl_in_reward` with `kl_estimator` k1."""
 
     whole_sequences: ClassVar[bool] = True
 

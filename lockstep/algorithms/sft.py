@@ -13,7 +13,7 @@ from .policy_terms import TokenValues
 
 @dataclass(frozen=True)
 class SFT(Algorithm):
-    """`-log p` in the model's own distribution, the mean over all tokens."""
+    """`-log p` in the model's own distribution; the mean over all tokens."""
 
     has_kl: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""A user's own algorithm: a subclass of `Algorithm`, found by name and tried on a few tokens."""
+"""User-defined algorithms: subclasses of `Algorithm`, loaded by name and tried on a few tokens."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ..user_functions import load_function, one_line
 from .algorithm import Algorithm
 from .policy_terms import TokenValues
 
-_LENGTHS, _PADDING = (3, 1), 2  # completion tokens of each sequence it is tried on, and rows beyond
+_LENGTHS, _PADDING = (3, 1), 2  # completion tokens of each sequence in the trial, and rows of padding
 _REWARDS = [[0.0, 1.0], [1.0, 1.0]]
-# Settings that a method of the algorithm's own has to read; what is not here either is read by all, or is a field.
+# Settings that are read only if the algorithm overrides the method. Other settings are read by all, or are fields.
 _BY_METHOD = {
     **dict.fromkeys(("gamma", "lam"), "estimate"),
     **{"normalize_advantages": "advantages", "overlong_penalty": "penalty"},
 }
-_BY_ALL = {"scale_rewards", "dynamic_sampling", "beta", "teacher", "overlong_buffer"}  # the last a recipe may have set
+_BY_ALL = {"scale_rewards", "dynamic_sampling", "beta", "teacher", "overlong_buffer"}  # a recipe may have set the last
 
 
 def user_algorithm(config: LossConfig) -> Algorithm:
     """The algorithm that `loss.loss_type` names as module:Class or path.py:Class. `InputError`: it cannot be loaded, is
-    no `Algorithm`, returns something else than that says, or cannot read a setting that is given."""
+    not an `Algorithm`, violates that interface, or does not read a setting that was given."""
     what = f"loss.loss_type {config.loss_type!r}"
     kind = load_function(config.loss_type, what, kind="Class")
     if not (isinstance(kind, type) and issubclass(kind, Algorithm)):
@@ -50,7 +50,7 @@ def user_algorithm(config: LossConfig) -> Algorithm:
 
 
 def _unread(algorithm: Algorithm, config: LossConfig) -> Iterator[tuple[str, str]]:
-    """(field, why) of each setting that the algorithm has no way to read."""
+    """The settings that the algorithm does not read, each with the reason."""
     if not algorithm.has_teacher:
         yield "teacher", "learns from none; remove it"
     elif config.teacher is not None:
@@ -67,7 +67,7 @@ def _unread(algorithm: Algorithm, config: LossConfig) -> Iterator[tuple[str, str
 
 
 def _wrong(algorithm: Algorithm, config: LossConfig) -> str:
-    """What it returns that it should not; nothing if all is well."""
+    """A message about the first method that returns something wrong; "" if there is none."""
     advantages = algorithm.advantages(config, _REWARDS)
     if not _numbers(advantages, [2, 2]):
         return f"advantages of two groups of two samples are {one_line(advantages)}; they must be two lists of two"
@@ -98,10 +98,10 @@ def _wrong_estimate(algorithm: Algorithm, config: LossConfig) -> str:
 
 
 def _numbers(found: Any, lengths: Sequence[int]) -> bool:
-    """Whether it is a list of lists so long, of finite numbers."""
+    """Whether `found` is a list of lists of these lengths, of finite numbers."""
     try:
         return [len(inner) for inner in found] == list(lengths) and all(math.isfinite(x) for x in chain(*found))
-    except TypeError:  # other things
+    except TypeError:  # not lists, or not of numbers
         return False
 
 
@@ -134,7 +134,7 @@ def _wrong_loss(algorithm: Algorithm) -> str:
 
 
 class _Traced(TorchFunctionMode):
-    """Within it no number of a tensor becomes one of Python's, which a graph cannot hold."""
+    """Raises `TypeError` where a tensor's value would become a Python number, as that cannot be traced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _TO_PYTHON:
@@ -151,7 +151,7 @@ _ASKED = {"ref_logprob_C": "has_teacher"} | dict.fromkeys(("value_C", "old_value
 
 
 def _remedy(error: Exception) -> str:
-    """Where in the user's file it was raised, and what to do where that is known."""
+    """The place in the user's file where `error` was raised, and a remedy if one is known."""
     of_values = isinstance(error, AttributeError) and isinstance(error.obj, TokenValues)
     said = f"; TokenValues has {', '.join(TokenValues._fields)}, sequence_sum and sequence_mean" if of_values else ""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_installed(frame.filename)]
@@ -164,7 +164,7 @@ def _remedy(error: Exception) -> str:
 
 
 def _is_installed(file: str) -> bool:
-    """Whether a file is of this package or of torch."""
+    """Whether a file belongs to this package or to torch."""
     return any(Path(file).is_relative_to(folder) for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
