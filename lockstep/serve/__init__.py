@@ -1,1 +1,1 @@
-"""An HTTP server over the engine: chat, completions, and tokens in and out. Needs the extra `serve`."""
+"""An HTTP server over the engine: chat, completions, and tokens in, tokens out. Needs the extra `serve`."""

@@ -1,4 +1,4 @@
-"""The application: routes, keys, and errors in one shape."""
+"""The FastAPI application: routes, API keys, and a uniform error format."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ HEALTH = "/health"
 
 
 def make_app(service: Service, under: str = "", more: Mapping[str, Route] = {}) -> FastAPI:  # noqa: B006
-    """The application of a service. The model's routes begin with `under`, a path with parameters; `more` are further
-    ones that are posted to."""
+    """The application for a service. The paths of the model's routes begin with `under`, which may have path
+    parameters; `more` are additional POST routes."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -48,7 +48,7 @@ def make_app(service: Service, under: str = "", more: Mapping[str, Route] = {}) 
     posted = {under + path: answer for path, answer in ROUTES.items()} | dict(more)
     models = f"{under}/v1/models"
     asked = {models: _models, f"{models}/{{name:path}}": _model, "/metrics": _metrics, HEALTH: _health}
-    for method, routes in (("POST", posted), ("GET", asked)):  # plain routes, which read their bodies themselves
+    for method, routes in (("POST", posted), ("GET", asked)):  # plain routes: handlers read the bodies
         for path, answer in routes.items():
             app.add_route(path, partial(answer, service), methods=[method])
     for kind in (ApiError, FieldError, HTTPException, ClientLeft, ClientDisconnect, Exception):
@@ -89,17 +89,17 @@ def _told(error: ApiError) -> Response:
 
 async def _error(request: Request, error: Exception) -> Response:
     if isinstance(error, (ClientLeft, ClientDisconnect)):
-        return Response(status_code=499)  # nobody reads it; a number of its own for the metrics
+        return Response(status_code=499)  # nobody reads it, but metrics count it
     if isinstance(error, FieldError):
         error = refused(error.field, str(error))
-    if isinstance(error, HTTPException):  # an unknown path, or another method than a route has
+    if isinstance(error, HTTPException):  # an unknown path, or the wrong method for a route
         error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
     fault = ApiError(500, "the server has a fault; its log says which")
     return _told(error if isinstance(error, ApiError) else fault)
 
 
 class _Guard:
-    """Asks for the key, everywhere but at `HEALTH`, and counts what was answered, by route and status."""
+    """Requires the API key everywhere but at `HEALTH`, and counts answers by route and status."""
 
     def __init__(self, app: ASGIApp, service: Service, paths: list[str]) -> None:
         self._app, self._requests = app, service.metrics.requests
@@ -123,7 +123,7 @@ class _Guard:
 
     def _knows_key(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")  # RFC 9110, 11.1: in letters of any case
+        scheme, _, key = given.partition(b" ")  # RFC 9110, 11.1: case-insensitive
         return self._key is None or (scheme.lower() == b"bearer" and secrets.compare_digest(key, self._key))
 
 

@@ -1,6 +1,6 @@
-"""Requests of many clients through one engine: they are taken in and handed out between its launches.
+"""One engine for the requests of many clients: jobs are accepted and results delivered between its launches.
 
-One thread calls `turn`, over and over; it is the only one that touches the engine. Other threads `submit` and `cancel`.
+One thread calls `turn` in a loop, and it alone touches the engine. Other threads call `submit` and `cancel`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ..errors import InputError, LockstepError
 from ..generator import Engine
 from ..types import SampleIdentity, SamplingParams, Trajectory
 
-FAILURES = 3  # launches in a row that raise, after which the engine is not tried again
-FOLLOWERS_S = 0.02  # seconds at most that a launch waits for clients that were answered
+FAILURES = 3  # consecutive failed launches, after which the engine is given up
+FOLLOWERS_S = 0.02  # the most seconds that a launch waits for new jobs of clients just answered
 
 _log = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True)
 class Update:
-    """What is new of a sample: tokens since the last update of a job that is streamed, both log-probabilities as in
-    `Segment`, and the completion once it is finished. `sample` counts from 0 in its job."""
+    """News of a sample: its tokens since the last update (for streamed jobs; otherwise all), with both
+    log-probabilities as in `Segment`, and its completion once it is finished. `sample` is its index in the job."""
 
     sample: int
     token_ids: list[int]
@@ -37,15 +37,15 @@ class Update:
 
 @dataclass(eq=False)
 class Job:
-    """A prompt to complete `sampling.n` times, as `Engine.add_request` takes it; `streamed` ones are told of as they
-    grow, others when a sample is finished."""
+    """A prompt to complete `sampling.n` times, as for `Engine.add_request`. `streamed`: updates are delivered as
+    samples grow; otherwise, once per finished sample."""
 
     prompt_ids: list[int]
     sampling: SamplingParams
     identity: SampleIdentity
     streamed: bool = False
-    told: list[int] = field(init=False)  # tokens, of each sample
-    left: int = field(init=False)  # samples that are not finished
+    told: list[int] = field(init=False)  # tokens delivered of each sample
+    left: int = field(init=False)  # unfinished samples
     request_id: int = field(default=-1, init=False)  # the engine's
 
     def __post_init__(self) -> None:
@@ -57,8 +57,8 @@ News = list[tuple[Job, Update | Exception]]
 
 
 class Batcher:
-    """An engine shared by jobs that come at any time. `deliver` is called with what every turn brought, in the thread
-    that takes turns; an exception is a job's end."""
+    """Runs jobs, which may arrive at any time, in one engine. `deliver` is called with the news of each turn, in the
+    thread that calls `turn`; an exception among them ends its job."""
 
     def __init__(self, engine: Engine, deliver: Callable[[News], None]) -> None:
         self.engine, self._deliver = engine, deliver
@@ -66,22 +66,23 @@ class Batcher:
         self._jobs: dict[int, Job] = {}  # by the engine's id
         self._news: News = []
         self._failures = 0
-        self._ended, self._launch_s = 0, 0.0  # jobs that the last launch ended, and what it took
+        self._ended, self._launch_s = 0, 0.0  # jobs that the last launch ended, and its duration
 
     def submit(self, job: Job) -> None:
         self._inbox.put(partial(self._add, job))
 
     def cancel(self, job: Job) -> None:
-        """Leave it, if it is not finished; nothing more is delivered of it."""
+        """Cancel a job unless it is finished. Nothing more is delivered for it once the engine's thread has seen
+        this."""
         self._inbox.put(partial(self._remove, job))
 
     def wake(self) -> None:
-        """Make a turn that waits for jobs return. A signal handler may call it."""
+        """Make a `turn` that waits for jobs return. Signal handlers may call this."""
         self._inbox.put(lambda: None)
 
     def turn(self, wait: float | None = None) -> None:
-        """Take in what has come, launch once, and deliver; without a job wait, for `wait` seconds at most.
-        `LockstepError`: the engine has failed too often in a row."""
+        """Accept new jobs, launch once, and deliver. Without a job, wait for one for up to `wait` seconds (None: for
+        any time). `LockstepError`: the engine has failed `FAILURES` times in a row."""
         self._take_in(wait)
         if self._jobs:
             try:
@@ -109,8 +110,8 @@ class Batcher:
                 self._inbox.get_nowait()()
 
     def _wait_for_followers(self) -> None:
-        """Clients whose jobs have ended often come with another at once, which would miss the next launch: take in as
-        many within half of what the last one took. The device is busy meanwhile with what was launched ahead."""
+        """Clients whose jobs have ended often send another at once, which would just miss the next launch: wait for as
+        many jobs, for up to half the last launch's duration. The device meanwhile runs what was launched ahead."""
         until = time.monotonic() + min(self._launch_s / 2, FOLLOWERS_S)
         for _ in range(self._ended):
             self._inbox.get(timeout=max(0.0, until - time.monotonic()))()
@@ -146,7 +147,7 @@ class Batcher:
                     del self._jobs[grown.request_id]
 
     def _fail(self, error: Exception) -> None:
-        """What ran when the engine raised is lost, and so is what waited: it may be what made it raise."""
+        """After the engine has raised, drop all jobs: those that ran are lost, and a waiting one may be the cause."""
         _log.error("the engine failed", exc_info=error)
         self._failures += 1
         self._drop_all(error)

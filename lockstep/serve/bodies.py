@@ -1,6 +1,6 @@
-"""Bodies of requests: their fields, what each may be, and what the engine has no answer for.
+"""Request bodies: their fields and allowed values, and fields that are not supported.
 
-A field that would change the answer and that nothing here reads is refused by name, never dropped in silence.
+A field that would change the answer but is not supported is refused by name, never silently ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..config import LEAST_TEMPERATURE, MAX_SEED
 from ..types import SamplingParams
 from .errors import ApiError, refused
 
-# Fields that no answer depends on.
+# Fields that do not affect the answer.
 _NO_EFFECT = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"}
 _NO_EFFECT |= {"prompt_cache_retention", "prediction", "cache_salt", "priority", "routed_experts_prompt_start"}
 _NO_EFFECT |= {"skip_special_tokens", "spaces_between_special_tokens", "detokenize"}
@@ -27,7 +27,7 @@ _GUIDES = "json", "regex", "choice", "grammar"
 _SAMPLED = "there are log-probabilities of sampled tokens alone"
 _TEXT = "the model reads and writes text"
 _TEMPLATE = "messages go through the model's own chat template, up to its generation prompt"
-# Fields that are not supported: the values that change nothing, which are taken, and why there are no others.
+# Unsupported fields: the values that change nothing, which are accepted, and why no others are.
 _UNSUPPORTED: dict[str, tuple[list[Any], str]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), ([0], _DISTRIBUTION)),
     **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), ([[]], _DISTRIBUTION)),
@@ -61,8 +61,8 @@ _UNSUPPORTED: dict[str, tuple[list[Any], str]] = {
 }
 
 
-BODY_SECONDS = 60.0  # that a body may take to come
-READ_TO_ITS_END = 4  # times the limit: a client that still sends reads no answer
+BODY_SECONDS = 60.0  # the most seconds for receiving a body
+READ_TO_ITS_END = 4  # times the limit up to which a body is read to its end: a client that sends reads no answer
 
 
 def _greedy_or_warm(value: float) -> float:
@@ -80,7 +80,7 @@ class _Fields(BaseModel):
 
 
 class SamplingFields(_Fields):
-    """What all routes sample by. A field that is null is as one that is left out."""
+    """The sampling fields of all routes. Null counts as absent."""
 
     temperature: Annotated[float, Field(ge=0, le=1e4), AfterValidator(_greedy_or_warm)] = 1.0
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
@@ -94,7 +94,7 @@ class SamplingFields(_Fields):
     ignore_eos: bool = False
 
     def sampling(self, max_tokens: int) -> SamplingParams:
-        """As the engine takes it."""
+        """The engine's sampling parameters."""
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -124,7 +124,7 @@ class _Body(SamplingFields):
 
 
 class ChatBody(_Body):
-    """Of `/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
@@ -138,7 +138,7 @@ class ChatBody(_Body):
 
 
 class CompletionBody(_Body):
-    """Of `/v1/completions`. `prompt` is a text, token ids, or a list of either."""
+    """The body of `/v1/completions`. `prompt` is a text, token ids, or a list of either."""
 
     prompt: Any
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
@@ -146,13 +146,13 @@ class CompletionBody(_Body):
 
 
 class TokenSampling(SamplingFields):
-    """Of `sampling_params`."""
+    """The field `sampling_params` of `TokensBody`."""
 
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
 
 
 class TokensBody(_Fields):
-    """Of `/inference/v1/generate`."""
+    """The body of `/inference/v1/generate`."""
 
     token_ids: list[int]
     sampling_params: TokenSampling = TokenSampling()
@@ -166,8 +166,8 @@ _Kind = TypeVar("_Kind", bound=BaseModel)
 
 
 async def read_body(request: Request, kind: type[_Kind], most: int) -> _Kind:
-    """The request's body as a `kind`. Raises `ApiError` naming the field that is wrong, and for a body that is no JSON
-    object, or larger than `most` bytes."""
+    """The request's body as a `kind`. Raises `ApiError` naming an invalid field, or if the body is not a JSON object,
+    is larger than `most` bytes, or does not arrive in `BODY_SECONDS`."""
     try:
         given = orjson.loads(await _content(request, most))
     except orjson.JSONDecodeError as error:
@@ -178,7 +178,7 @@ async def read_body(request: Request, kind: type[_Kind], most: int) -> _Kind:
 
 
 async def _content(request: Request, most: int) -> bytearray:
-    """At most so many bytes; one that says that it is larger is not waited for."""
+    """The content of a body of at most `most` bytes; if `content-length` is larger, it is refused without waiting."""
     large = ApiError(413, f"the body is larger than {most >> 20} MiB", code="body_too_large")
     if int(request.headers.get("content-length", 0)) > most:
         raise large
@@ -199,7 +199,7 @@ async def _content(request: Request, most: int) -> bytearray:
 
 
 def parse(given: dict[str, Any], kind: type[_Kind]) -> _Kind:
-    """The body of a JSON object. Raises `ApiError` naming the field that is wrong."""
+    """A JSON object as a `kind`. Raises `ApiError` naming an invalid field."""
     given = {name: _without_nulls(kind, name, value) for name, value in given.items() if value is not None}
     try:
         body = kind.model_validate(given)
@@ -214,7 +214,8 @@ def parse(given: dict[str, Any], kind: type[_Kind]) -> _Kind:
 
 
 def _without_nulls(kind: type[BaseModel], name: str, value: Any) -> Any:
-    """An object of settings without the fields that are null; messages, and values by name, are left as they are."""
+    """A nested object of settings without its null fields; messages, and mappings such as a template's variables, are
+    left as they are."""
     field = kind.model_fields.get(name)
     settings = field is None or (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
     return {k: v for k, v in value.items() if v is not None} if settings and isinstance(value, dict) else value

@@ -1,9 +1,9 @@
-"""Chat messages to token ids. Given text is encoded once; what was sampled, and comes back as tokens, stays tokens.
+"""Chat messages to token ids: text is encoded, but sampled turns that come back with token ids keep them.
 
-An answer's message has its `token_ids` when its request asked for them. Sent back with the conversation they stand in
-the next prompt as they are, between the pieces of text that the template puts around them, so a conversation's prompt
-begins with the last one's prompt and what was sampled after it. Where the template no longer renders a turn as it was
-(it removes thinking, say) or the client has changed it, its text is encoded as all text is.
+An answer's message has its `token_ids` if the request asked for them. Sent back with the conversation, they stand in
+the next prompt unchanged, between the encoded text that the template puts around them, so that the prompt begins with
+the previous prompt and what was sampled after it. A turn that the template no longer renders as it was sampled (it may
+remove thinking), or that the client has changed, is encoded as text.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from ..session.text.policy import Policy
 from ..session.text.tool_calls import ToolFormat, begins_thought
 from .errors import refused
 
-MOST_TURNS = 512  # whose tokens are looked for in a prompt, each with the template
+MOST_TURNS = 512  # the most turns with token ids in a prompt: locating each renders the template
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A prompt's token ids; of its messages' turns that came with token ids, how many stand in it as they were sampled,
-    and how many had to be encoded again; and whether it begins a thought, which the completion goes on with."""
+    """A prompt.
+
+    Attributes:
+        kept, encoded_again: how many turns with token ids keep those, and how many had to be encoded as text.
+        thinks: whether the prompt ends within a thought, which the completion continues.
+    """
 
     token_ids: list[int]
     kept: int = 0
@@ -37,8 +41,8 @@ class ChatPrompt:
 def encode_chat(
     policy: Policy, messages: list[Message], variables: dict[str, Any], form: ToolFormat | None
 ) -> ChatPrompt:
-    """Token ids of checked messages through the model's template with these `variables`, its tools among them.
-    `InputError`: the template refuses the messages, or they are larger than any prompt."""
+    """Encode checked messages with the model's template and these `variables`, which include tools. `InputError`: the
+    template refuses the messages, or they are larger than any prompt may be."""
     config = policy.model.config
     check_size(messages, config.max_position_embeddings, policy.longest_token)
     of_turns = [_sampled(message, f"messages[{i}].token_ids", config.vocab_size) for i, message in enumerate(messages)]
@@ -48,7 +52,7 @@ def encode_chat(
     text = render_chat(policy.tokenizer, told, variables)
     check_size(text, config.max_position_embeddings, policy.longest_token)  # with tools and calls
     ids: list[int] = []
-    place = kept = lost = 0  # characters of `text` that `ids` stand for; turns
+    place = kept = lost = 0  # characters of `text` encoded so far; turns
     for i, sampled in enumerate(of_turns):
         if sampled:
             turn = _turn(policy, text, _begun(policy, told[:i], variables), sampled, form)
@@ -61,7 +65,7 @@ def encode_chat(
 
 
 def _sampled(message: Message, where: str, vocabulary: int) -> list[int]:
-    """The token ids that a message came with, or none."""
+    """The token ids that a message came with, checked; [] if there are none."""
     token_ids = message.get("token_ids") or []
     if token_ids and message["role"] != "assistant":
         raise refused(where, f"{where}: the message is of role {message['role']}; only an assistant's was sampled")
@@ -71,7 +75,7 @@ def _sampled(message: Message, where: str, vocabulary: int) -> list[int]:
 
 
 def _told(policy: Policy, message: Message, sampled: list[int], form: ToolFormat | None) -> Message:
-    """A message as the template takes it, with its thought: as the client tells it, or as it was sampled."""
+    """A message as the template takes it, with its thought: the client's `reasoning`, or the one that was sampled."""
     told = {name: value for name, value in message.items() if name != "token_ids"}
     if form is None:
         return told
@@ -80,7 +84,7 @@ def _told(policy: Policy, message: Message, sampled: list[int], form: ToolFormat
 
 
 def _begun(policy: Policy, told: list[Message], variables: dict[str, Any]) -> str | None:
-    """The text that a turn was sampled after; None where the template refuses a conversation that ends there."""
+    """The text that a turn was sampled after; None if the template refuses a conversation that ends there."""
     with suppress(InputError):
         return render_chat(policy.tokenizer, told, variables)
     return None
@@ -89,8 +93,9 @@ def _begun(policy: Policy, told: list[Message], variables: dict[str, Any]) -> st
 def _turn(
     policy: Policy, text: str, before: str | None, sampled: list[int], form: ToolFormat | None
 ) -> tuple[int, int] | None:
-    """Where a turn that was sampled after `before` stands in `text`: from there up to where given text goes on. None
-    where `text` has not what was sampled. A generation prompt may have had an end that turns of the past have not."""
+    """The range in `text` of a turn that was sampled after `before`, including the text of its last token if that ended
+    it; None if `text` does not have what was sampled. The range begins after the common prefix, since the generation
+    prompt may end in text that past turns do not have."""
     if before is None:
         return None
     ended = sampled[-1] in policy.model.config.eos_token_ids
@@ -104,13 +109,13 @@ def _turn(
 
 
 def _same(rendered: str, sampled: str, form: ToolFormat | None) -> bool:
-    """Whether a template has rendered what was sampled: but for space around it, and the spelling of tool calls."""
+    """Whether `rendered` is what was sampled, except for surrounding whitespace and the formatting of tool calls."""
     if rendered.strip() == sampled.strip():
         return True
     if form is None:
         return False
     if form.thoughts(rendered) != form.thoughts(sampled):
         return False
-    form = replace(form, thinks=False)  # of the past nobody knows how its generation prompt ended
+    form = replace(form, thinks=False)  # how the generation prompt of a past turn ended is unknown
     (text, calls), (sampled_text, sampled_calls) = form.parse(rendered), form.parse(sampled)
     return bool(calls) and calls == sampled_calls and text.strip() == sampled_text.strip()

@@ -1,4 +1,4 @@
-"""Errors as clients of OpenAI's API read them."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """A request that gets no answer: the status, and what to tell its sender. `param` is the field that is wrong,
-    `code` a word that programs look for, such as `context_length_exceeded`."""
+    """An error to answer a request with: the status, and a message for its sender. `param` is the invalid field, `code`
+    an identifier for programs, such as `context_length_exceeded`."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code  # the others may have what a client sent
+        self.status, self.code = status, code  # message and param may contain what a client sent
         self.message, self.param = message[:MOST_TOLD], param and param[:MOST_TOLD]
 
     @property
@@ -24,10 +24,10 @@ class ApiError(Exception):
 
 
 def refused(param: str, message: str, code: str | None = None) -> ApiError:
-    """Status 400: the field `param` cannot be as it is."""
+    """Status 400: the field `param` is invalid."""
     return ApiError(400, message, param, code)
 
 
 def closing() -> ApiError:
-    """Status 503, for what comes or is left while the server ends."""
+    """Status 503, for requests that arrive or are still open while the server shuts down."""
     return ApiError(503, "the server is shutting down")

@@ -1,4 +1,4 @@
-"""Answers as JSON, whole or streamed as server-sent events. Floats are written so that they read back exactly."""
+"""Answers as JSON, whole or streamed as server-sent events. Floats are written such that they are read back exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .ticket import ClientLeft, Ticket
 
 
 class EventStream(Response):
-    """The chunks of an answer, while its ticket is held; then `[DONE]`. An error on the way is the last event."""
+    """Sends an answer's chunks, holding its ticket, then `[DONE]`; if an error occurs, it is the last event instead."""
 
     media_type = "text/event-stream"
 

@@ -1,4 +1,4 @@
-"""What `/metrics` tells Prometheus."""
+"""Metrics for Prometheus, at `/metrics`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class ServerMetrics:
-    """Counters of one server, in a registry of their own."""
+    """The metrics of one server, in a separate registry."""
 
     def __init__(self, engine: Engine) -> None:
         self._registry = registry = CollectorRegistry()
@@ -39,5 +39,5 @@ class ServerMetrics:
         Gauge(name, about, registry=self._registry).set_function(value)
 
     def page(self) -> tuple[bytes, str]:
-        """The text that Prometheus reads, and its type."""
+        """The text that Prometheus reads, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST

@@ -1,6 +1,7 @@
-"""A server as a process: the engine in the thread that runs it, HTTP in another, and signals that end both.
+"""The server process: the engine in the thread that calls `Server.run`, HTTP in another, and signals that end both.
 
-The first SIGTERM or Ctrl-C stops taking connections and lets requests finish, for a while; another ends at once.
+After the first SIGTERM or Ctrl-C no connections are accepted, and requests have a while to finish; a second one ends
+the process at once.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from .errors import closing
 from .service import Service
 from .settings import Settings
 
-LEAVING = 2.0  # seconds that answers have to be sent once the last request was ended
-KEEP_ALIVE = 75  # seconds of an idle connection: more than clients keep theirs, which would meet it as it closes
+LEAVING = 2.0  # seconds for sending answers once the last request has ended
+KEEP_ALIVE = 75  # seconds until an idle connection closes: longer than clients keep it, so none uses it as it closes
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Kinds of sampling that graphs are made for before the first request.
 _KINDS = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(temperature=0.0)]
 
 
 class Server:
-    """An `LLM` that answers on a socket, from `run` until `stop`. `InputError`: the settings do not go with the model,
-    or it cannot listen there."""
+    """Serves an `LLM` on a socket, from `run` until `stop`. `InputError`: the settings do not fit the model, or the
+    address cannot be listened on."""
 
     def __init__(self, llm: LLM, settings: Settings) -> None:
         settings.validate()
         context = settings.context(llm.context)
-        self._socket = listen(settings.host, settings.port)  # before graphs are made, which takes longer
+        self._socket = listen(settings.host, settings.port)  # before graphs are made, which takes long
         try:
             engine = llm.engine_for(llm.config.generator.max_num_seqs, context, _KINDS)
             self.service = Service(llm.policy, engine, settings, context, llm.config.seed)
@@ -53,7 +54,7 @@ class Server:
         self.url = url_of(self._socket)
 
     def run(self) -> None:
-        """Answer until `stop`; the calling thread is the engine's. Raises `LockstepError` when the engine fails."""
+        """Serve until `stop`. The engine runs in the calling thread. Raises `LockstepError` if the engine fails."""
         thread = threading.Thread(target=self._serve, name="http", daemon=True)
         batcher = self.service.batcher
         with short_turns(), settled():
@@ -80,21 +81,21 @@ class Server:
             self.service.batcher.wake()
 
     def stop(self) -> None:
-        """End once what runs has finished, or `shutdown_seconds` are over. A signal handler may call it."""
+        """End once running requests have finished, or after `shutdown_seconds`. Signal handlers may call this."""
         self._deadline = time.monotonic() + self.service.settings.shutdown_seconds
         self.service.stopping = self._http.should_exit = True
         self.service.batcher.wake()
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket there. Raises `InputError`."""
+    """A listening socket. Raises `InputError`."""
     many_connections()
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         found = socket.create_server((host, port), family=family, backlog=2048)
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the end of an answer waits 40 ms for an ack
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else the end of an answer waits 40 ms for an ACK
         return found
-    except (OSError, UnicodeError) as error:  # the latter of a name that is none, such as a..b
+    except (OSError, UnicodeError) as error:  # the latter for an invalid name, such as a..b
         raise InputError(f"cannot listen on {host}, port {port} ({error}); give another --host or --port") from error
 
 
@@ -104,7 +105,7 @@ def url_of(socket: socket.socket) -> str:
 
 
 def http_server(app: FastAPI, leaving: int) -> uvicorn.Server:
-    """What answers with an application, and has so many seconds to send its answers once it is told to end."""
+    """A uvicorn server for `app`; once told to end, it has `leaving` seconds to send its answers."""
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -117,7 +118,7 @@ def http_server(app: FastAPI, leaving: int) -> uvicorn.Server:
 
 
 def serve(load: Callable[[], LLM], settings: Settings) -> None:
-    """Answer with the model that `load` gives until a signal ends the process; where is told on standard error."""
+    """Serve the model that `load` returns until a signal ends the process. The address is printed on standard error."""
     with load() as llm:
         server = Server(llm, settings)
         with _stopped_by_signals(server):
@@ -126,7 +127,7 @@ def serve(load: Callable[[], LLM], settings: Settings) -> None:
 
 
 def _stopped_by_signals(server: Server) -> AbstractContextManager[None]:
-    """Within it the first signal stops the server, and another raises: `KeyboardInterrupt`, or `Terminated`."""
+    """A context in which the first signal stops the server, and another raises `KeyboardInterrupt` or `Terminated`."""
 
     def handle(number: int, _: FrameType | None) -> None:
         if not server.service.stopping:

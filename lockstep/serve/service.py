@@ -1,6 +1,6 @@
-"""Between HTTP and the engine: what may run, and whose news go where.
+"""Between HTTP and the engine: admits requests, and routes the batcher's updates to those that wait for them.
 
-All of it runs in the event loop's thread; the batcher's thread hands its news over.
+All of this runs in the event loop's thread, except for `_deliver`, by which the batcher's thread hands updates over.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from .metrics import ServerMetrics
 from .settings import Settings
 from .ticket import Ticket
 
-TOKEN_TEXTS = 1 << 16  # that are remembered: decoding one takes longer than drawing it
-EXACT = 1 << 53  # whole numbers below are themselves in every language's JSON
+TOKEN_TEXTS = 1 << 16  # cached texts of tokens: decoding a token takes longer than sampling it
+EXACT = 1 << 53  # smaller integers are exact in every language's JSON
 
 _T = TypeVar("_T")
 
 
 class Service:
-    """What routes share.
+    """The state and operations that routes share.
 
     Args:
-        context: tokens that a prompt and its completion may have together.
-        seed: of the seeds that requests without one are given.
+        context: the most tokens of a prompt and its completion together.
+        seed: seeds the generator of seeds for requests without one.
 
     Attributes:
-        tool_format: how the model's chat template calls tools; None: it has none, or not in a known form.
-        token_text: the text of a token by itself.
-        open_samples: of requests that are not answered yet.
-        stopping: whether the server ends; nothing new is taken on.
+        tool_format: how the model's chat template expresses tool calls; None: it does not, or in an unknown format.
+        token_text: the text of a single token.
+        open_samples: samples of requests that are not answered yet.
+        stopping: whether the server is shutting down, and accepts no more requests.
     """
 
     def __init__(self, policy: Policy, engine: Engine, settings: Settings, context: int, seed: int) -> None:
@@ -58,20 +58,20 @@ class Service:
         self._check = engine.check
         self._seeds = random.Random(seed)
         self._tickets: dict[Job, Ticket] = {}
-        self._encoder = ThreadPoolExecutor(1, "encode")  # a tokenizer encodes for one at a time
+        self._encoder = ThreadPoolExecutor(1, "encode")  # one thread: a tokenizer encodes one text at a time
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def names(self, body: ChatBody | CompletionBody) -> Callable[[int], str]:
-        """What log-probabilities call a token: by its text, or by its id as the request asks."""
+        """How log-probabilities name a token: by its text or, if the request asks for that, by its id."""
         return "token_id:{}".format if body.return_tokens_as_token_ids else self.token_text
 
     def close(self) -> None:
-        """No more is encoded."""
+        """Stop encoding prompts."""
         self._encoder.shutdown(wait=False)
 
     async def encoded(self, field: str, encode: Callable[[], _T]) -> _T:
-        """The result of an encoding in a thread of its own. `InputError` becomes `ApiError` of this field; nothing is
-        encoded that could not run now."""
+        """The result of `encode`, run in a separate thread. Its `InputError` becomes an `ApiError` for `field`. Raises
+        `ApiError` at once if the server is full or ends."""
         self._require_room(1)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
@@ -80,17 +80,18 @@ class Service:
             raise refused(field, str(error), code) from error
 
     def remembered(self, request: Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A conversation with the token ids of its sampled turns, where these are known; clients send them."""
+        """A conversation with the token ids of its sampled turns, where the server knows them. Here it knows none:
+        clients send them."""
         return messages
 
     def check_model(self, name: str) -> None:
-        """Raise `ApiError` for another model than the one that is served; none named is that one."""
+        """Raise `ApiError` if a request names another model than the one served; it need not name any."""
         if name and name != self.settings.name:
             message = f"the model {name!r} is not served here; {self.settings.name!r} is"
             raise ApiError(404, message, "model", "model_not_found")
 
     def job(self, prompt_ids: list[int], body: SamplingFields, max_tokens: int, field: str, group: int = 0) -> Job:
-        """A prompt with how it is sampled. Raises `ApiError` when it could never run; `field` is the prompt's."""
+        """The job for a prompt. Raises `ApiError` if it could never run; `field` is the name of the prompt's field."""
         sampling = body.sampling(max_tokens)
         total = len(prompt_ids) + max_tokens
         if total > self.context:
@@ -106,7 +107,7 @@ class Service:
         return Job(prompt_ids, sampling, SampleIdentity(body.seed, GENERATE_DOMAIN, 0, group))
 
     def check(self, prompt_ids: list[int], sampling: SamplingParams, field: str, group: int = 0) -> None:
-        """Raise `ApiError` for what the engine could never run; `field` is the prompt's."""
+        """Raise `ApiError` for what the engine could never run; `field` is the name of the prompt's field."""
         vocabulary = self.policy.model.config.vocab_size
         if any(not 0 <= token < vocabulary for token in sampling.stop_token_ids):
             raise refused("stop_token_ids", f"stop_token_ids must be token ids of the model, each below {vocabulary}")
@@ -116,19 +117,19 @@ class Service:
             raise refused(field, str(error)) from error
 
     def require_place(self, samples: int, field: str) -> None:
-        """Raise `ApiError` for more samples than there could ever be room for."""
+        """Raise `ApiError` for more samples than the server ever has room for."""
         if samples > self.most_samples:
             raise refused(field, f"{samples} samples are asked for; the server has room for {self.most_samples}")
 
     def seeded(self, body: SamplingFields) -> int:
-        """The request's seed; one without is given one, which its answer tells."""
+        """The request's seed. A request without one is given a random one, which its answer reports."""
         if body.seed is None:
             body.seed = self._seeds.randrange(EXACT)
         return body.seed
 
     def open(self, request: Request, jobs: list[Job], stream: bool = False) -> Ticket:
-        """Have the jobs of a request run, with `stream` told of as they grow. `ApiError`: the server is full, or
-        ends."""
+        """A ticket for running a request's jobs; `stream`: with updates as samples grow. `ApiError`: the server is
+        full, or ends."""
         self._require_room(sum(job.sampling.n for job in jobs))
         for job in jobs:
             job.streamed = stream
@@ -143,7 +144,7 @@ class Service:
             raise ApiError(429, message, code="server_full")
 
     def enter(self, ticket: Ticket) -> None:
-        """Give its jobs to the batcher, whose news come to the running event loop."""
+        """Submit the ticket's jobs to the batcher, whose news will arrive in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self.open_samples += ticket.samples
         for job in ticket.jobs:
@@ -151,7 +152,7 @@ class Service:
             self.batcher.submit(job)
 
     def leave(self, ticket: Ticket) -> None:
-        """Forget its jobs; those that still run are cancelled."""
+        """Forget the ticket's jobs, and cancel those that still run."""
         self.open_samples -= ticket.samples
         for job in ticket.jobs:
             self._tickets.pop(job, None)
@@ -159,9 +160,9 @@ class Service:
                 self.batcher.cancel(job)
 
     def _deliver(self, news: News) -> None:
-        """In the batcher's thread."""
+        """Called in the batcher's thread."""
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever waited
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and all that waited with it
                 self._loop.call_soon_threadsafe(self._dispatch, news)
 
     def _dispatch(self, news: News) -> None:

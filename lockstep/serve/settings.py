@@ -1,4 +1,4 @@
-"""What a server is told beside its model."""
+"""A server's settings, in addition to its model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from ..config import GeneratorConfig
 from ..config.sections.section import Section, between
 from ..errors import refuse
 
-USUAL_CONTEXT = 8192  # tokens a request, where the model allows more and nobody asks for it: block tables are that wide
-STEPS_PER_SYNC = 4  # tokens that a stream shows together, and that pass before a new request or a cancellation is seen
+USUAL_CONTEXT = 8192  # default limit of tokens per request, for models that allow more: block tables are that wide
+STEPS_PER_SYNC = 4  # decode steps between updates of streams, and until new requests and cancellations are seen
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Section):
-    """Where a server listens, whom it answers, and what it takes on."""
+    """A server's address, API key and limits."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every one of this machine's."""
@@ -46,7 +46,7 @@ class Settings(Section):
 
     @property
     def name(self) -> str:
-        """Of the model, for clients."""
+        """The model's name for clients."""
         return self.served_model_name or ""
 
     @property
@@ -57,12 +57,13 @@ class Settings(Section):
 
     @property
     def remark(self) -> str:
-        """A warning, where others than this machine's users are answered without a key."""
+        """A warning, if clients on other machines are answered without a key."""
         alone = self.host in ("localhost", "::1") or self.host.startswith("127.")
         return "" if alone or self.api_key else " (without a key: whoever reaches this address is answered)"
 
     def context(self, of_model: int) -> int:
-        """`max_model_len` with a model of this context. Raises `InputError` when it or the cache has less than that."""
+        """The most tokens of a request, with a model of context `of_model`. Raises `InputError` if `max_model_len` is
+        above that, or the cache has fewer."""
         refuse(
             self.max_model_len > of_model,
             f"--max-model-len is {self.max_model_len}; the model's context has {of_model} tokens",

@@ -1,4 +1,4 @@
-"""What a client sees of a sample: its text up to a stop string, calls of tools taken out of it, and its tokens."""
+"""What a client sees of a sample: its text up to a stop string, the tool calls taken out of it, and its tokens."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .batcher import Update
 
 @dataclass(frozen=True)
 class Stops:
-    """Strings that a text ends before, or `shown`, with."""
+    """Stop strings. A text ends before the first of them or, if `shown`, with it."""
 
     strings: tuple[str, ...]
     shown: bool = False
 
     def cut(self, text: str) -> str:
-        """A finished text up to its end."""
+        """A finished text, cut at its first stop string."""
         places = ((text.find(one), len(one) * self.shown) for one in self.strings)
         return text[: min((place + size for place, size in places if place >= 0), default=len(text))]
 
 
 def visible(text: str, stop: Stops, form: ToolFormat | None) -> tuple[str, list[ToolCall]]:
-    """A finished text without the calls of tools in it, up to its end; and the calls."""
+    """A finished text without its tool calls, cut at its first stop string; and the calls."""
     said, calls = form.parse(text) if form is not None else (text, [])
     return stop.cut(said), calls
 
 
 class GrowingText:
-    """The visible text of one sample, a piece at a time. What may turn out to be a stop string or the beginning of a
-    call is held back; pieces add up to what `visible` gives for the whole."""
+    """The visible text of one sample, piece by piece. What may become a stop string or a tool call is held back; the
+    pieces together are what `visible` gives for the whole text."""
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Stops, form: ToolFormat | None) -> None:
         self._text, self._decode, self._stream = "", decode, TextStream(decode)
@@ -43,22 +43,22 @@ class GrowingText:
         self._shown = 0
 
     def feed(self, update: Update) -> tuple[str, list[ToolCall]]:
-        """What is new; calls come with the completion."""
+        """The new text; and, with the completion, the calls."""
         if update.completion is not None:
             text, calls = visible(self._decode(update.completion.token_ids), self._stop, self._form)
             return text[self._shown :], calls
         self._token_ids += update.token_ids
         self._text += self._stream.feed(self._token_ids)
         text = self._text if self._form is None else self._form.certain(self._text)
-        new = text[self._shown :]  # no stop string begins before it
+        new = text[self._shown :]  # no stop string begins before this
         piece = new[: min((before(new, s) for s in self._stop.strings), default=len(new))]
         self._shown += len(piece)
         return piece, []
 
 
 def chat_logprobs(token_text: Callable[[int], str], sampled: Trajectory | Update) -> list[dict[str, Any]]:
-    """An entry a token as chat completions have them. `logprob` is the model's own, and `sampled_logprob`, a field more
-    than OpenAI's, that of the distribution that was sampled, after temperature and filters."""
+    """An entry per token, as in chat completions. `logprob` is in the model's own distribution; `sampled_logprob`, an
+    addition to OpenAI's fields, is in the sampled distribution, after temperature and filters."""
     columns = zip(sampled.token_ids, sampled.model_logprobs, sampled.logprobs, strict=True)
     return [
         {
@@ -73,8 +73,8 @@ def chat_logprobs(token_text: Callable[[int], str], sampled: Trajectory | Update
 
 
 def completion_logprobs(token_text: Callable[[int], str], sampled: Trajectory | Update, offset: int) -> dict[str, Any]:
-    """As `/v1/completions` has them, for tokens whose text begins at character `offset`. Of each place the likeliest is
-    the sampled one, as in vLLM, whose clients go through them."""
+    """Log-probabilities as in `/v1/completions`, for tokens whose text begins at character `offset`. `top_logprobs` has
+    the sampled token alone; clients of vLLM read it."""
     entries = chat_logprobs(token_text, sampled)
     tokens = [entry["token"] for entry in entries]
     return {

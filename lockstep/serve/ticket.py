@@ -1,7 +1,4 @@
-"""A request whose answer someone waits for, and what happens when that client leaves.
-
-All of it runs in the event loop's thread.
-"""
+"""An open request whose client waits for the answer, or leaves. All of this runs in the event loop's thread."""
 
 from __future__ import annotations
 
@@ -21,13 +18,13 @@ from .metrics import ServerMetrics
 
 
 class ClientLeft(Exception):
-    """Nobody is there to read the answer."""
+    """The client has disconnected."""
 
 
 class Ticket:
-    """The jobs of one request, for as long as someone waits for them: `async with` it, which calls `enter` and at its
-    end `leave`, and read its updates. Leaving the block cancels what is unfinished. When the client leaves, reading
-    raises `ClientLeft`."""
+    """The jobs of one request, which run while the ticket is held: `async with` it, which calls `enter` and finally
+    `leave`, and read its updates. Leaving the block cancels what is unfinished. If the client leaves, reading raises
+    `ClientLeft`."""
 
     def __init__(
         self,
@@ -39,7 +36,7 @@ class Ticket:
     ) -> None:
         self.request, self.jobs = request, jobs
         self.samples = sum(job.sampling.n for job in jobs)
-        self.unfinished = {job: job.sampling.n for job in jobs}  # samples
+        self.unfinished = {job: job.sampling.n for job in jobs}  # by job, its unfinished samples
         self.news: asyncio.Queue[tuple[Job, Update | Exception] | None] = asyncio.Queue()
         self._metrics, self._enter, self._leave = metrics, enter, leave
 
@@ -63,7 +60,7 @@ class Ticket:
         self.news.put_nowait(None)
 
     async def updates(self) -> AsyncIterator[tuple[int, Update]]:
-        """(index of the job, what is new of one of its samples), until all are finished."""
+        """Updates of samples, each with the index of its job, until all are finished."""
         index = {job: i for i, job in enumerate(self.jobs)}
         while self.unfinished:
             found = await self.news.get()
@@ -91,7 +88,7 @@ class Ticket:
             raise ApiError(500, str(error), code="non_finite") from error
 
     async def completions(self) -> list[list[Trajectory]]:
-        """Of each job its samples, once all are finished."""
+        """The samples of each job, once all are finished."""
         found: list[dict[int, Trajectory]] = [{} for _ in self.jobs]
         async for index, update in self.updates():
             if update.completion is not None:
@@ -100,7 +97,7 @@ class Ticket:
 
 
 def _told(error: Exception) -> ApiError:
-    """What a client is told of what ended its job."""
+    """What the client is told about the error that ended its job."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InputError):

@@ -1,4 +1,4 @@
-"""The server of a run, or of an evaluation: others play its rollouts over HTTP, each at an address of its own."""
+"""The server of a run or evaluation, whose rollouts are played over HTTP, each with its own base URL."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ...session.evaluation import Played
 
 
 def serving(run: TrainingSession | Played) -> AbstractContextManager[Any]:
-    """Within it the rollouts of a run whose environment is played elsewhere can be; without any it does nothing.
-    `InputError`: the extra `serve` is not installed, or it cannot listen at the address."""
+    """A context in which the rollouts of a run with a `Remote` environment are served; with any other environment it
+    does nothing. `InputError`: the extra `serve` is not installed, or the address cannot be listened on."""
     if not issubclass(run.environment, Remote):
         return nullcontext()
     try:

@@ -1,4 +1,4 @@
-"""The routes by which rollouts are taken and ended, and their bodies."""
+"""The routes for taking and ending rollouts, and their bodies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..service import Service
 from ..ticket import ClientLeft
 from .service import RolloutService
 
-UNDER = "/rollouts/{rollout}"  # what a rollout's own routes begin with
-WAIT = 10.0  # seconds that a request for a rollout waits where it does not say
+UNDER = "/rollouts/{rollout}"  # prefix of each rollout's routes
+WAIT = 10.0  # default seconds that a request waits for a rollout
 
 
 class TakeBody(BaseModel):
-    """Of `/rollouts`."""
+    """The body of `/rollouts`."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -36,7 +36,7 @@ def _checked(reward: Any) -> Any:
 
 
 class EndBody(BaseModel):
-    """Of `/rollouts/ID/end`."""
+    """The body of `/rollouts/ID/end`."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -45,7 +45,7 @@ class EndBody(BaseModel):
 
 
 async def take(service: Service, request: Request) -> Response:
-    """A rollout to play, once there is one; status 503 where there is none in the time."""
+    """Answer with a rollout to play, once there is one; with status 503 if there is none in time."""
     assert isinstance(service, RolloutService)
     body = await read_body(request, TakeBody, service.settings.max_body_mib << 20)
     rollout = None if service.stopping else await service.desk.take(body.wait)

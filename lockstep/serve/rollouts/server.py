@@ -1,4 +1,4 @@
-"""The server of a run, in the event loop in which environments wait."""
+"""The server of a run, in the event loop that environments run in."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..settings import Settings
 from .routes import UNDER, end, take
 from .service import Playing, RolloutService
 
-STARTING = 60.0  # seconds that the server, and what plays rollouts, has to begin or to end
+STARTING = 60.0  # seconds for the server, and what plays rollouts, to start or to end
 
 
 class RolloutServer:
-    """Answers at the desk of `environment` within a `with` block. Of several ranks each answers for its own rollouts,
-    at the port of the desk's address and those after it.
+    """Serves the desk of `environment` within a `with` block. Each of several ranks serves its own rollouts, rank r at
+    the port of the desk's address plus r.
 
-    Raises `InputError` when it cannot listen there, and whatever `Remote.playing` does as it begins.
+    Raises `InputError` if the address cannot be listened on, and what `Remote.playing` raises when it is entered.
     """
 
     def __init__(self, run: Playing, environment: type[Remote]) -> None:
@@ -54,7 +54,7 @@ class RolloutServer:
     def __exit__(self, *_: object) -> None:
         self._environment.desk.url = ""
         event_loop().call_soon_threadsafe(self._stop.set)
-        with contextlib.suppress(Exception):  # what it raised as it began was told
+        with contextlib.suppress(Exception):  # what it raised while starting was reported
             self._served.result(STARTING)
 
     def _ended(self, served: Future[None]) -> None:

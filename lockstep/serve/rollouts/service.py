@@ -1,7 +1,7 @@
 """Requests as turns of a run's rollouts.
 
-A request is a turn of its rollout: the run samples it, as its own settings say and keyed as it keys every sample, so it
-has the bits of a rollout in process and is compared like all that is sampled.
+The run itself samples each turn, with its own settings and random keys, so a turn has the same bits as in a rollout
+that is played in process, and is checked for parity like every other.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..service import Service
 from ..settings import Settings
 from ..ticket import Ticket
 
-Playing = TrainingSession | Played  # what rollouts are played with
-_STATUS = {OVER: 410, LIMIT: 400, BUSY: 409}  # of refusals
+Playing = TrainingSession | Played  # whose rollouts are played
+_STATUS = {OVER: 410, LIMIT: 400, BUSY: 409}  # by the code of `TurnRefused`
 _CODES = {OVER: "rollout_over", LIMIT: "context_length_exceeded"}
 
 
@@ -37,7 +37,7 @@ class RolloutService(Service):
         self.desk, self.sampling, self._seed = environment.desk, replace(run.sampling, n=1), run.config.seed
         self._most_prompt_tokens = run.most_prompt_tokens
         self._stops = {*self.sampling.stop_token_ids, *run.policy.model.config.eos_token_ids}
-        self._given: WeakKeyDictionary[Remote, int] = WeakKeyDictionary()  # answers that a prompt itself has
+        self._given: WeakKeyDictionary[Remote, int] = WeakKeyDictionary()  # assistant messages in the first prompt
         self._turns: dict[Job, asyncio.Task[None]] = {}
 
     def seeded(self, body: SamplingFields) -> int:
@@ -74,8 +74,8 @@ class RolloutService(Service):
         return messages
 
     def rollout(self, request: Request) -> Remote:
-        """The one that a request is about, by its path, or by its session. Raises `ApiError` for one that is over, or
-        never was."""
+        """The rollout that a request belongs to, by its path or its session header. Raises `ApiError` if it is over, or
+        never existed."""
         name = request.path_params["rollout"]
         found = self.desk.rollouts.get(request.headers.get("x-session-id", "") if name == "session" else name)
         if found is None:
@@ -99,7 +99,7 @@ class RolloutService(Service):
     def leave(self, ticket: Ticket) -> None:
         self.open_samples -= 1
         (job,) = ticket.jobs
-        self._turns.pop(job).cancel()  # the run goes on with it, and answers who asks again
+        self._turns.pop(job).cancel()  # the run still samples the turn, for a client that asks again
 
     async def _turn(self, ticket: Ticket, job: Job) -> None:
         item: Update | Exception
@@ -119,7 +119,7 @@ def _own(field: str, given: Any, own: Any) -> ApiError:
 
 
 def _update(job: Job, turn: Turn) -> Update:
-    """A whole turn, as an engine would tell of it."""
+    """A whole turn as an update, as the engine would make it."""
     sampled = turn.sampled
     assert sampled is not None and sampled.logprobs is not None and sampled.model_logprobs is not None
     reason = "length" if turn.finish_reason == "truncated" else turn.finish_reason

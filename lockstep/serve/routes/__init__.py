@@ -1,1 +1,1 @@
-"""What each route answers."""
+"""The model's routes."""

@@ -56,7 +56,8 @@ def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
 
 
 def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
-    """How the model is to call the tools; None where it is given none and all that it says is text."""
+    """How tool calls and thoughts are read from the answer; None if the template has no known format, and all is
+    text."""
     if body.tool_choice not in ("auto", "none"):
         raise refused("tool_choice", 'tool_choice must be "auto" or "none": sampling is not constrained')
     tools = checked_tools(body.tools)
@@ -67,7 +68,7 @@ def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
 
 
 def _max_tokens(service: Service, body: ChatBody, prompt: ChatPrompt) -> int:
-    """What the request asks for, or what the context leaves."""
+    """The limit that the request sets, or else the room that the context leaves."""
     if body.max_tokens and body.max_completion_tokens not in (None, body.max_tokens):
         raise refused("max_tokens", "max_tokens is another number than max_completion_tokens; give one of them")
     return body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt.token_ids))
@@ -86,7 +87,7 @@ def _choice(asked: TextRequest, index: int, completion: Trajectory) -> dict[str,
 
 
 def _beside(asked: TextRequest, said: str, calls: list[ToolCall]) -> dict[str, Any]:
-    """What an answer's message has beside its content: calls, and thoughts that are no part of it."""
+    """The fields of an answer's message besides its content: tool calls, and thoughts that are not part of it."""
     assert asked.form is not None or not calls
     shown = [_call(call) for call in calls]
     thought = asked.form.thoughts(said) if asked.form is not None else ""

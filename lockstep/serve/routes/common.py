@@ -1,4 +1,4 @@
-"""A request that is under way, and what the answers of several routes have."""
+"""A text request in progress, and parts that the answers of several routes share."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Content = dict[str, Any]
 
 
 def head(kind: str, prefix: str, body: ChatBody | CompletionBody, model: str) -> Content:
-    """What every chunk of an answer begins with. `seed` is the one that it was sampled with."""
+    """The fields that an answer, or each chunk of it, begins with. `seed` is the seed that sampled it."""
     made = {"id": f"{prefix}-{body.request_id or uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
     return {**made, "model": model, "seed": body.seed}
 
 
 def drawn_by(completion: Trajectory) -> dict[str, int]:
-    """Which weights drew it: how often they had been updated, 0 those that were loaded."""
+    """The version of the weights that sampled a completion: the number of updates, 0 for weights as loaded."""
     return {"weights_version": completion.weight_versions[-1]} if completion.weight_versions else {}
 
 
@@ -41,8 +41,8 @@ def usage(jobs: list[Job], sampled: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """A request for text. `head` is what its answer, or each chunk of it, begins with; `form` tells how calls of tools
-    are read, None: all is text. Of several prompts the sample s of prompt p is choice p * n + s."""
+    """A request for text. Its answer, or each chunk of it, begins with `head`; `form` says how tool calls are read
+    (None: all is text). Sample s of prompt p is choice p * n + s."""
 
     service: Service
     body: ChatBody | CompletionBody
@@ -51,13 +51,13 @@ class TextRequest:
     form: ToolFormat | None = None
 
     def decode(self, token_ids: list[int]) -> str:
-        """What was sampled, as `form` reads it, or as the client asks for it."""
+        """Sampled tokens as text, as `form` reads it; with special tokens if the client asks for them."""
         policy = self.service.policy
         return policy.as_read(token_ids, self.form) if self.body.skip_special_tokens else policy.with_special(token_ids)
 
     @property
     def stops(self) -> Stops:
-        """What ends its texts: a run's own server samples with the run's stop strings."""
+        """The stop strings of the job, not of the body: a run's server samples with the run's."""
         return Stops(self.jobs[0].sampling.stop, self.body.include_stop_str_in_output)
 
     async def answer(
@@ -67,7 +67,7 @@ class TextRequest:
         chunks: Callable[[TextRequest, Ticket], AsyncIterator[Content]],
         more: Content,
     ) -> Response:
-        """The whole answer, of each completion's `choice` and `more`; or `chunks` of it."""
+        """The whole answer, made of each completion's `choice` and `more`; or a stream of `chunks`."""
         ticket = self.service.open(request, self.jobs, self.body.stream)
         if self.body.stream:
             return EventStream(ticket, chunks(self, ticket))
@@ -80,8 +80,8 @@ class TextRequest:
     async def chunks(
         self, ticket: Ticket, choice: Callable[[int, Update, str, list[ToolCall]], Content]
     ) -> AsyncIterator[Content]:
-        """A chunk for each piece of a sample, and the usage; `choice` is given the place, what is new, and its text and
-        calls."""
+        """A chunk for each new piece of a sample, then the usage if asked for. `choice` makes a chunk's content from
+        the choice's index, the update, and its text and calls."""
         body, sampled = self.body, 0
         texts = [GrowingText(self.decode, self.stops, self.form) for _ in range(body.n * len(self.jobs))]
         async for prompt, update in ticket.updates():

@@ -18,7 +18,7 @@ from ..text import completion_logprobs, visible
 from ..ticket import Ticket
 from .common import TextRequest, drawn_by, head
 
-USUAL_LENGTH = 16  # new tokens where a request does not say, as in OpenAI's interface
+USUAL_LENGTH = 16  # default of max_tokens, as in OpenAI's API
 
 
 async def completions(service: Service, request: Request) -> Response:
@@ -27,7 +27,7 @@ async def completions(service: Service, request: Request) -> Response:
     if body.logprobs:
         raise refused("logprobs", "logprobs must be 0 or null: there are log-probabilities of sampled tokens alone")
     texts = _prompts(body.prompt)
-    service.require_place(len(texts) * body.n, "prompt")  # before all are encoded
+    service.require_place(len(texts) * body.n, "prompt")  # before encoding them
     encode = service.policy.encode
     prompts = await service.encoded("prompt", lambda: [encode(t) if isinstance(t, str) else t for t in texts])
     service.seeded(body)
@@ -38,7 +38,7 @@ async def completions(service: Service, request: Request) -> Response:
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:
-    """One prompt, a text or token ids, as a list of one; several as they are."""
+    """The prompts as a list, also if there is one: a text, or token ids."""
     prompts = [prompt] if _is_one(prompt) else prompt
     if not (isinstance(prompts, list) and prompts and all(map(_is_one, prompts))):
         raise refused("prompt", "prompt must be a string, a list of token ids, or a list of either")
@@ -66,7 +66,7 @@ def _logprobs(asked: TextRequest, sampled: Trajectory | Update, offset: int) -> 
 
 
 def _chunks(asked: TextRequest, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:
-    offsets: Counter[int] = Counter()  # characters of the tokens so far, of each choice: text may be held back
+    offsets: Counter[int] = Counter()  # characters in each choice's tokens so far, as text may be held back
 
     def choice(place: int, update: Update, text: str, _: Any) -> dict[str, Any]:
         logprobs = _logprobs(asked, update, offsets[place])

@@ -1,7 +1,7 @@
 """`/inference/v1/generate`: token ids in, token ids and log-probabilities out; nothing is decoded or encoded.
 
-The interface is vLLM's, which the training clients of verifiers speak. `logprob` is of the distribution that was
-sampled, after temperature and filters, as a trainer compares it; `model_logprob`, a field more, is the model's own.
+The interface is vLLM's, which training clients of verifiers use. `logprob` is in the sampled distribution, after
+temperature and filters, as a trainer compares it; `model_logprob`, an additional field, is in the model's own.
 """
 
 from __future__ import annotations
