@@ -1,6 +1,6 @@
-"""Where prompts come from (tasks), what answers a model turn by turn (environments), and how that is scored.
+"""Tasks, which are sources of prompts; environments, which answer the model turn by turn; and rewards.
 
-What needs torch is imported when it is first used: processes that only score go without.
+Modules that need torch are imported lazily: processes that only score do without it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _OWN_REWARDS = {"sum-digits": REWARDS, "word-arithmetic": REWARDS, "gsm8k": (_GS
 
 
 def make_task(config: TaskConfig, prompts_per_step: int) -> Task:
-    """The task that `config` describes, its data read and checked and its rewards loaded.
+    """The task that `config` describes, with its data read and checked and its rewards loaded.
 
-    `prompts_per_step` is the number of groups a step, which places a step in the data's order. Raises `InputError`
-    naming the field, file and line, or reward that is wrong.
+    `prompts_per_step`, the number of groups in a step, determines where a step is in the data's order. Raises
+    `InputError` naming the invalid field, file and line, or reward.
     """
     rewards = _rewards(config)
     if config.name in ("sum-digits", "word-arithmetic"):
@@ -73,12 +73,12 @@ def _rewards(config: TaskConfig) -> RewardSet:
     workers = RewardWorkers(config.reward_workers, config.reward_timeout) if config.reward_workers else None
     if config.reward:
         return load_rewards(config.reward, config.reward_weights, config.reward_on_error, workers)
-    own = _OWN_REWARDS.get(config.name, ())  # without any, an algorithm learns from something else
+    own = _OWN_REWARDS.get(config.name, ())  # without rewards, the algorithm must learn otherwise
     return RewardSet(list(own), config.reward_on_error, workers)
 
 
 def _read(config: TaskConfig, rewards: RewardSet) -> tuple[Problems, Problems | None]:
-    """Training and validation rows."""
+    """The training and validation problems."""
     assert config.data is not None  # config.validate
     held_out = config.validation_data or (config.data if config.validation_split else None)
     for name, sources in {"split": (config.data, held_out), "validation_split": (held_out,)}.items():

@@ -1,4 +1,4 @@
-"""What a task is: a source of problems, each a pure function of its place in the run, and their rewards."""
+"""`Task`, a source of problems, each a pure function of its place in the run, and of their rewards."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Encode = Callable[[Prompt], list[int]]
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt with what its reward needs to know.
+    """A prompt, with what its rewards need.
 
-    `prompt` is plain text or chat messages; `columns` go to the reward functions by name. `worked_example` is a
-    completion, without the end-of-sequence token, that earns the full reward. `origin` names the data row in
-    messages, for example "train.jsonl line 3".
+    `prompt` is plain text or chat messages; `columns` are passed to the reward functions by name. `worked_example` is a
+    completion that earns the full reward, without the end-of-sequence token. `origin` names the data row in messages,
+    for example "train.jsonl line 3".
     """
 
     prompt: Prompt
@@ -42,31 +42,31 @@ class Source:
         return len(self._rows)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Row `index`, read or made anew."""
+        """Row `index`, read or generated at each call."""
         return self._rows[index]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return map(self.row, range(len(self)))
 
     def origin(self, index: int) -> str:
-        """The data and the row, counted from 0."""
+        """The name of row `index` in messages: the data and the row's number, from 0."""
         return f"{self._data} row {index}"
 
 
 @dataclass(frozen=True)
 class PromptLimit:
-    """The most tokens a prompt may have, and in words where that comes from."""
+    """The most tokens that a prompt may have, and the reason in words."""
 
     tokens: int
     reason: str
 
 
 class Task(ABC):
-    """A prompt source and its rewards. Nothing in it advances, so a run resumes from a step's number alone."""
+    """A source of problems and their rewards. It has no state, so a run resumes from a step's number alone."""
 
     name: str
     rewards: RewardSet
-    rows = 0  # of an epoch; 0: problems are drawn, without end
+    rows = 0  # in an epoch; 0: problems are generated without end
 
     @abstractmethod
     def train_problem(self, step: int, group: int) -> Problem:
@@ -74,10 +74,10 @@ class Task(ABC):
 
     @abstractmethod
     def validation_problems(self) -> list[Problem]:
-        """The held-out problems, the same at every call; empty when validation is off."""
+        """The held-out problems, the same at every call; empty if validation is off."""
 
     def selection_problems(self) -> list[Problem]:
-        """As many held-out problems as validation has, and none of those: they decide when a warm-up ends."""
+        """The held-out problems that decide when a warm-up ends: as many as validation has, and none of those."""
         raise InputError(f"task {self.name} has no held-out problems beside those of validation, which warm-ups end by")
 
     def warmup_problem(self, step: int, index: int) -> Problem:
@@ -85,12 +85,12 @@ class Task(ABC):
         raise InputError(f"task {self.name} has no worked examples, which supervised warm-up steps need")
 
     def check_lengths(self, encode: Encode, limit: PromptLimit) -> None:  # noqa: B027 (most tasks need none)
-        """Refuse or leave out the prompts that have more tokens than `limit` allows, once, before the first step."""
+        """Refuse or leave out prompts with more tokens than `limit`. Called once, before the first step."""
 
 
 def setting(text: str, label: str, form: str) -> tuple[str, Any]:
-    """The name, perhaps of parts with dots between them, and the value of NAME=VALUE, the value in JSON. Raises
-    `InputError` for anything else, naming `label`, what the text is a part of, and the `form` that is right."""
+    """The name, which may be dotted, and the value of NAME=VALUE, where the value is JSON. Raises `InputError` for
+    anything else, naming `label`, which the text is a part of, and the expected `form`."""
     name, _, value = text.partition("=")
     with suppress(ValueError):
         if all(part.isidentifier() for part in name.split(".")):
@@ -99,6 +99,6 @@ def setting(text: str, label: str, form: str) -> tuple[str, Any]:
 
 
 def draw(*key: int | str) -> int:
-    """64 random bits that are a pure function of `key`: BLAKE2b of its parts. Used modulo small bounds only."""
+    """64 pseudorandom bits, a pure function of `key` (BLAKE2b of its parts). Used modulo small bounds only."""
     text = "/".join(str(part) for part in key)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

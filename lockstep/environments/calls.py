@@ -1,4 +1,4 @@
-"""Calls of environments, which are answered in any order: none holds up another, nor the generator."""
+"""Concurrent calls of environments' methods, answered in any order: none delays another, or the generator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..user_functions import text_of
 
 @dataclass(frozen=True)
 class Failure:
-    """A call that raised, or took too long: what happened in a line, and the traceback."""
+    """A call that raised or took too long: a line that says what happened, and the traceback."""
 
     reason: str
     traceback: str = ""
@@ -29,22 +29,22 @@ class Failure:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call returned, or how it failed, after so many seconds."""
+    """What a call returned, or its `Failure`, and the seconds that it took."""
 
     key: Hashable
     value: Any
     seconds: float
 
 
-_HERE = 0  # stands for the number of what is to be called in the thread that takes answers
-_own = threading.local()  # of a call's thread: its `Calls`, and its number there
+_HERE = 0  # instead of a call's number, marks a function to run in the thread that takes answers
+_own = threading.local()  # in the thread of a call: its `Calls`, and its number there
 
 
 def in_the_main_thread(function: Callable[[], Any]) -> Any:
-    """What `function` returns, or raises, in the thread that takes answers: signals work there alone. The generator
-    waits for it."""
+    """The result of `function`, or its exception, when run in the thread that takes answers, which is the main thread,
+    where alone signal handlers can be set. The generator waits for it."""
     calls, _ = getattr(_own, "call", (None, 0))
-    if calls is None:  # this is that thread
+    if calls is None:  # already in that thread
         return function()
     outcome: Future[Any] = Future()
 
@@ -60,8 +60,8 @@ def in_the_main_thread(function: Callable[[], Any]) -> Any:
 
 
 def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What a coroutine returns, or raises, to the thread of a call, which has an end with the call's: a coroutine that
-    hangs is cancelled once nobody waits for the call's answer."""
+    """The result of a coroutine, or its exception, for code in the thread of a call. The coroutine ends with the call:
+    it is cancelled once nobody waits for the call's answer."""
     calls, number = getattr(_own, "call", (None, 0))
     begun = (
         asyncio.run_coroutine_threadsafe(coroutine, event_loop()) if calls is None else calls.begin(number, coroutine)
@@ -70,25 +70,26 @@ def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Calls:
-    """Functions that are called beside the caller's thread: plain ones in a thread each, coroutines in one event loop.
+    """Calls functions concurrently: plain ones in a thread each, coroutine functions in one event loop.
 
-    A call that takes longer than `timeout` seconds (0: no limit) has failed; a thread that hangs is left behind, as
-    nothing can end it, and a coroutine is cancelled. Where all are `instant`, plain ones are called here and now.
+    A call that takes longer than `timeout` seconds (0: no limit) has failed: a coroutine is then cancelled, and a
+    thread abandoned, as nothing can end it. If all are `instant`, plain functions are called at once, in the caller's
+    thread.
     """
 
     def __init__(self, timeout: float, instant: bool) -> None:
         self._timeout, self._all_instant = timeout, instant
-        self._answers: SimpleQueue[tuple[int, Any, float]] = SimpleQueue()  # of a call, by its number, and when it came
-        self._open: dict[int, tuple[Hashable, float]] = {}  # by number: the key, and when it began
+        self._answers: SimpleQueue[tuple[int, Any, float]] = SimpleQueue()  # a call's number, its value, the time
+        self._open: dict[int, tuple[Hashable, float]] = {}  # by number: the key, and the time it began
         self._running: dict[int, Future[Any]] = {}  # coroutines
-        self._instant: list[Answer] = []  # that have not been asked for
+        self._instant: list[Answer] = []  # not yet returned by `answers`
         self._number = 0
 
     def __len__(self) -> int:
         return len(self._open) + len(self._instant)
 
     def call(self, key: Hashable, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call it; its answer comes under `key`."""
+        """Call a function; its answer will have this `key`."""
         began, is_async = time.monotonic(), inspect.iscoroutinefunction(function)
         if self._all_instant and not is_async:
             self._instant.append(Answer(key, _outcome(function, arguments), time.monotonic() - began))
@@ -106,25 +107,26 @@ class Calls:
         self.bring(number, _outcome(function, arguments))
 
     def bring(self, number: int, value: Any) -> None:
-        """Have `answers` find what a call came to, or what is to be called there. Any thread may."""
+        """Hand `answers` the value of a call or, with `_HERE`, a function to run there. Any thread may call this."""
         self._answers.put((number, value, time.monotonic()))
 
     def begin(self, number: int, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine of this call, for as long as it is open. Any thread may."""
+        """Run a coroutine for a call, until the call is closed at the latest. Any thread may call this."""
         self._running[number] = future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
         if number not in self._open:
             future.cancel()
         return future
 
     def answers(self, wait: bool) -> list[Answer]:
-        """What has come since the last call, and what is overdue; with `wait` at least one, if any call is open."""
+        """The answers since the last call, including those of overdue calls; with `wait`, at least one if any call is
+        open."""
         found, self._instant = self._instant, []
         while self._open:
             while (taken := self._next(wait and not found)) is not None:
                 number, value, came = taken
                 if number == _HERE:
                     value()
-                elif number in self._open:  # else it came too late
+                elif number in self._open:  # else it is late
                     found.append(self._close(number, value, came))
             found += self._overdue()
             if found or not wait:
@@ -140,7 +142,7 @@ class Calls:
         self._running.clear()
 
     def _next(self, wait: bool) -> tuple[int, Any, float] | None:
-        """What came next; with `wait`, until the first call is overdue."""
+        """The next answer in the queue, or None; with `wait`, wait for one until the first call is overdue."""
         patience = None
         if wait and self._timeout:
             first = min(began for _, began in self._open.values())
@@ -160,20 +162,20 @@ class Calls:
     def _close(self, number: int, value: Any, came: float) -> Answer:
         key, began = self._open.pop(number)
         if (future := self._running.pop(number, None)) is not None:
-            future.cancel()  # of one that is done it changes nothing
+            future.cancel()  # no effect if it is done
         return Answer(key, value, came - began)
 
 
 def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     try:
         return function(*arguments)
-    except BaseException as error:  # also what would end this thread alone, such as SystemExit
+    except BaseException as error:  # including what would only end this thread, such as SystemExit
         _raise_a_signals(error)
         return _failed(error)
 
 
 def _raise_a_signals(error: BaseException) -> None:
-    """Ctrl-C and the like reach the main thread wherever it is, and are no fault of what it called."""
+    """Raise a `KeyboardInterrupt` of the main thread: signals reach it anywhere, through no fault of what it called."""
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
         raise error
 
@@ -188,14 +190,14 @@ async def _outcome_of_coroutine(function: Callable[..., Any], arguments: tuple[A
 
 
 def _failed(error: BaseException) -> Failure:
-    """With its traceback, but of what this package raises, which says all."""
+    """The failure, with a traceback unless the error is this package's own, whose message says all."""
     told = [] if isinstance(error, LockstepError) else traceback.format_exception(error)
     return Failure(f"{type(error).__name__}: {text_of(error)}", "".join(told))
 
 
 @cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """One that runs in a thread of its own for as long as the process."""
+    """The process's event loop for environments, which runs in a separate thread until the process ends."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     return loop

@@ -1,4 +1,4 @@
-"""From problems to scored groups: play them in their environment, and score. Advantages come later."""
+"""From problems to scored groups: play problems in their environment, and score the trajectories."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from .rewards.calls import Logged
 from .rewards.reward_set import Completions, RewardSet, Scoring
 from .tokens import Tokens
 
-LOGGED = "logged/"  # of metrics that reward functions logged
+LOGGED = "logged/"  # prefix of metrics that reward functions logged
 
-Problems = Sequence[tuple[int, Problem]]  # each with its group
+Problems = Sequence[tuple[int, Problem]]  # each with its group's number
 
 
 class Collected(NamedTuple):
     """What was sampled and scored.
 
     Attributes:
-        groups: those whose completions all have a reward.
-        without_reward: the others.
-        counts: metrics: `groups_without_reward`, `reward_errors/<fn>`, and where there are any `environment/errors`.
+        groups: groups whose completions all have a reward.
+        without_reward: the other groups.
+        counts: metrics: `groups_without_reward`, `reward_errors/<fn>`, `environment/errors` if there are any, and what
+            reward functions logged.
     """
 
     groups: list[RolloutGroup]
@@ -41,12 +42,12 @@ class Collected(NamedTuple):
     counts: dict[str, float]
 
     def outline(self) -> Collected:
-        """What ranks need of one another's."""
+        """What other ranks need of it."""
         return Collected(list(map(outline, self.groups)), list(map(outline, self.without_reward)), self.counts)
 
 
 def added(parts: Sequence[Collected]) -> dict[str, float]:
-    """What parts counted, added up; of what reward functions logged the mean over their trajectories."""
+    """The sums of the parts' counts; for what reward functions logged, the mean over trajectories."""
     sizes = [sum(len(group.rollouts) for group in part.groups + part.without_reward) for part in parts]
     found: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part.counts):
@@ -59,9 +60,9 @@ def added(parts: Sequence[Collected]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Collector:
-    """Plays problems in their environment and scores what was sampled, on all ranks of `world` together. `seed` is a
-    part of what keys the random numbers (`SampleIdentity`). With `needs_rewards` an end without a reward is refused
-    where there are no reward functions either."""
+    """Plays problems in their environment and scores the trajectories, on all ranks of `world` together. `seed` is part
+    of the random key (`SampleIdentity`). With `needs_rewards`, an `End` without a reward is refused if there are no
+    reward functions."""
 
     tokens: Tokens
     sampler: Callable[[list[list[int]], list[SamplingParams]], Sampler]
@@ -77,11 +78,11 @@ class Collector:
     def collect(
         self, problems: Problems, sampling: SamplingParams, domain: int, step: int, required: bool = True
     ) -> Collected:
-        """Sample `sampling.n` completions of each (group, problem) and score them. Ranks that generate together take
-        their share of the problems, which the first of them plays; every rank has all groups in the end, of other
-        ranks' an `outline`. A group with a completion that no reward applies to is kept apart, and so are samples whose
-        environment failed. `InputError`: a prompt is empty or too long, no group has a reward and one is `required`, or
-        what scoring refuses."""
+        """Sample `sampling.n` completions of each (group, problem) and score them. Each set of ranks that generate
+        together takes a share of the problems, which the first of them plays; at the end, every rank has all groups, of
+        other ranks' an `outline`. Groups with a completion that no reward applies to, and samples whose environment
+        failed, are returned as `without_reward`. `InputError`: a prompt is empty or too long, no group has a reward
+        although one is `required`, or scoring fails."""
         where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
         own = self.world.generator.fsdp.own(problems)
         shared = self.world.share(
@@ -103,7 +104,7 @@ class Collector:
         return Collected(groups, without, counts)
 
     def _of(self, problems: Problems, sampling: SamplingParams, domain: int, step: int, where: str) -> Collected:
-        """`collect` of this rank's problems; of those that generate together the first has what came of them."""
+        """`collect` for this rank's problems; of ranks that generate together, only the first returns groups."""
         nothing = Collected([], [], {})
         if not problems:
             return nothing
@@ -146,7 +147,7 @@ class Collector:
                 if rollouts := [e.trajectory for e in some if e.trajectory is not None]:
                     into.append(RolloutGroup(rollouts, sampling, a.group, some[0].prompt, a.problem.columns))
         kept = sum(r.length for group in groups + failed for r in group.rollouts)
-        if kept != sampled_tokens:  # they would not all be compared
+        if kept != sampled_tokens:  # some would not be compared
             raise LockstepError(f"{where}: {sampled_tokens} tokens were sampled, and trajectories have {kept}")
         if self.needs_rewards and not self.rewards.rewards and any(not r.rewards for g in groups for r in g.rollouts):
             raise InputError(
@@ -164,7 +165,7 @@ class Collector:
     def _begin_scoring(
         self, problems: Mapping[int, Problem], samples: int, about: Scoring, episodes: list[Episode]
     ) -> None:
-        """Have what came of a prompt scored while others are played, where other processes do so."""
+        """Begin to score a prompt's episodes in worker processes, while other prompts are still being played."""
         group, others = episodes[0].group, problems.values()
         own = problems[group].columns.items()
         columns = {name: value for name, value in own if all(name in other.columns for other in others)}
@@ -186,11 +187,11 @@ class Collector:
 
 
 def _name_alike(groups: Sequence[RolloutGroup], functions: Sequence[str]) -> None:
-    """What an environment names for some of the trajectories only that it rewards is 0 for the others, as its rewards
-    are added up; the functions' stand first, and a number without a name last."""
+    """Give trajectories that their environment rewarded the same reward names: a name that only some have counts 0 for
+    the others, as rewards are summed. Functions' rewards come first, and a number without a name last."""
     rewarded = [r for group in groups for r in group.rollouts if r.rewards.keys() - {*functions}]
     of_environment = dict[str, dict[str, None]]()
-    for r in sorted(rewarded, key=lambda r: -len(r.rewards)):  # in the order of who names most
+    for r in sorted(rewarded, key=lambda r: -len(r.rewards)):  # in the order of those with the most names
         own = (name for name in r.rewards if name not in functions)
         of_environment.setdefault(r.environment, {}).update(dict.fromkeys(own))
     for r in rewarded:
@@ -200,19 +201,19 @@ def _name_alike(groups: Sequence[RolloutGroup], functions: Sequence[str]) -> Non
 
 
 def _well(episodes: Sequence[Episode], samples: int) -> list[Episode]:
-    """Of a prompt's so many samples those that ended; one alone of several has nothing to be compared with."""
+    """A prompt's episodes that ended; none if only one of several samples did, as it could not be compared."""
     well = [episode for episode in episodes if episode.end is not None]
     return well if len(well) >= min(2, samples) else []
 
 
 def _for_functions(episode: Episode) -> bool:
-    """Whether its environment left its reward to functions, or some of it."""
+    """Whether the environment left the reward, or some of it, to reward functions."""
     end = episode.end
     return end is not None and (end.functions or end.reward in (None, {}))
 
 
 def _completions(rows: Sequence[tuple[dict[str, Any], Episode]]) -> Completions:
-    """Of episodes, each with its data row's columns."""
+    """What reward functions score, from episodes with the columns of their data rows."""
     ended = [(columns, e, e.end, e.trajectory) for columns, e in rows if e.end is not None and e.trajectory is not None]
     return Completions(
         [episode.prompt for _, episode, _, _ in ended],
@@ -225,7 +226,7 @@ def _completions(rows: Sequence[tuple[dict[str, Any], Episode]]) -> Completions:
 def _score(
     groups: list[RolloutGroup], rewards: RewardSet, played: Sequence[Episode], asked: Sequence[Asked], about: Scoring
 ) -> Collected:
-    """Fill in the `rewards` and `reward` of every rollout whose environment left them to functions, or some of them."""
+    """Fill in `rewards` and `reward` of every rollout whose environment left them, or some of them, to functions."""
     of = {id(episode.trajectory): episode for episode in played}
     all_rows = [(group, rollout) for group in groups for rollout in group.rollouts]
     rows = [(group, rollout) for group, rollout in all_rows if _for_functions(of[id(rollout)])]

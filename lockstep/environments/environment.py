@@ -1,4 +1,4 @@
-"""What an environment is: it is told what was sampled, and answers with what is given next, or with an end."""
+"""`Environment`: it is told what was sampled, and answers with what the model is given next, or with an end."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..errors import InputError
 from ..types import FinishReason, SamplingParams, Segment, Trajectory
 from ..user_functions import is_unicode, one_line
 
-# What a trajectory goes on with: text as it is, chat messages through the model's template, or tokens.
+# What a trajectory continues with: plain text, chat messages for the model's template, or token ids.
 Given = str | list[dict[str, Any]] | list[int]
 Message = dict[str, Any]
-Reward = float | Mapping[str, float]  # a number, or several by name, which are added up
-PLAIN = "reward"  # the name of a number
+Reward = float | Mapping[str, float]  # a number, or several by name, which are summed
+PLAIN = "reward"  # the name of a reward given as a number
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What was sampled: its text without special tokens, its tokens, how it ended, and the chat message that it is,
-    with `tool_calls` where the model called `Environment.tools` in the form that its chat template teaches.
-    `malformed`: it began a call that is none. `last`: no other can follow. `sampled` is the trajectory's own segment,
-    with its log-probabilities and the weights' versions: read it, and leave it as it is."""
+    """A turn that was sampled: its text without special tokens, its tokens, how it ended, and its chat message, with
+    `tool_calls` if the model called `Environment.tools` in the format of its chat template. `malformed`: a call began
+    but is invalid. `last`: no turn can follow. `sampled` is the trajectory's segment, with its log-probabilities and
+    weight versions; do not change it."""
 
     text: str
     token_ids: list[int]
@@ -37,7 +37,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Next:
-    """What follows a turn that has a reward of its own, whatever becomes of the trajectory."""
+    """What follows a turn, with a reward for that turn, which counts however the trajectory ends."""
 
     given: Given
     reward: Reward
@@ -45,19 +45,19 @@ class Next:
 
 @dataclass(frozen=True)
 class Branch:
-    """What is given begins anew: the model goes on from this alone, as from another prompt. What was sampled before is
-    trained in the branch that it was sampled in."""
+    """Starts a new branch: the model continues from what is given alone, as from a new prompt. What was sampled before
+    is trained on in the branch in which it was sampled."""
 
     given: Given
 
 
 @dataclass(frozen=True)
 class End:
-    """The end of a trajectory. `reward` is the last turn's, added to what other turns had; None leaves it to the task's
-    reward functions, and with `functions` they are asked as well, and added.
+    """The end of a trajectory. `reward` is that of the last turn, added to those of other turns; None leaves it to the
+    task's reward functions. With `functions`, these are called in any case, and their rewards added.
 
-    What these are given as the completion is all that was sampled as one text, or the chat messages in `completion`;
-    `columns` are further ones of this trajectory, beside the data's.
+    Reward functions get as the completion all that was sampled as one text, or the chat messages in `completion`;
+    `columns` are passed to them in addition to the data's.
     """
 
     reward: Reward | None = None
@@ -67,71 +67,71 @@ class End:
 
 
 def by_name(reward: Reward | None) -> dict[str, float]:
-    """A reward's parts, as they are recorded; none of None."""
+    """A reward as it is recorded, by name; empty for None."""
     named = reward if isinstance(reward, Mapping) else {} if reward is None else {PLAIN: reward}
     return {name: float(value) for name, value in named.items()}
 
 
 class Environment:
-    """One trajectory's surroundings: subclass it in a file of its own. Every sample has an object of its own, made
+    """The environment of one trajectory; subclass it in a separate file. Each sample has its own object, constructed
     without arguments.
 
-    `start` and `step` may be `async def`. A plain one is called in a thread of its own, so it may wait for as long as
-    `task.environment_timeout` allows; what it shares with other objects it must guard. While some wait, others are
-    sampled. What is sampled depends on no tool's time, only on what was given.
+    `start` and `step` may be `async def`. Plain ones are called in a separate thread, so they may block, for up to
+    `task.environment_timeout`, and must guard what they share with other objects. While some wait, others are sampled.
+    What is sampled does not depend on timing, only on what was given.
     """
 
-    instant: ClassVar[bool] = False  # `start` and `step` never wait: they are called between the generator's launches
-    begin_alike: ClassVar[bool] = True  # samples of a prompt whose `start` differs are refused
-    begin_together: ClassVar[bool] = True  # samples of a prompt are begun when all of them have started
-    plays: ClassVar[Any] = None  # what plays a round of them, as `episodes.Play` does; None: that
-    variant: str = ""  # which of several environments in one run this is, for metrics, once `start` has returned
+    instant: ClassVar[bool] = False  # `start` and `step` never block: they are called between the generator's launches
+    begin_alike: ClassVar[bool] = True  # `start` must return the same for all samples of a prompt
+    begin_together: ClassVar[bool] = True  # sampling of a prompt begins once `start` has returned for all its samples
+    plays: ClassVar[Any] = None  # a class that replaces `episodes.Play`
+    variant: str = ""  # for metrics: the name among several environments in one run, set once `start` has returned
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        """What the model may call, for its chat template: JSON schemas, known once `start` has returned."""
+        """JSON schemas of what the model may call, for its chat template; known once `start` has returned."""
         return ()
 
     @classmethod
     def toolsets(cls) -> Sequence[Sequence[Mapping[str, Any]]]:
-        """All that `tools` may be, which plans memory."""
+        """All values that `tools` may have, for memory planning."""
         return ((),)
 
     @property
     def exposed(self) -> Any:
-        """What reward functions that take `environments` are given for this one."""
+        """What reward functions with an argument `environments` are given for this one."""
         return self
 
     def start(self, row: dict[str, Any], seed: int) -> Given | Awaitable[Given]:
-        """The prompt: by default that of the row, which is the problem's `prompt` and other columns. `seed` is the same
-        for all samples of a prompt, whose prompts must be the same."""
+        """The prompt; by default, that of the row. `row` has the problem's `prompt` and columns. `seed` is the same for
+        all samples of a prompt, which must all return the same."""
         return row["prompt"]
 
     def step(self, turn: Turn) -> Given | Branch | Next | End | Awaitable[Given | Branch | Next | End]:
-        """What follows a turn. One that ended by "length" or "truncated" is the last, whatever is answered."""
+        """What follows a turn. A turn that ended by "length" or "truncated" is the last, whatever this returns."""
         raise NotImplementedError(f"{type(self).__name__} has no step")
 
     def cut(self) -> End | Awaitable[End]:
-        """What a trajectory is worth that a limit ended: of its turns, its tokens, or the turn's own. Called as `step`
-        is."""
+        """The end of a trajectory that was cut by a limit: on turns, on its tokens, or on a turn's tokens. Called like
+        `step`."""
         return End(0.0)
 
     def until(self, sampling: SamplingParams) -> SamplingParams:
-        """How the next turn of a trajectory that began by itself is sampled: as the run says, or ended earlier, by
-        fewer tokens or further stop tokens. Nothing else of it may be other."""
+        """How to sample the next turn, if it is sampled by itself (not a prompt's several samples together): as given,
+        or with fewer tokens or additional stop tokens. Nothing else may differ."""
         return sampling
 
     def close(self) -> None:
-        """Called once the trajectory was scored, or left out; this object is not used any more."""
+        """Called once the trajectory was scored or left out; the object is then no longer used."""
 
     @classmethod
     def worked_turns(cls, row: dict[str, Any], worked_example: str) -> Sequence[str]:
-        """What is to be sampled, turn by turn, in a trajectory that supervised warm-up steps train on."""
+        """The model's turns in a trajectory that supervised warm-up steps train on."""
         return [worked_example]
 
     @classmethod
     def metrics(cls, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """What a step records of its trajectories."""
+        """The metrics of a step's trajectories."""
         given = [[s for s in t.segments[1:] if not s.sampled] for t in trajectories]
         return {
             "environment/turns": mean(len(t.turns) for t in trajectories),
@@ -144,9 +144,9 @@ class Environment:
 
 
 def metrics_of(kind: type[Environment], trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """`Environment.metrics`. Raises `InputError` where it raises, or returns something else than numbers by name."""
+    """`Environment.metrics`. Raises `InputError` if that raises, or returns anything but numbers by name."""
     what = f"task.environment: {kind.__name__}.metrics"
-    try:  # not `blamed`, as every step comes this way
+    try:  # without `blamed`, as this runs in every step
         found = kind.metrics(trajectories)
     except Exception as error:
         raise InputError(f"{what} raised {type(error).__name__}: {one_line(error)}") from error
@@ -159,7 +159,7 @@ def metrics_of(kind: type[Environment], trajectories: Sequence[Trajectory]) -> d
 
 
 class SingleTurn(Environment):
-    """The row's prompt, completed once; the task's reward functions score it."""
+    """The row's prompt is completed once, and the task's reward functions score the completion."""
 
     instant = True
 

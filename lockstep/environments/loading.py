@@ -1,4 +1,4 @@
-"""Environments found by name: a ready one, one of a user's own, or functions as tools."""
+"""Environments by name: a built-in one, a user's, or one that calls functions as tools."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TOOLS: dict[str, Callable[[TaskConfig], Tool]] = {
 
 
 def make_environment(config: TaskConfig) -> type[Environment]:
-    """What `task.environment` names, with `task.tools`; without either, what a prompt is completed once in.
-    `InputError`: it cannot be loaded, or is no environment."""
+    """The environment that `task.environment` and `task.tools` specify; without either, `SingleTurn`. `InputError`: it
+    cannot be loaded, or is not an environment."""
     tools = [_tool(tool, config) for tool in config.tools]
     if config.environment is None:
         return tool_environment(tools, "task.tools") if tools else SingleTurn

@@ -1,7 +1,7 @@
-"""Trajectories that are played elsewhere: whoever plays one asks for its turns, tokens in and tokens out, and says how
-it ended. To the run each is an environment like any other.
+"""Trajectories that are played elsewhere: a player asks for turns, tokens in and tokens out, and reports the end. To
+the run, each is an environment like any other.
 
-All of it but `close` runs in the event loop's thread, in which a server answers too.
+All of this except `close` runs in the event loop's thread, where the HTTP server runs too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from ..types import SamplingParams
 from .calls import event_loop
 from .environment import Branch, End, Environment, Turn
 
-OVER = "over"  # codes of refusals: nothing more is sampled for this rollout
-LIMIT = "limit"  # the same, by one of the run's limits
-BUSY = "busy"  # another turn of it is under way
+# Codes of `TurnRefused`.
+OVER = "over"  # the rollout has ended
+LIMIT = "limit"  # a limit of the run ended it
+BUSY = "busy"  # another turn of the rollout is being sampled
 
 
 class TurnRefused(LockstepError):
-    """A turn that is not sampled; `code` is one of the words above."""
+    """A turn is not sampled; `code` is one of those above."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -34,7 +35,7 @@ class TurnRefused(LockstepError):
 
 @dataclass(eq=False)
 class _Ask:
-    """A turn that somebody waits for: all tokens before it, and what ends it beside the run's own limits."""
+    """A turn that a player has asked for: all tokens before it, and what ends it besides the run's own limits."""
 
     token_ids: list[int]
     max_tokens: int | None
@@ -43,8 +44,13 @@ class _Ask:
 
 
 class Desk:
-    """Where the rollouts of a class of environments are found by who plays them: at `url`, which is empty while nothing
-    answers, by the name `model`. `address` is the host and port to answer at; port 0 is any that is free."""
+    """Where players find the rollouts of a class of environments.
+
+    Attributes:
+        address: the host and port to serve at; port 0: any free one.
+        url: that of the server; empty while there is none. model: the model's name for clients.
+        rollouts: rollouts that are not over, by each of their names.
+    """
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.address, self.url, self.model = address, "", ""
@@ -52,11 +58,11 @@ class Desk:
         self._offered: asyncio.Queue[Remote] = asyncio.Queue()
 
     def offer(self, rollout: Remote) -> None:
-        """Have whoever calls `take` play it."""
+        """Queue a rollout for `take`."""
         self._offered.put_nowait(rollout)
 
     async def take(self, seconds: float) -> Remote | None:
-        """The first that is offered and not over; None when there is none for so long."""
+        """The next offered rollout that is not over; None if there is none within `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while (rollout := await self._offered.get()).over:
@@ -66,36 +72,36 @@ class Desk:
 
 
 class Remote(Environment):
-    """One rollout. What is asked for first is its prompt; a turn whose tokens do not go on from those it has begins a
-    branch."""
+    """One rollout. The tokens of its first request are its prompt; a later request whose tokens do not continue the
+    trajectory begins a branch."""
 
     begin_alike = False
-    begin_together = False  # one player may play them one after another
+    begin_together = False  # a single player may play them one after another
     desk: ClassVar[Desk]
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
-        self.names: list[str] = []  # others that it is found by
+        self.names: list[str] = []  # further names in `Desk.rollouts`
         self.row: dict[str, Any] = {}
         self.seed = 0
-        self.over = ""  # why, once it is
+        self.over = ""  # once it is over: the code
         self._inbox: asyncio.Queue[_Ask | End | LockstepError] = asyncio.Queue()
-        self.turns: list[list[int]] = []  # what was sampled, turn by turn
-        self._asked: _Ask | None = None  # what the run works on
-        self._answered: tuple[list[int], Turn] | None = None  # last
-        self._tokens: list[int] = []  # of the trajectory so far
+        self.turns: list[list[int]] = []  # the tokens of each sampled turn
+        self._asked: _Ask | None = None  # the turn that the run is sampling
+        self._answered: tuple[list[int], Turn] | None = None  # the last turn, and the tokens before it
+        self._tokens: list[int] = []  # of the current branch so far
 
     @classmethod
     @asynccontextmanager
     async def playing(cls) -> AsyncIterator[None]:
-        """Held while the desk is open."""
+        """A context that is held while rollouts are served."""
         yield
 
     async def begin(self) -> None:
-        """Have it played: by default, by whoever asks for a rollout."""
+        """Have the rollout played: by default, by the next player that asks for one."""
         self.desk.offer(self)
 
-    # ---- to the run ----
+    # ---- called by the run ----
 
     async def start(self, row: dict[str, Any], seed: int) -> list[int]:
         if not self.desk.url:
@@ -119,7 +125,7 @@ class Remote(Environment):
 
     def until(self, sampling: SamplingParams) -> SamplingParams:
         asked = self._asked
-        if asked is None:  # it was refused meanwhile
+        if asked is None:  # refused meanwhile
             return sampling
         most = min(sampling.max_completion_length, asked.max_tokens or sampling.max_completion_length)
         stops = (*sampling.stop_token_ids, *asked.stop_token_ids)
@@ -129,7 +135,7 @@ class Remote(Environment):
         message = "the trajectory is at a limit of the run (turns, or tokens); nothing more is sampled for it"
         self._refuse(LIMIT, message)
         item: Any = None
-        while not isinstance(item, (End, LockstepError)):  # a player that is told of a limit may fail by that
+        while not isinstance(item, (End, LockstepError)):  # a player that fails, perhaps because of the limit, gets 0
             item = await self._inbox.get()
         return item if isinstance(item, End) else End(0.0)
 
@@ -137,7 +143,7 @@ class Remote(Environment):
         event_loop().call_soon_threadsafe(self._leave, "the rollout is over: it was scored, or left out")
 
     async def _next(self) -> list[int] | Branch | End:
-        """What is given next, or the end."""
+        """What is given next, or the end. Raises the `LockstepError` of a player that failed."""
         try:
             item = await self._inbox.get()
         except asyncio.CancelledError:
@@ -152,25 +158,25 @@ class Remote(Environment):
         return item.token_ids[held:] if goes_on else Branch(item.token_ids)
 
     def _refuse(self, code: str, why: str) -> None:
-        """Nothing more is sampled; who waits is told."""
+        """Sample nothing more, and refuse the turn that a player waits for, if any."""
         self.over = self.over or code
         asked, self._asked = self._asked, None
         if asked is not None:
             asked.turn.set_exception(TurnRefused(code, why))
-            asked.turn.exception()  # it may be that nobody waits
+            asked.turn.exception()  # marks it as retrieved, as perhaps nobody waits for it
 
     def _leave(self, why: str) -> None:
         self._refuse(OVER, why)
         for name in (self.id, *self.names):
             self.desk.rollouts.pop(name, None)
 
-    # ---- to who plays it ----
+    # ---- called by the player ----
 
     async def turn(
         self, token_ids: list[int], max_tokens: int | None = None, stop_token_ids: tuple[int, ...] = ()
     ) -> Turn:
-        """What was sampled after these tokens, as the run samples, up to `max_tokens` or one of `stop_token_ids` where
-        the run itself goes on. One that is asked for twice is sampled once. Raises `TurnRefused`."""
+        """The turn after these tokens, sampled with the run's settings; `max_tokens` and `stop_token_ids` may end it
+        earlier. A turn that is asked for twice is sampled once. Raises `TurnRefused`."""
         if self._answered is not None and token_ids == self._answered[0]:
             return self._answered[1]
         if self.over:
@@ -183,11 +189,11 @@ class Remote(Environment):
         return await asyncio.shield(self._asked.turn)
 
     def end(self, reward: float | Mapping[str, float] | None) -> None:
-        """It ended with this reward; None leaves it to reward functions. Raises `TurnRefused` when it is over."""
+        """End the rollout with this reward; None leaves it to reward functions. Raises `TurnRefused` if it is over."""
         self._told(End(reward))
 
     def fail(self, reason: str) -> None:
-        """It failed: the run leaves it out, and tells why. Raises `TurnRefused` when it is over."""
+        """Report a failure: the run leaves the rollout out, and logs the reason. Raises `TurnRefused` if it is over."""
         self._told(LockstepError(reason))
 
     def _told(self, item: End | LockstepError) -> None:
@@ -200,7 +206,7 @@ class Remote(Environment):
 def remote_environment(address: str, what: str) -> type[Remote]:
     """An environment that is played at `http://HOST:PORT`. Raises `InputError` naming `what` for another address."""
     host, port = None, None
-    with suppress(ValueError):  # of a port that is none, or half an IPv6 address
+    with suppress(ValueError):  # an invalid port or IPv6 address
         parts = urlsplit(address)
         more = parts.netloc.rpartition("@")[0], parts.path.strip("/"), parts.query, parts.fragment
         if parts.scheme == "http" and not any(more):

@@ -1,4 +1,4 @@
-"""How what is given becomes tokens, and what was sampled a message."""
+"""Conversions: what an environment gives to tokens, and sampled turns to chat messages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Messages = list[Message]
 
 
 class Said(NamedTuple):
-    """What was sampled as a chat message, whether it began a call that is none, and the message that stands for it
-    where the chat template is asked what follows."""
+    """A sampled turn as a chat message; whether a call in it is malformed; and the message by which the chat template
+    is given the turn when it renders what follows."""
 
     message: Message
     malformed: bool
@@ -22,16 +22,23 @@ class Said(NamedTuple):
 
 
 def plain(turn: Segment) -> Said:
-    """A text without calls."""
+    """A turn as plain text, without tool calls."""
     message = {"role": "assistant", "content": turn.text}
     return Said(message, False, message)
 
 
 class Tokens(NamedTuple):
-    """How given text becomes tokens, once; the text of tokens, for people; and what was sampled as a message.
-    `following(messages, given)` has the tokens of text or messages that follow an answer, the last of `messages` (None:
-    the prompt was no chat). `with_tools`: the same where the model may call these (`Environment.tools`). `tokenizer` is
-    the model's own, for code that works with one."""
+    """The conversions of a model.
+
+    Attributes:
+        prompt: the tokens of a prompt.
+        following: the tokens of text or messages that follow an answer, which is the last of the messages given first
+            (None: the prompt was not a chat).
+        text: the text of tokens, for people.
+        said: a sampled turn as a message.
+        with_tools: the conversions for a model that may call these tools (`Environment.tools`).
+        tokenizer: the model's, for code that needs one.
+    """
 
     prompt: Encode
     following: Callable[[Messages | None, str | Messages], list[int]]
@@ -42,7 +49,7 @@ class Tokens(NamedTuple):
 
 
 def answering(answer: Message, given: Messages) -> Messages:
-    """Messages of tools with the ids of the calls that they answer in order, where those have some."""
+    """Messages with the ids of the calls that tools' messages answer, in order, if the calls have ids."""
     ids = iter([call["id"] for call in answer.get("tool_calls", []) if "id" in call])
     asks = [message.get("role") == "tool" and "tool_call_id" not in message for message in given]
     found = [next(ids, None) if asked else None for asked in asks]

@@ -1,4 +1,5 @@
-"""Tools: Python functions that the model may call, described by their docstrings and answered with what they return."""
+"""Tools: Python functions that the model may call. Their docstrings describe them, and their results are the
+answers."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ from .environment import End, Environment, Message, Turn
 Tool = Callable[..., Any]
 
 _MALFORMED = {"error": "the call is malformed: it is not in the form that was asked for"}
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")  # in what Python says of an object that has no text of its own
-_OF_MAIN = "signal only works in main thread"  # how Python begins to say so
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")  # in the default repr of an object
+_OF_MAIN = "signal only works in main thread"  # the beginning of Python's error
 
-_in_main: set[Tool] = set()  # functions that have asked for signals
+_in_main: set[Tool] = set()  # functions that raised that error
 
 
 def schema(tool: Tool, what: str) -> dict[str, Any]:
-    """The JSON schema of a function, from its type hints and its docstring in Google's style. `InputError`, naming
-    `what`: they do not say enough."""
+    """The JSON schema of a function, from its type hints and its Google style docstring. `InputError`, naming `what`:
+    they are incomplete."""
     from transformers.utils import get_json_schema
 
     try:
@@ -44,15 +45,15 @@ def schema(tool: Tool, what: str) -> dict[str, Any]:
 
 
 class ToolEnvironment(Environment):
-    """Answers the calls of a turn with what the functions return; a turn without a call is the last. The task's reward
-    functions score the conversation. A function that raises, is not there, or is called in a malformed way is answered
-    with the error; one that raises `ToolUnavailable` leaves the trajectory out."""
+    """Answers a turn's calls with what the functions return; a turn without a call is the last. The task's reward
+    functions score the conversation. A function that raises, is unknown, or is called wrongly is answered with the
+    error; `ToolUnavailable` fails the trajectory, which is left out."""
 
     functions: ClassVar[Sequence[Tool]] = ()
     schemas: ClassVar[Sequence[Mapping[str, Any]]] = ()
 
     def __init__(self) -> None:
-        self.said: list[Message] = []  # after the prompt
+        self.said: list[Message] = []  # all messages after the prompt
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -63,7 +64,7 @@ class ToolEnvironment(Environment):
         return (cls.schemas,)
 
     def callables(self) -> dict[str, Tool]:
-        """The functions that may be called, by name."""
+        """The functions that the model may call, by name."""
         return {_name(tool): tool for tool in self.functions}
 
     def start(self, row: dict[str, Any], seed: int) -> Any:
@@ -75,14 +76,14 @@ class ToolEnvironment(Environment):
         if not calls and not turn.malformed:
             return self.ended()
         if turn.last:
-            return ""  # nobody would read an answer: the trajectory is cut
+            return ""  # the trajectory is cut, so the model reads no answer
         answers = self._results([call["function"] for call in calls]) + [("", str(_MALFORMED))] * turn.malformed
         said = [{"role": "tool", "name": name, "content": content} for name, content in answers]
         self.said += said
         return [{**message, "content": _text(message["content"])} for message in said]
 
     def cut(self) -> Any:
-        while self.said and self.said[-1]["role"] == "tool":  # there was no room for these
+        while self.said and self.said[-1]["role"] == "tool":  # these did not fit
             self.said.pop()
         return self.ended()
 
@@ -90,7 +91,7 @@ class ToolEnvironment(Environment):
         return End(completion=self.said)
 
     def _results(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
-        """What the functions return, in the order of the calls; coroutines run together."""
+        """The name and result of each call, in order; coroutines run concurrently."""
         known = self.callables()
         results = [_called(known.get(call["name"]), call) for call in calls]
         waiting = [i for i, result in enumerate(results) if inspect.iscoroutine(result)]
@@ -124,7 +125,7 @@ def _called(tool: Tool | None, call: Mapping[str, Any]) -> Any:
 
 
 def _of(tool: Tool) -> Tool:
-    """The function of a method."""
+    """The function behind a bound method."""
     return getattr(tool, "__func__", tool)
 
 
@@ -133,8 +134,8 @@ def _name(tool: Tool) -> str:
 
 
 def _content(tool: str, result: Any) -> Any:
-    """What reward functions see: lists as they are, anything else as text, and an error where that cannot be had, or
-    would be another in each run."""
+    """A result as reward functions see it: lists unchanged, anything else as text; an error if that fails, or would
+    differ from run to run."""
     try:
         text = str(result)
         if (kind := _unlike_itself(result)) is not None:
@@ -149,8 +150,8 @@ def _content(tool: str, result: Any) -> Any:
 
 
 def _unlike_itself(result: Any) -> str | None:
-    """The type of what is shown in other words in each run, in a result or its parts: by its address, or in the order
-    of a set's hashes."""
+    """The type of a result, or part of one, whose text differs from run to run: it has an address, or is a set, whose
+    order depends on hashes."""
     if isinstance(result, str):
         return None
     if isinstance(result, (list, tuple, dict)):
@@ -161,7 +162,7 @@ def _unlike_itself(result: Any) -> str | None:
 
 
 def _text(content: Any) -> str:
-    """What the chat template shows. Raises `InputError` for an image."""
+    """Content as text for the chat template. Raises `InputError` for parts that are not text, such as images."""
     if isinstance(content, str):
         return content
     if not content or not all(isinstance(part, dict) and "type" in part for part in content):
@@ -172,12 +173,12 @@ def _text(content: Any) -> str:
 
 
 def as_chat(prompt: Any) -> list[Message]:
-    """A prompt as messages: a text is the user's."""
+    """A prompt as messages: a text becomes a user message."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 def tool_environment(tools: Sequence[Tool], what: str) -> type[ToolEnvironment]:
-    """An environment of these functions alone. Raises `InputError` as `schema`, and for two of one name."""
+    """A `ToolEnvironment` with these functions. Raises `InputError` as `schema` does, and for two of one name."""
     schemas, names = [schema(tool, what) for tool in tools], list(map(_name, tools))
     twice = sorted({name for name in names if names.count(name) > 1})
     refuse(bool(twice), f"{what}: there are several tools of the name {', '.join(twice)}; rename one")

@@ -1,4 +1,4 @@
-"""Worked examples as trajectories: their environment is played with turns that are known, in the place of sampling."""
+"""Worked examples as trajectories: their environment is played with known turns instead of sampled ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Told:
 
 
 class _Script:
-    """Stands for the generator: each group's turns one after another."""
+    """Replaces the generator: returns each group's turns one after another."""
 
     def __init__(self, turns: dict[int, list[Segment]]) -> None:
         self._turns, self._waiting, self._requests = turns, list[_Told](), 0
@@ -55,8 +55,8 @@ def worked_trajectories(
     encode_completion: Callable[[str], list[int]],
     limits: Limits,
 ) -> list[Trajectory]:
-    """A trajectory of each problem's worked example, with what its environment gives between the turns. `InputError`:
-    its environment does not end with it, or `limits` cut it."""
+    """The trajectory of each problem's worked example, with what its environment gives between turns. `InputError`: the
+    environment continues after the last turn, or `limits` cut the trajectory."""
     asked = [Asked(i, p, 0, f"worked example {i}") for i, p in enumerate(problems)]
     turns: dict[int, list[Segment]] = {}
     for a in asked:
@@ -75,7 +75,7 @@ def worked_trajectories(
 
 
 def _require_whole(episode: Episode, limits: Limits) -> None:
-    """Raise `InputError` for a worked example that a limit cut: its last turns would not be learned, unnoticed."""
+    """Raise `InputError` for a worked example that a limit cut: its last turns would silently not be learned."""
     if episode.cut and episode.trajectory is not None:
         after = sum(len(segment.token_ids) for segment in episode.trajectory.segments[1:])
         raise InputError(
