@@ -1,7 +1,7 @@
-"""Many trajectories at once: what is sampled goes to its environment, what that gives goes on being sampled.
+"""Plays many trajectories at once: sampled turns go to their environments, and what these give is sampled after.
 
-The generator never waits for an environment while there is something to sample. No bit depends on who answered first:
-tokens are keyed by the trajectory and their place in it, and a trajectory's pages are found again by their tokens.
+The generator never waits for an environment while there is anything to sample. No bit depends on which environment
+answers first: random numbers are keyed by a token's trajectory and position, and cached pages are found by tokens.
 """
 
 from .episode import FAILURES, Asked, Episode, Failures, Limits, NewTokens, Round, Sampler

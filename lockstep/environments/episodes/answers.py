@@ -1,4 +1,4 @@
-"""What environments may answer, and what is wrong with what they do."""
+"""Validation of what environments return."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_given(given: Any) -> bool:
 
 
 def wrong_step(given: Any) -> str:
-    """What is wrong with what follows a turn, where it is no end; nothing if all is well."""
+    """What is wrong with a result of `step` other than an end; "" if it is valid."""
     given = given.given if isinstance(given, Branch) else given
     if not is_given(given):
         kind = f"{type(given).__name__} {one_line(given, repr)}"
@@ -46,7 +46,7 @@ def wrong_step(given: Any) -> str:
 
 
 def unlike(given: list[Any], alike: bool) -> Failure | None:
-    """What is wrong with the prompts of a group's samples; None if all is well."""
+    """What is wrong with the prompts of a group's samples, which must be equal if `alike`; None if they are valid."""
     for one in given:
         if not is_given(one):
             kind = f"{type(one).__name__} {one_line(one, repr)}"
@@ -57,7 +57,7 @@ def unlike(given: list[Any], alike: bool) -> Failure | None:
 
 
 def wrong_end(end: Any) -> str:
-    """What is wrong with an end; nothing if all is well."""
+    """What is wrong with an end; "" if it is valid."""
     if not isinstance(end, End):
         return f"cut returned {type(end).__name__} {one_line(end, repr)}; it must be an End"
     if not isinstance(end.columns, Mapping) or not all(isinstance(name, str) for name in end.columns):
@@ -76,7 +76,7 @@ def wrong_end(end: Any) -> str:
 
 
 def wrong_reward(reward: Any) -> str:
-    """What is wrong with a reward; nothing if all is well."""
+    """What is wrong with a reward; "" if it is valid."""
     named = reward if isinstance(reward, Mapping) else {PLAIN: reward}
     if all(isinstance(name, str) and is_unicode(name) for name in named) and all(map(_is_value, named.values())):
         return ""
@@ -85,15 +85,16 @@ def wrong_reward(reward: Any) -> str:
 
 
 def _is_value(value: Any) -> bool:
-    """Whether it is a number that the loss can hold: of any number of turns and parts the sum is finite, too."""
+    """Whether `value` is a number that the loss can hold, small enough for sums over any turns and names to be
+    finite."""
     try:
         return isinstance(value, Real) and abs(float(value)) <= MAX_VALUE  # not for NaN
-    except Exception:  # a whole number that no float holds, or a user's own number
+    except Exception:  # an integer too large for a float, or a user-defined number
         return False
 
 
 def count(last: Reward | None, trajectory: Trajectory) -> None:
-    """Note the reward of the last turn, and what all of them come to."""
+    """Set the reward of the last turn, and the trajectory's, which is the sum over turns."""
     turn, total = trajectory.turns[-1], dict[str, float]()
     if last is not None:
         turn.rewards = _added(turn.rewards or {}, by_name(last))

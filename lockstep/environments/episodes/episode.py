@@ -1,4 +1,4 @@
-"""A trajectory in the making, and what the samples of some prompts are played with."""
+"""`Episode`, a trajectory in progress, and `Round`, what a number of them are played with."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..calls import Failure
 from ..environment import End, Environment
 from ..tokens import Messages, Tokens
 
-FAILURES = 16  # trajectories in a row that their environment fails end the run
+FAILURES = 16  # environments that fail in a row, which end the run
 
 _log = logging.getLogger("lockstep")
 
 
 class NewTokens(Protocol):
-    """A sample that has new tokens, and once it is finished its trajectory."""
+    """A sample with new tokens and, once it is finished, its trajectory."""
 
     @property
     def request_id(self) -> int: ...
@@ -33,7 +33,7 @@ class NewTokens(Protocol):
 
 
 class Sampler(Protocol):
-    """The generator, as `generator.Engine` is one."""
+    """The generator's interface, which `generator.Engine` implements."""
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int: ...
     def advance(self) -> Sequence[NewTokens]: ...
@@ -42,10 +42,15 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a trajectory: the tokens of its prompt and those after it (None: no limit but a turn's), its turns, and the
-    seconds that its environment may take to answer (0: any); in words where the first comes from; the rows that its
-    branches may take together, where they must stand in one micro-batch; and the model's context, where no other holds
-    a trajectory to it."""
+    """Limits of a trajectory.
+
+    Attributes:
+        prompt_tokens, response_tokens: in the prompt, and after it; None: only a turn's limit holds.
+        timeout: seconds for each answer of the environment; 0: any.
+        prompt_reason: where `prompt_tokens` comes from, in words.
+        packed_tokens: rows of all branches together, if they must be in one micro-batch.
+        context: the model's context, if no other limit implies it.
+    """
 
     prompt_tokens: int | None = None
     response_tokens: int | None = None
@@ -58,8 +63,14 @@ class Limits:
 
 @dataclass(eq=False)
 class Episode:
-    """A trajectory in the making. `prompt` is what its environment began with, `failure` tells why an answer of it is
-    missing."""
+    """A trajectory in progress.
+
+    Attributes:
+        prompt: what its environment began with.
+        messages: the chat so far, as the template is given it; None: the trajectory is not a chat.
+        cut: a limit ended it. rewarded: a turn before the end has a reward.
+        failure: why its environment failed, if it did.
+    """
 
     environment: Environment
     group: int
@@ -70,15 +81,15 @@ class Episode:
     messages: Messages | None = None
     turns: int = 0
     cut: bool = False
-    rewarded: bool = False  # before its end
+    rewarded: bool = False
     failure: Failure | None = None
     end: End | None = None
 
 
 @dataclass
 class Failures:
-    """Environments that failed: how many in a row, of those that are allowed to, 0 once one went well, and the first of
-    them; and what was told of each, until `take` has it."""
+    """Counts environments that fail in a row, of which `allowed` do not end the run; `first` is the first of these.
+    `told` has the messages since the last `take`."""
 
     allowed: int = FAILURES - 1
     in_a_row: int = 0
@@ -86,7 +97,8 @@ class Failures:
     told: list[str] = field(default_factory=list)
 
     def add(self, where: str, failure: Failure) -> None:
-        """Log it. Raises `LockstepError`, with the first one's traceback as a note, when there are too many."""
+        """Count and log a failure. Raises `LockstepError`, with the first one's traceback as a note, if there are too
+        many in a row."""
         message = f"{where}: its environment failed: {failure.reason}"
         self.told.append(f"{failure.traceback}{message}")
         _log.warning("%s", self.told[-1])
@@ -103,13 +115,13 @@ class Failures:
             raise error
 
     def take(self) -> list[str]:
-        """What was told since the last call."""
+        """The messages since the last call."""
         taken, self.told = self.told, []
         return taken
 
 
 class Asked(NamedTuple):
-    """A problem to play: its group, and what its environments start from; `where` names it in messages."""
+    """A problem to play: its group's number, and what its environments start from; `where` names it in messages."""
 
     group: int
     problem: Problem
@@ -118,17 +130,17 @@ class Asked(NamedTuple):
 
     @property
     def row(self) -> dict[str, Any]:
-        """The problem's columns and its prompt, of which each sample has its own. `InputError`: one contains itself."""
+        """The problem's columns and prompt, copied at each access. `InputError`: a value contains itself."""
         columns = {**self.problem.columns, "prompt": self.problem.prompt}
         return {n: v if type(v) in ATOMS else own(v, f"{self.where}: {n}") for n, v in columns.items()}
 
 
 class Round(NamedTuple):
-    """What the samples of some prompts are played with.
+    """What the samples of several prompts are played with.
 
     Attributes:
-        sampler: makes the generator for the first prompts, of which each is sampled as the parameters say.
-        ended: is given a prompt's episodes once all of them have ended or failed, while others go on.
+        sampler: makes the generator, given the token ids and sampling parameters of the first prompts.
+        ended: called with a prompt's episodes once all of them have ended or failed, while others continue.
     """
 
     environment: type[Environment]

@@ -1,4 +1,4 @@
-"""One round: the samples of some prompts, from their start to their end."""
+"""`Play`, one round: the samples of several prompts, from start to end."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ..tokens import answering, said_by
 from .answers import count, is_chat, is_tokens, unlike, wrong_end, wrong_reward, wrong_step
 from .episode import Asked, Episode, Round, Sampler
 
-Started = list[tuple[Episode, Any]]  # with what their environments began with
+Started = list[tuple[Episode, Any]]  # each with what `start` returned
 _log = logging.getLogger("lockstep")
 
-TURNS = 64  # that end together are handled before the generator goes on, where environments answer at once
+TURNS = 64  # the most finished turns handled between launches, if environments are instant
 
 
 class Play:
@@ -31,17 +31,17 @@ class Play:
         self._environment, self._tokens, self._sampler_of, self._limits, self._failures, self._timings, self._ended = by
         self._calls = Calls(by.limits.timeout, by.environment.instant)
         self._sampler: Sampler | None = None
-        self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those with the generator
-        self._done: deque[tuple[Episode, Trajectory]] = deque()  # those that it has finished, and nobody has looked at
-        self.sampled_tokens = 0  # by the generator, of all turns
+        self._sampled: dict[tuple[int, int], Episode] = {}  # by request and sample: those in the generator
+        self._done: deque[tuple[Episode, Trajectory]] = deque()  # turns that are sampled but not yet handled
+        self.sampled_tokens = 0  # of all turns
         self._warned = False  # that branches do not fit together
         self._episodes: list[Episode] = []
-        self._prompts: dict[int, Started] = {}  # of each group
+        self._prompts: dict[int, Started] = {}  # by group, until all its samples have started
 
     def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
-        """The episodes of each, `sampling.n` from `identity.sample` on; their random numbers are keyed by `identity`
-        with their group's number. `InputError`: a prompt is empty or refused. `LockstepError`: environments fail on and
-        on."""
+        """Play the problems, and return the episodes of each: `sampling.n` samples, numbered from `identity.sample` on.
+        Random numbers are keyed by `identity` with the group's number. `InputError`: a prompt is empty or refused.
+        `LockstepError`: too many environments failed in a row."""
         self._asked, self._sampling, self._identity = {a.group: a for a in asked}, sampling, identity
         samples = range(identity.sample, identity.sample + sampling.n)
         with blamed(f"task.environment: {self._environment.__name__}() raised"):
@@ -63,7 +63,7 @@ class Play:
         return groups
 
     def _go(self, total: int) -> None:
-        """Take answers and sample until all of so many have ended."""
+        """Handle answers and sample until all `total` episodes have ended."""
         left = total
         while left:
             busy = bool(self._sampled or self._done)
@@ -78,7 +78,7 @@ class Play:
             self._timings.tell(f"{total - left} of {total}")
 
     def close(self) -> None:
-        """Tell the environments that they are not used any more."""
+        """Close the environments."""
         for episode in self._episodes:
             try:
                 episode.environment.close()
@@ -106,7 +106,8 @@ class Play:
             self._begin(ready)
 
     def _started(self, episode: Episode, value: Any) -> list[Started]:
-        """Note what an environment began with; what can be begun: the group, once all its samples have started."""
+        """Record what an environment's `start` returned. Returns what can begin: its group, once all samples have
+        started."""
         try:
             value = own(value, "what start returned") if isinstance(value, list) else value
         except InputError as error:
@@ -118,7 +119,7 @@ class Play:
         return [self._prompts.pop(episode.group)] if len(prompts) == self._sampling.n else []
 
     def _begin(self, ready: list[Started]) -> None:
-        wanted: list[tuple[list[Episode], Any]] = []  # what they begin with, of episodes that begin alike
+        wanted: list[tuple[list[Episode], Any]] = []  # episodes that begin alike, and what with
         for started in ready:
             episodes, given = [one for one, _ in started], [value for _, value in started]
             failure = next((value for value in given if isinstance(value, Failure)), None)
@@ -138,7 +139,7 @@ class Play:
             self._request(episodes, prompt_ids, replace(self._sampling, n=len(episodes)))
 
     def _prompt(self, episodes: list[Episode], given: Any) -> list[int]:
-        """The tokens of what these episodes begin with."""
+        """The tokens of the prompt of these episodes."""
         asked, tokens = self._asked[episodes[0].group], self._tokens
         tokenized, chat = is_tokens(given), is_chat(given)
         try:
@@ -170,7 +171,7 @@ class Play:
         return tools
 
     def _until(self, environment: Environment, sampling: SamplingParams) -> SamplingParams:
-        """How its next turn is sampled. Raises `InputError` for what it may not ask."""
+        """How the next turn of an environment is sampled. Raises `InputError` if it changes what it may not."""
         kind = f"task.environment: {self._environment.__name__}.until"
         with blamed(f"{kind} raised"):
             found = environment.until(sampling)
@@ -191,7 +192,7 @@ class Play:
             sampling = self._until(episodes[0].environment, sampling)
         trajectory = episodes[0].trajectory
         branch = sum(segment.anew for segment in trajectory.segments) if trajectory is not None else 0
-        domain = self._identity.domain + (branch << 8)  # places repeat in a branch, and random numbers must not
+        domain = self._identity.domain + (branch << 8)  # positions repeat in a branch, but random keys must not
         identity = replace(self._identity, group=episodes[0].group, sample=first, domain=domain)
         request_id = self._sampler.add_request(token_ids, sampling, identity)
         self._sampled |= {(request_id, episode.sample): episode for episode in episodes}
@@ -199,13 +200,13 @@ class Play:
     def _advance(self) -> None:
         assert self._sampler is not None
         for grown in self._sampler.advance():
-            episode = self._sampled.get((grown.request_id, grown.identity.sample))  # None: another's
+            episode = self._sampled.get((grown.request_id, grown.identity.sample))  # None: not of this round
             if episode is not None and grown.completion is not None:
                 del self._sampled[grown.request_id, grown.identity.sample]
                 self._done.append((episode, grown.completion))
 
     def _take(self, episode: Episode, made: Trajectory) -> None:
-        """Add a turn, and ask the environment what follows it."""
+        """Add a sampled turn to its trajectory, and ask the environment what follows."""
         turn = made.segments[-1]
         self.sampled_tokens += len(turn.token_ids)
         if episode.trajectory is None:
@@ -254,7 +255,7 @@ class Play:
         except PromptTooLong:
             self._truncate(episode, trajectory)
             return
-        except InputError as error:  # such as messages that the template refuses
+        except InputError as error:  # for example, the template refuses the messages
             self._fail(episode, Failure(f"what step returned cannot be given: {error}"))
             return
         if (room := self._room(episode, trajectory)) < 1:
@@ -264,12 +265,12 @@ class Play:
         sampling = replace(self._sampling, n=1, max_completion_length=min(room, self._sampling.max_completion_length))
         try:
             self._request([episode], trajectory.context, sampling)
-        except InputError as error:  # such as token ids that the model has not
+        except InputError as error:  # for example, for token ids that the model does not have
             trajectory.segments.pop()
             self._fail(episode, Failure(f"nothing can be sampled after what step returned: {error}"))
 
     def _room(self, episode: Episode, trajectory: Trajectory) -> int:
-        """Tokens that may still be sampled."""
+        """The number of tokens that may still be sampled."""
         context, branches = len(trajectory.context), 1 + sum(segment.anew for segment in trajectory.segments)
         room, most = self._sampling.max_completion_length, self._limits.response_tokens
         if most is not None:
@@ -279,7 +280,7 @@ class Play:
         if branches == 1 or self._limits.packed_tokens is None:
             return room
         tokens = sum(len(segment.token_ids) for segment in trajectory.segments)
-        left = self._limits.packed_tokens + branches - tokens  # the last token of each takes no row
+        left = self._limits.packed_tokens + branches - tokens  # a branch's last token needs no row
         if left < 1 <= room and not self._warned:
             self._warned = True
             _log.warning(
@@ -290,7 +291,7 @@ class Play:
         return min(room, left)
 
     def _given(self, episode: Episode, given: Any) -> Segment:
-        """What was given, in a branch of its own where the trajectory cannot go on from what was sampled."""
+        """The segment of what was given; it begins a branch if the trajectory cannot continue from what was sampled."""
         if isinstance(given, Branch):
             return self._anew(episode, given.given)
         try:
@@ -303,7 +304,8 @@ class Play:
             return segment
 
     def _following(self, episode: Episode, given: Any) -> Segment:
-        """What was sampled is never encoded: of a chat's messages, those tokens are taken that come after it."""
+        """The segment of what was given after a turn. Sampled text is never encoded again: of a chat, only the tokens
+        after the answer are taken."""
         if is_tokens(given):
             return Segment(list(given))
         assert episode.trajectory is not None
@@ -315,11 +317,11 @@ class Play:
         assert episode.messages is not None
         episode.messages += given
         last = episode.trajectory.segments[-1].token_ids[-1]
-        ended = episode.trajectory.finish_reason == "stop" and ids[:1] == [last]  # the template closes its answers so
+        ended = episode.trajectory.finish_reason == "stop" and ids[:1] == [last]  # the template's end of an answer
         return Segment(ids[ended:], text=said_by(given))
 
     def _anew(self, episode: Episode, given: Any) -> Segment:
-        """What a branch begins with."""
+        """The segment that begins a branch."""
         episode.messages = own(given, "it") if is_chat(given) else None
         if is_tokens(given):
             return Segment(list(given), anew=True)

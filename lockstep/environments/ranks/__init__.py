@@ -1,1 +1,1 @@
-"""What several ranks do with the samples of a step."""
+"""How several ranks sample, and share what they sampled."""

@@ -1,7 +1,7 @@
-"""One generator on several ranks: the first of them plays with the environments, and the others do what it does.
+"""One tensor-parallel generator: its first rank plays the environments, and the others repeat its generator's calls.
 
-Their generators are in one state and stay so, as each is given the same requests between the same launches. Where all
-requests are known, as those of trajectories of one turn are, nothing more is told until they have finished.
+The ranks' generators stay in the same state, as each gets the same requests between the same launches. Once no more
+requests can come, as with trajectories of a single turn, nothing more is broadcast until all have finished.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ...types import SampleIdentity, SamplingParams, Trajectory
 from ..episodes import NewTokens, Sampler
 
 _DOING = "a launch of the generator"
-Told = list[tuple[Any, ...]]  # a generator's calls: a method's name, and its arguments
+Told = list[tuple[Any, ...]]  # calls of a generator: each a method's name, and its arguments
 
 
 class _Counted:
-    """A generator, and of each request how many samples have not finished; `launched` is called after each launch."""
+    """A generator that counts each request's unfinished samples; `launched` is called after each launch."""
 
     def __init__(self, sampler: Sampler, launched: Callable[[], None]) -> None:
         self._sampler, self._launched = sampler, launched
@@ -44,14 +44,14 @@ class _Counted:
         return self._sampler.abort(request_id)
 
     def finish(self) -> None:
-        """Go on until nothing is left."""
+        """Launch until no samples are left."""
         while self.left:
             self.advance()
 
 
 class Leader(_Counted):
-    """The first rank's generator, as a `Sampler`. What is called is told the others, who `follow`: `tell` gives it to
-    them. `samples` are as many as will be asked for in all; None where that is not known."""
+    """The first rank's generator, as a `Sampler`. Its calls are sent to the other ranks, which `follow`, by `tell`.
+    `samples`: the number of samples that will be requested in all; None if unknown."""
 
     def __init__(
         self, sampler: Sampler, launched: Callable[[], None], tell: Callable[[Told], object], samples: int | None
@@ -59,7 +59,7 @@ class Leader(_Counted):
         super().__init__(sampler, launched)
         self._tell, self._to_come = tell, samples
         self._untold: Told = []
-        self._alone = False  # the others finish what there is by themselves
+        self._alone = False  # the others finish all requests by themselves
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
         assert not self._alone, "more samples than were to come"
@@ -77,8 +77,8 @@ class Leader(_Counted):
         return super().advance()
 
     def abort(self, request_id: int) -> list[Trajectory]:
-        """What the others finish by themselves is finished here as well; not behind Ctrl-C or a signal, which they were
-        sent, too."""
+        """Abort a request. If the others finish by themselves, finish here as well first. After Ctrl-C or a signal do
+        nothing, as all ranks got it."""
         if isinstance(sys.exc_info()[1], KeyboardInterrupt):
             return []
         if self._alone:
@@ -87,7 +87,7 @@ class Leader(_Counted):
         return super().abort(request_id)
 
     def end(self) -> None:
-        """Let the others go."""
+        """Let the other ranks return from `follow`."""
         self._tell([*self._untold, ("end",)])
 
 
@@ -95,7 +95,8 @@ class Leader(_Counted):
 def leading(
     world: World, sampler: Callable[[list, list], Sampler], samples: int | None
 ) -> Iterator[Callable[[list, list], Sampler]]:
-    """What makes the generator; where several ranks generate together, a `Leader` of `samples` meanwhile."""
+    """A context that gives the function that makes the generator; if several ranks generate together, it makes a
+    `Leader` of `samples`, which ends with the context."""
     if world.together is None:
         yield sampler
         return
@@ -103,7 +104,7 @@ def leading(
         leader = Leader(sampler([], []), launched, world.told, samples)
         try:
             yield lambda *_: leader
-        except KeyboardInterrupt:  # the others were sent it, too
+        except KeyboardInterrupt:  # all ranks got it
             raise
         except BaseException:
             leader.end()
@@ -112,7 +113,7 @@ def leading(
 
 
 def follow(world: World, sampler: Sampler) -> None:
-    """Do what the first rank does with its generator, until it ends."""
+    """Repeat the first rank's calls on this rank's generator, until it ends."""
     with world.watched(_DOING) as launched:
         own = _Counted(sampler, launched)
         while True:

@@ -1,7 +1,7 @@
-"""Rollouts between ranks: every rank knows how long each is and what it is worth, who trains on one has its words, and
-the first rank, which writes them down, has all.
+"""Sharing rollouts between ranks: every rank has the lengths and rewards of all, ranks that train on a rollout have its
+values per token, and the first rank, which records them, has everything.
 
-Words are the values that tokens have, 32 bits each. They travel as they are, in one message from a rank to another.
+Values per token have 32 bits each. They are sent without conversion, in one message between each pair of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...distributed import World
 from ...types import RolloutGroup, SampleIdentity, Segment
 
 Code = Literal["i", "f"]
-# What a segment has of each token, and how an array holds it.
+# A segment's values per token, with the type code of an array of them.
 COLUMNS: dict[str, Code] = {
     "token_ids": "i",
     "logprobs": "f",
@@ -24,11 +24,11 @@ COLUMNS: dict[str, Code] = {
     "weight_versions": "i",
     "route_digests": "i",
 }
-_BYTES = 4  # of a word
+_BYTES = 4  # per value
 
 
 class Elsewhere(Sequence[Any]):
-    """So many values, which another rank has: there is nothing but their number to be read here."""
+    """A placeholder for `count` values that only another rank has; here, only their number can be read."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -41,8 +41,8 @@ class Elsewhere(Sequence[Any]):
 
 
 def outline(group: RolloutGroup) -> RolloutGroup:
-    """What every rank needs of a group: all but its words, texts and columns. Prompts that are equal become one list,
-    here and there, which is sent once."""
+    """What every rank needs of a group: everything but its values per token, texts and columns. Equal prompts are
+    merged into one list, in `group` and in the outline, so that it is sent once."""
     known, prompts = dict[int, Elsewhere](), [rollout.prompt for rollout in group.rollouts]
     for name in COLUMNS:
         different: list[Any] = []
@@ -62,14 +62,14 @@ def outline(group: RolloutGroup) -> RolloutGroup:
 
 
 class Holders:
-    """Which ranks have the words of a step's groups: at first who sampled them."""
+    """Tracks which ranks have the values per token of a step's groups; at first, those that sampled them."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._known: dict[SampleIdentity, set[int]] = {}  # by a group's first sample
 
     def bring(self, wanted: Iterable[tuple[RolloutGroup, Collection[int]]]) -> None:
-        """Have the words of each of these groups on these ranks. All ranks call it, with groups of the same numbers.
+        """Send the values of each of these groups to its ranks. All ranks must call this, with the same groups.
         `PeerLost`: a rank is gone, or late by more than the timeout."""
         if self._world.size == 1:
             return
@@ -88,8 +88,8 @@ class Holders:
             _fill(groups, came[rank])
 
     def bring_to_first(self, groups: Sequence[RolloutGroup]) -> Callable[[], None]:
-        """Begin to have all of these groups on the first rank, with texts and columns; what it returns waits until they
-        are. All ranks call both."""
+        """Begin to send all of these groups to the first rank, with texts and columns. Returns a function that waits
+        for them. All ranks must call both."""
         if self._world.size == 1:
             return lambda: None
         by_rank: dict[int, list[RolloutGroup]] = {}
@@ -114,8 +114,8 @@ class Holders:
         return arrived
 
     def _lacking(self, group: RolloutGroup, ranks: Collection[int]) -> list[int]:
-        """Those of the ranks that do not have its words; from now on they do."""
-        if group.sampled_by is None:  # all of them
+        """Those of the ranks that do not have a group's values yet; they count as having them from now on."""
+        if group.sampled_by is None:  # every rank has them
             return []
         known = self._known.setdefault(group.rollouts[0].identity, {group.sampled_by})
         lacking = [rank for rank in ranks if rank not in known]
@@ -124,7 +124,7 @@ class Holders:
 
 
 def _values(groups: Iterable[RolloutGroup]) -> Iterator[tuple[Any, Code]]:
-    """Every list of words, once, and how an array holds it."""
+    """Every distinct list of values, once, with its type code."""
     for group in groups:
         seen = set[int]()
         for segment in (segment for rollout in group.rollouts for segment in rollout.segments):
@@ -140,7 +140,7 @@ def _words(groups: Iterable[RolloutGroup]) -> bytearray:
 
 
 def _fill(groups: Sequence[RolloutGroup], data: memoryview) -> memoryview:
-    """Put words where there were none, in their order; returns what is left of the data."""
+    """Replace placeholders by the received values, in order; returns the rest of the data."""
     found: dict[int, list[Any]] = {}
     for values, code in list(_values(groups)):
         size = _BYTES * len(values)
