@@ -1,1 +1,1 @@
-"""Tasks by name."""
+"""The built-in tasks."""

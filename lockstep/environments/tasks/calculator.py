@@ -1,4 +1,4 @@
-"""A calculator that a model may ask: a turn that ends in `1 + 2 * 3 =` is answered, any other is the model's last."""
+"""A calculator for the model: a turn that ends in `1 + 2 * 3 =` is answered, and any other is the last."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _PARTS = re.compile(rf" *([-+*]?) *({_NUMBER})")
 
 
 class Calculator(Environment):
-    """For tasks that are solved by sums (`word-arithmetic`, `gsm8k`), whose reward functions score all turns as one
-    text. Worked examples ask for each of their sums."""
+    """For tasks that are solved by arithmetic (`word-arithmetic`, `gsm8k`), whose reward functions score all turns as
+    one text. In worked examples, the model asks for each result."""
 
     instant: ClassVar[bool] = True
 
@@ -36,7 +36,7 @@ class Calculator(Environment):
 
 
 def total(asked: str) -> int:
-    """What `1 + 2 * 3 =` comes to: products first, no brackets."""
+    """The value of `1 + 2 * 3 =`: products first, no brackets."""
     terms: list[int] = []
     for operation, number in _PARTS.findall(asked):
         if operation == "*":

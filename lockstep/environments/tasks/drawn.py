@@ -1,4 +1,4 @@
-"""Tasks whose problems are drawn from a hash of their place in the run, with worked examples, and need no data."""
+"""Tasks that need no data: problems, with worked examples, are generated from a hash of their place in the run."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ..rewards.reward_set import RewardSet
 
 Share = Literal["train", "selection", "validation"]
 
-_SHARES: dict[int, Share] = {0: "validation", 8: "selection"}  # of 16; the rest is trained on
+_SHARES: dict[int, Share] = {0: "validation", 8: "selection"}  # by hash modulo 16; the rest is for training
 
 
 def share_of(hashed: int) -> Share:
-    """What the problems with this hash are for."""
+    """The share that problems with this hash belong to."""
     return _SHARES.get(hashed % 16, "train")
 
 
 class DrawnTask(Task):
-    """Training, selection, validation and warm-up problems, each of its own draw.
+    """Training, selection, validation and warm-up problems, each with separate random keys.
 
-    What decides what a problem is for is the problem alone, whatever the seeds: none is trained on that is held out,
-    and none decides anything that is reported.
+    The problem alone, whatever the seeds, decides its share: no held-out problem is trained on, and no problem is used
+    both for selection and validation.
     """
 
     def __init__(self, seed: int, validation_seed: int, validation_prompts: int, rewards: RewardSet) -> None:
@@ -31,7 +31,7 @@ class DrawnTask(Task):
 
     @abstractmethod
     def draw_problem(self, share: Share, *key: int | str) -> Problem:
-        """The problem of this key, among those of the share."""
+        """The problem with this key, from the problems of the share."""
 
     def train_problem(self, step: int, group: int) -> Problem:
         return self.draw_problem("train", "train", self._seed, step, group)

@@ -1,4 +1,4 @@
-"""SumDigits: add up all digits of a few two-digit numbers. The default task, needing no data."""
+"""SumDigits: add up all digits of a few two-digit numbers. The default task; it needs no data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..rewards.calls import completion_text
 from ..rewards.reward_set import Reward, RewardSet
 from .drawn import DrawnTask, Share, share_of
 
-# 146 to 154 tokens when split as the Qwen tokenizers do, with the numbers in.
+# 146 to 154 tokens with a Qwen tokenizer, including the numbers.
 PROMPT = """\
 Add up all the digits of the numbers in the list. Every digit counts on its own: the number 47 adds 4 and 7, so it \
 is worth 11 in all. First write down the digits one by one, then add them together.
@@ -36,7 +36,7 @@ _TAGGED_INTEGER = re.compile(r"<answer>\s*(-?[0-9]+)\s*</answer>")
 
 
 class SumDigits(DrawnTask):
-    """Two to four numbers, or always two when `easy`. The numbers alone, in any order, decide what is held out."""
+    """Two to four numbers, or always two if `easy`. The numbers alone, in any order, decide what is held out."""
 
     name = "sum-digits"
 
@@ -63,19 +63,19 @@ class SumDigits(DrawnTask):
 
 
 def share_of_numbers(numbers: list[int]) -> Share:
-    """What these numbers, in any order, are for."""
+    """The share of problems with these numbers, in any order."""
     return share_of(draw("held out", *sorted(numbers)))
 
 
 def correct(completions: list[Any], answer: list[str | int], **_: Any) -> list[float]:
-    """1.0 when the last tagged integer is the answer."""
+    """1.0 if the last tagged integer is the answer."""
     tags = [_tagged_integers(c) for c in completions]
     # Compared as text: int() refuses thousands of digits.
     return [float(bool(t) and (t[-1].lstrip("0") or "0") == str(a)) for t, a in zip(tags, answer, strict=True)]
 
 
 def tagged(completions: list[Any], **_: Any) -> list[float]:
-    """1.0 when there is a tagged integer at all (weight `TAG_REWARD`)."""
+    """1.0 if there is a tagged integer at all (weight `TAG_REWARD`)."""
     return [float(bool(_tagged_integers(c))) for c in completions]
 
 

@@ -1,4 +1,4 @@
-"""Word arithmetic: a short story of additions and subtractions, told from templates. Needs no data."""
+"""Word arithmetic: a short story of additions and subtractions, generated from templates. It needs no data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOSSES = ("{name} loses {n}.", "{name} gives {n} away.", "Then {n} of them are 
 _QUESTION = "How many {things} are there now?"
 _ANSWER_RULE = "End with <answer>N</answer>."
 
-Steps = list[int]  # the first amount, then what is added (or, negative, taken away)
+Steps = list[int]  # the first amount, then the changes
 
 
 class WordArithmetic(DrawnTask):
@@ -43,7 +43,7 @@ class WordArithmetic(DrawnTask):
 
 
 def share_of_steps(steps: Steps) -> Share:
-    """What stories with these numbers are for."""
+    """The share of stories with these numbers."""
     return share_of(draw("word arithmetic", *steps))
 
 
