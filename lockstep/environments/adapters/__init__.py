@@ -1,1 +1,1 @@
-"""Environments of other libraries, played as our own."""
+"""Adapters for environments of other libraries."""

@@ -1,8 +1,8 @@
-"""TRL's `rollout_func` (TRL 1.16, experimental there): a function of all prompts and the trainer, which gives their
+"""TRL's `rollout_func` (TRL 1.16, experimental there): a function of all prompts and the trainer, which returns their
 completions: `prompt_ids`, `completion_ids`, `logprobs`, perhaps `env_mask`, and further fields for reward functions.
 
-What it asks of the trainer to generate, this run's engine samples. What it returns is taken apart again into what was
-sampled, which is compared and trained on, and what was given.
+What it asks its trainer to generate is sampled by this run's engine. What it returns is split again into sampled turns,
+which are compared and trained on, and tokens that were given between them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..tokens import Tokens
 
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
 _NEEDED = ("prompt_ids", "completion_ids", "logprobs")
-_LISTS = (*_NEEDED, "env_mask")  # of each prompt one; of the last two perhaps none
-_OTHERS = 0xFFFF  # where a sample's branches have their number
+_LISTS = (*_NEEDED, "env_mask")  # one entry for each prompt; the last two may be None
+_OTHERS = 0xFFFF  # marks keys of prompts that are no sample's, in the place of a branch's number
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class _Drawn:
     used: bool = False
 
     def begins(self, prompt: list[int], rest: list[int]) -> bool:
-        """Whether these are its own tokens and others after them, which were not returned yet."""
+        """Whether the prompt and the completion begin with this turn's tokens, and the turn is not used yet."""
         own, said = self.prompt_ids, self.turn.token_ids
         return not self.used and prompt[: len(own)] == own and rest[: len(said)] == said
 
@@ -47,22 +47,23 @@ class _Drawn:
 class Generation:
     """What a function's trainer generates with: the methods of TRL's `vllm_generation` and its `vllm_client`.
 
-    What keys a turn's random numbers follows from the tokens before it, so that no other prompts, and no order of the
-    calls, change it: the sample that goes on, where they begin with what was drawn of it, or the first of their
-    prompt's that has not begun. Of tokens that are no sample's, by these, how often they were asked for, and the sample
-    in whose place a call for all prompts has them, or else this process's first.
+    The random key of a turn follows from the tokens before it, so that neither other prompts nor the order of calls
+    matter. If these tokens begin with a sample's prompt and what was drawn after it, the turn continues that sample; if
+    they are a prompt, it begins the prompt's first sample that has not begun. Otherwise, the key is made of the tokens,
+    of how often they were asked for before, and of a sample: in a call with as many prompts as there are samples, the
+    one at the same index; else the first of this process.
     """
 
     def __init__(
         self, play: RolloutPlay, sampling: SamplingParams, identities: dict[SampleIdentity, list[int]]
     ) -> None:
-        """`identities`: of the samples, each with its prompt's tokens."""
+        """`identities`: the samples' identities, each with the tokens of its prompt."""
         self._play, self._sampling = play, sampling
         self._samples = list(identities)
         self._to_begin: dict[tuple[int, ...], list[SampleIdentity]] = {}
         for identity, prompt in identities.items():
             self._to_begin.setdefault(tuple(prompt), []).append(identity)
-        self._to_go_on: dict[tuple[int, ...], list[SampleIdentity]] = {}  # by what was drawn, and what was before that
+        self._to_go_on: dict[tuple[int, ...], list[SampleIdentity]] = {}  # by all tokens up to the last drawn
         self._others: Counter[tuple[tuple[int, ...], SampleIdentity]] = Counter()
         self.drawn: list[_Drawn] = []
         self.vllm_client = SimpleNamespace(generate=self._client_generate, chat=self._client_chat)
@@ -70,7 +71,7 @@ class Generation:
     def generate(
         self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
     ) -> tuple[Any, ...]:
-        """As `VLLMGeneration.generate`: `prompts` has each prompt's token ids once a completion."""
+        """As `VLLMGeneration.generate`: `prompts` has a prompt's token ids once for each of its completions."""
         refuse(bool(images), "rollout_func asked for images; prompts are text here")
         return prompts, *self._complete(prompts, self._sampling.max_completion_length)
 
@@ -82,7 +83,7 @@ class Generation:
         return completion_ids, [[value for (value,) in of_one] for of_one in logprobs]
 
     def sync_weights(self) -> None:
-        """There is nothing to do: the engine reads the trainer's own."""
+        """Do nothing: the engine reads the trainer's weights."""
 
     def _client_generate(
         self, prompts: list[Any], features: Any = None, n: int = 1, max_tokens: int = 16, **sampling: Any
@@ -115,7 +116,8 @@ class Generation:
         return dict(zip(("prompt_ids", "completion_ids", "logprobs", "logprob_token_ids"), (ids, *found), strict=True))
 
     def _complete(self, prompts: list[list[int]], max_tokens: int) -> tuple[list[Any], list[Any], list[Any]]:
-        """One turn after each of these, in order: its tokens, and of each place the log-probability and the token."""
+        """Sample a turn after each prompt. Returns, in order, their tokens and, in a list for each token, its
+        log-probability and its id."""
         most = min(max_tokens, self._sampling.max_completion_length)
         sampling = replace(self._sampling, n=1, max_completion_length=most)
         beside = self._samples if len(prompts) == len(self._samples) else self._samples[:1] * len(prompts)
@@ -140,12 +142,12 @@ class Generation:
             return key
         self._others[ids, beside] += 1
         words = hashlib.blake2b(repr((ids, beside.group, beside.sample)).encode(), digest_size=4).digest()
-        domain, number = beside.domain + (_OTHERS << 8), self._others[ids, beside] - 1  # nobody else's numbers
+        domain, number = beside.domain + (_OTHERS << 8), self._others[ids, beside] - 1  # a key that no sample has
         return replace(beside, domain=domain, group=int.from_bytes(words), sample=number)
 
 
 class RolloutPlay:
-    """One round in place of `Play`: the function is called once, in the caller's thread."""
+    """One round, in place of `Play`: calls the function once, in the caller's thread."""
 
     def __init__(self, by: Round) -> None:
         self._environment, self.tokens, self._sampler_of, self._limits, _, self._timings, _ = by
@@ -154,9 +156,9 @@ class RolloutPlay:
         self.sampled_tokens = 0
 
     def run(self, asked: Sequence[Asked], sampling: SamplingParams, identity: SampleIdentity) -> list[list[Episode]]:
-        """As `Play.run`; of the first prompt there are further episodes without an end: what was drawn and not given
-        back, which is compared alone, and numbered after its samples. `LockstepError`: the function fails.
-        `InputError`: it asks or returns what it may not."""
+        """As `Play.run`. The first prompt has additional episodes, without an end and numbered after its samples: turns
+        that were drawn but not returned, which are only compared. `LockstepError`: the function fails. `InputError`:
+        it asks for or returns something invalid."""
         samples = range(identity.sample, identity.sample + sampling.n)
         keys = [replace(identity, group=a.group, sample=s) for a in asked for s in samples]
         prompts = [a.problem.prompt for a in asked for _ in samples]
@@ -191,7 +193,7 @@ class RolloutPlay:
             raise InputError(f"{asked.where}: {error}") from error
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no environments are held."""
 
     def complete(
         self, prompts: list[list[int]], sampling: SamplingParams, keys: list[SampleIdentity]
@@ -234,7 +236,7 @@ class RolloutPlay:
         return {**found, **of_each}
 
     def _branches(self, turns: list[_Drawn], where: str) -> Trajectory:
-        """Turns with prompts of their own, each a branch."""
+        """The trajectory of turns with separate prompts, each a branch."""
         segments: list[Segment] = []
         for one in turns:
             one.used = True
@@ -247,7 +249,7 @@ class RolloutPlay:
         return Trajectory(segments, turns[-1].trajectory.finish_reason)
 
     def _trajectory(self, found: Mapping[str, Any], i: int, drawn: list[_Drawn], where: str) -> Trajectory:
-        """Completion `i`, as what was given and what was drawn."""
+        """Completion `i` as a trajectory: what was given, and the turns that were drawn."""
         prompt, rest = list(found["prompt_ids"][i]), list(found["completion_ids"][i])
         mask, logprobs = found["env_mask"] and found["env_mask"][i], found["logprobs"]
         for name, values in (("env_mask", mask), ("logprobs", logprobs and logprobs[i])):
@@ -283,7 +285,8 @@ class RolloutPlay:
 
 
 def _of_each(values: Any, count: int, what: str, field: str) -> Any:
-    """What was returned of each prompt, tensors and arrays as lists. Raises `InputError` for anything else."""
+    """A returned field with an entry for each prompt, tensors and arrays as lists. Raises `InputError` for anything
+    else."""
     values, ids = plain(values), field in ("prompt_ids", "completion_ids")
     if values is None and not ids:
         return None
@@ -297,14 +300,14 @@ def _of_each(values: Any, count: int, what: str, field: str) -> Any:
 
 
 def _numbered(trajectory: Trajectory, key: SampleIdentity) -> Trajectory:
-    """What was sampled, as it is recorded: whichever numbers its tokens were drawn with, no other has these."""
+    """A trajectory with the identity and name that it is recorded by, which are unique, whatever keyed its tokens."""
     trajectory.identity, trajectory.name = key, f"group {key.group} sample {key.sample}"
     return trajectory
 
 
 def _joined(drawn: list[_Drawn], prompt: list[int], rest: list[int]) -> list[_Drawn]:
-    """Turns with prompts of their own, of which these are the prompts and the completions one after another; none where
-    there are not several."""
+    """The turns, each with a separate prompt, whose concatenated prompts are `prompt` and whose concatenated
+    completions are `rest`; none if there are not at least two."""
     found: list[_Drawn] = []
     read = said = 0
     while read < len(prompt) or said < len(rest):
@@ -317,7 +320,7 @@ def _joined(drawn: list[_Drawn], prompt: list[int], rest: list[int]) -> list[_Dr
 
 
 def _trainer(generation: Generation, tokens: Tokens, sampling: SamplingParams, identity: SampleIdentity) -> Any:
-    """What a function is given as its trainer: what it samples by, and its tokenizer."""
+    """What a function is given as its trainer: sampling parameters, tokenizer and generation."""
     same = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     how = {**same, "repetition_penalty": 1.0, "max_completion_length": sampling.max_completion_length}
     args = SimpleNamespace(**how, num_generations=sampling.n, generation_kwargs=None, report_to=[])
@@ -332,14 +335,14 @@ def _trainer(generation: Generation, tokens: Tokens, sampling: SamplingParams, i
 
 
 class RolloutEnvironment(Environment):
-    """One of the completions that `function` gives."""
+    """One of the completions that `function` returns."""
 
     plays = RolloutPlay
     function: ClassVar[RolloutFunc]
 
 
 def is_rollout_func(kind: Any) -> bool:
-    """Whether this is called with two arguments, the prompts and the trainer; a factory is called with none."""
+    """Whether `kind` is called with two arguments, the prompts and the trainer; a factory is called with none."""
     if isinstance(kind, type) or not callable(kind):
         return False
     try:
@@ -353,5 +356,5 @@ def is_rollout_func(kind: Any) -> bool:
 
 
 def rollout_environment(function: RolloutFunc) -> type[RolloutEnvironment]:
-    """An environment whose completions `function` gives."""
+    """An environment whose completions `function` returns."""
     return type("Rollouts", (RolloutEnvironment,), {"function": staticmethod(function)})

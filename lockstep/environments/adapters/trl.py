@@ -1,7 +1,7 @@
-"""Environments as TRL's `environment_factory` takes them (TRL 1.16, experimental there): no base class, `reset(**row)`
-once a trajectory, every other public method a tool, and `get_reward()` if the environment rewards itself.
+"""Environments for TRL's `environment_factory` (TRL 1.16, experimental there): no base class, `reset(**row)` once per
+trajectory, all other public methods as tools, and `get_reward()` if the environment computes a reward.
 
-Instances are made when more are needed at once than there are, and are reset for each trajectory.
+Instances are reused: they are reset for each trajectory, and made only if none is free.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Factory = Callable[[], Any]
 
 
 class TrlEnvironment(ToolEnvironment):
-    """Plays what one of `factories` makes, by the row's column `environment` where there are several."""
+    """Plays an instance that one of `factories` made; if there are several, the row's column `environment` names it."""
 
-    begin_alike: ClassVar[bool] = False  # `reset` may draw what it likes
+    begin_alike: ClassVar[bool] = False  # `reset` may be random
     factories: ClassVar[Mapping[str | None, Factory]]
     described: ClassVar[Mapping[str | None, Sequence[Mapping[str, Any]]]]
-    free: ClassVar[Mapping[str | None, deque[Any]]]  # instances that nobody uses
+    free: ClassVar[Mapping[str | None, deque[Any]]]  # instances that are not in use
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,26 +73,26 @@ class TrlEnvironment(ToolEnvironment):
         if hasattr(type(self.instance), "get_reward"):
             reward = self.instance.get_reward()
             reward = awaited(reward) if inspect.iscoroutine(reward) else reward
-            if reward is not None:  # which says that it does not apply
+            if reward is not None:  # None: it does not apply
                 end = End({type(self.instance).__name__: reward}, functions=True, completion=self.said)
         self._ended = True
         return end
 
     def close(self) -> None:
-        if self._ended:  # of another a call may hang
+        if self._ended:  # otherwise a call may still hang in it
             self.free[self._name].append(self.instance)
 
 
 def _methods(instance: Any) -> list[tuple[str, Tool]]:
-    """The tools among an instance's methods. They are looked up in the class, as instances may have properties."""
+    """The tools among an instance's methods. They are looked up in the class, to evaluate no properties."""
     names = [name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction)]
     own = [name for name in names if not name.startswith("_") and name not in ("reset", "get_reward")]
     return [(name, getattr(instance, name)) for name in own]
 
 
 def trl_environment(factory: Any, tools: Sequence[Tool], what: str) -> type[TrlEnvironment]:
-    """An environment that plays what `factory`, or each of a dict of factories, makes, with further functions as tools.
-    One instance of each is made here, to learn its tools. `InputError` names `what` is wrong."""
+    """An environment that plays instances made by `factory`, or by a dict of factories, with `tools` as additional
+    tools. Each factory is called once here, to describe its tools. `InputError` names `what`, which is invalid."""
     factories = dict(factory) if isinstance(factory, Mapping) else {None: factory}
     refuse(not factories, f"{what} is an empty dict; it must have a factory for each environment that rows name")
     standalone = [schema(tool, what) for tool in tools]

@@ -1,9 +1,9 @@
 """Environments of the `verifiers` package (0.4), unchanged: `--task.data verifiers:NAME --task.environment verifiers`.
 
-Its own code plays an episode and asks for turns over HTTP, tokens in and tokens out, as it asks any engine it trains
-with (`/inference/v1/generate`). Settings follow the name as KEY=VALUE, the value in JSON: of the taskset, or of the
-environment as `env.KEY` (`env.agent.harness.id="bash"`); `size`, the tasks that are read of it; `renderer`, which turns
-messages into tokens, where the package does not know the model by its name.
+The package plays an episode and asks for turns over HTTP, tokens in and tokens out, as from any engine that it trains
+with (`/inference/v1/generate`). Settings follow the name as KEY=VALUE, with the value in JSON: those of the taskset; as
+`env.KEY` those of the environment (`env.agent.harness.id="bash"`); `size`, the number of tasks to read; and `renderer`,
+which turns messages into tokens, if the package does not know the model by its name.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..base import Source, setting
 from ..remote import Desk, Remote, TurnRefused
 
 SCHEME, NAME = "verifiers:", "verifiers"
-_SIZE = 1000  # tasks of a taskset without an end
-_SESSION = "/rollouts/session/v1"  # of the rollout that a request's X-Session-ID names
+_SIZE = 1000  # tasks to read of an infinite taskset
+_SESSION = "/rollouts/session/v1"  # for requests that name their rollout by the header X-Session-ID
 
 
 @dataclass
 class _Asked:
-    """What follows `verifiers:`."""
+    """The parsed text after `verifiers:`."""
 
     taskset: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -58,8 +58,8 @@ def _asked(data: str, label: str) -> _Asked:
 
 
 def _config(asked: _Asked, max_turns: int | None = None) -> Any:
-    """The package's configuration of an environment. Its programs run here; those that let the model run code do so
-    only where that is asked for, or is the taskset's own way."""
+    """The package's configuration of an environment. Programs run as subprocesses on this machine. A harness that lets
+    the model run code is used only if it is asked for, or the taskset brings it."""
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import default_harness_id, env_config_type, resolve_env_config
 
@@ -77,13 +77,13 @@ def _config(asked: _Asked, max_turns: int | None = None) -> Any:
 
 @cache
 def _tasks(data: str, label: str) -> list[Any]:
-    """Of a taskset, in its own order."""
+    """The tasks of a taskset, in its order."""
     asked = _asked(data, label)
     try:
         import verifiers.v1  # noqa: F401
     except ImportError as error:
         raise InputError(f"{label} needs a package: pip install 'lockstep-rl[verifiers]' ({error})") from error
-    with blamed(f"{label} cannot be loaded:"):  # a taskset raises what it likes
+    with blamed(f"{label} cannot be loaded:"):  # a taskset may raise anything
         from verifiers.v1.utils.loaders import load_taskset
 
         taskset = load_taskset(_config(asked).taskset)
@@ -91,10 +91,10 @@ def _tasks(data: str, label: str) -> list[Any]:
 
 
 class TasksetRows(Source):
-    """Rows with `task`, the task's number; `prompt` is for people, as the environment gives the model its own."""
+    """Rows with `task`, the task's number, and `prompt`, which is for people: the environment makes the model's."""
 
     def __init__(self, data: str, label: str) -> None:
-        """Raises `InputError` naming `label` when the package is missing, or knows no such taskset or setting."""
+        """Raises `InputError` naming `label` if the package is missing, or does not know the taskset or a setting."""
         super().__init__(data, _tasks(data, label))
 
     def row(self, index: int) -> dict[str, Any]:
@@ -108,9 +108,9 @@ class TasksetRows(Source):
 class VerifiersEnvironment(Remote):
     """An episode that the package plays."""
 
-    package: ClassVar[Any]  # its environment
+    package: ClassVar[Any]  # the package's environment
     tasks: ClassVar[list[Any]]
-    renderer: ClassVar[str]  # its name; empty: as the package knows the model
+    renderer: ClassVar[str]  # its name; empty: the package's choice for the model
     _episode: asyncio.Task[None] | None = None
 
     @classmethod
@@ -125,7 +125,7 @@ class VerifiersEnvironment(Remote):
     async def _play(self) -> None:
         from verifiers.v1.clients import ModelContext, TrainClientConfig
 
-        # One client for all, as the package keeps each that it made: a header says whose turn it is.
+        # Equal for all rollouts, as the package keeps every client that it makes; a header names the rollout.
         client = TrainClientConfig(
             base_url=self.desk.url + _SESSION,
             api_key_var="LOCKSTEP_API_KEY",
@@ -133,7 +133,7 @@ class VerifiersEnvironment(Remote):
             renderer_model_name=self.desk.model,
         )
         task = self.tasks[self.row["task"]]
-        with suppress(TurnRefused):  # the run has left it meanwhile
+        with suppress(TurnRefused):  # the run has dropped the rollout meanwhile
             try:
                 context = ModelContext(self.desk.model, client)
                 self._ended(await self.package.run_episode(task, context, on_trace=self._traced))
@@ -159,7 +159,8 @@ class VerifiersEnvironment(Remote):
 
 
 def _renderer(name: str, model: str) -> dict[str, str]:
-    """What turns messages into tokens: where it can, a later turn goes on from the tokens before, thinking included."""
+    """The renderer, which turns messages into tokens. Where possible, a later turn continues the tokens before it,
+    thinking included."""
     from renderers.base import MODEL_RENDERER_MAP
 
     name = name or ("auto" if model in MODEL_RENDERER_MAP else "default")
@@ -167,7 +168,7 @@ def _renderer(name: str, model: str) -> dict[str, str]:
 
 
 def verifiers_environment(data: str | None, max_turns: int, what: str) -> type[VerifiersEnvironment]:
-    """The environment of a taskset. Raises `InputError` naming `what` for other data, and for what cannot be played."""
+    """The environment of a taskset. Raises `InputError` naming `what` for other data, or if it cannot be played."""
     if data is None or not data.startswith(SCHEME):
         raise InputError(f"{what} plays tasks of that package; name them with --task.data verifiers:NAME")
     label = f"task.data {data}"

@@ -1,1 +1,1 @@
-"""Data rows: where they come from, and problems made of them."""
+"""Data rows: their sources, and problems made from them."""

@@ -12,9 +12,9 @@ _ROUNDS = 6
 
 
 class DatasetTask(Task):
-    """Training rows in a new permutation every epoch (or always in the data's order), and validation rows apart.
+    """Training rows, in a new permutation every epoch or always in the data's order, and separate validation rows.
 
-    The row of (step, group) is a pure function of the seed and `prompts_per_step`, so resuming needs no state.
+    The row for (step, group) is a pure function of the seed and `prompts_per_step`, so resuming needs no state.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class DatasetTask(Task):
         rewards: RewardSet,
         prompts_per_step: int,
     ) -> None:
-        """Raises `InputError` when a reward requires a column that the rows do not have."""
+        """Raises `InputError` if a reward requires a column that the rows do not have."""
         for problems in (train, validation):
             if problems:
                 rewards.check_columns(problems.columns)
@@ -40,7 +40,7 @@ class DatasetTask(Task):
         return self._train[offset]
 
     def warmup_problem(self, step: int, index: int) -> Problem:
-        """A row by chance, of which an environment's `worked_turns` say what is to be learned."""
+        """A random row, for an environment whose `worked_turns` make a worked example of it."""
         if self._config.environment is None:
             return super().warmup_problem(step, index)
         return self._train[draw("warm-up", self._config.seed, step, index) % len(self._train)]
@@ -49,7 +49,7 @@ class DatasetTask(Task):
         return list(self._validation or ())
 
     def check_lengths(self, encode: Encode, limit: PromptLimit) -> None:
-        """Over-long prompts are refused, or left out under `task.filter_overlong_prompts`."""
+        """Refuse over-long prompts, or leave them out with `task.filter_overlong_prompts`."""
         leave_out = self._config.filter_overlong_prompts
         self._train = self._train.limited(encode, limit, leave_out)
         self.rows = len(self._train)
@@ -58,7 +58,7 @@ class DatasetTask(Task):
 
 
 def hold_out(problems: Problems, count: int) -> tuple[Problems, Problems | None]:
-    """Training rows, and the last `count` rows for validation. `InputError`: that leaves nothing to train on."""
+    """The rows for training, and the last `count` rows for validation. `InputError`: no rows are left for training."""
     if count == 0:
         return problems, None
     if count >= len(problems):
@@ -72,10 +72,11 @@ def hold_out(problems: Problems, count: int) -> tuple[Problems, Problems | None]
 
 
 def permuted(index: int, length: int, seed: int, epoch: int) -> int:
-    """Where a permutation of `range(length)`, a function of (seed, epoch), sends `index`. No state, no table.
+    """The image of `index` under a permutation of `range(length)` that depends on (seed, epoch), without state or
+    table.
 
-    A Feistel network over the next even number of bits, walked until it lands below `length` (Black and Rogaway,
-    "Ciphers with arbitrary finite domains", 2002).
+    A Feistel network over the next even number of bits, with cycle walking until the value is below `length` (Black and
+    Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     half = max(1, ((length - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1

@@ -1,7 +1,7 @@
 """Tasks of the `reasoning-gym` package as data: `reasoning_gym:NAME`, or with settings `reasoning_gym:NAME,KEY=VALUE`.
 
-A row is a function of the settings and its number, made when it is asked for. `size` is the number of rows, `seed` that
-of the task, and all other keys are of the task's own configuration.
+A row is a function of the settings and its number, generated on access. `size` is the number of rows, `seed` the task's
+seed, and all other keys belong to the task's configuration.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ProceduralRows(Source):
     """Rows with `prompt`, the question; `answer`; and `metadata`, which the reward `reasoning_gym` scores by."""
 
     def __init__(self, data: str, label: str) -> None:
-        """Raises `InputError` naming `label` when the package is missing, or knows no such task or setting."""
+        """Raises `InputError` naming `label` if the package is missing, or does not know the task or a setting."""
         try:
             import reasoning_gym
         except ImportError as error:
@@ -31,7 +31,7 @@ class ProceduralRows(Source):
         if type(given["size"]) is not int or given["size"] < 1:
             raise InputError(f"{label}: size is {given['size']!r}; it must be a whole number of at least 1")
         self._size = given["size"]
-        with blamed(f"{label} cannot be made:"):  # the task's own checks raise what they like
+        with blamed(f"{label} cannot be made:"):  # a task's checks may raise anything
             super().__init__(data, reasoning_gym.create_dataset(name, **given))
 
     def __len__(self) -> int:

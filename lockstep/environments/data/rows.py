@@ -1,4 +1,4 @@
-"""Data rows to problems: which column is the prompt, what its form may be, and its length in tokens."""
+"""From data rows to problems: which column is the prompt, its format, and its length in tokens."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from ..base import Encode, Problem, Prompt, PromptLimit, Source
 from ..rewards.calls import RESERVED_NAMES
 from .sources import Row, open_source
 
-# Names that data in other layouts gives its prompts.
+# Common names of prompt columns in data of other layouts.
 USUAL_PROMPT_COLUMNS = ("messages", "conversation", "question", "problem", "instruction", "query", "input", "text")
 
 GSM8K_INSTRUCTION = "Reason step by step. End with the final number alone after ####, like this: #### 42"
 
-ROLES = "system", "developer", "user", "assistant", "tool", "function"  # a template may have others
+ROLES = "system", "developer", "user", "assistant", "tool", "function"  # templates may know others
 _log = logging.getLogger("lockstep.environments")
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How a row becomes a prompt: the column it stands in, and a system prompt for rows without one."""
+    """How a row becomes a prompt: the prompt's column, and a system prompt for rows that have none."""
 
     prompt_column: str = "prompt"
     system_prompt: str | None = None
 
     def problem(self, row: Row, origin: str) -> Problem:
-        """The row's problem; its other columns are for the rewards. Raises `InputError` naming `origin`."""
+        """The row's problem, with the other columns for the rewards. Raises `InputError` naming `origin`."""
         for name in RESERVED_NAMES:
             if name in row and name != self.prompt_column:
                 raise InputError(f"{origin}: column {name!r} has the name of a reward argument; rename it")
         if self.prompt_column in row:
-            hidden = {"prompt", *RESERVED_NAMES} & {self.prompt_column}  # what functions have as `prompts`
+            hidden = {"prompt", *RESERVED_NAMES} & {self.prompt_column}  # functions get it as `prompts`
             columns = {name: value for name, value in row.items() if name not in hidden}
             prompt = _checked_prompt(row[self.prompt_column], f"{origin}: {self.prompt_column}")
         elif self.asks(row):
@@ -54,11 +54,11 @@ class RowFormat:
         return Problem(self.with_system(prompt), columns, origin=origin)
 
     def asks(self, row: Row) -> bool:
-        """Whether the row has no prompt and its question is asked (GSM8K)."""
+        """Whether the row has no prompt, but a question to ask (GSM8K)."""
         return self.prompt_column not in row and "question" in row and "answer" in row
 
     def with_system(self, prompt: Prompt) -> Prompt:
-        """`prompt` under the system prompt, unless it has one; a text then is a chat of one user message."""
+        """`prompt` with the system prompt, unless it has one; a text becomes a user message."""
         if self.system_prompt is None:
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -68,7 +68,7 @@ class RowFormat:
 
 
 class Problems(Sequence[Problem]):
-    """Problems read from their rows when asked for: some rows of a source, in order."""
+    """Problems of some rows of a source, in order, each read on access."""
 
     def __init__(self, source: Source, form: RowFormat, columns: tuple[str, ...], rows: Sequence[int], label: str):
         self.label, self.columns = label, columns  # "task.data rows.jsonl"
@@ -78,7 +78,7 @@ class Problems(Sequence[Problem]):
         return len(self._rows)
 
     def __getitem__(self, index: Any) -> Any:
-        """The problem at `index`, or for a slice the problems of those rows. A column that its row lacks is None."""
+        """The problem at `index`, or for a slice, the problems of those rows. Columns that a row lacks are None."""
         if isinstance(index, slice):
             return Problems(self._source, self._form, self.columns, self._rows[index], self.label)
         row = self._rows[index]
@@ -86,8 +86,8 @@ class Problems(Sequence[Problem]):
         return Problem(problem.prompt, {name: problem.columns.get(name) for name in self.columns}, None, problem.origin)
 
     def limited(self, encode: Encode, limit: PromptLimit, leave_out: bool, use: str = "training") -> Problems:
-        """These problems without those whose prompts are over the limit, which are counted and named in a warning, or
-        unless `leave_out` in an `InputError`, as when none is left. `use` says in messages what they are for."""
+        """These problems without those whose prompts exceed the limit. A warning counts and names them; without
+        `leave_out`, or if none is left, that is an `InputError`. `use` says in messages what the problems are for."""
         kept, over, beside = array("Q"), 0, _beside(encode, limit.tokens)
         named: list[str] = []
         for row, problem in zip(self._rows, self, strict=True):
@@ -113,10 +113,10 @@ class Problems(Sequence[Problem]):
 def read_problems(
     data: str, config: TaskConfig, check: Callable[[Problem], None] = lambda problem: None, field: str = "task.data"
 ) -> Problems:
-    """Every row of `data` as a problem, in the data's order; each is checked once here, also by `check`. A row's other
-    columns go to the rewards; one with `question` and `answer` in place of a prompt (GSM8K) asks the question.
-    `InputError` names the file and the line, or the row, and what is wrong; `field` is the setting that `data` is
-    of."""
+    """Every row of `data` as a problem, in the data's order, each checked once here, also by `check`. A row's other
+    columns go to the rewards; for rows with `question` and `answer` instead of a prompt (GSM8K), the prompt asks the
+    question. `InputError` names the file and line, or the row, and what is wrong; `field` is the setting that names
+    `data`."""
     form = RowFormat(config.prompt_column, config.system_prompt)
     source = open_source(data, config.split, field)
     refuse(not len(source), f"{field} {data} has no rows")
@@ -137,7 +137,8 @@ def read_problems(
 
 
 def _beside(encode: Encode, limit: int) -> int:
-    """Tokens of an empty text: with tools their own, and the template's. One that refuses it may not refuse others."""
+    """The tokens of an empty prompt, which are those of tools and the template; `limit` if the template refuses it,
+    although it may accept others."""
     try:
         return len(encode(""))
     except InputError:
@@ -145,10 +146,10 @@ def _beside(encode: Encode, limit: int) -> int:
 
 
 def _size_if_over(encode: Encode, problem: Problem, limit: int, beside: int) -> str | None:
-    """How large the prompt is, in words, when it has more tokens than `limit`, else None.
+    """The size of a prompt, in words, if it has more tokens than `limit`, else None.
 
     A text cannot have many more tokens than bytes, so short ones are not encoded: twice the bytes allow for
-    normalization, 512 for the chat template, `beside` for tools. What that misses is refused when it is drawn.
+    normalization, 512 for the chat template, `beside` for tools. What this misses is refused when the prompt is played.
     """
     if 2 * _bytes(problem.prompt) + 512 + beside <= limit:
         return None
@@ -162,7 +163,7 @@ def _size_if_over(encode: Encode, problem: Problem, limit: int, beside: int) -> 
 
 
 def _bytes(prompt: Prompt) -> int:
-    """Of the prompt's texts."""
+    """The bytes of a prompt's texts."""
     if isinstance(prompt, str):
         return len(prompt.encode())
     return sum(len(message["content"].encode()) for message in prompt)
@@ -180,8 +181,8 @@ def _checked_prompt(prompt: Any, where: str) -> Prompt:
 
 
 def checked_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
-    """Chat messages, one at least, as templates take them. Raises `InputError`, naming `where` and the message, for one
-    without a role and a text, and where there is nothing to answer."""
+    """Chat messages, at least one, as templates take them. Raises `InputError`, naming `where` and the message, if one
+    lacks a role or a text, or if the last is the assistant's, so that there is nothing to answer."""
     for index, message in enumerate(messages):
         texts = ["role"] if _is_silent(message) else ["role", "content"]
         if not isinstance(message, dict) or not all(_is_text(message.get(key)) for key in texts):
@@ -199,12 +200,12 @@ def checked_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
 
 
 def _is_silent(message: Any) -> bool:
-    """Whether this is an answer of the past that says nothing: it calls tools, or was stopped before its first word."""
+    """Whether this is an earlier answer without text: it only calls tools, or was cut before its first token."""
     if not isinstance(message, dict) or message.get("content") not in (None, ""):
         return False
     return bool(message.get("tool_calls")) or (message.get("role"), message.get("content")) == ("assistant", "")
 
 
 def _is_text(value: Any) -> TypeGuard[str]:
-    """Whether this is a text that is not empty and that UTF-8 can hold (JSON can escape half a surrogate pair)."""
+    """Whether this is a text, not empty, that UTF-8 can encode (JSON can escape half a surrogate pair)."""
     return isinstance(value, str) and value != "" and is_unicode(value)

@@ -1,5 +1,5 @@
-"""Data rows on disk, read one at a time: JSON lines by their offsets, everything else through `datasets`, which keeps
-rows in a memory-mapped Arrow file. So data may be larger than the memory; a JSON array is read whole."""
+"""Data rows on disk, read one at a time: JSON lines by their offsets, everything else through `datasets`, which
+memory-maps Arrow files. So data may exceed the memory, except for a JSON array, which is read whole."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from .reasoning_gym import SCHEME, ProceduralRows
 
 Row = dict[str, Any]
 
-VERIFIERS = "verifiers:"  # tasksets of that package
+VERIFIERS = "verifiers:"  # prefix of that package's tasksets
 JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
-_BUILDERS = {".parquet": "parquet", ".csv": "csv"}  # of `datasets`, for files
-# Of what can only be a file, so that none of them is looked for on the hub.
+_BUILDERS = {".parquet": "parquet", ".csv": "csv"}  # of `datasets`, by suffix
+# Names with these can only be files, and are not looked for on the hub.
 _FILE_SUFFIXES = {*_BUILDERS, *JSON_LINES_SUFFIXES, ".arrow", ".tsv", ".txt", ".gz", ".zst", ".zip", ".yaml", ".py"}
 Column = Literal["int64", "float64", "string"]  # what a CSV file's column holds
 _READS: dict[Column, Callable[[str], Any]] = {"int64": int, "float64": float, "string": str}
 _WHOLE, _EXACT = re.compile("[+-]?(0|[1-9][0-9]*)"), 1 << 53
 _NUMBER = re.compile("[+-]?(0|[1-9][0-9]*)?([.][0-9]+|(?<=[0-9])[.]?)([eE][+-]?[0-9]+)?")
-_NEAR = "*", "*/*"  # where a folder's files are looked for
+_NEAR = "*", "*/*"  # where data files are looked for in a folder
 _DATA_SUFFIXES = {*JSON_LINES_SUFFIXES, ".parquet", ".arrow", ".csv", ".gz", ".zst"}
-_ABOUT = "dataset_info.json", "dataset_infos.json", "croissant.json"  # what a folder says of its data
+_ABOUT = "dataset_info.json", "dataset_infos.json", "croissant.json"  # metadata, not data
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def open_source(data: str, split: str, field: str = "task.data") -> Source:
-    """The rows of a JSON lines, JSON, CSV or parquet file, of a folder (saved by `datasets`, or of data files), or of a
-    hub id, which may name its configuration as "id:configuration"; `split` is for the last two. Or tasks of
-    reasoning-gym, or of verifiers. `InputError`, naming `field`, the setting that `data` is of: they cannot be read."""
+    """The rows of a JSON lines, JSON, CSV or parquet file; of a folder (saved by `datasets`, or of data files) or a hub
+    id, perhaps with a configuration as "id:configuration", for both of which `split` counts; or of tasks of
+    reasoning-gym or verifiers. `InputError` names `field`, the setting that names `data`: they cannot be read."""
     path, label = Path(os.path.expanduser(data)), f"{field} {data}"
     is_file, is_folder, is_there = os.path.isfile(path), os.path.isdir(path), os.path.exists(path)
     if data.startswith(SCHEME):
         return ProceduralRows(data, label)
     if data.startswith(VERIFIERS):
-        from ..adapters.verifiers import TasksetRows  # with torch, which processes that only score go without
+        from ..adapters.verifiers import TasksetRows  # imports torch, which processes that only score do without
 
         return TasksetRows(data, label)
-    special = is_there and not is_file and not is_folder  # a pipe or a device, which may have no end
+    special = is_there and not is_file and not is_folder  # a pipe or device, which may never end
     refuse(special, f"{label} is not a regular file")
     if path.suffix in JSON_LINES_SUFFIXES and not is_folder:
         return JsonArray(path, label) if _is_array(path) else JsonLines(path, label)
@@ -67,7 +67,7 @@ def open_source(data: str, split: str, field: str = "task.data") -> Source:
 
 
 def has_splits(data: str) -> bool:
-    """Whether `data` names what may have splits: a hub id, or a folder other than one saved dataset."""
+    """Whether `data` may have splits: it is a hub id, or a folder other than a single saved dataset."""
     path = Path(os.path.expanduser(data))
     if os.path.isdir(path):
         return not (path / "state.json").is_file()
@@ -75,18 +75,18 @@ def has_splits(data: str) -> bool:
 
 
 def _is_array(path: Path) -> bool:
-    """Whether this is a .json file that holds one array, over several lines as a rule."""
+    """Whether this is a .json file that holds an array rather than JSON lines."""
     if path.suffix == ".json" and os.path.isfile(path):
-        with suppress(OSError), path.open("rb") as file:  # which reading it will say
+        with suppress(OSError), path.open("rb") as file:  # reading it later will raise
             return file.read(4096).removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
     return False
 
 
 class JsonLines(Source):
-    """A file with one JSON object a line; blank lines are left out. `InputError` names the line that is none."""
+    """A file with one JSON object per line; blank lines are skipped. `InputError` names a line that is not one."""
 
     def __init__(self, path: Path, label: str) -> None:
-        """`label` names the file in messages, with the setting it is of."""
+        """`label` names the file and its setting in messages."""
         self._offsets, self._lines = array("Q"), array("Q")
         super().__init__(str(path), self._lines)
         try:
@@ -129,7 +129,7 @@ class JsonArray(Source):
 
 
 class Together(Source):
-    """Several sources, one behind the other."""
+    """Several sources, concatenated."""
 
     def __init__(self, sources: Sequence[Source], data: str) -> None:
         self._sources, self._ends = sources, list(itertools.accumulate(map(len, sources)))
@@ -147,7 +147,7 @@ class Together(Source):
 
 
 class ArrowRows(Source):
-    """Rows as `datasets` loads them: parquet, CSV, a folder, a hub id."""
+    """Rows loaded by `datasets`: parquet, CSV, a folder, or a hub id."""
 
     def __init__(self, data: str, path: Path, split: str, label: str, files: Sequence[Path]) -> None:
         try:
@@ -165,7 +165,7 @@ class ArrowRows(Source):
 
 
 def _read(data: str, path: Path, split: str, files: Sequence[Path]) -> Any:
-    """`files`: what there is of them here, unless it is described or was saved by the library."""
+    """Load rows. `files`: the local data files; empty for a folder that has a README or was saved by `datasets`."""
     if not os.path.exists(path) or not files or any(file.suffix != ".csv" for file in files):
         return [] if _is_empty(path) else _load(data, path, split)
     columns, rows = dict[str, Column](), 0
@@ -184,9 +184,9 @@ def _is_empty(path: Path) -> bool:
 
 
 def _look_through(table: Path, columns: dict[str, Column]) -> int:
-    """The number of rows of a CSV file, each of as many fields as the first line has names, as the library would shift
-    them. `columns` is what they hold so far: texts where a field is no number, or one that would not be read as it is
-    written: 007, 02139, or more digits than a float has."""
+    """The number of rows of a CSV file. Updates `columns`, the types of columns so far: a column is text if any field
+    is not a number, or is one that would not be preserved, such as 007, 02139, or more digits than a float has.
+    `InputError`: a row has another number of fields than the first line, which the library would shift."""
     before = csv.field_size_limit(1 << 30)
     try:
         with table.open(encoding="utf-8-sig", newline="") as file:
@@ -230,7 +230,7 @@ def _load(data: str, path: Path, split: str, columns: Mapping[str, Column] | Non
         options["keep_default_na"] = False
         warnings.filterwarnings("ignore", "Both a converter and dtype were specified")  # by `features`
     shows = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()  # which would stand between a run's lines
+    datasets.disable_progress_bars()  # they would interrupt the run's output
     try:
         if path.is_file():
             return datasets.load_dataset(_BUILDERS[path.suffix], data_files=str(path), split="train", **options)
@@ -250,8 +250,8 @@ def _load(data: str, path: Path, split: str, columns: Mapping[str, Column] | Non
 
 
 def _data_files(label: str, folder: Path) -> list[Path]:
-    """A folder's data files, of one format: `datasets` would search a whole tree for them, and leave out others. None
-    of what it saved, or of what is described as on the hub, which it knows."""
+    """A folder's data files, which must be of one format: `datasets` would search the whole tree, and ignore other
+    formats. Empty for a folder that it saved, or that has a README as on the hub, which it can read itself."""
     if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return []
     found = [p for like in _NEAR for p in folder.glob(like) if p.suffix in _DATA_SUFFIXES and p.name not in _ABOUT]
@@ -274,14 +274,14 @@ def _format(path: Path) -> str:
 
 
 def _one_split(files: Sequence[Path]) -> bool:
-    """Whether these are files of JSON lines that lie in one folder and have no splits by their names."""
+    """Whether these are all JSON lines files in one folder, with no splits in their names."""
     of_split = any(re.search(r"(?<![a-z])(train|valid|dev|val|test|eval)", file.name.lower()) for file in files)
     lines = bool(files) and all(file.suffix in JSON_LINES_SUFFIXES and not _is_array(file) for file in files)
     return lines and not of_split and len({file.parent for file in files}) == 1
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> Row:
-    """An object. Raises `KeyError` for a key that it has twice, of which plain JSON would take the last in silence."""
+    """A JSON object. Raises `KeyError` for a duplicate key, of which `json` would silently take the last."""
     row = dict(pairs)
     if len(row) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -290,7 +290,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> Row:
 
 
 def _decoded(data: bytes, origin: str, form: str = "") -> Any:
-    """JSON, which must have the `form` that messages end with."""
+    """The value of JSON text. `InputError` says that it is not valid, and ends with `form`."""
     try:
         return json.loads(data, object_pairs_hook=_without_repeats)
     except UnicodeDecodeError as error:
