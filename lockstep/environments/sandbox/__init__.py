@@ -1,3 +1,3 @@
-"""Programs that a model writes, run confined: `python_tool` makes the tool, `run_python` is one call of it."""
+"""Runs programs that a model writes, confined: `python_tool` makes the tool, `run_python` runs one program."""
 
 from .python import Ran, SandboxLimits, python_tool, run_python

@@ -1,13 +1,13 @@
 """Runs one program confined: `python -I -S confine.py SECONDS CPU_SECONDS MEMORY PROCESSES OUTPUT FILES CUT_OFF PARENT
 RUNNER`.
 
-The program comes by standard input. What goes out is one line, how it ended, and then what it wrote. This process
-starts the program, reads what it writes and kills it with all its descendants when it takes too long, writes too much,
-or this process's own parent is gone. It imports the standard library alone, so that starting is cheap.
+The program is read from standard input; the output is one line that says how it ended, and then what it wrote. This
+process starts the program, reads its output, and kills it with all its descendants if it takes too long, writes too
+much, or this process's parent is gone. It imports only the standard library, so that it starts quickly.
 
-Cut off, the program is the first process of namespaces of its own: it sees no other process, no network and no file
-but Python's, the system's libraries, and a small folder in memory; its user has no rights anywhere. All of it ends with
-the program. Otherwise the limits hold, and where this user is root it is nobody, if that one can read Python.
+With CUT_OFF, the program is the first process in separate namespaces: it sees no other process, no network, and no
+files but Python's, the system's libraries, and a small folder in memory; its user has no privileges. All of this ends
+with the program. Without, only the limits hold, and root becomes the user nobody, if that user can execute Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import tempfile
 import time
 
 NOBODY = 65534
-FOLDER = "/tmp"  # the program's own, cut off
+FOLDER = "/tmp"  # the program's folder, if it is cut off
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/nix/store")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
@@ -41,7 +41,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *arguments: object) -> None:
-    """A function of the C library. Raises `OSError` with its name where it fails."""
+    """Call a function of the C library. Raises `OSError` with its name if it fails."""
     plain = [a.encode() if isinstance(a, str) else ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     if getattr(_libc, name)(*plain) < 0:
         code = ctypes.get_errno()
@@ -49,7 +49,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 class Confinement:
-    """What holds for the program; all sizes in bytes, times in seconds."""
+    """The limits on a program, and running it. Sizes are in bytes, times in seconds."""
 
     def __init__(self, arguments: list[str]) -> None:
         numbers = list(map(int, arguments[1:8]))
@@ -66,12 +66,12 @@ class Confinement:
             os.seteuid(0)
 
     def run(self) -> tuple[str, bytes]:
-        """How the program ended, and its output."""
+        """Run the program. Returns how it ended, and its output."""
         out, failed = os.pipe(), os.pipe()
         if self.cut_off:
             self._leave_namespaces()
         elif sys.platform == "linux":
-            _call("prctl", SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what outlives its parent stays in reach
+            _call("prctl", SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopts orphans, so that they can be killed
         child = os.fork()
         if child == 0:
             self._become(out[1], failed[1])
@@ -88,9 +88,9 @@ class Confinement:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def _watch(self, child: int, out: int) -> tuple[str, bytes]:
-        """Wait for the end of the program, or end it."""
+        """Wait for the program to end, or kill it at a limit."""
         until, written, why, status, open_ = time.monotonic() + self.seconds, bytearray(), "", None, True
-        while status is None or (open_ and self.cut_off):  # cut off, all that can write ends with it
+        while status is None or (open_ and self.cut_off):  # if cut off, all writers end with it
             if status is None:
                 pid, found, used = os.wait4(child, os.WNOHANG)
                 status = found if pid else None
@@ -112,12 +112,12 @@ class Confinement:
         code = os.waitstatus_to_exitcode(status)
         if (
             not why and code == -signal.SIGKILL and used.ru_utime + used.ru_stime > self.cpu_seconds / 2
-        ):  # ticks overcount
+        ):  # half, as RLIMIT_CPU overcounts
             why = "cpu"
         return why or f"exit {code}", bytes(written[: self.output])
 
     def _leave_namespaces(self) -> None:
-        """Have namespaces of its own, where users are mapped by a process that has stayed outside."""
+        """Enter separate namespaces, for which a process that stays outside maps users."""
         if self.root:
             with contextlib.suppress(PermissionError):
                 os.setgroups([])
@@ -136,10 +136,11 @@ class Confinement:
             raise OSError(errno.EPERM, told)
         self.changes_user = told == "two"
         with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as limit:
-            limit.write("0")  # none within this one
+            limit.write("0")  # no nested namespaces
 
     def _map_users(self, pid: int, answer: int) -> int:
-        """Root has two users, as limits of processes do not hold for it: itself, who mounts, and nobody."""
+        """Map users of process `pid`: if this is root, whom process limits do not bind, both root, to mount, and
+        nobody; else nobody alone. Reports "two", "one" or the error."""
         one = f"{NOBODY} {{}} 1"
         told = ""
         with contextlib.suppress(OSError):
@@ -158,7 +159,7 @@ class Confinement:
         return 0
 
     def _become(self, out: int, failed: int) -> None:
-        """Be the program, in what is left of this process."""
+        """Turn the forked child into the program."""
         try:
             os.setsid()
             if self.cut_off:
@@ -178,7 +179,8 @@ class Confinement:
         os._exit(1)
 
     def _cut_files(self) -> None:
-        """See Python and libraries, which cannot be written, and a folder that is gone with the program."""
+        """Replace the file system by read-only Python and libraries, and a folder in memory that ends with the
+        program."""
         _call("mount", None, "/", None, RECURSIVE | PRIVATE, None)
         paths = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), self.python, *LIBRARIES, *DEVICES}
         paths.add(os.path.join(sys.base_prefix, "lib"))
@@ -228,7 +230,7 @@ def _write(path: str, text: str) -> None:
 
 
 def _bind(descriptor: int, target: str, read_only: bool) -> None:
-    """Show what is open at `target`, too."""
+    """Bind-mount an open file or folder at `target`."""
     source = f"/proc/self/fd/{descriptor}"
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
@@ -237,13 +239,13 @@ def _bind(descriptor: int, target: str, read_only: bool) -> None:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o444))
     _call("mount", source, target, None, BIND | RECURSIVE, None)
     if read_only:
-        locked = os.statvfs(target).f_flag & NO_EXEC  # cannot be taken away
+        locked = os.statvfs(target).f_flag & NO_EXEC  # a remount may not clear it
         _call("mount", None, target, None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEVICES | locked, None)
     os.close(descriptor)
 
 
 def _end_all(child: int) -> None:
-    """Kill what a program has left behind: its session, and what has left that and so become this process's child."""
+    """Kill what a program has left behind: its process group, and orphans that this process has adopted."""
     with contextlib.suppress(OSError):
         os.killpg(child, signal.SIGKILL)
     until = time.monotonic() + 2
@@ -257,9 +259,9 @@ def _end_all(child: int) -> None:
 
 
 def main() -> None:
-    """Run the program, and tell how it ended. Signals that a launcher sends all processes are for the run."""
+    """Run the program, and report how it ended. Signals that a launcher sends to all processes are for the run."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)  # not ignored, which the program would inherit
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which the program would inherit
     try:
         ended, output = Confinement(sys.argv[1:]).run()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A Python interpreter as a tool: each program in a process of its own, with limits, and cut off from the machine."""
+"""A Python interpreter as a tool: each program runs in a separate process, with limits and cut off from the machine."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from pathlib import Path
 from ...errors import InputError, ToolUnavailable, refuse
 
 MIB = 1 << 20
-GRACE = 10.0  # seconds beyond its own limit until the process that watches a program is given up
+GRACE = 10.0  # seconds beyond a program's limit until the process that watches it is killed too
 
 PythonTool = Callable[[str], Coroutine[None, None, str]]
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """Of one program. What holds for a process (processor time, memory) each of its processes may use.
+    """Limits of a program. Those on processor time and memory hold for each of its processes.
 
     Attributes:
-        seconds: from start to end, whatever it does; `cpu_seconds` of processor time.
-        memory_mib: of addresses, not only of what was touched; `files_mib` of all its files.
-        processes: and threads.
-        output_bytes: of what it writes; the rest is cut off, and the program ended.
-        patience: seconds that a program may wait until others have ended, of which as many run as there are cores.
+        seconds, cpu_seconds: elapsed time, and processor time.
+        memory_mib, files_mib: address space (not resident memory), and all files together.
+        processes: including threads.
+        output_bytes: output, beyond which it is cut off and the program killed.
+        patience: seconds that a program may wait to start; as many run at once as there are cores.
     """
 
     seconds: float = 15.0
@@ -43,7 +43,7 @@ class SandboxLimits:
 
     @classmethod
     def within(cls, timeout: float) -> SandboxLimits:
-        """Those by which a call is answered in fewer than `timeout` seconds (0: any)."""
+        """The default limits, lowered such that a call takes less than `timeout` seconds (0: any time)."""
         most = cls()
         if not timeout:
             return most
@@ -56,8 +56,8 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class Ran:
-    """A program's output, standard error included, and how it ended: "exit", or the limit that it met, "time", "cpu" or
-    "output". `code` is its exit code, or of a signal the negative number."""
+    """A program's output, including standard error, and how it ended: "exit", or the limit that it hit ("time", "cpu"
+    or "output"). `code` is its exit code, or the negative number of the signal that ended it."""
 
     output: str
     ended: str
@@ -65,7 +65,7 @@ class Ran:
 
 
 def run_python(code: str, limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool = False) -> Ran:  # noqa: B008
-    """Run a program and wait for its end. `ToolUnavailable`: it cannot be started or, without `allow_unsandboxed`, not
+    """Run a program and wait for it. `ToolUnavailable`: it cannot be started or, without `allow_unsandboxed`, cannot be
     cut off."""
     numbers = (limits.cpu_seconds, limits.memory_mib * MIB, limits.processes, limits.output_bytes)
     flags = (*numbers, limits.files_mib * MIB, int(not allow_unsandboxed or can_cut_off() == ""), os.getpid())
@@ -90,7 +90,7 @@ def run_python(code: str, limits: SandboxLimits = SandboxLimits(), allow_unsandb
     return Ran(output.decode(errors="replace"), ended, int(about or 0))
 
 
-# What a program tries that must not succeed, a word for each that does.
+# A program that tries what must not succeed, and prints what does.
 _ATTEMPTS = """
 import os, socket, time
 found = [] if os.getppid() == 0 else ["other processes"]
@@ -116,7 +116,8 @@ print(*found, sep=", ")
 
 @cache
 def can_cut_off() -> str:
-    """Why programs cannot be cut off from this machine; nothing where they can, which one has tried."""
+    """Why programs cannot be cut off from this machine, as found by running one that tries to get out; "" if they
+    can."""
     try:
         ran = run_python(_ATTEMPTS)
     except ToolUnavailable as error:
@@ -127,8 +128,8 @@ def can_cut_off() -> str:
 
 
 def python_tool(limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool = False) -> PythonTool:  # noqa: B008
-    """A function `python(code)` as `task.tools` takes them. Programs of different calls share nothing. `InputError`:
-    they cannot be started, or not be cut off and that is not allowed."""
+    """A function `python(code)` for `task.tools`. Programs of different calls share nothing. `InputError`: programs
+    cannot be started, or cannot be cut off although that is required."""
     if (reason := can_cut_off()) and not allow_unsandboxed:
         raise InputError(
             f"task.tools python: programs cannot be cut off from this machine: {reason}. It needs Linux with user "
@@ -161,7 +162,7 @@ def python_tool(limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool
 
 
 def shown(ran: Ran, limits: SandboxLimits) -> str:
-    """What the model is told."""
+    """The answer that the model sees."""
     cut = {
         "time": f"[stopped: it ran longer than {limits.seconds:g} s]",
         "cpu": f"[stopped: it used more than {limits.cpu_seconds} s of processor time]",
