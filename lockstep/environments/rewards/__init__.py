@@ -1,1 +1,1 @@
-"""Reward functions: found by name, called safely, combined."""
+"""Reward functions: loaded by name, called safely, and combined."""

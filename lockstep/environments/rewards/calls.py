@@ -1,5 +1,4 @@
-"""One call of a reward function, here or in a worker process: what it is given, what it may return, and its failures as
-values."""
+"""Calls of reward functions, here or in worker processes: their arguments, valid results, and failures as values."""
 
 from __future__ import annotations
 
@@ -23,30 +22,31 @@ from ...json_file import plain, to_json
 from ...user_functions import one_line, own
 
 RewardFunction = Callable[..., Any]
-Arguments = dict[str, Any]  # by name: lists with one entry a completion, and TRL's three below
+Arguments = dict[str, Any]  # by name: lists with one entry per completion, and those of `TRAINER_NAMES`
 
-# Larger values are beyond float32, which the loss computes in; their sums must stay within float64.
+# Larger values do not fit float32, in which the loss is computed; weighted sums must fit float64.
 MAX_VALUE, MAX_WEIGHT = 1e38, 1e6
 
 _HERE = Path(__file__).parents[1]
 
 
-# What every reward is offered besides the data's columns, which may not take these names.
+# Arguments that every reward is offered in addition to the data's columns, which may not have these names.
 RESERVED_NAMES = ("prompts", "completions", "completion_ids")
 
-# TRL's further arguments, for a function that names them.
+# TRL's additional arguments, for functions that name them.
 TRAINER_NAMES = ("trainer_state", "log_metric", "log_extra", "environments")
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """`trainer_state`: the steps done before the one that is scored; of a validation 0."""
+    """The argument `trainer_state`: `global_step` is the number of steps before the one being scored; 0 in
+    validation."""
 
     global_step: int = 0
 
 
 class Logged:
-    """What functions gave `log_metric(name, value)` and `log_extra(column, values)` while a batch was scored."""
+    """What functions passed to `log_metric(name, value)` and `log_extra(column, values)` while a batch was scored."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -59,14 +59,15 @@ class Logged:
         return {name: sum(values) / len(values) for name, values in self._values.items()}
 
     def log_metric(self, name: str, value: float) -> None:
-        """Raises `ValueError` for a value that is no finite number, or a name that is no text."""
+        """Raises `ValueError` for a value that is not a finite number, or a name that cannot be recorded."""
         number = _value(value)
         if not isinstance(number, float):
             raise ValueError(f"log_metric({name!r}, ...) takes a finite number, not {one_line(value, repr)}")
         self._values.setdefault(_recorded(str(name), "log_metric", name), []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Raises `ValueError` for another number of values than there are completions, or what JSON cannot hold."""
+        """Raises `ValueError` for a number of values that is not that of completions, or values that JSON cannot
+        hold."""
         if len(values) != self._count:
             raise ValueError(f"log_extra({column!r}, ...) has {len(values)} values for {self._count} completions")
         name = _recorded(str(column), "log_extra", column)
@@ -74,8 +75,8 @@ class Logged:
 
 
 def _recorded(value: Any, method: str, name: Any) -> Any:
-    """A copy of what a function logged, as JSON can hold it. `ValueError`: text that is no Unicode, numbers of
-    thousands of digits, or what contains itself."""
+    """A copy of what a function logged, in a form that JSON can hold. `ValueError`: text that is not valid Unicode,
+    numbers of thousands of digits, or a value that contains itself."""
     try:
         recorded = plain(value)
         to_json(recorded).encode()
@@ -89,21 +90,21 @@ def _recorded(value: Any, method: str, name: Any) -> Any:
 class Failed:
     """Why there is no value; `reason` follows "reward f ", as in "raised KeyError: 'x'".
 
-    `fatal` marks a mistake in the function or the set-up, not bad luck: the run ends whatever `on_error` says.
+    `fatal` marks a mistake in the function or its setup, which ends the run whatever `on_error` says.
     """
 
     reason: str
     fatal: bool = False
 
 
-# What one call came to: a value a completion, or one failure for all of them.
+# The outcome of a call: a value for each completion, or one failure for all of them.
 Values = list[float | None | Failed]
 Outcome = Values | Failed
 
 
 def accepted(name: str, function: RewardFunction, columns: Iterable[str]) -> list[str]:
-    """The arguments to pass: of the reserved names and `columns`, those the function takes by name. `InputError`: it
-    requires one that is not there, or takes none by name."""
+    """The arguments to pass: those of the reserved names, `columns` and `TRAINER_NAMES` that the function takes by
+    name. `InputError`: it requires another one, or takes none by name."""
     offered = [*RESERVED_NAMES, *columns]
     parameters = inspect.signature(function).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
@@ -130,7 +131,7 @@ def call_all(
     calls: Sequence[tuple[RewardFunction, Arguments, int]], began: Callable[[list[int]], None] = lambda calls: None
 ) -> list[Outcome]:
     """Call each (function, arguments, number of completions): plain functions one after the other, then all async ones
-    concurrently. `began` is told which of them it comes to."""
+    concurrently. `began` is called with the indices of the calls that begin."""
     results: list[Any] = []
     for index, (function, arguments, _) in enumerate(calls):
         began([index])
@@ -157,7 +158,7 @@ def started(function: RewardFunction, arguments: Arguments) -> Any:
 
 
 async def finished(coroutine: Any, function: RewardFunction) -> Any:
-    """What the function's coroutine comes to, or its failure."""
+    """The result of the function's coroutine, or its failure."""
     try:
         with ending_forks():
             return await coroutine
@@ -167,10 +168,8 @@ async def finished(coroutine: Any, function: RewardFunction) -> Any:
 
 @contextlib.contextmanager
 def ending_forks() -> Iterator[None]:
-    """Around a function's call: a copy of this process that the function forked ends where it leaves the function.
-
-    Otherwise it would go on with the run, in the same folder. Its exit code is what the copy would have had.
-    """
+    """A context for a function's call: if the function forks, the child ends where it would leave the function, with
+    the exit code that it would have had. Otherwise the child would continue the run, in the same folder."""
     process, code = os.getpid(), 0
     try:
         yield
@@ -188,7 +187,7 @@ def ending_forks() -> Iterator[None]:
 
 
 def _exit_code(error: BaseException) -> int:
-    """The exit code of a process that ends with `error`, which is printed as Python would."""
+    """The exit code of a process that ends with `error`, after printing that as Python does."""
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
         return (error.code or 0) & 0xFF
     if isinstance(error, SystemExit):
@@ -205,7 +204,7 @@ def _run(coroutines: list[Any]) -> list[Any]:
     def run() -> list[Any]:
         try:
             return asyncio.run(gathered())
-        except RuntimeError as error:  # not of a function's own: those are results
+        except RuntimeError as error:  # not raised by a function, as those are results
             reason = f"did not finish, as an async reward stopped the event loop that they share ({error})"
             return [Failed(reason, fatal=True)] * len(coroutines)
 
@@ -218,8 +217,8 @@ def _run(coroutines: list[Any]) -> list[Any]:
 
 
 def raised(error: BaseException, function: RewardFunction) -> Failed:
-    """The failure that an exception is, with the line of the function's own file where it arose. An `InputError` is
-    told as it is. `KeyboardInterrupt`, which is Ctrl-C, goes on."""
+    """An exception as a failure, with the line in the function's own file where it arose. An `InputError` keeps its
+    message. `KeyboardInterrupt` (Ctrl-C) is raised again."""
     if isinstance(error, KeyboardInterrupt):
         raise error
     if isinstance(error, InputError):
@@ -258,5 +257,5 @@ def _value(value: Any) -> float | None | Failed:
 
 
 def completion_text(completion: str | list[dict[str, Any]]) -> str:
-    """The text of a completion, whichever form the prompt gave it."""
+    """The text of a completion, which is a text or, after a conversational prompt, messages."""
     return completion if isinstance(completion, str) else completion[-1]["content"]

@@ -1,4 +1,4 @@
-"""Reward functions found by name: `module:function`, `path.py:function`, or the name of a ready one."""
+"""Reward functions by name: `module:function`, `path.py:function`, or a built-in one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .reward_set import OnError, Reward, RewardSet
 from .verl import has_verl_signature, verl_reward
 from .workers import RewardWorkers
 
-# Rewards that come with the package, by the name they have on the command line.
+# Built-in rewards, by their names on the command line.
 READY = {
     "math": "lockstep.environments.rewards.mathematics:math_reward",
     "gsm8k": "lockstep.environments.tasks.gsm8k:gsm8k_reward",
@@ -25,9 +25,9 @@ def load_rewards(
     on_error: OnError = "raise",
     workers: RewardWorkers | None = None,
 ) -> RewardSet:
-    """The reward functions that `specs` name, with `weights` (all ones when empty). Each has its function's name, that
-    of an object in its module, or the whole spec where two share that. `InputError`: a spec is given twice, or what
-    `load_reward` refuses."""
+    """The reward functions that `specs` name, with `weights` (all 1 if empty). Each is named by its function's name
+    (for an object without one, its name in the module), or by the whole spec if several have that name. `InputError`: a
+    spec is given twice, or `load_reward` refuses it."""
     for index, spec in enumerate(specs):
         refuse(spec in specs[:index], f"reward {spec!r} is given twice; give it once, with a weight")
     functions = [load_reward(spec) for spec in specs]
@@ -38,8 +38,8 @@ def load_rewards(
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """The reward function that `spec` names; verl's signature is adapted. `InputError` as
-    `user_functions.load_function`, and what the function's own `require`, if it has one, says is missing."""
+    """The reward function that `spec` names; verl's signature is adapted. `InputError` as from
+    `user_functions.load_function`, or if the function has an attribute `require` that raises it."""
     function = load_function(READY.get(spec, spec), f"reward {spec!r}", f" or a ready one ({', '.join(READY)})")
     try:
         getattr(function, "require", lambda: None)()

@@ -1,4 +1,4 @@
-"""Mathematical answers compared by value, with the `math-verify` package: 1/2, 0.5 and \\frac{1}{2} are equal."""
+"""Compares mathematical answers by value, with the `math-verify` package: 1/2, 0.5 and \\frac{1}{2} are equal."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def math_reward(
     reward_model: list[Any] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """1.0 when the completion's final answer equals the row's, else 0.0; None for a row whose answer is no mathematics.
-    The completion's is what it boxes, else its last expression; reasoning before `</think>` does not count. The row's
-    stands in the first of `solution`, `answer`, `ground_truth` and verl's `reward_model` that there is, alone, in
+    """1.0 if the completion's final answer equals the row's, else 0.0; None for a row whose answer cannot be parsed.
+    The completion's answer is its boxed expression, else its last one; reasoning before `</think>` does not count. The
+    row's is in the first column present of `solution`, `answer`, `ground_truth` and verl's `reward_model`: alone, in
     LaTeX, or after GSM8K's `####`."""
     verl = None if reward_model is None else [verl_ground_truth(model) for model in reward_model]
     given = next((column for column in (solution, answer, ground_truth, verl) if column is not None), None)
@@ -71,5 +71,5 @@ def _parse(text: str) -> list[Any]:
 
 
 def _seconds() -> int | None:
-    """The library ends long computations with an alarm signal, which only the main thread can receive."""
+    """The time limit, if this is the main thread: the library uses an alarm signal, which no other thread receives."""
     return _SECONDS if threading.current_thread() is threading.main_thread() else None

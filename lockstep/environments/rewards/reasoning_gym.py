@@ -11,8 +11,8 @@ from .calls import completion_text
 def reasoning_gym(
     prompts: list[Any], completions: list[Any], answer: list[Any], metadata: list[Any], **_: Any
 ) -> list[float]:
-    """What the task of `data` reasoning_gym:NAME gives for the text between the last answer tags, or without tags for
-    all of the completion. Raises `InputError` for rows of other data."""
+    """The score by the task of the data, reasoning_gym:NAME, of the text between the last answer tags, or without tags,
+    of the whole completion. Raises `InputError` for rows of other data."""
     from reasoning_gym import get_score_answer_fn
     from reasoning_gym.utils import extract_answer
 

@@ -1,7 +1,7 @@
-"""Reward functions on a batch: called, checked, combined.
+"""Scoring a batch: reward functions are called, and their results checked and combined.
 
-A reward function is `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, plain or async: every
-argument is a list with one entry a completion, and so is the result. A conversational prompt's completion is
+A reward function is `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, plain or async. Each
+argument is a list with one entry per completion, and so is the result. A conversational prompt's completion is
 `[{"role": "assistant", "content": text}]`. None means that the function does not apply to that completion.
 """
 
@@ -37,9 +37,9 @@ _log = logging.getLogger("lockstep.environments")
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function with its name in metrics and messages and its weight in the sum.
+    """A reward function, with its name in metrics and messages, and its weight in the sum.
 
-    `spec` is where a worker process finds it, `module:function` or `path.py:function`; None: only this process can.
+    `spec`, `module:function` or `path.py:function`, is what worker processes load; None: only this process has it.
     """
 
     name: str
@@ -49,8 +49,8 @@ class Reward:
 
 
 class Completions(NamedTuple):
-    """What functions score, an entry a completion: its prompt, what was sampled (a text, or messages), its tokens, and
-    the columns of its data row."""
+    """What functions score, one entry per completion: its prompt, what was sampled (a text, or messages), its tokens,
+    and the columns of its data row."""
 
     prompts: Sequence[str | list[dict[str, Any]]]
     completions: Sequence[str | list[dict[str, Any]]]
@@ -58,7 +58,7 @@ class Completions(NamedTuple):
     rows: Sequence[dict[str, Any]]
 
     def arguments(self) -> tuple[list[str], Arguments]:
-        """The columns that every row has, and all arguments by name; a completion is in the form of its prompt."""
+        """The columns that every row has, and all arguments by name. Completions of chats become messages."""
         completions = [
             text if isinstance(prompt, str) or not isinstance(text, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(self.prompts, self.completions, strict=True)
@@ -74,9 +74,14 @@ class Completions(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What scoring found, one entry a completion: each function's value by name, the weighted sum over those that apply
-    (None: none does), and whether that is so because one failed. `errors` counts the values that each function failed
-    to give."""
+    """The results, one entry per completion.
+
+    Attributes:
+        values: each function's value by name.
+        totals: the weighted sum over the functions that apply; None: none does.
+        unknown: whether there is no total because a function failed.
+        errors: by function, how many values it failed to give.
+    """
 
     values: list[dict[str, float | None]]
     totals: list[float | None]
@@ -85,14 +90,14 @@ class Scores(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What is known of completions that are scored, besides what the functions are given.
+    """What is known about completions besides the functions' arguments.
 
     Attributes:
-        where: says in messages what they are of, for example "step 3". origins: which data row each is of.
-        groups: equal for the completions of one prompt, which stand together; divides the calls among workers.
+        where: where they are from, in messages, for example "step 3". origins: the data row of each, in messages.
+        groups: equal for the completions of a prompt, which are adjacent; workers are called per group.
         step: `trainer_state.global_step`.
-        environments: what functions that take `environments` are given, one a completion.
-        tell: is given the names of the functions that are being called.
+        environments: for functions with an argument `environments`, one per completion.
+        tell: called with the names of the functions that are being called.
     """
 
     where: str = ""
@@ -104,7 +109,7 @@ class Scoring(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The completions of one call: `arguments` by name, and words for messages; `group`: their prompt's, if of one."""
+    """The completions of one call: `arguments` by name, words for messages, and `group`, if they are of one prompt."""
 
     arguments: Arguments
     where: str
@@ -116,20 +121,19 @@ class RewardSet:
     """Reward functions, combined by a weighted sum over those that apply; without any, every reward is 0.
 
     Args:
-        on_error: what a function that raises, crashes, takes too long or returns no finite number does to the
-            completions concerned. raise: end the run. zero: the value is 0. skip: there is no value (as with None).
-        workers: processes to call the functions in, a prompt's completions a call; None calls them here, with the
-            whole batch.
+        on_error: what happens if a function raises, crashes, takes too long or does not return a finite number. raise:
+            end the run. zero: the values concerned are 0. skip: there are no values (as with None).
+        workers: processes to call the functions in, once per prompt; None: call them here, with the whole batch.
 
     Attributes:
-        in_workers: the functions are called in other processes.
-        logged: what functions logged while the last batch was scored. names: of the functions, in order.
+        in_workers: whether functions are called in other processes.
+        logged: what functions logged while the last batch was scored. names: the functions' names, in order.
     """
 
     def __init__(
         self, rewards: Sequence[Reward], on_error: OnError = "raise", workers: RewardWorkers | None = None
     ) -> None:
-        """`InputError`: two have a name, a weight is too large, or workers cannot find a function."""
+        """`InputError`: two have the same name, a weight is too large, or workers cannot load a function."""
         self.names = names = [reward.name for reward in rewards]
         if twice := [name for name in names if names.count(name) > 1]:
             raise InputError(f"two rewards have the name {twice[0]}, by which their values are told: give one another")
@@ -147,12 +151,13 @@ class RewardSet:
         self.rewards = tuple(rewards)
         self._on_error = on_error
         self._workers, self.in_workers = workers, workers is not None
-        # Calls in workers by function and group, with the names of their arguments.
+        # Calls that workers have begun, by function and group, with the names of their arguments.
         self._begun: dict[tuple[str, int | None], tuple[list[str], Future[Outcome]]] = {}
         self.logged = Logged(0)
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise `InputError` when a function requires a column that is not one of `columns`."""
+        """Raise `InputError` if a function requires a column that is not in `columns`, or an argument that workers do
+        not have."""
         columns = list(columns)
         for reward in self.rewards:
             logs = {"log_metric", "log_extra", "environments"} & set(accepted(reward.name, reward.function, columns))
@@ -161,7 +166,7 @@ class RewardSet:
                 raise InputError(f"reward {reward.name} takes {min(logs)}, which needs task.reward_workers 0")
 
     def check_row(self, columns: dict[str, Any], origin: str) -> None:
-        """Raise `InputError` when a function's own `check_row`, if it has one, refuses a data row's columns."""
+        """Raise `InputError` if a function has an attribute `check_row` that refuses the columns of a data row."""
         for reward in self.rewards:
             try:
                 getattr(reward.function, "check_row", lambda columns: None)(columns)
@@ -169,8 +174,8 @@ class RewardSet:
                 raise InputError(f"{origin}: reward {reward.name} {error}") from error
 
     def begin(self, made: Completions, about: Scoring) -> None:
-        """Have workers call the functions on one prompt's completions, of a batch whose others are to come. `score`
-        takes what came of it, where it would pass the same arguments."""
+        """Have workers call the functions on one prompt's completions, before the rest of the batch is there. `score`
+        uses the results if it would pass the same arguments."""
         assert self._workers is not None
         if not made.prompts:
             return
@@ -179,22 +184,22 @@ class RewardSet:
         for reward in self.rewards:
             try:
                 names = accepted(reward.name, reward.function, columns)
-            except InputError:  # which `score` raises, if it is so of all rows
+            except InputError:  # `score` raises it, if it holds for the whole batch
                 continue
             given = {name: offered.get(name) for name in names}
             outcome = self._workers.begin((reward.spec or "", given, len(made.prompts)))
             self._begun[reward.name, about.groups[0]] = names, outcome
 
     def abandon(self) -> None:
-        """End what was begun and not scored."""
+        """Stop calls that were begun but not scored."""
         if self._workers is not None:
             self._workers.abandon([outcome for _, outcome in self._begun.values()])
         self._begun.clear()
 
     def score(self, made: Completions, about: Scoring | None = None) -> Scores:
-        """Score completions. A column goes to the functions when every row has it. `InputError`: a function returns no
-        list or one of the wrong length and, unless `on_error` says otherwise, it raises or returns what is no finite
-        number."""
+        """Score completions. Functions are given the columns that every row has. `InputError`: a function does not
+        return a list, or one of the wrong length; or, if `on_error` is "raise", it raises, or returns something that
+        is not a finite number."""
         count, about = len(made.prompts), about or Scoring()
         if not count:
             return Scores([], [], [], {})
@@ -223,7 +228,7 @@ class RewardSet:
         return Scores(rows, totals, unknown, dict(errors))
 
     def _batches(self, arguments: Arguments, total: int, about: Scoring) -> list[_Batch]:
-        """The whole as one batch, or for workers a batch a prompt."""
+        """All completions as one batch or, for workers, as a batch per prompt."""
         groups, origins = about.groups, about.origins or [""] * total
         cuts = [0, total]
         if self._workers is not None and groups:
@@ -263,7 +268,7 @@ class RewardSet:
                 if key in begun and begun[key][0] == taken[reward.name]:
                     running.append(begun.pop(key)[1])
                 else:
-                    running.append(self._workers.begin((reward.spec or "", arguments, count)))  # as __init__ made sure
+                    running.append(self._workers.begin((reward.spec or "", arguments, count)))  # __init__ checks spec
             for _, unwanted in begun.values():
                 unwanted.cancel()
             return self._workers.outcomes(running)
@@ -299,7 +304,7 @@ class RewardSet:
 
 
 def _rows(origins: Sequence[str]) -> str:
-    """Words for the data rows of a batch: the first, and the last when that is another."""
+    """Words for the data rows of a batch: the first, and the last if it differs."""
     named = [origin for origin in origins if origin]
     if not named:
         return ""

@@ -1,4 +1,4 @@
-"""What a reward function may set of torch and its arithmetic for the whole process, and must not set for the run."""
+"""Process-wide settings of torch and floating-point arithmetic, which reward functions must not change for the run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _determinism() -> tuple[bool, bool]:
 
 
 def _let_split_products(may: bool) -> None:
-    """And reduce in bfloat16: the library says this half alone, and both are set together."""
+    """Set both halves of the setting, reductions in bfloat16 and split-K; the attribute reads only the former."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (may, may)
 
 
-_C = ctypes.CDLL(None)  # the process's own library, by which libraries for intervals have sums rounded up and down
+_C = ctypes.CDLL(None)  # the C library, whose rounding mode interval arithmetic libraries change
 
-# How each is read and written.
+# How to read and write each setting.
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -46,7 +46,7 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """What was set inside is as before afterwards."""
+    """Restore all settings at the end of the context."""
     before, grad = [read() for read, _ in _SETTINGS], torch.is_grad_enabled()
     try:
         with torch.inference_mode(torch.is_inference_mode_enabled()), torch.set_grad_enabled(grad):

@@ -1,4 +1,4 @@
-"""verl's reward signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`, as TRL's."""
+"""Adapts verl's reward signature, `compute_score(data_source, solution_str, ground_truth, extra_info)`, to TRL's."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def has_verl_signature(function: RewardFunction) -> bool:
 
 
 def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT_CALLS) -> RewardFunction:
-    """`compute_score` as a reward function of a batch.
+    """`compute_score` as a reward function for batches.
 
-    Each row's ground truth is its `reward_model["ground_truth"]`. The score is what `compute_score` returns, or the
-    entry "score" of a dict. It may be async; then at most `concurrency` calls run at once. A call that raises fails
-    its own completion only.
+    A row's ground truth is its `reward_model["ground_truth"]`. The score is what `compute_score` returns, or the entry
+    "score" of a dict. If it is async, at most `concurrency` calls run at once. A call that raises fails only its own
+    completion.
     """
     parameters = inspect.signature(compute_score).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -61,7 +61,7 @@ def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT
 
 
 def ground_truth(value: Any) -> Any:
-    """What a row's `reward_model` says is right. `InputError` when it is no object with `ground_truth`."""
+    """The ground truth in a row's `reward_model`. `InputError`: that is not an object with `ground_truth`."""
     if not isinstance(value, dict) or "ground_truth" not in value:
         found = one_line(value, repr)
         raise InputError(f"needs the column reward_model to hold an object with ground_truth; a row's is {found}")

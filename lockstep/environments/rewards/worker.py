@@ -1,4 +1,4 @@
-"""The process at the other end of `workers`: loads reward functions by name and calls them until its parent is gone."""
+"""A worker process of `RewardWorkers`: loads reward functions by name and calls them until its parent is gone."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def _loaded(spec: str, functions: dict[str, RewardFunction]) -> Any:
 def _called(function: RewardFunction, arguments: Arguments, count: int) -> Outcome:
     try:
         return call_all([(function, arguments, count)])[0]
-    except KeyboardInterrupt:  # the function's own doing
+    except KeyboardInterrupt:  # raised by the function itself
         return Failed("raised KeyboardInterrupt")
 
 
 def _leave_signals_to_the_parent() -> None:
-    """Let nothing come of Ctrl-C, or of a signal that a launcher sends all processes: the parent's end is this one's.
-    What functions start or fork has the defaults."""
+    """Ignore Ctrl-C and signals that a launcher sends to all processes: this process ends with its parent. Processes
+    that functions start or fork have the default handlers."""
 
     def all_be(handler: Any) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -57,7 +57,7 @@ def _leave_signals_to_the_parent() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Leave when the parent is gone, also out of a function that never returns."""
+    """End this process once the parent is gone, even within a function that never returns."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)

@@ -1,7 +1,7 @@
-"""Processes that reward functions run in: a crash or an endless loop there costs one call, not the run.
+"""Worker processes for reward functions: a crash or an endless loop there fails one call, not the run.
 
-Each process is `python -m lockstep.environments.rewards.worker`, started when first needed and again after it died.
-Messages are pickles over a socket pair that only the two of them hold.
+Each process is `python -m lockstep.environments.rewards.worker`, started when first needed, and again after it died.
+Messages are pickles over a socket pair that only it and this process hold.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _START_SECONDS = 120.0  # for importing the function's module
 
 
 class RewardWorkers:
-    """`count` processes that share the calls. One that takes longer than `timeout` seconds for a call, importing its
-    module aside, is killed; 0 is no limit."""
+    """`count` processes that share the calls. A process is killed if a call, not counting the import of its module,
+    takes longer than `timeout` seconds; 0: no limit."""
 
     def __init__(self, count: int, timeout: float = 0.0) -> None:
         self._timeout = timeout
@@ -40,11 +40,11 @@ class RewardWorkers:
         self._finalizer = weakref.finalize(self, _stop_all, self._workers)
 
     def begin(self, call: tuple[str, Arguments, int]) -> Future[Outcome]:
-        """Begin to call a function, by (spec, arguments, number of completions)."""
+        """Begin a call (spec, arguments, number of completions)."""
         return self._threads.submit(self._call, call)
 
     def outcomes(self, begun: Sequence[Future[Outcome]]) -> list[Outcome]:
-        """Wait for all of these calls."""
+        """The outcomes of these calls, once all have finished."""
         try:
             return [future.result() for future in begun]
         except BaseException:  # Ctrl-C or a signal: a call that hangs would hold up the run's end
@@ -52,12 +52,12 @@ class RewardWorkers:
             raise
 
     def abandon(self, begun: Sequence[Future[Outcome]]) -> None:
-        """End these calls; processes that are in one are killed."""
+        """Cancel these calls, killing the processes that run them."""
         while wait([future for future in begun if not future.cancel()], 0.1).not_done:
             self.close()
 
     def close(self) -> None:
-        """End the processes; a later call starts new ones."""
+        """Kill the processes; later calls start new ones."""
         _stop_all(self._workers)
 
     def _call(self, call: tuple[str, Arguments, int]) -> Outcome:
@@ -69,16 +69,16 @@ class RewardWorkers:
 
 
 class _Worker:
-    """One process, or none yet."""
+    """A worker process, which is started at the first call."""
 
     def __init__(self) -> None:
-        self._used = threading.RLock()  # by a thread whose call it is in
+        self._used = threading.RLock()  # held by the thread of a call
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Connection | None = None
         self._loaded: set[str] = set()
 
     def call(self, spec: str, arguments: Arguments, count: int, timeout: float | None) -> Outcome:
-        """The function's outcome; `Failed` when the process died or was killed for taking too long."""
+        """The function's outcome; `Failed` if the process died, or was killed for taking too long."""
         with self._used:
             if self._process is None:
                 self._start()
@@ -90,7 +90,8 @@ class _Worker:
             return self._ask(("call", spec, arguments, count), timeout)
 
     def stop(self) -> None:
-        """End the process. Another thread's call fails with it, before what that thread waits at is closed."""
+        """Kill the process. If another thread is in a call, that fails first, before the connection that it reads is
+        closed."""
         while not self._used.acquire(timeout=0.05):
             if (process := self._process) is not None:
                 process.kill()
@@ -114,7 +115,7 @@ class _Worker:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the run, whose end is the worker's
+            start_new_session=True,  # Ctrl-C is for the run, with which the worker ends
         )
         theirs.close()
         self._channel = ours
