@@ -21,8 +21,7 @@ def whitened(values: Rewards) -> list[list[float]]:
 
 
 def whiten(advantages: Rewards) -> list[list[float]]:
-    """Per-token advantages of all samples, centered and divided by their standard deviation, as in TRL's
-    `PPOTrainer`."""
+    """Per-token advantages of all samples, normalized to mean 0 and deviation 1, as in TRL's `PPOTrainer`."""
     flat = list(chain.from_iterable(advantages))
     center = math.fsum(flat) / max(len(flat), 1)
     variance = math.fsum((a - center) ** 2 for a in flat) / max(len(flat) - 1, 1)

@@ -81,8 +81,7 @@ class Algorithm:
         return [1.0 / (length * num_sequences) for length in lengths]
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
-        """Each token's loss, float32 [C], differentiable with respect to the log-probs; and whether it is clipped, bool
-        [C].
+        """Each token's loss, float32 [C], differentiable in the log-probs; and whether it is clipped, bool [C].
 
         This method is traced, so it may use only torch operators, and no `if` on a tensor. Padding has advantage 0.
         """

@@ -75,8 +75,7 @@ def kl_k1(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
 
 
 def kl_k2(model_logprob_C: Tensor, ref_logprob_C: Tensor) -> Tensor:
-    """Half the square of `kl_k1`: biased and never negative. On the model's own samples its gradient is that of the
-    divergence, in expectation."""
+    """Half the square of `kl_k1`: biased, never negative. On the model's samples its gradient is the divergence's."""
     return 0.5 * (model_logprob_C - ref_logprob_C).square()
 
 

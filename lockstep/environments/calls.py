@@ -72,9 +72,8 @@ def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
 class Calls:
     """Calls functions concurrently: plain ones in a thread each, coroutine functions in one event loop.
 
-    A call that takes longer than `timeout` seconds (0: no limit) has failed: a coroutine is then cancelled, and a
-    thread abandoned, as nothing can end it. If all are `instant`, plain functions are called at once, in the caller's
-    thread.
+    A call that takes longer than `timeout` seconds (0: no limit) has failed: a coroutine is cancelled, and a thread is
+    abandoned, as nothing can end it. If all are `instant`, plain functions are called at once, by the caller.
     """
 
     def __init__(self, timeout: float, instant: bool) -> None:
@@ -118,8 +117,7 @@ class Calls:
         return future
 
     def answers(self, wait: bool) -> list[Answer]:
-        """The answers since the last call, including those of overdue calls; with `wait`, at least one if any call is
-        open."""
+        """New answers, including those of overdue calls; with `wait`, at least one if any call is open."""
         found, self._instant = self._instant, []
         while self._open:
             while (taken := self._next(wait and not found)) is not None:
@@ -134,7 +132,7 @@ class Calls:
         return found
 
     def abandon(self) -> None:
-        """Expect no more answers."""
+        """Drop all open calls, cancelling coroutines."""
         self._instant.clear()
         self._open.clear()
         for future in list(self._running.values()):

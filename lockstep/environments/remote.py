@@ -44,13 +44,8 @@ class _Ask:
 
 
 class Desk:
-    """Where players find the rollouts of a class of environments.
-
-    Attributes:
-        address: the host and port to serve at; port 0: any free one.
-        url: that of the server; empty while there is none. model: the model's name for clients.
-        rollouts: rollouts that are not over, by each of their names.
-    """
+    """Where players find rollouts: `rollouts` that are not over, by each of their names. `address` is the host and port
+    to serve at (port 0: any free one), `url` the server's (empty: there is none), `model` the model's name."""
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.address, self.url, self.model = address, "", ""

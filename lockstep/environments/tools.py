@@ -1,5 +1,4 @@
-"""Tools: Python functions that the model may call. Their docstrings describe them, and their results are the
-answers."""
+"""Tools: Python functions that the model may call, described by their docstrings."""
 
 from __future__ import annotations
 

@@ -64,8 +64,7 @@ class MLAConfig:
 
     Attributes:
         kv_rank: the latent that keys and values are projected from, which is cached.
-        nope_dim, rope_dim: the parts of a query or key head without and with rotary positions; all heads share the
-            rotated part of the key.
+        nope_dim, rope_dim: a query or key head's parts without and with rotary positions; heads share the key's latter.
         v_dim: a value head.
         q_rank: the latent that queries are projected from; None: they are projected directly from the hidden state.
         interleaved: whether a Hugging Face folder stores the two elements of a rotated pair side by side.
@@ -183,8 +182,7 @@ class ModelConfig:
         return self.num_kv_heads, self.head_dim, self.head_dim
 
     def shared_by(self, ranks: int) -> ModelConfig:
-        """The configuration of one of `ranks` tensor-parallel ranks, which has its share of the heads. A latent belongs
-        to all heads and is replicated."""
+        """The part of each of `ranks` tensor-parallel ranks, with its share of the heads. A latent is replicated."""
         kv_heads = self.num_kv_heads if self.mla is not None else self.num_kv_heads // ranks
         return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
 

@@ -62,10 +62,9 @@ def initialize(model: Decoder, seed: int) -> Decoder:
 
 
 def init_folder(arch: str, out: Path, seed: int, tokenizer: str | None = None, vocab_size: int | None = None) -> dict:
-    """Write a Hugging Face folder of a random model (bfloat16; float32 for tiny ones), marked as random for recipes,
-    with the tokenizer of another folder or a byte-level one. `vocab_size` overrides the architecture's. Returns a
-    summary.
-    """
+    """Write the Hugging Face folder of a random model (bfloat16; float32 for tiny ones), marked as random for recipes,
+    with the tokenizer of another folder or a byte-level one. `vocab_size` overrides the architecture's. Returns the
+    summary that the command prints."""
     from .tokenizer import byte_tokenizer, check_vocabulary, load_tokenizer, save_tokenizer
 
     config = architecture(arch)

@@ -114,8 +114,7 @@ def complete(model: Decoder, copies: Axis) -> None:
 
 
 def _share(held: Held, copies: Axis) -> Held:
-    """What this rank reads of a range that all ranks along `copies` hold: an even share, or the whole range if it is
-    small or not divisible."""
+    """This rank's share to read of a range that all along `copies` hold; the whole range if small or not divisible."""
     share, rest = divmod(held.values.numel(), copies.size)
     if copies.size == 1 or rest or held.values.numel() < LEAST:
         return held

@@ -16,8 +16,7 @@ def collect_with_signal(
     prompts: int, most: int, sample: Sample, has_signal: Callable[[RolloutGroup], bool]
 ) -> tuple[Collected, int]:
     """Collect `prompts` groups that have a signal; returns them and the number of prompts used. If another round would
-    use more than `most` prompts, groups without a signal fill the step. Replaced groups are returned among
-    `Collected.without_reward`.
+    use more than `most`, groups without a signal fill the step. Replaced groups are in `Collected.without_reward`.
 
     The replacement of group n has the number n + `prompts`, so that round-robin shards keep their sizes and no two
     groups share random numbers.

@@ -133,8 +133,7 @@ class Loop:
         return counts | found | critic, groups
 
     def _give_up_if_asked(self, delay: Delay, prompts_used: int) -> None:
-        """Raise `AskedToEnd` if a signal came: it may have reached processes that rewards, tools or environments
-        started, so that their results cannot be trusted."""
+        """Raise `AskedToEnd` after a signal, which processes that rewards or environments started may have got too."""
         if (ending := max(self.world.gather(delay.asked(rewards_given=True)))).number:
             self.prompts_used = prompts_used
             raise AskedToEnd(ending)
@@ -243,8 +242,7 @@ class Loop:
 
     def _check(self, skipped: list[PackedBatch], later: list[list[PackedBatch]]) -> None:
         """Compare log-probabilities of what the step's first update does not train on: skipped groups, and `later`
-        mini-batches, whose turn comes when the weights have changed. The latter also store the support of the sampled
-        distribution."""
+        mini-batches, which are trained on with changed weights and so also keep the sampled support."""
         for batch in skipped:
             self.run.trainer.check(batch)
         for batch in chain.from_iterable(later):

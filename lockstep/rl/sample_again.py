@@ -45,16 +45,9 @@ class Recorded(Environment):
 def sample_again(
     loop: Loop, identity: SampleIdentity, given: list[tuple[list[int], bool]] | None, turns: list[list[int]]
 ) -> Trajectory:
-    """Sample the trajectory of `identity` with the current weights.
-
-    Args:
-        given: the tokens of the prompt and of what was given after each turn, each with whether they begin a branch;
-            None: ask the task and the environment again.
-        turns: the tokens that were sampled originally.
-
-    Raises:
-        LockstepError: the environment fails.
-    """
+    """Sample the trajectory of `identity` with the current weights. `given`: the tokens of the prompt and of what was
+    given after each turn, each with whether they begin a branch (None: ask the task and the environment again).
+    `turns`: the tokens of each turn as sampled originally. `LockstepError`: the environment fails."""
     run, where = loop.run, f"step {identity.step + 1} group {identity.group}"
     kind, problem = run.environment, Problem("")
     if given is None:

@@ -10,9 +10,8 @@ from ..trainer import StepResult
 
 
 def verify(parity: str, certificate: Certificate, step: int, result: StepResult, sampled: int) -> None:
-    """Check a step's first result, and add it to the certificate with the number of tokens that were to be compared,
-    `sampled`, unless `parity` is "off". Raises as `require_finite` and, if `parity` is "strict", as
-    `raise_mismatch`."""
+    """Check a step's first result and, unless `parity` is "off", add it to the certificate with the `sampled` tokens to
+    be compared. Raises as `require_finite` and, if `parity` is "strict", as `raise_mismatch`."""
     if parity != "off":
         certificate.add(step, result, sampled)
     require_finite(f"step {step + 1}", result)

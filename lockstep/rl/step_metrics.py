@@ -90,8 +90,7 @@ def _by_environment(
 
 
 def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
-    """`reward/mean` and `reward/std`, and `rewards/<fn>/mean` and `rewards/<fn>/std` over the rollouts that the
-    function applies to."""
+    """`reward/mean` and `reward/std`; `rewards/<fn>/mean` and `rewards/<fn>/std`, over rollouts that it applies to."""
     rollouts = [r for g in groups for r in g.rollouts]
     metrics = {
         "reward/mean": mean(r.reward for r in rollouts),

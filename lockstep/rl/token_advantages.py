@@ -26,7 +26,7 @@ def estimate(
 
     Args:
         rollouts: those of all ranks that the loss does not mask.
-        kl: by rollout name, per-token KL estimates, of which `config.beta` times is subtracted from the rewards.
+        kl: by rollout name, per-token KL estimates; `config.beta` times these are subtracted from the rewards.
     """
     found = _values(trainer, batches) if trainer.algorithm.has_critic else None
     if found is not None:
@@ -87,15 +87,13 @@ def _variance(values: list[float]) -> float:
 
 
 def _of_part(sequence: Trajectory, by_name: Mapping[str, Sequence[float]]) -> Sequence[float]:
-    """From values by trajectory, those of the sampled tokens that `sequence`, perhaps only part of a trajectory, has;
-    zeros if there are none for it."""
+    """The entries of `by_name` for a sequence, which may be part of a trajectory; zeros if there are none."""
     count, begin = sequence.length, sequence.part_from or 0
     return by_name[sequence.name][begin : begin + count] if sequence.name in by_name else [0.0] * count
 
 
 def add_values(found: dict[str, list[float]], values: list[float], batch: PackedBatch) -> None:
-    """Append a batch's values per completion token to those in `found`, by sequence name; parts of a sequence come in
-    order."""
+    """Append a batch's values per completion token to `found`, by sequence name; parts of a sequence come in order."""
     rest = iter(values)
     for sequence in batch.sequences:
         found.setdefault(sequence.name, []).extend(islice(rest, sequence.length))

@@ -72,8 +72,7 @@ class Batcher:
         self._inbox.put(partial(self._add, job))
 
     def cancel(self, job: Job) -> None:
-        """Cancel a job unless it is finished. Nothing more is delivered for it once the engine's thread has seen
-        this."""
+        """Cancel a job unless it is finished. Once the engine's thread has seen this, nothing is delivered for it."""
         self._inbox.put(partial(self._remove, job))
 
     def wake(self) -> None:

@@ -214,8 +214,7 @@ def parse(given: dict[str, Any], kind: type[_Kind]) -> _Kind:
 
 
 def _without_nulls(kind: type[BaseModel], name: str, value: Any) -> Any:
-    """A nested object of settings without its null fields; messages, and mappings such as a template's variables, are
-    left as they are."""
+    """A nested object of settings without its null fields. Messages and values by name are left as they are."""
     field = kind.model_fields.get(name)
     settings = field is None or (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
     return {k: v for k, v in value.items() if v is not None} if settings and isinstance(value, dict) else value

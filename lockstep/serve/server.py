@@ -1,7 +1,6 @@
 """The server process: the engine in the thread that calls `Server.run`, HTTP in another, and signals that end both.
 
-After the first SIGTERM or Ctrl-C no connections are accepted, and requests have a while to finish; a second one ends
-the process at once.
+The first SIGTERM or Ctrl-C stops accepting connections and lets requests finish for a while; another ends at once.
 """
 
 from __future__ import annotations

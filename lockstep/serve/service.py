@@ -80,8 +80,7 @@ class Service:
             raise refused(field, str(error), code) from error
 
     def remembered(self, request: Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A conversation with the token ids of its sampled turns, where the server knows them. Here it knows none:
-        clients send them."""
+        """The conversation, with token ids of sampled turns that the server knows; here none, as clients send them."""
         return messages
 
     def check_model(self, name: str) -> None:

@@ -17,25 +17,25 @@ class Settings(Section):
     """A server's address, API key and limits."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 is every one of this machine's."""
+    """Address to listen on; 0.0.0.0 is all of this machine's."""
     port: int = between(0, 65535, default=8000)
     """Port to listen on; 0 takes a free one."""
     api_key: str | None = None
-    """Key that clients must send; LOCKSTEP_API_KEY in the environment sets it unseen by other users."""
+    """Key that clients must send; LOCKSTEP_API_KEY in the environment sets it hidden from other users."""
     served_model_name: str | None = None
     """What clients call the model."""
     max_model_len: int = between(0, 1 << 31, default=0)
-    """Tokens that a prompt and its completion may have together; 0 is the model's context, 8192 at most."""
+    """Most tokens of a prompt and its completion together; 0 is the model's context, but at most 8192."""
     max_num_seqs: int = between(1, 1 << 16, default=256)
     """Samples that run at once."""
     kv_cache_tokens: int = between(0, 1 << 40, default=0)
-    """Tokens that the KV cache holds; 0 plans it from the two above and the memory at hand."""
+    """Tokens that the KV cache holds; 0 plans it from the two above and the available memory."""
     max_waiting: int = between(0, 1 << 20, default=1024)
-    """Samples that may wait beside those that run; one more is refused with status 429."""
+    """Samples that may wait in addition to those that run; further ones are refused with status 429."""
     max_body_mib: int = between(1, 1 << 10, default=16)
-    """Size of a request's body in MiB, above which it is refused with status 413."""
+    """Largest request body in MiB; larger ones are refused with status 413."""
     shutdown_seconds: float = between(0, 86400, default=30.0)
-    """Time that requests have to finish after SIGTERM or Ctrl-C."""
+    """Seconds that requests have to finish after SIGTERM or Ctrl-C."""
 
     def path(self, name: str) -> str:
         return f"--{name.replace('_', '-')}"
@@ -62,8 +62,7 @@ class Settings(Section):
         return "" if alone or self.api_key else " (without a key: whoever reaches this address is answered)"
 
     def context(self, of_model: int) -> int:
-        """The most tokens of a request, with a model of context `of_model`. Raises `InputError` if `max_model_len` is
-        above that, or the cache has fewer."""
+        """The limit of tokens per request. `InputError`: the model's context, `of_model`, or the cache has fewer."""
         refuse(
             self.max_model_len > of_model,
             f"--max-model-len is {self.max_model_len}; the model's context has {of_model} tokens",

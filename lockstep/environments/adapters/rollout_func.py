@@ -285,8 +285,7 @@ class RolloutPlay:
 
 
 def _of_each(values: Any, count: int, what: str, field: str) -> Any:
-    """A returned field with an entry for each prompt, tensors and arrays as lists. Raises `InputError` for anything
-    else."""
+    """A returned field with an entry per prompt, tensors and arrays as lists. `InputError` for anything else."""
     values, ids = plain(values), field in ("prompt_ids", "completion_ids")
     if values is None and not ids:
         return None

@@ -159,8 +159,7 @@ class VerifiersEnvironment(Remote):
 
 
 def _renderer(name: str, model: str) -> dict[str, str]:
-    """The renderer, which turns messages into tokens. Where possible, a later turn continues the tokens before it,
-    thinking included."""
+    """What turns messages into tokens: if possible, such that later turns continue the tokens, thinking included."""
     from renderers.base import MODEL_RENDERER_MAP
 
     name = name or ("auto" if model in MODEL_RENDERER_MAP else "default")

@@ -72,8 +72,7 @@ def hold_out(problems: Problems, count: int) -> tuple[Problems, Problems | None]
 
 
 def permuted(index: int, length: int, seed: int, epoch: int) -> int:
-    """The image of `index` under a permutation of `range(length)` that depends on (seed, epoch), without state or
-    table.
+    """The image of `index` under a permutation of `range(length)` keyed by (seed, epoch), without state or table.
 
     A Feistel network over the next even number of bits, with cycle walking until the value is below `length` (Black and
     Rogaway, "Ciphers with arbitrary finite domains", 2002).

@@ -85,8 +85,7 @@ def wrong_reward(reward: Any) -> str:
 
 
 def _is_value(value: Any) -> bool:
-    """Whether `value` is a number that the loss can hold, small enough for sums over any turns and names to be
-    finite."""
+    """Whether `value` is a number that fits the loss, also when summed over any number of turns and names."""
     try:
         return isinstance(value, Real) and abs(float(value)) <= MAX_VALUE  # not for NaN
     except Exception:  # an integer too large for a float, or a user-defined number

@@ -88,8 +88,8 @@ class Episode:
 
 @dataclass
 class Failures:
-    """Counts environments that fail in a row, of which `allowed` do not end the run; `first` is the first of these.
-    `told` has the messages since the last `take`."""
+    """Counts environments that fail in a row; more than `allowed` end the run. `first` is the first of them, `told` the
+    messages since the last `take`."""
 
     allowed: int = FAILURES - 1
     in_a_row: int = 0
@@ -97,8 +97,7 @@ class Failures:
     told: list[str] = field(default_factory=list)
 
     def add(self, where: str, failure: Failure) -> None:
-        """Count and log a failure. Raises `LockstepError`, with the first one's traceback as a note, if there are too
-        many in a row."""
+        """Count and log a failure. `LockstepError`, with the first one's traceback as a note: there were too many."""
         message = f"{where}: its environment failed: {failure.reason}"
         self.told.append(f"{failure.traceback}{message}")
         _log.warning("%s", self.told[-1])

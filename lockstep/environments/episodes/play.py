@@ -106,8 +106,7 @@ class Play:
             self._begin(ready)
 
     def _started(self, episode: Episode, value: Any) -> list[Started]:
-        """Record what an environment's `start` returned. Returns what can begin: its group, once all samples have
-        started."""
+        """Record a result of `start`, and return what can begin: the group, once all its samples have started."""
         try:
             value = own(value, "what start returned") if isinstance(value, list) else value
         except InputError as error:
@@ -119,7 +118,7 @@ class Play:
         return [self._prompts.pop(episode.group)] if len(prompts) == self._sampling.n else []
 
     def _begin(self, ready: list[Started]) -> None:
-        wanted: list[tuple[list[Episode], Any]] = []  # episodes that begin alike, and what with
+        wanted: list[tuple[list[Episode], Any]] = []  # episodes that begin alike, and their prompt
         for started in ready:
             episodes, given = [one for one, _ in started], [value for _, value in started]
             failure = next((value for value in given if isinstance(value, Failure)), None)

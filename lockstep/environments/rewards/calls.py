@@ -39,8 +39,7 @@ TRAINER_NAMES = ("trainer_state", "log_metric", "log_extra", "environments")
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The argument `trainer_state`: `global_step` is the number of steps before the one being scored; 0 in
-    validation."""
+    """The argument `trainer_state`, with the number of steps before the one being scored; 0 in validation."""
 
     global_step: int = 0
 
@@ -66,8 +65,7 @@ class Logged:
         self._values.setdefault(_recorded(str(name), "log_metric", name), []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Raises `ValueError` for a number of values that is not that of completions, or values that JSON cannot
-        hold."""
+        """Raises `ValueError` unless there is a value for each completion, and JSON can hold them."""
         if len(values) != self._count:
             raise ValueError(f"log_extra({column!r}, ...) has {len(values)} values for {self._count} completions")
         name = _recorded(str(column), "log_extra", column)

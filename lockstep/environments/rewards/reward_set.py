@@ -156,8 +156,7 @@ class RewardSet:
         self.logged = Logged(0)
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise `InputError` if a function requires a column that is not in `columns`, or an argument that workers do
-        not have."""
+        """Raise `InputError` if a function requires a column that is missing, or an argument that workers lack."""
         columns = list(columns)
         for reward in self.rewards:
             logs = {"log_metric", "log_extra", "environments"} & set(accepted(reward.name, reward.function, columns))

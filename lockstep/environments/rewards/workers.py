@@ -90,8 +90,7 @@ class _Worker:
             return self._ask(("call", spec, arguments, count), timeout)
 
     def stop(self) -> None:
-        """Kill the process. If another thread is in a call, that fails first, before the connection that it reads is
-        closed."""
+        """Kill the process. Another thread's call fails first, before the connection that it reads is closed."""
         while not self._used.acquire(timeout=0.05):
             if (process := self._process) is not None:
                 process.kill()

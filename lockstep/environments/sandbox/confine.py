@@ -139,8 +139,8 @@ class Confinement:
             limit.write("0")  # no nested namespaces
 
     def _map_users(self, pid: int, answer: int) -> int:
-        """Map users of process `pid`: if this is root, whom process limits do not bind, both root, to mount, and
-        nobody; else nobody alone. Reports "two", "one" or the error."""
+        """Map the users of process `pid`: for root, whom RLIMIT_NPROC does not limit, both root, which mounts, and
+        nobody; otherwise only nobody. Writes "two", "one" or an error to `answer`."""
         one = f"{NOBODY} {{}} 1"
         told = ""
         with contextlib.suppress(OSError):
@@ -179,8 +179,7 @@ class Confinement:
         os._exit(1)
 
     def _cut_files(self) -> None:
-        """Replace the file system by read-only Python and libraries, and a folder in memory that ends with the
-        program."""
+        """Leave only Python and libraries in the file system, read-only, and a folder in memory."""
         _call("mount", None, "/", None, RECURSIVE | PRIVATE, None)
         paths = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), self.python, *LIBRARIES, *DEVICES}
         paths.add(os.path.join(sys.base_prefix, "lib"))

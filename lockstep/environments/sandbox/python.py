@@ -116,8 +116,7 @@ print(*found, sep=", ")
 
 @cache
 def can_cut_off() -> str:
-    """Why programs cannot be cut off from this machine, as found by running one that tries to get out; "" if they
-    can."""
+    """Why programs cannot be cut off from this machine, found by one that tries to get out; "" if they can."""
     try:
         ran = run_python(_ATTEMPTS)
     except ToolUnavailable as error:

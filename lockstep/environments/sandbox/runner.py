@@ -1,5 +1,5 @@
-"""What the confined interpreter executes: the program from standard input, and the value of its last line, as a shell
-of Python does."""
+"""Runs in the confined interpreter: executes the program from standard input, and prints the value of its last line, as
+the interactive Python shell does."""
 
 import ast
 import linecache
@@ -11,7 +11,7 @@ NAME = "<program>"
 
 
 def run(code: str) -> None:
-    """Execute it in `__main__`. A traceback has the program's own lines alone."""
+    """Execute a program as `__main__`. Tracebacks show only the program's own lines."""
     linecache.cache[NAME] = len(code), None, code.splitlines(True), NAME
     names = {"__name__": "__main__", "__builtins__": __builtins__}
     try:

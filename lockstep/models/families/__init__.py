@@ -70,8 +70,7 @@ def is_wrapped(values: dict[str, Any]) -> bool:
 
 
 def text_part(values: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the text model: `values`, or, if that `is_wrapped`, its `text_config` with the outer values
-    of the fields in `_OF_THE_WHOLE`."""
+    """The configuration of the text model; outer values of `_OF_THE_WHOLE` take precedence if it `is_wrapped`."""
     if not is_wrapped(values):
         return values
     return values["text_config"] | {name: values[name] for name in _OF_THE_WHOLE if values.get(name) is not None}

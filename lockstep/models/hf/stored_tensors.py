@@ -29,8 +29,7 @@ def weights_path(folder: Path) -> Path:
 
 
 class Found(NamedTuple):
-    """A tensor of a folder: its name (for a multimodal folder, the name that a folder of the text model would use), its
-    file, and how to read it."""
+    """A tensor of a folder: its name, in a folder of the text model alone; its file; and how to read it."""
 
     name: str
     file: Path
@@ -72,9 +71,8 @@ def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterat
 
 
 def fill_rows(found: Found, piece: WeightSlice, rows: Tensor, held: Sequence[Held]) -> Iterator[Tensor]:
-    """Fill the held ranges of a piece from the file, and yield them one by one. `rows` are the decoder's rows of the
-    piece, whose memory is not used. For a piece with a `form`, the needed windows of its blocks are read once each.
-    `InputError`: the file cannot be read."""
+    """Fill the held ranges of a piece from the file, and yield each. Of `rows`, the decoder's rows of the piece, only
+    the shape counts. For a piece in another form, windows of blocks are read. `InputError`: the file cannot be read."""
     start = piece.first(rows)
     try:
         if piece.form is None:

@@ -26,8 +26,7 @@ def weight_map(config: ModelConfig) -> list[WeightSlice]:
 
 
 def fused_experts(config: ModelConfig) -> dict[str, str]:
-    """The other form of a folder's experts, with all of a layer in one tensor: the decoder's parameter, by tensor
-    name."""
+    """The decoder's parameters by the names of a folder's tensors, if one holds all experts of a layer."""
     return {
         f"model.layers.{i}.mlp.experts.{own}_proj": f"layers.{i}.moe.experts.{own}"
         for i in range(config.num_layers)

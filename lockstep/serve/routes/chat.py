@@ -56,8 +56,7 @@ def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
 
 
 def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
-    """How tool calls and thoughts are read from the answer; None if the template has no known format, and all is
-    text."""
+    """How tool calls and thoughts are read from the answer; None: the template has no known format."""
     if body.tool_choice not in ("auto", "none"):
         raise refused("tool_choice", 'tool_choice must be "auto" or "none": sampling is not constrained')
     tools = checked_tools(body.tools)
