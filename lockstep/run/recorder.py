@@ -185,7 +185,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             if changed and not other_numerics:
                 raise InputError(
                     f"cannot resume with the same bits: since {loaded.path.name} was saved, {'; '.join(changed)}. "
-                    "Resume where the run began (OMP_NUM_THREADS sets the threads), or go on with other bits by "
+                    "Resume where the run began (OMP_NUM_THREADS sets the threads), or continue with other bits: add "
                     "--resume-with-other-numerics"
                 )
             with loop.run.timings.measured("restore"), self.world.deadline("restoring a checkpoint"):

@@ -32,7 +32,7 @@ LAYOUT = tuple(f"parallel.{name}" for name in ("fsdp", "tp", "zero_stage", "gene
 # Settings that no bit of a step depends on.
 FREE = {*LAYOUT, "recipe", "steps", "parallel.timeout", *(f"checkpoint.{name}" for name in vars(CheckpointConfig()))}
 FREE |= {f"metrics.{name}" for name in vars(MetricsConfig())}
-ONLY = "only --steps, --checkpoint, --metrics and how processes lie may change"
+ONLY = "only --steps, --checkpoint.*, --metrics.*, --parallel.timeout and the layout of processes may change"
 _NAMED = ("attention_mask", "loss.loss_type", "task.environment")  # values such as path.py:name
 _DATA_FIELDS = ("task.data", "task.validation_data", *_NAMED)
 _MODELS = {"model": "model", "teacher": "loss.teacher"}  # name in `inputs`, and the field that names the folder
