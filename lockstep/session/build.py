@@ -288,7 +288,7 @@ def load_policy(config: RunConfig, mesh: Mesh = ALONE, memory: bool = True, copi
         folder = resolve_folder(config.model)
         with ThreadPoolExecutor(1) as pool:  # importing the tokenizer's library takes as long as reading the weights
             loading = pool.submit(load_tokenizer, folder)
-            source: WeightSource = FolderWeights(folder)
+            source: WeightSource = FolderWeights(folder, kind)
             decoder = made(source, str(folder))
             tokenizer = loading.result()
         check_vocabulary(tokenizer, decoder.config.vocab_size, str(folder))

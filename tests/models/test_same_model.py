@@ -17,7 +17,7 @@ from small import load_model
 
 from lockstep import ops
 from lockstep.errors import InputError
-from lockstep.models import Decoder, PackedAttention, save_model
+from lockstep.models import Decoder, FolderWeights, Held, PackedAttention, save_model
 from lockstep.models.hf.folder import read_config
 from lockstep.models.init import ARCHITECTURES, initialize
 
@@ -182,6 +182,19 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(folder_of: Ca
     tensors(lambda t: t | {HEAD: t[EMBED] + 1})(folder)
     edited(tie_word_embeddings=False)(folder)
     assert torch.equal(load_model(folder, torch.float32).lm_head, load_file(folder / "model.safetensors")[HEAD])
+
+
+def test_masters_are_read_from_a_folder_that_its_model_is_read_from(folder_of: Callable[[str], Path]) -> None:
+    """The head has the embedding's bits in bfloat16, and not in float32, in which an optimizer has its masters."""
+    folder = folder_of("tiny")
+    tensors(lambda t: t | {HEAD: t[EMBED].bfloat16()})(folder)
+    model = load_model(folder, torch.bfloat16)
+    masters = {name: [Held(torch.zeros(p.numel()), 0)] for name, p in model.named_parameters()}
+    with pytest.raises(InputError, match=r"lm_head\.weight differs from the embedding"):
+        FolderWeights(folder).fill(masters)
+    FolderWeights(folder, torch.bfloat16).fill(masters)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(masters[name][0].values.bfloat16(), parameter.flatten())
 
 
 def place(folder: Path, file: str, more: dict[str, torch.Tensor]) -> None:

@@ -114,10 +114,15 @@ def read_config(folder: Path) -> ModelConfig:
 class FolderWeights:
     """A `WeightSource` that reads a Hugging Face folder, and of its tensors only the wanted ranges. `InputError`: a
     file is missing or damaged; a tensor is missing, duplicate, unknown or of the wrong shape; values read are not
-    finite in the target's dtype; or a head that should be tied to the embedding differs from it."""
+    finite in the target's dtype; or a head that should be tied to the embedding differs from it.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.config = folder, read_config(folder)
+    Args:
+        dtype: the model's, in which a head and the embedding must be equal; by default that of the ranges, which is
+            wider where they are an optimizer's masters.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None = None) -> None:
+        self.folder, self.config, self.dtype = folder, read_config(folder), dtype
 
     @torch.no_grad()
     def fill(self, wanted: Ranges) -> None:
@@ -132,7 +137,7 @@ class FolderWeights:
                     extremes.setdefault((found.file, found.name, values.dtype), []).append(pair)
             _require_finite(extremes)
             if head is not None:
-                _require_tied(head, wanted.get("embed", ()))
+                _require_tied(head, wanted.get("embed", ()), self.dtype)
 
     def _placed(self, opened: ExitStack) -> tuple[list[tuple[Found, WeightSlice, Tensor]], Found | None]:
         """The folder's tensors, each with its slice of the decoder and the rows (on the meta device); and the tensor of
@@ -187,8 +192,9 @@ def _require_form(entry: Entry, expected: Tensor, where: str) -> None:
         raise InputError(f"{where} is {entry.dtype}; quantized weights are not supported, use bfloat16")
 
 
-def _require_tied(head: Found, embed: Sequence[Held]) -> None:
-    """Raise `InputError` if a folder's head differs from the embedding, to which config.json ties it."""
+def _require_tied(head: Found, embed: Sequence[Held], dtype: torch.dtype | None) -> None:
+    """Raise `InputError` if a folder's head differs in `dtype`, by default that of the ranges, from the embedding, to
+    which config.json ties it."""
     for values, first in embed:
         for at in range(0, values.numel(), CHUNK_BYTES):
             own = torch.empty_like(part := values[at : at + CHUNK_BYTES])
@@ -196,7 +202,7 @@ def _require_tied(head: Found, embed: Sequence[Held]) -> None:
                 head.stored.fill(first + at, own)
             except OSError as error:
                 raise InputError(f"{head.file}: cannot be read ({error})") from error
-            if not torch.equal(own, part):
+            if not torch.equal(own.to(dtype or own.dtype), part.to(dtype or part.dtype)):
                 raise InputError(
                     f"{head.file}: {HEAD} differs from the embedding, and tie_word_embeddings is true in config.json; "
                     f"set that to false to use {HEAD}, or remove the tensor"
