@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lockstep.config import LossConfig, OptimizerConfig
+from lockstep.distributed import World
 from lockstep.generator import Engine
 from lockstep.models import Decoder, FolderWeights, ModelConfig, load_part
 from lockstep.models.blocks.rope import RopeScaling, YarnScaling
@@ -38,6 +40,13 @@ FAMILIES = {
     "llama, scaled positions, tied": replace(LLAMA, rope_scaling=SCALING, tie_word_embeddings=True),
     "deepseek_v3": DEEPSEEK,
 }
+
+
+class Apart(World):
+    """Ranks that are not there, and would say what this one says."""
+
+    def gather(self, value: Any, what: str = "") -> list[Any]:
+        return [value] * self.size
 
 
 def two_layers() -> dict[str, ModelConfig]:

@@ -27,7 +27,7 @@ from ..config import (
     given_or_default,
     validate,
 )
-from ..environments import checked_messages as checked_prompt
+from ..environments import checked_messages
 from ..environments.tools import schema
 from ..errors import InputError, LockstepError, NonFiniteError, refuse
 from ..generator import Engine, pays_by_group
@@ -36,7 +36,7 @@ from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams, Trajectory
 from .build import Session, resolve
 from .degree import choose_by_memory
 from .processes import GENERATING, Requests, of_all, together
-from .text.messages import BESIDE_TOOLS, Message, check_variables, checked_messages, checked_tools
+from .text.messages import BESIDE_TOOLS, Message, check_variables, checked_chat, checked_tools
 from .text.tool_calls import Tool
 from .warm_up import make_ready, prepare_machine, warn_if_slow
 
@@ -205,7 +205,7 @@ class LLM(Session):
         check_variables(self.policy.tokenizer.chat_template, more, "chat_template_kwargs", BESIDE_TOOLS)
         shown = _schemas(tools)
         self.policy.tokens_with(shown)  # raises if there are tools and the template has no known form of calls
-        prompts = [self.policy.encode(checked_messages(each, where), shown, more) for where, each in asked.items()]
+        prompts = [self.policy.encode(checked_chat(each, where), shown, more) for where, each in asked.items()]
         return self.generate(prompts, sampling, seed=seed)
 
     def message(self, completion: Trajectory, tools: Sequence[Tool | Callable[..., Any]] = ()) -> Message:
@@ -318,7 +318,7 @@ class LLM(Session):
             return parts
         if not isinstance(prompt, str) and not (parts and all(isinstance(part, dict) for part in parts)):
             raise InputError(f"prompt {index + 1} is {prompt!r:.40}; it must be text, chat messages, or token ids")
-        given = prompt if isinstance(prompt, str) else checked_prompt(parts, f"prompt {index + 1}")
+        given = prompt if isinstance(prompt, str) else checked_messages(parts, f"prompt {index + 1}")
         try:
             return self.policy.encode(given)
         except InputError as error:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small import Apart
 
 from lockstep import ops
 from lockstep.config import LossConfig, OptimizerConfig
@@ -143,13 +144,6 @@ def test_masters_begin_as_the_rounded_weights_of_a_source(make_model, tp: int) -
     unrounded = flat_parameters(in_trainer(model, world.mesh), world.mesh, (), model, float32=True)
     source.fill(unrounded.own())
     assert not torch.equal(master, unrounded.data)
-
-
-class Apart(World):
-    """Ranks that are not there, and would say what this one says."""
-
-    def gather(self, value: Any, what: str = "") -> list[Any]:
-        return [value] * self.size
 
 
 @pytest.mark.parametrize("float32", [False, True])

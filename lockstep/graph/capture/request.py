@@ -43,7 +43,7 @@ class Request:
     def everywhere(self) -> dict[str, Any]:
         """What must be equal in every process that asks for this graph, by name; devices may differ."""
         specs = {str(spec): (spec.shape, spec.stride, spec.dtype) for spec in self.specs}
-        return {"statics": sorted(map(repr, self.statics.items())), "writes": sorted(self.writes)} | specs
+        return {"writes": sorted(self.writes)} | specs
 
     @property
     def title(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from ...session.text.messages import BESIDE_TOOLS, check_variables, checked_messages, checked_tools
+from ...session.text.messages import BESIDE_TOOLS, check_variables, checked_chat, checked_tools
 from ...session.text.tool_calls import CALL_ID, ToolCall, ToolFormat
 from ...types import Trajectory
 from ..batcher import Update
@@ -29,7 +29,7 @@ async def chat(service: Service, request: Request) -> Response:
     service.check_model(body.model)
     if body.top_logprobs:
         raise refused("top_logprobs", "top_logprobs must be 0: there are log-probabilities of sampled tokens alone")
-    messages = service.remembered(request, checked_messages(body.messages))
+    messages = service.remembered(request, checked_chat(body.messages))
     form = _tool_format(service, body)
     variables = {**service.policy.template_variables, **_variables(service, body)}
     if form is not None and form.tools:

@@ -16,7 +16,7 @@ BESIDE_TOOLS = (*TEMPLATE_ARGUMENTS, "tools")  # reserved variable names where a
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
-def checked_messages(messages: Any, where: str = "messages") -> list[Message]:
+def checked_chat(messages: Any, where: str = "messages") -> list[Message]:
     """The messages as chat templates take them: text as one string, arguments of tool calls as objects. Raises
     `FieldError` naming the invalid part."""
     if not isinstance(messages, list) or not messages:

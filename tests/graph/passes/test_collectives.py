@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 from fake_recorder import FakeRecorder
-from small import completed, train_group
+from small import Apart, completed, train_group
 from torch import fx
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.distributed import World
 from lockstep.graph import Captured, Runtime, digest, pipeline, run_passes
 from lockstep.graph.ir.captured import is_backward, module_of, op_name, origins
 from lockstep.graph.passes import recompute, reshard, saved_bytes
@@ -33,13 +31,6 @@ from lockstep.trainer import Trainer, pack
 from lockstep.types import SamplingParams
 
 LAYERS = [f"layers.{i}" for i in range(3)]
-
-
-class Apart(World):
-    """Ranks that are not there, and would say what this one says."""
-
-    def gather(self, value: Any, what: str = "") -> list[Any]:
-        return [value] * self.size
 
 
 @cache

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from small import completed, train_group
+from small import Apart, completed, train_group
 
 from lockstep import ops
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig
-from lockstep.distributed import World
 from lockstep.distributed.mesh import Axis, Mesh
 from lockstep.distributed.placement import Placement
 from lockstep.errors import LockstepError
@@ -259,13 +258,6 @@ def test_windows_and_masks() -> None:
             now = graphs(masks=masks)
             assert changes(base, now, "masks") and (before is None or changes(before, now, "masks"))
             before = now
-
-
-class Apart(World):
-    """Ranks that are not there, and would say what this one says."""
-
-    def gather(self, value: Any, what: str = "") -> list[Any]:
-        return [value] * self.size
 
 
 def gathered() -> dict[str, Key]:
