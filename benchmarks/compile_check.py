@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.distributed.push.memory import SharedMemory
-from lockstep.distributed.push.triton import pushed
+from lockstep.distributed.push.triton import launch_push
 from lockstep.generator.forward import Paging, decode_step, mixed_step
 from lockstep.generator.kv_cache import KVCache
 from lockstep.generator.prefill_batch import MixedBatch, MixedSizes
@@ -218,7 +218,7 @@ def generate(model: Decoder) -> None:
     linear_triton.chain(chain, chain, "linear_fp32")
     table, state = torch.empty(9, dtype=torch.int64), torch.empty(2, dtype=torch.int64)
     for rank, to_owners in itertools.product((0, 1, 7), (False, True)):  # of eight that generate together
-        pushed(chain, to_owners, SharedMemory(rank, 8, 10**9, table, state, torch.empty(1, dtype=torch.int64)))
+        launch_push(chain, to_owners, SharedMemory(rank, 8, 10**9, table, state, torch.empty(1, dtype=torch.int64)))
     one_step = torch.empty(128, 128, dtype=model.embed.dtype)
     hopper_async.run("linear", Choice("async", 64, 64, 128, 4, 3, 3), one_step, one_step)
 

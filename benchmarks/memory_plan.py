@@ -116,14 +116,14 @@ def configuration(case: Case, device: str) -> RunConfig:
 def measured(case: Case, device: str, memory: tuple[int, int] | None = None) -> dict[str, Any]:
     """What one process of a case takes, in GiB. `memory`: bytes that it believes a GPU has, and gets."""
     from lockstep.config import ParallelConfig
-    from lockstep.distributed import ONE, join
+    from lockstep.distributed import ONE_PROCESS, join
     from lockstep.machine import several_processes
     from lockstep.rl.loop import Loop
     from lockstep.session.build import TrainingSession, resolve
     from lockstep.session.memory import used
     from lockstep.session.warm_up import warm_up
 
-    world = join(ParallelConfig(), device) if several_processes() else ONE
+    world = join(ParallelConfig(), device) if several_processes() else ONE_PROCESS
     if memory:
         _shrink(*memory, communicators(world.axes))
     plans: list[MemoryPlan] = []  # once there is one

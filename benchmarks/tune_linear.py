@@ -186,7 +186,7 @@ class SharedLayerProblem(LayerProblem):
 
     def __init__(self, arch: str, bucket: int, kernels: Sequence[str], world: World) -> None:
         super().__init__(arch, bucket, kernels, world.size)
-        self.world, self.axis = world, world.generator.tp
+        self.world, self.axis = world, world.generator_mesh.tp
         self.whole: dict[tuple[int, int], Tensor] = {}
 
     def library_is_even(self, name: str) -> bool:
@@ -487,11 +487,11 @@ def main() -> int:
     shapes = alone if args.alone else [*sorted(layers), *plain]
     pushes = processes > 1 and DEVICE == "cuda"
     world = join(ParallelConfig(generator_tp=processes, symmetric_memory=pushes, timeout=TIMEOUT_S), DEVICE)
-    compiled = world.from_first(lambda: compile_all(shapes, args.bounds, args.kernels, varied))
-    if world.first:
+    compiled = world.broadcast_from_first(lambda: compile_all(shapes, args.bounds, args.kernels, varied))
+    if world.is_first:
         print(f"{compiled} kernels compiled", file=sys.stderr, flush=True)
     contract()
-    table, ratios = Table(told=world.first), []
+    table, ratios = Table(told=world.is_first), []
     with torch.inference_mode():
         for problem in alone if args.alone else ():
             ratios += tune_alone(*problem, args.bounds, args.kernels, table)
@@ -500,7 +500,7 @@ def main() -> int:
         for arch, bucket in itertools.product(args.arch, args.bounds) if processes > 1 else ():
             tune_shared(arch, bucket, args.kernels, world, rate, table)
             table.write(args.out)
-            if world.first:
+            if world.is_first:
                 save("tune_linear", {"measured": table.measured}, args.json)
         for arch in () if args.alone or processes > 1 else args.arch:
             tune_layers(arch, args.bounds, args.kernels, table)
@@ -510,7 +510,7 @@ def main() -> int:
             ratios += found if problem[0] == "linear" else []
     table.write(args.out)
     figures = {"geometric_mean": math.prod(ratios) ** (1 / len(ratios)), "worst": max(ratios)} if ratios else {}
-    if world.first:
+    if world.is_first:
         finish("tune_linear", {**figures, "rows": table.lines, "measured": table.measured}, table.lines, args.json)
     world.close()
     if figures:

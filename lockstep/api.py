@@ -94,19 +94,19 @@ def train(
             from .run.resume import require_unchanged
 
             config = _placed(config, rows, named)
-            world.share(lambda: require_unchanged(named, resumed(named), config, world.size))
+            world.gather_results(lambda: require_unchanged(named, resumed(named), config, world.size))
             folder = named
-            world.from_first(lambda: lock.enter_context(run_lock.held(folder)))
+            world.broadcast_from_first(lambda: lock.enter_context(run_lock.held(folder)))
         else:
-            folder = world.from_first(lambda: _claim(named, config.recipe, lock))
+            folder = world.broadcast_from_first(lambda: _claim(named, config.recipe, lock))
             config = _placed(config, rows, folder)
-        if world.first:
+        if world.is_first:
             print(f"run folder: {folder}", file=sys.stderr, flush=True)
         try:
-            world.from_first(lambda: _write(rows, folder))
+            world.broadcast_from_first(lambda: _write(rows, folder))
             return {"run_dir": str(folder)} | run(config, folder, resume, world, resume_with_other_numerics)
         except BaseException as error:
-            if world.first:
+            if world.is_first:
                 lock.close()
                 with contextlib.suppress(OSError):
                     if not {path.name for path in folder.iterdir()} - set(map(_ROWS.format, rows)):

@@ -13,7 +13,7 @@ from processes import PATIENCE
 from small import FAMILIES, make_model, train_groups
 
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
-from lockstep.distributed import ONE, World, join
+from lockstep.distributed import ONE_PROCESS, World, join
 from lockstep.distributed.cells import Cells
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime
@@ -25,7 +25,7 @@ KINDS = {"dense": "qwen3", "experts": "qwen3_moe"}
 SAMPLED = SamplingParams(temperature=0.8, top_k=40, n=2, max_completion_length=7)
 
 
-def trainer_of(kind: str, world: World = ONE, cell: int = CELL, runtime: Runtime = EAGER) -> Trainer:
+def trainer_of(kind: str, world: World = ONE_PROCESS, cell: int = CELL, runtime: Runtime = EAGER) -> Trainer:
     model, cells = make_model(torch.float32, config=FAMILIES[KINDS[kind]]), Cells(SHARDS, cell, world.size)
     return Trainer(model, OptimizerConfig(), LossConfig(), world=world, cells=cells, runtime=runtime)
 
@@ -43,15 +43,15 @@ def steps(trainer: Trainer, numbers: Sequence[int], order: Sequence[int] = range
     """Steps of two updates on a rollout: of each what was sampled and found, and the weights, as a hash. Shards have
     several micro-batches, and are dealt to the ranks in this order."""
     axis, said = trainer.world.mesh.fsdp, []
-    cells, own = trainer.cells, axis.own(order)
+    cells, own = trainer.cells, axis.local_items(order)
     for step in numbers:
-        groups = trainer.world.from_first(lambda step=step: rollouts(trainer, step))
+        groups = trainer.world.broadcast_from_first(lambda step=step: rollouts(trainer, step))
         seen: list[Any] = [asdict(group) for group in groups]
         batches = pack_shards([groups[shard::SHARDS] for shard in range(SHARDS)], own, Packing(64), check_parity=True)
         assert len(batches) >= 2 * len(own)
         for update in range(2):
             for i, batch in enumerate(batches):
-                batch.check_parity, batch.ends_cell = update == 0, cells.end_with(i % len(own))
+                batch.check_parity, batch.ends_cell = update == 0, cells.ends_cell(i % len(own))
                 trainer.forward_backward(batch, keep_support=update == 0)
             seen.append(trainer.optim_step(1e-2))
             assert seen[-1].applied and seen[-1].tokens_different == 0, seen[-1]
@@ -70,7 +70,7 @@ def on_a_rank(folder: Path, saved_by: int) -> dict[str, list[str]]:
         found[kind] = steps(trainer, [0])
         own, alike, numbers = trainer.local_state()
         parts = world.gather(own)
-        if world.first:
+        if world.is_first:
             state = {name: [part[name] for part in parts] for name in own} | alike
             torch.save((state, numbers), folder / f"{kind}.{world.size}")
         found[kind] += steps(trainer, [1])
@@ -78,10 +78,10 @@ def on_a_rank(folder: Path, saved_by: int) -> dict[str, list[str]]:
             other = trainer_of(kind, world)
             other.load_state(*torch.load(folder / f"{kind}.{saved_by}"))
             found[f"{kind}, resumed"] = steps(other, [1])
-    if world.lanes > 1:
+    if world.ranks_per_cell > 1:
         runtime = Runtime(CompileConfig("step"), torch.device("cpu"), mesh=world.sizes, peers=world)
         found["small cells"] = steps(trainer_of("dense", world, SMALL_CELL, runtime), [0])
-        logs = (line for title, log in runtime.builder.nodes.items() if "forward_backward" in title for line in log)
+        logs = (line for title, log in runtime.builder.logs.items() if "forward_backward" in title for line in log)
         found["exchanges"] = [line.partition("; ")[2] for line in logs if line.startswith(("bucket", "reorder"))]
         runtime.close()
     world.close()

@@ -21,7 +21,7 @@ class FakeRecorder:
     """
 
     def __init__(self) -> None:
-        self.worked, self.allotted = False, set[int]()
+        self.pool_used, self.overwritable_addresses = False, set[int]()
         self.inside, self.reserved = False, 0
         self._in_pool: list[weakref.ref[Tensor]] = []
         self._allotted: list[Tensor] = []
@@ -45,8 +45,8 @@ class FakeRecorder:
         return _FakeRecording(self, run, arguments, (), outputs)
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        self.worked = self.inside = True
+    def in_pool(self) -> Iterator[None]:
+        self.pool_used = self.inside = True
         self.poison()
         try:
             yield
@@ -57,13 +57,13 @@ class FakeRecorder:
         assert not self._in_pool and not self._allotted, "the first in its pool"
         self.reserved += size
 
-    def allot(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def allocate_overwritable(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         self._allotted += (made := make())
-        self.allotted.update(tensor.data_ptr() for tensor in made if tensor.numel())
+        self.overwritable_addresses.update(tensor.data_ptr() for tensor in made if tensor.numel())
         return made
 
     def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
-        self.worked = True
+        self.pool_used = True
         for tensor in self._allotted:
             tensor.fill_(_garbage(tensor.dtype))
         outputs = [r.clone() for r in run(arguments)]
@@ -81,7 +81,7 @@ class FakeRecorder:
             if output is not None and output.data_ptr() not in kept:
                 output.fill_(_garbage(output.dtype))
 
-    def borrow(self, tensor: Tensor) -> Tensor:
+    def weak_ref_tensor(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def reserved_bytes(self) -> int:

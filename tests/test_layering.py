@@ -77,7 +77,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "cells mesh torch_private watchdog",
         "push",
         "collectives placement ranks",
-        "join pieces spread",
+        "join parameter_parts spread",
         ".",
     ),
     "ops": (
@@ -115,7 +115,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "builder warm_up",
         "program",
         "runtime",
-        "ahead check",
+        "check parallel_build",
         "report",
         ".",
     ),

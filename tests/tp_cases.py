@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lockstep import distributed
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
-from lockstep.distributed import ONE, World, join
-from lockstep.distributed.mesh import ALONE
+from lockstep.distributed import ONE_PROCESS, World, join
+from lockstep.distributed.mesh import ONE_RANK
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime, check_against_eager
 from lockstep.models import ResidentWeights, load_part, ranges_of
@@ -36,7 +36,7 @@ def rollouts(trainer: Trainer, step: int) -> list[RolloutGroup]:
 
 def trained(
     family: str,
-    world: World = ONE,
+    world: World = ONE_PROCESS,
     steps: int = 3,
     graphs: bool = False,
     parts: bool = False,
@@ -57,7 +57,7 @@ def trained(
         runtime = Runtime(CompileConfig("step"), torch.device("cpu"), mesh=world.sizes, peers=world)
     optimizer = replace(OPTIMIZER, **(groups or {}))
     source = ResidentWeights(make_model(torch.float32, config=FAMILIES[family]))
-    model = load_part(source, torch.float32, "cpu", world.generator if parts else ALONE)
+    model = load_part(source, torch.float32, "cpu", world.generator_mesh if parts else ONE_RANK)
     frozen = make_model(torch.float32, 1, FAMILIES[family]) if "beta" in loss else None
     settings: dict[str, Any] = {"world": world, "runtime": runtime, "source": source, "reference": frozen}
     trainer = Trainer(model, optimizer, LossConfig(**loss), **settings)
@@ -69,7 +69,9 @@ def trained(
     for step in range(steps):
         groups = rollouts(trainer, step)
         with _Reversed(mutant == "reversed"):
-            for batch in pack_shards([groups[::2], groups[1::2]], world.mesh.fsdp.own(range(2)), Packing(44), True):
+            for batch in pack_shards(
+                [groups[::2], groups[1::2]], world.mesh.fsdp.local_items(range(2)), Packing(44), True
+            ):
                 if trainer.algorithm.has_critic:
                     trainer.values(batch)
                     batch.return_C.copy_(batch.old_value_C + batch.advantage_C)
@@ -88,7 +90,7 @@ def trained(
         whole = weights["embed" if name not in weights else name].flatten()
         assert all(torch.equal(values, whole[first : first + len(values)]) for values, first in held), name
     by_first = trainer.held_by_first()
-    assert by_first.keys() == (weights.keys() if world.first else set())
+    assert by_first.keys() == (weights.keys() if world.is_first else set())
     assert all(torch.equal(held.values, weights[name].flatten()) for name, (held,) in by_first.items())
     state, _ = trainer.state()
     other = make_model(torch.float32, 1, FAMILIES[family])
@@ -123,14 +125,14 @@ class _Reversed:
     """Within it ranks are gathered last first, where it is on."""
 
     def __init__(self, on: bool) -> None:
-        self._on, self._gather = on, distributed.collectives.gather
+        self._on, self._gather = on, distributed.collectives.all_gather
 
     def __enter__(self) -> None:
         if self._on:
-            distributed.collectives.gather = lambda x, axis: self._gather(x, axis).flip(0)
+            distributed.collectives.all_gather = lambda x, axis: self._gather(x, axis).flip(0)
 
     def __exit__(self, *_: object) -> None:
-        distributed.collectives.gather = self._gather
+        distributed.collectives.all_gather = self._gather
 
 
 def on_a_rank(tp: int, cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

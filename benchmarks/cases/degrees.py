@@ -99,7 +99,7 @@ class Bench:
         world = join(ParallelConfig(timeout=200, **layout), self.device)
         mode = "full" if self.device == "cuda" else "none"
         runtime = Runtime(CompileConfig("step", cudagraph_mode=mode), where, mesh=world.sizes, peers=world)
-        model = load_part(self.source, self.dtype, where, world.generator)
+        model = load_part(self.source, self.dtype, where, world.generator_mesh)
         try:
             yield world, model, runtime
         finally:
@@ -195,7 +195,7 @@ class Bench:
             for degree, groups in self.drawn.items():
                 started = time.perf_counter()
                 dealt = [groups[i :: shards.size] for i in range(shards.size)]
-                for batch in pack_shards(dealt, shards.own(range(shards.size)), how, check_parity=True):
+                for batch in pack_shards(dealt, shards.local_items(range(shards.size)), how, check_parity=True):
                     trainer.forward_backward(batch.to(torch.device(self.device)))
                 result = trainer.finish_check()
                 found[degree] = {
@@ -211,7 +211,7 @@ class Bench:
         self.save(world)
 
     def save(self, world: Any) -> None:
-        if world.first:
+        if world.is_first:
             write_json(self.figures, Path(self.about["folder"]) / "found.json")
 
 

@@ -46,7 +46,7 @@ def part(device: str, given: str) -> dict[str, Any]:
     compile = CompileConfig("step", cudagraph_mode="full" if on_gpu else "none", recompute=again)
     runtime = Runtime(compile, where, mesh=world.sizes, peers=world)
     source = drawn_weights(device, config)
-    model = load_part(source, torch.bfloat16 if on_gpu else torch.float32, where, world.generator)
+    model = load_part(source, torch.bfloat16 if on_gpu else torch.float32, where, world.generator_mesh)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), world=world, runtime=runtime, source=source)
     batches = [batch.to(where) for batch in rows(about["rows"], about["length"], world.rank)]
     times = []
@@ -61,7 +61,7 @@ def part(device: str, given: str) -> dict[str, Any]:
     peak = torch.cuda.max_memory_reserved() / 2**30 if on_gpu else 0.0
     found = {"step_s": statistics.median(times[1:]), "steps_s": times, "peak_gib": peak, "loss": result.loss}
     slowest = max(world.gather(found), key=lambda of_rank: of_rank["step_s"])
-    if world.first:
+    if world.is_first:
         write_json(slowest, Path(about["folder"]) / "found.json")
     runtime.close()
     world.close()

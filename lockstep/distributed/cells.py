@@ -24,26 +24,28 @@ class Cells:
     ranks: int = 1
 
     @cached_property
-    def several(self) -> bool:
+    def has_several(self) -> bool:
         """Whether there is more than one cell."""
         return self.shards > self.size
 
     @property
-    def of_a_round(self) -> int:
+    def cell_size_in_round(self) -> int:
         """Shards per cell where a round consists of whole cells; 0 where a round lies within one cell."""
-        return self.size if self.several and self.ranks >= self.size else 0
+        return self.size if self.has_several and self.ranks >= self.size else 0
 
     @property
-    def lanes(self) -> int:
-        """Ranks per cell if all ranks form several whole cells, which sum gradients before exchanging them; else 1."""
-        return self.size if self.several and self.ranks > self.size and self.ranks % self.size == 0 else 1
+    def ranks_per_cell(self) -> int:
+        """Ranks that sum their gradients before exchanging them with other cells: a cell's, if all ranks form several
+        whole cells, else 1."""
+        whole_cells = self.has_several and self.ranks > self.size and self.ranks % self.size == 0
+        return self.size if whole_cells else 1
 
     @cached_property
     def span_rounds(self) -> bool:
         """Whether a cell takes several rounds, so that its running sum needs a buffer apart from the total."""
-        return self.several and self.ranks < self.size
+        return self.has_several and self.ranks < self.size
 
-    def end_with(self, number: int) -> bool:
+    def ends_cell(self, number: int) -> bool:
         """Whether a cell that spans several rounds ends with round `number`, counted from 0."""
         done = (number + 1) * self.ranks
         return self.span_rounds and (done % self.size == 0 or done == self.shards)

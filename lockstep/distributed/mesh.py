@@ -26,11 +26,11 @@ class Axis:
         so that all ranks run the same graph."""
         return f"@{self.name}"
 
-    def own(self, items: Sequence[T]) -> Sequence[T]:
+    def local_items(self, items: Sequence[T]) -> Sequence[T]:
         """This rank's items when `items` are dealt round-robin."""
         return items[self.rank :: self.size]
 
-    def most(self, count: int) -> int:
+    def max_local_items(self, count: int) -> int:
         """The largest number of items on any rank when `count` are dealt round-robin."""
         return -(-count // self.size)
 
@@ -44,19 +44,21 @@ class Mesh:
     - `ep`: reserved for experts; its size is always 1 so far.
 
     Attributes:
-        lanes: number of neighbours along `fsdp` that sum their gradients among themselves first (`Cells.lanes`).
+        ranks_per_cell: see `Cells.ranks_per_cell`; the ranks of a cell are neighbours along `fsdp`.
     """
 
     fsdp: Axis = Axis("fsdp")
     ep: Axis = Axis("ep")
     tp: Axis = Axis("tp")
-    lanes: int = 1
+    ranks_per_cell: int = 1
 
     @property
     def cells(self) -> tuple[Axis, Axis]:
         """`fsdp` as two axes: the ranks of this rank's cell, and the ranks at its place in every cell."""
-        cell, lane = divmod(self.fsdp.rank, self.lanes)
-        return Axis("cell", self.lanes, lane), Axis("cells", self.fsdp.size // self.lanes, cell)
+        cell, place = divmod(self.fsdp.rank, self.ranks_per_cell)
+        within = Axis("cell", self.ranks_per_cell, place)
+        between = Axis("cells", self.fsdp.size // self.ranks_per_cell, cell)
+        return within, between
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -64,16 +66,16 @@ class Mesh:
         return tuple(axis for axis in (self.fsdp, self.ep, self.tp) if axis.size > 1)
 
     @property
-    def in_graphs(self) -> tuple[Axis, ...]:
+    def collective_axes(self) -> tuple[Axis, ...]:
         """The axes along which graphs have collectives: `axes` and, where a cell spans several ranks, both `cells`."""
-        return *self.axes, *(self.cells if self.lanes > 1 else ())
+        return *self.axes, *(self.cells if self.ranks_per_cell > 1 else ())
 
 
-ALONE = Mesh()
+ONE_RANK = Mesh()
 
 
-def exchanging(axes: Sequence[Axis]) -> list[Axis]:
+def all_to_all_axes(axes: Sequence[Axis]) -> list[Axis]:
     """Of the axes along which graphs have collectives, those with all-to-alls. Where a cell spans several ranks,
     gradients travel along `cell` and `cells`, and `fsdp` has none."""
     in_cells = any(axis.name == "cell" for axis in axes)
-    return [axis for axis in axes if not (axis.name == "fsdp" and in_cells)]
+    return [axis for axis in axes if axis.name != "fsdp" or not in_cells]

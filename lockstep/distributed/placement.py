@@ -29,7 +29,7 @@ class Placement:
     ep: int | None = None
     blocks: tuple[int, ...] = ()
 
-    def shape_on(self, mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def part_shape(self, mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a rank's part of a parameter of this shape, before `fsdp` shards it. Raises `ValueError` where
         an axis does not divide the dimension, or a block of it."""
         sizes = list(shape)
@@ -39,7 +39,7 @@ class Placement:
             sizes[dim] //= axis.size
         return tuple(sizes)
 
-    def cut(self, x: Tensor, mesh: Mesh) -> Tensor:
+    def take_part(self, x: Tensor, mesh: Mesh) -> Tensor:
         """This rank's part of a whole parameter, before `fsdp` shards it; a view where it is one block."""
         for axis, dim, blocks in self._cuts(mesh):
             again = x.shape[dim] // sum(blocks) if blocks else 0

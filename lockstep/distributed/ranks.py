@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from ..errors import InputError, LockstepError, PeerLost, ran_out
 from . import torch_private
-from .mesh import ALONE, Axis, Mesh
+from .mesh import ONE_RANK, Axis, Mesh
 from .push.memory import forget_memory, late_words
 from .watchdog import WatchedProcess
 
 T = TypeVar("T")
 
 
-class Closes(Protocol):
+class Closable(Protocol):
     def close(self) -> None: ...
 
 
@@ -38,58 +38,64 @@ class World(WatchedProcess):
         tp: the trainer's tensor-parallel size, of neighbouring ranks; it divides `size`.
         generator_tp: the generator's tensor-parallel size, of neighbouring ranks; it divides `size`.
         pushes: whether the generator's ranks should store into one another's memory if they can (`Axis.pushes`).
-        apart: whether they turned out to be unable to.
-        lanes: see `Mesh`.
+        push_unavailable: whether they turned out to be unable to.
+        ranks_per_cell: see `Mesh`.
         local_rank: the rank among the processes of this host.
-        together: the host-side (gloo) group of the ranks that generate together; None if this one generates alone.
+        generator_group: the host-side (gloo) group of the ranks that generate together; None if it generates alone.
     """
 
     tp: int = 1
     generator_tp: int = 1
     pushes: bool = False
-    apart: bool = False
-    lanes: int = 1
+    push_unavailable: bool = False
+    ranks_per_cell: int = 1
     local_rank: int = 0
-    together: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    generator_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     _bound: dict[str, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)  # by name
-    _open: weakref.WeakSet[Closes] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
+    _open: weakref.WeakSet[Closable] = field(default_factory=weakref.WeakSet, repr=False, compare=False)
 
     @cached_property
     def mesh(self) -> Mesh:
         """The trainer's mesh, with this process's place in it."""
         shards, tp = self.size // self.tp, Axis("tp", self.tp, self.rank % self.tp)
-        return Mesh(fsdp=Axis("fsdp", shards, self.rank // self.tp), tp=tp, lanes=self.lanes)
+        return Mesh(fsdp=Axis("fsdp", shards, self.rank // self.tp), tp=tp, ranks_per_cell=self.ranks_per_cell)
 
     @cached_property
-    def generator(self) -> Mesh:
+    def generator_mesh(self) -> Mesh:
         """The generator's mesh: prompts are dealt along `fsdp` to groups of ranks, and the ranks of a group share a
         model along `tp`."""
         ranks, (group, place) = self.generator_tp, divmod(self.rank, self.generator_tp)
-        together = Axis("generator_tp", ranks, place, self.pushes and not self.apart)
+        together = Axis("generator_tp", ranks, place, self.pushes and not self.push_unavailable)
         return Mesh(fsdp=Axis("fsdp", self.size // ranks, group), tp=together)
 
     @cached_property
-    def copies(self) -> Axis:
+    def replicas(self) -> Axis:
         """Ranks that hold the same part of the generator's model and have a group for collectives: the trainer's
         `fsdp` axis where `generator_tp` divides `tp`, else this rank alone."""
-        return self.mesh.fsdp if self.tp % self.generator_tp == 0 else ALONE.fsdp
+        return self.mesh.fsdp if self.tp % self.generator_tp == 0 else ONE_RANK.fsdp
 
     @cached_property
-    def leads(self) -> bool:
+    def leads_group(self) -> bool:
         """Whether this rank is the first of those that generate together, or generates alone."""
-        return self.generator.tp.rank == 0
+        return self.generator_mesh.tp.rank == 0
+
+    @property
+    def _group_leader(self) -> int:
+        """The first of the ranks that generate together with this one."""
+        return self.rank - self.generator_mesh.tp.rank
 
     @cached_property
     def axes(self) -> tuple[Axis, ...]:
         """The axes along which graphs of either role have collectives."""
-        return *self.mesh.in_graphs, *(axis for axis in (self.generator.tp,) if axis.size > 1)
+        axes, generator_tp = self.mesh.collective_axes, self.generator_mesh.tp
+        return (*axes, generator_tp) if generator_tp.size > 1 else axes
 
     @property
     def sizes(self) -> dict[str, int]:
         return {axis.name: axis.size for axis in self.axes}
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this is the rank that writes the run's files."""
         return self.rank == 0
 
@@ -98,20 +104,21 @@ class World(WatchedProcess):
         them gathers something else than `what`: it runs another part of the program."""
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        with self.peers():
-            dist.all_gather_object(values, (what, value))
-        named = [name for name, _ in values]
-        if odd := [rank for rank, name in enumerate(named) if name != named[0]]:
-            raise self.on_all(
-                LockstepError(
-                    f"rank {odd[0]} exchanges {named[odd[0]]} while rank 0 exchanges {named[0]}; every process must "
-                    "run the same program on the same inputs"
+        gathered: list[Any] = [None] * self.size
+        with self.detect_lost_peers():
+            dist.all_gather_object(gathered, (what, value))
+        names = [name for name, _ in gathered]
+        for rank, name in enumerate(names):
+            if name != names[0]:
+                raise self.report_on_first(
+                    LockstepError(
+                        f"rank {rank} exchanges {name} while rank 0 exchanges {names[0]}; every process must run the "
+                        "same program on the same inputs"
+                    )
                 )
-            )
-        return [found for _, found in values]
+        return [found for _, found in gathered]
 
-    def share(
+    def gather_results(
         self, make: Callable[[], T], outline: Callable[[T], T] = lambda value: value, what: str = "what a call returned"
     ) -> list[T]:
         """What `make` returns on each rank, in rank order, on every rank; other ranks receive `outline` of the value
@@ -119,39 +126,42 @@ class World(WatchedProcess):
         `gather`."""
         if self.size == 1:
             return [make()]
-        value, error = _outcome(make)
-        outcomes = self.gather((None if value is None else outline(value), _portable(error), platform.node()), what)
-        if failed := [(rank, found, host) for rank, (_, found, host) in enumerate(outcomes) if found is not None]:
+        value, error = _try_call(make)
+        outlined = None if value is None else outline(value)
+        outcomes = self.gather((outlined, _picklable(error), platform.node()), what)
+        failed = [(rank, found, host) for rank, (_, found, host) in enumerate(outcomes) if found is not None]
+        if failed:
             rank, found, host = failed[0]
             raised = error if rank == self.rank and error is not None else found
             if isinstance(raised, LockstepError) and len(failed) < self.size:
                 raised.args = (f"{raised} (on rank {rank}, {host})",)
-            raise self.on_all(raised)
-        outcomes[self.rank] = value, None, ""
-        return [found for found, *_ in outcomes]  # type: ignore[misc]
+            raise self.report_on_first(raised)
+        results: list[Any] = [found for found, *_ in outcomes]
+        results[self.rank] = value
+        return results
 
-    def on_all(self, error: Exception) -> Exception:
+    def report_on_first(self, error: Exception) -> Exception:
         """`error`, which every rank raises, marked so that rank 0 alone reports it."""
-        return elsewhere(error, self.rank)
+        return _report_on(error, self.rank == 0)
 
-    def each(self, make: Callable[[], T]) -> T:
+    def run_on_all(self, make: Callable[[], T]) -> T:
         """What `make` returns on this rank. An exception on any rank is raised on all."""
         here: list[T] = []
-        self.share(lambda: here.append(make()))
+        self.gather_results(lambda: here.append(make()))
         return here[0]
 
-    def from_first(self, make: Callable[[], T]) -> T:
+    def broadcast_from_first(self, make: Callable[[], T]) -> T:
         """What `make` returns or raises on rank 0, on every rank; the other ranks do not call it."""
         if self.size == 1:
             return make()
-        value, error = _outcome(make) if self.first else (None, None)
-        box: list[Any] = [(value, _portable(error))]
-        with self.peers():
+        value, error = _try_call(make) if self.is_first else (None, None)
+        box: list[Any] = [(value, _picklable(error))]
+        with self.detect_lost_peers():
             dist.broadcast_object_list(box, 0)
-        if not self.first:
+        if not self.is_first:
             value, error = box[0]
         if error is not None:
-            raise self.on_all(error)
+            raise self.report_on_first(error)
         return value  # type: ignore[return-value]
 
     def transfer(
@@ -160,24 +170,26 @@ class World(WatchedProcess):
         """Start sending `out`, bytes by receiving rank, and receiving `sizes`, byte counts by sending rank. Returns a
         function that waits for both and returns what came, by rank. Concurrent transfers need different tags."""
         came = {rank: bytearray(size) for rank, size in sizes.items()}
-        with self.peers():
-            works: list[Any] = [dist.irecv(_tensor(data), rank, tag=tag) for rank, data in came.items() if data]
-            works += [dist.isend(_tensor(data), rank, tag=tag) for rank, data in out.items() if data]
+        with self.detect_lost_peers():
+            works: list[Any] = [dist.irecv(_as_tensor(data), rank, tag=tag) for rank, data in came.items() if data]
+            works += [dist.isend(_as_tensor(data), rank, tag=tag) for rank, data in out.items() if data]
 
         def wait() -> dict[int, memoryview]:
-            with self.peers():
+            with self.detect_lost_peers():
                 for work in works:
                     work.wait()
             return {rank: memoryview(data) for rank, data in came.items()}
 
         return wait
 
-    def trains(self, shard: int) -> range:
+    def ranks_of_shard(self, shard: int) -> range:
         """The ranks that train on a shard of a step."""
         first = shard % self.mesh.fsdp.size * self.tp
         return range(first, first + self.tp)
 
-    def made_once(self, make: Callable[[], T], dumps: Callable[[T], bytes], loads: Callable[[bytes], T]) -> T:
+    def broadcast_serialized(
+        self, make: Callable[[], T], dumps: Callable[[T], bytes], loads: Callable[[bytes], T]
+    ) -> T:
         """What `make` returns or raises on rank 0; other ranks get it through `dumps` and `loads`."""
         if self.size == 1:
             return make()
@@ -187,55 +199,53 @@ class World(WatchedProcess):
             here.append(make())
             return dumps(here[0])
 
-        data = self.from_first(packed)
+        data = self.broadcast_from_first(packed)
         return here[0] if here else loads(data)
 
-    def told(self, value: T | None = None) -> T:
-        """The `value` of the first of the ranks that generate together, on each of them."""
+    def broadcast_in_group(self, value: T | None = None) -> T:
+        """The `value` that the first of the ranks that generate together passes, on each of them."""
         box: list[Any] = [value]
-        if self.together is not None:
-            with self.peers():
-                dist.broadcast_object_list(box, self.rank - self.generator.tp.rank, self.together)
+        if self.generator_group is not None:
+            with self.detect_lost_peers():
+                dist.broadcast_object_list(box, self._group_leader, self.generator_group)
         return box[0]
 
-    def agree(self, what: str, value: object) -> None:
+    def require_same_in_group(self, what: str, value: object) -> None:
         """Check that the ranks that generate together have equal values; else raise `LockstepError` on each of them."""
-        if self.together is None:
+        if self.generator_group is None:
             return
         values: list[Any] = [None] * self.generator_tp
-        with self.peers():
-            dist.all_gather_object(values, value, self.together)
-        odd = [self.rank - self.generator.tp.rank + i for i, other in enumerate(values) if other != values[0]]
-        if odd:
-            raise elsewhere(
-                LockstepError(
-                    f"ranks {odd[0]} and {self.rank - self.generator.tp.rank} generate together "
+        with self.detect_lost_peers():
+            dist.all_gather_object(values, value, self.generator_group)
+        for place, other in enumerate(values):
+            if other != values[0]:
+                error = LockstepError(
+                    f"ranks {self._group_leader + place} and {self._group_leader} generate together "
                     f"(parallel.generator_tp {self.generator_tp}), and {what} is not the same on both: the run cannot "
                     "go on, as their words belong to different samples"
-                ),
-                self.generator.tp.rank,
-            )
+                )
+                raise _report_on(error, self.leads_group)
 
-    def same(self, what: str, describe: Callable[[], dict[str, Any]]) -> None:
+    def require_same(self, what: str, describe: Callable[[], dict[str, Any]]) -> None:
         """Check that all ranks agree on every value that `describe` returns; else raise `InputError`, which names the
         value, on every rank. An exception of `describe` on any rank is raised on all."""
         if self.size == 1:
             return
-        all_described = self.share(describe, what=what)
+        all_described = self.gather_results(describe, what=what)
         names = dict.fromkeys(name for one in all_described for name in one)
         for name in names:
             values = [one.get(name, "missing") for one in all_described]
-            odd = [rank for rank, value in enumerate(values) if value != values[0]]
-            if odd:
-                raise self.on_all(
-                    InputError(
-                        f"{what}: {name} is {values[odd[0]]!r} on rank {odd[0]} and {values[0]!r} on rank 0; every "
-                        "process must run the same program on the same inputs"
+            for rank, value in enumerate(values):
+                if value != values[0]:
+                    raise self.report_on_first(
+                        InputError(
+                            f"{what}: {name} is {value!r} on rank {rank} and {values[0]!r} on rank 0; every process "
+                            "must run the same program on the same inputs"
+                        )
                     )
-                )
 
     @contextlib.contextmanager
-    def peers(self) -> Iterator[None]:
+    def detect_lost_peers(self) -> Iterator[None]:
         """A context that turns torch's errors about lost or late ranks into `PeerLost`."""
         try:
             yield
@@ -250,7 +260,7 @@ class World(WatchedProcess):
             within = f"within {self.timeout:g} s (parallel.timeout)"
             raise PeerLost(f"rank {self.rank} of {self.size}: {what} did not come {within}: {said}") from error
 
-    def closes(self, holder: Closes) -> None:
+    def close_on_leave(self, holder: Closable) -> None:
         """Register `holder`, which captured collectives, to be closed before this process leaves, if it still exists.
 
         A process group cannot be destroyed while a CUDA graph holds its collectives: NCCL waits for the graph.
@@ -263,56 +273,57 @@ class World(WatchedProcess):
         if self.size == 1:
             return
         if failed and self.on_gpu:  # anything more would wait for kernels that wait for a lost rank
-            self._forget_groups(memory=False)
+            self._unbind_all(memory=False)
             return
-        with self.peers(), self.deadline("leaving together"):
+        with self.detect_lost_peers(), self.deadline("leaving together"):
             if not failed:
                 dist.barrier()
             gc.collect()  # graphs of a discarded runtime may still be alive in reference cycles
             for holder in list(self._open):
                 holder.close()
-            self._forget_groups()
+            self._unbind_all()
             dist.destroy_process_group()
 
-    def bind(self, axis: Axis, group: dist.ProcessGroup) -> None:
+    def bind_group(self, axis: Axis, group: dist.ProcessGroup) -> None:
         """Make `group` the one that collectives along `axis` find in graphs."""
         torch_private.name_group(axis.group, group)
         self._bound[axis.group] = group
 
     def _unbind(self, name: str, memory: bool = True) -> dist.ProcessGroup:
-        """Undo `bind` and return the group. With `memory`, free its shared memory too, which waits for the device."""
+        """Undo `bind_group` and return the group. With `memory`, free its shared memory, which waits for the device."""
         if memory:
             forget_memory(name)
         torch_private.forget_group(name)
         return self._bound.pop(name)
 
-    def end_groups(self) -> None:
+    def destroy_generator_groups(self) -> None:
         """Destroy the groups of the ranks that generate together. Each of them calls this, after closing all graphs
         with collectives of the group, for which NCCL would wait."""
-        name = self.generator.tp.group
-        for group in (self._unbind(name) if name in self._bound else None, self.together):
-            if group is not None:
-                dist.destroy_process_group(group)
+        name = self.generator_mesh.tp.group
+        if name in self._bound:
+            dist.destroy_process_group(self._unbind(name))
+        if self.generator_group is not None:
+            dist.destroy_process_group(self.generator_group)
 
-    def _forget_groups(self, memory: bool = True) -> None:
+    def _unbind_all(self, memory: bool = True) -> None:
         for name in list(self._bound):
             self._unbind(name, memory)
 
 
-ONE = World()
+ONE_PROCESS = World()
 
 
-def elsewhere(error: Exception, rank: int) -> Exception:
-    """`error`, marked on every rank but the first as already reported."""
-    error.reported = rank != 0  # type: ignore[attr-defined]
+def _report_on(error: Exception, this_rank: bool) -> Exception:
+    """`error`, marked as already reported unless this rank is the one that reports it."""
+    error.reported = not this_rank  # type: ignore[attr-defined]
     return error
 
 
-def _tensor(data: bytearray) -> torch.Tensor:
+def _as_tensor(data: bytearray) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8)
 
 
-def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _try_call(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """What `make` returns, or the exception that it raises. The loss of another rank is raised here instead, since the
     outcome could not be exchanged."""
     try:
@@ -323,7 +334,7 @@ def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _portable(error: Exception | None) -> Exception | None:
+def _picklable(error: Exception | None) -> Exception | None:
     """The exception if it can be pickled, else a `LockstepError` with its message."""
     try:
         pickle.loads(pickle.dumps(error))

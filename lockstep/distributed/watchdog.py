@@ -28,7 +28,7 @@ class WatchedProcess:
     size: int = 1
     timeout: float = 0.0
     on_gpu: bool = False
-    _tellers: list[Callable[[str], str]] = field(default_factory=list, repr=False, compare=False, kw_only=True)
+    _reporters: list[Callable[[str], str]] = field(default_factory=list, repr=False, compare=False, kw_only=True)
 
     @contextlib.contextmanager
     def deadline(self, doing: str, timeouts: float = 1.0) -> Iterator[None]:
@@ -37,13 +37,13 @@ class WatchedProcess:
         if self.size == 1:
             yield
             return
-        with self.watched(doing, timeouts):
+        with self.rolling_deadline(doing, timeouts):
             yield
             if self.on_gpu:
                 torch.cuda.synchronize()
 
     @contextlib.contextmanager
-    def watched(self, doing: str, timeouts: float = 1.0) -> Iterator[Callable[[], None]]:
+    def rolling_deadline(self, doing: str, timeouts: float = 1.0) -> Iterator[Callable[[], None]]:
         """A context that ends the process when the function it yields has not been called for as long as `deadline`
         waits: for a series of launches, any of which may wait on the device for another rank."""
         if self.size == 1:
@@ -59,22 +59,25 @@ class WatchedProcess:
             if not over.is_set():  # the context may have exited just as the time ran out
                 self._give_up(doing, seconds)
 
+        def restart() -> None:
+            latest[0] = time.monotonic()
+
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
         try:
-            yield lambda: latest.__setitem__(0, time.monotonic())
+            yield restart
         finally:
             over.set()
             thread.join()  # it references this world, and groups destroyed at interpreter shutdown abort the process
 
     @contextlib.contextmanager
-    def told_by(self, told: Callable[[str], str]) -> Iterator[None]:
-        """A context in which a deadline that ends this process prints `told(message)`; nothing if that is empty."""
-        self._tellers.append(told)
+    def report_deadline_with(self, reporter: Callable[[str], str]) -> Iterator[None]:
+        """A context in which a deadline that ends this process prints `reporter(message)`; nothing if that is empty."""
+        self._reporters.append(reporter)
         try:
             yield
         finally:
-            self._tellers.pop()
+            self._reporters.pop()
 
     def _give_up(self, doing: str, seconds: float) -> None:
         message = (
@@ -82,8 +85,8 @@ class WatchedProcess:
             f"(parallel.timeout is {self.timeout:g}); another process of the run is gone or stuck"
         )
         try:
-            for told in self._tellers[-1:]:
-                message = told(message)
+            for reporter in self._reporters[-1:]:
+                message = reporter(message)
             if message:
                 print(f"lockstep: failed: {message}", file=sys.stderr, flush=True)
         finally:

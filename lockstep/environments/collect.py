@@ -9,7 +9,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from ..distributed import ONE, World
+from ..distributed import ONE_PROCESS, World
 from ..errors import InputError, LockstepError
 from ..timings import Timings
 from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams
@@ -72,7 +72,7 @@ class Collector:
     limits: Limits = Limits()
     failures: Failures = field(default_factory=Failures)
     timings: Timings = field(default_factory=Timings)
-    world: World = ONE
+    world: World = ONE_PROCESS
     needs_rewards: bool = False
 
     def collect(
@@ -84,8 +84,8 @@ class Collector:
         failed, are returned as `without_reward`. `InputError`: a prompt is empty or too long, no group has a reward
         although one is `required`, or scoring fails."""
         where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
-        own = self.world.generator.fsdp.own(problems)
-        shared = self.world.share(
+        own = self.world.generator_mesh.fsdp.local_items(problems)
+        shared = self.world.gather_results(
             lambda: (self._of(own, sampling, domain, step, where), self.failures.told),
             lambda of_rank: (of_rank[0].outline(), of_rank[1]),
         )
@@ -100,7 +100,7 @@ class Collector:
         if self.environment is not SingleTurn:
             _name_alike(groups, self.rewards.names)
         if problems and not groups and required:
-            raise self.world.on_all(InputError(self._nothing_scored(where, counts)))
+            raise self.world.report_on_first(InputError(self._nothing_scored(where, counts)))
         return Collected(groups, without, counts)
 
     def _of(self, problems: Problems, sampling: SamplingParams, domain: int, step: int, where: str) -> Collected:
@@ -108,7 +108,7 @@ class Collector:
         nothing = Collected([], [], {})
         if not problems:
             return nothing
-        if not self.world.leads:
+        if not self.world.leads_group:
             follow(self.world, self.sampler([], []))
             return nothing
         asked = [self._asked(*item, domain, step, where) for item in problems]

@@ -102,7 +102,7 @@ class Check:
         about = {"touches": pages.touched(self.cache), "scratch": self._null_page()}
         if self.cache.borrower is None:
             return about
-        return about | {"made": ("kv",), "derived": dict.fromkeys(("kv k", "kv v"), self.cache.clear)}
+        return about | {"filled_roles": ("kv",), "derived": dict.fromkeys(("kv k", "kv v"), self.cache.clear)}
 
     def _null_page(self) -> list[Tensor]:
         """Views of the null page, to whose first slot all idle rows and tokens write, in any order."""

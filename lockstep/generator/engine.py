@@ -64,7 +64,7 @@ class Engine:
         self.model_config = model.config
         self.detokenize = detokenize
         device = model.embed.device
-        count, pages = rows_of(config, model.spread.least_rows), cache_tokens // config.page_size
+        count, pages = rows_of(config, model.spread.min_rows), cache_tokens // config.page_size
         own, cleared = model.config.shared_by(model.spread.axis.size), model.masks is not None
         self.cache = KVCache(own, pages, config.page_size, model.embed, cleared, runtime.borrower)
         width = self.cache.pages_for(MIN_CONTEXT)
@@ -72,7 +72,7 @@ class Engine:
         rows = RunningBatch(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
         self.scheduler = Scheduler(config, self.cache, rows)
         self.runtime, self.timings = runtime, runtime.timings
-        runtime.prepare(model)
+        runtime.compile_layers_of(model)
         self.runner = Runner(weights, self.cache, rows, config.max_num_batched_tokens, runtime)
         self.ahead = (AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
         self._flight: deque[Block] = deque()  # launched, with results not read yet

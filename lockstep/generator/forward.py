@@ -126,10 +126,10 @@ def _sampled(
     spread, rows = model.spread, hidden_RD.shape[0]
     if spread.axis.size == 1:
         return ops.sample(hidden_RD, model.lm_head, keys, by, truncated, greedy)
-    logits_RV = spread.rows_to_owners(ops.linear_fp32(hidden_RD, model.lm_head))
-    key, position, *filters = spread.own_rows(*keys, *by)
+    logits_RV = spread.columns_to_rows(ops.linear_fp32(hidden_RD, model.lm_head))
+    key, position, *filters = spread.local_rows(*keys, *by)
     own = ops.SampleKeys(key, position), ops.Filters(*filters)
     token, logprob, model_logprob = ops.sample_logits(logits_RV, *own, truncated, greedy)
     words = torch.stack((token.int(), logprob.view(torch.int32), model_logprob.view(torch.int32)), dim=1)
-    token, logprob, model_logprob = spread.all_rows(words, rows).t().contiguous().unbind()
+    token, logprob, model_logprob = spread.gather_rows(words, rows).t().contiguous().unbind()
     return token.long(), logprob.view(torch.float32), model_logprob.view(torch.float32)

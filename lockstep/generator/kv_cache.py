@@ -53,7 +53,7 @@ class KVCache:
         def make() -> list[torch.Tensor]:
             return [torch.zeros(*shape, size, dtype=like.dtype, device=like.device) for size in (key, value)]
 
-        self.k, self.v = make() if borrower is None else borrower.allot(make)
+        self.k, self.v = make() if borrower is None else borrower.allocate_overwritable(make)
         self.borrower = borrower
         routed = config.moe_layers > 0
         self.routes = torch.zeros(num_pages + 1, page_size, dtype=torch.int32, device=like.device) if routed else None
@@ -86,13 +86,13 @@ class KVCache:
 
     def take_back(self) -> None:
         """If the borrower has used the memory, zero it and forget registered pages. Call it before writing pages."""
-        if self.borrower is None or not self.borrower.worked:
+        if self.borrower is None or not self.borrower.pool_used:
             return
         assert self.num_free == self.num_pages, "graphs of the trainer ran while sequences were being generated"
         self.clear()
         for memory in (self.k, self.v):
             memory[:, self.null_page].zero_()
-        self.borrower.worked = False
+        self.borrower.pool_used = False
 
     def clear(self) -> None:
         """Zero all pages, none of which may be held, and forget what is registered."""

@@ -81,7 +81,7 @@ class Runner:
         self, weights: SharedWeights, cache: KVCache, rows: RunningBatch, max_tokens: int, runtime: graph.Runtime
     ) -> None:
         self.cache, self.rows = cache, rows
-        least = weights.model.spread.least_rows
+        least = weights.model.spread.min_rows
         self._sizes, self._runtime = sizes_of(rows, cache, max_tokens, runtime, least), runtime
         self._decode: dict[int, graph.Program] = {}  # by rows
         self._mixed: dict[MixedSizes, tuple[graph.Program, Tensor]] = {}  # with the memory of their `MixedBatch`
@@ -180,19 +180,19 @@ class Runner:
         """The program `name` on these tensors; `like` is the same program on others."""
         inputs = replace(self._own, buffer={**self._own.buffer, **tensors}, kv=self.cache.tensors())
         if like is not None:
-            return like.bound_to(inputs)
+            return like.bind_to(inputs)
         body, dynamic = (self._decode_body, DECODE) if name == "decode" else (self._mixed_body, MIXED)
         return self._runtime.program(name, body, inputs, {"kv", "buffer"}, dynamic, self._constants)
 
     def _decode_body(self, inputs: graph.Inputs, **statics: bool) -> dict[str, Tensor]:
-        with graph.substituted(self._model, inputs):
+        with graph.substitute_inputs(self._model, inputs):
             decode_step(self._model, inputs, self._decode_paging, **statics)
         return {}
 
     def _mixed_body(
         self, inputs: graph.Inputs, truncated: bool = True, greedy: bool = True, grouped: bool = True
     ) -> dict[str, Tensor]:
-        with graph.substituted(self._model, inputs):
+        with graph.substitute_inputs(self._model, inputs):
             mixed_step(self._model, inputs, self._paging, truncated, greedy, grouped)
         return {}
 

@@ -2,9 +2,8 @@
 
 from .. import ops as _ops  # noqa: F401  the operators that stored graphs name
 from ..ops.operator import NAMESPACE as _NAMESPACE
-from .ahead import make_ahead
 from .builder import require_plugins
-from .capture.step import Differentiated, GraphBody, backward, capture, in_module, module_inputs, substituted
+from .capture.step import Differentiated, GraphBody, backward, capture, in_module, module_inputs, substitute_inputs
 from .check.against_eager import PassedChecks, Verdict, Work, check_against_eager
 from .check.comparison import Case
 from .ir.captured import Captured, Dynamic, GraphError, Inputs, Role, Static
@@ -12,6 +11,7 @@ from .ir.text import diff, digest, dump
 from .ir.verify import verify
 from .launch.cudagraph import CudaRecorder
 from .launch.launcher import GraphLauncher
+from .parallel_build import build_in_parallel
 from .passes import Pass, pipeline, run_passes
 from .passes.backend import Backend
 from .program import Program
@@ -23,4 +23,4 @@ from .store.folder import Store
 from .torch_private import trace as _trace
 from .torch_private.trace import clear_matmul_workspaces
 
-_trace.spare_dynamo(_NAMESPACE)
+_trace.skip_dynamo_wrappers(_NAMESPACE)

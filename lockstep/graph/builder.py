@@ -19,10 +19,10 @@ from .capture.request import Request
 from .ir.captured import Captured, Level
 from .ir.text import write_stages
 from .ir.verify import verify
-from .passes import pipeline, recorded, run_passes
+from .passes import cudagraph_pass, pipeline, run_passes
 from .passes.backend import Backend
 from .store.artifact import dumps, loads
-from .store.baked_constants import Constants, flattened
+from .store.baked_constants import Constants, flatten
 from .store.folder import Key, Store
 from .store.key import body_name, key_of
 from .torch_private import trace as torch_trace
@@ -43,11 +43,12 @@ def require_plugins(config: CompileConfig, device: torch.device) -> None:
     pipeline(config)
 
 
-MadeAhead = dict[tuple[str, str, Level], tuple[Captured, bool]]  # (title, body and inputs, level): (graph, was stored)
+# By (title, body and inputs, level): graphs, each with whether it was loaded from the store.
+PrebuiltGraphs = dict[tuple[str, str, Level], tuple[Captured, bool]]
 
 
 @dataclass
-class Made:
+class GraphCache:
     """The graphs of one function, whatever tensors it is bound to, by `Request.key`.
 
     Attributes:
@@ -86,9 +87,9 @@ class GraphBuilder:
     Attributes:
         captures: traces made so far, each valid for every value of its open sizes; or compiled variants of layers.
         loaded: graphs that were loaded from the store instead of traced.
-        nodes: each graph's log of passes, by title.
-        alone: collects graphs while this process makes its own part (`ahead`), else None.
-        ahead: graphs from all processes' parts that were not asked for yet.
+        logs: each graph's log of passes, by title.
+        own_part: collects graphs while this process makes its own part (`parallel_build`), else None.
+        prebuilt: graphs from all processes' parts that were not asked for yet.
     """
 
     config: CompileConfig
@@ -99,9 +100,9 @@ class GraphBuilder:
     peers: World
     captures: int = 0
     loaded: int = 0
-    nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    alone: MadeAhead | None = None
-    ahead: MadeAhead = field(default_factory=dict)
+    logs: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    own_part: PrebuiltGraphs | None = None
+    prebuilt: PrebuiltGraphs = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config, (way, run) = self.config, self.config.chosen
@@ -117,22 +118,22 @@ class GraphBuilder:
             self.store = None
         self._by_sizes = way.by_sizes or run.by_sizes or config.activation_memory_gib > 0  # bytes at the traced sizes
 
-    def graph(self, request: Request, level: Level, made: Made) -> Captured:
+    def graph(self, request: Request, level: Level, cache: GraphCache) -> Captured:
         """The graph at a level: made before, loaded from the store, or made now."""
         key = request.key
-        if (key, level) in made.ready:
-            return made.ready[key, level]
+        if (key, level) in cache.ready:
+            return cache.ready[key, level]
         stored = None
         if request.constants is not None:  # constants that no key can hold are refused even without a store
             settings = self.settings(request.constants, request.sizes)
             stored = key_of(request, level, settings, self.passes) if self.store is not None else None
-        found = self._once(request, level, stored, made)
-        self.nodes[found.title] = found.log
-        if self.alone is None:
-            made.ready[key, level] = found
+        found = self._make_once(request, level, stored, cache)
+        self.logs[found.title] = found.log
+        if self.own_part is None:
+            cache.ready[key, level] = found
         return found
 
-    def _once(self, request: Request, level: Level, stored: Key | None, made: Made) -> Captured:
+    def _make_once(self, request: Request, level: Level, stored: Key | None, cache: GraphCache) -> Captured:
         """Rank 0 loads or makes the graph, and the others receive it, each on its own device: a graph holds no state of
         a process, and names process groups, which each process resolves to its own. `InputError`: the processes do not
         ask for the same graph."""
@@ -140,49 +141,49 @@ class GraphBuilder:
         def about() -> dict[str, Any]:
             return {"level": level, "origin": origin(), **request.everywhere}
 
-        self.peers.same(f"the graph {request.title}", about)
+        self.peers.require_same(f"the graph {request.title}", about)
         if any(self.peers.gather(changed())):  # then stored graphs may differ from what some process runs
             stored = None
-            self.ahead.clear()
+            self.prebuilt.clear()
         place = request.title, f"{body_name(request.body)} {request.everywhere}", level
-        if self.alone is not None and place in self.alone:
-            return self.alone[place][0]
-        if place in self.ahead:
-            found, kept = self.ahead.pop(place)
-            made.loaded += kept
+        if self.own_part is not None and place in self.own_part:
+            return self.own_part[place][0]
+        if place in self.prebuilt:
+            found, kept = self.prebuilt.pop(place)
+            cache.loaded += kept
             return found
-        before = made.loaded
-        with torch_trace.no_collection():
-            found = self.peers.made_once(
-                lambda: self._load(request, stored, made) or self._make(request, level, stored, made),
+        before = cache.loaded
+        with torch_trace.pause_garbage_collection():
+            found = self.peers.broadcast_serialized(
+                lambda: self._load(request, stored, cache) or self._make(request, level, stored, cache),
                 dumps,
-                lambda data: self.received(loads(data, request.device)),
+                lambda data: self.accept(loads(data, request.device)),
             )
-        if self.alone is not None:
-            self.alone[place], made.loaded = (found, made.loaded > before), before
+        if self.own_part is not None:
+            self.own_part[place], cache.loaded = (found, cache.loaded > before), before
         return found
 
-    def received(self, found: Captured, stored: bool = True) -> Captured:
+    def accept(self, found: Captured, stored: bool = True) -> Captured:
         """Verify and count a graph that was loaded, or that another process made."""
         verify(found)
         self.loaded, self.captures = self.loaded + stored, self.captures + (not stored)
         return found
 
-    def _load(self, request: Request, stored: Key | None, made: Made) -> Captured | None:
-        if stored is None or self.store is None or request.key in made.traces or made.retracing:
+    def _load(self, request: Request, stored: Key | None, cache: GraphCache) -> Captured | None:
+        if stored is None or self.store is None or request.key in cache.traces or cache.retracing:
             return None
         with self.timings.measured("load_graphs"):
             found = self.store.load(stored, request.title, request.device)
             if found is not None:
-                made.loaded += 1
-                self.received(found)
+                cache.loaded += 1
+                self.accept(found)
         return found
 
-    def _make(self, request: Request, level: Level, stored: Key | None, made: Made) -> Captured:
+    def _make(self, request: Request, level: Level, stored: Key | None, cache: GraphCache) -> Captured:
         key = request.key
-        if key not in made.traces:
-            made.traces[key] = self.rewritten(self._traced(request))
-        ready = self._at(level, made.traces[key])
+        if key not in cache.traces:
+            cache.traces[key] = self.run_common_passes(self._trace(request))
+        ready = self._at_level(level, cache.traces[key])
         if stored is not None and self.store is not None:
             with self.timings.measured("store_graphs"):
                 look_again()  # code may have been replaced since
@@ -192,7 +193,7 @@ class GraphBuilder:
             write_stages(ready, Path(self.config.dump))
         return ready
 
-    def _traced(self, request: Request) -> Captured:
+    def _trace(self, request: Request) -> Captured:
         self.captures += 1
         with self.timings.measured("import_tracer"):
             torch_trace.import_tracer()
@@ -206,29 +207,29 @@ class GraphBuilder:
                 dynamic=request.dynamic,
             )
 
-    def rewritten(self, captured: Captured) -> Captured:
+    def run_common_passes(self, captured: Captured) -> Captured:
         """A trace, rewritten by the passes that all levels share."""
         with self.timings.measured("passes"):
             captured = run_passes(captured, self.passes)
         self.backend.check(captured)
         return captured
 
-    def rewrite(self, made: Made) -> None:
+    def rerun_passes(self, cache: GraphCache) -> None:
         """Run the passes again on every trace, from the graph as captured."""
-        made.ready.clear()
-        for key, captured in made.traces.items():
+        cache.ready.clear()
+        for key, captured in cache.traces.items():
             (_, as_captured), *_ = captured.stages()
-            made.traces[key] = self.rewritten(as_captured)
+            cache.traces[key] = self.run_common_passes(as_captured)
 
-    def _at(self, level: Level, captured: Captured) -> Captured:
+    def _at_level(self, level: Level, captured: Captured) -> Captured:
         if level not in RECORDINGS:
             return captured
         with self.timings.measured("passes"):
-            to_record = recorded(load_hook(RECORDINGS[level].hook) or ())
+            to_record = cudagraph_pass(load_hook(RECORDINGS[level].hook) or ())
             return run_passes(captured, [to_record], lambda c: verify(c) if c.recorded else c)
 
     def settings(self, constants: Constants, sizes: Mapping[str, int]) -> dict[str, Any]:
         """What a graph depends on besides its function and the machine. `sizes`: values of open sizes at the trace."""
         c, by_sizes = self.config, {"sizes": sizes} if self._by_sizes else {}
         ways = {"capture": c.capture, "backend": c.backend_name, "mesh": dict(self.mesh)}
-        return {**ways, **self.backend.settings(), **flattened({"constants": constants, **by_sizes})}
+        return {**ways, **self.backend.settings(), **flatten({"constants": constants, **by_sizes})}

@@ -10,7 +10,7 @@ from operator import attrgetter
 from torch import Tensor, no_grad
 
 from ..types import SideBySide
-from .builder import GraphBuilder, Made
+from .builder import GraphBuilder, GraphCache
 from .capture.request import Request
 from .capture.step import GraphBody
 from .ir.captured import Captured, Dynamic, Inputs, Level, Role, Static
@@ -42,7 +42,7 @@ class Program:
     Attributes:
         body, inputs: the function, and the static tensors that it is bound to.
         writes, dynamic: see `capture`. constants: see `Request`.
-        made: the traces, shared with programs of the same function on other tensors (`bound_to`).
+        cache: the traces, shared with programs of the same function on other tensors (`bind_to`).
         lasting: names of small outputs that stay valid while other graphs are launched; see `Outputs`.
         one_shape: no second shape is expected, so the first is traced with fixed sizes, in half the time.
     """
@@ -54,7 +54,7 @@ class Program:
     writes: Collection[Role] = ()
     dynamic: Dynamic = field(default_factory=dict)
     constants: Constants | None = None
-    made: Made = field(default_factory=Made)
+    cache: GraphCache = field(default_factory=GraphCache)
     lasting: Collection[str] = ()
     one_shape: bool = False
     graphs: dict[tuple, GraphLauncher] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class Program:
         return dict(outputs)
 
     def graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> GraphLauncher:
-        if not isinstance(user, SideBySide) or self.tools.builder.alone is not None:
+        if not isinstance(user, SideBySide) or self.tools.builder.own_part is not None:
             return self._graph(user, statics)
         known = (*map(repr, statics.items()), user.layout)  # 1, 1.0 and True are equal, but make different graphs
         if known not in self._by_layout:
@@ -99,12 +99,12 @@ class Program:
             inputs = replace(self.inputs, user=user)
             captured = self._captured(inputs, statics)
             made = GraphLauncher(captured, inputs, self.tools.recorder, self.lasting)
-            if self.tools.builder.alone is not None:  # it is bound once every process has it
+            if self.tools.builder.own_part is not None:  # it is bound once every process has it
                 return made
             self.graphs[key] = made
         return self.graphs[key]
 
-    def bound_to(self, inputs: Inputs) -> Program:
+    def bind_to(self, inputs: Inputs) -> Program:
         """The same function on other static tensors. The programs share traces where only open sizes differ."""
         return replace(self, inputs=inputs, one_shape=False, graphs={}, _by_layout={})
 
@@ -115,16 +115,16 @@ class Program:
         """A graph that is valid for these inputs; with fixed sizes if they break a condition on its open sizes."""
         builder, wanted = self.tools.builder, self.request(inputs, statics)
         fixed = replace(wanted, dynamic={})
-        keys, given = {key for key, _ in self.made.ready}, tuple(map(repr, statics.items()))
+        keys, given = {key for key, _ in self.cache.ready}, tuple(map(repr, statics.items()))
         known = any(key[: len(given)] == given for key in keys)
         one_shape = self.one_shape and not builder.backend.shared  # shared regions need open sizes in both roles
         if fixed.key in keys or (one_shape and not known):
-            return builder.graph(fixed, self.level, self.made)
-        found = builder.graph(wanted, self.level, self.made)
-        return builder.graph(fixed, self.level, self.made) if found.sizes.broken(wanted.sizes) else found
+            return builder.graph(fixed, self.level, self.cache)
+        found = builder.graph(wanted, self.level, self.cache)
+        return builder.graph(fixed, self.level, self.cache) if found.sizes.broken_conditions(wanted.sizes) else found
 
     def forget_stages(self) -> None:
-        """See `Made.forget_stages`."""
+        """See `GraphCache.forget_stages`."""
         for graph in self.graphs.values():
             graph.captured = replace(graph.captured, before=None)
 

@@ -32,5 +32,5 @@ def compile_report(runtime: Runtime, verdicts: Sequence[Verdict] = ()) -> dict[s
         "recompiles": runtime.recompiles,
         "pool_gib": runtime.pool_bytes() / 2**30,
         "functions": functions,
-        "passes": {title: list(log) for title, log in runtime.builder.nodes.items()},
+        "passes": {title: list(log) for title, log in runtime.builder.logs.items()},
     }

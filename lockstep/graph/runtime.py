@@ -12,9 +12,9 @@ from torch import nn
 
 from ..cache.fingerprint import look_again
 from ..config import RECORDINGS, CompileConfig, recordings, resolve_compile
-from ..distributed import ONE, World
+from ..distributed import ONE_PROCESS, World
 from ..timings import Timings
-from .builder import GraphBuilder, Made, load_hook
+from .builder import GraphBuilder, GraphCache, load_hook
 from .capture.step import GraphBody
 from .ir.captured import Dynamic, Inputs, Level, Role
 from .launch.cudagraph import CudaRecorder
@@ -29,8 +29,8 @@ class Runtime:
     """What both roles compute with: one configuration, one list of passes, and one CUDA graph pool (or one per role).
 
     Attributes:
-        recorder: records CUDA graphs; by default one is made for the device. apart: records those of programs with a KV
-            cache, where the cache lies in the memory pool of `recorder`.
+        recorder: records CUDA graphs; by default one is made for the device.
+        kv_recorder: records those of programs with a KV cache, where the cache lies in the memory pool of `recorder`.
         store, mesh, peers: see `GraphBuilder`.
         timings: accumulates host seconds: those of `GraphBuilder`, `compile` (`WarmUp.rehearsal`), `record` (each
             graph's first launch) and `verify` (the comparison with eager, `check_against_eager`).
@@ -42,11 +42,11 @@ class Runtime:
     config: CompileConfig
     device: torch.device
     recorder: CudaRecorder | None = None
-    apart: CudaRecorder | None = None
+    kv_recorder: CudaRecorder | None = None
     timings: Timings = field(default_factory=Timings)
     store: Store | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
-    peers: World = ONE
+    peers: World = ONE_PROCESS
 
     def __post_init__(self) -> None:
         look_again()
@@ -56,18 +56,18 @@ class Runtime:
         self.recorder = None if mode == "none" else self.recorder or CudaRecorder(self.device)
         self.builder = GraphBuilder(config, self.device, self.timings, self.store, self.mesh, self.peers)
         self.eager = not way.graphs
-        fitting = [name for name, way in RECORDINGS.items() if way.ranks or not self.builder.sharded]
-        known = [name for name in fitting if name != "none"]
+        possible = [name for name, recording in RECORDINGS.items() if recording.ranks or not self.builder.sharded]
+        recorded = [name for name in possible if name != "none"]
         first, later = recordings("eager" if self.eager else mode if self.recorder else "captured")
         records = self.recorder is not None or self.device.type != "cpu"
-        self.warm_up = WarmUp([*known[::-1], "captured", "eager"], first, later, self.timings, records)
+        self.warm_up = WarmUp([*reversed(recorded), "captured", "eager"], first, later, self.timings, records)
         make_layers = load_hook(way.hook) if self.eager else None
         self.layers = make_layers and make_layers(self.builder.backend.compile_module, self._layer_made)
         self._tools = self._with_cache = Toolchain(self.builder, self.warm_up, self.recorder)
-        if self.apart is not None:
-            self._with_cache = replace(self._tools, recorder=self.apart)
+        if self.kv_recorder is not None:
+            self._with_cache = replace(self._tools, recorder=self.kv_recorder)
         self.programs = self._tools.programs
-        self.peers.closes(self)
+        self.peers.close_on_leave(self)
 
     def program(
         self,
@@ -84,58 +84,62 @@ class Runtime:
 
     @property
     def borrower(self) -> CudaRecorder | None:
-        """The recorder whose pool the KV cache lies in, if there is one `apart`; it lives as long as the runtime."""
-        return self.recorder if self.apart is not None else None
+        """The recorder whose pool holds the KV cache, if there is a `kv_recorder`; it lives as long as the runtime."""
+        return self.recorder if self.kv_recorder is not None else None
 
     @property
     def compiles(self) -> bool:
         """Whether programs are captured or layers compiled."""
         return not self.eager or self.layers is not None
 
-    def prepare(self, *models: nn.Module) -> None:
+    def compile_layers_of(self, *models: nn.Module) -> None:
         """Let the models call their layers through the compiler, where single layers are compiled."""
-        for model in models if self.layers is not None else ():
-            model.call_layer = self.layers  # type: ignore[assignment]
+        if self.layers is not None:
+            for model in models:
+                model.call_layer = self.layers
 
     def _layer_made(self) -> None:
         self.builder.captures += 1
         self.warm_up.graph_made()
 
-    def share(self) -> bool:
+    def share_regions(self) -> bool:
         """Once both roles have made their graphs, let the backend choose regions that all traces share. Returns whether
         there are any; if so, all graphs are closed, and made again with these regions when next needed."""
-        made = self._made()
-        shared = self.builder.backend.share([trace for graphs in made for trace in graphs.traces.values()])
-        for program in self.programs if shared else ():
+        caches = self._caches()
+        if not self.builder.backend.share([trace for cache in caches for trace in cache.traces.values()]):
+            return False
+        for program in self.programs:
             program.close()
-        for graphs in made if shared else ():
-            self.builder.rewrite(graphs)
-        return shared
+        for cache in caches:
+            self.builder.rerun_passes(cache)
+        return True
 
-    def lower(self, name: str) -> Level:
+    def lower_level(self, name: str) -> Level:
         """From now on run every program of this name one level further down. Returns that level. Sharded graphs skip
         the piecewise level, as a collective may begin in one piece and end in another."""
-        for program in self._named(name):
+        for program in self._programs_named(name):
             program.close()
         return self.warm_up.lower(name)
 
     def retrace(self, name: str) -> bool:
         """Drop the loaded graphs of every program of this name, and capture them from now on. Returns whether any had
         been loaded."""
-        programs = self._named(name)
-        had = any([graphs.retrace() for graphs in self._made(programs)])
-        had = self.peers.gather(had)[0]  # rank 0 reads the store
-        for program in programs if had else ():
-            program.made.ready.clear()
+        programs = self._programs_named(name)
+        had_loaded = [cache.retrace() for cache in self._caches(programs)]
+        if not self.peers.gather(any(had_loaded))[0]:  # rank 0 reads the store
+            return False
+        for program in programs:
+            program.cache.ready.clear()
             program.close()
-        return had
+        return True
 
-    def _named(self, name: str) -> list[Program]:
+    def _programs_named(self, name: str) -> list[Program]:
         return [program for program in self.programs if program.name == name]
 
-    def _made(self, programs: Sequence[Program] | None = None) -> list[Made]:
-        """The distinct `Made` of these programs, by default of all; several programs may share one."""
-        return list({id(p.made): p.made for p in (self.programs if programs is None else programs)}.values())
+    def _caches(self, programs: Sequence[Program] | None = None) -> list[GraphCache]:
+        """The graph caches of these programs, by default of all, each once; several programs may share one."""
+        chosen = self.programs if programs is None else programs
+        return list({id(program.cache): program.cache for program in chosen}.values())
 
     def begin_warm_up(self, peers: World) -> None:
         """From here on graphs are made together with `peers`, and do not count as recompiles."""
@@ -145,10 +149,10 @@ class Runtime:
     def end_warm_up(self) -> None:
         """From here on a new graph counts as a recompile. Drops what only the check against eager needed."""
         self.warm_up.ended = True
-        self.peers = self.builder.peers = ONE  # later graphs are made by each process that needs them
-        self.builder.ahead.clear()
-        for graphs in self._made():
-            graphs.forget_stages()
+        self.peers = self.builder.peers = ONE_PROCESS  # later graphs are made by each process that needs them
+        self.builder.prebuilt.clear()
+        for cache in self._caches():
+            cache.forget_stages()
         for program in self.programs:
             program.forget_stages()
         torch.cuda.empty_cache()  # memory of the check
@@ -165,7 +169,7 @@ class Runtime:
     @property
     def recompiles(self) -> int:
         """Graphs that were made after `end_warm_up`."""
-        return self.warm_up.late
+        return self.warm_up.recompiles
 
     @property
     def launches(self) -> Counter[str]:
@@ -181,7 +185,7 @@ class Runtime:
         """`recompiles`, `graph_replays` and the replays of each program, since the start."""
         replays = self._count("replays")
         by_function = {f"graph_replays/{name}": count for name, count in sorted(replays.items()) if count}
-        return {"recompiles": self.warm_up.late, "graph_replays": replays.total(), **by_function}
+        return {"recompiles": self.warm_up.recompiles, "graph_replays": replays.total(), **by_function}
 
     def _count(self, what: str) -> Counter[str]:
         total: Counter[str] = getattr(self._tools, what).copy()
@@ -194,7 +198,7 @@ class Runtime:
         """Close every graph, then the pools. `World.close` calls this too, before it destroys the process group."""
         for program in self.programs:
             program.close()
-        for recorder in (self.recorder, self.apart):
+        for recorder in (self.recorder, self.kv_recorder):
             if recorder is not None:
                 recorder.close()
 
@@ -206,11 +210,11 @@ class Runtime:
 
     def in_pool(self) -> contextlib.AbstractContextManager[None]:
         """Within, computations allocate from the CUDA graphs' pool, if there is one; not during their launches."""
-        return contextlib.nullcontext() if self.recorder is None else self.recorder.working()
+        return contextlib.nullcontext() if self.recorder is None else self.recorder.in_pool()
 
     def pool_bytes(self) -> int:
         """Memory that the CUDA graph pools hold, including a KV cache that lies in one."""
-        return sum(recorder.reserved_bytes() for recorder in (self.recorder, self.apart) if recorder is not None)
+        return sum(recorder.reserved_bytes() for recorder in (self.recorder, self.kv_recorder) if recorder is not None)
 
 
 EAGER = Runtime(CompileConfig("none"), torch.device("cpu"))  # calls every program as it is, on any device

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..timings import Timings
-from .ir.captured import Level, plain
+from .ir.captured import Level, can_record_without_launch
 from .launch.launcher import GraphLauncher
 from .torch_private.trace import import_tracer
 
@@ -38,7 +38,7 @@ class WarmUp:
         self._levels, self._first, self._later = levels, first, later
         self._timings, self.records = timings, records
         self._lowered: dict[str, Level] = {}
-        self.ended, self.late, self.loaded = False, 0, False
+        self.ended, self.recompiles, self.kernels_loaded = False, 0, False
         self.launch: Launch = self._launch
 
     def level(self, name: str) -> Level:
@@ -51,7 +51,7 @@ class WarmUp:
         return self._lowered[name]
 
     def graph_made(self) -> None:
-        self.late += self.ended
+        self.recompiles += self.ended
 
     @contextmanager
     def rehearsal(self, compiles: bool = True) -> Iterator[Kernels]:
@@ -60,18 +60,18 @@ class WarmUp:
         `preload`; unless `compiles`, they are only listed."""
         from ..ops.precompile import compiling_only
 
-        with self._timings.measured("compile"), compiling_only(compiles) as kernels, self.launching(rehearse):
+        with self._timings.measured("compile"), compiling_only(compiles) as kernels, self.launch_with(rehearse):
             with self._timings.measured("import_tracer"):  # on every rank at once
                 import_tracer()
             yield kernels
 
-    def making(self) -> AbstractContextManager[None]:
+    def make_graphs(self) -> AbstractContextManager[None]:
         """Within, programs make their graphs, and launch only those whose first launch leaves something behind. Others
         return zeros."""
-        return self.launching(self._make)
+        return self.launch_with(self._make)
 
     @contextmanager
-    def launching(self, launch: Launch) -> Iterator[None]:
+    def launch_with(self, launch: Launch) -> Iterator[None]:
         """Within, calls of graphs are carried out by `launch`."""
         before, self.launch = self.launch, launch
         try:
@@ -84,8 +84,8 @@ class WarmUp:
             return graph(user, times)
 
     def _make(self, graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
-        without = not self.records or (self.loaded and plain(graph.captured))
-        if not without or (blank := graph.blank()) is None:
+        without = not self.records or (self.kernels_loaded and can_record_without_launch(graph.captured))
+        if not without or (blank := graph.zero_outputs()) is None:
             return self._launch(graph, user, times)
         if self.records:
             with self._timings.measured("record"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..distributed.mesh import ALONE, Mesh
+from ..distributed.mesh import ONE_RANK, Mesh
 from ..errors import InputError
 from .blocks.rope import is_positive
 from .config import ModelConfig
@@ -103,7 +103,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def require_memory(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, where: str, mesh: Mesh = ALONE
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, where: str, mesh: Mesh = ONE_RANK
 ) -> None:
     """Raise `InputError` if the weights alone (on a mesh, this rank's part) exceed the device's total memory."""
     count, memory = num_parameters(config, mesh), memory_bytes(device)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..cache.fingerprint import digest
-from ..distributed.mesh import ALONE, Mesh
+from ..distributed.mesh import ONE_RANK, Mesh
 from ..distributed.placement import ROWS, WHOLE
 from .blocks.attention import Attend, Masks
 from .blocks.attributes import Attributes
@@ -32,7 +32,7 @@ class Decoder(nn.Module):
     uninitialized, in the compute dtype. `masks`, if set, are the FlexAttention masks that `attend` must apply.
 
     Args:
-        mesh: this rank holds its part of each parameter (`Placement.cut`), and activations are all-gathered.
+        mesh: this rank holds its part of each parameter (`Placement.take_part`), and activations are all-gathered.
         memory: whether to allocate the parameters; those without memory are substituted before the model computes.
 
     Attributes:
@@ -47,7 +47,7 @@ class Decoder(nn.Module):
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        mesh: Mesh = ALONE,
+        mesh: Mesh = ONE_RANK,
         memory: bool = True,
     ) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Decoder(nn.Module):
         family.check(config)
         weight = Weight(dtype, device, mesh, memory)
         self.spread = weight.spread
-        self.heads = tuple(map(self.spread.part, (config.num_heads, config.num_kv_heads)))
+        self.heads = tuple(map(self.spread.local_count, (config.num_heads, config.num_kv_heads)))
 
         table = config.vocab_size, config.hidden_size
         self.embed = weight(*table)
@@ -119,6 +119,6 @@ class Decoder(nn.Module):
 
 
 @functools.cache
-def num_parameters(config: ModelConfig, mesh: Mesh = ALONE) -> int:
+def num_parameters(config: ModelConfig, mesh: Mesh = ONE_RANK) -> int:
     """The number of parameters of a model, or of this rank's part of it on a mesh; tied ones count once."""
     return sum(parameter.numel() for parameter in Decoder(config, torch.float32, "meta", mesh).parameters())

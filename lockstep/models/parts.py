@@ -10,9 +10,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..distributed.collectives import gather
-from ..distributed.mesh import ALONE, Axis, Mesh
-from ..distributed.pieces import Shares, whole_shape
+from ..distributed.collectives import all_gather
+from ..distributed.mesh import ONE_RANK, Axis, Mesh
+from ..distributed.parameter_parts import Shares, whole_shape
 from ..distributed.placement import ROWS, WHOLE
 from .config import ModelConfig
 from .decoder import Decoder
@@ -36,7 +36,7 @@ def ranges_of(model: Decoder) -> dict[str, list[Held]]:
     for name, tensor in tensors_of(model).items():
         on, flat = model.placements.get(name, WHOLE), tensor.view(-1)
         shares = Shares(on, whole_shape(on, Mesh(tp=axis), tensor.shape), axis.size, tensor.numel())
-        found[name] = [Held(flat[at : at + count], first) for at, first, count in shares.held(axis.rank)]
+        found[name] = [Held(flat[at : at + count], first) for at, first, count in shares.pieces_of(axis.rank)]
     return found
 
 
@@ -89,15 +89,15 @@ def load_part(
     source: WeightSource,
     dtype: torch.dtype,
     device: torch.device | str,
-    mesh: Mesh = ALONE,
-    copies: Axis = ALONE.fsdp,
+    mesh: Mesh = ONE_RANK,
+    copies: Axis = ONE_RANK.fsdp,
 ) -> Decoder:
     """Load this rank's part of a model, or the whole model, for generation. Tensor-parallel ranks each hold rows of the
     head, also if it is tied to the embedding. Of the ranks along `copies`, which hold the same part, each reads only a
     share of it; `complete` then exchanges the shares."""
     model = Decoder(source.config, dtype, device, mesh)
     if model.lm_head is model.embed and mesh.tp.size > 1:
-        model.lm_head = nn.Parameter(ROWS.cut(model.embed.detach(), mesh))
+        model.lm_head = nn.Parameter(ROWS.take_part(model.embed.detach(), mesh))
         model.placements["lm_head"] = ROWS
     with torch.no_grad():
         wanted = ranges_of(model)
@@ -110,7 +110,7 @@ def complete(model: Decoder, copies: Axis) -> None:
     """All-gather the shares that each rank along `copies` has read (`load_part`); all of them must call this."""
     for one in [one for held in ranges_of(model).values() for one in held]:
         if (own := _share(one, copies)) is not one:
-            one.values.view(copies.size, -1).copy_(gather(own.values, copies))
+            one.values.view(copies.size, -1).copy_(all_gather(own.values, copies))
 
 
 def _share(held: Held, copies: Axis) -> Held:

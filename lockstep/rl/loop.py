@@ -45,7 +45,7 @@ class Loop:
         self.algorithm = run.trainer.algorithm
         shards = config.parallel.batch_shards or run.world.mesh.fsdp.size
         self.shards = range(shards)
-        self.own_shards = run.world.mesh.fsdp.own(self.shards)
+        self.own_shards = run.world.mesh.fsdp.local_items(self.shards)
         self.device = run.policy.model.embed.device
         self.certificate = Certificate(config.parity, settings=run.trainer.numerics())
         self.idle_steps = 0
@@ -233,11 +233,11 @@ class Loop:
     def _packed(self, groups: Sequence[RolloutGroup], how: Packing, check_parity: bool) -> list[PackedBatch]:
         """Distribute groups to shards and pack this rank's micro-batches, equally many on every rank."""
         shards = dealt(groups, len(self.shards), self.config.parallel.balance_batch)
-        self._holders.bring((g, self.world.trains(shard)) for shard, of in enumerate(shards) for g in of)
+        self._holders.bring((g, self.world.ranks_of_shard(shard)) for shard, of in enumerate(shards) for g in of)
         packed = pack_shards(shards, self.own_shards, how, check_parity)
         for i, batch in enumerate(packed):  # the first of each own shard, then the second of each, ...
             complete(batch, self.algorithm)
-            batch.ends_cell = self.run.trainer.cells.end_with(i % len(self.own_shards))
+            batch.ends_cell = self.run.trainer.cells.ends_cell(i % len(self.own_shards))
         return [batch.to(self.device) for batch in packed]
 
     def _check(self, skipped: list[PackedBatch], later: list[list[PackedBatch]]) -> None:
@@ -291,7 +291,7 @@ class Loop:
                 "prompts, more samples a prompt, a finer reward, or longer completions (trainer.max_idle_steps sets "
                 "the patience)"
             )
-            raise self.world.on_all(idle)
+            raise self.world.report_on_first(idle)
 
     def warmup_step(self, step: int) -> StepResult:
         """Run one supervised step on worked examples, in the same packed trainer."""

@@ -45,7 +45,7 @@ def step_metrics(
     names = dict.fromkeys(name for *_, of_rank in ranks for name in of_rank)  # not every rank scores rollouts
     largest = {name: max(of_rank[name] for *_, of_rank in ranks if name in of_rank) for name in names}
     measured = {"padding_waste": 1.0 - used / slots if slots else 0.0, **largest}
-    return run.world.from_first(lambda: _of_the_step(run, groups, result, version, measured))
+    return run.world.broadcast_from_first(lambda: _of_the_step(run, groups, result, version, measured))
 
 
 def _of_the_step(

@@ -59,11 +59,11 @@ def told_once(run_dir: Path, world: World) -> Iterator[Faults]:
     if world.size == 1:
         yield Faults(folder, io.StringIO(), own, [])
         return
-    world.from_first(lambda: shutil.rmtree(folder, ignore_errors=True))
-    with _stack_file(folder / f"rank-{world.rank}.txt", world.first) as file:
+    world.broadcast_from_first(lambda: shutil.rmtree(folder, ignore_errors=True))
+    with _stack_file(folder / f"rank-{world.rank}.txt", world.is_first) as file:
         faults = Faults(folder, file, own, [r for r in world.gather(own) if r.host == own.host and r != own])
         try:
-            with world.told_by(faults.told), world.peers():
+            with world.report_deadline_with(faults.told), world.detect_lost_peers():
                 yield faults
         except BaseException as error:
             faults.handle(error)

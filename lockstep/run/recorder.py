@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..config import RunConfig, yaml_file
-from ..distributed import ONE, World
+from ..distributed import ONE_PROCESS, World
 from ..errors import InputError, LockstepError, NonFiniteError, ParityError
 from ..machine import describe
 from ..rl.loop import Loop
@@ -64,7 +64,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     # CPU seconds of importing, counted for the process's first run; of this thread only, since NumPy's threads spin
     _imports: ClassVar[float] = time.thread_time()
 
-    def __init__(self, config: RunConfig, run_dir: Path, world: World = ONE) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, world: World = ONE_PROCESS) -> None:
         self.config, self.world = config, world
         self.run_dir = run_dir
         self._shown_dir = closing.from_here(run_dir)
@@ -110,7 +110,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self.world.size > 1:
             self.summary["environment"]["processes"] = str(self.world.size)
         self._loop, timings = loop, loop.run.timings
-        if self.world.first:
+        if self.world.is_first:
             with writing(self.run_dir):
                 self.run_dir.mkdir(parents=True, exist_ok=True)
             with replacing(self.run_dir / "config.yaml") as temporary:
@@ -123,7 +123,7 @@ class Recorder(AbstractContextManager["Recorder"]):
                 self._open_files.callback(self._trackers.close)
         imports = Span("import", self.began, self.imports_s)
         self._count_startup(self.began, {imports.name: imports.seconds} | timings.seconds)
-        if self.world.first:
+        if self.world.is_first:
             self._timeline = Timeline(self.run_dir / TIMELINE_FILE, f"lockstep {self.run_dir.name}", self.began)
             self._open_files.callback(self._timeline.close)
         self.trace([imports])
@@ -168,7 +168,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     def open(self, start: int) -> None:
         """Open the files that get lines in every step. Lines of step `start` and later are dropped: they are redone."""
         self.trace()
-        if not self.world.first:
+        if not self.world.is_first:
             return
         for name in (METRICS_FILE, ROLLOUTS_FILE, *[WAITS_FILE] * (self.config.task.turns > 1)):
             self._lines[name] = self._open_files.enter_context(MetricsWriter(self.run_dir / name, start))
@@ -241,7 +241,7 @@ class Recorder(AbstractContextManager["Recorder"]):
                 self._saver = checkpoint.Saver(folder, keep_last, self.world, self._all_see())
                 self._saver.copies = all(self.world.gather(holds_copy(loop.run.plan, loop.device)))
             tensors, counters = self._tensors(loop)
-            self._saver.save(step, tensors, self._state(loop, counters) if self.world.first else {})
+            self._saver.save(step, tensors, self._state(loop, counters) if self.world.is_first else {})
             self._saved = step
 
     def _tensors(self, loop: Loop) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
@@ -249,9 +249,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         trainer, world = loop.run.trainer, self.world
         if world.size == 1 or not self._all_see():
             tensors, counters = trainer.state()
-            return ({"trainer": tensors} if world.first else {}), counters
+            return ({"trainer": tensors} if world.is_first else {}), counters
         own, alike, numbers = trainer.local_state()
-        return {checkpoint.part_of("trainer", world.rank): own} | ({"trainer": alike} if world.first else {}), numbers
+        return {checkpoint.part_of("trainer", world.rank): own} | (
+            {"trainer": alike} if world.is_first else {}
+        ), numbers
 
     def _state(self, loop: Loop, counters: dict[str, int]) -> dict[str, Any]:
         return {
@@ -279,19 +281,19 @@ class Recorder(AbstractContextManager["Recorder"]):
         return self._numerics
 
     def certify(self, loop: Loop) -> None:
-        if self.world.first:
+        if self.world.is_first:
             write_json(self.run_dir / PARITY_FILE, loop.certificate.to_dict())
 
     def save_model(self, loop: Loop, name: str = FINAL_MODEL) -> None:
-        run, folder, together = loop.run, self.world.from_first(lambda: self.run_dir / name), self._all_see()
+        run, folder, together = loop.run, self.world.broadcast_from_first(lambda: self.run_dir / name), self._all_see()
         held = run.trainer.held() if together else run.trainer.held_by_first()
-        if together or self.world.first:
+        if together or self.world.is_first:
             with run.timings.measured("save_model"), writing(folder), self.world.deadline("exporting the model", 10):
-                save_policy(run.policy, folder, held, self.world if together else ONE)
+                save_policy(run.policy, folder, held, self.world if together else ONE_PROCESS)
         self.trace()
 
     def _all_see(self) -> bool:
-        return all(self.world.gather(self.world.from_first(lambda: self.run_dir).is_dir()))
+        return all(self.world.gather(self.world.broadcast_from_first(lambda: self.run_dir).is_dir()))
 
     def warmup(self, loop: Loop, display: Display) -> None:
         steps = self.config.trainer.warmup_steps
@@ -319,14 +321,14 @@ class Recorder(AbstractContextManager["Recorder"]):
     def validate_later(self, loop: Loop, display: Display, step: int) -> None:
         """Validate after the latest step, which was recorded without, and add to its metrics. Call before `open`."""
         found, path = self.validate(loop, display, step), self.run_dir / METRICS_FILE
-        if found and self.world.first and path.exists():
+        if found and self.world.is_first and path.exists():
             for latest in [record for record in read_lines(path) if record["step"] == step - 1]:
                 with MetricsWriter(path, step - 1) as lines:
                     lines.write(latest | found)
 
     def step(self, step: int, metrics: dict[str, Any], groups: list) -> None:
         self._account(metrics)
-        if not self.world.first:
+        if not self.world.is_first:
             return
         assert self._trackers is not None
         self._keep_failures()
@@ -339,7 +341,7 @@ class Recorder(AbstractContextManager["Recorder"]):
                     self._lines[name].write(record)
 
     def _keep_failures(self) -> None:
-        told = self._loop.failures.take() if self._loop is not None and self.world.first else []
+        told = self._loop.failures.take() if self._loop is not None and self.world.is_first else []
         path = self.run_dir / ENVIRONMENT_ERRORS
         if told:
             with writing(path), path.open("a", encoding="utf-8", errors="replace") as file:
@@ -366,7 +368,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             _log.warning("%s", unwritten)  # not raised: `error` is what ended the run
 
     def _finish(self, error: BaseException | None) -> None:
-        if not self.world.first:
+        if not self.world.is_first:
             return
         self._keep_failures()
         if isinstance(error, LockstepError) and (self.run_dir / ENVIRONMENT_ERRORS).exists():

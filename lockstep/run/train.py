@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import RunConfig, idle_in_updates, idle_in_warmup
-from ..distributed import ONE, World
+from ..distributed import ONE_PROCESS, World
 from ..errors import InputError, LockstepError
 from ..machine import settled
 from ..rl.loop import Loop
@@ -34,23 +34,23 @@ _AGAIN = "step {} is not saved, but done again when resumed: the signal may have
 
 
 def train(
-    config: RunConfig, run_dir: Path, resume: bool, world: World = ONE, other_numerics: bool = False
+    config: RunConfig, run_dir: Path, resume: bool, world: World = ONE_PROCESS, other_numerics: bool = False
 ) -> dict[str, Any]:
     """Run `config` in `run_dir`, or `resume` from its last complete checkpoint (with different arithmetic only if
     `other_numerics`). Returns the summary that is written there. Every rank of `world` calls this, and the first
     writes. Raises `InputError` if the run cannot be resumed as it was, with nothing in its folder changed, and
     `LockstepError` if it fails; what it wrote until then stays, with a report."""
-    config = world.each(lambda: _checked(config, world))
-    world.same("the processes of this run", lambda: resuming.data(config))
+    config = world.run_on_all(lambda: _checked(config, world))
+    world.require_same("the processes of this run", lambda: resuming.data(config))
     config, world, choice = choose(config, world)
     run_dir = run_dir.absolute()  # rewards may change the working directory
     recorder = Recorder(config, run_dir, world)
     if choice is not None:
         recorder.summary["parallel"] = choice.to_dict()
-    loaded = world.from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
-    stream = None if world.first else io.StringIO()  # only the first rank shows progress
+    loaded = world.broadcast_from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
+    stream = None if world.is_first else io.StringIO()  # only the first rank shows progress
     display = Display(config.steps, config.metrics.progress, stream)
-    note = noted(run_dir, recorder.has_begun) if world.first else contextlib.nullcontext()
+    note = noted(run_dir, recorder.has_begun) if world.is_first else contextlib.nullcontext()
     named = running_out_named(lambda: recorder.memory_plan, world)
     with note, told_once(run_dir, world) as faults, display, named:
         grace = config.checkpoint.grace if config.checkpoint.interval else 0.0
@@ -77,7 +77,7 @@ def _train(
     loop = Loop(config, session)
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
     recorder.started(loop)
-    with contextlib.ExitStack() as served, recorder, world.peers():
+    with contextlib.ExitStack() as served, recorder, world.detect_lost_peers():
         served.enter_context(serving(session))  # may take a while to end, so it ends after the recorder
         if resume:
             display.note(f"resumed from {loaded.path.name}" if loaded else "no step was done yet; starting over")
@@ -100,7 +100,7 @@ def _train(
     if loop.run.runtime.compiles:
         recorder.summary["compile"] = loop.run.compile_report()
         loop.run.runtime.close()
-    return world.from_first(lambda: recorder.summary)
+    return world.broadcast_from_first(lambda: recorder.summary)
 
 
 def _steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: Delay) -> None:
@@ -163,7 +163,7 @@ def _last_words(run_dir: Path, world: World, faults: Faults, number: int) -> Non
     """Clean up and report when a signal ends the process and its main thread does not return to do so."""
     faults.leaves(number)
     faults.tidy()
-    if world.first:
+    if world.is_first:
         (run_dir / CRASH_FILE).unlink(missing_ok=True)
         said = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
         print(f"lockstep: {said}\n{interrupted(run_dir, world.size)}", end="", file=sys.stderr, flush=True)

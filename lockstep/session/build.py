@@ -22,8 +22,8 @@ from ..config import (
     resolve_parallel,
     template_variables,
 )
-from ..distributed import ONE, World
-from ..distributed.mesh import ALONE, Axis, Mesh
+from ..distributed import ONE_PROCESS, World
+from ..distributed.mesh import ONE_RANK, Axis, Mesh
 from ..environments import Environment, PromptLimit, make_environment, make_task
 from ..errors import InputError, refuse
 from ..generator import Engine, SharedWeights, plan_cache_tokens
@@ -71,13 +71,13 @@ class Session:
     """A model on its device with the runtime that both roles use; the basis of every run, generation and check.
     `config` is resolved (`resolve`); `preloaded`: the list of the kernels that were loaded beside the weights."""
 
-    def __init__(self, config: RunConfig, timings: Timings | None = None, world: World = ONE) -> None:
+    def __init__(self, config: RunConfig, timings: Timings | None = None, world: World = ONE_PROCESS) -> None:
         """Raises `InputError` if the model cannot be used as `config` says."""
         self.config, self.timings, self.world = config, timings or Timings(), world
         with self.timings.measured("load"):
-            self.policy = world.each(lambda: _loaded(config, world))
-            with world.peers(), world.deadline("sharing the weights that each has read"):
-                complete(self.policy.model, world.copies)
+            self.policy = world.run_on_all(lambda: _loaded(config, world))
+            with world.detect_lost_peers(), world.deadline("sharing the weights that each has read"):
+                complete(self.policy.model, world.replicas)
             if world.on_gpu:
                 torch.cuda.empty_cache()  # the KV cache is planned from the free memory
         self.verdicts: list[Verdict] = []
@@ -93,21 +93,21 @@ class Session:
         """The capacity of a KV cache planned for `sequences` of `tokens` each, the same on every rank."""
         model = self.policy.model
         about = model.config.shared_by(self.world.generator_tp), model.embed.dtype, model.embed.device
-        found = self.world.share(lambda: plan_cache_tokens(self.config.generator, *about, sequences, tokens))
+        found = self.world.gather_results(lambda: plan_cache_tokens(self.config.generator, *about, sequences, tokens))
         return min(found)
 
     def new_engine(self, cache_tokens: int, version: Callable[[], int] = lambda: 0) -> Engine:
         """An engine that reads the model's own weights, whose version is `version()`."""
         weights = SharedWeights(self.policy.model, version)
         engine = Engine(weights, self.config.generator, cache_tokens, self.policy.decode, self.runtime)
-        if self.world.together is not None:
-            engine.agree = partial(self.world.agree, "the generator's schedule")
+        if self.world.generator_group is not None:
+            engine.agree = partial(self.world.require_same_in_group, "the generator's schedule")
         return engine
 
     def kernel_list(self, *about: object) -> Path | None:
         """The path of the kernel list for `about`, the model and its placement on ranks; None on a CPU."""
         model, world = self.policy.model, self.world
-        layout = world.sizes, world.generator.tp.pushes, self.config.parallel.zero_stage
+        layout = world.sizes, world.generator_mesh.tp.pushes, self.config.parallel.zero_stage
         return kernel_list(model.config, model.embed.dtype, *layout, *about) if model.embed.is_cuda else None
 
     def compile_report(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class Session:
 def _loaded(config: RunConfig, world: World) -> Policy:
     for name in ("tp", "generator_tp") if world.size > 1 else ():
         require_degree(model_config(config), getattr(world, name), f"parallel.{name}")
-    return load_policy(config, world.generator, copies=world.copies)
+    return load_policy(config, world.generator_mesh, copies=world.replicas)
 
 
 class TrainingSession(Session):
@@ -130,7 +130,7 @@ class TrainingSession(Session):
     def __init__(
         self,
         config: RunConfig,
-        world: World = ONE,
+        world: World = ONE_PROCESS,
         watcher: Watcher | None = None,
         planned: Callable[[MemoryPlan], None] = lambda _: None,
     ) -> None:
@@ -154,7 +154,9 @@ class TrainingSession(Session):
         self.prompt_limit = prompt_limit(config, model.config, None if self.teacher is None else self.teacher.model)
         with timings.measured("prompts"):
             self.task.check_lengths(self.policy.least(self.environment), self.prompt_limit)
-            longest = max(world.share(lambda: self.policy.longest_prompt(self.task, self.environment, groups)))[0]
+            longest = max(
+                world.gather_results(lambda: self.policy.longest_prompt(self.task, self.environment, groups))
+            )[0]
         kind, limit = self.environment, self.prompt_limit
         refuse(
             # an environment with its own `start` or `plays` may begin with other prompts
@@ -163,7 +165,7 @@ class TrainingSession(Session):
             f"allowed ({limit.reason})",
         )
         w = asked(longest_prompt=longest, prompt_limit=self.prompt_limit.tokens)
-        self.plan = world.each(lambda: _planned(w, memory, device))
+        self.plan = world.run_on_all(lambda: _planned(w, memory, device))
         planned(self.plan)
         if (config := adapted(w, self.plan)) is not self.config or self.plan.lent:
             self.config = config
@@ -171,7 +173,7 @@ class TrainingSession(Session):
         if algorithm_of(config.loss).has_critic:
             model.add_value_head()
             if (source := self.policy.source) is not None:
-                world.each(lambda: source.fill({"value_head": ranges_of(model)["value_head"]}))
+                world.run_on_all(lambda: source.fill({"value_head": ranges_of(model)["value_head"]}))
         frozen = self.teacher or (load_reference(self.policy, world) if config.loss.beta > 0 else None)
         with timings.measured("state"):
             if kept := self.plan.host.get(STATE_ON_HOST):
@@ -189,7 +191,7 @@ class TrainingSession(Session):
                 source=self.policy.source,
                 zero_stage=self.plan.zero_stage or None,
             )
-        world.same("the processes of this run", self.trainer.numerics)
+        world.require_same("the processes of this run", self.trainer.numerics)
         self.sampling = training_sampling(config.sampling, self.policy.tokenizer.eos_token_id)
         self.validation_sampling = replace(self.sampling, n=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         self.runtime.reserve(self.plan.pool)
@@ -220,7 +222,7 @@ def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
     return found
 
 
-def build(config: RunConfig, world: World = ONE) -> TrainingSession:
+def build(config: RunConfig, world: World = ONE_PROCESS) -> TrainingSession:
     return TrainingSession(resolve(config, world.size), world)
 
 
@@ -270,7 +272,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def load_policy(config: RunConfig, mesh: Mesh = ALONE, memory: bool = True, copies: Axis = ALONE.fsdp) -> Policy:
+def load_policy(config: RunConfig, mesh: Mesh = ONE_RANK, memory: bool = True, copies: Axis = ONE_RANK.fsdp) -> Policy:
     """Load a Hugging Face folder or hub id, or make the named random model with a byte-level tokenizer, with the
     attention of `config`. Along the mesh's `tp` each rank loads its part; ranks along `copies`, which hold the same
     part, each read a share of it until `complete` exchanges them. Without `memory` no weights are allocated or read."""
@@ -303,7 +305,7 @@ def load_policy(config: RunConfig, mesh: Mesh = ALONE, memory: bool = True, copi
     return Policy(decoder, tokenizer, source)
 
 
-def load_reference(policy: Policy, world: World = ONE) -> Policy:
+def load_reference(policy: Policy, world: World = ONE_PROCESS) -> Policy:
     """The initial policy, frozen. A single process copies it; each of several reads a part of it from its source."""
     if world.size == 1:
         return replace(policy, model=copy.deepcopy(policy.model))
@@ -311,7 +313,7 @@ def load_reference(policy: Policy, world: World = ONE) -> Policy:
     return policy if shared else replace(policy, source=ResidentWeights(policy.model))
 
 
-def load_teacher(config: RunConfig, policy: Policy, world: World = ONE) -> Policy | None:
+def load_teacher(config: RunConfig, policy: Policy, world: World = ONE_PROCESS) -> Policy | None:
     """The frozen model of `loss.teacher`, or None; with several processes its parameters are not allocated, and each
     process reads a part later. Raises `InputError` if it cannot be loaded or its tokens are not the policy's."""
     if config.loss.teacher is None:
@@ -361,7 +363,7 @@ def make_runtime(
 ) -> Runtime:
     """The runtime that runs the functions of both roles; `config` is resolved. `lends` as in `Session.renew`."""
     apart = CudaRecorder(device) if lends else None
-    return Runtime(config, device, apart=apart, timings=timings, store=Store(), mesh=world.sizes, peers=world)
+    return Runtime(config, device, kv_recorder=apart, timings=timings, store=Store(), mesh=world.sizes, peers=world)
 
 
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:
@@ -398,7 +400,7 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
     return PromptLimit(size - completion, f"{holder} less {what} of {completion}{more}")
 
 
-def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world: World = ONE) -> None:
+def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world: World = ONE_PROCESS) -> None:
     """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template. An
     existing folder is replaced only once the new one is complete. Every rank of `world` calls this and writes the
     weights that it has `held`; by default those of the model."""
@@ -409,9 +411,9 @@ def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world:
         export.begin()
         save_tokenizer(policy.tokenizer, made)
 
-    with staged(folder, world.first) as made:
+    with staged(folder, world.is_first) as made:
         export = Export(policy.model, made)
-        world.from_first(begin)
-        world.share(lambda: export.write(held or ranges_of(policy.model)))
-        world.share(lambda: export.arrange(world.rank, world.size))
-    world.from_first(lambda: put_in_place(made, folder))
+        world.broadcast_from_first(begin)
+        world.gather_results(lambda: export.write(held or ranges_of(policy.model)))
+        world.gather_results(lambda: export.arrange(world.rank, world.size))
+    world.broadcast_from_first(lambda: put_in_place(made, folder))

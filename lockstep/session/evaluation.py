@@ -86,7 +86,7 @@ def measured(
         world, trained = llm.world, training_sampling(config.sampling, llm.policy.tokenizer.eos_token_id)
         sampling = replace(trained, n=n, temperature=temperature)
         check_sampling(sampling)
-        longest, origin = world.each(lambda: llm.policy.longest_prompt(task, environment, 0))
+        longest, origin = world.run_on_all(lambda: llm.policy.longest_prompt(task, environment, 0))
         too_long = config.task.turns == 1 and longest + config.max_response_length > llm.context
         refuse(
             too_long,
@@ -94,8 +94,8 @@ def measured(
             f"exceeds the model's context of {llm.context}; shorten one of them (sampling.max_completion_length)",
         )
         sizes = {"problems": len(problems), "tokens of the longest prompt": longest}
-        world.same("the processes of this evaluation", lambda: sizes)
-        sequences = world.generator.fsdp.most(len(problems)) * n
+        world.require_same("the processes of this evaluation", lambda: sizes)
+        sequences = world.generator_mesh.fsdp.max_local_items(len(problems)) * n
 
         def engine(prompt: int) -> Engine:
             margin = 1 if config.task.turns == 1 else PROMPT_MARGIN  # later prompts may be longer
@@ -106,9 +106,9 @@ def measured(
             alone = world.size == 1 and environment.begin_together
             begun = map(len, prompt_ids) if alone else ()  # the environment may begin with other prompts
             made = engine(max(longest, *begun, 0))
-            return _Reporting(made, progress, sequences if config.task.turns == 1 else 0) if world.leads else made
+            return _Reporting(made, progress, sequences if config.task.turns == 1 else 0) if world.leads_group else made
 
-        planned = world.each(lambda: engine(longest))
+        planned = world.run_on_all(lambda: engine(longest))
         parts = llm.policy.tokens, sampler, task.rewards, config.seed
         response = config.max_response_length, config.task.turns, config.task.environment_timeout
         limits = Limits(config.task.max_prompt_length or None, *response, context=llm.context)
@@ -120,7 +120,9 @@ def measured(
             groups, _, counts = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
             if environment is not SingleTurn:  # its metrics may read the text of the turns
                 Holders(world).bring_to_first(groups)()
-            played = world.from_first(lambda: metrics_of(environment, [r for group in groups for r in group.rollouts]))
+            played = world.broadcast_from_first(
+                lambda: metrics_of(environment, [r for group in groups for r in group.rollouts])
+            )
     found = list(dict.fromkeys(name for group in groups for r in group.rollouts for name in r.rewards))
     decides = found[0] if pass_reward is None else pass_reward
     refuse(decides not in found, f"pass_reward {decides}: the rewards are {', '.join(found)}")

@@ -92,7 +92,7 @@ class LLM(Session):
         with ExitStack() as joined:
             self._given, world = choose_by_memory(given, joined.enter_context(together(given)))
             given = self._given
-            super().__init__(world.each(lambda: resolve(given, world.size, steps=False)), world=world)
+            super().__init__(world.run_on_all(lambda: resolve(given, world.size, steps=False)), world=world)
             variables = {} if chat_template_kwargs is None else chat_template_kwargs
             self.policy.set_variables(variables, "chat_template_kwargs")
             warn_if_slow(self)
@@ -152,7 +152,7 @@ class LLM(Session):
                         require_numbers(prompt, completion)
                 return found
 
-            with self.world.watched(GENERATING) as engine.launched:
+            with self.world.rolling_deadline(GENERATING) as engine.launched:
                 return of_all(self.world, completed)
 
     def stream(
@@ -226,7 +226,7 @@ class LLM(Session):
         """The same items. Deadlines for the other processes run while the engine works, not while the consumer does."""
         ended = object()
         while True:
-            with self.world.watched(GENERATING) as engine.launched:
+            with self.world.rolling_deadline(GENERATING) as engine.launched:
                 one = next(grown, ended)
             if one is ended:
                 return
@@ -239,24 +239,24 @@ class LLM(Session):
             self.world, self._left = self._joined.enter_context(together(self._given)), False
             if self.world.size > 1:  # the runtime makes graphs with the new world
                 self.renew()
-        with self.world.peers():
+        with self.world.detect_lost_peers():
             yield
 
     def _asked(self, *asked: Any) -> tuple[Requests, Engine]:
         """The requests, the same on every rank, and an engine that is ready for this rank's share of them."""
-        requests = self.world.each(lambda: self._requests(*asked))
+        requests = self.world.run_on_all(lambda: self._requests(*asked))
         digest = hashlib.sha256(repr(requests).encode()).hexdigest
-        self.world.same("the processes that generate", lambda: {"the hash of prompts and sampling": digest()})
-        return requests, self.world.each(lambda: self.engine(*requests[:2]))
+        self.world.require_same("the processes that generate", lambda: {"the hash of prompts and sampling": digest()})
+        return requests, self.world.run_on_all(lambda: self.engine(*requests[:2]))
 
     def _share(self, prompts: int) -> Sequence[int]:
         """The indices of the prompts that this rank's group completes."""
-        return self.world.generator.fsdp.own(range(prompts))
+        return self.world.generator_mesh.fsdp.local_items(range(prompts))
 
     def engine(self, prompt_ids: list[list[int]], sampling: list[SamplingParams]) -> Engine:
         """An engine whose cache is planned for a rank's share of these requests (`engine_for`)."""
         lengths = [len(ids) + s.max_completion_length for ids, s in zip(prompt_ids, sampling, strict=True)]
-        share = self.world.generator.fsdp.most(len(sampling))
+        share = self.world.generator_mesh.fsdp.max_local_items(len(sampling))
         engine = self._with_room(sum(sorted((s.n for s in sampling), reverse=True)[:share]), max(lengths))
         for i, (ids, params) in enumerate(zip(prompt_ids, sampling, strict=True)):
             engine.check(ids, params, i)

@@ -153,7 +153,7 @@ def check_model(
     given = validate(RunConfig(model=model, seed=seed, compile=compile, parallel=parallel, **how))  # type: ignore[arg-type]
     with together(given) as world:
         given, world = choose_by_memory(given, world)
-        session = Session(world.each(lambda: resolve(given, world.size, steps=False)), world=world)
+        session = Session(world.run_on_all(lambda: resolve(given, world.size, steps=False)), world=world)
         try:
             prepare_machine(session)
             return _check(session, tokens)
@@ -176,11 +176,13 @@ def _check(session: Session, tokens: int) -> ParityReport:
     completions = _generated(session, prompts, sampling, trainer, shape, kinds)
     groups = [RolloutGroup(*group) for group in zip(completions, sampling, strict=True)]
     how = Packing(max_tokens, shapes=[shape])
-    for batch in pack_shards(_dealt(groups, shards.size), shards.own(range(shards.size)), how, check_parity=True):
+    for batch in pack_shards(
+        _dealt(groups, shards.size), shards.local_items(range(shards.size)), how, check_parity=True
+    ):
         score = trainer.forward_backward if runtime.compiles else trainer.check
         with world.deadline("scoring what was generated"):
             score(batch.to(where))
-    deltas, scored = trainer.deltas, world.from_first(lambda: trainer.checked[0][:5].tolist())
+    deltas, scored = trainer.deltas, world.broadcast_from_first(lambda: trainer.checked[0][:5].tolist())
     result = trainer.finish_check(sum(len(c.token_ids) for samples in completions for c in samples))
     return ParityReport(
         completions[0][0].model_logprobs[:5],
@@ -211,7 +213,7 @@ def _generated(
     """The prompts' completions, from an engine that is freed on return. First the graphs of both roles are made (the
     trainer's for `shape` and the kinds of sampling `trained`) and checked against eager."""
     config, runtime, world = session.config, session.runtime, session.world
-    shares = world.generator.fsdp
+    shares = world.generator_mesh.fsdp
     longest = max(map(len, prompts)) + sampling[0].max_completion_length
     sequences = max(sum(s.n for s in of_one) for of_one in _dealt(sampling, shares.size))
     engine = session.new_engine(session.cache_tokens(sequences, longest))
@@ -234,7 +236,7 @@ def _generated(
             make_ready(session, [of_trainer, of_generator], trust_cases, session.kernel_list(*about))
     identities = [SampleIdentity(config.seed, CHECK_DOMAIN, 0, g) for g in range(len(prompts))]
     own = Requests(prompts, sampling, identities).share(world)
-    with world.watched(GENERATING) as engine.launched:
+    with world.rolling_deadline(GENERATING) as engine.launched:
         return of_all(world, lambda: engine.generate(*own))
 
 

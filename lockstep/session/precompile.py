@@ -22,7 +22,7 @@ def precompile(config: RunConfig) -> dict[str, Any]:
     calls this; the first stores the graphs, and all return its report. Raises `InputError` if the configuration has no
     graphs to store, and `LockstepError` if a graph differs from eager or the cache folder cannot be written."""
     with together(config) as world:
-        return _precompiled(world.each(lambda: _checked(resolve(config, world.size))), world)
+        return _precompiled(world.run_on_all(lambda: _checked(resolve(config, world.size))), world)
 
 
 def _checked(config: RunConfig) -> RunConfig:
@@ -55,7 +55,7 @@ def _precompiled(config: RunConfig, world: World) -> dict[str, Any]:
     try:
         with world.deadline("making and checking graphs", timeouts=10):
             warm_up(run)
-        graphs = world.from_first(lambda: _kept(store))
+        graphs = world.broadcast_from_first(lambda: _kept(store))
         checks = {name: sum(getattr(verdict, name) for verdict in run.verdicts) for name in ("cases", "known")}
     finally:
         runtime.close()

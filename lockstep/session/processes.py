@@ -27,8 +27,10 @@ def together(config: RunConfig) -> Iterator[World]:
     with machine.told("joining the other processes"):
         world = join(config.parallel, resolve_device(config.device).type)
     try:
-        with world.peers():
-            world.same("the processes of this run", lambda: _code(config) | _models(config) | yaml_file.flat(config))
+        with world.detect_lost_peers():
+            world.require_same(
+                "the processes of this run", lambda: _code(config) | _models(config) | yaml_file.flat(config)
+            )
             yield world
     except GeneratorExit:  # the context was not closed, and this process is ending
         raise
@@ -60,7 +62,7 @@ class Requests(NamedTuple):
     identities: list[SampleIdentity]
 
     def share(self, world: World) -> Requests:
-        own = world.generator.fsdp.own
+        own = world.generator_mesh.fsdp.local_items
         return Requests(list(own(self.prompt_ids)), list(own(self.sampling)), list(own(self.identities)))
 
 
@@ -69,7 +71,7 @@ def of_all(world: World, completed: Callable[[], Sequence[T]]) -> list[T]:
 
     def told() -> Sequence[T]:
         found = completed()
-        return found if world.leads else []
+        return found if world.leads_group else []
 
-    groups = world.share(told)[:: world.generator_tp]
+    groups = world.gather_results(told)[:: world.generator_tp]
     return [groups[i % len(groups)][i // len(groups)] for i in range(sum(map(len, groups)))]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..cache import user_folder
 from ..errors import LockstepError
-from ..graph import PassedChecks, Verdict, Work, check_against_eager, make_ahead
+from ..graph import PassedChecks, Verdict, Work, build_in_parallel, check_against_eager
 from ..graph.check.fingerprints import fingerprint
 from ..models import Decoder, ModelConfig
 from ..ops.linear import choice as linear_choice
@@ -78,7 +78,7 @@ def warm_up(run: TrainingSession) -> None:
         MachineCheck(partial(_rehearse_check, run), partial(_check_machine, run)),
         spare=run.engine.lend,
     )
-    if kernels is not None and kernels != run.preloaded and run.world.first:
+    if kernels is not None and kernels != run.preloaded and run.world.is_first:
         remember(run.config, kernels)
 
 
@@ -87,7 +87,7 @@ def prepare_validation(run: TrainingSession) -> None:
     if not run.runtime.eager:
         if run.policy.model.embed.is_cuda:
             _compiled(run, lambda _: _make_validation_graphs(run))
-        with run.runtime.warm_up.making():
+        with run.runtime.warm_up.make_graphs():
             _make_validation_graphs(run)
 
 
@@ -119,19 +119,19 @@ def make_ready(
         runtime.end_warm_up()
         return []
     if kernels is None:
-        make_ahead(runtime, parts)
+        build_in_parallel(runtime, parts)
     elif kernels != session.preloaded:
         _precompile(session, kernels, parts, machine.rehearse)
     else:
         _note_loaded(session)
-    with runtime.warm_up.making():
+    with runtime.warm_up.make_graphs():
         make_graphs()
-    shared = runtime.share()
+    shared = runtime.share_regions()
     if machine.check() or shared:
         for function in runtime.programs:
             function.close()
-        runtime.warm_up.loaded = False  # the replacements are not loaded yet
-        with runtime.warm_up.making():
+        runtime.warm_up.kernels_loaded = False  # the replacements are not loaded yet
+        with runtime.warm_up.make_graphs():
             make_graphs()
     verdicts = []
     if verify != "off":
@@ -151,13 +151,13 @@ def _make_trainer_graphs(run: TrainingSession) -> None:
 
 
 def _make_generator_graphs(run: TrainingSession) -> None:
-    sequences = run.world.generator.fsdp.most(run.config.trainer.prompts_per_step) * run.sampling.n
+    sequences = run.world.generator_mesh.fsdp.max_local_items(run.config.trainer.prompts_per_step) * run.sampling.n
     run.engine.warm_up(sequences, run.shapes[0].max_len, run.sampling)
     _make_validation_graphs(run)
 
 
 def _make_validation_graphs(run: TrainingSession) -> None:
-    sequences = run.world.generator.fsdp.most(run.config.task.validation_prompts)
+    sequences = run.world.generator_mesh.fsdp.max_local_items(run.config.task.validation_prompts)
     run.engine.warm_up(sequences, run.shapes[0].max_len, run.validation_sampling)
 
 
@@ -179,15 +179,15 @@ def _precompile(
 ) -> None:
     """Compile the kernels of all graphs in parallel, or load those that an earlier start compiled."""
     runtime, world = session.runtime, session.world
-    runtime.warm_up.loaded = False
+    runtime.warm_up.kernels_loaded = False
     try:
-        listed = world.from_first(lambda: user_folder.read(path) or ())
+        listed = world.broadcast_from_first(lambda: user_folder.read(path) or ())
         if all(world.gather(runtime.warm_up.preload(listed))):
             _note_loaded(session)
             return
 
         def rehearse(kernels: Kernels) -> None:
-            apart = make_ahead(runtime, parts)  # each rank launches what it makes
+            apart = build_in_parallel(runtime, parts)  # each rank launches what it makes
             if apart and not any(world.gather(bool(linear_choice.offers))):  # outside kernels are not exchanged
                 for named, used in world.gather(([*kernels.named], {*linear_choice.used})):
                     kernels.take(named)
@@ -198,7 +198,7 @@ def _precompile(
             rehearse_check()
 
         kernels = _compiled(session, rehearse)
-        if world.first:
+        if world.is_first:
             user_folder.write(path, kernels, keep=KEPT)
     except Exception as error:
         if world.size > 1:  # the other ranks would wait for this one
@@ -221,7 +221,7 @@ def _compiled(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
 
 def _note_loaded(session: Session) -> None:
     """Let graphs be recorded without a launch before, unless a kernel from outside the package may autotune at it."""
-    session.runtime.warm_up.loaded = not linear_choice.offers
+    session.runtime.warm_up.kernels_loaded = not linear_choice.offers
 
 
 def _rehearse_check(run: TrainingSession) -> None:

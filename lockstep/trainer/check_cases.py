@@ -56,8 +56,8 @@ def trust_cases(
     work += [(function, [graph.Case("all", load=partial(_fill_cells, function.inputs))]) for function in sums]
     if "gather_weights" in functions:
         gather = functions["gather_weights"]
-        remake = partial(gather.body, gather.inputs)
-        work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs), remake=remake)]))
+        recompute = partial(gather.body, gather.inputs)
+        work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs), recompute=recompute)]))
     work.append((functions["check"], [programs.case("check", *b, statistics) for b in batches]))
     if num_mini_batches > 1 and sampling.truncated:
         kept = [programs.case("check", *b, statistics, with_support=True) for b in batches]
@@ -208,7 +208,10 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
         derived = {"param": programs.optimizer.round_masters}
     elif own and flat.equals_model():
         derived = {"param": flat.copy_from_model}
-    return [graph.Case(name, load=partial(load, kind), made=made, derived=derived) for kind, name in enumerate(kinds)]
+    return [
+        graph.Case(name, load=partial(load, kind), filled_roles=made, derived=derived)
+        for kind, name in enumerate(kinds)
+    ]
 
 
 def _fill_cells(inputs: graph.Inputs) -> None:

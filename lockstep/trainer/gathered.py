@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import graph
 from ..distributed import World
-from ..distributed.mesh import ALONE, Mesh
+from ..distributed.mesh import ONE_RANK, Mesh
 from ..models import Decoder, Held, ResidentWeights, WeightSource, ranges_of
 from ..models.checks import divides
 from .parameters import FlatParameters, FlatWeights, ShardedParameters
@@ -107,7 +107,7 @@ class GatheredReference(Reference):
 
     def __init__(self, model: Decoder, mesh: Mesh) -> None:
         if not divides(model.config, mesh.tp.size):
-            mesh = replace(mesh, tp=ALONE.tp)
+            mesh = replace(mesh, tp=ONE_RANK.tp)
         made = _without_memory(model, mesh)
         super().__init__(made.requires_grad_(False))
         self.weights = FlatWeights(made, mesh, [name for name, _ in made.named_parameters()])
@@ -151,7 +151,7 @@ def reference_of(model: Decoder, world: World, source: WeightSource | None = Non
     if world.size == 1:
         return Reference(model)
     made = GatheredReference(model, world.mesh)
-    world.each(lambda: (source or ResidentWeights(model)).fill(made.own()))
+    world.run_on_all(lambda: (source or ResidentWeights(model)).fill(made.own()))
     return made
 
 

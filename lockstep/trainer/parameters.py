@@ -20,9 +20,9 @@ from torch import Tensor
 
 from .. import distributed, graph, ops
 from ..distributed.cells import Cells
-from ..distributed.collectives import largest, sum_of_all
-from ..distributed.mesh import ALONE, Axis, Mesh
-from ..distributed.pieces import Shares, part_at, whole, whole_shape
+from ..distributed.collectives import all_reduce_max, all_reduce_sum
+from ..distributed.mesh import ONE_RANK, Axis, Mesh
+from ..distributed.parameter_parts import Shares, gather_whole, take_part_at, whole_shape
 from ..distributed.placement import WHOLE
 from ..models import Decoder, Held
 from ..ops import SQUARES_BLOCK
@@ -120,7 +120,9 @@ class FlatWeights:
         found = dict[str, list[Held]]()
         for i, (name, part) in enumerate(zip(self.names, self.parts, strict=True)):
             flat = part.flatten()
-            found[name] = [Held(flat[at : at + count], there) for at, there, count in self._shares(i).held(self.rank)]
+            found[name] = [
+                Held(flat[at : at + count], there) for at, there, count in self._shares(i).pieces_of(self.rank)
+            ]
         return found
 
     def round(self) -> None:
@@ -156,7 +158,7 @@ class FlatParameters(FlatWeights):
         counted: {"counted": bool, which blocks of `grad` this rank counts in the norm}; empty: all of them.
         replicated: the [begin, end) ranges of `grad` of parameters that all ranks of `tp` have. Each rank accumulates
             its own gradients there until an update sums them over the ranks (`sum_replicated`).
-        cell: ranks per cell where a round consists of whole cells (`Cells.of_a_round`), else 0.
+        cell: ranks per cell where a round consists of whole cells (`Cells.cell_size_in_round`), else 0.
         cells: where cells span several rounds, the sum of the finished ones; `grad` then has that of the current one.
     """
 
@@ -166,7 +168,9 @@ class FlatParameters(FlatWeights):
     cell: int = 0
     cells: Tensor | None = None
 
-    def __init__(self, model: Decoder, mesh: Mesh = ALONE, frozen: Collection[str] = (), float32: bool = False) -> None:
+    def __init__(
+        self, model: Decoder, mesh: Mesh = ONE_RANK, frozen: Collection[str] = (), float32: bool = False
+    ) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in frozen)
         trained = [item for item in model.named_parameters() if item[0] not in frozen]
@@ -214,7 +218,7 @@ class FlatParameters(FlatWeights):
             total.add_(grad)
 
     def add_up(self, cells: Cells) -> None:
-        self.cell = cells.of_a_round
+        self.cell = cells.cell_size_in_round
         self.cells = torch.zeros_like(self.grad) if cells.span_rounds else None
 
     def end_cell(self, inputs: graph.Inputs) -> dict[str, Tensor]:
@@ -235,7 +239,7 @@ class FlatParameters(FlatWeights):
         """Sum the `replicated` ranges of a flat gradient over the tensor-parallel ranks, in place."""
         for begin, end in self.replicated:
             own = grad[begin:end]
-            own.copy_(sum_of_all(own, self.mesh.tp))
+            own.copy_(all_reduce_sum(own, self.mesh.tp))
 
     def weight(self, model: Decoder, name: str) -> Tensor:
         return model.get_parameter(name)
@@ -259,7 +263,7 @@ class FlatParameters(FlatWeights):
             ValueError: the parts do not have the parameters' size.
         """
         shapes, of_them = self.whole_layout.shapes, Mesh(tp=Axis("tp", tp))
-        cut = [on.shape_on(of_them, shape) for on, shape in zip(self.placements, shapes, strict=True)]
+        cut = [on.part_shape(of_them, shape) for on, shape in zip(self.placements, shapes, strict=True)]
         theirs = Layout.of(cut, len(parts) // tp)
         for buffer in parts:
             if list(buffer.shape) != [theirs.size]:
@@ -267,8 +271,8 @@ class FlatParameters(FlatWeights):
         own.zero_()
         for i, (on, shape) in enumerate(zip(self.placements, shapes, strict=True)):
             others, first, begins = Shares(on, shape, tp, theirs.sizes[i]), self.layout.offsets[i], theirs.offsets[i]
-            for at, there, length in self._shares(i).held(self.rank):
-                for source, begin, count in others.find(there, length):
+            for at, there, length in self._shares(i).pieces_of(self.rank):
+                for source, begin, count in others.locate(there, length):
                     own[first + at : first + at + count].copy_(parts[source][begins + begin : begins + begin + count])
                     at += count
 
@@ -283,7 +287,7 @@ class FlatParameters(FlatWeights):
                 shape = whole_shape(on, mesh, tensor.shape)
                 shares = Shares(on, shape, mesh.tp.size, -(-tensor.numel() // mesh.fsdp.size))
                 values, first = tensor.detach().flatten(), mesh.fsdp.rank * shares.size
-                pieces = shares.held(self.rank)
+                pieces = shares.pieces_of(self.rank)
                 found[name] = [Held(values[first + at : first + at + n], there) for at, there, n in pieces]
             if on.tp is None and mesh.tp.rank > 0:  # the first rank along `tp` writes what is replicated over it
                 found[name] = []
@@ -363,21 +367,23 @@ class ShardedParameters(FlatParameters):
     def gather(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         axis, place = self._read_by, inputs.buffer.get("place")
         for on, (name, part) in zip(self.placements, inputs.param.items(), strict=True):
-            found = whole(on, self.gathered(name, part), self.mesh.tp)
-            inputs.buffer[name].copy_(found if place is None else part_at(on, found, axis, place))
+            found = gather_whole(on, self.gathered(name, part), self.mesh.tp)
+            inputs.buffer[name].copy_(found if place is None else take_part_at(on, found, axis, place))
         return {}
 
     def weight(self, model: Decoder, name: str) -> Tensor:
         own = self.reads_own or name not in self.names
         part = model.get_parameter(name).detach() if own else self.gathered(name, self.gathering.param[name])
-        return whole(model.placements[name], part, self.mesh.tp)
+        return gather_whole(model.placements[name], part, self.mesh.tp)
 
     @contextmanager
     def summed(self, inputs: graph.Inputs, maxima: Sequence[int]) -> Iterator[graph.Inputs]:
         values = inputs.buffer["statistics"]
         own = torch.zeros_like(values)
         yield replace(inputs, buffer={**inputs.buffer, "statistics": own})
-        rows = distributed.gather(largest(own, self.mesh.tp), self.axis)  # equal along tp, unless a rank went wrong
+        rows = distributed.all_gather(
+            all_reduce_max(own, self.mesh.tp), self.axis
+        )  # equal along tp, unless a rank went wrong
         highest = [torch.maximum(values[i], rows[:, i].amax()) for i in maxima]
         ops.fold_rows(values, rows)
         for i, value in zip(maxima, highest, strict=True):
@@ -390,17 +396,17 @@ class ShardedParameters(FlatParameters):
                 self._add_all(total, grad)
 
     def _add_all(self, total: Tensor, grad: Tensor) -> None:
-        """Add all ranks' gradients to this rank's shard of the total. Where a cell is `lanes` ranks, they sum theirs
+        """Add all ranks' gradients to this rank's shard of the total. Where a cell spans several ranks, they sum theirs
         before the exchange with other cells."""
         axis, cell, size = self.axis, self.cell, total.numel()
-        if 1 < cell == self.mesh.lanes:
-            grad, cell = ops.sum_rows(distributed.exchange_in_cells(grad, size, self.mesh)), 0
+        if 1 < cell == self.mesh.ranks_per_cell:
+            grad, cell = ops.sum_rows(distributed.all_to_all_in_cell(grad, size, self.mesh)), 0
             axis = self.mesh.cells[1]
-        ops.fold_rows(total, distributed.exchange(grad, size, axis), cell)
+        ops.fold_rows(total, distributed.all_to_all(grad, size, axis), cell)
 
     def summed_words(self, words: Tensor) -> Tensor:
         for axis in self.mesh.axes:
-            words = distributed.gather(words, axis).sum(0)
+            words = distributed.all_gather(words, axis).sum(0)
         return words
 
     def whole(self, local: Tensor) -> Tensor:
@@ -408,7 +414,7 @@ class ShardedParameters(FlatParameters):
         all_of_it = torch.zeros(one.size if first else 0, dtype=local.dtype)
         for i, part in enumerate(self._views(local)):
             own = distributed.unshard(part.to(self.data.device), self.layout.shapes[i], self.axis)
-            found = whole(self.placements[i], own, self.mesh.tp).flatten()
+            found = gather_whole(self.placements[i], own, self.mesh.tp).flatten()
             if first:
                 all_of_it[one.offsets[i] :][: found.numel()] = found
         return all_of_it

@@ -163,7 +163,7 @@ class TrainerPrograms:
         values, batch = inputs.buffer["statistics"], batch_of(inputs, **statics)
         algorithm = self.algorithms[loss_type]
         with_kl = self.reference is not None and algorithm.kl_in_loss
-        with graph.substituted(self.model, inputs):
+        with graph.substitute_inputs(self.model, inputs):
             loss, scored = step.forward(self.model, values, batch, algorithm, with_kl, with_support)
         return loss, scored.tensors()
 
@@ -217,7 +217,7 @@ class TrainerPrograms:
 
     def _checked(self, inputs: graph.Inputs, with_support: bool = False, **statics: Any) -> dict[str, Tensor]:
         values = inputs.buffer["statistics"]
-        with graph.substituted(self.model, inputs):
+        with graph.substitute_inputs(self.model, inputs):
             return step.check(self.model, values, batch_of(inputs, **statics), with_support).tensors()
 
     def _values_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
@@ -225,7 +225,7 @@ class TrainerPrograms:
             return self._critic_values(own, **statics)
 
     def _critic_values(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
-        with graph.substituted(self.model, inputs):
+        with graph.substitute_inputs(self.model, inputs):
             rows_CD = step.predicting_rows(self.model, batch_of(inputs, **statics))
             return {"value_C": step.critic_values(self.model, rows_CD)}
 
@@ -237,7 +237,7 @@ class TrainerPrograms:
     def _reference_scores(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         assert self.reference is not None
         model = self.reference.model
-        with graph.substituted(model, inputs):
+        with graph.substitute_inputs(model, inputs):
             _, scores, _ = step.score(model, batch_of(inputs, **statics), with_routing=False)
         return {"model_logprob_C": scores.model_logprob_C}
 

@@ -81,8 +81,8 @@ def predicting_rows(model: Decoder, batch: PackedBatch, routes: list[Routing] | 
 def critic_values(model: Decoder, rows_CD: Tensor) -> Tensor:
     """The value head's outputs for hidden rows, float32 [C], by the router's product, which sums in a fixed order."""
     assert model.value_head is not None, "a critic without a value head"
-    (own_CD,) = model.spread.own_rows(rows_CD)
-    return model.spread.numbers(rows_CD.shape[0], ops.router_logits(own_CD, model.value_head).flatten())[0]
+    (own_CD,) = model.spread.local_rows(rows_CD)
+    return model.spread.gather_scalars(rows_CD.shape[0], ops.router_logits(own_CD, model.value_head).flatten())[0]
 
 
 def token_logprobs(model: Decoder, rows_CD: Tensor, batch: PackedBatch) -> ops.TokenLogprobs:
@@ -92,12 +92,12 @@ def token_logprobs(model: Decoder, rows_CD: Tensor, batch: PackedBatch) -> ops.T
     whole on every rank; its gradients below the head are of a rank's own rows and are summed over the ranks.
     """
     spread, cut = model.spread, model.placements.get("lm_head")  # a tied head is the embedding, which is replicated
-    head_VD = model.lm_head if cut is None else spread.whole_rows(model.lm_head)
+    head_VD = model.lm_head if cut is None else spread.gather_weight_rows(model.lm_head)
     given = rows_CD, batch.targets_C, batch.temperature_C, batch.top_k_C, batch.top_p_C, batch.min_p_C
-    own_CD, targets_C, *filters = spread.own_rows(*given)
-    support_CB = None if batch.support_C is None else spread.own_rows(batch.support_C)[0]
+    own_CD, targets_C, *filters = spread.local_rows(*given)
+    support_CB = None if batch.support_C is None else spread.local_rows(batch.support_C)[0]
     found = ops.token_logprobs(own_CD, head_VD, targets_C, ops.Filters(*filters), support_CB, batch.truncated)
-    return ops.TokenLogprobs(*spread.numbers(rows_CD.shape[0], *found))
+    return ops.TokenLogprobs(*spread.gather_scalars(rows_CD.shape[0], *found))
 
 
 def score(
@@ -163,7 +163,7 @@ def _loss(
         if algorithm.router_aux_loss_coef > 0:
             aux_loss = routing.load_balancing_loss(routed) * batch.share.sum()  # a mean weighted by packed tokens
             statistics["aux_loss"].add_(aux_loss.detach())
-            loss = loss + algorithm.router_aux_loss_coef * model.spread.once(aux_loss)
+            loss = loss + algorithm.router_aux_loss_coef * model.spread.count_gradient_once(aux_loss)
     statistics["loss"].add_(loss.detach())
     statistics["tokens"].add_(batch.valid_C.sum())
     statistics["clipped"].add_(clipped_C.sum())  # padding has advantage 0 and is never clipped

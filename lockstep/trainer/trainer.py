@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import ops
 from ..algorithms import algorithm_of
 from ..config import LossConfig, OptimizerConfig
-from ..distributed import ONE, World
+from ..distributed import ONE_PROCESS, World
 from ..distributed.cells import ONE_CELL, Cells
 from ..errors import InputError
 from ..graph import EAGER, Runtime, Work
@@ -66,7 +66,7 @@ class Trainer:
         reference: Decoder | None = None,
         enforce_parity: bool = True,
         runtime: Runtime = EAGER,
-        world: World = ONE,
+        world: World = ONE_PROCESS,
         cells: Cells = ONE_CELL,
         source: WeightSource | None = None,
         zero_stage: int | None = None,
@@ -96,7 +96,7 @@ class Trainer:
         if reader is not None:
             give_memory(trained, frozen)
             kept = {name: held for name, held in ranges_of(trained).items() if name in frozen}
-            world.each(lambda: (source or ResidentWeights(model)).fill({**kept, **self.flat.own()}))
+            world.run_on_all(lambda: (source or ResidentWeights(model)).fill({**kept, **self.flat.own()}))
             self.flat.round()
         self.flat.add_up(cells)
         self._cells_begun, self._cell_ended = False, False  # in this update: `flat.cells` is in use, a cell just ended
@@ -114,7 +114,7 @@ class Trainer:
         balanced = self._biases if optimizer.router_bias_rate > 0 else {}
         state = UpdateState(self._values, self._results.rows, lr, sampled, enforce_parity, balanced)
         self._runtime = runtime
-        runtime.prepare(trained, *([] if self.reference is None else [self.reference.model]))
+        runtime.compile_layers_of(trained, *([] if self.reference is None else [self.reference.model]))
         self.programs = TrainerPrograms(self._runtime, trained, self.reference, self.optimizer, loss, state)
         self.algorithm = self.programs.algorithm
         if self.algorithm.has_teacher and reference is None:
@@ -336,7 +336,7 @@ class Trainer:
 
     def held_by_first(self) -> dict[str, list[Held]]:
         """The same where rank 0 writes everything. Every rank calls it; the others get an empty dictionary."""
-        trained, first = self.programs.model, self.world.first
+        trained, first = self.programs.model, self.world.is_first
         wholes = ((name, self.flat.weight(trained, name)) for name, _ in trained.named_parameters())
         found = {name: [Held(whole.detach().cpu().flatten(), 0)] for name, whole in wholes if first}
         return found | {name: [Held(buffer.flatten(), 0)] for name, buffer in trained.named_buffers() if first}

@@ -28,7 +28,7 @@ from lockstep.cli import main as cli_main
 from lockstep.cli.main import main
 from lockstep.config import LOSS_TYPES, READ_BY, CompileConfig, LossConfig, ParallelConfig, RunConfig, yaml_file
 from lockstep.config.recipes import RECIPES
-from lockstep.distributed import ONE, World
+from lockstep.distributed import ONE_PROCESS, World
 from lockstep.errors import InputError, LockstepError, ParityError
 
 
@@ -46,7 +46,7 @@ class Recorder(SimpleNamespace):
         return self.result
 
     def train(self, config: RunConfig, run_dir: Path, resume: bool, world: World, other_numerics: bool) -> Any:
-        assert world is ONE
+        assert world is ONE_PROCESS
         result = self._record(config, run_dir, resume)
         yaml_file.save(config, run_dir / "config.yaml")
         return result

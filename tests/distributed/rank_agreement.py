@@ -14,7 +14,7 @@ from rank_setup import DEVICE, DTYPE, FILTERED, OPTIMIZER, batches, check, decod
 from lockstep.cache import tensor_file
 from lockstep.config import LossConfig
 from lockstep.distributed import World
-from lockstep.distributed.mesh import ALONE
+from lockstep.distributed.mesh import ONE_RANK
 from lockstep.environments.ranks.rollouts import COLUMNS, Holders, outline
 from lockstep.errors import InputError, LockstepError
 from lockstep.models import Decoder, FolderWeights, complete, load_part, parts, save_model
@@ -60,8 +60,8 @@ def weights_read_in_shares(world: World) -> Any:
     whole, counts, read, least = decoder(), list[int](), tensor_file._read, parts.LEAST
     tensor_file._read = lambda *given: (counts.append(given[2].nbytes), read(*given))[1]
     with TemporaryDirectory() as made:
-        folder = Path(world.from_first(lambda: made))
-        world.from_first(lambda: save_model(whole, folder))
+        folder = Path(world.broadcast_from_first(lambda: made))
+        world.broadcast_from_first(lambda: save_model(whole, folder))
         parts.LEAST = 4 * whole.config.hidden_size
         model = read_in_shares(folder, world)
         same = all(map(torch.equal, model.parameters(), whole.parameters()))
@@ -69,7 +69,7 @@ def weights_read_in_shares(world: World) -> Any:
         sizes = [sum(counts), sum(p.nbytes for p in whole.parameters())], sum(p.nbytes for p in tensors)
         with torch.no_grad():
             whole.embed[-1, -1] = math.nan
-        world.from_first(lambda: save_model(whole, folder))
+        world.broadcast_from_first(lambda: save_model(whole, folder))
         try:
             message = str(read_in_shares(folder, world))
         except InputError as error:
@@ -80,8 +80,8 @@ def weights_read_in_shares(world: World) -> Any:
 
 
 def read_in_shares(folder: Path, world: World) -> Decoder:
-    model = world.each(lambda: load_part(FolderWeights(folder), DTYPE, DEVICE, ALONE, world.copies))
-    complete(model, world.copies)
+    model = world.run_on_all(lambda: load_part(FolderWeights(folder), DTYPE, DEVICE, ONE_RANK, world.replicas))
+    complete(model, world.replicas)
     return model
 
 
@@ -90,7 +90,9 @@ def brought_rollouts(world: World) -> Any:
     """Groups of two turns and two branches with experts' digests, each sampled by a rank and brought to a rank, and
     then to the first: whether they are whole where they were brought, and what reading others raises."""
     whole = [sampled_group(g) for g in range(6)]
-    sampled = world.share(lambda: [g for g in whole if g.sampled_by == world.rank], lambda own: list(map(outline, own)))
+    sampled = world.gather_results(
+        lambda: [g for g in whole if g.sampled_by == world.rank], lambda own: list(map(outline, own))
+    )
     groups = sorted((group for of_rank in sampled for group in of_rank), key=lambda group: group.group)
     holders, found = Holders(world), []
     for _ in range(2):  # the second time nothing travels
@@ -136,7 +138,7 @@ def sampled_group(number: int) -> RolloutGroup:
 
 
 @check
-def made_once(world: World) -> Any:
+def broadcast_serialized(world: World) -> Any:
     """Bytes that a rank receives of what the first makes, from collectives of either kind."""
     from torch.distributed import distributed_c10d as c10d
 
@@ -145,7 +147,7 @@ def made_once(world: World) -> Any:
     c10d.broadcast = lambda x, *a, **k: (received.append(x.nbytes), broadcast(x, *a, **k))[1]
     c10d.all_gather = lambda xs, *a, **k: (received.append(sum(x.nbytes for x in xs)), all_gather(xs, *a, **k))[1]
     try:
-        found = world.made_once(lambda: b"graph" * 200_000, bytes, bytes)
+        found = world.broadcast_serialized(lambda: b"graph" * 200_000, bytes, bytes)
     finally:
         c10d.broadcast, c10d.all_gather = broadcast, all_gather
     return on_all(world, [found == b"graph" * 200_000, sum(received)])
@@ -161,9 +163,9 @@ def agreement(world: World) -> Any:
 
     found = []
     for call in (
-        lambda: world.share(fails),
-        lambda: world.same("these ranks", lambda: {"alike": 1, "torch": f"2.{world.rank}"}),
-        lambda: world.from_first(lambda: 1 // 0),
+        lambda: world.gather_results(fails),
+        lambda: world.require_same("these ranks", lambda: {"alike": 1, "torch": f"2.{world.rank}"}),
+        lambda: world.broadcast_from_first(lambda: 1 // 0),
     ):
         try:
             call()
@@ -171,7 +173,7 @@ def agreement(world: World) -> Any:
             found.append([type(error).__name__, str(error), getattr(error, "reported", None)])
         except ZeroDivisionError as error:
             found.append([type(error).__name__, getattr(error, "reported", None)])
-    found.append(world.from_first(lambda: world.rank))
+    found.append(world.broadcast_from_first(lambda: world.rank))
     return on_all(world, found)
 
 

@@ -39,10 +39,10 @@ def graphs(world: World) -> Any:
         trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, runtime=runtime, zero_stage=stage)
         unlike = different(run(trainer, world, packing=Packing(256)), eager)
         made = {f.name: [digest(g.captured) for g in f.graphs.values()] for f in runtime.programs}
-        log = [line for title, lines in runtime.builder.nodes.items() if "forward_backward" in title for line in lines]
+        log = [line for title, lines in runtime.builder.logs.items() if "forward_backward" in title for line in lines]
         found[name] = {"different": on_all(world, unlike), "digests": on_all(world, made), "log": log}
         found[name]["captures"] = on_all(world, runtime.captures)
-        traces = trainer.programs.by_name["forward_backward"].made.traces.values()  # the first rank has them for all
+        traces = trainer.programs.by_name["forward_backward"].cache.traces.values()  # the first rank has them for all
         found[name]["wire"] = [wire(captured, world) for captured in traces]
         checks = [g.captured.module.graph for f in runtime.programs if f.name == "check" for g in f.graphs.values()]
         found[name]["scoring"] = on_all(world, sorted({str(node.target) for nodes in checks for node in nodes.nodes}))
@@ -86,7 +86,7 @@ def a_graph_of_other_statics(world: World) -> Any:
 def ranks_apart(world: World) -> Any:
     """What each is told where one asks for a graph that the other does not need."""
     try:
-        world.same("the graph f()", dict) if world.rank else world.gather(True)
+        world.require_same("the graph f()", dict) if world.rank else world.gather(True)
         message = ""
     except LockstepError as error:
         message = str(error)

@@ -12,7 +12,7 @@ from small import train_groups
 from torch import Tensor
 
 from lockstep.config import GeneratorConfig, OptimizerConfig
-from lockstep.distributed import ONE, World
+from lockstep.distributed import ONE_PROCESS, World
 from lockstep.generator import Engine, SharedWeights
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
@@ -69,7 +69,7 @@ def run(trainer: Trainer, world: World, steps: int = 2, packing: Packing = SEVER
     own = [world.rank] if world.size == 2 else [0, 1]
     seen: list[Any] = []
     for step in range(steps):
-        groups = world.from_first(lambda step=step: rollout(trainer.model, step))
+        groups = world.broadcast_from_first(lambda step=step: rollout(trainer.model, step))
         for batch in batches(groups, own, packing):
             if trainer.reference is not None:
                 trainer.reference_logprobs(batch)
@@ -87,7 +87,7 @@ def run(trainer: Trainer, world: World, steps: int = 2, packing: Packing = SEVER
 
 def alone(world: World, trainer: Callable[[], Trainer], **options: Any) -> list[Any]:
     """What one process finds, which the first rank does for all."""
-    return world.from_first(lambda: run(trainer(), ONE, **options))
+    return world.broadcast_from_first(lambda: run(trainer(), ONE_PROCESS, **options))
 
 
 def whole(trainer: Trainer, local: Tensor) -> Tensor:

@@ -44,9 +44,9 @@ from lockstep.config import (
     TaskConfig,
     TrainerConfig,
 )
-from lockstep.distributed import ONE, World
+from lockstep.distributed import ONE_PROCESS, World
 from lockstep.errors import InputError
-from lockstep.graph import Runtime, Store, check_against_eager, digest, make_ahead
+from lockstep.graph import Runtime, Store, build_in_parallel, check_against_eager, digest
 from lockstep.ops.linear import choice as linear_choice
 from lockstep.rl.loop import Loop
 from lockstep.session import warm_up as session_warm_up
@@ -113,7 +113,7 @@ def a_teacher(world: World) -> Any:
     trainer = Trainer(decoder(), OPTIMIZER, loss, reference=teacher, world=world, runtime=runtime)
     cases = trainer.trust_cases([BatchShape(64, 32, 4, 64)], FILTERED, check_parity=True)
     (verdict,) = check_against_eager(runtime, [w for w in cases if w[0].name == "reference_logprobs"], "strict")
-    log = [line for lines in runtime.builder.nodes.values() for line in lines]
+    log = [line for lines in runtime.builder.logs.values() for line in lines]
     runtime.close()
     parts = on_all(world, sum(held.values.numel() for of in trainer.reference.own().values() for held in of))
     whole = sum(parameter.numel() for parameter in teacher.parameters())
@@ -147,11 +147,11 @@ def whole_steps(world: World) -> Any:
         config = of_a_run(Path(folder))
         for name, loss in losses.items():
             made = replace(config, loss=loss, trainer=replace(config.trainer, num_mini_batches=1 + (name == "ppo")))
-            one = world.from_first(lambda made=made: stepped(made, ONE, whole=True))
+            one = world.broadcast_from_first(lambda made=made: stepped(made, ONE_PROCESS, whole=True))
             metrics, replaced, sampled, *weights = one
-            if not world.first:  # it has not all of each group
+            if not world.is_first:  # it has not all of each group
                 replaced, sampled = ([[group[:1] for group in step] for step in steps] for steps in (replaced, sampled))
-            unlike = different(stepped(made, world, world.first), [metrics, replaced, sampled, *weights])
+            unlike = different(stepped(made, world, world.is_first), [metrics, replaced, sampled, *weights])
             found[name] = on_all(world, [unlike, sum(map(len, replaced)), metrics[1]["kl"]])
     return found
 
@@ -172,7 +172,7 @@ def balanced_experts(world: World) -> Any:
         config = replace(of_a_run(Path(folder)), arch="tiny-glm4-moe")
         optimizer = replace(config.optimizer, router_bias_rate=0.01)
         config = replace(config, optimizer=optimizer, trainer=replace(config.trainer, num_mini_batches=2))
-        one = world.from_first(lambda: after_steps(config, ONE))
+        one = world.broadcast_from_first(lambda: after_steps(config, ONE_PROCESS))
         two = after_steps(replace(config, parity="off"), world)
     assert one.keys() == two.keys()
     return on_all(world, [name for name in one if not torch.equal(one[name], two[name])])
@@ -207,7 +207,7 @@ def graphs_made_side_by_side(world: World) -> Any:
         return None  # kernels are compiled there, too
     found, both = [], (session_warm_up._make_trainer_graphs, session_warm_up._make_generator_graphs)
     with tempfile.TemporaryDirectory() as here:
-        folder = Path(world.from_first(lambda: here))
+        folder = Path(world.broadcast_from_first(lambda: here))
         config = replace(of_a_run(folder), compile=CompileConfig("step", verify="off"))
         world.gather(None)  # its files are there
 
@@ -219,13 +219,13 @@ def graphs_made_side_by_side(world: World) -> Any:
                 parts = [partial(session_warm_up._make_all, parts)]
             session_warm_up.make_ready(session, parts, list, None)
             graphs = {f"{p.name} {key}": digest(g.captured) for p in runtime.programs for key, g in p.graphs.items()}
-            counts = runtime.captures, runtime.loaded, len(runtime.builder.ahead)
+            counts = runtime.captures, runtime.loaded, len(runtime.builder.prebuilt)
             found.append([graphs, *counts, "trace" in session.timings.seconds])
             runtime.close()
         world.gather(None)  # nobody needs the folder
     try:
         session.runtime.begin_warm_up(world)
-        make_ahead(session.runtime, [list, partial(resolve_device, "tpu")])
+        build_in_parallel(session.runtime, [list, partial(resolve_device, "tpu")])
     except InputError as error:
         found.append(str(error))
     return on_all(world, found)
@@ -250,13 +250,13 @@ def kernels_named_side_by_side(world: World) -> Any:
         yield SimpleNamespace(named=named, take=lambda others: named.update(dict.fromkeys(others)))
 
     with tempfile.TemporaryDirectory() as here, pytest.MonkeyPatch.context() as patch:
-        folder = Path(world.from_first(lambda: here))
+        folder = Path(world.broadcast_from_first(lambda: here))
         config = replace(of_a_run(folder), compile=CompileConfig("step"))
         world.gather(None)  # its files are there
         session = build(resolve(config, world.size), world)
-        once = session.runtime.builder._once
+        once = session.runtime.builder._make_once
         makers = session_warm_up._make_trainer_graphs, session_warm_up._make_generator_graphs
-        patch.setattr(session.runtime.builder, "_once", noted)
+        patch.setattr(session.runtime.builder, "_make_once", noted)
         patch.setattr(session.runtime.warm_up, "rehearsal", rehearsal)
         patch.setattr(session.runtime.warm_up, "preload", lambda kernels: loaded.append([*kernels]))
         patch.setattr(linear_choice, "used", set())
@@ -297,12 +297,12 @@ def of_group(group: RolloutGroup, whole: bool) -> Any:
 def another_order_of_addition(world: World) -> Any:
     """The mutant: what ranks send is added last rank first."""
     one = alone(world, lambda: Trainer(decoder(), OPTIMIZER, LossConfig()), steps=1)
-    exchange = distributed.exchange
-    distributed.exchange = lambda *arguments: exchange(*arguments).flip(0)
+    exchange = distributed.all_to_all
+    distributed.all_to_all = lambda *arguments: exchange(*arguments).flip(0)
     try:
         found = run(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, steps=1)
     finally:
-        distributed.exchange = exchange
+        distributed.all_to_all = exchange
     return on_all(world, different(found, one))
 
 
@@ -317,9 +317,11 @@ def state_in_one_process(world: World) -> Any:
     first = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world)
     run(first, world, steps=1)
     state, apart = saved(first), parts(first)
-    one = world.from_first(lambda: go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, state))
+    one = world.broadcast_from_first(lambda: go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE_PROCESS, state))
     two = go_on(Trainer(decoder(), OPTIMIZER, LossConfig(), world=world), world, state)
-    read = world.from_first(lambda: go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE, (apart, state[1])))
+    read = world.broadcast_from_first(
+        lambda: go_on(Trainer(decoder(), OPTIMIZER, LossConfig()), ONE_PROCESS, (apart, state[1]))
+    )
     return on_all(world, different(one, two) + different(one, read))
 
 
@@ -329,8 +331,8 @@ def offloaded(world: World) -> Any:
 
     def of_one() -> list[Any]:
         one = Trainer(decoder(torch.bfloat16), OPTIMIZER, LossConfig())
-        run(one, ONE, steps=1)
-        return run(one, ONE)
+        run(one, ONE_PROCESS, steps=1)
+        return run(one, ONE_PROCESS)
 
     config, chunk = replace(OPTIMIZER, offload=True), optimizer.CHUNK
     optimizer.CHUNK = 5 * 1024
@@ -338,4 +340,4 @@ def offloaded(world: World) -> Any:
     optimizer.CHUNK = chunk
     run(first, world, steps=1)
     second.load_state(parts(first), saved(first)[1])
-    return on_all(world, different(run(second, world), world.from_first(of_one)))
+    return on_all(world, different(run(second, world), world.broadcast_from_first(of_one)))

@@ -63,7 +63,7 @@ def checked() -> dict[str, Any]:
             raise
     full = CompileConfig("step", cudagraph_mode="full")
     left = Runtime(full, DEVICE, recorder=Left(), mesh={"fsdp": world.size}, peers=world)
-    gone, first = weakref.ref(Cycle()), world.first
+    gone, first = weakref.ref(Cycle()), world.is_first
     world.close()
     assert gone() is None
     assert left.recorder is not None and left.recorder.closed  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ from lockstep.config import (
     TaskConfig,
     TrainerConfig,
 )
-from lockstep.distributed import ONE, World, collectives, in_groups, join
+from lockstep.distributed import ONE_PROCESS, World, collectives, join, join_generator_groups
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime
@@ -88,7 +88,7 @@ class Parts(SharedWeights):
 
     def __init__(self, whole: Decoder, world: World, version: Callable[[], int]) -> None:
         self._source = ResidentWeights(whole)
-        model = load_part(self._source, whole.embed.dtype, "cpu", world.generator)
+        model = load_part(self._source, whole.embed.dtype, "cpu", world.generator_mesh)
         super().__init__(model, version)
 
     @property
@@ -159,7 +159,7 @@ def of_a_run(folder: Path, turns: int, reward: str) -> RunConfig:
 def stepped(folder: Path, turns: int, world: World, reward: str = "low") -> list[Any]:
     """What two steps of a run sampled and found, and the weights after them."""
     config = of_a_run(folder, turns, reward)
-    if world is ONE:
+    if world is ONE_PROCESS:
         config = replace(config, parallel=ParallelConfig(batch_shards=2))
     loop = Loop(config, build(config, world))
     found: list[Any] = []
@@ -167,7 +167,7 @@ def stepped(folder: Path, turns: int, world: World, reward: str = "low") -> list
         metrics, groups = loop.step(step)
         assert metrics["parity/tokens_different"] == 0 and metrics["grad_norm"] > 0
         found += [metrics["loss"], metrics["grad_norm"], metrics["reward/mean"]]
-        if world.first:  # it has all of them
+        if world.is_first:  # it has all of them
             found += [
                 (r.rewards, [(s.token_ids, s.logprobs, s.model_logprobs) for s in r.segments])
                 for g in groups
@@ -220,7 +220,7 @@ def test_runs_on_two_ranks_are_those_of_one(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("\n".join(prompts))
     several = on_ranks(2, runs, tmp_path)
     for turns in (1, 2):
-        one = stepped(tmp_path, turns, ONE)
+        one = stepped(tmp_path, turns, ONE_PROCESS)
         first, second = (found[f"{turns} turns"] for found in several)
         assert_same(one, first)
         assert_same([value for value in one if not isinstance(value, tuple)], second)
@@ -233,7 +233,7 @@ def every_case() -> dict[str, Any]:
     world = join(ParallelConfig(generator_tp=2, timeout=PATIENCE), "cpu")
     torch.set_num_threads(1)
     wrong, right = ("tiny", torch.float32, "none", 400, False), collectives._side_by_side
-    *known, of_wrong = world.from_first(lambda: [alone(*case) for case in (*CASES, wrong)])
+    *known, of_wrong = world.broadcast_from_first(lambda: [alone(*case) for case in (*CASES, wrong)])
     found: dict[str, Any] = {case[0]: differing(one, world, *case) for one, case in zip(known, CASES, strict=True)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "_side_by_side", lambda parts: right(parts.flip(0)))
@@ -241,15 +241,15 @@ def every_case() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Parts, "__init__", partialmethod(_then, Parts.__init__, patch, world))
         found["a sum over ranks"] = differing(of_wrong, world, *wrong)[0]
-    world.agree("a number", 5)
+    world.require_same_in_group("a number", 5)
     try:
-        world.agree("the generator's schedule", world.rank)
+        world.require_same_in_group("the generator's schedule", world.rank)
     except LockstepError as error:
         found["agree"] = str(error)
     found["groups"] = []
     for together in (1, 2, 2, 1):
-        world = in_groups(world, together)
-        world.agree("a number", 5)
+        world = join_generator_groups(world, together)
+        world.require_same_in_group("a number", 5)
         found["groups"].append(len(dist.distributed_c10d._world.pg_map))
     world.close()
     return found
@@ -258,12 +258,12 @@ def every_case() -> dict[str, Any]:
 def _then(weights: Parts, made: Any, patch: pytest.MonkeyPatch, world: World, *about: Any) -> None:
     """From here on each rank has a part of what a product sums over, and the parts are added by an all-reduce."""
     made(weights, *about)
-    axis = world.generator.tp
+    axis = world.generator_mesh.tp
 
     def linear_add(x_TK: Tensor, weight_NK: Tensor, residual_TN: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        own = collectives.gather(weight_NK, axis).flatten(0, 1).chunk(axis.size, 1)[axis.rank]
+        own = collectives.all_gather(weight_NK, axis).flatten(0, 1).chunk(axis.size, 1)[axis.rank]
         total = x_TK.chunk(axis.size, 1)[axis.rank] @ own.t()
-        dist.all_reduce(total, group=world.together)
+        dist.all_reduce(total, group=world.generator_group)
         return residual_TN + total.chunk(axis.size, 1)[axis.rank]
 
     patch.setattr(ops, "linear_add", linear_add)

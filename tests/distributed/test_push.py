@@ -52,9 +52,9 @@ class Interpreted:
         for seed, shape in enumerate(SHAPES):
             own = [words(rank, shape, seed) for rank in range(ranks)]
             for memory, x in zip(memories, own, strict=True):
-                kernels.pushed(x, False, memory, take=False)
+                kernels.launch_push(x, False, memory, take=False)
             for memory, x in zip(memories, own, strict=True):
-                found = kernels.pushed(x, False, memory, store=False)
+                found = kernels.launch_push(x, False, memory, store=False)
                 assert torch.equal(found, torch.cat(own, dim=1)), (shape, memory.rank)
         assert [memory.state.tolist() for memory in memories] == [[len(SHAPES), 0]] * ranks
 
@@ -64,32 +64,32 @@ class Interpreted:
         for seed, (rows, width, dtype) in enumerate(SHAPES):
             own = [words(rank, (rows * ranks, width, dtype), seed) for rank in range(ranks)]
             for memory, x in zip(memories, own, strict=True):
-                kernels.pushed(x, True, memory, take=False)
+                kernels.launch_push(x, True, memory, take=False)
             for memory, x in zip(memories, own, strict=True):
                 share = slice(memory.rank * rows, (memory.rank + 1) * rows)
                 expected = torch.cat([other[share] for other in own], dim=1)
-                assert torch.equal(kernels.pushed(x, True, memory, store=False), expected)
+                assert torch.equal(kernels.launch_push(x, True, memory, store=False), expected)
 
     def test_a_rank_that_is_a_launch_ahead_changes_nothing_that_is_still_to_be_read(self) -> None:
         ahead, behind = group(2)
         shape = (16, 24, torch.bfloat16)
         first, second = ([words(rank, shape, seed) for rank in range(2)] for seed in (0, 1))
         for memory in (ahead, behind):
-            kernels.pushed(first[memory.rank], False, memory, take=False)
-        kernels.pushed(first[0], False, ahead, store=False)
-        kernels.pushed(second[0], False, ahead, take=False)
-        assert torch.equal(kernels.pushed(first[1], False, behind, store=False), torch.cat(first, dim=1))
-        kernels.pushed(second[1], False, behind, take=False)
+            kernels.launch_push(first[memory.rank], False, memory, take=False)
+        kernels.launch_push(first[0], False, ahead, store=False)
+        kernels.launch_push(second[0], False, ahead, take=False)
+        assert torch.equal(kernels.launch_push(first[1], False, behind, store=False), torch.cat(first, dim=1))
+        kernels.launch_push(second[1], False, behind, take=False)
         for memory in (ahead, behind):
-            found = kernels.pushed(second[memory.rank], False, memory, store=False)
+            found = kernels.launch_push(second[memory.rank], False, memory, store=False)
             assert torch.equal(found, torch.cat(second, dim=1))
 
     def test_rows_of_any_stride_are_pushed_whole(self) -> None:
         memories = group(2)
         own = [words(rank, (1, 7, torch.bfloat16), 0)[:, :6] for rank in range(2)]  # as contiguous as one row is
         for memory, x in zip(memories, own, strict=True):
-            kernels.pushed(x, False, memory, take=False)
-        assert torch.equal(kernels.pushed(own[0], False, memories[0], store=False), torch.cat(own, dim=1))
+            kernels.launch_push(x, False, memory, take=False)
+        assert torch.equal(kernels.launch_push(own[0], False, memories[0], store=False), torch.cat(own, dim=1))
 
     def test_nothing_is_no_launch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         (memory, _), moved = group(2), []
@@ -102,8 +102,8 @@ class Interpreted:
         memories = group(2)
         own = [words(rank, (64, 3000, torch.bfloat16), 0) for rank in range(2)]
         for memory, x in zip(memories, own, strict=True):
-            kernels.pushed(x, False, memory, take=False)
-        found = kernels.pushed(own[0], False, memories[0], store=False)
+            kernels.launch_push(x, False, memory, take=False)
+        found = kernels.launch_push(own[0], False, memories[0], store=False)
         assert torch.equal(found, torch.cat(own, dim=1))
 
     def test_no_word_is_taken_before_its_mark_has_come(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,17 +112,17 @@ class Interpreted:
         own = [words(rank, (8, 24, torch.bfloat16), 0) for rank in range(2)]
         for x in own:  # launches before, whose words lie in the slots
             earlier = -x
-            kernels.pushed(earlier, False, memory, take=False)
-            kernels.pushed(earlier, False, other, take=False)
-            kernels.pushed(earlier, False, memory, store=False)
-            kernels.pushed(earlier, False, other, store=False)
-        kernels.pushed(own[0], False, memory, take=False)
-        kernels.pushed(own[1], False, other, take=False)
-        slot = memory.held[0].view(PARITIES, 2, SLOT)[1, 1]  # of the third launch, from the other
+            kernels.launch_push(earlier, False, memory, take=False)
+            kernels.launch_push(earlier, False, other, take=False)
+            kernels.launch_push(earlier, False, memory, store=False)
+            kernels.launch_push(earlier, False, other, store=False)
+        kernels.launch_push(own[0], False, memory, take=False)
+        kernels.launch_push(own[1], False, other, take=False)
+        slot = memory.keep_alive[0].view(PARITIES, 2, SLOT)[1, 1]  # of the third launch, from the other
         came = slot[: 8 * 12].clone()
         slot[7 : 8 * 12] = came[7:] ^ (1 << 33)  # only some are there; the others have another launch's mark
         found: list[Tensor] = []
-        taking = threading.Thread(target=lambda: found.append(kernels.pushed(own[0], False, memory, store=False)))
+        taking = threading.Thread(target=lambda: found.append(kernels.launch_push(own[0], False, memory, store=False)))
         taking.start()
         taking.join(0.3)
         assert taking.is_alive() and not found

@@ -184,7 +184,7 @@ def test_rollouts_are_whole_where_they_are_read(found: dict[str, Any]) -> None:
 
 
 def test_a_rank_receives_once_what_the_first_makes(found: dict[str, Any]) -> None:
-    for same, received in found["made_once"]:
+    for same, received in found["broadcast_serialized"]:
         assert same and 1_000_000 < received < 1_001_000
 
 

@@ -16,7 +16,7 @@ from tp_cases import on_a_rank, trained
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig, ParallelConfig, RunConfig, resolve_parallel
 from lockstep.config.sections.compile import resolve_compile
 from lockstep.distributed import Axis, Mesh, collectives, spread
-from lockstep.distributed.pieces import joined, runs
+from lockstep.distributed.parameter_parts import contiguous_runs, join_parts
 from lockstep.errors import InputError
 from lockstep.models import FolderWeights, ResidentWeights, load_part, save_model
 from lockstep.models.checks import require_degree
@@ -132,11 +132,11 @@ def test_columns_that_are_gathered_together_have_their_gradients_in_one_exchange
         sent.append(x)
         return x.reshape(axis.size, size)
 
-    monkeypatch.setattr(collectives, "_all", lambda x, axis: torch.cat([x] * axis.size))
-    monkeypatch.setattr(collectives, "exchange", exchange)
+    monkeypatch.setattr(collectives, "_gather_flat", lambda x, axis: torch.cat([x] * axis.size))
+    monkeypatch.setattr(collectives, "all_to_all", exchange)
     draw = torch.Generator().manual_seed(0)
     pieces = [torch.randn(5, width, generator=draw).bfloat16().requires_grad_() for width in (6, 2, 3)]
-    gathered = collectives.gather_columns(pieces, Axis("tp", 2))
+    gathered = collectives.all_gather_columns(pieces, Axis("tp", 2))
     grads = [torch.randn(x.shape, generator=draw).bfloat16() for x in gathered]
     found = torch.autograd.grad(gathered, pieces, grads)
     for piece, whole, grad, own in zip(pieces, gathered, grads, found, strict=True):
@@ -147,17 +147,17 @@ def test_columns_that_are_gathered_together_have_their_gradients_in_one_exchange
 
 def test_a_row_that_fills_a_share_up_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five rows on two ranks: the second has two of them, and the last once more."""
-    monkeypatch.setattr(spread, "gather", lambda x, axis: torch.stack([x, x]))
+    monkeypatch.setattr(spread, "all_gather", lambda x, axis: torch.stack([x, x]))
     own = torch.zeros(3, requires_grad=True)
-    (numbers,) = spread.Spread(Axis("tp", 2, 1)).numbers(5, own)
+    (numbers,) = spread.Spread(Axis("tp", 2, 1)).gather_scalars(5, own)
     numbers.backward(torch.arange(1.0, 6.0))
     assert own.grad is not None and own.grad.tolist() == [4, 5, 0]
 
 
 def test_a_sum_over_ranks_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     of_ranks = torch.tensor([[256.0], [1.0], [1.0], [1.0]], dtype=torch.bfloat16)  # whose neighbours are 2 apart
-    monkeypatch.setattr(collectives, "exchange", lambda x, size, axis: of_ranks)
-    assert collectives.rows_of_sum(of_ranks[:, 0], Axis("tp", 4, 0)).tolist() == [260]
+    monkeypatch.setattr(collectives, "all_to_all", lambda x, size, axis: of_ranks)
+    assert collectives.reduce_scatter_rows(of_ranks[:, 0], Axis("tp", 4, 0)).tolist() == [260]
 
 
 def test_ranks_that_cannot_share_a_teacher_evenly_have_all_of_its_products() -> None:
@@ -215,8 +215,8 @@ def test_every_layout_reads_what_another_wrote(family: str, tmp_path: Path) -> N
     parts = [dict(load_part(ResidentWeights(model), torch.float32, "cpu", mesh).named_parameters()) for mesh in on_tp]
     for name, whole in model.named_parameters():
         on, own = model.placements[name], [part[name].detach() for part in parts]
-        assert torch.equal(whole, own[0] if on.tp is None else joined(on, own))
-        pieces = list(runs(on, Mesh(tp=Axis("tp", 2, 1)), tuple(whole.shape)))
+        assert torch.equal(whole, own[0] if on.tp is None else join_parts(on, own))
+        pieces = list(contiguous_runs(on, Mesh(tp=Axis("tp", 2, 1)), tuple(whole.shape)))
         flat_parts = [whole.detach().flatten()[there : there + count] for _, there, count in pieces]
         assert torch.equal(torch.cat(flat_parts), own[1].flatten())
 

@@ -178,7 +178,7 @@ def test_ranks_with_other_data_are_refused(config: RunConfig, tmp_path: Path) ->
 
 def test_processes_compare_the_files_of_their_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Two(World):
-        def same(self, what: str, describe: Callable[[], dict[str, Any]]) -> None:
+        def require_same(self, what: str, describe: Callable[[], dict[str, Any]]) -> None:
             described.append(describe())
 
         def close(self, failed: bool = False) -> None:
@@ -209,7 +209,7 @@ def test_ranks_with_other_numerics_are_refused(config: RunConfig) -> None:
         def gather(self, value: Any, what: str = "") -> list[Any]:
             return [value] * 2
 
-        def share(self, make: Callable[[], Any], what: str = "") -> list[Any]:
+        def gather_results(self, make: Callable[[], Any], what: str = "") -> list[Any]:
             value = make()
             return [value, {**value, "threads": 99} if isinstance(value, dict) else value]
 

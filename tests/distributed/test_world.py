@@ -16,7 +16,7 @@ from sharing import on_one_gpu
 from lockstep import machine
 from lockstep.cache import fingerprint
 from lockstep.config import ParallelConfig, RunConfig
-from lockstep.distributed import ONE, World, join, torch_private, watchdog
+from lockstep.distributed import ONE_PROCESS, World, join, torch_private, watchdog
 from lockstep.distributed.push import memory
 from lockstep.errors import InputError, PeerLost
 from lockstep.session import processes
@@ -31,10 +31,14 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_process_needs_nothing() -> None:
-    assert join(ParallelConfig(), "cpu") is ONE is join(ParallelConfig(fsdp=1), "cpu")
-    assert ONE.gather(3) == [3] and ONE.share(lambda: 4) == [4] and ONE.from_first(lambda: 5) == 5
-    ONE.same("this", lambda: {"a": 1})
-    ONE.close()
+    assert join(ParallelConfig(), "cpu") is ONE_PROCESS is join(ParallelConfig(fsdp=1), "cpu")
+    assert (
+        ONE_PROCESS.gather(3) == [3]
+        and ONE_PROCESS.gather_results(lambda: 4) == [4]
+        and ONE_PROCESS.broadcast_from_first(lambda: 5) == 5
+    )
+    ONE_PROCESS.require_same("this", lambda: {"a": 1})
+    ONE_PROCESS.close()
 
 
 def test_the_number_of_processes_must_be_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,13 +102,13 @@ def test_ranks_of_another_installation_are_refused(monkeypatch: pytest.MonkeyPat
     """One of another state of the package would add its gradients to those of this one."""
 
     class Two(World):
-        def share(self, make, what=""):  # what rank 1 has: the same, of a package with another source file
+        def gather_results(self, make, what=""):  # what rank 1 has: the same, of a package with another source file
             here = make()
             with monkeypatch.context() as patch:
                 patch.setattr(fingerprint, "sources", lambda: "others")
                 return [here, make()]
 
-        def on_all(self, error):
+        def report_on_first(self, error):
             return error
 
         def close(self, failed: bool = False) -> None:
@@ -195,14 +199,14 @@ def test_after_a_failure_memory_that_waits_for_the_device_is_not_given_back(
 
 
 def test_ranks_that_share_products_train_on_the_same_shards() -> None:
-    assert [list(World(size=4, tp=2).trains(shard)) for shard in range(3)] == [[0, 1], [2, 3], [0, 1]]
+    assert [list(World(size=4, tp=2).ranks_of_shard(shard)) for shard in range(3)] == [[0, 1], [2, 3], [0, 1]]
 
 
 def test_the_first_of_those_that_generate_together_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     tellers: list[int] = []
     monkeypatch.setattr(dist, "broadcast_object_list", lambda box, rank, group: tellers.append(rank))
     for rank in range(4):
-        World(rank, 4, generator_tp=2, together=SimpleNamespace()).told("what")  # type: ignore[arg-type]
+        World(rank, 4, generator_tp=2, generator_group=SimpleNamespace()).broadcast_in_group("what")  # type: ignore[arg-type]
     assert tellers == [0, 0, 2, 2]
 
 
@@ -230,37 +234,37 @@ def test_ranks_push_words_only_where_all_reach_one_another(
     rooms = sys.modules["lockstep.distributed.join"]
     monkeypatch.setattr(rooms, "share_memory", share)
     monkeypatch.setattr(rooms, "forget_memory", lambda name: shared.clear())
-    monkeypatch.setattr(rooms, "own_slots", lambda *_: torch.zeros(1))
-    for made in ("_bind", "_own_group"):
+    monkeypatch.setattr(rooms, "allocate_slots", lambda *_: torch.zeros(1))
+    for made in ("_bind", "_create_groups"):
         monkeypatch.setattr(rooms, made, lambda *_: None)
     monkeypatch.setattr(World, "gather", lambda _, x: reaching[0] if x == rooms.platform.node() else [x, x])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    world = rooms.in_groups(World(0, 2, 30.0, on_gpu=True, pushes=True), 2)
-    assert world.generator.tp.pushes == (not told) == bool(shared)
+    world = rooms.join_generator_groups(World(0, 2, 30.0, on_gpu=True, pushes=True), 2)
+    assert world.generator_mesh.tp.pushes == (not told) == bool(shared)
     assert ("NCCL moves their words" in caplog.text and told in caplog.text) == bool(told)
     reaching = ["a", "a"], None  # as fewer ranks together may
-    assert rooms.in_groups(world, 2).generator.tp.pushes and shared
+    assert rooms.join_generator_groups(world, 2).generator_mesh.tp.pushes and shared
 
 
 def test_what_another_rank_alone_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(World, "share", lambda self, make, what="": [make(), {"a": 1, "b": 2}])
+    monkeypatch.setattr(World, "gather_results", lambda self, make, what="": [make(), {"a": 1, "b": 2}])
     with pytest.raises(InputError, match=r"the files: b is 2 on rank 1 and 'missing' on rank 0"):
-        World(0, 2).same("the files", lambda: {"a": 1})
+        World(0, 2).require_same("the files", lambda: {"a": 1})
 
 
 def test_torchs_errors_about_peers_are_told_apart() -> None:
     world = World(0, 2, timeout=30.0)
     lost = r"rank 0 of 2: another process .* within 30 s \(parallel.timeout\): .*gloo"
-    with pytest.raises(PeerLost, match=lost), world.peers():
+    with pytest.raises(PeerLost, match=lost), world.detect_lost_peers():
         raise RuntimeError("[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:21")
-    with pytest.raises(PeerLost, match="pair closure"), world.peers():
+    with pytest.raises(PeerLost, match="pair closure"), world.detect_lost_peers():
         raise RuntimeError("Application timeout caused pair closure")
-    with pytest.raises(RuntimeError, match="shape"), world.peers():
+    with pytest.raises(RuntimeError, match="shape"), world.detect_lost_peers():
         raise RuntimeError("shape '[3]' is invalid")
-    with pytest.raises(RuntimeError, match="out of memory"), world.peers():  # which the plan answers
+    with pytest.raises(RuntimeError, match="out of memory"), world.detect_lost_peers():  # which the plan answers
         raise dist.DistBackendError("NCCL error: unhandled cuda error. Cuda failure 2 'out of memory'")
-    with pytest.raises(RuntimeError, match="gloo"), ONE.peers():
+    with pytest.raises(RuntimeError, match="gloo"), ONE_PROCESS.detect_lost_peers():
         raise RuntimeError("gloo")
 
 
@@ -274,7 +278,7 @@ def test_the_rank_whose_words_did_not_come_is_named(monkeypatch: pytest.MonkeyPa
     shared[1].late.fill_(1291 * 2 + 1)
     assert memory.late_words() == (6, "@generator_tp", 1291)
     told = r"^rank 4 of 8: words that rank 6 pushes did not come within 30 s \(parallel.timeout\): CUDA error"
-    with pytest.raises(PeerLost, match=told), world.peers():
+    with pytest.raises(PeerLost, match=told), world.detect_lost_peers():
         raise RuntimeError("CUDA error: unspecified launch failure")
 
 
@@ -285,7 +289,7 @@ def test_that_another_rank_is_lost_is_not_shared_with_it(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(World, "gather", lambda self, value: pytest.fail("waits for the lost rank once more"))
     with pytest.raises(type(error), match=str(error)):
-        World(0, 2, timeout=30.0).share(fail)
+        World(0, 2, timeout=30.0).gather_results(fail)
 
 
 def test_a_wait_that_nothing_ends_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,14 +299,14 @@ def test_a_wait_that_nothing_ends_ends_the_process(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("lockstep.distributed.watchdog.GRACE", 0.02)
     with World(0, 2).deadline("the step"):
         assert over.wait(60) and ended == ["the step"]
-    with World(0, 2, timeout=60.0).deadline("another"), ONE.deadline("none"):
+    with World(0, 2, timeout=60.0).deadline("another"), ONE_PROCESS.deadline("none"):
         pass
     assert ended == ["the step"]
 
 
 def test_a_wait_that_is_over_leaves_no_thread_that_holds_the_world() -> None:
     before, world = set(threading.enumerate()), World(0, 2, timeout=60.0)
-    for wait in (world.deadline, world.watched):
+    for wait in (world.deadline, world.rolling_deadline):
         with wait("a step"):
             assert set(threading.enumerate()) - before
         assert not set(threading.enumerate()) - before
@@ -315,14 +319,14 @@ def test_launches_that_follow_one_another_are_watched(monkeypatch: pytest.Monkey
     monkeypatch.setattr("lockstep.distributed.watchdog.GRACE", 0.2)
     now = [0.0]
     monkeypatch.setattr("lockstep.distributed.watchdog.time", SimpleNamespace(monotonic=lambda: now[0]))
-    with World(0, 2).watched("a launch") as launched:
+    with World(0, 2).rolling_deadline("a launch") as launched:
         for _ in range(8):
             launched()
             now[0] += 0.15
             assert not over.wait(0.04)
         now[0] += 0.15
         assert over.wait(60) and ended[0] == "a launch"
-    with ONE.watched("none") as launched:
+    with ONE_PROCESS.rolling_deadline("none") as launched:
         launched()
 
 

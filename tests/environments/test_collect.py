@@ -261,7 +261,7 @@ def test_a_call_that_hangs_does_not_hold_up_what_fails_beside_it(elsewhere: Call
 class Beside(World):
     """A rank beside another one, whose environments failed."""
 
-    def share(self, make: Any, outline: Any = None) -> list[Any]:
+    def gather_results(self, make: Any, outline: Any = None) -> list[Any]:
         mine = make()
         return [mine, (Collected([], [], {"environment/errors": 1}), ["group 1: failed there"])][:: 1 - 2 * self.rank]
 

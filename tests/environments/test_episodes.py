@@ -884,8 +884,10 @@ def test_a_number_of_numpy_is_a_reward() -> None:
 def test_nobody_is_told_by_a_leader_that_was_interrupted(model: Decoder, ends: Any, told: list[str]) -> None:
     """The others were, too: what they were told, and collectives that are theirs as well, would be waited for."""
     heard: list[str] = []
-    world = SimpleNamespace(together=object(), told=lambda calls: heard.extend(name for name, *_ in calls))
-    world.watched = lambda doing: nullcontext(lambda: None)
+    world = SimpleNamespace(
+        generator_group=object(), broadcast_in_group=lambda calls: heard.extend(name for name, *_ in calls)
+    )
+    world.rolling_deadline = lambda doing: nullcontext(lambda: None)
     with suppress(KeyboardInterrupt, OSError), leading(world, lambda *_: engine_of(model), 3) as sampler:  # type: ignore[arg-type]
         leader = sampler([], [])
         request = leader.add_request([1, 2], replace(SAMPLING, n=3), SampleIdentity(0, TRAIN_DOMAIN, 0, 0))

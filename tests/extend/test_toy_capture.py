@@ -43,7 +43,7 @@ def test_a_model_decodes_by_it_with_the_bits_of_eager(toy: str, mode: str, tmp_p
     weights = SharedWeights(make_model(torch.float32))
     engine, eager = (Engine(weights, GeneratorConfig(), 4096, runtime=r) for r in (runtime, EAGER))
     assert words(generate(engine, *requests(4))) == words(generate(eager, *requests(4)))
-    assert all(log[0].startswith("capture: toy; ") for log in runtime.builder.nodes.values())
+    assert all(log[0].startswith("capture: toy; ") for log in runtime.builder.logs.values())
     assert runtime.captures >= 2 and runtime.launches["decode"] > 4
     assert (runtime.replays["decode"] > 0) == (mode != "none")
     assert not list(tmp_path.iterdir()), "at the next start nothing tells whether it is what it was"

@@ -68,7 +68,7 @@ def test_a_pass_of_ones_own_rewrites_every_graph_and_keeps_the_bits(tmp_path: Pa
         trainer, found = trained(runtime)
         assert torch.equal(found, eager)
         assert (runtime.captures, runtime.loaded) == (2, 0)
-    logs, passes = runtime.builder.nodes.values(), ["canonicalize", "keep_logits", "swap_operands"]
+    logs, passes = runtime.builder.logs.values(), ["canonicalize", "keep_logits", "swap_operands"]
     assert [[line.partition(":")[0] for line in log] for log in logs] == [passes] * 2
     assert any(int(log[-1].split()[-2]) > 0 for log in logs)
     work = trainer.trust_cases([SHAPE], SamplingParams(), check_parity=False, with_checks=False)

@@ -44,7 +44,7 @@ def graph_of(
     world: World, move: Callable[..., Tensor], inputs: list[Tensor]
 ) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
     """A graph in which each rank's words go to all, again and again, all rows or those of owners in turn."""
-    axis = world.generator.tp
+    axis = world.generator_mesh.tp
     for x in inputs[:2]:
         move(x, axis.size, axis.group, False)
     torch.cuda.synchronize()
@@ -69,7 +69,7 @@ def microseconds(graph: torch.cuda.CUDAGraph, times: int = 50) -> float:
 
 def differing(world: World, shape: tuple[int, int, torch.dtype]) -> dict[str, Any]:
     """Words that differ from those of collectives, eagerly and in a graph that is replayed with other words, and us."""
-    axis = world.generator.tp
+    axis = world.generator_mesh.tp
     rows, width, dtype = shape
     inputs = [words((rows, width, dtype), 1000 * world.rank + i) for i in range(IN_A_GRAPH)]
     if rows % axis.size:
@@ -102,7 +102,7 @@ def replayed(world: World, replays: int, pushes: int) -> dict[str, Any]:
         if i % 500 == 0:
             torch.cuda.synchronize()
     torch.cuda.synchronize()
-    axis = world.generator.tp
+    axis = world.generator_mesh.tp
     expected = [by_collective(x, axis.size, axis.group, bool(i % 2)) for i, x in enumerate(inputs)]
     wrong = sum(not torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     return {"boundaries": replays * pushes, "different": wrong, "seconds": time.monotonic() - begun}
@@ -110,12 +110,12 @@ def replayed(world: World, replays: int, pushes: int) -> dict[str, Any]:
 
 def late(world: World) -> dict[str, Any]:
     """What a rank is told whose words wait for one that stays away."""
-    axis, begun = world.generator.tp, time.monotonic()
+    axis, begun = world.generator_mesh.tp, time.monotonic()
     if axis.rank:
         time.sleep(2 * PATIENCE_S)
         return {}
     try:
-        with world.peers():
+        with world.detect_lost_peers():
             push_columns(words(SHAPES[0], 0), axis.size, axis.group, False)
             torch.cuda.synchronize()
     except PeerLost as error:
@@ -131,7 +131,7 @@ def main() -> None:
     found |= {name: replayed(world, *size) for name, size in MANY.items()}
     every = world.gather(found)
     told = late(world)  # after it the device does nothing more
-    if world.first:
+    if world.is_first:
         print(json.dumps({"ranks": every, "late": told}), flush=True)
     sys.stdout.flush()
     import os

@@ -10,7 +10,7 @@ import torch
 from small import stepped
 
 from lockstep.config import LossConfig, OptimizerConfig
-from lockstep.distributed import ONE
+from lockstep.distributed import ONE_PROCESS
 from lockstep.models import Decoder
 from lockstep.models.init import architecture
 from lockstep.run import checkpoint
@@ -54,7 +54,7 @@ def test_updates_have_the_bits_of_a_state_on_the_device(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_checkpoint_is_what_was_when_the_step_went_on(tmp_path: Path, offload: bool) -> None:
     one = trainer(offload)
-    saver = checkpoint.Saver(tmp_path, 2, ONE, shared=True)
+    saver = checkpoint.Saver(tmp_path, 2, ONE_PROCESS, shared=True)
     for step in range(2):  # the second time in the same memory
         update(one, step)
         before = {name: tensor.cpu().clone() for name, tensor in one.state()[0].items()}

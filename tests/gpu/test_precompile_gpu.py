@@ -50,8 +50,8 @@ def test_after_a_rehearsal_nothing_is_compiled(compiled: list[str]) -> None:
     assert compiled and not any(runtime.launches.values())
     assert all(map(torch.equal, state, trainer.state()[0].values()))
     assert not trainer.flat.grad.any() and not engine.cache.k.any()
-    rehearsed, runtime.warm_up.loaded = len(compiled), True
-    with runtime.warm_up.making():  # recorded without a run
+    rehearsed, runtime.warm_up.kernels_loaded = len(compiled), True
+    with runtime.warm_up.make_graphs():  # recorded without a run
         warm_up()
     assert not any(runtime.launches.values()) and all(map(torch.equal, state, trainer.state()[0].values()))
     warm_up()

@@ -22,8 +22,8 @@ from small import DEEPSEEK, completed, requests, train_group, train_groups
 
 from lockstep import machine
 from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, OptimizerConfig, ParallelConfig
-from lockstep.distributed import ONE, World, join
-from lockstep.distributed.mesh import ALONE
+from lockstep.distributed import ONE_PROCESS, World, join
+from lockstep.distributed.mesh import ONE_RANK
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime, check_against_eager
 from lockstep.graph.check.fingerprints import fingerprint
@@ -93,7 +93,7 @@ def roles(config: ModelConfig, world: World, shards: int) -> tuple[list[Any], li
     recorded = CompileConfig("step", "full") if DEVICE.type == "cuda" else CompileConfig("step")
     runtime = EAGER if one else Runtime(recorded, DEVICE, mesh=world.sizes, peers=world)
     source = Louder(config, 0)
-    model: Decoder = load_part(source, DTYPE, DEVICE, ALONE if one else world.generator)
+    model: Decoder = load_part(source, DTYPE, DEVICE, ONE_RANK if one else world.generator_mesh)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), world=world, runtime=runtime, source=source)
     engine = Engine(SharedWeights(model, lambda: trainer.weights_version), SMALL, 8192, runtime=runtime)
     levels: list[str] = []
@@ -131,11 +131,11 @@ def gradients(config: ModelConfig, world: World) -> dict[str, Any]:
         recorded = CompileConfig("step", "full") if DEVICE.type == "cuda" else CompileConfig("step")
         runtime = EAGER if level == "eager" else Runtime(recorded, DEVICE, mesh=world.sizes, peers=world)
         source = Louder(config, 0)
-        model = load_part(source, DTYPE, DEVICE, world.generator)
+        model = load_part(source, DTYPE, DEVICE, world.generator_mesh)
         trainer = Trainer(model, OptimizerConfig(), LossConfig(), world=world, runtime=runtime, source=source)
         if runtime is not EAGER:
             trainer.warm_up([SHAPE], SAMPLING, check_parity=False)
-        own = shards.own(range(shards.size))
+        own = shards.local_items(range(shards.size))
         batches = [b.to(DEVICE) for b in pack_shards(dealt, own, Packing(1024, shapes=[SHAPE]), check_parity=False)]
         times = []
         for repeat in range(6):
@@ -163,10 +163,10 @@ def main() -> None:
         world = join(ParallelConfig(tp=2, generator_tp=ranks, timeout=120, **options), DEVICE.type)
         for name, config in {"dense": dense, "experts": experts}.items():
             shared, updates, levels = roles(config, world, ranks // 2)
-            alone, own, _ = roles(config, ONE, ranks // 2) if world.first else ([], [], [])
+            alone, own, _ = roles(config, ONE_PROCESS, ranks // 2) if world.is_first else ([], [], [])
             of_ranks = world.gather((shared, updates))
             found[f"{name}, {way}"] = {
-                "as one process draws": shared[0] == alone[0] if world.first else None,
+                "as one process draws": shared[0] == alone[0] if world.is_first else None,
                 "alike on all ranks": all(of_rank == of_ranks[0] for of_rank in of_ranks),
                 "tokens": sum(len(tokens) for tokens, *_ in shared[0]),
                 "different tokens": len({token for tokens, *_ in shared[0] for token in tokens}),
@@ -179,7 +179,7 @@ def main() -> None:
             of_ranks = world.gather(gradients(config, world))
             found[f"gradients, {name}"] = {"of ranks": of_ranks, "axes": world.sizes}
         world.close()
-    if world.first:
+    if world.is_first:
         print(json.dumps(found), flush=True)
 
 

@@ -23,7 +23,7 @@ from lockstep.graph import (
     Store,
     compile_report,
     module_inputs,
-    substituted,
+    substitute_inputs,
 )
 from lockstep.graph.ir.captured import op_name
 from lockstep.graph.launch.memory import Outputs
@@ -265,7 +265,7 @@ def test_an_operator_that_is_not_graph_safe_is_refused_by_name(decoder, rollout,
     def waits(_: object, node: fx.Node) -> str | None:
         return "it reads lengths on the host" if op_name(node) == "lockstep.attention_packed_backward" else None
 
-    monkeypatch.setattr("lockstep.graph.ir.verify._waits", waits)
+    monkeypatch.setattr("lockstep.graph.ir.verify._why_not_recordable", waits)
     runtime = Runtime(CompileConfig("step", "full"), torch.device("cpu"), recorder=FakeRecorder())
     model = decoder(layers=1)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime)
@@ -279,7 +279,7 @@ def test_where_nothing_is_captured_a_function_is_called_on_the_modules_own_tenso
     embed, hooked = model.embed, []
 
     def body(inputs: Inputs, scale: float) -> dict[str, Tensor]:
-        with substituted(model, inputs):
+        with substitute_inputs(model, inputs):
             assert model.embed is embed and inputs.param["embed"] is embed
             hooked.extend(m for m in model.modules() if m._forward_hooks)
         return {"scaled": inputs.user["x"] * scale}
@@ -290,6 +290,6 @@ def test_where_nothing_is_captured_a_function_is_called_on_the_modules_own_tenso
     assert function.level == "eager" and not hooked and not function.graphs
     assert not runtime.compiles and not runtime.programs and compile_report(runtime) == {}
     other = replace(module_inputs(model), param={name: p * 2 for name, p in model.named_parameters()}, module=None)
-    with substituted(model, other):
+    with substitute_inputs(model, other):
         assert torch.equal(model.embed, 2 * embed)
     assert model.embed is embed

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep import ops
 from lockstep.config import CompileConfig
-from lockstep.graph import Case, Differentiated, Inputs, Runtime, module_inputs, substituted
+from lockstep.graph import Case, Differentiated, Inputs, Runtime, module_inputs, substitute_inputs
 from lockstep.graph.passes.compiled_subgraph import Regions
 from lockstep.graph.torch_private.inductor import missing_compiler
 
@@ -70,7 +70,7 @@ class TwoRoles:
         return {"y": y.detach() * 1}
 
     def _block(self, t: Inputs) -> Tensor:
-        with substituted(self.block, t) if self._call is None else contextlib.nullcontext():
+        with substitute_inputs(self.block, t) if self._call is None else contextlib.nullcontext():
             return self.block(t.user["x"]) if self._call is None else self._call(self.block[0], t.user["x"])
 
     def eager(self, name: str, x: Tensor) -> dict[str, Tensor]:

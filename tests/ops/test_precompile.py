@@ -106,7 +106,7 @@ from lockstep.ops.precompile import preload, preload_beside
 
 def launch(warp_count):
     if warp_count == 8:  # one of another wing
-        return push.pushed(x.view(8, -1), False, SharedMemory(1, 2, 10**9, addresses, addresses, addresses))
+        return push.launch_push(x.view(8, -1), False, SharedMemory(1, 2, 10**9, addresses, addresses, addresses))
     gradient_norm._square_sums_kernel[(4,)](x, x, 4096, ROWS=8, WIDTH=128, num_warps=warp_count)
 
 def listed():

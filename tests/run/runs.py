@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lockstep.distributed import ONE
+from lockstep.distributed import ONE_PROCESS
 from lockstep.run import checkpoint
 
 DATA = Path(__file__).parents[1] / "data"
@@ -40,7 +40,7 @@ SUM = ["sum-digits", *QUICK, "--trainer.warmup-steps", "0"]
 
 def saved(folder: Path, step: int, tensors: Any, state: dict[str, Any], keep_last: int = 2) -> Path:
     """Save a checkpoint of one process, and wait until it is there."""
-    saver = checkpoint.Saver(folder, keep_last, ONE, shared=True)
+    saver = checkpoint.Saver(folder, keep_last, ONE_PROCESS, shared=True)
     saver.save(step, tensors, state)
     saver.wait()
     return folder / f"step_{step}"

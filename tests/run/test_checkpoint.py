@@ -21,7 +21,7 @@ from processes import wait_for
 from runs import saved, tensors_of
 from torch import Tensor
 
-from lockstep.distributed import ONE, World
+from lockstep.distributed import ONE_PROCESS, World
 from lockstep.errors import LockstepError, PeerLost
 from lockstep.run import checkpoint
 from lockstep.run.checkpoint import files
@@ -242,7 +242,7 @@ def _dies_after(survived: int, folder: Path, step: int, monkeypatch: pytest.Monk
 def _save_forever(folder: Path, behind: bool) -> None:
     loaded = checkpoint.latest(folder)
     step = 0 if loaded is None else loaded.step
-    saver = checkpoint.Saver(folder, 2, ONE, shared=True)
+    saver = checkpoint.Saver(folder, 2, ONE_PROCESS, shared=True)
     while True:
         step += 1
         saver.save(step, contents(step), state(step))
@@ -307,7 +307,7 @@ def held_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path: Path, held_disk: threading.Event) -> None:
     """What is saved is what was, whatever is written over it since; the next save waits, and so does the end."""
-    saver, live = checkpoint.Saver(tmp_path, 2, ONE, shared=True), contents(1)
+    saver, live = checkpoint.Saver(tmp_path, 2, ONE_PROCESS, shared=True), contents(1)
     saver.save(1, live, state(1))
     for tensor in (tensor for group in live.values() for tensor in group.values()):
         tensor.fill_(7)
@@ -331,7 +331,7 @@ def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path: Path, held_disk: 
 
 def test_a_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
-    saver = checkpoint.Saver(tmp_path, 2, ONE, shared=True)
+    saver = checkpoint.Saver(tmp_path, 2, ONE_PROCESS, shared=True)
     with pytest.raises(ValueError, match="JSON compliant"):
         saver.save(2, contents(2), {"loss": float("nan")})
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -362,8 +362,8 @@ class _Together(World):
         self._meeting.wait(60)
         return found
 
-    def from_first(self, make: Callable[[], object]) -> object:
-        return self.share(lambda: make() if self.first else None)[0]
+    def broadcast_from_first(self, make: Callable[[], object]) -> object:
+        return self.gather_results(lambda: make() if self.is_first else None)[0]
 
 
 def _on_two(call: Callable[[World], object]) -> list[object]:
@@ -395,15 +395,15 @@ def test_leaving_waits_for_the_disk_and_for_no_rank_that_is_lost(
     tmp_path: Path, held_disk: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     def lost(world: World) -> None:
-        if not world.first:  # never writes its part
-            world.from_first(lambda: None)
+        if not world.is_first:  # never writes its part
+            world.broadcast_from_first(lambda: None)
             return
         saver = checkpoint.Saver(tmp_path, 2, world, shared=True)
         saver.save(5, {"x.0": {"own": torch.ones(3)}}, {})
         saver.leave(PeerLost("gone"))
 
     with ThreadPoolExecutor(1) as pool:
-        saver = checkpoint.Saver(tmp_path, 2, ONE, shared=True)
+        saver = checkpoint.Saver(tmp_path, 2, ONE_PROCESS, shared=True)
         saver.save(1, contents(1), state(1))
         left = pool.submit(saver.leave, KeyboardInterrupt())
         time.sleep(0.05)

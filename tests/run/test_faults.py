@@ -29,8 +29,8 @@ class Beside(World):
         other = type(value)(1 - self.rank, HOST, self.process)
         return [other, value][:: 1 if self.rank else -1]
 
-    def from_first(self, make: Any) -> Any:
-        return make() if self.first else None
+    def broadcast_from_first(self, make: Any) -> Any:
+        return make() if self.is_first else None
 
 
 @pytest.fixture

@@ -106,7 +106,7 @@ def chosen_where(least: int, config: RunConfig, patch: pytest.MonkeyPatch) -> in
     patch.setattr(World, "gather", lambda self, value, what="": [value] * 7 + [least if type(value) is int else value])
     patch.setattr(choice, "resolve_device", lambda _: torch.device("cuda"))
     patch.setattr(choice, "memory_at_hand", lambda *_: 2 * H200)
-    patch.setattr(choice, "in_groups", lambda world, ranks: replace(world, generator_tp=ranks))
+    patch.setattr(choice, "join_generator_groups", lambda world, ranks: replace(world, generator_tp=ranks))
     made, world, measured = choice.choose(config, World(size=8))
     assert made.parallel.generator_tp == world.generator_tp and measured is None
     return world.generator_tp
@@ -151,8 +151,8 @@ def test_without_steps_the_fewest_that_have_room_generate_together(
     """Of which each has its part and the whole table, beside a cache where one is asked for."""
     config = RunConfig(device="cpu", arch="qwen3-0.6b", parallel=ParallelConfig(generator_tp=0))
     cached = replace(config, generator=GeneratorConfig(kv_cache_tokens=1 << 14))
-    monkeypatch.setattr(World, "share", lambda self, make, what="": [make()] * self.size)
-    monkeypatch.setattr(choice, "in_groups", lambda world, ranks: replace(world, generator_tp=ranks))
+    monkeypatch.setattr(World, "gather_results", lambda self, make, what="": [make()] * self.size)
+    monkeypatch.setattr(choice, "join_generator_groups", lambda world, ranks: replace(world, generator_tp=ranks))
     weights = num_parameters(model_config(config)) * 4
 
     def chosen(asked: RunConfig, memory: float, processes: int = 8) -> int:

@@ -43,7 +43,7 @@ def made(monkeypatch: pytest.MonkeyPatch, config: RunConfig, lent: bool, loaded:
     with monkeypatch.context() as patch:
         patch.setattr(session_build, "make_runtime", runtime)
         run = build(config)
-    run.runtime.warm_up.loaded = loaded
+    run.runtime.warm_up.kernels_loaded = loaded
     session_warm_up.warm_up(run)
     return run
 
@@ -80,9 +80,9 @@ def test_a_run_has_the_bits_of_one_whose_cache_lies_apart(
     for a, b in zip(one, other, strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
     cache = run.engine.cache
-    assert cache.borrower.worked and cache.k.isnan().any()  # the trainer has had it last
+    assert cache.borrower.pool_used and cache.k.isnan().any()  # the trainer has had it last
     cache.take_back()
-    assert not cache.k.any() and not cache.v.any() and not cache.borrower.worked
+    assert not cache.k.any() and not cache.v.any() and not cache.borrower.pool_used
 
 
 @pytest.mark.parametrize("lent", [True, False])
@@ -145,7 +145,7 @@ def test_the_trainer_does_not_run_while_pages_are_held(monkeypatch: pytest.Monke
     run = made(monkeypatch, config_of(shallow, "off"), lent=True)
     cache = run.engine.cache
     pages = cache.allocate(1)
-    cache.borrower.worked = True
+    cache.borrower.pool_used = True
     with pytest.raises(AssertionError, match="while sequences were being generated"):
         cache.take_back()
     cache.release(pages)

@@ -91,7 +91,7 @@ def test_whoever_takes_a_stream_may_take_long(llm: LLM, monkeypatch: pytest.Monk
         within.pop()
 
     looks: list[int] = []
-    monkeypatch.setattr(World, "watched", watched)
+    monkeypatch.setattr(World, "rolling_deadline", watched)
     for _ in llm.stream("abc", SHORT):
         assert not within
     assert looks and all(looks)

@@ -99,7 +99,7 @@ def test_a_trace_keeps_as_much(family: str) -> None:
     runtime = Runtime(CompileConfig("step", recompute=(LOGITS,)), torch.device("cpu"))
     trainer = Trainer(initialize(Decoder(model, torch.bfloat16), 0), OptimizerConfig(), LossConfig(), runtime=runtime)
     trainer.forward_backward(blank_batch(shape, SamplingParams(), True, model.moe is not None))
-    (traced,) = trainer.programs.by_name["forward_backward"].made.traces.values()
+    (traced,) = trainer.programs.by_name["forward_backward"].cache.traces.values()
     statistics = 4 * model.num_heads * shape.tokens  # of attention's rows, which a CPU makes anew
     for recomputed in (
         Recomputed(*of) for of in itertools.product(range(model.num_layers + 1), (False, True), (False, True))
@@ -245,7 +245,9 @@ def test_every_axis_has_a_communicator_that_is_planned_once(monkeypatch: pytest.
         free, kept = H200 - taken, [GIB]  # one of the allocator's
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free, kept=kept: (free - sum(kept), H200))
         monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
-        world = World(size=16, tp=w.tp, generator_tp=w.config.parallel.generator_tp, lanes=w.cells.lanes)
+        world = World(
+            size=16, tp=w.tp, generator_tp=w.config.parallel.generator_tp, ranks_per_cell=w.cells.ranks_per_cell
+        )
         assert memory_at_hand(torch.device("cuda"), world) == H200 - GIB
         buffers.append(talking / GIB)
     assert found == [[16], [8, 2], [8, 2, 4], [16], [16, 4, 4]]

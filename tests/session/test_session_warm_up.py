@@ -17,7 +17,7 @@ import torch
 
 from lockstep.cache import user_folder
 from lockstep.config import CompileConfig, RunConfig, SamplingConfig, TaskConfig, TrainerConfig
-from lockstep.distributed import ONE, World
+from lockstep.distributed import ONE_PROCESS, World
 from lockstep.errors import LockstepError
 from lockstep.graph import GraphError, PassedChecks
 from lockstep.models import Decoder
@@ -143,7 +143,7 @@ def precompile(run: TrainingSession) -> None:
 
 def test_kernels_are_listed_for_each_layout_of_processes() -> None:
     """Ranks' parts are of other shapes: a list of another layout would keep them from being compiled side by side."""
-    worlds = [ONE, World(size=2), World(size=2, tp=2), World(size=2, generator_tp=2)]
+    worlds = [ONE_PROCESS, World(size=2), World(size=2, tp=2), World(size=2, generator_tp=2)]
     worlds.append(World(size=2, generator_tp=2, pushes=True))
     embed = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
     policy = SimpleNamespace(model=SimpleNamespace(config=ARCHITECTURES["tiny"], embed=embed))
@@ -164,7 +164,7 @@ def test_of_a_hosts_processes_the_first_compiles_ahead_of_validation_too(monkeyp
         yield SimpleNamespace(named={"kernel": None})
 
     preload = lambda kernels: done.append([*kernels])  # noqa: E731
-    warm_up = SimpleNamespace(rehearsal=rehearsal, making=nullcontext, preload=preload)
+    warm_up = SimpleNamespace(rehearsal=rehearsal, make_graphs=nullcontext, preload=preload)
     monkeypatch.setattr(session_warm_up, "_make_validation_graphs", lambda _: done.append("made"))
     policy = SimpleNamespace(model=SimpleNamespace(embed=SimpleNamespace(is_cuda=True)))
     world = SimpleNamespace(local_rank=local_rank, gather=lambda _: done.append("gathered"))
@@ -236,7 +236,7 @@ def test_of_a_hosts_processes_the_first_compiles_and_the_others_load(monkeypatch
             done.append("met")
             return [value] * 2
 
-        def from_first(self, make: Callable[[], Any]) -> Any:
+        def broadcast_from_first(self, make: Callable[[], Any]) -> Any:
             return make()
 
     warm_up = SimpleNamespace(rehearsal=rehearsal, preload=lambda kernels: done.append([*kernels]) or len(kernels))
@@ -262,10 +262,10 @@ def test_what_was_made_apart_is_rehearsed_by_all_where_kernels_come_from_outside
         def gather(self, value: Any, what: str = "") -> list[Any]:
             return [value, offered if isinstance(value, bool) else value]
 
-        def from_first(self, make: Callable[[], Any]) -> Any:
+        def broadcast_from_first(self, make: Callable[[], Any]) -> Any:
             return make()
 
-    monkeypatch.setattr(session_warm_up, "make_ahead", lambda *_: True)
+    monkeypatch.setattr(session_warm_up, "build_in_parallel", lambda *_: True)
     warm_up = SimpleNamespace(rehearsal=rehearsal, preload=lambda kernels: 0)
     policy = SimpleNamespace(model=SimpleNamespace(embed=torch.zeros(1)))
     session = SimpleNamespace(world=Others(0, 2), runtime=SimpleNamespace(warm_up=warm_up), policy=policy)

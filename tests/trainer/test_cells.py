@@ -14,7 +14,7 @@ from lockstep.types import SamplingParams
 
 
 @pytest.mark.parametrize(
-    ("cells", "several", "of_a_round", "lanes", "ends"),
+    ("cells", "has_several", "cell_size_in_round", "ranks_per_cell", "ends"),
     [
         (Cells(8, 8, 1), False, 0, 1, []),
         (Cells(8, 4, 1), True, 0, 1, [3, 7]),
@@ -25,10 +25,12 @@ from lockstep.types import SamplingParams
         (Cells(12, 8, 12), True, 8, 1, []),
     ],
 )
-def test_where_cells_end(cells: Cells, several: bool, of_a_round: int, lanes: int, ends: list[int]) -> None:
-    found = cells.several, cells.of_a_round, cells.lanes, cells.span_rounds
-    assert found == (several, of_a_round, lanes, bool(ends))
-    assert [number for number in range(cells.shards // cells.ranks) if cells.end_with(number)] == ends
+def test_where_cells_end(
+    cells: Cells, has_several: bool, cell_size_in_round: int, ranks_per_cell: int, ends: list[int]
+) -> None:
+    found = cells.has_several, cells.cell_size_in_round, cells.ranks_per_cell, cells.span_rounds
+    assert found == (has_several, cell_size_in_round, ranks_per_cell, bool(ends))
+    assert [number for number in range(cells.shards // cells.ranks) if cells.ends_cell(number)] == ends
 
 
 def test_cells_are_added_up_one_by_one(make_model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +53,7 @@ def test_cells_are_added_up_one_by_one(make_model, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(update, "body", looked_at)
     batch = blank_batch(BatchShape(16, 8, 4, 16), SamplingParams(), False)
     for number in range(10):
-        batch.ends_cell = cells.end_with(number % 5)
+        batch.ends_cell = cells.ends_cell(number % 5)
         trainer.forward_backward(batch)
     trainer.optim_step(0.0)
     expected = torch.zeros_like(added[0])

@@ -17,7 +17,7 @@ from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.distributed import World
 from lockstep.distributed.cells import Cells
 from lockstep.distributed.mesh import Axis, Mesh
-from lockstep.distributed.pieces import Shares
+from lockstep.distributed.parameter_parts import Shares
 from lockstep.distributed.placement import WHOLE, Placement
 from lockstep.graph.capture.step import capture
 from lockstep.graph.ir.captured import Captured, op_name
@@ -79,24 +79,28 @@ def test_any_layout_reads_what_any_wrote(now: int, then: int, tp: int, tp_then: 
     wrote, reads = shares(then, tp_then), shares(now, tp)
     buffers = [torch.zeros(wrote.size, dtype=torch.int64) for _ in range(then * tp_then)]
     for rank, buffer in enumerate(buffers):
-        for at, there, count in wrote.held(rank):
+        for at, there, count in wrote.pieces_of(rank):
             buffer[at : at + count] = whole[there : there + count]
     for rank in range(now * tp):
         mesh = Mesh(tp=Axis("tp", tp, rank % tp))
-        part = on.cut(whole.view(rows, columns), mesh).flatten()[rank // tp * reads.size :][: reads.size]
+        part = on.take_part(whole.view(rows, columns), mesh).flatten()[rank // tp * reads.size :][: reads.size]
         read = [
             buffers[source][begin : begin + n]
-            for _, there, count in reads.held(rank)
-            for source, begin, n in wrote.find(there, count)
+            for _, there, count in reads.pieces_of(rank)
+            for source, begin, n in wrote.locate(there, count)
         ]
         assert torch.equal(torch.cat([whole[:0], *read]), part)
 
 
-def traced(ranks: int, name: str, lanes: int = 1) -> Captured:
+def traced(ranks: int, name: str, ranks_per_cell: int = 1) -> Captured:
     """A graph of one of so many ranks, traced without the others."""
     model = initialize(Decoder(ModelConfig(64, 16, 16, 1, 2, 1, 8, family="qwen3"), torch.float32), 0)
     trainer = Trainer(
-        model, OptimizerConfig(), LossConfig(), world=World(0, ranks, lanes=lanes), cells=Cells(16, 4, ranks)
+        model,
+        OptimizerConfig(),
+        LossConfig(),
+        world=World(0, ranks, ranks_per_cell=ranks_per_cell),
+        cells=Cells(16, 4, ranks),
     )
     program, sizes = trainer.programs.by_name[name], None
     inputs, statics = program.inputs, dict[str, Any]()
@@ -120,7 +124,7 @@ def test_a_graph_is_as_large_for_any_number_of_ranks(name: str) -> None:
 
 def test_what_a_cell_adds_up_first_leaves_it_once() -> None:
     """Elements that go from a rank to other cells, of which there are two or four: of four ranks the sum alone."""
-    flat, two, four = traced(8, "forward_backward"), *(traced(r, "forward_backward", lanes=4) for r in (8, 16))
+    flat, two, four = traced(8, "forward_backward"), *(traced(r, "forward_backward", ranks_per_cell=4) for r in (8, 16))
     assert calls(two) == calls(four)
 
     def leaving(captured: Captured, stage: int, others: int) -> int:
@@ -136,7 +140,7 @@ def test_masters_begin_as_the_rounded_weights_of_a_source(make_model, tp: int) -
     """Where no rank has the model whole, and the source's are float32."""
     source = ResidentWeights(make_model(torch.float32))
     world = Apart(1, 2 * tp, 10.0, tp=tp, generator_tp=2)
-    model = load_part(source, torch.bfloat16, "cpu", world.generator)
+    model = load_part(source, torch.bfloat16, "cpu", world.generator_mesh)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), world=world, source=source)
     master = trainer.optimizer.master
     assert master is trainer.flat.data and master.dtype == torch.float32 and int(master.count_nonzero()) > 0

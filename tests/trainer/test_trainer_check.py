@@ -131,7 +131,7 @@ def test_an_update_that_leaves_out_a_slice_is_found_and_all_is_put_back(
 ) -> None:
     """Slices of which most are copied to the host; or two that are taken for one another."""
     monkeypatch.setattr(snapshot, "PART", 1 << 12)
-    monkeypatch.setattr(snapshot, "MOST", 1 << 14)
+    monkeypatch.setattr(snapshot, "MAX_DEVICE_BYTES", 1 << 14)
     runtime, trainer = make("full", dtype=torch.bfloat16)
     trainer.warm_up(SHAPES[1:], TOP_P, check_parity=True)
     program, before = trainer.programs.by_name["optim_step"], everything(trainer)
@@ -265,6 +265,6 @@ def test_shapes_beyond_the_warm_up_run_in_pieces() -> None:
     assert runtime.recompiles == 1 and runtime.captures == 2  # the trace of the warm-up serves it
     report = compile_report(runtime)
     assert report["functions"]["forward_backward"]["graphs"] == 3 and report["pool_gib"] > 0
-    assert report["passes"].keys() == runtime.builder.nodes.keys() and report["traces"] == 2
+    assert report["passes"].keys() == runtime.builder.logs.keys() and report["traces"] == 2
     metrics = runtime.metrics()
     assert metrics["graph_replays"] == metrics["graph_replays/forward_backward"] + metrics["graph_replays/optim_step"]

@@ -27,7 +27,7 @@ class SharedMemory:
             rank in the middle, and the address of `late`.
         state: int64 [2]: launches so far, and the finished programs of the current launch.
         late: in host memory, written by the device: 0, or launch * ranks + sender for words that did not come in time.
-        held: keeps alive the memory that `addresses` points into.
+        keep_alive: holds the memory that `addresses` points into.
         members: the global ranks of the group.
     """
 
@@ -37,7 +37,7 @@ class SharedMemory:
     addresses: Tensor
     state: Tensor
     late: Tensor
-    held: object = None
+    keep_alive: object = None
     members: tuple[int, ...] = ()
 
 
@@ -52,7 +52,7 @@ class LateWords(NamedTuple):
 _BY_GROUP: dict[str, SharedMemory] = {}
 
 
-def own_slots(ranks: int, device: torch.device) -> Tensor:
+def allocate_slots(ranks: int, device: torch.device) -> Tensor:
     """This rank's slots, allocated so that `share_memory` can share them with the group."""
     return torch_private.symmetric_bytes(WORD_BYTES * PARITIES * ranks * SLOT, device)
 
@@ -75,9 +75,8 @@ def share_memory(name: str, group: dist.ProcessGroup, own: Tensor, timeout: floa
     own.zero_()  # launches count from 1, so no launch has this mark
     torch.cuda.synchronize(device)
     members = tuple(dist.get_process_group_ranks(group))
-    made = SharedMemory(rank, ranks, int(timeout * 1e9), addresses, state, late, (own, mapped), members)
-    _BY_GROUP[name] = made
-    return made
+    _BY_GROUP[name] = SharedMemory(rank, ranks, int(timeout * 1e9), addresses, state, late, (own, mapped), members)
+    return _BY_GROUP[name]
 
 
 def shared_memory(group: str) -> SharedMemory:

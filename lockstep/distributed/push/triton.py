@@ -140,10 +140,10 @@ def push_columns(x: Tensor, ranks: int, group: str, to_owners: bool) -> Tensor:
     words = _words(x)
     if not 0 < words.numel() // (ranks if to_owners else 1) <= SLOT:
         return by_collective(x, ranks, group, to_owners)
-    return pushed(words, to_owners, shared_memory(group)).view(x.dtype)
+    return launch_push(words, to_owners, shared_memory(group)).view(x.dtype)
 
 
-def pushed(x: Tensor, to_owners: bool, memory: SharedMemory, store: bool = True, take: bool = True) -> Tensor:
+def launch_push(x: Tensor, to_owners: bool, memory: SharedMemory, store: bool = True, take: bool = True) -> Tensor:
     """`push_columns` through shared memory. The two halves may be launched separately.
 
     Args:

@@ -97,11 +97,11 @@ def leading(
 ) -> Iterator[Callable[[list, list], Sampler]]:
     """A context that gives the function that makes the generator; if several ranks generate together, it makes a
     `Leader` of `samples`, which ends with the context."""
-    if world.together is None:
+    if world.generator_group is None:
         yield sampler
         return
-    with world.watched(_DOING) as launched:
-        leader = Leader(sampler([], []), launched, world.told, samples)
+    with world.rolling_deadline(_DOING) as launched:
+        leader = Leader(sampler([], []), launched, world.broadcast_in_group, samples)
         try:
             yield lambda *_: leader
         except KeyboardInterrupt:  # all ranks got it
@@ -114,10 +114,10 @@ def leading(
 
 def follow(world: World, sampler: Sampler) -> None:
     """Repeat the first rank's calls on this rank's generator, until it ends."""
-    with world.watched(_DOING) as launched:
+    with world.rolling_deadline(_DOING) as launched:
         own = _Counted(sampler, launched)
         while True:
-            calls: Told = world.told()
+            calls: Told = world.broadcast_in_group()
             for name, *arguments in calls:
                 if name == "end":
                     return

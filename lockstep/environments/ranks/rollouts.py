@@ -102,7 +102,7 @@ class Holders:
             data = _words(lacked[self._world.rank])
             data += pickle.dumps(list(map(_texts, own)))
         sizes = self._world.gather(len(data))
-        coming = {rank: sizes[rank] for rank in by_rank} if self._world.first else {}
+        coming = {rank: sizes[rank] for rank in by_rank} if self._world.is_first else {}
         arriving = self._world.transfer({0: data}, coming, tag=1)
 
         def arrived() -> None:

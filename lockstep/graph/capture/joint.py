@@ -44,34 +44,33 @@ def capture_joint(
         return capture(name, body, inputs, statics=statics, writes=writes, dynamic=dynamic)
     statics = dict(statics or {})
     check_closure(name, body.forward)
-    layout = _Layout(body, inputs, writes)
+    indices = _JointInputs(body, inputs, writes)
     outputs: list[str] = []
 
     def forward(*tensors: Tensor) -> list[Tensor]:
         """The loss, the outputs, and the final values of the inputs that may be written."""
-        own = [tensor.clone() if i in layout.written else tensor for i, tensor in enumerate(tensors)]
+        own = [tensor.clone() if i in indices.written else tensor for i, tensor in enumerate(tensors)]
         loss, found = body.forward(inputs.with_tensors(own), **statics)
         outputs[:] = found  # it is called more than once
-        return [loss, *found.values(), *(own[i] for i in layout.written)]
+        return [loss, *found.values(), *(own[i] for i in indices.written)]
 
-    specs = inputs.described(dynamic or {})
-    tensors = [tensor for _, _, tensor in inputs.flat()]
+    specs = inputs.specs(dynamic or {})
     try:
-        module, sizes = torch_trace.trace(forward, tensors, [spec.sizes for spec in specs], layout.graph)
+        module, sizes = torch_trace.trace(forward, inputs.tensors(), [spec.sizes for spec in specs], indices.graph)
     except torch_trace.Untraceable as error:
         raise GraphError(f"{name}: cannot be captured: {error}") from error
     captured = Captured(name, module, specs, tuple(outputs), statics, frozenset(writes), sizes=sizes)
-    return replace(captured, log=(_described(captured),))
+    return replace(captured, log=(_summary(captured),))
 
 
-def _described(captured: Captured) -> str:
+def _summary(captured: Captured) -> str:
     calls = [node for node in captured.graph.nodes if node.op == "call_function"]
     behind = sum(map(is_backward, calls))
     saved = f"{saved_bytes(captured) / 2**20:.1f} MiB kept for the backward pass"
     return f"capture: joint; {len(calls) - behind} calls forward, {behind} backward, {saved}"
 
 
-class _Layout:
+class _JointInputs:
     """Indices of inputs: the leaves (with `names`), the totals that their gradients are added to, and the other inputs
     that the forward pass may write."""
 
@@ -86,7 +85,7 @@ class _Layout:
         forward, backward, count = torch_joint.partition(fn, fakes, self.leaves)
         graph = fx.Graph()
         arguments = [torch_trace.set_fake_value(graph.placeholder(f"arg{i}_1"), x) for i, x in enumerate(fakes)]
-        results, known = _copied(graph, forward, arguments)
+        results, known = _append_calls(graph, forward, arguments)
         loss, *outputs = results[:count]
         for i, value in zip(self.written, outputs[len(outputs) - len(self.written) :], strict=True):
             if op_name(value) != "aten.clone" or value.args[0] is not arguments[i]:
@@ -94,22 +93,23 @@ class _Layout:
         before = set(graph.nodes)
         seed = torch_trace.call(graph, torch.ops.aten.ones_like.default, loss)
         inputs = [known.get(node.name, seed) for node in backward.graph.find_nodes(op="placeholder")]
-        gradients = _copied(graph, backward, inputs)[0][: len(self.leaves)]
+        gradients = _append_calls(graph, backward, inputs)[0][: len(self.leaves)]
         if unused := [name for name, gradient in zip(self.names, gradients, strict=True) if gradient is None]:
             raise torch_trace.Untraceable(f"no gradient reaches param {', '.join(map(repr, unused))}")
         for node in set(graph.nodes) - before:
             torch_trace.set_tag(node, BACKWARD_TAG, BACKWARD)
         operands = [*(arguments[i] for i in self.totals), *gradients]
-        _copied(graph, torch_trace.flat_graph(self._accumulated, list(map(torch_trace.fake_value, operands))), operands)
+        accumulation = torch_trace.flat_graph(self._accumulate, list(map(torch_trace.fake_value, operands)))
+        _append_calls(graph, accumulation, operands)
         graph.output(outputs[: len(outputs) - len(self.written)])
         return torch_trace.graph_module(forward, graph)
 
-    def _accumulated(self, *tensors: Tensor) -> list[Tensor]:
+    def _accumulate(self, *tensors: Tensor) -> list[Tensor]:
         self.body.accumulate(tensors[: len(self.totals)], tensors[len(self.totals) :])
         return []
 
 
-def _copied(
+def _append_calls(
     graph: fx.Graph, module: fx.GraphModule, inputs: Sequence[fx.Node]
 ) -> tuple[list[fx.Node], dict[str, fx.Node]]:
     """Append a module's calls to a graph. Returns the copied results, and every copy by its name in the module."""

@@ -29,7 +29,7 @@ class Request:
 
     @cached_property
     def specs(self) -> tuple[InputSpec, ...]:
-        return self.inputs.described(self.dynamic or {})
+        return self.inputs.specs(self.dynamic or {})
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -83,9 +83,9 @@ def capture(
         outputs.extend(result)
         return list(result.values())
 
-    specs = inputs.described(dynamic or {})
+    specs = inputs.specs(dynamic or {})
     try:
-        module, sizes = torch_trace.trace(flat, [t for _, _, t in inputs.flat()], [spec.sizes for spec in specs])
+        module, sizes = torch_trace.trace(flat, inputs.tensors(), [spec.sizes for spec in specs])
     except torch_trace.Untraceable as error:
         raise GraphError(f"{name}: cannot be captured: {error}") from error
     return Captured(name, module, specs, tuple(outputs), statics, frozenset(writes), sizes=sizes)
@@ -107,7 +107,7 @@ def check_closure(name: str, body: Callable[..., Any]) -> None:
             raise GraphError(f"{name}: the traced function closes over {variable!r}, a {type(value).__name__} {kind}")
 
 
-def substituted(module: nn.Module, inputs: Inputs) -> AbstractContextManager[None]:
+def substitute_inputs(module: nn.Module, inputs: Inputs) -> AbstractContextManager[None]:
     """For use in a function that may be traced. Within, `module` uses the traced tensors in `inputs` (see
     `module_inputs`), and its calls are marked by module path. If `inputs` are its own tensors, nothing changes."""
     return nullcontext() if inputs.module is module else _on_traced(module, inputs)
@@ -117,18 +117,18 @@ def substituted(module: nn.Module, inputs: Inputs) -> AbstractContextManager[Non
 def _on_traced(module: nn.Module, inputs: Inputs) -> Iterator[None]:
     own = module_inputs(module)
     traced = {name: inputs.param[name] for name in own.param} | {name: inputs.buffer[name] for name in own.buffer}
-    with torch_trace.swapped(module, traced), _tagged(module):
+    with torch_trace.swap_tensors(module, traced), _tag_submodules(module):
         yield
 
 
 def module_inputs(module: nn.Module) -> Inputs:
-    """A module's parameters (role `param`) and its other tensors (role `buffer`), for `substituted`."""
+    """A module's parameters (role `param`) and its other tensors (role `buffer`), for `substitute_inputs`."""
     parameters, others = torch_trace.module_tensors(module)
     return Inputs(param=parameters, buffer=others, module=module)
 
 
 @contextmanager
-def _tagged(module: nn.Module) -> Iterator[None]:
+def _tag_submodules(module: nn.Module) -> Iterator[None]:
     """Within, nodes traced in the forward of a submodule carry its path."""
     contexts: list[AbstractContextManager[None]] = []
 

@@ -20,17 +20,17 @@ from torch import Tensor
 from ...cache import fingerprint as cache_fingerprint
 from ...cache import user_folder
 from ...ops import cpu_build
-from ..ir.captured import GraphError, Level, outside, title_of
+from ..ir.captured import GraphError, Level, foreign_calls, title_of
 from ..ir.text import digest
 from ..program import Program
 from ..runtime import Runtime
 from ..store.key import body_name
-from .comparison import Case, Comparison, held
+from .comparison import Case, Comparison, tensors_to_restore
 from .fingerprints import fingerprint, first_difference
 from .snapshot import Snapshot
 
 Mode = Literal["strict", "warn"]
-MOST = 4096  # passed checks to keep
+MAX_KEPT = 4096  # passed checks to keep
 _log = logging.getLogger("lockstep.graph")
 
 
@@ -63,7 +63,7 @@ class PassedChecks:
         return isinstance(found, dict) and found.get("key") == key
 
     def add(self, key: str, about: Mapping[str, Any]) -> None:
-        user_folder.write(self._folder / f"{key}.json", {"key": key, **about}, keep=MOST)
+        user_folder.write(self._folder / f"{key}.json", {"key": key, **about}, keep=MAX_KEPT)
 
 
 Work = Sequence[tuple[Program, Sequence[Case]]]
@@ -81,8 +81,8 @@ def check_against_eager(
     Args:
         mode: on a difference, strict raises an error, and warn checks the function again one level further down.
         verdicts: checks that passed before, which are not repeated; None repeats all.
-        spare: zeroed memory that no function with `Case.made` uses; holds copies of state, and is zero again at the
-            end.
+        spare: zeroed memory that no function with `Case.filled_roles` uses. It holds copies of state, and is zero again
+            at the end.
 
     Raises:
         GraphError: in strict mode, a function differs from eager: names function, case, stage and node. In either
@@ -90,11 +90,12 @@ def check_against_eager(
     """
     functions = [function for function, _ in work]
     with runtime.timings.measured("verify"):
-        state = _State(functions, spare, runtime.borrower.allotted if runtime.borrower else ())
+        state = _State(functions, spare, runtime.borrower.overwritable_addresses if runtime.borrower else ())
         names = dict.fromkeys(function.name for function in functions)
         found = []
         for name in names:
-            with state.put_back(of_name := [w for w in work if w[0].name == name]):
+            of_name = [(function, cases) for function, cases in work if function.name == name]
+            with state.restore_after(of_name):
                 found.append(_check(runtime, of_name, mode, verdicts, state))
         if changed := state.changed():
             raise GraphError(f"the check of captured graphs left {changed} changed: a case must declare what it writes")
@@ -118,7 +119,7 @@ def _check(runtime: Runtime, work: Work, mode: Mode, verdicts: PassedChecks | No
         if mode == "strict":
             raise GraphError(f"{fault}. compile.verify warn runs the function one level further down instead")
         faults.append(fault)
-        _log.warning("%s; the function now runs one level further down: %s", fault, runtime.lower(name))
+        _log.warning("%s; the function now runs one level further down: %s", fault, runtime.lower_level(name))
     cases = sum(len(cases) for _, cases in work)
     return Verdict(name, level, cases, known, time.perf_counter() - began, tuple(faults))
 
@@ -133,7 +134,7 @@ def _first_fault(
     for function, case in [(function, case) for function, cases in work for case in cases]:
         captured = function.graph(case.user, case.statics).captured
         if first := id(captured) not in of_graphs:  # no key covers code from outside the package
-            kept = None if cache_fingerprint.changed() or outside(captured) else verdicts
+            kept = None if cache_fingerprint.changed() or foreign_calls(captured) else verdicts
             of_graphs[id(captured)] = digest(captured), kept
         text, kept = of_graphs[id(captured)]
         shapes = [(title, tuple(tensor.shape)) for _, title, tensor in replace(function.inputs, user=case.user).flat()]
@@ -142,7 +143,7 @@ def _first_fault(
         if verdicts and not any(runtime.peers.gather(kept is None or not kept.passed(this))):
             known += 1
             continue
-        state.note()
+        state.remember()
         trial = Comparison(function, case)
         if fault := trial.fault(first) if runtime.peers.size == 1 else trial.fault_of_any(runtime.peers, first):
             return f"{captured.title}, case {case.name!r}: {fault}", known
@@ -163,14 +164,14 @@ class _State:
         self._made: Work = ()
         self._held: Snapshot | None = None
 
-    def note(self) -> None:
+    def remember(self) -> None:
         if self._before is None:
             self._before = self._all()
         if self._held is None:
-            self._held = Snapshot(held(self._made), self._spare)
+            self._held = Snapshot(tensors_to_restore(self._made), self._spare)
 
     @contextmanager
-    def put_back(self, work: Work) -> Iterator[None]:
+    def restore_after(self, work: Work) -> Iterator[None]:
         """Afterwards, the state that the cases made holds what it did before their first run."""
         self._made = work
         try:

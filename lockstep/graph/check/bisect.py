@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ir.captured import Captured, described, is_exact, mutates, op_name, written
+from ..ir.captured import Captured, describe, is_exact, mutates, op_name, written_arguments
 from ..launch.cudagraph import CudaRecorder
 from ..passes.canonicalize import SAME_TENSOR
 from ..torch_private import trace as torch_trace
@@ -49,7 +49,7 @@ class Fault:
         return f"{self.step} differs from {against} in {self.what}, {where}"
 
 
-def faulty_step(
+def find_faulty_step(
     captured: Captured,
     eager: Callable[[], Any],
     arguments: Sequence[Tensor],
@@ -64,20 +64,20 @@ def faulty_step(
     step, after = kept[i]
     if i < 0:
         return Fault(step, None, what)
-    seen = around(partial(_node_prints, after, arguments))
+    seen = around(partial(_node_fingerprints, after, arguments))
     if i == 0:
-        return Fault(step, _against_eager(after, seen, around(partial(_eager_prints, eager))), what)
+        return Fault(step, _first_node_unlike_eager(after, seen, around(partial(_eager_fingerprints, eager))), what)
     if region := around(partial(_worst_region, after, arguments)):
         return Fault(step, region, what)
     before = kept[i - 1][1]
-    if node := first_difference(around(partial(_node_prints, before, arguments)), seen):
+    if node := first_difference(around(partial(_node_fingerprints, before, arguments)), seen):
         return Fault(step, _describe(after, node), what)
     kept_names = {n.name for n in after.graph.nodes}
     lost = next((n.name for n in before.graph.nodes if mutates(n) and n.name not in kept_names), None)
     return Fault(step, _describe(before, lost) if lost else None, what)
 
 
-def faulty_replay(
+def find_faulty_replay(
     captured: Captured,
     recorder: CudaRecorder,
     arguments: Sequence[Tensor],
@@ -89,7 +89,7 @@ def faulty_replay(
     node as its result. `load` fills the user inputs among `arguments`, which are buffers of the recording."""
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.stack(list(_node_prints(captured, tensors).values()))]
+        return [torch.stack(list(_node_fingerprints(captured, tensors).values()))]
 
     def replay() -> Tensor:
         load()
@@ -98,7 +98,7 @@ def faulty_replay(
 
     def interpret() -> dict[str, Tensor]:
         load()
-        return _node_prints(captured, arguments)
+        return _node_fingerprints(captured, arguments)
 
     recording = around(lambda: recorder.record(run, arguments))
     expected = around(interpret)
@@ -108,7 +108,7 @@ def faulty_replay(
     return Fault("replay", _describe(captured, node) if node else None, what)
 
 
-class _Watched(fx.Interpreter):
+class _ObservedInterpreter(fx.Interpreter):
     """Runs a graph node by node and calls `seen(interpreter, node, result)` after each."""
 
     def __init__(self, module: fx.GraphModule, seen: Callable[[fx.Interpreter, fx.Node, Any], None]) -> None:
@@ -133,27 +133,27 @@ def _worst_region(captured: Captured, arguments: Sequence[Tensor]) -> str | None
 
     if all(map(is_exact, captured.graph.nodes)):
         return None
-    _Watched(captured.module, seen).run(*arguments)
+    _ObservedInterpreter(captured.module, seen).run(*arguments)
     name = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
     if errors[name] <= bound(captured):
         return None
     return f"{_describe(captured, name)}, which is {errors[name]:.2g} from its operators"
 
 
-def _node_prints(captured: Captured, arguments: Sequence[Tensor]) -> dict[str, Tensor]:
+def _node_fingerprints(captured: Captured, arguments: Sequence[Tensor]) -> dict[str, Tensor]:
     """By node, a hash of what its call returned and wrote."""
     prints: dict[str, Tensor] = {}
 
     def seen(at: fx.Interpreter, node: fx.Node, result: Any) -> None:
         computes = node.op == "call_function" and node.target is not operator.getitem
-        if computes and (tensors := list(_tensors([result, [at.env[a] for a in written(node)]]))):
-            prints[node.name] = _together(tensors)
+        if computes and (tensors := list(_tensors([result, [at.env[a] for a in written_arguments(node)]]))):
+            prints[node.name] = _combine(tensors)
 
-    _Watched(captured.module, seen).run(*arguments)
+    _ObservedInterpreter(captured.module, seen).run(*arguments)
     return prints
 
 
-def _eager_prints(eager: Callable[[], Any]) -> list[tuple[str, Tensor]]:
+def _eager_fingerprints(eager: Callable[[], Any]) -> list[tuple[str, Tensor]]:
     """(operator, hash) of every call that computes or writes tensors, in order."""
     calls: list[tuple[str, Tensor]] = []
 
@@ -163,13 +163,15 @@ def _eager_prints(eager: Callable[[], Any]) -> list[tuple[str, Tensor]]:
         writes = [passed[a.name] for a in torch_trace.arguments(op) if a.is_write]
         tensors = list(_tensors([result, writes]))
         if tensors and _computes(op):
-            calls.append((torch_trace.operator_name(op), _together(tensors)))
+            calls.append((torch_trace.operator_name(op), _combine(tensors)))
 
-    torch_trace.watched(eager, seen)
+    torch_trace.run_observed(eager, seen)
     return calls
 
 
-def _against_eager(captured: Captured, seen: Mapping[str, Tensor], calls: Sequence[tuple[str, Tensor]]) -> str | None:
+def _first_node_unlike_eager(
+    captured: Captured, seen: Mapping[str, Tensor], calls: Sequence[tuple[str, Tensor]]
+) -> str | None:
     """The first node whose result differs from eager's call of the same operator, or else whose operator differs.
 
     Calls are aligned by operator, since a trace with open sizes has slices that eager skips as no-ops.
@@ -194,10 +196,10 @@ def _computes(op: Any) -> bool:
 
 
 def _describe(captured: Captured, name: str) -> str:
-    return described(next(n for n in captured.graph.nodes if n.name == name))
+    return describe(next(n for n in captured.graph.nodes if n.name == name))
 
 
-def _together(tensors: Sequence[Tensor]) -> Tensor:
+def _combine(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([fingerprint(t) * (2 * i + 1) for i, t in enumerate(tensors)]).sum()
 
 

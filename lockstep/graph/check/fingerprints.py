@@ -20,7 +20,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     chance, with a probability of about 2 ** -63.
     """
     total, first = torch.zeros((), dtype=torch.int64, device=tensor.device), 1
-    for words in map(_words, _in_one_piece(tensor.detach())):
+    for words in map(_words, _contiguous_pieces(tensor.detach())):
         if words.is_cuda:
             from .triton_hash import add_hash
 
@@ -43,7 +43,7 @@ def _hash(words: Tensor, first: int) -> Tensor:
     return total
 
 
-def _in_one_piece(tensor: Tensor) -> Sequence[Tensor]:
+def _contiguous_pieces(tensor: Tensor) -> Sequence[Tensor]:
     """A tensor, or its rows if only these are contiguous, such as pages in the layers of a KV cache: `contiguous` would
     copy all of it."""
     rows = tensor.unbind() if tensor.dim() > 1 and not tensor.is_contiguous() else ()

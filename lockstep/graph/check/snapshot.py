@@ -11,7 +11,7 @@ from .fingerprints import WORDS
 
 PART = 1 << 26  # bytes that are tested for zeros, or copied between device and host, at once
 ALIGNMENT = 16  # bytes
-MOST = 1 << 28  # bytes of copies on the device outside spare memory; further copies are on the host
+MAX_DEVICE_BYTES = 1 << 28  # bytes of copies on the device outside spare memory; further copies are on the host
 
 
 class Snapshot:
@@ -33,16 +33,18 @@ class Snapshot:
         here = 0  # bytes of copies on the device outside spare memory
         self._spare, self._taken = [memory.view(-1).view(torch.uint8) for memory in spare], list[Tensor]()
         self.nbytes = 0
-        for part, used in (found for tensor in tensors for own in _pieces(tensor.detach()) for found in _parts(own)):
+        pieces = [piece for tensor in tensors for piece in _pieces(tensor.detach())]
+        for part, used in (found for piece in pieces for found in _parts(piece)):
             if not used:
                 self._zero.append(part)
                 continue
             self.nbytes += part.nbytes
-            copy = self._lent(part)
+            copy = self._take_spare(part)
             if copy is None:
                 here += part.nbytes
-                copy = torch.empty(part.shape, dtype=part.dtype, device="cpu" if here > MOST else part.device)
-            copied(copy, part)
+                device = torch.device("cpu") if here > MAX_DEVICE_BYTES else part.device
+                copy = torch.empty(part.shape, dtype=part.dtype, device=device)
+            copy_in_rows(copy, part)
             self._kept.append((part, copy))
 
     @torch.no_grad()
@@ -50,11 +52,11 @@ class Snapshot:
         for part in self._zero:
             part.zero_()
         for part, copy in self._kept:
-            copied(part, copy)
+            copy_in_rows(part, copy)
         for taken in self._taken:
             taken.zero_()
 
-    def _lent(self, part: Tensor) -> Tensor | None:
+    def _take_spare(self, part: Tensor) -> Tensor | None:
         """Spare memory for a copy of `part`, or None if none is large enough."""
         size = part.nbytes
         for i, memory in enumerate(self._spare):
@@ -65,7 +67,7 @@ class Snapshot:
         return None
 
 
-def copied(target: Tensor, source: Tensor) -> None:
+def copy_in_rows(target: Tensor, source: Tensor) -> None:
     """Copy `source` to `target`. Between devices, a few rows at a time: non-contiguous tensors are first copied to
     contiguous ones, for all of which there may be no memory."""
     if target.device == source.device or source.dim() == 0:

@@ -18,14 +18,14 @@ def bound(captured: Captured) -> float:
     return max((BOUNDS[kind] for kind in kinds if kind in BOUNDS), default=BOUNDS[torch.float32])
 
 
-def too_far(found: Sequence[Tensor], eager: Sequence[Tensor], start: Sequence[Tensor], limit: float) -> bool:
+def exceeds_bound(found: Sequence[Tensor], eager: Sequence[Tensor], start: Sequence[Tensor], limit: float) -> bool:
     """Whether any tensor differs from eager's by more than `limit` times the change that eager made, in norm. `start`:
     the values before the run, if the tensors are state. Integers, such as tokens, are never too far."""
     before: Sequence[Tensor | None] = start or [None] * len(found)
-    return any(_too_far(*tensors, limit) for tensors in zip(found, eager, before, strict=True))
+    return any(_exceeds_bound(*tensors, limit) for tensors in zip(found, eager, before, strict=True))
 
 
-def _too_far(found: Tensor, eager: Tensor, start: Tensor | None, limit: float) -> bool:
+def _exceeds_bound(found: Tensor, eager: Tensor, start: Tensor | None, limit: float) -> bool:
     if not eager.is_floating_point():
         return False
     changed = _norm(eager if start is None else eager - start)

@@ -33,7 +33,7 @@ _NAMESPACES = {  # operator namespaces of this package and of torch
 }
 _MODULES = {"torch", "lockstep", "_operator", "operator", "builtins", "math"}  # root modules of known plain functions
 STORED = "lockstep_value"  # metadata key of a loaded graph's nodes: the stored `Value`
-_DESCRIBED = "lockstep_described"  # metadata key of a traced graph's nodes: (fake value, its `Value`)
+_CACHED_VALUE = "lockstep_described"  # metadata key of a traced graph's nodes: (fake value, its `Value`)
 
 
 class GraphError(LockstepError):
@@ -47,7 +47,7 @@ class Inputs:
     Attributes:
         param: weights. grad: gradient accumulation buffers. buffer: other state, such as statistics or positions.
         optimizer: master weights and moments. kv: the KV cache. user: inputs that differ from launch to launch.
-        module: the module that owns `param` and `buffer`; `substituted` need not swap its tensors.
+        module: the module that owns `param` and `buffer`; `substitute_inputs` need not swap its tensors.
     """
 
     param: Mapping[str, Tensor] = field(default_factory=dict)
@@ -63,19 +63,22 @@ class Inputs:
             for name, tensor in getattr(self, role).items():
                 yield role, name, tensor
 
+    def tensors(self) -> list[Tensor]:
+        return [tensor for _, _, tensor in self.flat()]
+
     def with_tensors(self, tensors: Iterable[Tensor]) -> Inputs:
         source = iter(tensors)
         other = {role: {name: next(source) for name in getattr(self, role)} for role in get_args(Role)}
         return replace(self, **other, module=None)
 
-    def described(self, dynamic: Dynamic) -> tuple[InputSpec, ...]:
+    def specs(self, dynamic: Dynamic) -> tuple[InputSpec, ...]:
         """The specs of the inputs, in the order of `flat`, with open sizes by name; see `InputSpec.of`."""
         return tuple(InputSpec.of(role, name, tensor, dynamic.get(name, ())) for role, name, tensor in self.flat())
 
     def open_sizes(self, specs: Sequence[InputSpec]) -> dict[str, int]:
         """The values of the open sizes of `specs` in these inputs. `GraphError`: two inputs disagree about a size."""
         sizes: dict[str, int] = {}
-        for spec, (_, _, tensor) in zip(specs, self.flat(), strict=True):
+        for spec, tensor in zip(specs, self.tensors(), strict=True):
             for size, value in zip(spec.shape, tensor.shape, strict=True):
                 if isinstance(size, str) and sizes.setdefault(size, value) != value:
                     raise GraphError(f"size {size} of {spec} is {value}, that of an input before it {sizes[size]}")
@@ -174,17 +177,18 @@ class Captured:
         if STORED in node.meta:
             return node.meta[STORED]
         recorded = torch_trace.fake_value(node)
-        known = node.meta.get(_DESCRIBED)
+        known = node.meta.get(_CACHED_VALUE)
         if known is None or known[0] is not recorded:  # cached, as every pass and check asks this of every node
-            known = node.meta[_DESCRIBED] = recorded, value_of(recorded, self.sizes)
+            known = node.meta[_CACHED_VALUE] = recorded, value_of(recorded, self.sizes)
         return known[1]
 
     @cached_property
     def written_inputs(self) -> frozenset[int]:
         """Indices of the inputs that the graph writes in place."""
         number = {node: i for i, (node, _) in enumerate(self.placeholders())}
-        lies_in = origins(self.graph)
-        return frozenset(number[o] for n in self.graph.nodes for a in written(n) for o in lies_in[a] if o in number)
+        origins_of = origins(self.graph)
+        written = [o for node in self.graph.nodes for o in written_memory(node, origins_of)]
+        return frozenset(number[origin] for origin in written if origin in number)
 
     def stages(self) -> list[tuple[str, Captured]]:
         """The graph as captured and after each pass, oldest first, as far as they were kept. A loaded graph begins with
@@ -216,15 +220,15 @@ def inexact_results(captured: Captured) -> frozenset[str]:
     """Outputs ("output NAME") and written inputs ("ROLE NAME") that depend on a call that is not exact."""
     if all(map(is_exact, captured.graph.nodes)):
         return frozenset()
-    lies_in = origins(captured.graph)
+    origins_of = origins(captured.graph)
     found: set[fx.Node] = set()
     for node in captured.graph.nodes:
-        sources = {source for a in node.all_input_nodes for source in (a, *lies_in[a])}
+        sources = {source for a in node.all_input_nodes for source in (a, *origins_of[a])}
         if node.op == "call_function" and not (is_exact(node) and sources.isdisjoint(found)):
-            found |= {node, *(origin for argument in written(node) for origin in lies_in[argument])}
+            found |= {node, *written_memory(node, origins_of)}
     results: Any = captured.graph.output_node().args[0]
     outputs = zip(captured.outputs, results, strict=True)
-    names = {f"output {name}" for name, node in outputs if not found.isdisjoint({node, *lies_in[node]})}
+    names = {f"output {name}" for name, node in outputs if not found.isdisjoint({node, *origins_of[node]})}
     return frozenset(names | {spec.title for node, spec in captured.placeholders() if node in found})
 
 
@@ -235,13 +239,13 @@ def op_name(node: fx.Node) -> str:
     return getattr(node.target, "__name__", node.op) if node.op == "call_function" else node.op
 
 
-def plain(captured: Captured) -> bool:
-    """Whether the first launch does the same as later ones, once the package's kernels are loaded: there are no
-    compiled regions or foreign operators, which may compile or autotune first, and no calls between recorded pieces."""
-    return not captured.split_at and all(map(is_exact, captured.graph.nodes)) and not outside(captured)
+def can_record_without_launch(captured: Captured) -> bool:
+    """Whether a CUDA graph can be recorded without a launch before, once the package's kernels are loaded: there are no
+    compiled regions or foreign operators, whose first call may compile or autotune, and no calls between pieces."""
+    return not captured.split_at and all(map(is_exact, captured.graph.nodes)) and not foreign_calls(captured)
 
 
-def outside(captured: Captured) -> set[str]:
+def foreign_calls(captured: Captured) -> set[str]:
     """Operators and functions that the graph calls from outside this package, torch and Python."""
     found = set()
     for target in (node.target for node in captured.graph.nodes if node.op == "call_function"):
@@ -265,22 +269,27 @@ def module_of(node: fx.Node) -> str:
     return torch_trace.tags(node).get(MODULE_TAG, "")
 
 
-def described(node: fx.Node) -> str:
+def describe(node: fx.Node) -> str:
     """A node for a message: its name, operator and module."""
     module = f" of {module_of(node)}" if module_of(node) else ""
     return f"node {node.name} ({op_name(node)}){module}"
 
 
-def written(node: fx.Node) -> list[fx.Node]:
+def written_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that a call writes in place."""
-    return _given(node, _written_places)
+    return _nodes_passed_for(node, _written_places)
+
+
+def written_memory(node: fx.Node, origins_of: Origins) -> list[fx.Node]:
+    """The nodes that own the memory that a call writes in place; see `origins`."""
+    return [origin for argument in written_arguments(node) for origin in origins_of[argument]]
 
 
 def mutates(node: fx.Node) -> bool:
-    return bool(written(node))
+    return bool(written_arguments(node))
 
 
-def acts(node: fx.Node) -> bool:
+def has_side_effects(node: fx.Node) -> bool:
     """Whether a call has side effects, so it must stay even if nothing reads its results: it writes in place, draws
     from torch's random state, or returns nothing, such as an assertion."""
     if not torch_trace.is_operator(node.target):
@@ -293,20 +302,20 @@ def acts(node: fx.Node) -> bool:
 _UNDECLARED_VIEWS = {"aten._unsafe_view", "aten.lift_fresh", "_c10d_functional.wait_tensor"}
 
 
-def viewed(node: fx.Node) -> list[fx.Node]:
+def aliased_arguments(node: fx.Node) -> list[fx.Node]:
     """The arguments that a call's result aliases."""
     if node.target is operator.getitem:
         return [node.args[0]]  # type: ignore[list-item]
     if op_name(node) in _UNDECLARED_VIEWS:
         return list(node.all_input_nodes[:1])
-    return _given(node, _viewed_places)
+    return _nodes_passed_for(node, _viewed_places)
 
 
 def origins(graph: fx.Graph) -> Origins:
     """For each node, the nodes that own the memory of its result: placeholders, constants, or calls that allocate."""
     found: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
-        sources = viewed(node) if node.op == "call_function" else []
+        sources = aliased_arguments(node) if node.op == "call_function" else []
         found[node] = frozenset().union(*(found[s] for s in sources)) if sources else frozenset((node,))
     return found
 
@@ -324,7 +333,7 @@ def _viewed_places(op: Any) -> tuple[Place, ...]:
     return tuple((i, a.name) for i, a in enumerate(torch_trace.arguments(op)) if a.aliases & shared)
 
 
-def _given(node: fx.Node, places: Callable[[Any], tuple[Place, ...]]) -> list[fx.Node]:
+def _nodes_passed_for(node: fx.Node, places: Callable[[Any], tuple[Place, ...]]) -> list[fx.Node]:
     """The nodes that a call passes for the arguments that `places` gives for its operator."""
     if node.op != "call_function" or not torch_trace.is_operator(node.target):
         return []

@@ -63,15 +63,15 @@ class Sizes:
 
         return str(found.xreplace({symbol: sympy.Symbol(name) for symbol, name in self.symbols.items()}))
 
-    def broken(self, values: Mapping[str, int]) -> list[str]:
+    def broken_conditions(self, values: Mapping[str, int]) -> list[str]:
         return [f"{text(c)} ({where})" for c, where in self.conditions if not holds(c, values)]
 
-    def also(self, conditions: Iterable[Condition]) -> Sizes:
+    def with_conditions(self, conditions: Iterable[Condition]) -> Sizes:
         found = {repr(c): (c, where) for c, where in (*self.conditions, *conditions)}
         return replace(self, conditions=tuple(found.values()))
 
 
-def in_names(conditions: Iterable[Condition], meaning: Mapping[str, Any], sizes: Sizes) -> list[Condition]:
+def rename_conditions(conditions: Iterable[Condition], meaning: Mapping[str, Any], sizes: Sizes) -> list[Condition]:
     """Conditions with their names replaced: `meaning` maps each to an expression in the symbols of `sizes`."""
     found = {name: expression(e, sizes.symbols) for name, e in meaning.items()}
 
@@ -99,14 +99,14 @@ def holds(condition: Expression, values: Mapping[str, int]) -> bool:
     """Whether a condition holds. One that divides by a size of 0 does not: an earlier condition on that size is then
     broken as well."""
     try:
-        return bool(evaluated(condition, values))
+        return bool(evaluate(condition, values))
     except ZeroDivisionError:
         return False
 
 
-def evaluated(e: Expression, values: Mapping[str, int]) -> Any:
+def evaluate(e: Expression, values: Mapping[str, int]) -> Any:
     if isinstance(e, list):
-        return _OPERATORS[e[0]](*(evaluated(argument, values) for argument in e[1:]))
+        return _OPERATORS[e[0]](*(evaluate(argument, values) for argument in e[1:]))
     return values[e] if isinstance(e, str) else e
 
 

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
@@ -55,7 +56,7 @@ def _lines(captured: Captured, name: Namer) -> list[str]:
     specs = dict(captured.placeholders())
     lines = []
     for node in captured.graph.nodes:
-        tags = [module_of(node)] * bool(module_of(node)) + ["backward"] * is_backward(node)
+        tags = [tag for tag in (module_of(node), "backward" if is_backward(node) else "") if tag]
         suffix = f"  # {', '.join(tags)}" if tags else ""
         call = f"input {specs[node]}" if node in specs else call_text(node, name)
         lines.append(f"{name(node)}: {_value(captured.value(node))} = {call}{suffix}")
@@ -67,8 +68,13 @@ def call_text(node: fx.Node, name: Namer) -> str:
     """A call or the output node as text, with arguments by name."""
     args = [_argument(a, name) for a in node.args]
     args += [f"{key}={_argument(value, name)}" for key, value in sorted(node.kwargs.items())]
-    target = "return" if node.op == "output" else getattr(node.target, "__name__", node.target)
-    return f"{str(node.target) if torch_trace.is_operator(node.target) else target}({', '.join(args)})"
+    if node.op == "output":
+        target: Any = "return"
+    elif torch_trace.is_operator(node.target):
+        target = node.target
+    else:
+        target = getattr(node.target, "__name__", node.target)
+    return f"{target}({', '.join(args)})"
 
 
 def _argument(value: object, name: Namer) -> str:

@@ -9,14 +9,14 @@ from torch import Tensor, fx
 
 from ...types import COMPARED
 from ..torch_private import trace as torch_trace
-from .captured import Captured, GraphError, Origins, described, is_backward, op_name, origins, written
-from .rank_words import RankWords, communicates
+from .captured import Captured, GraphError, Origins, describe, is_backward, op_name, origins, written_memory
+from .cross_rank_sums import CrossRankSums, communicates
 from .values import TensorValue, tensors_in
 
 MAX_PROBLEMS = 8
 
 # torch operators that the forward pass must not use, and the operator of ours with fixed bits that replaces each.
-OURS = {
+_REPLACEMENTS = {
     **dict.fromkeys(("aten.mm", "aten.addmm", "aten.mv", "aten.addmv", "aten.dot", "aten.linear"), "ops.linear"),
     **dict.fromkeys(("aten.matmul", "aten._scaled_mm", "aten._grouped_mm", "aten.convolution"), "ops.linear"),
     **dict.fromkeys(("aten.bmm", "aten.baddbmm", "aten.addbmm"), "ops.attention_packed or ops.attention_paged"),
@@ -30,7 +30,7 @@ OURS = {
 _ATTENTION = "aten._scaled_dot_product"
 
 # Operators that must not depend on floats summed across ranks: the order of that sum varies with the number of ranks.
-DECIDES = {
+_DECISIONS = {
     **dict.fromkeys(("lockstep.token_logprobs", "lockstep.score_logits"), "log-probabilities follow"),
     "lockstep.route": "a choice of experts follows",
     **dict.fromkeys(("lockstep.sample", "lockstep.sample_logits"), "a sampled token follows"),
@@ -40,11 +40,11 @@ DECIDES = {
 
 def verify(captured: Captured) -> Captured:
     """Return `captured` if it is sound. `GraphError`: names each node at fault and what would be right."""
-    lies_in = origins(captured.graph)
-    problems = [*_signature(captured), *_outputs(captured, lies_in)]
+    origins_of = origins(captured.graph)
+    problems = [*_signature(captured), *_outputs(captured, origins_of)]
     if not problems:  # the other checks rely on a sound signature
-        problems = [*_constants(captured), *_numerics(captured), *_sums_of_ranks(captured, lies_in)]
-        problems += _writes(captured, lies_in)
+        problems = [*_constants(captured), *_numerics(captured), *_sums_of_ranks(captured, origins_of)]
+        problems += _writes(captured, origins_of)
         problems += _recordable(captured) if captured.recorded else []
     if problems:
         shown = "\n  ".join(problems[:MAX_PROBLEMS])
@@ -68,10 +68,10 @@ def _signature(captured: Captured) -> Iterator[str]:
             yield f"node {node.name}: {spec} is {found}, its signature says otherwise"
     for node in captured.graph.nodes:
         if node.op in ("call_module", "call_method"):
-            yield f"{described(node)} is not an operator; a flat graph has only operators"
+            yield f"{describe(node)} is not an operator; a flat graph has only operators"
 
 
-def _outputs(captured: Captured, lies_in: Origins) -> Iterator[str]:
+def _outputs(captured: Captured, origins_of: Origins) -> Iterator[str]:
     values = captured.graph.output_node().args[0]
     if not isinstance(values, (list, tuple)) or len(values) != len(captured.outputs):
         yield f"the graph returns {values!r}, its signature names {len(captured.outputs)} outputs"
@@ -79,7 +79,7 @@ def _outputs(captured: Captured, lies_in: Origins) -> Iterator[str]:
     for name, value in zip(captured.outputs, values, strict=True):
         if not isinstance(value, fx.Node) or not isinstance(captured.value(value), TensorValue):
             yield f"output {name!r} is {value!r}; an output must be a tensor that the graph computes"
-        elif any(o.op == "placeholder" for o in lies_in[value]):
+        elif any(o.op == "placeholder" for o in origins_of[value]):
             yield f"output {name!r} is node {value.name}, a view of an input; return a copy, or let the caller read it"
 
 
@@ -96,55 +96,54 @@ def _constants(captured: Captured) -> Iterator[str]:
 def _numerics(captured: Captured) -> Iterator[str]:
     for node in captured.graph.nodes:
         name = op_name(node)
-        due = "ops.attention_packed or ops.attention_paged" if name.startswith(_ATTENTION) else OURS.get(name)
+        due = "ops.attention_packed or ops.attention_paged" if name.startswith(_ATTENTION) else _REPLACEMENTS.get(name)
         if due and not is_backward(node):
-            yield f"{described(node)}: the forward pass must use {due}, whose bits are fixed"
+            yield f"{describe(node)}: the forward pass must use {due}, whose bits are fixed"
 
 
-def _sums_of_ranks(captured: Captured, lies_in: Origins) -> Iterator[str]:
-    """No compared output, no call in `DECIDES` and no write to the KV cache depends on floats summed across ranks."""
+def _sums_of_ranks(captured: Captured, origins_of: Origins) -> Iterator[str]:
+    """No compared output, call in `_DECISIONS` or write to the KV cache depends on floats summed across ranks."""
     if not any(map(communicates, captured.graph.nodes)):
         return
-    specs, words = dict(captured.placeholders()), RankWords(captured, lies_in)
+    specs, cross_rank = dict(captured.placeholders()), CrossRankSums(captured, origins_of)
     sums: dict[fx.Node, fx.Node] = {}  # nodes that depend on a cross-rank sum, and memory that holds one: that sum
 
     def sum_in(node: fx.Node) -> fx.Node | None:
-        return sums.get(node) or next((sums[o] for o in lies_in[node] if o in sums), None)
+        return sums.get(node) or next((sums[o] for o in origins_of[node] if o in sums), None)
 
     for node in captured.graph.nodes:
-        adds = words.adds(node)
+        adds = cross_rank.sums_across_ranks(node)
         found = next(filter(None, map(sum_in, node.all_input_nodes)), node if adds else None)
         if found is None or node.op == "output":
             continue
         sums[node] = found
-        touched = [origin for argument in written(node) for origin in lies_in[argument]]
-        sums |= dict.fromkeys(touched, found)
-        cached = [specs[o] for o in touched if o in specs and specs[o].role == "kv"]
-        why = DECIDES.get(op_name(node)) or (f"{cached[0]} is written" if cached else "")
+        written = written_memory(node, origins_of)
+        sums |= dict.fromkeys(written, found)
+        cached = [specs[o] for o in written if o in specs and specs[o].role == "kv"]
+        why = _DECISIONS.get(op_name(node)) or (f"{cached[0]} is written" if cached else "")
         if why and not is_backward(node):
-            yield _added(found, f"{why} from it in {described(node)}")
+            yield _sum_problem(found, f"{why} from it in {describe(node)}")
     returned = zip(captured.outputs, captured.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
     for name, value in returned:
         if name in COMPARED and (found := sum_in(value)):
-            yield _added(found, f"output {name!r} follows from it")
+            yield _sum_problem(found, f"output {name!r} follows from it")
 
 
-def _added(found: fx.Node, what: str) -> str:
-    adds = f"{described(found)} adds floats of several ranks"
-    return f"{adds}, and {what}; gather finished words, and lay them side by side"
+def _sum_problem(found: fx.Node, what: str) -> str:
+    adds = f"{describe(found)} adds floats of several ranks"
+    return f"{adds}, and {what}; all-gather finished values and concatenate them instead"
 
 
-def _writes(captured: Captured, lies_in: Origins) -> Iterator[str]:
+def _writes(captured: Captured, origins_of: Origins) -> Iterator[str]:
     """In-place writes reach only memory that the graph allocated and inputs of the declared roles."""
     specs = dict(captured.placeholders())
     for node in captured.graph.nodes:
-        for argument in written(node):
-            for origin in lies_in[argument]:
-                if origin in specs and specs[origin].role not in captured.writes:
-                    allowed = ", ".join(sorted(captured.writes)) or "none"
-                    yield f"{described(node)} writes {specs[origin]} in place; roles it may write: {allowed}"
-                elif origin.op == "get_attr":
-                    yield f"{described(node)} writes the constant {origin.target} in place"
+        for origin in written_memory(node, origins_of):
+            if origin in specs and specs[origin].role not in captured.writes:
+                allowed = ", ".join(sorted(captured.writes)) or "none"
+                yield f"{describe(node)} writes {specs[origin]} in place; roles it may write: {allowed}"
+            elif origin.op == "get_attr":
+                yield f"{describe(node)} writes the constant {origin.target} in place"
 
 
 def overlapping(captured: Captured, tensors: Sequence[Tensor]) -> str | None:
@@ -171,14 +170,14 @@ def _recordable(captured: Captured) -> Iterator[str]:
     home = captured.inputs[0].device if captured.inputs else None
     for node in captured.graph.nodes:
         if away := {str(t.device) for t in tensors_in(captured.value(node)) if t.device != home}:
-            yield f"{described(node)} lies on {', '.join(away)}, the first input on {home}"
+            yield f"{describe(node)} lies on {', '.join(away)}, the first input on {home}"
         if op_name(node) in captured.split_at:
             continue  # runs between recorded pieces
-        if reason := _waits(captured, node):
-            yield f"{described(node)} cannot be part of a CUDA graph: {reason}"
+        if reason := _why_not_recordable(captured, node):
+            yield f"{describe(node)} cannot be part of a CUDA graph: {reason}"
 
 
-def _waits(captured: Captured, node: fx.Node) -> str | None:
+def _why_not_recordable(captured: Captured, node: fx.Node) -> str | None:
     """Why a call makes the host wait for the device, or cannot be replayed; None if it may be recorded."""
     if not torch_trace.is_operator(node.target):
         return None

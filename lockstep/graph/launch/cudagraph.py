@@ -38,14 +38,15 @@ class CudaRecorder:
     """Makes recordings that share one pool. Record the largest first: later ones reuse the memory of its temporaries.
 
     Attributes:
-        worked: something ran in the pool since this was last set to False, so tensors from `allot` are overwritten.
-        allotted: addresses of the tensors from `allot`.
+        pool_used: something ran in the pool since this was last set to False, so it overwrote the tensors from
+            `allocate_overwritable`.
+        overwritable_addresses: the addresses of these tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise GraphError(f"CUDA graphs need a GPU; the tensors are on {device}")
-        self.worked, self.allotted = False, set[int]()
+        self.pool_used, self.overwritable_addresses = False, set[int]()
         self._device = device
         self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool()
         self._stream = torch.cuda.Stream(device)
@@ -93,13 +94,13 @@ class CudaRecorder:
 
     def run(self, run: Run, arguments: Sequence[Tensor]) -> list[Tensor]:
         """Run once in the pool's memory, without recording; the results lie in the pool."""
-        with self.working():
+        with self.in_pool():
             return run(arguments)
 
     @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
+    def in_pool(self) -> Iterator[None]:
         """Within, computations allocate from the pool; they are ordered with the work before and after."""
-        self.worked = True
+        self.pool_used = True
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -115,13 +116,13 @@ class CudaRecorder:
         if any("max_split_size_mb" in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS):
             return
         torch.cuda.empty_cache()  # a pool does not do this by itself
-        with self.working():
+        with self.in_pool():
             torch.empty(size, dtype=torch.uint8, device=self._device)
 
-    def allot(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def allocate_overwritable(self, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Tensors in memory that the pool may reuse: whatever runs in it overwrites them. Call before any recording."""
-        made = [self.borrow(tensor) for tensor in self.run(lambda _: make(), [])]
-        self.allotted.update(tensor.data_ptr() for tensor in made if tensor.numel())
+        made = [self.weak_ref_tensor(tensor) for tensor in self.run(lambda _: make(), [])]
+        self.overwritable_addresses.update(tensor.data_ptr() for tensor in made if tensor.numel())
         return made
 
     def _open_pool(self) -> torch.cuda.MemPool:
@@ -129,7 +130,7 @@ class CudaRecorder:
             raise GraphError("the pool of CUDA graphs is closed")
         return self._pool
 
-    def borrow(self, tensor: Tensor) -> Tensor:
+    def weak_ref_tensor(self, tensor: Tensor) -> Tensor:
         """A tensor on the same memory that does not keep the pool from reusing it."""
         size = tensor.untyped_storage().nbytes()
         if size == 0:

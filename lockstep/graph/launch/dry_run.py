@@ -17,17 +17,17 @@ def dry_run(captured: Captured, arguments: Sequence[Tensor], namespace: str = NA
     """Call the implementations of the graph's operators on tensors without memory, once for all equivalent calls. No
     argument is read or written; the caller makes sure that nothing is launched (`ops.precompile`). Returns zeros as
     the graph's outputs."""
-    memory = torch_trace.WithoutMemory(namespace)
+    memory = torch_trace.StandIns(namespace)
     stand_ins = [memory.stand_in(tensor) for tensor in arguments]
     with memory.computing():
-        results = _Rehearsal(captured.module, memory.alignment).run(*stand_ins)
+        results = _DryRun(captured.module, memory.alignment).run(*stand_ins)
     return {
         name: torch.zeros(result.shape, dtype=result.dtype, device=result.device)
         for name, result in zip(captured.outputs, results, strict=True)
     }
 
 
-class _Rehearsal(fx.Interpreter):
+class _DryRun(fx.Interpreter):
     """Makes one of all equivalent calls (same operator, equivalent arguments) and reuses its results for the others, so
     a model's second layer costs nothing."""
 

@@ -16,7 +16,7 @@ from ..ir.values import tensors_in
 from ..ir.verify import overlapping
 from .cudagraph import CudaRecorder, Recording
 from .dry_run import dry_run
-from .memory import Addresses, Outputs, OwnInputs
+from .memory import Addresses, InputBuffers, Outputs
 
 
 class GraphLauncher:
@@ -46,7 +46,7 @@ class GraphLauncher:
         self._latest: weakref.ref[Outputs] | None = None
         self._layout: str | None = None  # layout of user inputs that passed the checks and can be copied whole
         self._closed = False
-        self._arguments: list[Tensor] = [tensor for _, _, tensor in inputs.flat()]
+        self._arguments = inputs.tensors()
         self._static = [i for i, spec in enumerate(captured.inputs) if spec.role != "user"]
         self._user = {spec.name: i for i, spec in enumerate(captured.inputs) if spec.role == "user"}
         for i, spec in enumerate(captured.inputs):
@@ -55,12 +55,12 @@ class GraphLauncher:
         if shared := overlapping(captured, self._arguments):
             raise GraphError(f"{captured.title}: {shared}")
         self._sizes = inputs.open_sizes(captured.inputs)
-        if broken := captured.sizes.broken(self._sizes):
+        if broken := captured.sizes.broken_conditions(self._sizes):
             raise GraphError(f"{captured.title}: captured for sizes with {', '.join(broken)}")
-        self._specs = inputs.described({})  # every size fixed, from here on
+        self._specs = inputs.specs({})  # every size fixed, from here on
         with torch.inference_mode(False):
             given = [self._arguments[i] for i in self._user.values()]
-            self._own = OwnInputs(given if self._recorder else [])
+            self._own = InputBuffers(given if self._recorder else [])
             empty = [x.new_empty(0) for x in given]  # each launch brings its tensors
             self._expected = _described(given)
             for i, x in zip(self._user.values(), self._own.tensors or empty, strict=True):
@@ -77,10 +77,10 @@ class GraphLauncher:
         if self._recorder is None:
             self._check_user(user)
             return self._named(self._run_with(user, times))
-        self._recorder.worked = True
+        self._recorder.pool_used = True
         if self._latest is not None and (held := self._latest()) is not None:
             held.save(self.captured.outputs[i] for i in self._lasting)
-        self._bring(user)
+        self._load_user_inputs(user)
         if self.recording is None:
             self.recording = self._record(self._recorder)
             self.launches, times = self.launches + 1, times - 1
@@ -100,7 +100,7 @@ class GraphLauncher:
         """Launch nothing and return zeros as outputs; see `dry_run.dry_run`."""
         return dry_run(self.captured, self._arguments if self._recorder else self._with(user))
 
-    def blank(self) -> dict[str, Tensor] | None:
+    def zero_outputs(self) -> dict[str, Tensor] | None:
         """Zeros in the shapes of the outputs; None if a shape is not made of numbers and open sizes alone."""
         results: Any = self.captured.graph.output_node().args[0]
         values = tensors_in(tuple(map(self.captured.value, results)))
@@ -139,7 +139,7 @@ class GraphLauncher:
                 self.launches += 1
         return outputs
 
-    def _bring(self, user: Mapping[str, Tensor]) -> None:
+    def _load_user_inputs(self, user: Mapping[str, Tensor]) -> None:
         """Check a launch's user inputs, and copy them into the graph's buffers."""
         if not user and not self._user:
             return
@@ -186,7 +186,7 @@ class GraphLauncher:
         if self.recording is not None:
             self.recording.close()
         self.recording, self._arguments, self._closed = None, [], True
-        self._own, self._addresses = OwnInputs([]), Addresses([])
+        self._own, self._addresses = InputBuffers([]), Addresses([])
 
 
 _looks = attrgetter("shape", "dtype", "device")

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..torch_private import trace as torch_trace
 
 
-class OwnInputs:
+class InputBuffers:
     """Buffers at fixed addresses for inputs like the given ones.
 
     If the given inputs share one storage, so do their buffers, at the same offsets. A launch whose inputs lie the same
@@ -72,7 +72,7 @@ class Addresses:
     buffer, only that tensor is checked. A parameter is checked itself, as its `.data` may be replaced."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        owners = [torch_trace.viewed_tensor(tensor) for tensor in tensors]
+        owners = [torch_trace.base_tensor(tensor) for tensor in tensors]
         first = {id(owner): i for i, owner in reversed(list(enumerate(owners)))}
         self._numbers = sorted(first.values())
         self._asked = [owners[i] for i in self._numbers]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ir.captured import Captured, mutates, op_name, viewed
+from ..ir.captured import Captured, aliased_arguments, mutates, op_name
 from ..torch_private import trace as torch_trace
 from .cudagraph import CudaRecorder, Recording
 
@@ -56,7 +56,7 @@ def split(captured: Captured) -> list[Part]:
             continue
         if op_name(node) in captured.split_at:
             stretches += [[node], []]
-        elif mutates(node) or not (_derived(captured, node) or _element(node)):
+        elif mutates(node) or not (_is_recreated(captured, node) or _is_item(node)):
             stretches[-1].append(node)
     outputs: Any = captured.graph.output_node().args[0]
     parts = [_part(captured, [], list(outputs), recorded=False)]
@@ -68,22 +68,22 @@ def split(captured: Captured) -> list[Part]:
     return parts[::-1]
 
 
-def _element(node: fx.Node) -> bool:
+def _is_item(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-def _derived(captured: Captured, node: fx.Node) -> bool:
+def _is_recreated(captured: Captured, node: fx.Node) -> bool:
     """Whether each part makes this value itself: a view, the result of an in-place write, or a size."""
-    if _element(node):
-        return _derived(captured, node.args[0])  # type: ignore[arg-type]
+    if _is_item(node):
+        return _is_recreated(captured, node.args[0])  # type: ignore[arg-type]
     value = captured.value(node)
-    return isinstance(value, str) or bool(viewed(node))
+    return isinstance(value, str) or bool(aliased_arguments(node))
 
 
 def _results(captured: Captured, node: fx.Node) -> Iterator[fx.Node]:
     if isinstance(captured.value(node), tuple):
-        yield from filter(_element, node.users)
-    elif not _derived(captured, node):
+        yield from filter(_is_item, node.users)
+    elif not _is_recreated(captured, node):
         yield node
 
 
@@ -95,9 +95,9 @@ def _part(captured: Captured, nodes: Sequence[fx.Node], results: Sequence[fx.Nod
 
     def value(node: fx.Node) -> fx.Node:
         if node not in made:
-            if node.op == "call_function" and _derived(captured, node):
-                made[node] = value(viewed(node)[0]) if mutates(node) else graph.node_copy(node, value)
-            elif _element(node) and node.args[0] in made:
+            if node.op == "call_function" and _is_recreated(captured, node):
+                made[node] = value(aliased_arguments(node)[0]) if mutates(node) else graph.node_copy(node, value)
+            elif _is_item(node) and node.args[0] in made:
                 made[node] = graph.node_copy(node, value)
             else:
                 reads.append(node)
@@ -106,10 +106,8 @@ def _part(captured: Captured, nodes: Sequence[fx.Node], results: Sequence[fx.Nod
 
     for node in nodes:
         made[node] = graph.node_copy(node, value)
-    last = graph.output([value(node) for node in results])
-    first = next(n for n in graph.nodes if n.op != "placeholder") if nodes else last
-    for node in graph.find_nodes(op="placeholder"):
-        first.prepend(node)
+    graph.output([value(node) for node in results])
+    torch_trace.move_placeholders_first(graph)
     return Part(fx.GraphModule(captured.module, graph), tuple(reads), tuple(results), recorded)
 
 
@@ -146,13 +144,13 @@ class Piecewise:
         if part.recorded:
             recording = recorder.record(part.run, reads, keep)
             results = recording.outputs
-            recording.outputs = [recorder.borrow(result) for result in results]
+            recording.outputs = [recorder.weak_ref_tensor(result) for result in results]
             self._recordings.append(recording)
             self._steps.append(recording.replay)
             return results
         results = recorder.run(part.run, reads)
-        targets = [recorder.borrow(result) for result in results]
-        arguments = [recorder.borrow(tensor) for tensor in reads]
+        targets = [recorder.weak_ref_tensor(result) for result in results]
+        arguments = [recorder.weak_ref_tensor(tensor) for tensor in reads]
 
         def call() -> None:
             for target, result in zip(targets, part.run(arguments), strict=True):

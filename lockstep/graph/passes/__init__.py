@@ -41,27 +41,27 @@ def pipeline(config: CompileConfig, sharded: bool = False, on_gpu: bool = False)
     collectives. `InputError`: a user's function cannot be found."""
     c, budget = config, int(config.activation_memory_gib * 2**30)
     shipped = {
-        "canonicalize": _bound("canonicalize", canonicalize) if c.canonicalize else None,
-        "keep_logits": _bound("keep_logits", keep_logits) if c.keeps_logits else None,
-        "recompute": _bound("recompute", recompute, patterns=c.made_again) if c.made_again else None,
-        "fit": _bound("fit", fit, budget=budget) if c.activation_memory_gib > 0 else None,
-        "reshard": _bound("reshard", reshard) if sharded and c.reshard_after_forward else None,
-        "bucket": _bound("bucket", bucket) if sharded and c.bucket_collectives else None,
-        "reorder": _bound("reorder", reorder) if sharded and c.reorder_collectives else None,
-        "fuse": _bound("fuse", fuse) if on_gpu else None,
+        "canonicalize": _make_pass("canonicalize", canonicalize) if c.canonicalize else None,
+        "keep_logits": _make_pass("keep_logits", keep_logits) if c.keeps_logits else None,
+        "recompute": _make_pass("recompute", recompute, patterns=c.made_again) if c.made_again else None,
+        "fit": _make_pass("fit", fit, budget=budget) if c.activation_memory_gib > 0 else None,
+        "reshard": _make_pass("reshard", reshard) if sharded and c.reshard_after_forward else None,
+        "bucket": _make_pass("bucket", bucket) if sharded and c.bucket_collectives else None,
+        "reorder": _make_pass("reorder", reorder) if sharded and c.reorder_collectives else None,
+        "fuse": _make_pass("fuse", fuse) if on_gpu else None,
     }
     for spec in [name for name in c.pass_names if name not in shipped]:  # the user's
         shipped[spec] = Pass(spec.rpartition(":")[2], True, load_function(spec, f"compile.passes {spec!r}"))
     return [p for name in c.pass_names if (p := shipped[name]) is not None]
 
 
-def recorded(split_at: Collection[str] = ()) -> Pass:
+def cudagraph_pass(split_at: Collection[str] = ()) -> Pass:
     """The pass that marks a graph to be recorded as a CUDA graph, in pieces around calls of `split_at` if it has any;
     from then on the verifier also checks that it can be recorded."""
-    return _bound("cudagraph", _recorded, split_at=tuple(sorted(split_at)))
+    return _make_pass("cudagraph", _mark_recorded, split_at=tuple(sorted(split_at)))
 
 
-def _recorded(captured: Captured, split_at: Collection[str]) -> tuple[Captured, str]:
+def _mark_recorded(captured: Captured, split_at: Collection[str]) -> tuple[Captured, str]:
     static = sum(spec.role != "user" for spec in captured.inputs)
     copied = f"{static} static inputs, {len(captured.inputs) - static} copied in"
     between = [op_name(node) for node in captured.graph.nodes if op_name(node) in split_at]
@@ -69,7 +69,7 @@ def _recorded(captured: Captured, split_at: Collection[str]) -> tuple[Captured, 
     return replace(captured, recorded=True, split_at=frozenset(between)), f"{way}; {copied}"
 
 
-def _bound(name: str, rewrite: Callable[..., tuple[Captured, str]], **options: Any) -> Pass:
+def _make_pass(name: str, rewrite: Callable[..., tuple[Captured, str]], **options: Any) -> Pass:
     return Pass(name, True, partial(rewrite, **options), options)
 
 

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 from torch import fx
 
-from ..ir.captured import Captured, acts, op_name, origins, written
-from ..ir.rank_words import PUSH
+from ..ir.captured import Captured, has_side_effects, op_name, origins, written_memory
+from ..ir.cross_rank_sums import PUSH
 from ..torch_private import trace as torch_trace
-from .rewrite import called, rewritten
+from .rewrite import match_call, rewritten
 
 PLACE = "spread.index"  # the graph input that holds a rank's index among the tensor-parallel ranks
 SAME_TENSOR = ("aten.detach", "aten.alias")  # without autograd, as graphs run, these return their argument
@@ -18,7 +18,7 @@ SAME_TENSOR = ("aten.detach", "aten.alias")  # without autograd, as graphs run, 
 
 def canonicalize(captured: Captured) -> tuple[Captured, str]:
     """Drop dead calls and aliases, and read a rank's own columns from the tensor that was pushed. Calls with side
-    effects stay (`acts`), and so does the order."""
+    effects stay (`has_side_effects`), and so does the order."""
     result = rewritten(captured)
     aliases = own = dead = 0
     for node in list(result.graph.nodes):
@@ -30,7 +30,7 @@ def canonicalize(captured: Captured) -> tuple[Captured, str]:
         node.replace_all_uses_with(source)
         own += 1
     for node in reversed(list(result.graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users and not acts(node):
+        if node.op in ("call_function", "get_attr") and not node.users and not has_side_effects(node):
             result.graph.erase_node(node)
             dead += 1
     taken = f", {own} own columns not copied" if own else ""
@@ -44,22 +44,22 @@ def _own_columns(captured: Captured) -> list[tuple[fx.Node, fx.Node]]:
     found = [(n, source) for n in captured.graph.nodes if (source := _pushed(n, places))]
     if not found:
         return []
-    lies_in = origins(captured.graph)
-    changed = frozenset().union(*(lies_in[a] for node in captured.graph.nodes for a in written(node)))
+    origins_of = origins(captured.graph)
+    changed = frozenset(o for node in captured.graph.nodes for o in written_memory(node, origins_of))
 
     def is_alike(a: fx.Node, b: fx.Node) -> bool:
         strides = [torch_trace.fake_value(node).stride() for node in (a, b)]
         return captured.value(a) == captured.value(b) and strides[0] == strides[1]
 
-    fresh = [(n, source) for n, source in found if source.op == "call_function" and lies_in[source] == {source}]
-    return [(n, x) for n, x in fresh if is_alike(n, x) and changed.isdisjoint(lies_in[n] | {x})]
+    fresh = [(n, source) for n, source in found if source.op == "call_function" and origins_of[source] == {source}]
+    return [(n, x) for n, x in fresh if is_alike(n, x) and changed.isdisjoint(origins_of[n] | {x})]
 
 
 def _pushed(node: fx.Node, places: set[fx.Node]) -> fx.Node | None:
-    """The pushed tensor, if `node` is the rank's own columns of the push's result (`collectives.own_columns`)."""
-    chosen = called(node.args[0], "aten.index_select") if op_name(node) == "aten.squeeze" else None
-    parted = called(chosen.args[0], "aten.view") if chosen and node.args[1:] == (1,) else None
-    pushed = called(parted.args[0], PUSH) if parted else None
+    """The pushed tensor, if `node` is the rank's own columns of the push's result (`collectives.local_columns`)."""
+    chosen = match_call(node.args[0], "aten.index_select") if op_name(node) == "aten.squeeze" else None
+    parted = match_call(chosen.args[0], "aten.view") if chosen and node.args[1:] == (1,) else None
+    pushed = match_call(parted.args[0], PUSH) if parted else None
     if not (chosen and parted and pushed):
         return None
     source, ranks, _, to_owners = pushed.args

@@ -11,14 +11,14 @@ from itertools import groupby
 
 from torch import fx
 
-from ...distributed.mesh import ALONE
-from ..ir.captured import Captured, is_backward, module_of, mutates, op_name, viewed
+from ...distributed.mesh import ONE_RANK
+from ..ir.captured import Captured, aliased_arguments, is_backward, module_of, mutates, op_name
 from ..torch_private.collectives import EXCHANGE, GATHER, GATHER_MANY, WAIT
-from .rewrite import reached
+from .rewrite import reachable_nodes
 
 GATHERS = (GATHER, GATHER_MANY)
-_GROUP = ALONE.fsdp.group
-_WITHIN, _BETWEEN = (axis.group for axis in ALONE.cells)
+_GROUP = ONE_RANK.fsdp.group
+_WITHIN, _BETWEEN = (axis.group for axis in ONE_RANK.cells)
 STAGES = (_GROUP, _WITHIN), (_BETWEEN,)  # groups along which gradients are exchanged, in the first and second stage
 _ROUND = "aten._to_copy"
 _PREPARES = (
@@ -63,7 +63,7 @@ def communicates(node: fx.Node) -> bool:
     return op_name(node) in (*GATHERS, EXCHANGE, WAIT)
 
 
-def step_collectives(captured: Captured) -> list[fx.Node]:
+def activation_collectives(captured: Captured) -> list[fx.Node]:
     """The calls that launch collectives of activations, in order: those along axes that weights are not sharded on."""
     sharded = {group for groups in STAGES for group in groups}
     calls = [node for node in captured.graph.nodes if communicates(node) and op_name(node) != WAIT]
@@ -101,7 +101,7 @@ def gradient_exchanges(captured: Captured, stage: int = 0) -> list[Collective]:
     found = []
     for node in captured.graph.nodes:
         if op_name(node) == EXCHANGE and node.args[-1] in STAGES[stage]:
-            finish = sorted(reached(node, lambda call: call.users, lambda user: user.op != "output"))
+            finish = sorted(reachable_nodes(node, lambda call: call.users, lambda user: user.op != "output"))
             found.append(Collective(layer_of(finish[-1]), (*_preparing(node), node), tuple(finish)))
     found.sort(key=lambda exchange: max(sources(exchange)))
     if stage == 0:
@@ -125,12 +125,16 @@ def by_layer(collectives: Sequence[Collective]) -> Iterator[list[Collective]]:
 def _views(waits: Sequence[fx.Node]) -> list[fx.Node]:
     """Waits, and the views of their results."""
     found = list(waits)
-    for node in found:
-        found += [user for user in node.users if viewed(user) == [node] and not mutates(user) and user not in found]
+    for node in found:  # which grows
+        views = [user for user in node.users if aliased_arguments(user) == [node] and not mutates(user)]
+        found += [view for view in views if view not in found]
     return sorted(found)
 
 
 def _preparing(node: fx.Node) -> list[fx.Node]:
     """The calls that only bring a collective's input into its layout."""
-    prepares = reached(node, lambda c: c.all_input_nodes, lambda c: op_name(c) in _PREPARES and len(c.users) == 1)
-    return sorted(prepares)
+
+    def prepares(call: fx.Node) -> bool:
+        return op_name(call) in _PREPARES and len(call.users) == 1
+
+    return sorted(reachable_nodes(node, lambda call: call.all_input_nodes, prepares))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from torch import Tensor, fx
 
 from ...ops.records import PLAIN, AttentionGradient, Packed, Rotation
-from ..ir.captured import Captured, op_name, viewed
+from ..ir.captured import Captured, aliased_arguments, op_name
 from ..torch_private import trace as torch_trace
-from .rewrite import called, reached, rewritten
+from .rewrite import match_call, reachable_nodes, rewritten
 
 ATTENTION_ARGS = len(AttentionGradient._fields) + len(Packed._fields)  # arguments of attention's backward before scores
 ROTATION_ARGS = 2 + len(Rotation._fields)  # rotation's backward: gradient, projection, and the rotation
@@ -41,13 +41,13 @@ def fuse(captured: Captured) -> tuple[Captured, str]:
 def _join_rotation(rotation: fx.Node) -> bool:
     if op_name(rotation) != "lockstep.qk_norm_rope_backward":
         return False
-    laid, first = called(rotation.args[0], "aten.cat"), _item(rotation, 0)
+    laid, first = match_call(rotation.args[0], "aten.cat"), _item(rotation, 0)
     total = first and _only_user(first, "aten.add")
-    if not (laid and first and total and _is_alone(laid)):
+    if not (laid and first and total and _has_one_user(laid)):
         return False
     parts: Any = laid.args[0]
-    attention = called(_source(parts[0]), "lockstep.attention_packed_backward")
-    if not attention or [_item(attention, 0), _item(attention, 1)] != parts or not all(map(_is_alone, parts)):
+    attention = match_call(_source(parts[0]), "lockstep.attention_packed_backward")
+    if not attention or [_item(attention, 0), _item(attention, 1)] != parts or not all(map(_has_one_user, parts)):
         return False
     values = _item(attention, 2)
     padded = values and _only_user(values, "aten.slice_backward")
@@ -84,14 +84,12 @@ def _join_table(gather: fx.Node) -> bool:
     is_gather = op_name(gather) == "lockstep.gather_rows_backward"
     total = _only_user(gather, "aten.add") if is_gather else None
     table = total and _other_term(total, gather)
-    if not (total and table and table < gather and _is_alone(table)):
+    if not (total and table and table < gather and _has_one_user(table)):
         return False
-    if not called(_source(table), "lockstep.token_logprobs_backward"):
+    if not match_call(_source(table), "lockstep.token_logprobs_backward"):
         return False
     with gather.graph.inserting_before(gather):
-        name = torch_trace.operator_named("lockstep.add_gathered_rows.default")
-        made = gather.graph.call_function(name, (table, *gather.args[:2]))
-    torch_trace.copy_tags(gather, [made])
+        _insert(gather, "lockstep.add_gathered_rows", [table, *gather.args[:2]])
     total.replace_all_uses_with(table)
     _erase(total, gather)
     return True
@@ -110,20 +108,23 @@ def _accumulate_early(addition: fx.Node) -> bool:
     a, b = torch_trace.fake_value(total), torch_trace.fake_value(grad)
     if a.shape != b.shape or a.dtype == b.dtype:
         return False
-    with addition.graph.inserting_after(_settled(grad, addition)):
-        added = addition.graph.call_function(torch_trace.operator_named("lockstep.add_gradient.default"), (total, grad))
-    torch_trace.copy_tags(addition, [added])
+    with addition.graph.inserting_after(_last_early_use(grad, addition)):
+        _insert(addition, "lockstep.add_gradient", [total, grad])
     addition.graph.erase_node(addition)
     return True
 
 
-def _settled(grad: fx.Node, addition: fx.Node) -> fx.Node:
+def _last_early_use(grad: fx.Node, addition: fx.Node) -> fx.Node:
     """The last node before `addition` that uses a gradient, itself or through a view; moved past `getitem` calls that
     follow it."""
     base = grad
-    while base.target is not operator.getitem and (sources := viewed(base)):
+    while base.target is not operator.getitem and (sources := aliased_arguments(base)):
         base = sources[0]
-    last = max([grad, *reached(base, lambda n: n.users if n is base or viewed(n) else (), lambda n: n < addition)])
+
+    def users_through_views(node: fx.Node) -> Iterable[fx.Node]:
+        return node.users if node is base or aliased_arguments(node) else ()
+
+    last = max([grad, *reachable_nodes(base, users_through_views, lambda node: node < addition)])
     while last.target is operator.getitem and last.next.target is operator.getitem:
         last = last.next
     return last
@@ -132,10 +133,16 @@ def _settled(grad: fx.Node, addition: fx.Node) -> fx.Node:
 def _replace(node: fx.Node, name: str, args: Sequence[Any]) -> None:
     """Insert another call with the same results for the users of a node, which is left unused."""
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(torch_trace.operator_named(f"{name}.default"), tuple(args))
-    torch_trace.copy_tags(node, [made])
-    torch_trace.set_fake_value(made, torch_trace.fake_value(node))
-    node.replace_all_uses_with(made)
+        call = _insert(node, name, args)
+    torch_trace.set_fake_value(call, torch_trace.fake_value(node))
+    node.replace_all_uses_with(call)
+
+
+def _insert(source: fx.Node, name: str, args: Sequence[Any]) -> fx.Node:
+    """A new call of an operator at the graph's insertion point, with the tags of another node."""
+    call = source.graph.call_function(torch_trace.operator_named(f"{name}.default"), tuple(args))
+    torch_trace.copy_tags(source, [call])
+    return call
 
 
 def _erase(*nodes: fx.Node) -> None:
@@ -154,10 +161,10 @@ def _item(node: fx.Node, index: int) -> fx.Node | None:
 
 def _only_user(node: fx.Node, name: str) -> fx.Node | None:
     """The only user of a node, if it calls this operator."""
-    return called(next(iter(node.users)), name) if _is_alone(node) else None
+    return match_call(next(iter(node.users)), name) if _has_one_user(node) else None
 
 
-def _is_alone(node: fx.Node) -> bool:
+def _has_one_user(node: fx.Node) -> bool:
     return len(node.users) == 1
 
 

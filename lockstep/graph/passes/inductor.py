@@ -15,7 +15,7 @@ from torch import fx
 
 from ...config import CompileConfig
 from ...timings import Timings
-from ..ir.captured import Captured, GraphError, is_backward, module_of, mutates, op_name, origins, written
+from ..ir.captured import Captured, GraphError, is_backward, module_of, mutates, op_name, origins, written_memory
 from ..ir.values import tensors_in
 from ..torch_private import inductor as torch_inductor
 from ..torch_private import trace as torch_trace
@@ -24,7 +24,7 @@ from . import Pass
 from .backend import Backend
 from .compiled_subgraph import CompiledSubgraph, Regions, digest_of
 from .recompute import UnknownPattern
-from .subgraph import Stretch, makes_no_memory, outlined
+from .subgraph import Stretch, allocates_nothing, outline
 
 BACKWARD_PASS, ALL = "backward", "all"
 LEAST_CALLS = 2  # per region: a single call is one kernel already
@@ -62,8 +62,8 @@ class Inductor(Backend):
             regions = {s: self.regions.region(s.body, s.module, s.signature) for s in wanted}
             if of_these := {s: region for s, region in regions.items() if region is not None}:
                 conditions = [c for stretch, region in of_these.items() for c in stretch.conditions(region.conditions)]
-                sizes = captured.sizes.also(conditions)
-                captured = replace(captured, module=outlined(captured, of_these), sizes=sizes)
+                sizes = captured.sizes.with_conditions(conditions)
+                captured = replace(captured, module=outline(captured, of_these), sizes=sizes)
             found += some
             made |= of_these
         return captured, _note(found, made, self.regions)
@@ -111,18 +111,18 @@ def _check_patterns(captured: Captured, choices: Sequence[str]) -> None:
 def stretches(captured: Captured, choices: Sequence[str]) -> Iterator[Stretch]:
     """The stretches of a graph that may be compiled, in order; `choices` as in `Inductor`. Forward calls whose inputs
     are overwritten later are left out, since the backward pass may recompute them."""
-    lies_in = origins(captured.graph)
-    last = {o: node for node in captured.graph.nodes for argument in written(node) for o in lies_in[argument]}
+    origins_of = origins(captured.graph)
+    last_write = {o: node for node in captured.graph.nodes for o in written_memory(node, origins_of)}
 
     def lasts(node: fx.Node) -> bool:
-        read = () if is_backward(node) else (o for n in node.all_input_nodes for o in lies_in[n])
-        return node not in last and all(last.get(origin, node) <= node for origin in read)
+        read = () if is_backward(node) else (o for n in node.all_input_nodes for o in origins_of[n])
+        return node not in last_write and all(last_write.get(origin, node) <= node for origin in read)
 
     run: list[fx.Node] = []
     for node in captured.graph.nodes:
-        if node.op == "placeholder" or (node.op == "call_function" and makes_no_memory(captured, node)):
+        if node.op == "placeholder" or (node.op == "call_function" and allocates_nothing(captured, node)):
             continue
-        fits = _fits(captured, node) and lasts(node) and _wanted(node, choices)
+        fits = _is_compilable(captured, node) and lasts(node) and _wanted(node, choices)
         if run and not (fits and is_backward(node) == is_backward(run[0])):
             yield from _stretch(captured, run)
             run = []
@@ -147,13 +147,13 @@ def _stretch(captured: Captured, run: Sequence[fx.Node]) -> Iterator[Stretch]:
         return
     stretch = Stretch(captured, run)
     try:
-        stretch.signature.described()
+        stretch.signature.describe()
     except Uncompilable:  # an input's strides are not a function of the sizes
         return
     yield stretch
 
 
-def _fits(captured: Captured, node: fx.Node) -> bool:
+def _is_compilable(captured: Captured, node: fx.Node) -> bool:
     """Whether Inductor may compile a call: an operator of torch, pure and deterministic, on the graph's device."""
     target = node.target
     if not torch_trace.is_operator(target) or not op_name(node).startswith(_NAMESPACES) or mutates(node):

@@ -22,17 +22,17 @@ from ..ir.captured import (
     BACKWARD_TAG,
     Captured,
     GraphError,
-    acts,
+    aliased_arguments,
+    has_side_effects,
     is_backward,
     module_of,
     op_name,
     origins,
-    viewed,
-    written,
+    written_memory,
 )
 from ..torch_private import trace as torch_trace
 from .collectives import gathers_weights
-from .rewrite import called, reached, rewritten
+from .rewrite import match_call, reachable_nodes, rewritten
 
 _HEAD_BACKWARD = "lockstep.token_logprobs_backward"
 _PASSES_OVER = frozenset(f"lockstep.{name}" for name in ("rms_norm", "qk_norm_rope", "silu_mul"))
@@ -59,12 +59,12 @@ def recompute(captured: Captured, patterns: Sequence[str]) -> tuple[Captured, st
         return captured, "no backward pass"
     result = rewritten(captured)
     chosen = _chosen(result, patterns)
-    again = make_again(result.graph, chosen)
+    again = recompute_in_backward(result.graph, chosen)
     for pattern in patterns:
-        if not any(name(pattern, node) for node in again for name in (_names_module, _names_operator, _names_kind)):
+        if not any(_names(pattern, node) for node in again):
             raise UnknownPattern(
                 f"compile.recompute: {captured.title}: recompute pattern {pattern!r} matches nothing. "
-                f"{_choices(captured)}"
+                f"{_available_patterns(captured)}"
             )
     saved = f"{saved_bytes(captured) / 2**20:.1f} -> {saved_bytes(result) / 2**20:.1f} MiB kept for the backward pass"
     return result, f"{len(again)} calls made again, {saved}"
@@ -85,7 +85,7 @@ def fit(captured: Captured, budget: int) -> tuple[Captured, str]:
         if count:
             names = {node.name for node, module in inside.items() if module in modules[: count - 1]}
             whole = {node for node in result.graph.nodes if node.name in names}
-            make_again(result.graph, whole | _chosen(result, (ELEMENTWISE,)))
+            recompute_in_backward(result.graph, whole | _chosen(result, (ELEMENTWISE,)))
         return result
 
     count = bisect_left(range(len(modules) + 1), -budget, key=lambda count: -saved_bytes(computing(count)))
@@ -115,7 +115,7 @@ def keep_logits(captured: Captured) -> tuple[Captured, str]:
 def _keep_logits(backward: fx.Node) -> bool:
     """Keep the logits of one head, if its forward call is in the graph. Returns whether they are kept."""
     items = (node for node in backward.all_input_nodes if node.target is operator.getitem)
-    forward = next(filter(None, (called(item.args[0], "lockstep.token_logprobs") for item in items)), None)
+    forward = next(filter(None, (match_call(item.args[0], "lockstep.token_logprobs") for item in items)), None)
     if forward is None:
         return False
     multiply, score = (
@@ -133,13 +133,13 @@ def _keep_logits(backward: fx.Node) -> bool:
 
 def saved_bytes(captured: Captured) -> int:
     """Bytes that the forward pass allocates and the backward pass reads; weights and other inputs do not count."""
-    lies_in = origins(captured.graph)
+    origins_of = origins(captured.graph)
     kept = {
         origin
         for node in captured.graph.nodes
         if is_backward(node)
         for source in node.all_input_nodes
-        for origin in lies_in[source]
+        for origin in origins_of[source]
         if origin.op == "call_function" and not is_backward(origin) and not gathers_weights(origin)
     }
     return sum(_bytes(torch_trace.fake_value(node)) for node in kept)
@@ -151,16 +151,20 @@ def _bytes(value: object) -> int:
     return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
+def _names(pattern: str, node: fx.Node) -> bool:
+    return _names_module(pattern, node) or _names_operator(pattern, node) or _names_elementwise(pattern, node)
+
+
 def _names_module(pattern: str, node: fx.Node) -> bool:
     path = module_of(node)
     return bool(path) and (pattern == FULL or fnmatchcase(path, pattern))
 
 
-def _names_kind(pattern: str, node: fx.Node) -> bool:
+def _names_elementwise(pattern: str, node: fx.Node) -> bool:
     """Whether `elementwise` names a node: such a result, or a view of one, whose readers are all inside its module."""
     if pattern != ELEMENTWISE:
         return False
-    while sources := viewed(node):
+    while sources := aliased_arguments(node):
         node = sources[0]
     own = module_of(node)
     inside = all(path == own or path.startswith(f"{own}.") for path in map(module_of, _readers(node)))
@@ -172,7 +176,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
         if not is_backward(user):
             yield user
-            if node in viewed(user):
+            if node in aliased_arguments(user):
                 yield from _readers(user)
 
 
@@ -185,31 +189,31 @@ def _chosen(captured: Captured, patterns: Sequence[str]) -> set[fx.Node]:
     """Forward calls that match and can be recomputed: pure, deterministic, reading nothing that the graph writes. A
     result that leaves its module is kept unless its operator is named; otherwise each layer would be recomputed from
     the first one on."""
-    lies_in = origins(captured.graph)
-    overwritten = {o for node in captured.graph.nodes for argument in written(node) for o in lies_in[argument]}
+    origins_of = origins(captured.graph)
+    overwritten = {o for node in captured.graph.nodes for o in written_memory(node, origins_of)}
     chosen = set()
     for node in captured.graph.nodes:
-        if node.op != "call_function" or is_backward(node) or acts(node):
+        if node.op != "call_function" or is_backward(node) or has_side_effects(node):
             continue
-        if any(map(gathers_weights, lies_in[node])):
+        if any(map(gathers_weights, origins_of[node])):
             continue  # gathered weights are left to `reshard`
         if isinstance(torch_trace.fake_value(node), (int, torch.SymInt)):
             continue  # a size takes no memory, and recomputing it would keep its tensor alive
         leaves = any(module_of(user) != module_of(node) for user in node.users if not is_backward(user))
         by_module = not leaves and any(_names_module(p, node) for p in patterns)
-        if not by_module and not any(_names_operator(p, node) or _names_kind(p, node) for p in patterns):
+        if not by_module and not any(_names_operator(p, node) or _names_elementwise(p, node) for p in patterns):
             continue
-        if not any(o in overwritten for a in [node, *node.all_input_nodes] for o in lies_in[a]):
+        if not any(o in overwritten for a in [node, *node.all_input_nodes] for o in origins_of[a]):
             chosen.add(node)
     return chosen
 
 
-def make_again(graph: fx.Graph, chosen: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
+def recompute_in_backward(graph: fx.Graph, chosen: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Copy chosen calls to just before the backward call that first needs them, and let the backward pass use the
     copies. Returns each copy by its original."""
     again: dict[fx.Node, fx.Node] = {}
     for node in filter(is_backward, list(graph.nodes)):
-        needed = reached(node, lambda call: call.all_input_nodes, chosen.__contains__)
+        needed = reachable_nodes(node, lambda call: call.all_input_nodes, chosen.__contains__)
         for source in sorted(needed - again.keys()):
             with graph.inserting_before(node):
                 again[source] = graph.node_copy(source, lambda n: again.get(n, n))
@@ -220,7 +224,7 @@ def make_again(graph: fx.Graph, chosen: Collection[fx.Node]) -> dict[fx.Node, fx
     return again
 
 
-def _choices(captured: Captured) -> str:
+def _available_patterns(captured: Captured) -> str:
     forward = [n for n in captured.graph.nodes if n.op == "call_function" and not is_backward(n)]
     modules = sorted({module_of(n) for n in forward} - {""})
     operators = sorted({op_name(n) for n in forward if torch_trace.is_operator(n.target)})

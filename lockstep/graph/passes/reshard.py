@@ -8,7 +8,7 @@ from torch import fx
 
 from ..ir.captured import Captured, is_backward
 from .collectives import Collective, users, weight_gathers
-from .recompute import make_again
+from .recompute import recompute_in_backward
 from .rewrite import rewritten
 
 
@@ -22,7 +22,7 @@ def reshard(captured: Captured) -> tuple[Captured, str]:
     result = rewritten(captured)
     uses = {g: users(g) for g in weight_gathers(result) if not is_backward(g.collective)}
     chosen = {node for gather in uses if _lies_idle(gather, uses) for node in (*gather.start, *gather.finish)}
-    again = make_again(result.graph, chosen)
+    again = recompute_in_backward(result.graph, chosen)
     count = sum(gather.collective in again for gather in uses)
     return result, f"{count} of {len(uses)} gathered again"
 

@@ -19,12 +19,12 @@ def rewritten(captured: Captured) -> Captured:
     return replace(captured, module=torch_trace.graph_module(captured.module, graph))
 
 
-def called(value: object, name: str) -> fx.Node | None:
+def match_call(value: object, name: str) -> fx.Node | None:
     """`value` if it is a node that calls this operator, else None."""
     return value if isinstance(value, fx.Node) and op_name(value) == name else None
 
 
-def reached(
+def reachable_nodes(
     node: fx.Node, further: Callable[[fx.Node], Iterable[fx.Node]], wanted: Callable[[fx.Node], bool]
 ) -> set[fx.Node]:
     """All nodes reachable from a node by steps of `further`, through nodes that are `wanted`."""
@@ -37,7 +37,7 @@ def reached(
     return found
 
 
-def appended(anchor: fx.Node, nodes: Iterable[fx.Node]) -> fx.Node:
+def move_after(anchor: fx.Node, nodes: Iterable[fx.Node]) -> fx.Node:
     """Move nodes behind the anchor, in order. Returns the last one."""
     for node in nodes:
         anchor.append(node)

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx
 
-from ..ir.captured import BACKWARD, BACKWARD_TAG, Captured, is_backward, mutates, viewed
-from ..ir.sizes import Condition, in_names
+from ..ir.captured import BACKWARD, BACKWARD_TAG, Captured, aliased_arguments, is_backward, mutates
+from ..ir.sizes import Condition, rename_conditions
 from ..ir.text import call_text
 from ..torch_private import trace as torch_trace
 from ..torch_private.inductor import Signature
@@ -34,7 +34,7 @@ class Stretch:
         self.inner = set(calls)
         node = calls[0]
         while (node := node.next).op == "call_function":
-            if makes_no_memory(captured, node) and not self.inner.isdisjoint(node.all_input_nodes):
+            if allocates_nothing(captured, node) and not self.inner.isdisjoint(node.all_input_nodes):
                 self.inner.add(node)
         graph, copies, reads = fx.Graph(), dict[fx.Node, fx.Node](), list[fx.Node]()
 
@@ -48,11 +48,8 @@ class Stretch:
         for call in calls:
             copy(call)
         self.results = self._read_outside()
-        last = graph.output([copy(result) for result in self.results])
-        first = next(n for n in graph.nodes if n.op != "placeholder")
-        for placeholder in graph.find_nodes(op="placeholder"):
-            first.prepend(placeholder)
-        last.meta.clear()
+        graph.output([copy(result) for result in self.results]).meta.clear()
+        torch_trace.move_placeholders_first(graph)
         self.reads = tuple(reads)
         self.module = fx.GraphModule({}, graph)
 
@@ -85,9 +82,9 @@ class Stretch:
 
     @cached_property
     def body(self) -> tuple[str, ...]:
-        """Inputs, calls and results as text. Raises `Uncompilable` like `Signature.described`."""
+        """Inputs, calls and results as text. Raises `Uncompilable` like `Signature.describe`."""
         names = {node: f"%{i}" for i, node in enumerate(self.module.graph.nodes)}
-        inputs = self.signature.described()
+        inputs = self.signature.describe()
         lines = [f"%{i}: {text}" for i, text in enumerate(inputs)]
         for node in self.module.graph.nodes:
             if node.op != "placeholder":
@@ -95,17 +92,17 @@ class Stretch:
         return tuple(lines)
 
     def conditions(self, of_region: Sequence[Condition]) -> list[Condition]:
-        return in_names(of_region, self.signature.sizes, self._captured.sizes)
+        return rename_conditions(of_region, self.signature.sizes, self._captured.sizes)
 
 
-def makes_no_memory(captured: Captured, node: fx.Node) -> bool:
+def allocates_nothing(captured: Captured, node: fx.Node) -> bool:
     """Whether a call allocates nothing: it is a view, picks an item of a result, or computes with sizes."""
     if mutates(node):
         return False
-    return bool(viewed(node)) or isinstance(captured.value(node), str)
+    return bool(aliased_arguments(node)) or isinstance(captured.value(node), str)
 
 
-def outlined(captured: Captured, regions: Mapping[Stretch, Callable[..., Any]]) -> fx.GraphModule:
+def outline(captured: Captured, regions: Mapping[Stretch, Callable[..., Any]]) -> fx.GraphModule:
     """The graph with each stretch replaced by one call of its function, at the place of its last call."""
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}

@@ -9,7 +9,7 @@ from typing import Any
 Constants = Mapping[str, Any]  # of numbers, text, None, classes, dataclasses, and sequences and mappings of these
 
 
-def flattened(constants: Constants) -> dict[str, Any]:
+def flatten(constants: Constants) -> dict[str, Any]:
     """Every value under a name of its own, such as `section.field`. `TypeError`: a value of an unsupported type."""
     found: dict[str, Any] = {}
     for name, value in constants.items():

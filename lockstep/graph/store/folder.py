@@ -153,16 +153,17 @@ def _differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...
     now = json.loads(json.dumps(now))
     names = sorted(was.keys() | now.keys(), key=lambda name: ("." in name, name))
     pairs = [(name, was.get(name), now.get(name)) for name in names]
-    return tuple(f"{name} was {_from(a, b)} and is {_from(b, a)}" for name, a, b in pairs if a != b)
+    return tuple(f"{name} was {_excerpt(a, b)} and is {_excerpt(b, a)}" for name, a, b in pairs if a != b)
 
 
-def _from(value: Any, other: Any) -> str:
+def _excerpt(value: Any, other: Any) -> str:
     """A value as text; of a long one, an excerpt around the first difference from the other."""
     text, differs = repr(value), len(os.path.commonprefix([repr(value), repr(other)]))
     if len(text) <= 40:
         return text
     begin = max(0, min(differs - 10, len(text) - 40))
-    return f"{'...' * (begin > 0)}{text[begin : begin + 40]}{'...' * (begin + 40 < len(text))}"
+    end = begin + 40
+    return ("..." if begin else "") + text[begin:end] + ("..." if end < len(text) else "")
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ def key_of(request: Request, level: str, made_with: Mapping[str, Any], passes: S
     settings of the runtime and constants of the body, by name."""
     bodies = _bodies(request.body)
     code: list[Callable[..., Any]] = [*bodies, *(p.apply for p in passes), *classes(request.constants)]
-    if any(isinstance(b, functools.partial) for b in bodies) or not all(map(covered, code)):
+    if any(isinstance(b, functools.partial) for b in bodies) or not all(map(is_covered, code)):
         return None
     specs = request.specs
     home = specs[0].device if specs else None
@@ -57,15 +57,16 @@ def _unbound(function: Callable[..., Any]) -> Callable[..., Any]:
     return function.func if isinstance(function, functools.partial) else function
 
 
-def covered(code: Callable[..., Any]) -> bool:
+def is_covered(code: Callable[..., Any]) -> bool:
     """Whether `origin` covers the code of a function or class: it is found under its own name in this package or in
     torch, and so is every base class (or in the standard library)."""
     code = _unbound(code)
     parts = code.__mro__ if isinstance(code, type) else (code,)
-    return _stands(code, _COVERED) and all(_stands(part, (*_COVERED, *sys.stdlib_module_names)) for part in parts)
+    trusted = *_COVERED, *sys.stdlib_module_names
+    return _is_importable(code, _COVERED) and all(_is_importable(part, trusted) for part in parts)
 
 
-def _stands(code: Any, roots: Collection[str]) -> bool:
+def _is_importable(code: Any, roots: Collection[str]) -> bool:
     module, name = getattr(code, "__module__", None) or "", getattr(code, "__qualname__", "<locals>")
     found: Any = sys.modules.get(module)
     for part in name.split("."):

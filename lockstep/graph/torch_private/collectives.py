@@ -21,7 +21,7 @@ EXCHANGE = "_c10d_functional.all_to_all_single"
 WAIT = "_c10d_functional.wait_tensor"
 
 
-def gather_many(graph: fx.Graph, gathers: Sequence[fx.Node]) -> list[fx.Node]:
+def coalesce_gathers(graph: fx.Graph, gathers: Sequence[fx.Node]) -> list[fx.Node]:
     """Insert one coalesced all-gather in place of several. Returns its results, one per gather, not waited for."""
     _, ranks, group = gathers[0].args
     shards = [gather.args[0] for gather in gathers]
@@ -29,7 +29,7 @@ def gather_many(graph: fx.Graph, gathers: Sequence[fx.Node]) -> list[fx.Node]:
     return [call(graph, operator.getitem, started, i) for i in range(len(shards))]
 
 
-def exchange_many(graph: fx.Graph, exchanges: Sequence[fx.Node]) -> list[fx.Node]:
+def merge_exchanges(graph: fx.Graph, exchanges: Sequence[fx.Node]) -> list[fx.Node]:
     """Insert one all-to-all, with its wait, in place of several of flat tensors. Returns for each the parts that all
     ranks sent to this one, [ranks, size]."""
     parts: Any = [exchange.args[1] for exchange in exchanges]

@@ -35,7 +35,7 @@ class Signature:
         self.sizes: dict[str, Any] = {f"d{i}": e for i, e in enumerate(found)}
         self._hints = {d.node.expr: d.node.hint for d in dims if isinstance(d, torch.SymInt)}
 
-    def described(self) -> list[str]:
+    def describe(self) -> list[str]:
         """The inputs as text. Raises `Uncompilable`: a stride is not a function of the sizes."""
         import sympy  # type: ignore[import-untyped]
 
@@ -118,12 +118,12 @@ def compile_module(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., A
     open index, as of a layer's KV cache, Inductor loses the offset if an operator writes the element (torch 2.13)."""
     from torch._inductor.compile_fx import compile_fx
 
-    before, after, values = _elements_first(module, inputs)
+    before, after, values = _split_indexing(module, inputs)
     compiled: Any = compile_fx(after, values, config_patches=_OPTIONS)
     return lambda *arguments: compiled(*before(*arguments))
 
 
-def _elements_first(
+def _split_indexing(
     module: fx.GraphModule, inputs: Sequence[Any]
 ) -> tuple[fx.GraphModule, fx.GraphModule, Sequence[Any]]:
     """Split a module into one that indexes its inputs and one that does the rest. Returns both, and the inputs of the
@@ -132,7 +132,7 @@ def _elements_first(
     given, first = dict(zip(placeholders, inputs, strict=True)), fx.Graph()
     copies = {node: first.placeholder(node.name) for node in placeholders}
     for node in module.graph.nodes:
-        if _is_element(node) and all(source in copies for source in node.all_input_nodes):
+        if _is_indexing(node) and all(source in copies for source in node.all_input_nodes):
             copies[node] = first.node_copy(node, copies.__getitem__)
             given[node] = node.meta["example_value"]
     others = [node for node in module.graph.nodes if node not in copies]
@@ -146,7 +146,7 @@ def _elements_first(
     return fx.GraphModule(module, first), fx.GraphModule(module, graph), [given[node] for node in passed]
 
 
-def _is_element(node: fx.Node) -> bool:
+def _is_indexing(node: fx.Node) -> bool:
     """Whether a call indexes a tensor with an integer, or squeezes it."""
     if node.target not in (operator.getitem, torch.select):
         return node.op == "call_method" and node.target == "squeeze"

@@ -74,10 +74,10 @@ def partition(
         )
     if [len(found) for found in halves.values()] != [1, 1]:
         raise Untraceable("forward and backward pass are not one graph each")
-    return _in_order(halves["forward"][0], module.order), halves["backward"][0], module.results
+    return _sort_placeholders(halves["forward"][0], module.order), halves["backward"][0], module.results
 
 
-def _in_order(module: fx.GraphModule, order: Sequence[int]) -> fx.GraphModule:
+def _sort_placeholders(module: fx.GraphModule, order: Sequence[int]) -> fx.GraphModule:
     """The graph with its placeholders sorted; the i-th is that of argument `order[i]`."""
     placeholders = module.graph.find_nodes(op="placeholder")
     if len(placeholders) != len(order):

@@ -87,7 +87,7 @@ def trace(
     with torch.inference_mode(False), torch.no_grad():
         fakes, names = _fakes(mode, env, tensors, dims)
         # One thread, so that nodes of the backward pass get the tags that are set around it.
-        with mode, tracing(TracingContext(mode)), traceback.preserve_node_meta(), _one_thread(), _no_addresses():
+        with mode, tracing(TracingContext(mode)), traceback.preserve_node_meta(), _one_thread(), _refuse_addresses():
             try:
                 with _use_lazy_graph_module(True):
                     module = graph_of(fn, fakes)
@@ -149,7 +149,7 @@ def _where(guard: Any) -> str:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def pause_garbage_collection() -> Iterator[None]:
     """Within, garbage collection is off. A graph's thousands of objects stay alive, and scanning them would take a
     fifth of a trace's time, or half a second in the middle of a pass."""
     enabled = gc.isenabled()
@@ -166,7 +166,7 @@ def _one_thread() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _no_addresses() -> Iterator[None]:
+def _refuse_addresses() -> Iterator[None]:
     """Turns torch's warning about the address of a fake tensor, which it gives only once, into `Untraceable`: a kernel
     that is called outside an operator reads that address, which is 0."""
     always = torch.is_warn_always_enabled()
@@ -214,6 +214,13 @@ def call(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
     mode = next(v.fake_mode for v in tree_flatten(values)[0] if isinstance(v, FakeTensor))
     with mode, torch.no_grad():
         return set_fake_value(graph.call_function(target, args), target(*values))
+
+
+def move_placeholders_first(graph: fx.Graph) -> None:
+    """Move the placeholders of a finished graph before its calls, in order."""
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in graph.find_nodes(op="placeholder"):
+        first.prepend(node)
 
 
 def is_operator(target: object) -> bool:
@@ -269,7 +276,7 @@ def module_tensors(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tens
 
 
 @contextmanager
-def swapped(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def swap_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Within, `tensors` replace the module's own, by their names in `module_tensors`, wherever they appear."""
     parameters, others = module_tensors(module)
     own = parameters | others
@@ -295,7 +302,7 @@ def _slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
             yield prefix, slot
 
 
-def watched(fn: Callable[[], Any], seen: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]) -> Any:
+def run_observed(fn: Callable[[], Any], seen: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]) -> Any:
     """Run `fn()`, with `seen(operator, args, kwargs, result)` after each operator call, also in the backward pass."""
 
     class Watch(TorchDispatchMode):
@@ -313,7 +320,7 @@ def watched(fn: Callable[[], Any], seen: Callable[[Any, Sequence[Any], Mapping[s
 NO_STAND_IN = (torch.ops.aten.addmm.dtype_out,)
 
 
-class WithoutMemory:
+class StandIns:
     """Stand-ins for real tensors: fake tensors that also have an address alignment. Within `computing`, operators only
     infer their results' shapes, and those of `namespace` run their implementation up to its kernel launches."""
 
@@ -349,7 +356,7 @@ class WithoutMemory:
                         _log.debug("%s was not rehearsed (%s: %s)", op, type(error).__name__, error)
                 return kwargs["out"] if op in NO_STAND_IN and kwargs else op(*args, **(kwargs or {}))
 
-        with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(), _silenced(FakeTensorMode):
+        with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings(), _silence_logger(FakeTensorMode):
             warnings.filterwarnings("ignore", message=_ADDRESS_WARNING)
             with self._mode, Implementations():
                 yield
@@ -364,7 +371,7 @@ class WithoutMemory:
 
 
 @contextmanager
-def _silenced(of: type) -> Iterator[None]:
+def _silence_logger(of: type) -> Iterator[None]:
     """Within, the logger of a class's module is off: it logs at length what it also raises."""
     log = logging.getLogger(of.__module__)
     before, log.disabled = log.disabled, True
@@ -374,7 +381,7 @@ def _silenced(of: type) -> Iterator[None]:
         log.disabled = before
 
 
-def spare_dynamo(namespace: str) -> None:
+def skip_dynamo_wrappers(namespace: str) -> None:
     """Let operators' kernels be called without a wrapper. torch wraps each kernel of `torch.library.custom_op` to hide
     it from `torch._dynamo`, and the wrapper's first call imports that, which takes one or two seconds. No kernel here
     runs under Dynamo."""
@@ -391,7 +398,7 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
-def viewed_tensor(tensor: Tensor) -> Tensor:
+def base_tensor(tensor: Tensor) -> Tensor:
     """The base that a tensor is a view of; the tensor itself if it is not a view, or was given other memory since."""
     base = tensor._base
     if base is None or base.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():

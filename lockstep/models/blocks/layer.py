@@ -36,7 +36,7 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int, weight: Weight) -> None:
         super().__init__()
         self.config, self.spread = config, weight.spread
-        self.num_heads, self.num_kv_heads = map(self.spread.part, (config.num_heads, config.num_kv_heads))
+        self.num_heads, self.num_kv_heads = map(self.spread.local_count, (config.num_heads, config.num_kv_heads))
         self.attention_norm = self.norm(config.hidden_size, weight)
         values = self.make_projections(config, weight)
         self.scores = ops.AttentionScores(window=config.windows[index], scale=config.attention_scale)
@@ -71,7 +71,7 @@ class Layer(nn.Module):
     ) -> Tensor:
         """The residual stream after layer `index`, [T, D]; the layer's `Routing`, if any, is appended to `routes`."""
         eps, offset = self.config.rms_norm_eps, self.norm_offset
-        added = self.spread.added
+        added = self.spread.add_product
         attended_TW = self.attention(index, x_TD, rope_TH, attend)
         x_TD, own_TW = added(ops.linear_add, attended_TW, self.o, x_TD, self.o_bias)
         if self.moe is not None:
@@ -80,7 +80,7 @@ class Layer(nn.Module):
         return added(ops.linear_add, gated_TF, self.down, x_TD, None, own_TW)[0]
 
     def product(self, x_TW: Tensor, weight: Tensor) -> Tensor:
-        return self.spread.columns(ops.linear(self.spread.columns(x_TW), weight))
+        return self.spread.gather_columns(ops.linear(self.spread.gather_columns(x_TW), weight))
 
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
         """Attention over the normalized stream by this rank's heads, before the output projection."""

@@ -30,10 +30,10 @@ class LatentAttention(nn.Module):
         m = config.mla
         assert m is not None
         self.config, self.spread = m, weight.spread
-        self.num_heads = weight.spread.part(config.num_heads)
+        self.num_heads = weight.spread.local_count(config.num_heads)
         queries = config.num_heads * (m.nope_dim + m.rope_dim)
         blocks = m.q_rank or queries, m.kv_rank, m.rope_dim
-        self.widths = tuple(map(weight.spread.part, blocks))
+        self.widths = tuple(map(weight.spread.local_count, blocks))
         self.down = weight(sum(blocks), config.hidden_size, on=Placement(tp=0, blocks=blocks))
         self.q_norm = None if m.q_rank is None else weight(m.q_rank)
         self.q_up = None if m.q_rank is None else weight(queries, m.q_rank, on=ROWS)
@@ -49,9 +49,9 @@ class LatentAttention(nn.Module):
         down_TE = ops.norm_linear(x_TD, norm_D, self.down, eps)
         q_TE, latent_TR, k_rope_TP = down_TE.split(self.widths, dim=1)
         if self.q_norm is None or self.q_up is None:
-            latent_TR, k_rope_TP = self.spread.together(latent_TR, k_rope_TP)
+            latent_TR, k_rope_TP = self.spread.gather_all(latent_TR, k_rope_TP)
         else:
-            q_TE, latent_TR, k_rope_TP = self.spread.together(q_TE, latent_TR, k_rope_TP)
+            q_TE, latent_TR, k_rope_TP = self.spread.gather_all(q_TE, latent_TR, k_rope_TP)
             q_TE = ops.norm_linear(q_TE, self.q_norm, self.q_up, LATENT_EPS)
         latent_TR = ops.rms_norm(latent_TR, self.kv_norm, LATENT_EPS)
         q_TNH, q_rope_TNP = q_TE.unflatten(1, (heads, -1)).split((m.nope_dim, m.rope_dim), dim=2)

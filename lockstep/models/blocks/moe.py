@@ -50,7 +50,7 @@ class MixtureOfExperts(nn.Module):
         if routes is not None:
             routes.append(routing)
         y_TD = self.combine(self.experts(x_RD, plan[2]), plan[1], weights_TK)
-        return self.spread.columns(y_TD if self.shared is None else self.shared(x_TD, y_TD))
+        return self.spread.gather_columns(y_TD if self.shared is None else self.shared(x_TD, y_TD))
 
 
 class Dispatch(nn.Module):
@@ -92,7 +92,7 @@ class Experts(nn.Module):
         if up_bias is not None and down_bias is not None:
             up_bias, down_bias = (bias.unflatten(0, (self.config.num_experts, -1)) for bias in (up_bias, down_bias))
         gated_RF = ops.silu_mul(ops.grouped_linear(x_RD, self.gate_up, offsets, up_bias), self.config.activation)
-        return ops.grouped_linear(self.spread.columns(gated_RF), self.down, offsets, down_bias)
+        return ops.grouped_linear(self.spread.gather_columns(gated_RF), self.down, offsets, down_bias)
 
 
 class Combine(nn.Module):
@@ -113,5 +113,5 @@ class SharedExperts(nn.Module):
 
     def forward(self, x_TD: Tensor, y_TD: Tensor) -> Tensor:
         """`y` plus the feed-forward of x; of `y` and of the result, this rank's columns, [T, D / ranks]."""
-        gated_TF = self.spread.columns(ops.silu_mul(ops.linear(x_TD, self.gate_up)))
+        gated_TF = self.spread.gather_columns(ops.silu_mul(ops.linear(x_TD, self.gate_up)))
         return ops.linear_add(gated_TF, self.down, y_TD)

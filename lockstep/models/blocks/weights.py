@@ -28,7 +28,7 @@ class Weight:
     def __call__(self, *shape: int, on: Placement = WHOLE, fill: float | None = None) -> nn.Parameter:
         """An uninitialized parameter of the compute dtype: this rank's part of a whole of shape `shape`. `fill`: the
         constant that a random model fills it with; None: 1 for a vector, and small random numbers otherwise."""
-        own = on.shape_on(self.mesh, shape)
+        own = on.part_shape(self.mesh, shape)
         made = torch.empty(own if self._memory else (), dtype=self._dtype, device=self._device)
         parameter = nn.Parameter(made.expand(own))
         self.placed[parameter] = on

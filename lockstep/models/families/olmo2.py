@@ -42,11 +42,11 @@ class NormAfterLayer(Layer):
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
         c, (q_norm, k_norm) = self.config, (self.q_norm, self.k_norm)
         assert q_norm is not None and k_norm is not None
-        spread, sizes = self.spread, [self.spread.part(len(norm)) for norm in (q_norm, k_norm, k_norm)]
+        spread, sizes = self.spread, [self.spread.local_count(len(norm)) for norm in (q_norm, k_norm, k_norm)]
         q, k, v = ops.linear(x_TD, self.qkv).split(sizes, dim=1)
-        q, k = spread.together(q, k)  # their norms span all heads
-        q = spread.own(ops.rms_norm(q, q_norm, c.rms_norm_eps))
-        k = spread.own(ops.rms_norm(k, k_norm, c.rms_norm_eps))
+        q, k = spread.gather_all(q, k)  # their norms span all heads
+        q = spread.local_columns(ops.rms_norm(q, q_norm, c.rms_norm_eps))
+        k = spread.local_columns(ops.rms_norm(k, k_norm, c.rms_norm_eps))
         return self.attend(index, torch.cat((q, k, v), dim=1), rope_TH, attend)
 
 

@@ -54,7 +54,7 @@ class Saver:
             with writing(f"checkpoint {target}"):
                 return files.begun(self._folder, step), files.as_json(state)
 
-        temporary, words = self.world.from_first(begin)
+        temporary, words = self.world.broadcast_from_first(begin)
         self._writing = _Writing(self, target, temporary, self._copied(tensors) if self.copies else tensors, words)
         self._writing.start()
         if not self.copies:
@@ -113,7 +113,7 @@ class Saver:
 
     def _all(self, call: Any) -> list[Any]:
         try:
-            return self.world.share(call)
+            return self.world.gather_results(call)
         except BaseException as error:
             if self._writing is not None and not isinstance(error, KeyboardInterrupt):
                 self._writing.discard()
@@ -183,7 +183,7 @@ class _Writing(threading.Thread):
     def discard(self) -> None:
         self.give_up()
         self.join()
-        if self._saver.world.first:
+        if self._saver.world.is_first:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
 

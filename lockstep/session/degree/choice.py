@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...config import RunConfig
-from ...distributed import World, in_groups
+from ...distributed import World, join_generator_groups
 from ...distributed.mesh import Axis, Mesh
 from ...generator.cache_capacity import bytes_per_token
 from ...models import ModelConfig, num_parameters
@@ -63,19 +63,19 @@ def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeCho
         return config, world, None
     device = resolve_device(config.device)
     memory = min(world.gather(memory_at_hand(device, world)))
-    w = world.each(lambda: planned_workload(config, world.size, device))
+    w = world.run_on_all(lambda: planned_workload(config, world.size, device))
     if config.parallel.generator_tp == 1:
         return *_that_fit(w, world, memory), None
     shared = range(1, 2 if config.parallel.zero_stage == 2 else 65)  # ZeRO stage 2 needs whole weights
     of_each = [w.having("parallel", generator_tp=ranks) for ranks in degrees(w.model, world.size) if ranks in shared]
     loads = [Load.of(each, plan(each, memory)) for each in of_each]
-    world.same("the processes of this run", lambda: {"the loads of groups of processes": loads})
+    world.require_same("the processes of this run", lambda: {"the loads of groups of processes": loads})
     speed = links.bandwidth(world, device)
     found = []
     for each, load in zip(of_each, loads, strict=True):
         waited = Exchanged()
         if load.ranks > 1 and load.fits:  # else there is nobody to wait for, or no room
-            world = in_groups(world, load.ranks)
+            world = join_generator_groups(world, load.ranks)
             rows = torch.empty(load.rows, 0, dtype=w.dtype, device=device)
             waited = links.exchanged(world, w.config.compile, w.model, rows, device)
         found.append(DecodeTime.of(each, load, speed, waited))
@@ -85,9 +85,9 @@ def choose(config: RunConfig, world: World) -> tuple[RunConfig, World, DegreeCho
 
 def _grouped(config: RunConfig, world: World, ranks: int, why: str) -> tuple[RunConfig, World]:
     """The configuration and processes in groups of `ranks`; the first process prints `why` unless that is empty."""
-    if world.first and why:
+    if world.is_first and why:
         print(f"parallel.generator_tp: {why}", file=sys.stderr, flush=True)
-    return replace(config, parallel=replace(config.parallel, generator_tp=ranks)), in_groups(world, ranks)
+    return replace(config, parallel=replace(config.parallel, generator_tp=ranks)), join_generator_groups(world, ranks)
 
 
 def _that_fit(w: Workload, world: World, memory: int) -> tuple[RunConfig, World]:
@@ -109,7 +109,9 @@ def choose_by_memory(config: RunConfig, world: World) -> tuple[RunConfig, World]
     """
     if config.parallel.generator_tp:
         return config, world
-    found = world.share(lambda: (_loaded(config, world.size), memory_at_hand(resolve_device(config.device), world)))
+    found = world.gather_results(
+        lambda: (_loaded(config, world.size), memory_at_hand(resolve_device(config.device), world))
+    )
     (needed, _), memory = found[0], min(of_rank for _, of_rank in found)
     ranks = next((ranks for ranks, size in needed.items() if size <= ROOM * memory), max(needed))
     held, room = needed[ranks] / 2**30, memory / 2**30

@@ -44,9 +44,9 @@ def exchanged(world: World, compile: CompileConfig, model: ModelConfig, x: Tenso
     widths = {"attention": values, "stream": model.hidden_size, "feed_forward": wide, "residual": model.hidden_size}
     columns = {name: x.new_zeros(rows, width // ranks) for name, width in widths.items()}
     logits = {"logits": torch.zeros(rows, model.vocab_size // ranks, device=device)}
-    exchanges = _Exchanges(Spread(world.generator.tp, device))
+    exchanges = _Exchanges(Spread(world.generator_mesh.tp, device))
     runtime = Runtime(compile, device, store=Store(), mesh=world.sizes, peers=world)
-    constants = {"pushes": world.generator.tp.pushes}
+    constants = {"pushes": world.generator_mesh.tp.pushes}
     try:
         layer = runtime.program("exchange_layer", exchanges.layer, Inputs(buffer=columns), constants=constants)
         head = runtime.program("exchange_head", exchanges.head, Inputs(buffer=logits), constants=constants)
@@ -64,13 +64,13 @@ class _Exchanges:
 
     def layer(self, inputs: Inputs) -> dict[str, Tensor]:
         """All-gathers the columns of attention's heads and of three products."""
-        return {name: self._spread.columns(part) for name, part in inputs.buffer.items()}
+        return {name: self._spread.gather_columns(part) for name, part in inputs.buffer.items()}
 
     def head(self, inputs: Inputs) -> dict[str, Tensor]:
         """Exchanges logits, then all-gathers three words per row, the size of a sampled result."""
         logits_RW = inputs.buffer["logits"]
-        own_RV = self._spread.rows_to_owners(logits_RW)
-        return {"drawn": self._spread.all_rows(own_RV[:, :3].contiguous(), logits_RW.shape[0])}
+        own_RV = self._spread.columns_to_rows(logits_RW)
+        return {"drawn": self._spread.gather_rows(own_RV[:, :3].contiguous(), logits_RW.shape[0])}
 
 
 def _seconds(world: World, device: torch.device, program: Program) -> float:

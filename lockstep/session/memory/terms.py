@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...cache.tensor_file import CHUNK_BYTES
-from ...distributed.mesh import ALONE, Axis, exchanging
+from ...distributed.mesh import ONE_RANK, Axis, all_to_all_axes
 from ...generator.cache_capacity import bytes_per_token
 from ...models import ModelConfig, num_parameters
 from ...models.checks import divides
@@ -315,7 +315,7 @@ def scoring(w: Workload, by_layer: bool) -> int:
         tables = 2 * c.vocab_size * c.hidden_size * w.b
         wide = c.intermediate_size if c.moe is None else c.moe.num_experts_per_token * c.moe.intermediate_size
         logits = min(w.shape.completion_tokens, 2 * LOGIT_ROWS) * c.vocab_size * 4
-        most = num_parameters(c, w.training if divides(c, w.tp) else ALONE) * w.b
+        most = num_parameters(c, w.training if divides(c, w.tp) else ONE_RANK) * w.b
         gathered = min(most, 2 * layer_weights(w, c) + tables if by_layer else most) * w.sharded
         return w.shape.tokens * 3 * (c.hidden_size + wide) * w.b + logits + gathered
 
@@ -380,5 +380,5 @@ def allocator(w: Workload, taken: int) -> int:
 
 def communicators(axes: Sequence[Axis]) -> int:
     """NCCL's buffers for axes with collectives in graphs (2.0 GiB for an axis of four, on four H100)."""
-    peers = (min(axis.size - 1, MOST_PEERS) for axis in exchanging(axes))
+    peers = (min(axis.size - 1, MOST_PEERS) for axis in all_to_all_axes(axes))
     return RING * len(axes) + PEER * sum(peers)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from ...config import RunConfig
-from ...distributed import ONE, World
+from ...distributed import ONE_PROCESS, World
 from ...errors import InputError, LockstepError, ran_out
 from ...generator import KVCache
 from ...graph import Runtime, clear_matmul_workspaces
@@ -46,7 +46,7 @@ def workload(config: RunConfig, ranks: int, on_gpu: bool, model: ModelConfig, **
     return Workload(model, config, ranks, dtype, frozen=frozen, on_gpu=on_gpu, **prompts)
 
 
-def memory_at_hand(device: torch.device, world: World = ONE) -> int:
+def memory_at_hand(device: torch.device, world: World = ONE_PROCESS) -> int:
     """The bytes that this process may take. Of a GPU: all that others do not use, measured before anything but CUDA and
     NCCL is loaded (what these take beyond their plan counts as others'). Of a host, or of what a container may use of
     it: an equal share for each process of the machine, or less where the address space is limited."""

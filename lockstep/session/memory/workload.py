@@ -106,8 +106,8 @@ class Workload:
     @property
     def axes(self) -> Sequence[Axis]:
         """The axes that graphs have collectives along."""
-        together, lanes = self.config.parallel.generator_tp, self.cells.lanes
-        return World(size=self.ranks, tp=self.tp, generator_tp=together, lanes=lanes).axes
+        together, lanes = self.config.parallel.generator_tp, self.cells.ranks_per_cell
+        return World(size=self.ranks, tp=self.tp, generator_tp=together, ranks_per_cell=lanes).axes
 
     @property
     def cells(self) -> Cells:
@@ -169,7 +169,7 @@ class Workload:
     def _laid_out(self, decoder: Decoder, without: Collection[str] = (), on: Mesh | None = None) -> Layout:
         named = [(name, tuple(p.shape)) for name, p in decoder.named_parameters() if name not in without]
         placed, mesh = decoder.placements, on or self.training
-        return Layout.of([placed[name].shape_on(mesh, shape) for name, shape in named], self.groups)
+        return Layout.of([placed[name].part_shape(mesh, shape) for name, shape in named], self.groups)
 
 
 @cache

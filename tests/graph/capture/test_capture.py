@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import ops
-from lockstep.graph import GraphError, Inputs, backward, capture, dump, module_inputs, run_passes, substituted
+from lockstep.graph import GraphError, Inputs, backward, capture, dump, module_inputs, run_passes, substitute_inputs
 from lockstep.graph.ir.captured import is_backward, module_of
 
 
@@ -87,7 +87,7 @@ def test_a_module_is_substituted_wherever_its_tensors_stand_and_restored() -> No
     assert list(own.param) == ["table", "block.weight"] and list(own.buffer) == ["scale", "block.shift"]
     other = own.with_tensors([tensor + 1 for _, _, tensor in own.flat()])
     before = (module.table, module.block.weight, module.block.shift, module.scale)
-    with pytest.raises(ZeroDivisionError), substituted(module, other):
+    with pytest.raises(ZeroDivisionError), substitute_inputs(module, other):
         assert module.head is module.table is other.param["table"]
         assert module.block.weight is other.param["block.weight"]
         assert module.scale is other.buffer["scale"] and module.block.shift is other.buffer["block.shift"]
@@ -111,7 +111,7 @@ def test_backward_and_modules_are_marked() -> None:
     own = module_inputs(module)
 
     def body(t: Inputs) -> dict[str, Tensor]:
-        with substituted(module, t), torch.enable_grad():
+        with substitute_inputs(module, t), torch.enable_grad():
             loss = module(t.user["x"]).square().sum()
             with backward():
                 return dict(zip(t.param, torch.autograd.grad(loss, list(t.param.values())), strict=True))

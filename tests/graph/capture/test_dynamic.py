@@ -157,7 +157,7 @@ def test_other_static_tensors_share_the_trace(runtime_of: Callable[..., Runtime]
     first = runtime.program(
         "decode", step, Inputs({"w": weight}, buffer={"state": states[0]}), {"buffer"}, {"state": ("R", None)}
     )
-    functions = [first, *(first.bound_to(Inputs({"w": weight}, buffer={"state": s})) for s in states[1:])]
+    functions = [first, *(first.bind_to(Inputs({"w": weight}, buffer={"state": s})) for s in states[1:])]
     for launches in (1, 2):
         for function, state in zip(functions, states, strict=True):
             assert function()["sum"].tolist() == [3.0 * launches] * len(state)
@@ -178,7 +178,7 @@ def test_start_up_is_split_into_phases(runtime_of: Callable[..., Runtime], monke
     seconds = runtime.timings.seconds
     assert {"import_tracer", "trace", "passes", "record"} <= seconds.keys() and all(s > 0 for s in seconds.values())
     assert 0.5 * total < sum(seconds.values()) <= total
-    ((title, log),) = runtime.builder.nodes.items()
+    ((title, log),) = runtime.builder.logs.items()
     assert title == "f()" and log[0].startswith("canonicalize: ")
 
 
@@ -192,13 +192,13 @@ def test_making_graphs_launches_only_those_that_are_recorded_with_kernels_that_a
     runtime_of: Callable[..., Runtime], recorded: bool, loaded: bool
 ):
     runtime = runtime_of(recorded)
-    runtime.warm_up.loaded, launched = loaded, recorded and not loaded
+    runtime.warm_up.kernels_loaded, launched = loaded, recorded and not loaded
     other, static = function_of(runtime)
     function = runtime.program("g", gathered, static, {"buffer"}, DYNAMIC)
     function.lasting = ("y",)
     for tokens, rows in ((5, 3), (8, 4)):
         user = inputs(tokens, rows).user
-        with runtime.warm_up.making():
+        with runtime.warm_up.make_graphs():
             blank = function(user)
             assert recorded == ("record" in runtime.timings.seconds)
         assert static.buffer["rows_seen"].item() == (rows if launched else 0)
@@ -218,6 +218,6 @@ def test_making_graphs_launches_only_those_that_are_recorded_with_kernels_that_a
 def test_a_graph_whose_shapes_are_computed_is_launched_to_have_them(runtime_of: Callable[..., Runtime]):
     runtime = runtime_of(False)
     function, static = function_of(runtime)
-    with runtime.warm_up.making():
+    with runtime.warm_up.make_graphs():
         outputs = function(inputs(5, 3).user)
     assert static.buffer["rows_seen"].item() == 3 and len(outputs["pad"]) == 10

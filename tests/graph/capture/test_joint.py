@@ -120,7 +120,7 @@ def test_functions_without_a_backward_pass_are_traced(decoder) -> None:
     runtime = joint()
     engine = Engine(SharedWeights(decoder()), GeneratorConfig(), 1024, runtime=runtime)
     engine.warm_up(2, 32, SamplingParams(max_completion_length=8))
-    assert runtime.captures >= 2 and not any("joint" in line for log in runtime.builder.nodes.values() for line in log)
+    assert runtime.captures >= 2 and not any("joint" in line for log in runtime.builder.logs.values() for line in log)
 
 
 def test_a_closed_over_number_is_refused_and_so_is_an_unused_parameter() -> None:

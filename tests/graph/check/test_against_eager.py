@@ -28,7 +28,7 @@ from lockstep.graph import (
     backward,
     check_against_eager,
     module_inputs,
-    substituted,
+    substitute_inputs,
 )
 from lockstep.graph.check import fingerprints as check_fingerprints
 from lockstep.graph.check import snapshot
@@ -63,7 +63,7 @@ class Step:
         self.function = runtime.program("step", self.body, inputs, {"grad", "kv", "buffer"})
 
     def body(self, t: Inputs) -> dict[str, Tensor]:
-        with substituted(self.module, t), torch.enable_grad():
+        with substitute_inputs(self.module, t), torch.enable_grad():
             hidden = self.module(t.user["x"] * self.factor)
             with backward():
                 grads = torch.autograd.grad(hidden.square().sum(), list(t.param.values()))
@@ -211,9 +211,9 @@ def test_without_a_run_only_whole_graphs_of_known_operators_are_recorded(
     mode: str, call: Region | None, launches: int
 ) -> None:
     runtime = runtime_at(mode, None, *([] if call is None else [Pass("call", False, call.put_in)]))
-    runtime.warm_up.loaded = True
+    runtime.warm_up.kernels_loaded = True
     step = Step(runtime)
-    with runtime.warm_up.making():
+    with runtime.warm_up.make_graphs():
         step.function(step.case("one").user)
     assert runtime.launches["step"] == step.row.item() == launches
 
@@ -221,10 +221,10 @@ def test_without_a_run_only_whole_graphs_of_known_operators_are_recorded(
 @pytest.mark.parametrize(("mode", "ahead", "launches"), [("none", False, 3), ("full", True, 3), ("full", False, 5)])
 def test_each_case_is_launched_once_and_once_more_where_that_records(mode: str, ahead: bool, launches: int) -> None:
     runtime = runtime_at(mode)
-    runtime.warm_up.loaded = True
+    runtime.warm_up.kernels_loaded = True
     step = Step(runtime)
     if ahead:
-        with runtime.warm_up.making():
+        with runtime.warm_up.make_graphs():
             for rows in (3, 1):
                 step.function(step.case("one", rows).user)
     check_against_eager(runtime, [(step.function, step.cases())], "strict")  # of two numbers of rows
@@ -398,8 +398,8 @@ def test_a_graph_that_passed_for_one_function_has_not_passed_for_another(tmp_pat
     asked = Scaled(runtime)
     check_against_eager(runtime, [(asked.function, [asked.case(2.0)])], "strict", verdicts)
     other = Scaled(runtime_at("none"))
-    other.function.made.ready = {  # as if a stored graph had been taken for another
-        ((repr(("factor", 3.0)), *key[1:]), level): graph for (key, level), graph in asked.function.made.ready.items()
+    other.function.cache.ready = {  # as if a stored graph had been taken for another
+        ((repr(("factor", 3.0)), *key[1:]), level): graph for (key, level), graph in asked.function.cache.ready.items()
     }
     with pytest.raises(GraphError, match="differs from eager in output y"):
         check_against_eager(other.runtime, [(other.function, [other.case(3.0)])], "strict", verdicts)
@@ -476,7 +476,7 @@ def test_pages_of_a_cache_are_hashed_where_they_lie(monkeypatch: pytest.MonkeyPa
         if op is torch.ops.aten.clone.default:
             laid_out.append(result.nbytes)
 
-    found = trace.watched(lambda: fingerprint(used), seen)
+    found = trace.run_observed(lambda: fingerprint(used), seen)
     assert not laid_out and int(found) == int(fingerprint(used.clone(memory_format=torch.contiguous_format)))
     cache[1, 6, 3, 7] += 1
     assert int(fingerprint(used)) != int(found)
@@ -524,11 +524,11 @@ def test_what_goes_from_one_device_to_another_goes_in_parts(monkeypatch: pytest.
         if op is torch.ops.aten.copy_.default:
             moved.append(arguments[1].nbytes)
 
-    trace.watched(lambda: snapshot.copied(torch.empty(401, dtype=torch.int16, device="meta"), halves), seen)
+    trace.run_observed(lambda: snapshot.copy_in_rows(torch.empty(401, dtype=torch.int16, device="meta"), halves), seen)
     assert sum(moved) == halves.nbytes and max(moved) <= 64
     pairs = [(torch.zeros_like(x), x) for x in (halves, torch.tensor(3), torch.rand(5, 3)[:, 1])]
     for target, source in pairs:
-        snapshot.copied(target, source)
+        snapshot.copy_in_rows(target, source)
     assert all(torch.equal(*pair) for pair in pairs)
 
 
@@ -538,5 +538,5 @@ def test_programs_of_one_runtime_are_checked_together() -> None:
     work: list[tuple[Program, list[Case]]] = [(step.function, step.cases()) for step in steps]
     (verdict,) = check_against_eager(runtime, work, "strict")
     assert (verdict.level, verdict.cases) == ("full", 6)
-    runtime.lower("step")
+    runtime.lower_level("step")
     assert not steps[0].function.graphs and check_against_eager(runtime, work, "strict")[0].level == "piecewise"

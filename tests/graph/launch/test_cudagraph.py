@@ -203,7 +203,7 @@ def test_what_lies_in_the_pool_is_counted_kept_and_overwritten() -> None:
     loose.fill_(3)
     recording.replay()
     assert loose.tolist() == [3] * 4 and recording.outputs[0].tolist() == [6] * 4
-    assert recorder.borrow(loose).data_ptr() == loose.data_ptr()
+    assert recorder.weak_ref_tensor(loose).data_ptr() == loose.data_ptr()
     recorder.record(lambda tensors: [], [])
     assert loose.isnan().all() and recording.outputs[0].isnan().all()
     del loose

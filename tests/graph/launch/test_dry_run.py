@@ -67,7 +67,7 @@ def test_calls_that_are_alike_are_made_once_and_on_the_shapes_of_the_launch(rows
     captured = capture("f", body, inputs_of(5, weights), writes={"buffer"}, dynamic={"x": ("rows", None)})
     assert not calls
     inputs = inputs_of(rows, weights)
-    outputs = dry_run(captured, [tensor for _, _, tensor in inputs.flat()], "rehearsed")
+    outputs = dry_run(captured, inputs.tensors(), "rehearsed")
     assert calls == [((rows, 4), 0, 0)] * 3  # once for three layers, and twice within the implementation of `twice`
     assert {name: tuple(y.shape) for name, y in outputs.items()} == {"y": (rows - 1, 4), "sum": ()}
     assert not any(y.any() for y in outputs.values())
@@ -78,7 +78,7 @@ def test_kernels_see_how_well_an_address_is_aligned() -> None:
     weights = torch.ones(16)[1:13].view(3, 4)  # 4 bytes beyond a multiple of 16
     inputs = inputs_of(2, weights)
     captured = capture("f", body, inputs, writes={"buffer"})
-    dry_run(captured, [tensor for _, _, tensor in inputs.flat()], "rehearsed")
+    dry_run(captured, inputs.tensors(), "rehearsed")
     place = weights.data_ptr() % 16
     assert place and calls and all(call[2] == place for call in calls)
 
@@ -86,7 +86,7 @@ def test_kernels_see_how_well_an_address_is_aligned() -> None:
 def test_an_implementation_that_fails_is_passed_over() -> None:
     inputs = inputs_of(13, torch.ones(3, 4))
     captured = capture("f", body, inputs, writes={"buffer"})
-    outputs = dry_run(captured, [tensor for _, _, tensor in inputs.flat()], "rehearsed")
+    outputs = dry_run(captured, inputs.tensors(), "rehearsed")
     assert calls and outputs["y"].shape == (12, 4)
 
 

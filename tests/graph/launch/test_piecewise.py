@@ -14,9 +14,9 @@ from torch._library.custom_ops import OPDEFS
 from lockstep import ops
 from lockstep.config import CompileConfig
 from lockstep.graph import GraphError, Inputs, capture, pipeline, run_passes, verify
-from lockstep.graph.ir.captured import Captured, op_name, plain
+from lockstep.graph.ir.captured import Captured, can_record_without_launch, op_name
 from lockstep.graph.launch.piecewise import ATTENTION, Piecewise, split
-from lockstep.graph.passes import recorded
+from lockstep.graph.passes import cudagraph_pass
 from lockstep.graph.torch_private import trace as torch_trace
 
 BETWEEN = frozenset({"lockstep.rms_norm"})  # stands for attention where a model would be in the way
@@ -46,7 +46,7 @@ class Toy:
 
     def captured(self) -> Captured:
         captured = capture("toy", self.body, self.inputs, writes={"kv"})
-        return run_passes(captured, [*pipeline(CompileConfig()), recorded(BETWEEN)])
+        return run_passes(captured, [*pipeline(CompileConfig()), cudagraph_pass(BETWEEN)])
 
     def arguments(self) -> list[Tensor]:
         return [tensor for _, _, tensor in self.inputs.flat()]
@@ -71,7 +71,9 @@ def test_a_graph_is_split_at_the_calls_and_only_tensors_cross() -> None:
     assert names[-1] == ["aten.slice"]  # only gathers outputs
     assert all(op_name(node) not in ("aten.view", "aten.select") for part in parts for node in part.results)
     whole = replace(captured, split_at=frozenset())
-    assert plain(whole) and not plain(captured)  # the calls between pieces run when these are recorded
+    assert can_record_without_launch(whole) and not can_record_without_launch(
+        captured
+    )  # the calls between pieces run when these are recorded
 
 
 def test_replays_see_each_others_values_and_new_inputs() -> None:
@@ -124,7 +126,7 @@ def test_what_is_dead_may_be_overwritten_within_a_launch() -> None:
 
 def test_without_the_operators_a_graph_is_recorded_whole() -> None:
     captured = capture("f", lambda t: {"y": t.user["x"] * 2}, Inputs(user={"x": torch.ones(2)}))
-    result = run_passes(captured, [*pipeline(CompileConfig()), recorded(ATTENTION)])
+    result = run_passes(captured, [*pipeline(CompileConfig()), cudagraph_pass(ATTENTION)])
     assert result.recorded and not result.split_at
     assert result.log[-1] == "cudagraph: 3 -> 3 nodes; whole; 0 static inputs, 1 copied in"
     assert (
@@ -134,7 +136,7 @@ def test_without_the_operators_a_graph_is_recorded_whole() -> None:
 
 def test_calls_between_pieces_may_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     unsafe = {"lockstep.rms_norm": "it reads lengths on the host"}
-    monkeypatch.setattr("lockstep.graph.ir.verify._waits", lambda _, node: unsafe.get(op_name(node)))
+    monkeypatch.setattr("lockstep.graph.ir.verify._why_not_recordable", lambda _, node: unsafe.get(op_name(node)))
     captured = Toy().captured()
     assert verify(captured) is captured
     with pytest.raises(GraphError, match="it reads lengths on the host"):

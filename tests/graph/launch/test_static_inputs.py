@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.config import LossConfig, OptimizerConfig
-from lockstep.graph.launch.memory import OwnInputs
+from lockstep.graph.launch.memory import InputBuffers
 from lockstep.trainer import Trainer, pack
 from lockstep.types import side_by_side
 
@@ -43,7 +43,7 @@ def values(start: int = 0) -> dict[str, Tensor]:
     }
 
 
-def filled(own: OwnInputs, inputs: Sequence[Tensor]) -> list[int]:
+def filled(own: InputBuffers, inputs: Sequence[Tensor]) -> list[int]:
     """Fill, compare, and return what was copied; no address may change."""
     places = [t.data_ptr() for t in own.tensors]
     with Copies() as copies:
@@ -58,7 +58,7 @@ def batch(start: int = 0, **replaced: Tensor) -> list[Tensor]:
 
 
 def test_inputs_side_by_side_take_one_copy_and_each_that_lies_elsewhere_another() -> None:
-    own = OwnInputs(batch())
+    own = InputBuffers(batch())
     assert filled(own, batch(1))[0] == 1
     assert sum(filled(own, batch(2))) <= 2  # the empty tensor has no address
     assert sum(filled(own, batch(3, weight=torch.full((200,), 0.5)))) <= 3
@@ -69,12 +69,12 @@ def test_inputs_side_by_side_take_one_copy_and_each_that_lies_elsewhere_another(
 
 def test_a_large_input_elsewhere_leaves_the_others_together() -> None:
     large = torch.ones(100_000)
-    own = OwnInputs([*batch(), large])
+    own = InputBuffers([*batch(), large])
     assert sum(filled(own, [*batch(1), large * 2])) <= 3
 
 
 def test_another_order_in_a_buffer_of_the_same_size_is_no_other_content() -> None:
-    own = OwnInputs(batch())
+    own = InputBuffers(batch())
     names = list(values())
     turned = side_by_side({name: values(9)[name] for name in reversed(names)}, CPU)
     filled(own, [turned[name] for name in names])
@@ -86,10 +86,10 @@ def test_another_order_in_a_buffer_of_the_same_size_is_no_other_content() -> Non
 def test_separate_inputs_and_parts_of_a_large_buffer_keep_memory_of_their_own(wide: bool) -> None:
     large = torch.arange(1000.0)
     inputs = [large[:10], large[20:30]] if wide else list(values().values())
-    own = OwnInputs(inputs)
+    own = InputBuffers(inputs)
     assert sum(t.untyped_storage().nbytes() for t in own.tensors) == sum(t.nbytes for t in inputs)
     assert filled(own, [t.clone() for t in inputs]) == [len(inputs)]
-    assert filled(OwnInputs([]), []) == []
+    assert filled(InputBuffers([]), []) == []
 
 
 def test_a_packed_batch_is_copied_in_at_once(decoder, rollout, runtime_of) -> None:

@@ -16,12 +16,12 @@ from lockstep.graph import Captured, Runtime, digest, pipeline, run_passes
 from lockstep.graph.ir.captured import is_backward, module_of, op_name, origins
 from lockstep.graph.passes import recompute, reshard, saved_bytes
 from lockstep.graph.passes.collectives import (
+    activation_collectives,
     by_layer,
     communicates,
     first_use,
     gradient_exchanges,
     layer_of,
-    step_collectives,
     weight_gathers,
 )
 from lockstep.graph.torch_private.collectives import GATHER, GATHER_MANY, WAIT
@@ -145,7 +145,7 @@ def test_weights_gradients_are_computed_while_activations_travel() -> None:
     for on, captured in orders.items():
         order, found[on] = order_of(captured.graph), 0
         products = [order[node] for node in captured.graph.nodes if op_name(node) == "lockstep.matmul"]
-        for started in step_collectives(captured):
+        for started in activation_collectives(captured):
             (waited,) = started.users
             found[on] += sum(order[started] < at < order[waited] for at in products)
             assert waited.args == (started,) and order[waited] < min(order[user] for user in waited.users)
@@ -194,7 +194,7 @@ def test_pieces_are_no_way_out_for_sharded_graphs() -> None:
     config = CompileConfig("step", "full")
     for mesh, levels in (({}, ["piecewise", "captured", "eager"]), ({"fsdp": 2}, ["captured", "eager"])):
         runtime = Runtime(config, torch.device("cpu"), recorder=FakeRecorder(), mesh=mesh)
-        assert [runtime.lower("check") for _ in levels] == levels
+        assert [runtime.lower_level("check") for _ in levels] == levels
 
 
 def test_statistics_are_gathered_apart() -> None:

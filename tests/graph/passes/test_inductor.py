@@ -30,11 +30,11 @@ from lockstep.graph import (
     run_passes,
 )
 from lockstep.graph.ir.captured import inexact_results, is_backward, op_name
-from lockstep.graph.ir.sizes import Sizes, in_names
+from lockstep.graph.ir.sizes import Sizes, rename_conditions
 from lockstep.graph.passes.compiled_subgraph import CompiledSubgraph, Regions
 from lockstep.graph.passes.inductor import stretches
 from lockstep.graph.passes.recompute import UnknownPattern
-from lockstep.graph.passes.subgraph import outlined
+from lockstep.graph.passes.subgraph import outline
 from lockstep.models.init import ARCHITECTURES
 from lockstep.rl.loop import Loop
 from lockstep.session import build as build_room
@@ -84,7 +84,7 @@ def test_a_stretch_ends_at_our_operators_writes_and_sums_in_any_order() -> None:
     assert names == [["mul", "exp"], ["add", "cos", "sum"], ["sub", "neg"], last, ["exp", "mul"]]
     assert not list(stretches(captured, ("backward",))) and not list(stretches(captured, ("other.*",)))
     calls = {s: _named(s.module.forward, f"stretch_{i}") for i, s in enumerate(found)}
-    result = replace(captured, module=outlined(captured, calls))
+    result = replace(captured, module=outline(captured, calls))
     run_passes(result, [])  # it verifies
     assert [op_name(n) for n in result.graph.nodes].count("aten.view") == 1
     for c in (captured, result):
@@ -117,7 +117,7 @@ def test_what_reads_an_input_that_is_overwritten_is_not_computed_again_behind_th
     inputs = Inputs(buffer={"x": torch.randn(3, 4)})
     captured = capture("f", body, inputs, writes={"buffer"})
     forward = [stretch for stretch in stretches(captured, ("all",)) if not stretch.backward]
-    module = outlined(captured, {s: _named(s.module.forward, "stretch") for s in forward})
+    module = outline(captured, {s: _named(s.module.forward, "stretch") for s in forward})
     expected = {name: x.clone() for name, x in body(replace(inputs, buffer={"x": inputs.buffer["x"].clone()})).items()}
     with torch.no_grad():
         assert torch.equal(module.forward(*(t for _, _, t in inputs.flat()))[0], expected["c"])
@@ -128,10 +128,10 @@ def test_conditions_are_told_in_the_names_of_the_graph() -> None:
 
     rows, more = sympy.symbols("s0 s1", integer=True, positive=True)
     sizes = Sizes(("T", "S"), (), {rows: "T", more: "S"})
-    (condition,) = in_names([(["<=", "d0", 4096], "there")], {"d0": rows + 2 * more}, sizes)
-    both = sizes.also([condition, condition])
-    assert both.broken({"T": 4000, "S": 10}) == [] and len(both.conditions) == 1
-    assert both.broken({"T": 4000, "S": 50}) == ["(T + (2 * S)) <= 4096 (there)"]
+    (condition,) = rename_conditions([(["<=", "d0", 4096], "there")], {"d0": rows + 2 * more}, sizes)
+    both = sizes.with_conditions([condition, condition])
+    assert both.broken_conditions({"T": 4000, "S": 10}) == [] and len(both.conditions) == 1
+    assert both.broken_conditions({"T": 4000, "S": 50}) == ["(T + (2 * S)) <= 4096 (there)"]
 
 
 @needs_inductor
@@ -139,10 +139,10 @@ def test_one_region_serves_every_shape_and_graph_and_the_pass_says_what_it_did(r
     runtime = runtime_of("step", "inductor", regions=regions)
     roles = TwoRoles(runtime)
     results(roles)
-    log = next(log for title, log in runtime.builder.nodes.items() if title.startswith("train"))
+    log = next(log for title, log in runtime.builder.logs.items() if title.startswith("train"))
     made = len(regions._made)
     assert made and f"in {made} regions, {made} different" in log[-1] and log[-1].startswith("inductor: ")
-    assert "nothing to compile" in runtime.builder.nodes["generate()"][-1]
+    assert "nothing to compile" in runtime.builder.logs["generate()"][-1]
     again = runtime_of("step", "inductor", "full", regions=regions)
     results(TwoRoles(again))
     assert len(regions._made) == made and runtime.captures == again.captures == 2
@@ -234,8 +234,8 @@ def test_forward_regions_are_compiled_when_every_graph_of_both_roles_has_them(re
     roles = TwoRoles(runtime)
     eager = results(roles)
     assert not any(called(g.captured) for f in runtime.programs for g in f.graphs.values())
-    assert "1 left as they are: not in the forward passes of both roles" in runtime.builder.nodes["generate()"][-1]
-    assert runtime.share() and not roles.train.graphs
+    assert "1 left as they are: not in the forward passes of both roles" in runtime.builder.logs["generate()"][-1]
+    assert runtime.share_regions() and not roles.train.graphs
     found = results(roles)
     a, b = (called(f.graph({"x": batch(6)}, {}).captured) for f in (roles.train, roles.generate))
     assert a == b and len(a) == 1 and runtime.captures == 2

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from lockstep import ops
 from lockstep.config import PASSES, CompileConfig
-from lockstep.distributed.collectives import gather_columns, own_columns
+from lockstep.distributed.collectives import all_gather_columns, local_columns
 from lockstep.distributed.mesh import Axis, Mesh
 from lockstep.graph import (
     GraphError,
@@ -25,7 +25,7 @@ from lockstep.graph import (
     module_inputs,
     passes,
     run_passes,
-    substituted,
+    substitute_inputs,
 )
 from lockstep.graph.ir.captured import Captured, op_name
 from lockstep.graph.ir.text import write_stages
@@ -62,7 +62,7 @@ class Step:
         self.inputs = Inputs(own.param, grads, {"scale": torch.ones(())}, user={"x": torch.randn(6, 8).to(dtype)})
 
     def body(self, t: Inputs, overwrite: bool) -> dict[str, Tensor]:
-        with substituted(self.module, t), torch.enable_grad():
+        with substitute_inputs(self.module, t), torch.enable_grad():
             scaled = t.user["x"] * t.buffer["scale"].to(t.user["x"].dtype)
             t.user["x"].cos()  # nobody's
             loss = (self.module(scaled) * scaled).sum()
@@ -100,7 +100,7 @@ def pipeline(
 ) -> list[Pass]:
     names = tuple(name for name in PASSES if name != "keep_logits")  # these steps have no head
     config = CompileConfig(canonicalize=canonical, recompute=patterns, activation_memory_gib=saved_gib, passes=names)
-    return passes.pipeline(config) + [passes.recorded()] * record
+    return passes.pipeline(config) + [passes.cudagraph_pass()] * record
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -153,7 +153,7 @@ def drawn_and_asserted(t: Inputs) -> dict[str, Tensor]:
     torch._assert_async((t.user["x"] < 9).all())
     torch.rand(3)  # nobody's, but the next numbers follow from it
     late = torch.rand(3)
-    (whole,) = gather_columns((torch.rand(4, 3),), Axis("tp", 2, 1, pushes=False))
+    (whole,) = all_gather_columns((torch.rand(4, 3),), Axis("tp", 2, 1, pushes=False))
     return {"y": t.user["x"] * torch.rand(3), "late": late, "whole": whole}
 
 
@@ -174,9 +174,9 @@ def own_after_push(t: Inputs, late: str = "") -> dict[str, Tensor]:
         found = found[:, :2]
     if late == "turned":
         found = (t.user["x"].t() * 2).t()
-    (whole,) = gather_columns((t.user["x"] if late == "an input" else found,), axis)
+    (whole,) = all_gather_columns((t.user["x"] if late == "an input" else found,), axis)
     chosen = {"of a user": t.user["rows"], "of another": t.buffer["other.index"]}.get(late, place)
-    own = own_columns(whole, chosen, axis)
+    own = local_columns(whole, chosen, axis)
     if late == "written":
         t.buffer["total"].copy_(found.mul_(3))
     return {"own": own + 1, "whole": whole * 3}
@@ -350,9 +350,15 @@ def test_a_trace_of_several_programs_is_rewritten_once(runtime_of, monkeypatch: 
         return {"y": inputs.buffer["x"] * 3}
 
     function = runtime.program("tripled", tripled, Inputs(buffer={"x": torch.ones(3)}))
-    other = function.bound_to(Inputs(buffer={"x": torch.zeros(3)}))
+    other = function.bind_to(Inputs(buffer={"x": torch.zeros(3)}))
     assert [program()["y"].sum() for program in (function, other)] == [9, 0]
     monkeypatch.setattr(runtime.builder.backend, "share", lambda traces: given.append(len(traces)) or True)
-    monkeypatch.setattr(runtime.builder, "rewritten", lambda trace: rewrites.append(trace.name) or trace)
-    assert runtime.share() and given == [1] and rewrites == ["tripled"] and not function.graphs and not other.graphs
+    monkeypatch.setattr(runtime.builder, "run_common_passes", lambda trace: rewrites.append(trace.name) or trace)
+    assert (
+        runtime.share_regions()
+        and given == [1]
+        and rewrites == ["tripled"]
+        and not function.graphs
+        and not other.graphs
+    )
     assert [program()["y"].sum() for program in (function, other)] == [9, 0] and runtime.captures == 1

@@ -87,8 +87,8 @@ def small() -> Captured:
 
 def test_sizes_numbers_and_what_a_trace_assumed_are_kept(small: Captured) -> None:
     loaded = loads(dumps(small))
-    assert loaded.sizes.broken({"T": 5}) == [] and loaded.sizes == small.sizes
-    (broken,) = loaded.sizes.broken({"T": 3})
+    assert loaded.sizes.broken_conditions({"T": 5}) == [] and loaded.sizes == small.sizes
+    (broken,) = loaded.sizes.broken_conditions({"T": 3})
     assert broken.startswith("T > 3 (") and "test_artifact.py" in broken
     y, rows = loaded.module.forward(torch.eye(4), torch.ones(9, 4))
     assert y.shape == rows.shape == (9, 4)

@@ -23,7 +23,7 @@ from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Inputs, Program, Runtime, digest
 from lockstep.graph.capture.request import Request
 from lockstep.graph.check.fingerprints import fingerprint
-from lockstep.graph.store.baked_constants import flattened
+from lockstep.graph.store.baked_constants import flatten
 from lockstep.graph.store.key import key_of
 from lockstep.models import Decoder, Masks, ModelConfig
 from lockstep.models.blocks.rope import RopeScaling, YarnScaling
@@ -295,15 +295,15 @@ def test_a_number_that_is_not_declared_is_caught(monkeypatch: pytest.MonkeyPatch
 
 
 def test_constants_are_flat_and_only_what_json_holds() -> None:
-    found = flattened({"model": replace(SOFTMAX, eos_token_ids=(1, 2)), "page_size": 16, "high": float("inf")})
+    found = flatten({"model": replace(SOFTMAX, eos_token_ids=(1, 2)), "page_size": 16, "high": float("inf")})
     assert found["model.moe.scale"] == "1.0" and found["model.eos_token_ids"] == [1, 2] and found["high"] == "inf"
     assert found["model.rope_scaling"] == "RopeScaling" and found["model.mla"] is None and found["page_size"] == 16
-    assert flattened({"spans": ((0, 8), (16, 24)), "of": [int, ROUTED.__class__]}) == {
+    assert flatten({"spans": ((0, 8), (16, 24)), "of": [int, ROUTED.__class__]}) == {
         "spans": [[0, 8], [16, 24]],
         "of": ["builtins.int", "lockstep.models.config.MoEConfig"],
     }
     with pytest.raises(TypeError, match="constant loss.f is <built-in function abs>; it must be a number"):
-        flattened({"loss": {"f": abs}})
+        flatten({"loss": {"f": abs}})
     program = Runtime(CompileConfig("step"), torch.device("cpu")).program(
         "f", lambda t: {"y": t.user["x"] * 2}, Inputs(), constants={"f": abs}
     )
@@ -340,6 +340,6 @@ def test_every_source_of_the_package_counts(name: str, tmp_path: Path, monkeypat
 def test_how_words_come_from_other_ranks_is_in_the_key() -> None:
     def key(rank: int, pushes: bool) -> dict[str, Any]:
         mesh = Mesh(tp=Axis("generator_tp", 2, rank, pushes))
-        return flattened(Decoder(DENSE, torch.float32, "meta", mesh).baked())
+        return flatten(Decoder(DENSE, torch.float32, "meta", mesh).baked())
 
     assert key(0, True) == key(1, True) != key(0, False) == key(1, False)

@@ -21,9 +21,9 @@ from lockstep.algorithms import ALGORITHMS, TokenValues, grpo, policy_terms
 from lockstep.algorithms.grpo import GRPO
 from lockstep.cache import fingerprint, loaded_code
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
-from lockstep.distributed import ONE
+from lockstep.distributed import ONE_PROCESS
 from lockstep.graph import EAGER, Runtime, Store
-from lockstep.graph.store.key import covered
+from lockstep.graph.store.key import is_covered
 from lockstep.graph.torch_private import trace as torch_trace
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.blocks.attributes import Attributes
@@ -52,7 +52,7 @@ def gradient(decoder: Callable[..., Decoder], rollout: Callable[..., Any], tmp_p
         trainer.forward_backward(batch)
         return trainer.flat.grad.clone()
 
-    def found(peers: Any = ONE) -> tuple[torch.Tensor, bool]:
+    def found(peers: Any = ONE_PROCESS) -> tuple[torch.Tensor, bool]:
         runtime = Runtime(CompileConfig("step"), CPU, store=Store(tmp_path), peers=peers)
         captured = of(runtime)
         assert torch.equal(captured, of(EAGER))
@@ -247,12 +247,12 @@ class Beside:
     def gather(self, value: Any, what: str = "") -> list[Any]:
         return [value, self.changed]
 
-    def made_once(self, make: Callable[[], Any], *_: Any) -> Any:
+    def broadcast_serialized(self, make: Callable[[], Any], *_: Any) -> Any:
         return make()
 
-    def same(self, *_: Any) -> None: ...
+    def require_same(self, *_: Any) -> None: ...
 
-    def closes(self, _: Runtime) -> None: ...
+    def close_on_leave(self, _: Runtime) -> None: ...
 
 
 def test_where_one_rank_runs_other_code_none_takes_a_stored_graph(gradient: Gradient) -> None:
@@ -297,10 +297,15 @@ def test_what_is_covered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     mine = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, mine)
     spec.loader.exec_module(mine)
-    assert not covered(mine.loss), "whatever its module is called"
-    assert covered(GRPO) and covered(torch.nn.Linear) and covered(grpo.clipped_surrogate) and covered(GRPO.loss)
+    assert not is_covered(mine.loss), "whatever its module is called"
+    assert (
+        is_covered(GRPO)
+        and is_covered(torch.nn.Linear)
+        and is_covered(grpo.clipped_surrogate)
+        and is_covered(GRPO.loss)
+    )
     for code in (Gained, len, dict, lambda: None, functools.partial(gradient), int.__add__, object):
-        assert not covered(code)
+        assert not is_covered(code)
 
 
 def test_another_build_or_setting_is_checked_anew(monkeypatch: pytest.MonkeyPatch) -> None:

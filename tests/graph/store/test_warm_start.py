@@ -124,7 +124,7 @@ def test_what_is_weighed_by_sizes_is_made_for_these(decoder, rollout, runtime: M
         own = runtime(activation_memory_gib=budget_mib / 1024)
         trainer = Trainer(model := decoder(), OptimizerConfig(), LossConfig(), runtime=own)
         trainer.forward_backward(pack(rollout(model, 0), max_tokens=max_tokens, check_parity=True)[0])
-        return own, next(log for title, log in own.builder.nodes.items() if title.startswith("forward_backward("))
+        return own, next(log for title, log in own.builder.logs.items() if title.startswith("forward_backward("))
 
     def kept_mib(log: tuple[str, ...]) -> tuple[float, float]:
         found = re.search(r"([\d.]+) -> ([\d.]+) MiB kept", log[-1])
@@ -224,7 +224,7 @@ class WithGain(UndeclaredGain):
 
 def as_edits_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have code of this file count as the package's."""
-    monkeypatch.setattr("lockstep.graph.store.key.covered", lambda code: True)
+    monkeypatch.setattr("lockstep.graph.store.key.is_covered", lambda code: True)
     monkeypatch.setattr("lockstep.cache.loaded_code.difference", lambda: None)
 
 
