@@ -38,7 +38,7 @@ from lockstep.config import (
     validate,
 )
 from lockstep.graph import Runtime
-from lockstep.machine import own_gpu
+from lockstep.machine import restrict_to_local_gpu
 from lockstep.models import Decoder, Ranges
 from lockstep.models.init import INITIALIZER_RANGE, RandomWeights
 from lockstep.session.build import planned_workload, settled
@@ -117,13 +117,13 @@ def measured(case: Case, device: str, memory: tuple[int, int] | None = None) -> 
     """What one process of a case takes, in GiB. `memory`: bytes that it believes a GPU has, and gets."""
     from lockstep.config import ParallelConfig
     from lockstep.distributed import ONE_PROCESS, join
-    from lockstep.machine import several_processes
+    from lockstep.machine import is_multi_process
     from lockstep.rl.loop import Loop
     from lockstep.session.build import TrainingSession, resolve
     from lockstep.session.memory import used
     from lockstep.session.warm_up import warm_up
 
-    world = join(ParallelConfig(), device) if several_processes() else ONE_PROCESS
+    world = join(ParallelConfig(), device) if is_multi_process() else ONE_PROCESS
     if memory:
         _shrink(*memory, communicators(world.axes))
     plans: list[MemoryPlan] = []  # once there is one
@@ -323,7 +323,7 @@ def edge(one: Edge, places: Places) -> dict[str, Any]:
 
 def main() -> None:
     """See the module's description."""
-    own_gpu()  # of several processes each has one; before CUDA is asked
+    restrict_to_local_gpu()  # of several processes each has one; before CUDA is asked
     parser = arguments(__doc__ or "")
     parser.add_argument("--gpus", type=int, default=1, help="processes, one a GPU (default: 1)")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the cases, from 0 (default: all)")

@@ -26,12 +26,12 @@ def main() -> int:
     import torch  # not before a part, whose imports may be timed
     from common import Report, arguments
 
-    from lockstep.machine import bound_threads
+    from lockstep.machine import limit_cpu_threads
 
     parser = arguments(case.__doc__.splitlines()[0], prog=f"{Path(__file__).name} {name}")
     case.flags(parser)
     args = parser.parse_args(sys.argv[2:])
-    bound_threads(torch.device(args.device))
+    limit_cpu_threads(torch.device(args.device))
     report = Report(name, args.json)
     failed = case.measure(args, report)
     report.finish()

@@ -451,7 +451,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=table_path, help="default: this GPU's table in the package")
     parser.add_argument("--layers", action="store_true", help="leave the plain products as they are")
     parser.add_argument("--alone", action="store_true", help="products one by one, without plain ones")
-    processes = machine.launched().processes
+    processes = machine.torchrun_launch().processes
     parser.add_argument(
         "--shared-by", type=int, nargs="*", default=[processes], help="GPUs that share columns (default: the processes)"
     )

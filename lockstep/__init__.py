@@ -43,9 +43,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 from .cache import loaded_code as _  # noqa: E402, F401 (it records modules imported from here on)
-from .machine import wait_asleep  # noqa: E402 (it reads the version)
+from .machine import limit_openmp_spinning  # noqa: E402 (it reads the version)
 
-wait_asleep()
+limit_openmp_spinning()
 
 # Public names by the module that defines them.
 _EXPORTS: dict[str, tuple[str, ...]] = {

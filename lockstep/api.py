@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import filecmp
-import itertools
 import json
 import logging
 import os
@@ -21,12 +20,12 @@ from . import machine
 from .config import EARLIER, RunConfig, require_config, validate, yaml_file
 from .errors import InputError
 from .run import lock as run_lock
-from .run.closing import from_here, interrupted
+from .run.outcome import describe_interrupted_run, relative_to_cwd
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 
 _log = logging.getLogger("lockstep")
-_ROWS = "{}.jsonl"  # file in the run folder, by the task field that refers to it
+_ROWS_FILE = "{}.jsonl"  # file in the run folder, by the task field that refers to it
 
 
 def train(
@@ -66,81 +65,85 @@ def train(
 
     Under `torchrun` every process calls this with the same arguments, and returns the summary.
     """
-    sources = {"data": data, "validation_data": validation_data}
-    rows = {name: rows for name, rows in sources.items() if rows is not None and not isinstance(rows, (str, Path))}
-    given: dict[str, Any] = {name: str(source) for name, source in sources.items() if isinstance(source, (str, Path))}
-    given |= {name: _ROWS.format(name) for name in rows}  # completed once there is a folder
     require_config(config)
-    if functions := _several("rewards", rewards):
-        given["reward"] = tuple(_spec("reward", function) for function in functions)
+    task_fields: dict[str, Any] = {}
+    rows: dict[str, Iterable[Mapping[str, Any]]] = {}
+    for name, source in (("data", data), ("validation_data", validation_data)):
+        if isinstance(source, (str, Path)):
+            task_fields[name] = str(source)
+        elif source is not None:
+            rows[name], task_fields[name] = source, _ROWS_FILE.format(name)  # a path once there is a folder
+    if functions := _as_functions("rewards", rewards):
+        task_fields["reward"] = tuple(_name_function("reward", function) for function in functions)
     if environment is not None:
-        given["environment"] = _spec("environment", environment)
-    if functions := _several("tools", tools):
-        given["tools"] = tuple(_spec("tool", tool) for tool in functions)
-    config = replace(config, task=replace(config.task, **given))
+        task_fields["environment"] = _name_function("environment", environment)
+    if functions := _as_functions("tools", tools):
+        task_fields["tools"] = tuple(_name_function("tool", tool) for tool in functions)
+    config = replace(config, task=replace(config.task, **task_fields))
     config = validate(yaml_file.checked(config))
-    named = None if run_dir is None else Path(run_dir)
-    if resume and named is None:
+    given_dir = None if run_dir is None else Path(run_dir)
+    if resume and given_dir is None:
         raise InputError("run_dir is missing: name the folder of the run to resume")
     if resume_with_other_numerics and not resume:
         raise InputError("--resume-with-other-numerics has no effect without --resume; remove it")
-    with machine.told("importing torch"), machine.first_imports():  # later phases are shown by the run's display
+    # Later phases are shown by the run's display.
+    with machine.report_if_slow("importing torch"), machine.pause_gc_for_imports():
         from .run.train import train as run
         from .session.processes import together
         from .session.signals import ended_by_signals
     with together(config) as world, contextlib.ExitStack() as lock:
         lock.enter_context(ended_by_signals())
-        if resume and named is not None:
-            from .run.resume import require_unchanged
+        if resume and given_dir is not None:
+            from .run.resume import require_unchanged_config
 
-            config = _placed(config, rows, named)
-            world.gather_results(lambda: require_unchanged(named, resumed(named), config, world.size))
-            folder = named
-            world.broadcast_from_first(lambda: lock.enter_context(run_lock.held(folder)))
+            folder = given_dir
+            config = _with_rows_in(folder, config, rows)
+            world.gather_results(lambda: require_unchanged_config(folder, load_run_config(folder), config, world.size))
+            world.broadcast_from_first(lambda: lock.enter_context(run_lock.lock_run_folder(folder)))
         else:
-            folder = world.broadcast_from_first(lambda: _claim(named, config.recipe, lock))
-            config = _placed(config, rows, folder)
+            folder = world.broadcast_from_first(lambda: _claim_folder(given_dir, config.recipe, lock))
+            config = _with_rows_in(folder, config, rows)
         if world.is_first:
             print(f"run folder: {folder}", file=sys.stderr, flush=True)
         try:
-            world.broadcast_from_first(lambda: _write(rows, folder))
+            world.broadcast_from_first(lambda: _write_rows(rows, folder))
             return {"run_dir": str(folder)} | run(config, folder, resume, world, resume_with_other_numerics)
         except BaseException as error:
             if world.is_first:
                 lock.close()
                 with contextlib.suppress(OSError):
-                    if not {path.name for path in folder.iterdir()} - set(map(_ROWS.format, rows)):
+                    if {path.name for path in folder.iterdir()} <= {_ROWS_FILE.format(name) for name in rows}:
                         shutil.rmtree(folder)  # it holds nothing but the given rows
                 if isinstance(error, KeyboardInterrupt) and folder.exists():
-                    error.add_note(interrupted(folder, world.size))
+                    error.add_note(describe_interrupted_run(folder, world.size))
             raise
 
 
-def _several(name: str, given: Any) -> list[Callable[..., Any]]:
+def _as_functions(argument: str, given: Any) -> list[Callable[..., Any]]:
     """The functions given, one or several, as a list."""
     if callable(given):
         return [given]
-    found = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    for one in found:
-        if not callable(one):
-            field = {"rewards": "task.reward"}.get(name, f"task.{name}")
-            named = f" (names go into config's {field})" if isinstance(one, str) else ""
-            raise InputError(f"{name}: {one!r:.100} is no function; give one, or a list of them{named}")
-    return found
+    functions = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    for function in functions:
+        if not callable(function):
+            field = "task.reward" if argument == "rewards" else f"task.{argument}"
+            hint = f" (names go into config's {field})" if isinstance(function, str) else ""
+            raise InputError(f"{argument}: {function!r:.100} is no function; give one, or a list of them{hint}")
+    return functions
 
 
-def _spec(kind: str, function: Callable[..., Any]) -> str:
+def _name_function(kind: str, function: Callable[..., Any]) -> str:
     """How config.yaml names `function`, so that other processes find it: by module or script file, and name."""
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     if getattr(sys.modules.get(module), name, None) is not function:
-        given = name or repr(function)  # which may have another name in the script: what a function made, an object
-        named = [known for known, value in vars(sys.modules["__main__"]).items() if value is function]
-        if not named:
+        # The script may have another name for it: it may be what a function made, or an object.
+        names = [known for known, value in vars(sys.modules["__main__"]).items() if value is function]
+        if not names:
             raise InputError(
-                f"{kind} {given} cannot be named in config.yaml; define it with `def` or `class`, or give it a name, "
-                "at the top level of a module or script"
+                f"{kind} {name or repr(function)} cannot be named in config.yaml; define it with `def` or `class`, or "
+                "give it a name, at the top level of a module or script"
             )
-        module, name = "__main__", named[0]
+        module, name = "__main__", names[0]
     if module != "__main__":
         return f"{module}:{name}"
     script = Path(getattr(sys.modules[module], "__file__", None) or "")
@@ -151,40 +154,41 @@ def _spec(kind: str, function: Callable[..., Any]) -> str:
             *(kind, name),
         )
         return f"{module}:{name}"
-    if name in _of_scripts_alone(script):
+    if name in _names_under_main_guard(script):
         raise InputError(
             f"{kind} {name} stands under `if __name__`, where no other process finds it (--config, --resume); define "
             "it at the top level"
         )
-    return f"{from_here(script.resolve())}:{name}"
+    return f"{relative_to_cwd(script.resolve())}:{name}"
 
 
-def _of_scripts_alone(script: Path) -> set[str]:
-    """Names that a script defines only when run, not when imported."""
-    guarded, other = set[str](), set[str]()
+def _names_under_main_guard(script: Path) -> set[str]:
+    """Names that a script defines only when run, under `if __name__ == ...`, not when imported."""
+    guarded, unguarded = set[str](), set[str]()
     for statement in ast.parse(script.read_bytes()).body:
-        within = [*ast.walk(statement)]
-        asks = isinstance(statement, ast.If) and any(
+        is_guard = isinstance(statement, ast.If) and any(
             isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(statement.test)
         )
-        definitions = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
-        defined = {node.name for node in within if isinstance(node, definitions)}
-        stored = {node.id for node in within if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        (guarded if asks else other).update(defined | stored)
-    return guarded - other
+        names = guarded if is_guard else unguarded
+        for node in ast.walk(statement):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+    return guarded - unguarded
 
 
-def _placed(config: RunConfig, rows: Mapping[str, Any], folder: Path) -> RunConfig:
-    """The configuration with the paths of the files that `rows` are saved in."""
-    paths = {name: str(folder.resolve() / _ROWS.format(name)) for name in rows}
+def _with_rows_in(folder: Path, config: RunConfig, rows: Mapping[str, Any]) -> RunConfig:
+    """The configuration with the paths of the files in the run folder that `rows` are saved in."""
+    paths = {name: str(folder.resolve() / _ROWS_FILE.format(name)) for name in rows}
     return replace(config, task=replace(config.task, **paths))  # type: ignore[arg-type]
 
 
-def _write(rows: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -> None:
+def _write_rows(rows: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -> None:
     """Save `rows` in the run folder; if they are there already, they must be equal."""
     for name, given in rows.items():
-        path = folder / _ROWS.format(name)
-        made = path.with_suffix(".new")
+        path = folder / _ROWS_FILE.format(name)
+        temporary = path.with_suffix(".new")
         if isinstance(given, Mapping):
             raise InputError(
                 f"{name} is a {type(given).__name__} of {', '.join(map(str, given))}; give rows, as of one split"
@@ -192,73 +196,77 @@ def _write(rows: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -> Non
         if not isinstance(given, Iterable):
             raise InputError(f"{name} is {given!r}; give rows, the path of a file or folder of them, or a hub id")
         try:
-            with made.open("w", encoding="utf-8") as file:
-                file.writelines(_line(f"{name} row {number}", row) for number, row in enumerate(given))
-            if path.exists() and not filecmp.cmp(made, path, shallow=False):
+            with temporary.open("wb") as file:
+                file.writelines(_encode_row(f"{name} row {number}", row) for number, row in enumerate(given))
+            if path.exists() and not filecmp.cmp(temporary, path, shallow=False):
                 raise InputError(f"{name}: these are not the rows that the run began with, which {path} has")
-            made.replace(path)
+            temporary.replace(path)
         except OSError as error:
             raise InputError(f"cannot write {path}: {error}") from error
         finally:
-            made.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
-def _line(origin: str, row: Mapping[str, Any]) -> str:
+def _encode_row(origin: str, row: Mapping[str, Any]) -> bytes:
+    """A line of JSON in UTF-8. `InputError`, which names a column of the row: it cannot be written so."""
     if not isinstance(row, Mapping):
         raise InputError(f"{origin} is a {type(row).__name__}; a row is a dict of its columns")
     try:
-        return _as_json(row) + "\n"
-    except (TypeError, ValueError):
+        return _encode_json(row) + b"\n"
+    except (TypeError, ValueError):  # a lone surrogate among them
         for column, value in row.items():
             try:
-                _as_json({column: value})
+                _encode_json({column: value})
             except (TypeError, ValueError) as error:
                 raise InputError(f"{origin}: {column} cannot be written as JSON: {error}") from error
         raise
 
 
-def _as_json(row: Mapping[str, Any]) -> str:
-    return json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_listed)
+def _encode_json(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_to_list).encode()
 
 
-def _listed(value: Any) -> Any:
+def _to_list(value: Any) -> Any:
     if not hasattr(value, "tolist"):
         raise TypeError(f"it holds a {type(value).__name__}")
     return value.tolist()
 
 
-def resumed(run_dir: Path) -> RunConfig:
+def load_run_config(run_dir: Path) -> RunConfig:
+    """The configuration of the run in a folder. `InputError`: it is not a run folder, or not readable."""
     path = run_dir / "config.yaml"
     if not os.path.lexists(path):
         runs = [folder for folder in run_dir.absolute().parents[:2] if (folder / "config.yaml").exists()]
-        meant = f"; did you mean --resume {from_here(runs[0])}?" if runs else ""
-        raise InputError(f"--resume {run_dir}: not a run folder (it has no config.yaml){meant}")
+        hint = f"; did you mean --resume {relative_to_cwd(runs[0])}?" if runs else ""
+        raise InputError(f"--resume {run_dir}: not a run folder (it has no config.yaml){hint}")
     return yaml_file.load(path, begin=EARLIER)
 
 
-def _claim(given: Path | None, recipe: str, lock: contextlib.ExitStack) -> Path:
+def _claim_folder(given: Path | None, recipe: str, lock: contextlib.ExitStack) -> Path:
     """Create, lock and return the run folder: the one given, new or empty, or a new one under runs/."""
     try:
         if given is None:
-            folder = _new_folder(Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
+            folder = _make_new_folder(Path("runs") / f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}")
         else:
             folder = given
             folder.mkdir(parents=True, exist_ok=True)
-        lock.enter_context(run_lock.held(folder))
+        lock.enter_context(run_lock.lock_run_folder(folder))
         if any(path.name != run_lock.LOCK_FILE for path in folder.iterdir()):
-            begun = (folder / "config.yaml").exists()
-            more = f", or continue with --resume {folder}" if begun else ": it holds no run to go on with"
-            raise InputError(f"--run-dir {folder} is not empty; name a new folder{more}")
+            is_run = (folder / "config.yaml").exists()
+            hint = f", or continue with --resume {folder}" if is_run else ": it holds no run to go on with"
+            raise InputError(f"--run-dir {folder} is not empty; name a new folder{hint}")
         return folder
     except OSError as error:
         raise InputError(f"cannot make the run folder: {error}") from error
 
 
-def _new_folder(wanted: Path) -> Path:
+def _make_new_folder(wanted: Path) -> Path:
     """Create `wanted`, or with a suffix -2, -3, ... if another run began in the same second."""
-    for number in itertools.count(1):
-        path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-        with contextlib.suppress(FileExistsError):
+    path, number = wanted, 1
+    while True:
+        try:
             path.mkdir(parents=True)
             return path
-    raise AssertionError("unreachable")
+        except FileExistsError:
+            number += 1
+            path = wanted.with_name(f"{wanted.name}-{number}")

@@ -31,33 +31,35 @@ def refuse(when: bool, message: str) -> None:
         raise InputError(message)
 
 
-def near(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.75) -> str:
-    """A question that suggests the known names closest to an unknown one; empty if none is close."""
+def did_you_mean(name: str, known: Iterable[str], most: int = 1, cutoff: float = 0.75) -> str:
+    """The question "did you mean X?" for the known names closest to an unknown one; empty if none is close."""
     import difflib  # only when needed
 
     close = difflib.get_close_matches(name, list(known), n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(close)}?" if close else ""
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """`near` in parentheses, to follow the name."""
-    return f" ({question})" if (question := near(name, known)) else ""
+def did_you_mean_note(name: str, known: Iterable[str]) -> str:
+    """The question of `did_you_mean` in parentheses, to follow the name in a message."""
+    question = did_you_mean(name, known)
+    return f" ({question})" if question else ""
 
 
-def ran_out(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out: a device's, the host's, or address space (`ulimit -v`)."""
-    said = "out of memory", "can't allocate memory", "failed to map segment"
-    by_name = isinstance(error, (RuntimeError, ImportError)) and any(words in str(error) for words in said)
-    return by_name or isinstance(error, MemoryError)
+    if isinstance(error, MemoryError):
+        return True
+    messages = "out of memory", "can't allocate memory", "failed to map segment"
+    return isinstance(error, (RuntimeError, ImportError)) and any(message in str(error) for message in messages)
 
 
-def no_more(error: BaseException) -> str:
-    """What an error says that the system cannot start: a "thread", from Python or a Rust library, or a "process"; empty
-    for other errors."""
-    if any(words in str(error) for words in ("can't start new thread", "ThreadPoolBuildError")):
+def spawn_failure(error: BaseException) -> str:
+    """What the system could not start, according to an error: a "thread", of Python or a Rust library, or a "process";
+    empty for other errors."""
+    if any(message in str(error) for message in ("can't start new thread", "ThreadPoolBuildError")):
         return "thread"
-    refused = isinstance(error, BlockingIOError) and error.strerror == os.strerror(errno.EAGAIN)  # the error of fork
-    return "process" if refused else ""
+    fork_failed = isinstance(error, BlockingIOError) and error.strerror == os.strerror(errno.EAGAIN)
+    return "process" if fork_failed else ""
 
 
 class PromptTooLong(InputError):
@@ -68,8 +70,8 @@ class PromptTooLong(InputError):
         self.size = size
 
 
-class RewritesPast(InputError):
-    """A chat template leaves out parts of earlier answers that it showed before; `messages`: those so far, without
+class HistoryRewritten(InputError):
+    """A chat template leaves out parts of earlier answers that it showed before. `messages` are those so far, without
     these parts."""
 
     def __init__(self, message: str, messages: list[dict[str, Any]]) -> None:

@@ -14,22 +14,22 @@ _PLAIN = {int, bool, str, type(None)}
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """`value` as standard JSON text, converted by `plain`."""
-    return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+    """`value` as standard JSON text, converted by `to_plain`."""
+    return json.dumps(to_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """`value` in types that JSON has: arrays and tensors become lists, other objects their `str`. NaN and infinities,
     which JSON lacks, become "NaN", "Infinity" and "-Infinity"."""
     if isinstance(value, Mapping):
-        return {str(key): plain(inner) for key, inner in value.items()}
+        return {str(key): to_plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return list(value) if _is_plain(value) else [plain(inner) for inner in value]
+        return list(value) if _is_plain(value) else [to_plain(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
-    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+    return to_plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def _is_plain(values: Sequence[Any]) -> bool:
@@ -53,7 +53,7 @@ def read_json(path: Path) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
-def read_object(path: Path) -> dict:
+def read_json_object(path: Path) -> dict:
     """The JSON object in a file of a model folder. `InputError`: it does not hold one."""
     try:
         value = read_json(path)

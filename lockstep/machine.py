@@ -1,6 +1,6 @@
 """The machine of a run: versions and hardware, and environment variables of `torchrun`, CUDA, NCCL and OpenMP.
 
-Also the number of threads, how they wait (set before torch is imported), and how long one may block another.
+Also the number of threads, how they wait (set before torch is imported), and limits of the operating system.
 """
 
 from __future__ import annotations
@@ -19,11 +19,18 @@ from .errors import InputError
 if TYPE_CHECKING:
     import torch
 
-ADDRESSES = 1 << 30  # bytes of address space, most of which imports take
+MIN_ADDRESS_SPACE = 1 << 30  # bytes, most of which imports take
+MAX_OPEN_FILES = 1 << 16  # of a server process
+MAX_THREADS_WITH_GPU = 8
+SLOW_AFTER_S = 10.0  # seconds after which `report_if_slow` prints
+SWITCH_INTERVAL_S = 0.0005  # seconds that a thread may keep the GIL when another asks for it
+OPENMP_SPIN_COUNT = "2000"  # about 0.1 ms, the time from one operator to the next
 _CGROUPS = "/sys/fs/cgroup"
-FILES = 1 << 16  # most files that a server process may have open
-LONG = 10.0  # seconds after which `told` prints
-_own: tuple[int, str] | None = None  # this process's local rank and GPU, set by `own_gpu`
+_PINNED_FROM = 64 << 20  # bytes from which on a host buffer is pinned
+_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable
+_WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+_THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_visible_gpu: tuple[int, str] | None = None  # this process's local rank and GPU, set by `restrict_to_local_gpu`
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets")
 
 
@@ -56,50 +63,41 @@ def _device(device: torch.device) -> str:
     return f"CPU with {os.cpu_count()} cores, {threads} {'thread' if threads == 1 else 'threads'}"
 
 
-def server_key() -> str | None:
+def server_api_key() -> str | None:
     """A server's API key; from the environment, since other users of the machine could see it in a command line."""
     return os.environ.get("LOCKSTEP_API_KEY")
 
 
-_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-THREADS_BESIDE_A_GPU = 8
-
-
-SWITCH = 0.0005  # seconds that a thread may keep the GIL when another asks for it
-SPINS = "2000"  # about 0.1 ms, the time from one operator to the next
-
-
-def wait_asleep() -> None:
+def limit_openmp_spinning() -> None:
     """Let OpenMP's idle threads sleep soon, unless the environment says how they wait. Call before importing torch.
 
     By default they spin: if anything else occupies a core, each operator waits for a thread that waits for that core.
     If they slept at once, nearly every operator of a small model would wake them, which takes as long as the operator.
     GNU's OpenMP, which torch uses on Linux, can spin for a count and then sleep.
     """
-    if not any(name in os.environ for name in _WAITING):
-        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPINS}
+    if not any(name in os.environ for name in _WAIT_VARIABLES):
+        os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": OPENMP_SPIN_COUNT}
 
 
-def bound_threads(device: torch.device) -> None:
+def limit_cpu_threads(device: torch.device) -> None:
     """Limit torch's CPU threads, unless the environment sets their number: at most 8 for a process with a GPU, and the
-    processes of one host share its cores equally. Raises `InputError` like `processes_here`."""
+    processes of one host share its cores equally. Raises `InputError` like `local_world_size`."""
     import torch
 
-    if any(name in os.environ for name in _THREADS):
+    if any(name in os.environ for name in _THREAD_COUNT_VARIABLES):
         return
-    limit = max((os.cpu_count() or 1) // processes_here(), 1)
+    limit = max((os.cpu_count() or 1) // local_world_size(), 1)
     if device.type == "cuda":
-        limit = min(limit, THREADS_BESIDE_A_GPU)
+        limit = min(limit, MAX_THREADS_WITH_GPU)
     torch.set_num_threads(min(torch.get_num_threads(), limit))
 
 
 @contextlib.contextmanager
-def short_turns() -> Iterator[None]:
-    """Within, a thread that asks for the GIL gets it after 0.5 ms instead of 5: a thread that launches work on a device
-    asks several times per launch, next to threads of a server or of tools."""
+def fast_thread_switching() -> Iterator[None]:
+    """A context in which a thread that asks for the GIL gets it after 0.5 ms instead of 5: a thread that launches work
+    on a device asks several times per launch, next to threads of a server or of tools."""
     before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, SWITCH))
+    sys.setswitchinterval(min(before, SWITCH_INTERVAL_S))
     try:
         yield
     finally:
@@ -107,9 +105,9 @@ def short_turns() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def settled() -> Iterator[None]:
-    """Within, the garbage collector ignores all earlier objects: a full collection would now and then block every
-    thread for 0.1 s."""
+def freeze_gc() -> Iterator[None]:
+    """A context in which the garbage collector ignores all earlier objects: a full collection would now and then block
+    every thread for 0.1 s."""
     gc.freeze()
     try:
         yield
@@ -118,8 +116,8 @@ def settled() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def first_imports() -> Iterator[None]:
-    """Within, garbage collection is off, unless torch is imported already: imported objects live as long as the
+def pause_gc_for_imports() -> Iterator[None]:
+    """A context without garbage collection, unless torch is imported already: imported objects live as long as the
     process, and scanning them repeatedly takes 0.2 to 0.3 s of a start. Afterwards the collector ignores them."""
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -132,7 +130,7 @@ def first_imports() -> Iterator[None]:
         gc.enable()
 
 
-def addresses() -> int | None:
+def address_space_limit() -> int | None:
     """The limit of this process's address space in bytes (`ulimit -v`); None: unlimited."""
     import resource
 
@@ -140,42 +138,44 @@ def addresses() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def memory_of_group() -> int | None:
+def cgroup_memory_limit() -> int | None:
     """The memory limit of this process's control groups (cgroups, as a container has), which all of their processes
     share, in bytes; None: no limit."""
     from pathlib import Path
 
-    found = list[int]()
+    limits = list[int]()
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
+            _, controllers, path = line.split(":", 2)
+            if controllers not in ("", "memory"):  # version 2, and version 1
+                continue
             root, name = Path(_CGROUPS), "memory.max"
-            if kinds:
+            if controllers:
                 root, name = root / "memory", "memory.limit_in_bytes"
-            folder = root / path.lstrip("/")
-            for own in (folder, *folder.parents) if kinds in ("", "memory") else ():
-                if own.is_relative_to(root):  # of a container this is its own
+            group = root / path.lstrip("/")
+            for folder in (group, *group.parents):
+                if folder.is_relative_to(root):  # of a container this is its own
                     with contextlib.suppress(OSError, ValueError):  # "max"
-                        found.append(int((own / name).read_text()))
-    return min(found, default=None)
+                        limits.append(int((folder / name).read_text()))
+    return min(limits, default=None)
 
 
-def require_addresses() -> None:
+def require_address_space() -> None:
     """`InputError`: the address space is too small for what is imported. Libraries would fail to load, or end the
     process without a message."""
-    limit = addresses()
-    if limit is not None and limit < ADDRESSES:
+    limit = address_space_limit()
+    if limit is not None and limit < MIN_ADDRESS_SPACE:
         raise InputError(
             f"this process may address {limit / 2**30:.2f} GiB of memory (ulimit -v); torch alone takes most of 1: "
             "raise the limit, or ulimit -v unlimited"
         )
 
 
-def thread_limits() -> str:
+def describe_thread_limits() -> str:
     """For a message: the limits that may keep threads and processes from starting, and what to do about them."""
     import resource
 
-    threads, limit = resource.getrlimit(resource.RLIMIT_NPROC)[0], addresses()
+    threads, limit = resource.getrlimit(resource.RLIMIT_NPROC)[0], address_space_limit()
     count = "any number of" if threads == resource.RLIM_INFINITY else f"{threads:,}"
     memory = "any memory" if limit is None else f"{limit / 2**30:.2f} GiB"
     return (
@@ -184,22 +184,22 @@ def thread_limits() -> str:
     )
 
 
-def open_files() -> int:
+def open_files_limit() -> int:
     """How many files this process may have open (`ulimit -n`)."""
     import resource
 
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def many_connections() -> None:
+def raise_open_files_limit() -> None:
     """Raise the limit of open files as far as allowed, since each connection is one: most systems begin at 1024."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
-    if 0 <= soft < most:  # not `RLIM_INFINITY`
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if 0 <= soft < limit:  # not `RLIM_INFINITY`
         with contextlib.suppress(ValueError, OSError):  # a system may have a limit of its own
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 class Launch(NamedTuple):
@@ -210,25 +210,25 @@ class Launch(NamedTuple):
     processes: int = 1
 
 
-def several_processes() -> bool:
+def is_multi_process() -> bool:
     """Whether `torchrun` started this process with others."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
-def by_torchrun() -> bool:
+def is_torchrun_worker() -> bool:
     """Whether `torchrun` supervises this process, and also reports its failure."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def torchrun_follows() -> str:
+def torchrun_report_note() -> str:
     """A line to add to an error message when `torchrun` will print its own report below."""
-    return "\n(what torchrun says of it follows, with a traceback of its own)" if by_torchrun() else ""
+    return "\n(what torchrun says of it follows, with a traceback of its own)" if is_torchrun_worker() else ""
 
 
-def launched() -> Launch:
+def torchrun_launch() -> Launch:
     """This process's `Launch` from `torchrun`'s variables; rank 0 of 1 without them. `InputError`: one is missing, not
     a number, or out of range."""
-    if not several_processes():
+    if not is_multi_process():
         return Launch()
     values = []
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
@@ -243,9 +243,9 @@ def launched() -> Launch:
     return Launch(rank, local_rank, processes)
 
 
-def processes_here() -> int:
+def local_world_size() -> int:
     """The number of processes on this machine. `InputError`: `LOCAL_WORLD_SIZE` is not a positive number."""
-    count = os.environ.get("LOCAL_WORLD_SIZE", str(launched().processes))
+    count = os.environ.get("LOCAL_WORLD_SIZE", str(torchrun_launch().processes))
     if not count.isdecimal() or int(count) < 1:
         raise InputError(
             f"LOCAL_WORLD_SIZE is {count!r}; it must be how many processes this machine has, as torchrun says"
@@ -254,12 +254,12 @@ def processes_here() -> int:
 
 
 @contextlib.contextmanager
-def told(doing: str) -> Iterator[None]:
-    """If what runs within takes long, rank 0 prints that it is still `doing` that."""
-    said = f"still {doing}, {LONG:.0f} s"
-    timer = threading.Timer(LONG, print, (said,), {"file": sys.stderr, "flush": True})
+def report_if_slow(activity: str) -> Iterator[None]:
+    """A context in which rank 0 prints, after a while, that it is still busy with `activity`."""
+    message = f"still {activity}, {SLOW_AFTER_S:.0f} s"
+    timer = threading.Timer(SLOW_AFTER_S, print, (message,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
-    if launched().rank == 0:
+    if torchrun_launch().rank == 0:
         timer.start()
     try:
         yield
@@ -267,17 +267,17 @@ def told(doing: str) -> Iterator[None]:
         timer.cancel()
 
 
-def own_gpu() -> None:
+def restrict_to_local_gpu() -> None:
     """If there are several processes, make only its own GPU visible to each, so that it is `cuda:0` in every process
     and graph. Call before CUDA counts its devices; calling again changes nothing."""
-    global _own
-    launch, given = launched(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if launch.processes == 1 or (launch.local_rank, given) == _own:
+    global _visible_gpu
+    launch, given = torchrun_launch(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if launch.processes == 1 or (launch.local_rank, given) == _visible_gpu:
         return
     visible = [str(i) for i in range(launch.local_rank + 1)] if given is None else given.split(",")
     own = visible[launch.local_rank] if launch.local_rank < len(visible) else ""
     os.environ["CUDA_VISIBLE_DEVICES"] = own
-    _own = launch.local_rank, own
+    _visible_gpu = launch.local_rank, own
 
 
 def prepare_nccl(communicators: int = 1) -> None:
@@ -290,8 +290,8 @@ def prepare_nccl(communicators: int = 1) -> None:
     events for this (12.3 on; in recordings, a driver of 12.9 on). NCCL reads the variable once per process.
 
     NVLink multicast is off unless it was set. Buffers are not registered while graphs are recorded, which fails under
-    expandable segments. Symmetric memory must accept that each process sees its GPU as device 0 (`own_gpu`), and gets
-    no multicast address, which is never used.
+    expandable segments. Symmetric memory must accept that each process sees its GPU as device 0
+    (`restrict_to_local_gpu`), and gets no multicast address, which is never used.
 
     Raises:
         InputError: buffer registration and expandable segments are both requested.
@@ -301,24 +301,23 @@ def prepare_nccl(communicators: int = 1) -> None:
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    said = {name: os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
-    allocator = [n for n, text in said.items() if "expandable_segments:true" in text.lower().replace(" ", "")]
-    if not allocator:
+    expandable = [
+        name
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", "")
+    ]
+    if not expandable:
         return
     for name in ("NCCL_GRAPH_REGISTER", "NCCL_LOCAL_REGISTER", "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"):
         if os.environ.get(name, "0").lower() not in ("0", "false", "n", "no"):
             raise InputError(
-                f"{name} is {os.environ[name]} and {allocator[0]} has expandable_segments: buffers registered with "
+                f"{name} is {os.environ[name]} and {expandable[0]} has expandable_segments: buffers registered with "
                 "NCCL while a CUDA graph is recorded must not lie in expandable segments; unset one of the two"
             )
         os.environ[name] = "0"
 
 
-_PAGES_FROM = 64 << 20  # bytes from which on a host buffer is pinned
-_REGISTER_PORTABLE = 1
-
-
-def host_buffer(size: int, pinned: bool) -> torch.Tensor:
+def allocate_host_buffer(size: int, pinned: bool) -> torch.Tensor:
     """A zeroed host buffer of `size` bytes, uint8. If `pinned` and not small, it is pinned, so that CUDA copies run
     asynchronously at full bandwidth. (torch rounds pinned allocations up to a power of two.) `InputError`: the system
     pins no more memory."""
@@ -330,7 +329,7 @@ def host_buffer(size: int, pinned: bool) -> torch.Tensor:
 
     memory = numpy.zeros(size, numpy.uint8)  # pages are allocated when first touched
     buffer = torch.from_numpy(memory)
-    if pinned and size >= _PAGES_FROM:
+    if pinned and size >= _PINNED_FROM:
         with ThreadPoolExecutor(8) as pool:  # touched pages are pinned much faster
             list(pool.map(torch.Tensor.zero_, buffer.chunk(8)))
         runtime, begin = torch.cuda.cudart(), buffer.data_ptr()

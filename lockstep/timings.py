@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Fact = str | int | float
 
-_MOST_KEPT = 1 << 16  # spans kept if nobody takes them
+_MAX_SPANS = 1 << 16  # spans kept if nobody takes them
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Span:
     facts: Mapping[str, Fact] = field(default_factory=dict)
 
 
-class Watcher(Protocol):
+class PhaseObserver(Protocol):
     """An observer of what a run is doing."""
 
-    def began(self, phase: str) -> None:
+    def phase_began(self, phase: str) -> None:
         """A phase began, nested in those that have not ended."""
 
-    def told(self, detail: str) -> None:
+    def phase_progressed(self, detail: str) -> None:
         """The progress of the innermost phase, or what it is working on."""
 
-    def ended(self, phase: str, seconds: float) -> None:
+    def phase_ended(self, phase: str, seconds: float) -> None:
         """The innermost phase ended, after `seconds`, including nested phases."""
 
 
@@ -46,69 +46,69 @@ class Timings:
     """Host seconds by phase, summed over its runs, not including nested phases.
 
     Args:
-        keep_spans: also keep each run as a span, until `take`.
+        keep_spans: also keep each run as a span, until `take_spans`.
         event: makes CUDA events to measure device time; None: only the host's clock is used.
-        watcher: notified when a phase begins or ends, and of what `tell` is given.
+        observer: notified when a phase begins or ends, and of what `report_progress` is given.
 
     Attributes:
         seconds: by phase, in the order in which they were first entered.
     """
 
     def __init__(
-        self, keep_spans: bool = False, event: Callable[[], Event] | None = None, watcher: Watcher | None = None
+        self, keep_spans: bool = False, event: Callable[[], Event] | None = None, observer: PhaseObserver | None = None
     ) -> None:
-        self._watcher = watcher
+        self._observer = observer
         self.seconds: dict[str, float] = {}
-        self._within = [0.0]  # seconds of finished nested phases, at each depth
-        self._keep, self._event = keep_spans, event if keep_spans else None
-        self._spans: deque[Span] = deque(maxlen=_MOST_KEPT)
-        self._pairs: deque[tuple[str, Event, Event, Mapping[str, Fact]]] = deque(maxlen=_MOST_KEPT)
+        self._nested_seconds = [0.0]  # of finished nested phases, at each depth
+        self._keep_spans, self._event = keep_spans, event if keep_spans else None
+        self._spans: deque[Span] = deque(maxlen=_MAX_SPANS)
+        self._event_pairs: deque[tuple[str, Event, Event, Mapping[str, Fact]]] = deque(maxlen=_MAX_SPANS)
         self._origin: tuple[Event, float] | None = None  # an event, and its host time
 
     @contextmanager
-    def measured(self, phase: str, on_device: bool = False, **facts: Fact) -> Iterator[None]:
+    def measure(self, phase: str, on_device: bool = False, **facts: Fact) -> Iterator[None]:
         """Add the time spent within, except in nested phases, to `phase`. With `on_device`, and if there are events,
         also measure the device's time, from the start to the end of the work launched within."""
         self.seconds.setdefault(phase, 0.0)
-        self._within.append(0.0)
-        if self._watcher:
-            self._watcher.began(phase)
-        first = self._recorded() if on_device and self._event else None
+        self._nested_seconds.append(0.0)
+        if self._observer:
+            self._observer.phase_began(phase)
+        first = self._record_event() if on_device and self._event else None
         began = time.perf_counter()
         try:
             yield
         finally:
             total = time.perf_counter() - began
-            self.seconds[phase] += total - self._within.pop()
-            self._within[-1] += total
-            if self._keep:
+            self.seconds[phase] += total - self._nested_seconds.pop()
+            self._nested_seconds[-1] += total
+            if self._keep_spans:
                 self._spans.append(Span(phase, began, total, False, facts))
-            if self._watcher:
-                self._watcher.ended(phase, total)
+            if self._observer:
+                self._observer.phase_ended(phase, total)
         if first is not None:
-            self._pairs.append((phase, first, self._recorded(), facts))
+            self._event_pairs.append((phase, first, self._record_event(), facts))
 
-    def tell(self, detail: str) -> None:
-        """Notify the watcher of the progress of the innermost phase, or what it is working on."""
-        if self._watcher:
-            self._watcher.told(detail)
+    def report_progress(self, detail: str) -> None:
+        """Notify the observer of the progress of the innermost phase, or what it is working on."""
+        if self._observer:
+            self._observer.phase_progressed(detail)
 
-    def take(self) -> list[Span]:
+    def take_spans(self) -> list[Span]:
         """The spans that ended since the last call. Waits until the device has finished the last one."""
-        spans, pairs = list(self._spans), list(self._pairs)
+        spans, pairs = list(self._spans), list(self._event_pairs)
         self._spans.clear()
-        self._pairs.clear()
+        self._event_pairs.clear()
         if pairs:
             assert self._origin is not None
             pairs[-1][2].synchronize()
-            origin, at = self._origin
+            origin, origin_time = self._origin
             for name, first, last, facts in pairs:
-                began = at + origin.elapsed_time(first) / 1e3
+                began = origin_time + origin.elapsed_time(first) / 1e3
                 spans.append(Span(name, began, first.elapsed_time(last) / 1e3, True, facts))
             self._origin = None  # elapsed times are float32, so the next spans get a near origin of their own
         return spans
 
-    def _recorded(self) -> Event:
+    def _record_event(self) -> Event:
         assert self._event is not None
         if self._origin is None:
             origin = self._event()
@@ -120,12 +120,12 @@ class Timings:
         return event
 
 
-def totals(spans: Iterable[Span]) -> dict[str, float]:
+def seconds_by_name(spans: Iterable[Span]) -> dict[str, float]:
     """Seconds by name, including nested phases: the device's where measured, otherwise the host's."""
     spans = list(spans)
     on_device = {span.name for span in spans if span.on_device}
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for span in spans:
         if span.on_device == (span.name in on_device):
-            found[span.name] = found.get(span.name, 0.0) + span.seconds
-    return found
+            seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds
+    return seconds

@@ -23,7 +23,7 @@ FinishReason = Literal["stop", "length", "truncated", "abort"]
 TRAIN_DOMAIN, VALIDATION_DOMAIN, GENERATE_DOMAIN, WARMUP_DOMAIN = 0, 1, 2, 3
 
 # Outputs of the trainer's programs (`trainer.step.Scored`) that are compared bitwise with the generator's.
-COMPARED = "logprob_C", "model_logprob_C", "route_C"
+COMPARED_OUTPUTS = "logprob_C", "model_logprob_C", "route_C"
 
 ALIGNMENT = 64  # bytes, of a batch's tensors in their buffer: more than any kernel needs
 
@@ -74,7 +74,7 @@ class Segment:
     the digest of a sampled segment's last token (-1: unknown, or nothing was sampled after it). `rewards`: the
     environment's rewards for this turn, by name, included in the trajectory's. `wait_s`: seconds it took to answer.
 
-    `anew`: this given segment begins a branch: it is the whole prompt, with nothing before it as context.
+    `begins_branch`: this given segment is the whole prompt of a new branch, with nothing before it as context.
     """
 
     token_ids: list[int]
@@ -87,7 +87,7 @@ class Segment:
     wait_s: float = field(default=0.0, compare=False)
     last_route: int = -1
     rewards: Mapping[str, float] | None = None
-    anew: bool = False
+    begins_branch: bool = False
 
 
 @dataclass
@@ -106,8 +106,8 @@ class Trajectory:
             turns. extra: what reward functions logged about it.
         environment: the one it was played in, if the run has several; else empty.
         loss_weight: multiplies the loss of each sampled token; includes normalization.
-        part_from: for a part of a trajectory (some of its branches, packed into one micro-batch without the others),
-            the number of sampled tokens before it. None: the trajectory is whole.
+        part_offset: for a part of a trajectory (some of its branches, packed into one micro-batch without the others),
+            the number of sampled tokens before it; None for a whole trajectory.
     """
 
     segments: list[Segment]
@@ -120,7 +120,7 @@ class Trajectory:
     loss_weight: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
     environment: str = ""
-    part_from: int | None = None
+    part_offset: int | None = None
 
     @property
     def prompt(self) -> Segment:
@@ -146,22 +146,22 @@ class Trajectory:
     @property
     def logprobs(self) -> list[float]:
         """Under the distribution that was sampled; empty if some tokens have none."""
-        return _joined([turn.logprobs for turn in self.turns]) or []
+        return _concatenate([turn.logprobs for turn in self.turns]) or []
 
     @property
     def model_logprobs(self) -> list[float]:
         """The model's own; empty if some tokens have none."""
-        return _joined([turn.model_logprobs for turn in self.turns]) or []
+        return _concatenate([turn.model_logprobs for turn in self.turns]) or []
 
     @property
     def weight_versions(self) -> list[int]:
         """Of the weights that sampled each token."""
-        return _joined([turn.weight_versions for turn in self.turns]) or []
+        return _concatenate([turn.weight_versions for turn in self.turns]) or []
 
     @property
     def route_digests(self) -> list[int] | None:
         """Of the experts for the token before each sampled one; None if some are unknown."""
-        return _joined([turn.route_digests for turn in self.turns])
+        return _concatenate([turn.route_digests for turn in self.turns])
 
     @property
     def prompt_route_digests(self) -> list[int] | None:
@@ -175,31 +175,34 @@ class Trajectory:
     @property
     def branches(self) -> list[list[Segment]]:
         """The segments, split into branches that do not see each other: each is a prompt with what follows, up to its
-        last sampled segment, as no token is predicted from those after it. There is one, unless a segment is `anew`."""
-        starts = [0, *(i for i, segment in enumerate(self.segments) if segment.anew), len(self.segments)]
-        parts: list[list[Segment]] = []
-        for i, j in pairwise(starts):
-            while j > i + 1 and not self.segments[j - 1].sampled:
-                j -= 1
-            parts.append(self.segments[i:j])
-        return [part for part in parts if len(part) > 1 or part is parts[0]]
+        last sampled segment, as no token is predicted from those after it. There is one, unless a
+        segment begins a branch."""
+        starts = [0, *(i for i, segment in enumerate(self.segments) if segment.begins_branch), len(self.segments)]
+        branches: list[list[Segment]] = []
+        for start, end in pairwise(starts):
+            while end > start + 1 and not self.segments[end - 1].sampled:
+                end -= 1
+            branches.append(self.segments[start:end])
+        return [branch for branch in branches if len(branch) > 1 or branch is branches[0]]
 
     @property
     def context(self) -> list[int]:
         """All tokens that the model continues from."""
-        begun = max(i for i, segment in enumerate(self.segments) if segment.anew or not i)
-        return [token for segment in self.segments[begun:] for token in segment.token_ids]
+        start = max(i for i, segment in enumerate(self.segments) if segment.begins_branch or i == 0)
+        return [token for segment in self.segments[start:] for token in segment.token_ids]
 
 
 Completion = Trajectory  # what `LLM.generate` calls a trajectory of one turn
 
 
-def _joined(parts: Sequence[list[Any] | None]) -> list[Any] | None:
+def _concatenate(parts: Sequence[list[Any] | None]) -> list[Any] | None:
     """The lists concatenated (a single one is not copied); None if there are none, or one is None."""
     if len(parts) == 1:
         return parts[0]
-    whole = [part for part in parts if part is not None]
-    return [value for part in whole for value in part] if parts and len(whole) == len(parts) else None
+    known = [part for part in parts if part is not None]
+    if not parts or len(known) < len(parts):
+        return None
+    return [value for part in known for value in part]
 
 
 @dataclass
@@ -267,12 +270,14 @@ class PackedBatch:
     return_C: Tensor | None = None  # float32, the critic's target
     cu_completions: Tensor | None = None  # int32 [S + 1]: completion n is rows cu[n]:cu[n + 1]; see `index_sequences`
     ends_cell: bool = False  # the last micro-batch of a cell that spans several (`distributed.cells`)
-    together: SideBySide | None = field(default=None, init=False, repr=False, compare=False)  # the tensors, after `to`
+    coalesced: CoalescedTensors | None = field(
+        default=None, init=False, repr=False, compare=False
+    )  # the tensors, after `to`
 
     def index_sequences(self) -> None:
         """Fill in `cu_completions`, for a loss with sequence-level terms. `ValueError`: the batch holds parts of
         trajectories, as it was not packed for such a loss (`Packing.whole_sequences`)."""
-        if any(sequence.part_from is not None for sequence in self.sequences):
+        if any(sequence.part_offset is not None for sequence in self.sequences):
             raise ValueError("the loss has terms of whole sequences; pack with Packing(..., whole_sequences=True)")
         ends = [0, *accumulate(len(sequence.token_ids) for sequence in self.sequences)]
         ends += [ends[-1]] * (len(self.cu_seqlens) - len(ends))
@@ -284,22 +289,23 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch with its tensors on `device`, in one buffer; `sequence_C` stays on the host."""
-        moved = side_by_side(self.tensors(), device)
-        values: dict[str, Any] = dict(moved)
-        batch = replace(self, **values)
-        batch.together = moved
+        coalesced = coalesce_to(self.tensors(), device)
+        fields: dict[str, Any] = dict(coalesced)
+        batch = replace(self, **fields)
+        batch.coalesced = coalesced
         return batch
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """All tensors but `sequence_C`, by name: `together`, unless one was replaced, added or removed since `to`."""
-        found = {k: v for k, v in vars(self).items() if isinstance(v, Tensor) and k != "sequence_C"}
-        known = self.together
-        same = known is not None and found.keys() == known.keys() and all(map(is_, found.values(), known.values()))
-        return known if known is not None and same else found
+        """All tensors but `sequence_C`, by name: `coalesced`, unless one was replaced, added or removed since `to`."""
+        current = {k: v for k, v in vars(self).items() if isinstance(v, Tensor) and k != "sequence_C"}
+        moved = self.coalesced
+        if moved is None or current.keys() != moved.keys() or not all(map(is_, current.values(), moved.values())):
+            return current
+        return moved
 
 
-class SideBySide(dict[str, Tensor]):
-    """Contiguous tensors, by name, that together fill one buffer; not to be changed.
+class CoalescedTensors(dict[str, Tensor]):
+    """Contiguous tensors by name that are parts of one buffer; not to be changed.
 
     Attributes:
         buffer: uint8, the whole memory.
@@ -313,12 +319,14 @@ class SideBySide(dict[str, Tensor]):
         self.layout = sys.intern(f"{parts} on {buffer.device}")
 
 
-def side_by_side(tensors: Mapping[str, Tensor], device: torch.device) -> SideBySide:
+def coalesce_to(tensors: Mapping[str, Tensor], device: torch.device) -> CoalescedTensors:
     """Copy contiguous host tensors to `device`, as parts of one buffer, in one copy."""
     gap = torch.zeros(ALIGNMENT, dtype=torch.uint8)
-    pieces = [p for t in tensors.values() for p in (t.view(-1).view(torch.uint8), gap[: -t.nbytes % ALIGNMENT])]
+    pieces = []
+    for tensor in tensors.values():
+        pieces += [tensor.view(-1).view(torch.uint8), gap[: -tensor.nbytes % ALIGNMENT]]
     sizes = [piece.numel() for piece in pieces]
     staged = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     moved = torch.cat(pieces, out=staged).to(device, non_blocking=True)  # the host does not wait
     parts = zip(tensors.items(), moved.split(sizes)[::2], strict=True)
-    return SideBySide({name: part.view(t.dtype).view(t.shape) for (name, t), part in parts}, moved)
+    return CoalescedTensors({name: part.view(t.dtype).view(t.shape) for (name, t), part in parts}, moved)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -17,11 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .errors import InputError, refuse
+from .errors import InputError, did_you_mean, refuse
 
 MAX_TEXT = 300  # characters of a user's text in a message
-ATOMS = frozenset((int, str, float, bool, type(None)))  # immutable types
-MOVED = {  # reward modules by their names in configurations of older versions
+IMMUTABLE_TYPES = frozenset((int, str, float, bool, type(None)))
+RENAMED_MODULES = {  # reward modules by their names in configurations of older versions
     "lockstep.tasks.gsm8k": "lockstep.environments.tasks.gsm8k",
     "lockstep.tasks.mathematics": "lockstep.environments.rewards.mathematics",
     "lockstep.tasks.sum_digits": "lockstep.environments.tasks.sum_digits",
@@ -32,7 +31,7 @@ def load_function(spec: str, what: str, other_forms: str = "", kind: str = "func
     """The function that `spec` names, as module:function or path.py:function. A module may be in the current folder, as
     for `python -m`. Errors name `what` it is for, and its `kind`. `InputError`: the spec has another form, the file or
     module cannot be imported or changes torch's defaults, or it has no such function."""
-    function = load_named(spec, what, other_forms, kind)
+    function = load_object(spec, what, other_forms, kind)
     source, _, name = spec.rpartition(":")
     if not callable(function):
         raise InputError(f"{what}: {source} has no {kind} {name!r}")
@@ -43,7 +42,7 @@ def load_function(spec: str, what: str, other_forms: str = "", kind: str = "func
     return function
 
 
-def load_named(spec: str, what: str, other_forms: str = "", kind: str = "function") -> Any:
+def load_object(spec: str, what: str, other_forms: str = "", kind: str = "function") -> Any:
     """Like `load_function`, for an object of any type."""
     source, _, name = spec.rpartition(":")
     if not source or not name:
@@ -57,28 +56,29 @@ def load_named(spec: str, what: str, other_forms: str = "", kind: str = "functio
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        said = f"{type(error).__name__}: {one_line(error)}{_line_of(error)}"
+        said = f"{type(error).__name__}: {one_line(error)}{_failing_line(error)}"
         raise InputError(f"{what}: importing {source} raised {said}") from error
     finally:
-        changed = _put_back(before)
+        changed = _restore_torch_defaults(before)
     instead = "leave it, and give the tensors made there their own"
     refuse(bool(changed), f"{what}: importing {source} sets torch's {changed}; {instead}")
     if not hasattr(module, name):
-        near = difflib.get_close_matches(name, [there for there in vars(module) if not there.startswith("_")], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise InputError(f"{what}: {source} has no {kind} {name!r}{hint}")
+        public = [known for known in vars(module) if not known.startswith("_")]
+        question = did_you_mean(name, public, cutoff=0.6)
+        raise InputError(f"{what}: {source} has no {kind} {name!r}{question and f'; {question}'}")
     return getattr(module, name)
 
 
-def _line_of(error: BaseException) -> str:
+def _failing_line(error: BaseException) -> str:
     """Where in a user's code an import failed; empty if that is unknown, or part of the error."""
-    within = traceback.extract_tb(error.__traceback__)[1:]  # without `load_named`
-    theirs = [f for f in within if f.filename not in (__file__, importlib.__file__) and f.filename[0] != "<"]
-    if not theirs or isinstance(error, SyntaxError):
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without `load_object`
+    frames = [f for f in frames if f.filename not in (__file__, importlib.__file__) and f.filename[0] != "<"]
+    if not frames or isinstance(error, SyntaxError):
         return ""
     libraries = tuple(path + os.sep for name, path in sysconfig.get_paths().items() if name.endswith("lib"))
-    at = ([f for f in theirs if not f.filename.startswith(libraries)] or theirs)[-1]
-    return f" ({at.filename}, line {at.lineno})"
+    outside_libraries = [f for f in frames if not f.filename.startswith(libraries)]
+    last = (outside_libraries or frames)[-1]
+    return f" ({last.filename}, line {last.lineno})"
 
 
 def _torch_defaults() -> dict[str, Any]:
@@ -87,32 +87,34 @@ def _torch_defaults() -> dict[str, Any]:
     return {} if torch is None else {"dtype": torch.get_default_dtype(), "device": torch.get_default_device()}
 
 
-def _put_back(before: dict[str, Any]) -> str:
+def _restore_torch_defaults(before: dict[str, Any]) -> str:
     """Restore torch's defaults to `before`. Returns which had changed, and to what; empty for none."""
     changed = {name: now for name, now in _torch_defaults().items() if name in before and now != before[name]}
     for name in changed:
-        without = str(before[name]) == "cpu"  # then unset it: a default device that is set costs every call a little
-        getattr(sys.modules["torch"], f"set_default_{name}")(None if without else before[name])
+        is_cpu = str(before[name]) == "cpu"  # then unset it: a default device that is set costs every call a little
+        getattr(sys.modules["torch"], f"set_default_{name}")(None if is_cpu else before[name])
     return " and ".join(f"default {name} to {now}" for name, now in changed.items())
 
 
-def own(given: Any, what: str) -> Any:
+def copy_nested(given: Any, what: str) -> Any:
     """A deep copy of the lists and dicts in messages, rows or arguments, since a user's function may change what it is
     given, or gave. `InputError`, naming `what`: one of them contains itself."""
     try:
         if isinstance(given, dict):
-            return dict(zip(given, own(list(given.values()), what), strict=True))
-        return [one if type(one) in ATOMS else own(one, what) for one in given] if isinstance(given, list) else given
+            return dict(zip(given, copy_nested(list(given.values()), what), strict=True))
+        if isinstance(given, list):
+            return [one if type(one) in IMMUTABLE_TYPES else copy_nested(one, what) for one in given]
+        return given
     except RecursionError:
         raise InputError(f"{what} contains itself, or is nested too deep") from None
 
 
 def _import_module(name: str) -> ModuleType:
-    _search(os.getcwd())
-    return importlib.import_module(MOVED.get(name, name))
+    _append_to_search_path(os.getcwd())
+    return importlib.import_module(RENAMED_MODULES.get(name, name))
 
 
-def _search(folder: str) -> None:
+def _append_to_search_path(folder: str) -> None:
     """Add a folder to the module search path: last, so that no file there hides an installed package."""
     if folder not in sys.path:
         sys.path.append(folder)
@@ -131,7 +133,7 @@ def _import_file(path: Path) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
-        _search(str(path.parent.resolve()))
+        _append_to_search_path(str(path.parent.resolve()))
         try:
             spec.loader.exec_module(sys.modules[name])
         except BaseException:
@@ -150,15 +152,15 @@ def is_unicode(text: str) -> bool:
 
 
 @contextmanager
-def blamed(what: str) -> Iterator[None]:
-    """What a user's code raises within is `InputError`, which says `what` before it."""
+def as_input_error(what: str) -> Iterator[None]:
+    """A context that turns what a user's code raises into an `InputError` whose message begins with `what`."""
     try:
         yield
     except (Exception, SystemExit) as error:
         raise InputError(f"{what} {type(error).__name__}: {one_line(error)}") from error
 
 
-def text_of(value: Any, form: Callable[[Any], str] = str) -> str:
+def safe_str(value: Any, form: Callable[[Any], str] = str) -> str:
     """The text of a user's object, even if its code raises."""
     try:
         return form(value)
@@ -168,6 +170,6 @@ def text_of(value: Any, form: Callable[[Any], str] = str) -> str:
 
 def one_line(value: Any, form: Callable[[Any], str] = str) -> str:
     """The text of `value` for a message: truncated if long, with newlines and control characters escaped."""
-    text = text_of(value, form)
+    text = safe_str(value, form)
     text = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

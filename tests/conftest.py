@@ -43,7 +43,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 loaded_code.IMPORTED_NS = sys.maxsize
 
 # A run that ends unfreezes all, and every look of the collector would be at pytest and at what was imported.
-SETTLED, machine.settled = machine.settled, contextlib.nullcontext  # type: ignore[assignment]
+FREEZE_GC, machine.freeze_gc = machine.freeze_gc, contextlib.nullcontext  # type: ignore[assignment]
 loaded_code.note(machine)
 
 # How long an example takes says how busy the machine is.
@@ -70,11 +70,11 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def settled_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def runs_freeze_gc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs and servers freeze what there is, and at their end unfreeze all, as they do elsewhere; nothing is before."""
     for name in ("lockstep.run.train", "lockstep.serve.server"):
         if importlib.util.find_spec("fastapi") is not None or "serve" not in name:
-            monkeypatch.setattr(importlib.import_module(name), "settled", SETTLED)
+            monkeypatch.setattr(importlib.import_module(name), "freeze_gc", FREEZE_GC)
     gc.unfreeze()
     yield
     gc.collect()

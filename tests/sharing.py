@@ -15,7 +15,8 @@ WHERE = "ranks share one GPU"  # what results of such ranks say of where they ar
 
 
 def on_one_gpu(ranks: int) -> dict[str, str]:
-    """Variables with which so many ranks have the first GPU each (`machine.own_gpu`), and NCCL (2.30 on) lets them."""
+    """Variables with which so many ranks have the first GPU each (`machine.restrict_to_local_gpu`), and NCCL (2.30 on)
+    lets them."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     few = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": str(max(1, CHANNELS // ranks))}
     return {"CUDA_VISIBLE_DEVICES": ",".join([first] * ranks), **few}

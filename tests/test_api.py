@@ -167,6 +167,7 @@ def test_worked_turns_of_rows_are_learned_before_the_first_step(tmp_path: Path) 
             "data row 0: when cannot be written as JSON: it holds a date",
         ),
         ([{"prompt": "a", "x": float("nan")}], "data row 0: x cannot be written as JSON"),
+        ([{"prompt": "a", "x": "\ud800"}], "data row 0: x cannot be written as JSON: 'utf-8' codec"),
         ([], "task.data"),
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "data is a DatasetDict of train; give rows"),
         ({"prompt": ["a"], "answer": ["b"]}, "data is a dict of prompt, answer; give rows"),
@@ -255,7 +256,7 @@ def test_a_function_of_a_script_that_is_run_alone_is_refused(tmp_path: Path) -> 
     (tmp_path / "script.py").write_text(
         "import lockstep, lockstep.api\n\ndef first(completions, **_): return [0.0] * len(completions)\n\n"
         "if __name__ == '__main__':\n    def last(completions, **_): return [0.0] * len(completions)\n"
-        "    assert lockstep.api._spec('reward', first) == 'script.py:first'\n"
+        "    assert lockstep.api._name_function('reward', first) == 'script.py:first'\n"
         "    lockstep.train(lockstep.RunConfig(), 'run', rewards=[last])\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -265,7 +266,7 @@ def test_a_function_of_a_script_that_is_run_alone_is_refused(tmp_path: Path) -> 
 
 
 def test_one_function_stands_for_a_list_of_it_and_what_is_none_is_refused(tmp_path: Path) -> None:
-    assert lockstep.api._several("tools", spread) == lockstep.api._several("tools", (spread,)) == [spread]
+    assert lockstep.api._as_functions("tools", spread) == lockstep.api._as_functions("tools", (spread,)) == [spread]
     for given, said in (("brief.py:f", "'brief.py:f'"), ([spread, 3], "3"), (None, "None")):
         place = r" \(names go into config's task.reward\)" * (given == "brief.py:f") + "$"
         with pytest.raises(InputError, match=f"rewards: {said} is no function; give one, or a list of them{place}"):

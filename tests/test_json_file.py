@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.json_file import plain, read_json
+from lockstep.json_file import read_json, to_plain
 
 
 def test_a_byte_order_mark_is_let_pass(tmp_path: Path) -> None:
@@ -45,7 +45,10 @@ def test_only_regular_files_are_opened(tmp_path: Path) -> None:
 
 def test_lists_of_any_kind_become_what_json_can_hold() -> None:
     for alike in ([1, True, None, "x"], [0.5, -0.0], [], ["x", "y"]):
-        assert plain(alike) == alike and plain(tuple(alike)) == alike
-    assert plain([0.5, math.nan, math.inf, 1]) == [0.5, "NaN", "Infinity", 1]
-    assert plain([math.nan]) == ["NaN"] and plain([[-math.inf], {1: (math.nan,)}]) == [["-Infinity"], {"1": ["NaN"]}]
-    assert plain([array("i", [1, 2]), Path("x"), 3]) == [[1, 2], "x", 3]
+        assert to_plain(alike) == alike and to_plain(tuple(alike)) == alike
+    assert to_plain([0.5, math.nan, math.inf, 1]) == [0.5, "NaN", "Infinity", 1]
+    assert to_plain([math.nan]) == ["NaN"] and to_plain([[-math.inf], {1: (math.nan,)}]) == [
+        ["-Infinity"],
+        {"1": ["NaN"]},
+    ]
+    assert to_plain([array("i", [1, 2]), Path("x"), 3]) == [[1, 2], "x", 3]

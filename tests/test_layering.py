@@ -160,7 +160,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "checkpoint.retention metrics",
         "checkpoint.files",
         "checkpoint.saver",
-        "checkpoint closing crash display lock",
+        "checkpoint crash display lock outcome",
         "faults resume timeline trackers",
         "report",
         "recorder",

@@ -15,7 +15,7 @@ from processes import finished
 
 from lockstep import machine
 from lockstep.errors import InputError
-from lockstep.machine import THREADS_BESIDE_A_GPU, bound_threads
+from lockstep.machine import MAX_THREADS_WITH_GPU, limit_cpu_threads
 
 CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -49,7 +49,7 @@ def many_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("device", "processes", "threads"),
-    [("cpu", None, 96), ("cuda", None, THREADS_BESIDE_A_GPU), ("cpu", "4", 24), ("cuda", "4", 8), ("cuda", "32", 3)],
+    [("cpu", None, 96), ("cuda", None, MAX_THREADS_WITH_GPU), ("cpu", "4", 24), ("cuda", "4", 8), ("cuda", "32", 3)],
 )
 def test_processes_share_a_host_and_take_few_threads_beside_a_gpu(
     many_cores: None, monkeypatch: pytest.MonkeyPatch, device: str, processes: str | None, threads: int
@@ -57,7 +57,7 @@ def test_processes_share_a_host_and_take_few_threads_beside_a_gpu(
     if processes is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     for _ in range(2):  # another engine in the same process takes as many
-        bound_threads(torch.device(device))
+        limit_cpu_threads(torch.device(device))
         assert torch.get_num_threads() == threads
 
 
@@ -67,13 +67,13 @@ def test_a_number_of_processes_that_is_none_is_named(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     with pytest.raises(InputError, match=f"LOCAL_WORLD_SIZE is '{processes}'; it must be how many processes"):
-        bound_threads(torch.device("cpu"))
+        limit_cpu_threads(torch.device("cpu"))
     assert torch.get_num_threads() == 96
 
 
 def test_a_number_of_threads_that_was_asked_for_stays(many_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "96")
-    bound_threads(torch.device("cuda"))
+    limit_cpu_threads(torch.device("cuda"))
     assert torch.get_num_threads() == 96
 
 
@@ -85,10 +85,10 @@ def test_memory_of_the_host_stays_pinned_as_long_as_a_tensor_lies_in_it(monkeypa
         pinned.add(address)
         return 0
 
-    monkeypatch.setattr(machine, "_PAGES_FROM", 4096)
+    monkeypatch.setattr(machine, "_PINNED_FROM", 4096)
     calls = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=pinned.remove)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: calls)
-    first, second = machine.host_buffer(8192, True).zero_().view(torch.float32).view(2, -1)
+    first, second = machine.allocate_host_buffer(8192, True).zero_().view(torch.float32).view(2, -1)
     gc.collect()
     assert pinned == {first.data_ptr()}
     del first, second
@@ -98,13 +98,15 @@ def test_memory_of_the_host_stays_pinned_as_long_as_a_tensor_lies_in_it(monkeypa
 
 def test_threads_take_short_turns_within_a_block() -> None:
     before = sys.getswitchinterval()
-    with machine.short_turns():
+    with machine.fast_thread_switching():
         assert sys.getswitchinterval() == pytest.approx(0.0005)
     assert sys.getswitchinterval() == before
 
 
 def test_a_server_may_have_more_connections_than_a_process_begins_with() -> None:
-    program = "import resource; from lockstep.machine import many_connections as more; kind = resource.RLIMIT_NOFILE\n"
+    program = (
+        "import resource; from lockstep.machine import raise_open_files_limit as more; kind = resource.RLIMIT_NOFILE\n"
+    )
     program += "hard = resource.getrlimit(kind)[1]; resource.setrlimit(kind, (256, hard)); more()\n"
     program += "print(resource.getrlimit(kind) == (min(hard if hard > 0 else 1 << 16, 1 << 16), hard))"
     done = finished([sys.executable, "-c", program])
@@ -116,13 +118,13 @@ import gc
 from lockstep import machine
 seen = []
 gc.callbacks.append(lambda phase, info: seen.append(phase))
-with machine.first_imports():
+with machine.pause_gc_for_imports():
     import torch
 found = len(seen), gc.isenabled(), gc.get_freeze_count() > 100_000
-with machine.first_imports():
+with machine.pause_gc_for_imports():
     again = gc.isenabled()
 gc.disable()
-with machine.first_imports():
+with machine.pause_gc_for_imports():
     pass
 print(*found, again, gc.isenabled())
 """
@@ -150,12 +152,12 @@ def test_a_process_may_have_what_its_container_and_its_groups_may(monkeypatch: p
             raise FileNotFoundError(path) from None
 
     monkeypatch.setattr(Path, "read_text", read)
-    assert machine.memory_of_group() == 7000
+    assert machine.cgroup_memory_limit() == 7000
     files["/sys/fs/cgroup/memory/job/memory.limit_in_bytes"] = "5000\n"
-    assert machine.memory_of_group() == 5000
+    assert machine.cgroup_memory_limit() == 5000
     files |= {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/memory.max": "6000\n"}  # of a container
-    assert machine.memory_of_group() == 6000
+    assert machine.cgroup_memory_limit() == 6000
     files["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert machine.memory_of_group() is None
+    assert machine.cgroup_memory_limit() is None
     files.clear()
-    assert machine.memory_of_group() is None
+    assert machine.cgroup_memory_limit() is None

@@ -217,9 +217,9 @@ def decode_way(way: str, model: Decoder, sequences: int, prompt_length: int, len
             engine.drain()
             steps = engine.scheduler.running[0].remaining
             done: dict[int, Any] = {}
-            timings.take()
+            timings.take_spans()
             times.append(seconds(lambda done=done: drain(engine, done, groups), device.type) / steps)
-            host.append(host_ms_a_step(timings.take()))
+            host.append(host_ms_a_step(timings.take_spans()))
             rounds.append([(c.token_ids, c.logprobs, c.model_logprobs) for i in sorted(done) for c in done[i]])
     figures = {"ms_a_step": statistics.median(times[1:]) * 1e3, "first_round_ms_a_step": times[0] * 1e3}
     figures |= {"host_ms_a_step": statistics.median(host[1:])}

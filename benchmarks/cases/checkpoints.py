@@ -38,12 +38,12 @@ def part(arch: str, device: str, folder: str, repeats: str) -> dict[str, Any]:
     from lockstep.session.text.policy import Policy
     from lockstep.trainer import Trainer
 
-    machine.own_gpu()
+    machine.restrict_to_local_gpu()
     world, path = join(ParallelConfig(timeout=200), device), Path(folder)
     model = random_model(arch, device)
     trainer = Trainer(model, OptimizerConfig(), LossConfig(), world=world)
     own, alike, _ = trainer.local_state()
-    tensors = {checkpoint.part_of("trainer", world.rank): own} | ({"trainer": alike} if world.is_first else {})
+    tensors = {checkpoint.part_name("trainer", world.rank): own} | ({"trainer": alike} if world.is_first else {})
     found: dict[str, Any] = {"state_bytes": sum(x.nbytes for x in own.values())}
     saver = checkpoint.Saver(path / "checkpoints", 2, world, shared=True)
     found["copy_bytes"], _ = _peak(lambda: saver.save(0, tensors, {}))

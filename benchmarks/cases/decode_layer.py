@@ -19,7 +19,7 @@ from lockstep import machine, ops
 from lockstep.models.init import architecture
 from lockstep.ops.linear import cublas
 
-machine.own_gpu()  # of several processes each has one
+machine.restrict_to_local_gpu()  # of several processes each has one
 EPS, PAGE_SIZE = 1e-6, 16
 BANDWIDTH = 4.4e6  # bytes a microsecond, measured on an H200
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)

@@ -62,7 +62,7 @@ def part(device: str, given: str) -> dict[str, Any]:
     """One process of several: writes what it finds to a file of the folder, and goes on."""
     from lockstep import machine
 
-    machine.own_gpu()
+    machine.restrict_to_local_gpu()
     about = json.loads(given)
     bench = Bench(about, device)
     for way in about["generator"]:

@@ -25,7 +25,7 @@ from common import Report, bandwidth, first_layers, random_weights, seconds
 from lockstep.config import GeneratorConfig, LossConfig, OptimizerConfig
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
 from lockstep.graph import check_against_eager
-from lockstep.machine import settled
+from lockstep.machine import freeze_gc
 from lockstep.models import ModelConfig, num_parameters
 from lockstep.models.init import ARCHITECTURES
 from lockstep.trainer import BatchShape, StepResult, Trainer, pack
@@ -145,7 +145,7 @@ def trained(family: Family, case: Case, steps: int, device: str) -> dict[str, An
         "choices_checked": 0, "tokens_routed_differently": 0, "texts": 0,
     }  # fmt: skip
     seen = set()
-    with settled():  # as a run's steps are
+    with freeze_gc():  # as a run's steps are
         for step in range(steps):
             found: list[Any] = []
             figures["generate_s"].append(seconds(lambda step=step, f=found: f.append(policy.generate(step)), device))

@@ -29,7 +29,7 @@ def part(device: str, given: str) -> dict[str, Any]:
     """One process of several: its figures, in a file of the folder."""
     from lockstep import machine
 
-    machine.own_gpu()
+    machine.restrict_to_local_gpu()
     from lockstep.config import CompileConfig, LossConfig, OptimizerConfig, ParallelConfig
     from lockstep.distributed import join
     from lockstep.graph import Runtime

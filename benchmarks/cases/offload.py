@@ -18,7 +18,7 @@ from common import Report, architecture, random_weights, seconds
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import Runtime
 from lockstep.graph.check.fingerprints import fingerprint
-from lockstep.machine import host_buffer
+from lockstep.machine import allocate_host_buffer
 from lockstep.trainer import Trainer
 
 GIB = 2**30
@@ -59,7 +59,7 @@ def floor_s(size: int, device: str) -> float:
     if device == "cpu":
         return 0.0
     chunk = min(size, 1 << 30)
-    there, back = host_buffer(chunk, True), host_buffer(chunk, True)
+    there, back = allocate_host_buffer(chunk, True), allocate_host_buffer(chunk, True)
     here, gone = (torch.empty(chunk, dtype=torch.uint8, device=device) for _ in range(2))
     streams = torch.cuda.Stream(), torch.cuda.Stream()
 

@@ -35,7 +35,7 @@ from lockstep.environments.episodes import Asked, Episode, Play, Round
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
 from lockstep.generator.sizes import row_buckets
 from lockstep.graph import Runtime
-from lockstep.timings import Timings, totals
+from lockstep.timings import Timings, seconds_by_name
 from lockstep.types import TRAIN_DOMAIN, SampleIdentity, SamplingParams
 
 _SPREAD = 0.7  # of the logarithm of a tool's time
@@ -183,9 +183,9 @@ class Rounds:
     def timed(self, run: Callable[[], Any], sampled: int) -> tuple[dict[str, Any], Any]:
         """Seconds of a round with its phases, those of the device as it counts, and tokens a second; and its result."""
         found: list[Any] = []
-        self.timings.take()
+        self.timings.take_spans()
         took = seconds(lambda: found.append(run()), self.engine.cache.k.device.type)
-        spans = self.timings.take()
+        spans = self.timings.take_spans()
         launches = {name: sum(s.name == name and not s.on_device for s in spans) for name in ("prefill", "decode")}
         live = [
             (s.facts["sequences"], s.seconds / s.facts["steps"]) for s in spans if s.name == "decode" and s.on_device
@@ -195,7 +195,7 @@ class Rounds:
         figures = {
             "seconds": took,
             "tokens_per_s": self.case.trajectories * sampled / took,
-            "phases_s": totals(spans),
+            "phases_s": seconds_by_name(spans),
             "launches": launches,
             "live": live,
         }

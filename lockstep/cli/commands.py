@@ -22,8 +22,8 @@ from ..config import (
 )
 from ..config.yaml_file import suggest
 from ..errors import InputError, refuse
-from ..machine import launched, server_key
-from ..run.closing import aligned, closing
+from ..machine import server_api_key, torchrun_launch
+from ..run.outcome import align_rows, describe_outcome
 from ..serve.settings import Settings
 from .flags import Chat, Eval, Generate, Init, Parity, Plan, Precompile, Replay, Report, Serve, Train
 
@@ -61,7 +61,7 @@ def _train(flags: Train) -> Outcome:
         resume=flags.resume is not None,
         resume_with_other_numerics=flags.resume_with_other_numerics,
     )
-    return Outcome(summary, [closing(summary)])
+    return Outcome(summary, [describe_outcome(summary)])
 
 
 def _precompile(flags: Precompile) -> Outcome:
@@ -155,7 +155,7 @@ def _chat(flags: Chat) -> Outcome:
 
 def _serve(flags: Serve) -> Outcome:
     name = flags.model if flags.served_model_name is None else flags.served_model_name
-    own = {"served_model_name": name, "api_key": server_key() if flags.api_key is None else flags.api_key}
+    own = {"served_model_name": name, "api_key": server_api_key() if flags.api_key is None else flags.api_key}
     settings = Settings(**{item.name: getattr(flags, item.name) for item in fields(Settings)} | own)
     settings.validate()
     variables = template_variables(flags.chat_template_kwargs, "--chat-template-kwargs")
@@ -243,7 +243,7 @@ def _eval(flags: Eval) -> Outcome:
     from ..session.evaluation import render
 
     how = {name: getattr(flags, name) for name in ("n", "k", "temperature", "pass_reward", "pass_threshold")}
-    result = evaluate(validate(config), **how, progress=sys.stderr if launched().rank == 0 else None)
+    result = evaluate(validate(config), **how, progress=sys.stderr if torchrun_launch().rank == 0 else None)
     return Outcome(result, [render(result) + "\n"])
 
 
@@ -281,7 +281,7 @@ def _init(flags: Init) -> Outcome:
     from ..models.init import init_folder
 
     summary = init_folder(flags.arch, flags.out, flags.seed, flags.tokenizer, flags.vocab_size)
-    return Outcome(summary, [aligned({name: str(value) for name, value in summary.items() if value is not None})])
+    return Outcome(summary, [align_rows({name: str(value) for name, value in summary.items() if value is not None})])
 
 
 COMMANDS: dict[type, Callable[[Any], Outcome]] = {

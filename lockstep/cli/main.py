@@ -18,9 +18,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..errors import InputError, LockstepError, Terminated, no_more, ran_out
+from ..errors import InputError, LockstepError, Terminated, is_out_of_memory, spawn_failure
 from ..json_file import to_json
-from ..machine import launched, open_files, require_addresses, several_processes, thread_limits, torchrun_follows
+from ..machine import (
+    describe_thread_limits,
+    is_multi_process,
+    open_files_limit,
+    require_address_space,
+    torchrun_launch,
+    torchrun_report_note,
+)
 from ..run.display import FailsafeStream, RequiredStream
 from .commands import COMMANDS, ON_RANKS
 from .resolve import parse
@@ -66,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             with contextlib.redirect_stdout(RequiredStream(sys.stdout)):
                 code = _main(arguments)
-        if several_processes():
+        if is_multi_process():
             _leave(code)
     return code
 
@@ -88,15 +95,15 @@ def _main(arguments: list[str]) -> int:
         if isinstance(flags, int):
             output.flush()
             return flags
-        if several_processes() and not isinstance(flags, ON_RANKS):
+        if is_multi_process() and not isinstance(flags, ON_RANKS):
             raise InputError(f"lockstep {arguments[0]} works in one process; start it without torchrun")
-        require_addresses()
+        require_address_space()
         as_json = getattr(flags, "json", False)
         with contextlib.redirect_stdout(sys.stderr):  # standard output is only for the outcome
             with _nothing_else_written(output) if as_json else contextlib.nullcontext():
                 outcome = COMMANDS[type(flags)](flags)
             for piece in [to_json(outcome.payload) + "\n"] * bool(outcome.payload) if as_json else outcome.text:
-                if launched().rank == 0:
+                if torchrun_launch().rank == 0:
                     output.write(piece)
                     output.flush()
         return outcome.code
@@ -118,13 +125,13 @@ def _main(arguments: list[str]) -> int:
 def _lacking(error: BaseException) -> str:
     """Which resource ran out, and what would help; empty for other errors."""
     said = (str(error) or type(error).__name__).splitlines()[0]
-    if what := no_more(error):
-        return f"the system starts no further {what}: {said}; {thread_limits()}"
+    if what := spawn_failure(error):
+        return f"the system starts no further {what}: {said}; {describe_thread_limits()}"
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        return f"the system opens no further file: {said}; this process may have {open_files()} open (ulimit -n)"
+        return f"the system opens no further file: {said}; this process may have {open_files_limit()} open (ulimit -n)"
     if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
         return f"no temporary file can be written: {said}; set TMPDIR to a folder that is neither full nor read-only"
-    return f"memory ran out: {said}; ask for less at once, or use a smaller model" if ran_out(error) else ""
+    return f"memory ran out: {said}; ask for less at once, or use a smaller model" if is_out_of_memory(error) else ""
 
 
 def _parsed(arguments: list[str]) -> Any:
@@ -166,8 +173,8 @@ def _fail(message: str, code: int, reported: bool | None = False) -> int:
     if reported is not False:
         _let_the_first_tell(code, _FIRST_TELLS if reported else _FIRST_WOULD)
     if not reported:
-        rank = f"rank {launched().rank}: " if reported is None else ""
-        print(f"lockstep: {rank}{message}{torchrun_follows()}", file=sys.stderr)
+        rank = f"rank {torchrun_launch().rank}: " if reported is None else ""
+        print(f"lockstep: {rank}{message}{torchrun_report_note()}", file=sys.stderr)
     return code
 
 
@@ -181,7 +188,7 @@ def _let_the_first_tell(code: int, seconds: float) -> None:
 def _is_not_first() -> bool:
     """Whether this is not the first process, which reports what concerns all, such as a signal."""
     try:
-        return several_processes() and launched().rank > 0
+        return is_multi_process() and torchrun_launch().rank > 0
     except InputError:  # its rank is not known
         return False
 

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import tyro
 
-from ..api import resumed
+from ..api import load_run_config
 from ..config import RunConfig, left_behind, recipes, unread, without, yaml_file
 from ..errors import InputError, refuse
-from ..machine import first_imports, launched, require_addresses, several_processes, told
+from ..machine import is_multi_process, pause_gc_for_imports, report_if_slow, require_address_space, torchrun_launch
 from .commands import COMMANDS, recipe
 from .flags import Plan, Precompile, Train, refuse_unknown, spelled_out
 
@@ -33,7 +33,7 @@ def parse(arguments: list[str]) -> Any:
     kind: Any = _KINDS.get(arguments[0]) if arguments else None
     if kind is not None:
         refuse_unknown(kind, arguments[1:])
-        alone = "parallel.timeout" in given and not several_processes()
+        alone = "parallel.timeout" in given and not is_multi_process()
         refuse(alone, "parallel.timeout has no effect in one process; start several with torchrun")
     elif arguments and not arguments[0].startswith("-"):
         raise InputError(f"unknown command {arguments[0]!r}; {yaml_file.suggest(arguments[0], _KINDS)}")
@@ -84,7 +84,7 @@ def _settled(flags: _Run, given: set[str], begin: RunConfig) -> _Run:
     _refuse_unread(unread(config), given)
     if not (paths := left_behind(config, begin, given)):
         return flags
-    if launched().rank == 0:
+    if torchrun_launch().rank == 0:
         print(f"left out, as nothing reads it beside these flags: {', '.join(paths)}", file=sys.stderr)
     return flags.of_other(without(config, paths))
 
@@ -98,13 +98,13 @@ def _base(flags: _Run, given: set[str]) -> RunConfig:
     if isinstance(flags, Train) and resume is not None:
         if flags.run_dir is not None:
             raise InputError("--run-dir has no effect with --resume, which continues in the folder it names; remove it")
-        return resumed(resume)
+        return load_run_config(resume)
     asked: dict[str, Any] = {name: getattr(flags, name) for name in ("model", "arch") if name in given}
     if flags.config is not None:
         return yaml_file.load(flags.config, RECIPES, flags=asked)
     name = flags.recipe or recipes.DEFAULT
     begin = _of(recipe(name, "recipe"), asked.get("model"), asked.get("arch"))
-    if launched().rank == 0 and (remark := recipes.remark(name, flags.model)):
+    if torchrun_launch().rank == 0 and (remark := recipes.remark(name, flags.model)):
         print(remark, file=sys.stderr)
     return begin
 
@@ -114,8 +114,8 @@ def _of(recipe: Callable[..., RunConfig], model: str | None, arch: str | None) -
     begin = recipe(model)
     if model is not None or arch is None or (begin.model, begin.arch) == (None, arch):
         return begin
-    require_addresses()
-    with told("importing torch"), first_imports():
+    require_address_space()
+    with report_if_slow("importing torch"), pause_gc_for_imports():
         from ..models.init import architecture
     return recipe(None, architecture(arch).hidden_size)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import InputError, near, refuse
+from ..errors import InputError, did_you_mean, refuse
 from . import RunConfig, elsewhere, left_behind, require_config, without
 
 _LEVELS = 20  # nested names, more than anybody writes
@@ -92,7 +92,7 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def suggest(name: str, allowed: Iterable[str]) -> str:
     """Words to follow "unknown NAME": close matches, and everything that is allowed."""
     names = list(allowed)
-    question = near(name, names, most=3, cutoff=0.5)
+    question = did_you_mean(name, names, most=3, cutoff=0.5)
     return " ".join(filter(None, (question, f"allowed: {', '.join(names)}")))
 
 

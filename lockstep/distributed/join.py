@@ -41,7 +41,7 @@ def join(config: ParallelConfig, device_type: str) -> World:
             devices, for example because there are more of them than GPUs.
         PeerLost: another process did not join in time.
     """
-    launch = machine.launched()
+    launch = machine.torchrun_launch()
     require_divisor(config, launch.processes)
     if launch.processes == 1:
         return ONE_PROCESS

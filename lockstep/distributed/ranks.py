@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import InputError, LockstepError, PeerLost, ran_out
+from ..errors import InputError, LockstepError, PeerLost, is_out_of_memory
 from . import torch_private
 from .mesh import ONE_RANK, Axis, Mesh
 from .push.memory import forget_memory, late_words
@@ -252,7 +252,7 @@ class World(WatchedProcess):
         except RuntimeError as error:
             late = late_words()
             lost = torch_private.is_peer_failure(error) or late is not None
-            if self.size == 1 or isinstance(error, LockstepError) or ran_out(error) or not lost:
+            if self.size == 1 or isinstance(error, LockstepError) or is_out_of_memory(error) or not lost:
                 raise
             said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             said = said.partition(" This is typically caused by")[0]

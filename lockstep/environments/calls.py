@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..errors import LockstepError
-from ..user_functions import text_of
+from ..user_functions import safe_str
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ async def _outcome_of_coroutine(function: Callable[..., Any], arguments: tuple[A
 def _failed(error: BaseException) -> Failure:
     """The failure, with a traceback unless the error is this package's own, whose message says all."""
     told = [] if isinstance(error, LockstepError) else traceback.format_exception(error)
-    return Failure(f"{type(error).__name__}: {text_of(error)}", "".join(told))
+    return Failure(f"{type(error).__name__}: {safe_str(error)}", "".join(told))
 
 
 @cache

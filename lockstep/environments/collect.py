@@ -117,7 +117,7 @@ class Collector:
         about = Scoring(
             f"{where}, groups {asked[0].group} to {asked[-1].group}",
             step=step if domain == TRAIN_DOMAIN else 0,
-            tell=self.timings.tell,
+            tell=self.timings.report_progress,
         )
         with ExitStack() as stack:
             with leading(self.world, self.sampler, samples) as sampler:
@@ -154,7 +154,7 @@ class Collector:
                 f"{where}: the environment ended with End(), which leaves the reward to reward functions, and there "
                 "are none; give End(REWARD), or name one: --reward MODULE:FUNCTION"
             )
-        with self.timings.measured("rewards"):
+        with self.timings.measure("rewards"):
             scored = _score(groups, self.rewards, [e for episodes in played for e in episodes], asked, about)
         failed_in = [e.environment.variant for episodes in played for e in episodes if e.failure is not None]
         counts = scored.counts | ({"environment/errors": len(failed_in)} if failed_in else {})

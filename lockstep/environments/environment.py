@@ -146,7 +146,7 @@ class Environment:
 def metrics_of(kind: type[Environment], trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`Environment.metrics`. Raises `InputError` if that raises, or returns anything but numbers by name."""
     what = f"task.environment: {kind.__name__}.metrics"
-    try:  # without `blamed`, as this runs in every step
+    try:  # without `as_input_error`, as this runs in every step
         found = kind.metrics(trajectories)
     except Exception as error:
         raise InputError(f"{what} raised {type(error).__name__}: {one_line(error)}") from error

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config import TaskConfig
 from ..errors import InputError, refuse
-from ..user_functions import load_function, load_named
+from ..user_functions import load_function, load_object
 from .adapters.rollout_func import is_rollout_func, rollout_environment
 from .adapters.trl import trl_environment
 from .adapters.verifiers import NAME as VERIFIERS
@@ -54,7 +54,7 @@ def _named(name: str, config: TaskConfig, what: str) -> Any:
         return remote_environment(name, what)
     if name == VERIFIERS:
         return verifiers_environment(config.data, config.max_turns, what)
-    return load_named(name, what, f", or one of {', '.join(ENVIRONMENTS)}, {VERIFIERS}", kind="Class")
+    return load_object(name, what, f", or one of {', '.join(ENVIRONMENTS)}, {VERIFIERS}", kind="Class")
 
 
 def _tool(name: str, config: TaskConfig) -> Tool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..errors import InputError, ToolUnavailable, refuse
-from ..user_functions import is_unicode, text_of
+from ..user_functions import is_unicode, safe_str
 from .calls import awaited, in_the_main_thread
 from .environment import End, Environment, Message, Turn
 
@@ -103,7 +103,7 @@ class ToolEnvironment(Environment):
             for i, result in zip(waiting, found, strict=True):
                 if isinstance(result, ToolUnavailable):
                     raise result
-                results[i] = {"error": text_of(result)} if isinstance(result, BaseException) else result
+                results[i] = {"error": safe_str(result)} if isinstance(result, BaseException) else result
         return [(call["name"], _content(call["name"], result)) for call, result in zip(calls, results, strict=True)]
 
 
@@ -117,8 +117,8 @@ def _called(tool: Tool | None, call: Mapping[str, Any]) -> Any:
     except ToolUnavailable:
         raise
     except Exception as error:
-        if not text_of(error).startswith(_OF_MAIN) or _of(tool) in _in_main:
-            return {"error": text_of(error)}
+        if not safe_str(error).startswith(_OF_MAIN) or _of(tool) in _in_main:
+            return {"error": safe_str(error)}
         _in_main.add(_of(tool))
         return _called(tool, call)
 

@@ -109,7 +109,7 @@ class Engine:
             while self.requests:
                 grown = self.advance()
                 finished += sum(sample.completion is not None for sample in grown)
-                self.timings.tell(f"{finished} of {total}")
+                self.timings.report_progress(f"{finished} of {total}")
                 for one in grown:
                     yield ids[one.request_id], one.identity.sample, one.token_ids, one.completion
         finally:
@@ -215,7 +215,7 @@ class Engine:
             chunk.started, more = self.scheduler.fork(chunk.prefill)
             copies += more
         tokens = sum(chunk.count for chunk in chunks)
-        with self.timings.measured("prefill", on_device=True, tokens=tokens, sequences=len(self.scheduler.running)):
+        with self.timings.measure("prefill", on_device=True, tokens=tokens, sequences=len(self.scheduler.running)):
             block = self.runner.mixed(chunks)
         for chunk in ending:
             ended = chunk.prefill
@@ -233,7 +233,7 @@ class Engine:
         steps = self._reserve(steps) if steps > 0 else 0
         if steps < 1:
             return None
-        with self.timings.measured("decode", on_device=True, steps=steps, sequences=len(running)):
+        with self.timings.measure("decode", on_device=True, steps=steps, sequences=len(running)):
             return self.runner.decode(running, steps)
 
     def _reserve(self, steps: int) -> int:
@@ -253,7 +253,7 @@ class Engine:
         """Wait for and read the results of all launches but the last `ahead` blocks. The next `advance` returns what
         they add."""
         while len(self._flight) > ahead:
-            with self.timings.measured("read"):
+            with self.timings.measure("read"):
                 self._take_in(self._flight.popleft())
 
     def _take_in(self, block: Block) -> None:

@@ -172,7 +172,7 @@ class GraphBuilder:
     def _load(self, request: Request, stored: Key | None, cache: GraphCache) -> Captured | None:
         if stored is None or self.store is None or request.key in cache.traces or cache.retracing:
             return None
-        with self.timings.measured("load_graphs"):
+        with self.timings.measure("load_graphs"):
             found = self.store.load(stored, request.title, request.device)
             if found is not None:
                 cache.loaded += 1
@@ -185,7 +185,7 @@ class GraphBuilder:
             cache.traces[key] = self.run_common_passes(self._trace(request))
         ready = self._at_level(level, cache.traces[key])
         if stored is not None and self.store is not None:
-            with self.timings.measured("store_graphs"):
+            with self.timings.measure("store_graphs"):
                 look_again()  # code may have been replaced since
                 if not changed():
                     self.store.save(stored, ready)
@@ -195,9 +195,9 @@ class GraphBuilder:
 
     def _trace(self, request: Request) -> Captured:
         self.captures += 1
-        with self.timings.measured("import_tracer"):
+        with self.timings.measure("import_tracer"):
             torch_trace.import_tracer()
-        with self.timings.measured("trace"):
+        with self.timings.measure("trace"):
             return self._capture(
                 request.name,
                 request.body,
@@ -209,7 +209,7 @@ class GraphBuilder:
 
     def run_common_passes(self, captured: Captured) -> Captured:
         """A trace, rewritten by the passes that all levels share."""
-        with self.timings.measured("passes"):
+        with self.timings.measure("passes"):
             captured = run_passes(captured, self.passes)
         self.backend.check(captured)
         return captured
@@ -224,7 +224,7 @@ class GraphBuilder:
     def _at_level(self, level: Level, captured: Captured) -> Captured:
         if level not in RECORDINGS:
             return captured
-        with self.timings.measured("passes"):
+        with self.timings.measure("passes"):
             to_record = cudagraph_pass(load_hook(RECORDINGS[level].hook) or ())
             return run_passes(captured, [to_record], lambda c: verify(c) if c.recorded else c)
 

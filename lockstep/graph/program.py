@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from torch import Tensor, no_grad
 
-from ..types import SideBySide
+from ..types import CoalescedTensors
 from .builder import GraphBuilder, GraphCache
 from .capture.request import Request
 from .capture.step import GraphBody
@@ -58,7 +58,9 @@ class Program:
     lasting: Collection[str] = ()
     one_shape: bool = False
     graphs: dict[tuple, GraphLauncher] = field(default_factory=dict)
-    _by_layout: dict[tuple, GraphLauncher] = field(default_factory=dict)  # `graphs` by statics and `SideBySide.layout`
+    _by_layout: dict[tuple, GraphLauncher] = field(
+        default_factory=dict
+    )  # `graphs` by statics and layout of the tensors
 
     def __post_init__(self) -> None:
         assert not self.inputs.user, "user inputs come with each call"
@@ -85,7 +87,7 @@ class Program:
         return dict(outputs)
 
     def graph(self, user: Mapping[str, Tensor], statics: Mapping[str, Static]) -> GraphLauncher:
-        if not isinstance(user, SideBySide) or self.tools.builder.own_part is not None:
+        if not isinstance(user, CoalescedTensors) or self.tools.builder.own_part is not None:
             return self._graph(user, statics)
         known = (*map(repr, statics.items()), user.layout)  # 1, 1.0 and True are equal, but make different graphs
         if known not in self._by_layout:

@@ -60,8 +60,8 @@ class WarmUp:
         `preload`; unless `compiles`, they are only listed."""
         from ..ops.precompile import compiling_only
 
-        with self._timings.measured("compile"), compiling_only(compiles) as kernels, self.launch_with(rehearse):
-            with self._timings.measured("import_tracer"):  # on every rank at once
+        with self._timings.measure("compile"), compiling_only(compiles) as kernels, self.launch_with(rehearse):
+            with self._timings.measure("import_tracer"):  # on every rank at once
                 import_tracer()
             yield kernels
 
@@ -80,7 +80,7 @@ class WarmUp:
             self.launch = before
 
     def _launch(self, graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
-        with self._timings.measured("record") if graph.records_next else nullcontext():
+        with self._timings.measure("record") if graph.records_next else nullcontext():
             return graph(user, times)
 
     def _make(self, graph: GraphLauncher, user: Mapping[str, Tensor], times: int) -> dict[str, Tensor]:
@@ -88,7 +88,7 @@ class WarmUp:
         if not without or (blank := graph.zero_outputs()) is None:
             return self._launch(graph, user, times)
         if self.records:
-            with self._timings.measured("record"):
+            with self._timings.measure("record"):
                 graph.record(blank)
         return blank
 
@@ -98,7 +98,7 @@ class WarmUp:
             return 0
         from ..ops.precompile import preload
 
-        with self._timings.measured("compile"):
+        with self._timings.measure("compile"):
             return preload(kernels)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..config.random_weights import MARK
-from ..errors import InputError, meant, refuse
+from ..errors import InputError, did_you_mean_note, refuse
 from .checks import require_memory
 from .config import ModelConfig
 from .decoder import Decoder, num_parameters
@@ -27,8 +27,8 @@ ARCHITECTURES: dict[str, ModelConfig] = dict(sorted(_ALL.items(), key=lambda ite
 def architecture(name: str) -> ModelConfig:
     """The configuration of this name; `InputError` lists the names if it is unknown."""
     if name not in ARCHITECTURES:
-        near = meant(name, ARCHITECTURES)
-        raise InputError(f"arch {name!r} is unknown{near}; choose from {', '.join(ARCHITECTURES)}")
+        note = did_you_mean_note(name, ARCHITECTURES)
+        raise InputError(f"arch {name!r} is unknown{note}; choose from {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[name]
 
 

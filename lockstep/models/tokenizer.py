@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cache.tokenizers import kept
-from ..errors import InputError, LockstepError, PromptTooLong, RewritesPast, refuse
-from ..json_file import read_json, read_object
+from ..errors import HistoryRewritten, InputError, LockstepError, PromptTooLong, refuse
+from ..json_file import read_json, read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,7 +103,7 @@ def _check_object_files(folder: Path) -> None:
         path = folder / name
         if not path.exists():
             continue
-        value = read_object(path)
+        value = read_json_object(path)
         if field is not None and field not in value:
             raise InputError(f"{path}: there is no field {field}; it is not a tokenizer of the tokenizers library")
         if path.read_bytes().startswith(codecs.BOM_UTF8):
@@ -238,8 +238,8 @@ def encode_following(
     `following` come next: the end of the answer, those messages, and the generation prompt. `ends` are the texts of the
     tokens that end answers; in an answer with `tool_calls`, the tokens returned begin at the first of them.
 
-    Raises `RewritesPast` if the template drops earlier thinking, so that these tokens do not continue what was sampled.
-    Raises `InputError` if it does not render the answer verbatim, or leaves out a following message.
+    Raises `HistoryRewritten` if the template drops earlier thinking, so that these tokens do not continue what was
+    sampled, and `InputError` if it does not render the answer verbatim, or leaves out a following message.
     """
     *before, answer = messages
     whole = render_chat(tokenizer, [*before, _marked(answer), *following], chat_template_kwargs or {})
@@ -254,7 +254,9 @@ def encode_following(
     refuse(unseen is not None, f"{where}: it leaves out what a message of role {unseen} says; give text or token ids")
     kept = [message if _thought(message) in head else _without_thought(message) for message in messages]
     if kept != messages:
-        raise RewritesPast(f"{where}: it leaves out the thinking of earlier answers, which the model has seen", kept)
+        raise HistoryRewritten(
+            f"{where}: it leaves out the thinking of earlier answers, which the model has seen", kept
+        )
     return encode_text(tokenizer, tail)
 
 

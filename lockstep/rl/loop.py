@@ -79,8 +79,8 @@ class Loop:
         config, trainer, timings = self.config, self.run.trainer, self.run.timings
         version, began, used = trainer.weights_version, time.perf_counter(), self.prompts_used
         lr = learning_rate(config.optimizer, step, config.steps)
-        with timings.measured("step", on_device=True, step=step):  # until all that it launched has finished
-            with timings.measured("generate", on_device=True):
+        with timings.measure("step", on_device=True, step=step):  # until all that it launched has finished
+            with timings.measure("generate", on_device=True):
                 groups, without_reward, counts = self._collect(step)
                 if self.run.delay is not None:
                     self._give_up_if_asked(self.run.delay, used)
@@ -92,19 +92,19 @@ class Loop:
             if self.algorithm.kl_in_reward:
                 with self.world.deadline(f"the reference in step {step + 1}"):
                     kl = self._kl_of(groups)
-            with timings.measured("advantages"):
+            with timings.measure("advantages"):
                 self._advantages(groups, kl)
-            with timings.measured("pack"):
+            with timings.measure("pack"):
                 *parts, checks = self._pack(groups, without_reward)
                 batches = list(chain.from_iterable(parts))
                 arrived = self._holders.bring_to_first(generated)
             critic: dict[str, Any] = {}
             if self.algorithm.of_tokens:
-                with self.world.deadline(f"the critic in step {step + 1}"), timings.measured("critic", on_device=True):
+                with self.world.deadline(f"the critic in step {step + 1}"), timings.measure("critic", on_device=True):
                     counted = self._counted(r for g in groups for r in g.rollouts)
                     critic = estimate(trainer, config.loss, batches, counted, kl)
             with self.world.deadline(f"training in step {step + 1}"):
-                with timings.measured("forward_backward", on_device=True):
+                with timings.measure("forward_backward", on_device=True):
                     self._check(checks, parts[1:])
                 results = self._updates(parts, lr, sampled)
                 result = results[0] if results else trainer.finish_check(sampled)
@@ -121,7 +121,7 @@ class Loop:
             counts["epoch"] = self.prompts_used / self.run.task.rows
         if config.loss.importance_sampling_mode is not None:
             counts["importance_sampling/clip_ratio"] = mean([r.clip_ratio for r in results[1:]] or [0.0])
-        self.spans = [span for span in timings.take() if span.began >= began]
+        self.spans = [span for span in timings.take_spans() if span.began >= began]
         if len(results) > 1:
             own = config.loss.importance_sampling_mode is None  # the loss's clip, rare in a first iteration
             result = averaged(results[: len(parts)], results if own else results[: len(parts)])
@@ -265,7 +265,7 @@ class Loop:
         """Launch one optimizer update on a mini-batch. Parity is checked in a step's first update alone. `first`,
         `last`: whether this is the first or last iteration."""
         trainer = self.run.trainer
-        with self.run.timings.measured("forward_backward", on_device=True):
+        with self.run.timings.measure("forward_backward", on_device=True):
             for batch in batches:
                 if first and self.algorithm.reads_reference:
                     trainer.reference_logprobs(batch)

@@ -35,11 +35,11 @@ def sft_warmup(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
         done = len(losses)
         left = (time.monotonic() - began) / done * (t.warmup_steps - done)
         told = f"step {done} of at most {t.warmup_steps}, loss {losses[-1]:.3f}"
-        loop.run.timings.tell(f"{told}, at most {timedelta(seconds=round(left))} to go")
+        loop.run.timings.report_progress(f"{told}, at most {timedelta(seconds=round(left))} to go")
         if done % _SHOWN == 0:
             note(f"warm-up step {done}: loss {losses[-1]:.3f}")
         if t.warmup_reward and done % t.warmup_interval == 0:
-            with loop.run.timings.measured("validation"):
+            with loop.run.timings.measure("validation"):
                 found = validation[str(done)] = loop.validate(selection=True)
             note(f"warm-up step {done}: " + ", ".join(f"{k.split('/', 1)[1]} {v:.3f}" for k, v in found.items()))
             if found[REWARD] >= t.warmup_reward:

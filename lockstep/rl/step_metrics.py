@@ -12,7 +12,7 @@ from ..environments import Environment
 from ..environments.environment import metrics_of
 from ..session.build import TrainingSession
 from ..session.signals import Ending
-from ..timings import Span, totals
+from ..timings import Span, seconds_by_name
 from ..trainer import StepResult, packed_slots
 from ..types import PackedBatch, RolloutGroup, Trajectory
 
@@ -36,7 +36,7 @@ def step_metrics(
         batches, spans: those of this rank.
         version: the version of the weights that sampled the step.
     """
-    spent = {"sync": 0.0} | totals(spans)  # in one process the generator reads the trainer's weights
+    spent = {"sync": 0.0} | seconds_by_name(spans)  # in one process the generator reads the trainer's weights
     seconds = {f"time/{name}": value for name, value in spent.items() if name in _TIMED}
     own: dict[str, Any] = {**seconds, "memory/peak_gib": peak_memory_gib(run.policy.model.embed.device)}
     own |= run.runtime.metrics() | {"ending": Ending() if run.delay is None else run.delay.asked()}

@@ -88,7 +88,7 @@ def _variance(values: list[float]) -> float:
 
 def _of_part(sequence: Trajectory, by_name: Mapping[str, Sequence[float]]) -> Sequence[float]:
     """The entries of `by_name` for a sequence, which may be part of a trajectory; zeros if there are none."""
-    count, begin = sequence.length, sequence.part_from or 0
+    count, begin = sequence.length, sequence.part_offset or 0
     return by_name[sequence.name][begin : begin + count] if sequence.name in by_name else [0.0] * count
 
 

@@ -12,7 +12,7 @@ from typing import IO
 
 CRASH_FILE = "crash.txt"
 
-_WORDS = """Process {process} ended without a word: this file is removed when a run ends in any other way.
+_EXPLANATION = """Process {process} ended without a word: this file is removed when a run ends in any other way.
 
 Either something killed it (SIGKILL, or the system when memory ran out), or a reward function ended it (`os._exit`), or
 code in C crashed; then Python's stack follows. `--task.reward-workers 1` keeps rewards in a process of their own, whose
@@ -22,7 +22,7 @@ end costs one call and not the run. `lockstep report` makes the report of the st
 
 
 @contextlib.contextmanager
-def stacks_to(file: IO[str]) -> Iterator[None]:
+def dump_stacks_on_crash(file: IO[str]) -> Iterator[None]:
     """A context in which a crash in C code writes Python's stack to `file`."""
     before = faulthandler.is_enabled()
     faulthandler.enable(file)
@@ -36,12 +36,12 @@ def stacks_to(file: IO[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noted(run_dir: Path, began: Callable[[], bool] = lambda: True) -> Iterator[None]:
+def crash_note(run_dir: Path, has_begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """A context in which `run_dir` has a file that explains an abrupt end of this process; leaving it removes the file.
-    If the run has not `began` by then, an earlier process's file is put back."""
+    Unless `has_begun()` by then, an earlier process's file is put back."""
     path, earlier, file = run_dir / CRASH_FILE, None, None
 
-    def put_back(begun: bool) -> None:
+    def remove(begun: bool) -> None:
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
@@ -54,15 +54,15 @@ def noted(run_dir: Path, began: Callable[[], bool] = lambda: True) -> Iterator[N
         earlier = path.read_bytes() if path.exists() else None
         run_dir.mkdir(parents=True, exist_ok=True)
         file = path.open("w", encoding="utf-8")
-        file.write(_WORDS.format(process=os.getpid()))
+        file.write(_EXPLANATION.format(process=os.getpid()))
         file.flush()
     except OSError:  # the run itself will report that it cannot write there
         with contextlib.suppress(OSError):
-            put_back(False)
+            remove(begun=False)
         yield
         return
     try:
-        with stacks_to(file):
+        with dump_stacks_on_crash(file):
             yield
     finally:
-        put_back(began())
+        remove(has_begun())

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import LockstepError
 from ..session.signals import raise_received
-from .metrics import number
+from .metrics import format_number
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -89,7 +89,7 @@ def _discard(stream: Any) -> None:
 
 
 # Names of a run's phases on the screen and in the report. Phases not listed here are parts of these.
-WORDS = {
+PHASE_NAMES = {
     "import": "imports",
     "task": "the task's data",
     "load": "loading the model",
@@ -120,11 +120,11 @@ WORDS = {
     "checkpoint": "saving a checkpoint",
     "save_model": "exporting the model",
 }
-_TELL_THEMSELVES = ("warmup", "validation", "graphs")  # they report their result and duration in a line of their own
-_WORTH_A_LINE = 0.1  # seconds from which a part of start-up is reported
-_TICK = 1.0  # seconds between refreshes
+_SELF_REPORTED = ("warmup", "validation", "graphs")  # they report their result and duration in a line of their own
+_MIN_SECONDS_SHOWN = 0.1  # seconds from which a part of start-up is reported
+_REFRESH_S = 1.0  # seconds between refreshes
 # Seconds in one phase, during start-up and later, before a line reports it if there is no terminal; doubled each time.
-_PATIENCE_AT_FIRST, _PATIENCE = 10.0, 30.0
+_STARTUP_PATIENCE_S, _PATIENCE_S = 10.0, 30.0
 
 
 @dataclass
@@ -136,7 +136,7 @@ class _Phase:
 
     def __str__(self) -> str:
         detail = f": {self.detail}" if self.detail else ""
-        return f"{WORDS[self.name]}{detail}, {self.seconds:.0f} s"
+        return f"{PHASE_NAMES[self.name]}{detail}, {self.seconds:.0f} s"
 
     @property
     def seconds(self) -> float:
@@ -145,10 +145,10 @@ class _Phase:
 
 class Display:
     """Progress on standard error: a live table on a terminal, otherwise (or with `live=False`) one line per step. As a
-    `Watcher` it also shows phases: each part of start-up in a line once it is done, and a long phase's progress while
-    it lasts."""
+    `PhaseObserver` it also shows phases: each part of start-up in a line once it is done, and a long phase's progress
+    while it lasts."""
 
-    def __init__(self, steps: int, live: bool = True, stream: IO[str] | None = None, tick: float = _TICK) -> None:
+    def __init__(self, steps: int, live: bool = True, stream: IO[str] | None = None, tick: float = _REFRESH_S) -> None:
         self._stream: Any = FailsafeStream(sys.stderr if stream is None else stream)
         self._wants_live = live and self._stream.isatty()
         self._live: Live | None = None
@@ -168,9 +168,9 @@ class Display:
 
             # No auto-refresh thread: it would take the GIL several times a second from the loop that feeds the device.
             console = Console(file=self._stream)
-            self._live = Live(console=console, auto_refresh=False, get_renderable=self._screen)
+            self._live = Live(console=console, auto_refresh=False, get_renderable=self._render)
             self._live.start()
-        self._ticker = threading.Thread(target=self._look, daemon=True)
+        self._ticker = threading.Thread(target=self._keep_refreshing, daemon=True)
         self._ticker.start()
         return self
 
@@ -181,45 +181,45 @@ class Display:
             self._live.stop()
             self._live = None
 
-    def began(self, phase: str) -> None:
+    def phase_began(self, phase: str) -> None:
         """A phase began, nested in those that have not ended. Raises for a signal whose exception was lost."""
         raise_received()
         self._stepping |= phase == "step"
-        due = _PATIENCE if self._stepping else _PATIENCE_AT_FIRST
+        due = _PATIENCE_S if self._stepping else _STARTUP_PATIENCE_S
         self._phases.append(_Phase(phase, time.monotonic(), due=due))
 
-    def told(self, detail: str) -> None:
+    def phase_progressed(self, detail: str) -> None:
         """The progress of the innermost phase, or what it is working on."""
         if self._phases:
             self._phases[-1].detail = detail
 
-    def ended(self, phase: str, seconds: float) -> None:
+    def phase_ended(self, phase: str, seconds: float) -> None:
         """The innermost phase ended. A part of start-up gets a line."""
         self._phases.pop()
-        if not self._stepping and not self._phases and phase in WORDS and phase not in _TELL_THEMSELVES:
-            self.startup(WORDS[phase], seconds)
+        if not self._stepping and not self._phases and phase in PHASE_NAMES and phase not in _SELF_REPORTED:
+            self.note_startup(PHASE_NAMES[phase], seconds)
 
-    def startup(self, part: str, seconds: float) -> None:
-        if seconds >= _WORTH_A_LINE:
+    def note_startup(self, part: str, seconds: float) -> None:
+        if seconds >= _MIN_SECONDS_SHOWN:
             self.note(f"start-up: {part} {seconds:.1f} s")
 
-    def doing(self) -> str:
-        """The innermost phase with a name in `WORDS`, its progress and duration; empty if there is none."""
-        return str(next(reversed(self._told_of()), ""))
+    def current_phase(self) -> str:
+        """The innermost phase with a name in `PHASE_NAMES`, its progress and duration; empty if there is none."""
+        return str(next(reversed(self._named_phases()), ""))
 
-    def _told_of(self) -> list[_Phase]:
-        return [phase for phase in self._phases.copy() if phase.name in WORDS]
+    def _named_phases(self) -> list[_Phase]:
+        return [phase for phase in self._phases.copy() if phase.name in PHASE_NAMES]
 
-    def _look(self) -> None:
+    def _keep_refreshing(self) -> None:
         """Refresh the screen regularly, since a slow reward or a long generation would otherwise leave it unchanged."""
         while not self._closed.wait(self._tick):
-            phases = self._told_of()
+            phases = self._named_phases()
             if self._live is not None:
                 self._live.refresh()
             elif phases and (seconds := phases[0].seconds) >= phases[0].due:
                 while phases[0].due <= seconds:
                     phases[0].due *= 2
-                within = "" if len(phases) == 1 else f" ({WORDS[phases[0].name]}, {seconds:.0f} s)"
+                within = "" if len(phases) == 1 else f" ({PHASE_NAMES[phases[0].name]}, {seconds:.0f} s)"
                 self.note(f"still {phases[-1]}{within}")
 
     def note(self, text: str) -> None:
@@ -237,29 +237,30 @@ class Display:
         self._different += sum(int(metrics.get(kind, 0)) for kind in kinds)
         self._not_covered += abs(int(metrics.get("parity/tokens_not_covered", 0)))
         if self._live is not None:
-            self._table = self._table_of(step, metrics)
+            self._table = self._make_table(step, metrics)
             self._live.refresh()
         else:
             print("  ".join(self._cells(step, metrics).values()), file=self._stream, flush=True)
 
     def _cells(self, step: int, metrics: Mapping[str, Any]) -> dict[str, str]:
         split = ", ".join(
-            f"{name} {number(metrics.get(f'time/{name}'))}" for name in ("generate", "forward_backward", "optim_step")
+            f"{name} {format_number(metrics.get(f'time/{name}'))}"
+            for name in ("generate", "forward_backward", "optim_step")
         )
         without = metrics.get("groups_without_reward", 0)
         left_out = f" ({without:,.0f} {'groups have' if without > 1 else 'group has'} none)" if without else ""
         return {
             "step": f"step {step + 1}/{self._steps}",
-            "reward": f"reward {number(metrics.get('reward/mean'))}{left_out}",
-            "loss": f"loss {number(metrics.get('loss'))}",
-            "length": f"length {number(metrics.get('response_length/mean'))}",
+            "reward": f"reward {format_number(metrics.get('reward/mean'))}{left_out}",
+            "loss": f"loss {format_number(metrics.get('loss'))}",
+            "length": f"length {format_number(metrics.get('response_length/mean'))}",
             "parity": f"parity {self._parity()}",
-            "time": f"{number(metrics.get('time/step'))} s ({split})",
-            "speed": f"{number(metrics.get('perf/tokens_per_s_per_gpu'))} tokens/s",
+            "time": f"{format_number(metrics.get('time/step'))} s ({split})",
+            "speed": f"{format_number(metrics.get('perf/tokens_per_s_per_gpu'))} tokens/s",
             "eta": f"eta {self._eta(step)}",
         }
 
-    def _table_of(self, step: int, metrics: Mapping[str, Any]) -> Any:
+    def _make_table(self, step: int, metrics: Mapping[str, Any]) -> Any:
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -273,11 +274,11 @@ class Display:
         table.add_row(cells["loss"], Text(cells["parity"], style=style), cells["speed"])
         return Group(table, Text(f"time {cells['time']}", style="dim"))
 
-    def _screen(self) -> Any:
+    def _render(self) -> Any:
         from rich.console import Group
         from rich.text import Text
 
-        doing = self.doing()
+        doing = self.current_phase()
         return Group(*([self._table] if self._table else []), *([Text(doing, style="dim")] if doing else []))
 
     def _parity(self) -> str:

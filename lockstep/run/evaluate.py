@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from ..config import RunConfig
-from ..serve.rollouts import serving
+from ..serve.rollouts import serve_rollouts
 from ..session.evaluation import Measure, measured
 
 
@@ -41,4 +41,4 @@ def evaluate(
     if a log-probability is not finite.
     """
     how = Measure(n, (k,) if isinstance(k, int) else tuple(k), temperature, pass_reward, pass_threshold)
-    return measured(config, how, serving, progress)
+    return measured(config, how, serve_rollouts, progress)

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 _STEPS_END = 1 << 53  # smaller steps are exact as floats too
 
 METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE = "metrics.jsonl", "rollouts.jsonl", "summary.json"
-LEFT_OUT = "replaced", "without_reward"  # fields that mark a group's record as not trained on
+EXCLUSION_FLAGS = "replaced", "without_reward"  # fields that mark a group's record as not trained on
 WAITS_FILE = "waits.jsonl"  # apart from the rollouts, whose file is reproducible bit for bit
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Four significant digits, or all digits of a whole number with separators; a dash for None."""
     if value is None or isinstance(value, int):
         return "-" if value is None else f"{value:,}"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def deciding(names: Iterable[str], config: RunConfig | None) -> str:
+def success_metric(names: Iterable[str], config: RunConfig | None) -> str:
     """The validation metric that measures success: the mean of the first reward; or of the total reward if there are
     none, or an environment has several, of which none is known to be decisive."""
     named = [name for name in names if name.startswith("validation/rewards/") and name.endswith("/mean")]
@@ -42,7 +42,7 @@ def deciding(names: Iterable[str], config: RunConfig | None) -> str:
 
 
 @contextmanager
-def writing(path: Path | str) -> Iterator[None]:
+def name_write_errors(path: Path | str) -> Iterator[None]:
     """A context that turns an `OSError` (no space left, say) into a `LockstepError` naming `path`."""
     try:
         yield
@@ -51,7 +51,7 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def name_read_errors(path: Path) -> Iterator[None]:
     """A context that turns an `OSError` into an `InputError` naming `path`."""
     try:
         yield
@@ -60,10 +60,10 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A context with a temporary path to write, which then replaces `path` atomically. Raises as `writing` does."""
+def atomic_write(path: Path) -> Iterator[Path]:
+    """A context with a temporary path to write, which then replaces `path` atomically. Raises `LockstepError`."""
     temporary = path.with_name(f".tmp-{path.name}")
-    with writing(path):
+    with name_write_errors(path):
         try:
             yield temporary
             with temporary.open("rb") as file:
@@ -87,14 +87,14 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         if path.exists():
-            with replacing(path) as temporary, temporary.open("wb") as file:
-                file.writelines(line for line, record in _lines(path) if record["step"] < start_step)
+            with atomic_write(path) as temporary, temporary.open("wb") as file:
+                file.writelines(line for line, record in _parse_lines(path) if record["step"] < start_step)
         self._path = path
-        with writing(path):
+        with name_write_errors(path):
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        with writing(self._path):
+        with name_write_errors(self._path):
             write_all(self._file, (to_json({"step": int(record["step"]), **record}) + "\n").encode())
 
     def close(self) -> None:
@@ -104,22 +104,22 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         self.close()
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a JSON-lines file, without a torn last line. Raises `InputError` naming an unreadable line, or the
     file if it cannot be read."""
-    return (record for _, record in _lines(path))
+    return (record for _, record in _parse_lines(path))
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _parse_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     refuse(not path.is_file(), f"{path} is not a regular file; move it away")
-    with reading(path), path.open("rb") as file:
+    with name_read_errors(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return  # the process died while writing it
-            yield line, _record(line, f"{path}, line {number}")
+            yield line, _parse_record(line, f"{path}, line {number}")
 
 
-def _record(line: bytes, named: str) -> dict[str, Any]:
+def _parse_record(line: bytes, named: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
         if type(record["step"]) is not int or not 0 <= record["step"] < _STEPS_END:
@@ -130,7 +130,7 @@ def _record(line: bytes, named: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -143,25 +143,25 @@ def rollout_records(step: int, groups: list[RolloutGroup]) -> Iterator[dict[str,
             {
                 "sample": rollout.identity.sample,
                 "text": rollout.text,
-                "reward": rollout.reward if _rewarded(group, rollout) else None,
+                "reward": rollout.reward if _has_reward(group, rollout) else None,
                 "rewards": rollout.rewards,
                 "advantage": None if group.without_reward else rollout.advantage,
                 "tokens": len(rollout.token_ids),
                 "token_ids": rollout.token_ids,
                 "finish_reason": rollout.finish_reason,
-                "segments": _segments(rollout),
+                "segments": _segment_records(rollout),
                 "logprobs_digest": logprobs_digest(rollout),
                 **({"extra": rollout.extra} if rollout.extra else {}),
                 **({"environment": rollout.environment} if rollout.environment else {}),
             }
             for rollout in group.rollouts
         ]
-        left_out = {name: True for name in LEFT_OUT if getattr(group, name)}
+        left_out = {name: True for name in EXCLUSION_FLAGS if getattr(group, name)}
         prompt = {"prompt": group.prompt, "prompt_token_ids": group.prompt_ids}
         yield {"step": step, "group": group.group, **left_out, **prompt, "samples": samples}
 
 
-def _rewarded(group: RolloutGroup, rollout: Trajectory) -> bool:
+def _has_reward(group: RolloutGroup, rollout: Trajectory) -> bool:
     return not group.without_reward or any(value is not None for value in rollout.rewards.values())
 
 
@@ -179,7 +179,7 @@ def logprobs_digest(rollout: Trajectory) -> str:
     return hashlib.blake2b(words, digest_size=8).hexdigest()
 
 
-def _segments(rollout: Trajectory) -> list[dict[str, Any]]:
+def _segment_records(rollout: Trajectory) -> list[dict[str, Any]]:
     """The segments in order, each with its kind and number of tokens. If there is more than a prompt and its completion
     (which are in the record anyway), those after the prompt also have their text, given ones their tokens, and sampled
     ones their rewards. `anew` marks one that begins a branch."""
@@ -189,5 +189,5 @@ def _segments(rollout: Trajectory) -> list[dict[str, Any]]:
         if len(rollout.segments) > 2 and segment is not rollout.prompt:
             found[-1] |= {"text": segment.text} | ({} if segment.sampled else {"token_ids": segment.token_ids})
             found[-1] |= {"rewards": dict(segment.rewards)} if segment.rewards else {}
-            found[-1] |= {"anew": True} if segment.anew else {}
+            found[-1] |= {"anew": True} if segment.begins_branch else {}
     return found

@@ -25,7 +25,7 @@ from ..session.certificate import Certificate
 from ..session.memory import MemoryPlan, holds_copy, used
 from ..session.warm_up import warm_up
 from ..timings import Span, Timings
-from . import checkpoint, closing
+from . import checkpoint, outcome
 from . import resume as resuming
 from .display import Display
 from .metrics import (
@@ -34,12 +34,12 @@ from .metrics import (
     SUMMARY_FILE,
     WAITS_FILE,
     MetricsWriter,
-    read_lines,
-    replacing,
+    atomic_write,
+    name_write_errors,
+    read_records,
     rollout_records,
     wait_records,
     write_json,
-    writing,
 )
 from .report import write_report
 from .resume import CHECKPOINTS, FINAL_MODEL, MODELS
@@ -52,7 +52,7 @@ ENVIRONMENT_ERRORS = "environment_errors.txt"
 # The timeline's counters, and the metrics they show.
 _COUNTERS = {"reward": "reward/mean", "tokens/s": "perf/tokens_per_s_per_gpu", "memory GiB": "memory/peak_gib"}
 
-_REASONS = 3  # reasons shown, at most, for not using stored graphs
+_MAX_REASONS = 3  # reasons shown, at most, for not using stored graphs
 
 _log = logging.getLogger("lockstep")
 
@@ -67,19 +67,19 @@ class Recorder(AbstractContextManager["Recorder"]):
     def __init__(self, config: RunConfig, run_dir: Path, world: World = ONE_PROCESS) -> None:
         self.config, self.world = config, world
         self.run_dir = run_dir
-        self._shown_dir = closing.from_here(run_dir)
+        self._shown_dir = outcome.relative_to_cwd(run_dir)
         imports, Recorder._imports = Recorder._imports, 0.0
         self.began = time.perf_counter() - imports
-        self._earlier = 0.0  # seconds of the earlier processes of a resumed run
+        self._earlier_seconds = 0.0  # seconds of the earlier processes of a resumed run
         self._numerics: dict[str, Any] | None = None
-        self._absent = 0  # steps of earlier processes without metrics
+        self._steps_without_metrics = 0  # steps of earlier processes without metrics
         self.validations: dict[str, dict[str, float]] = {}
         self.summary: dict[str, Any] = {"recipe": config.recipe, "seed": config.seed, "version": __version__}
         self.summary |= dict.fromkeys(("startup_s", "generator_s", "trainer_s", "sync_s", "total_s"), 0.0)
         self.imports_s = imports
         self._open_files = ExitStack()  # closes the files and trackers below
         self._timeline: Timeline | None = None
-        self._lines: dict[str, MetricsWriter] = {}  # the files that get lines in every step, by name
+        self._step_files: dict[str, MetricsWriter] = {}  # the files that get lines in every step, by name
         self._trackers: Trackers | None = None
         self._loop: Loop | None = None
         self._saver: checkpoint.Saver | None = None
@@ -91,48 +91,48 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     @cached_property
     def inputs(self) -> dict[str, Any]:
-        return resuming.inputs(self.config)
+        return resuming.identify_inputs(self.config)
 
     def has_begun(self) -> bool:
         """Whether the run was built and, if resumed, its checkpoint accepted."""
         return self._loop is not None
 
-    def planned(self, plan: MemoryPlan, display: Display) -> None:
+    def record_memory_plan(self, plan: MemoryPlan, display: Display) -> None:
         """Record the memory plan; show what is trained and, on a GPU, the plan."""
         self.memory_plan, self.summary["memory"] = plan.table(), plan.to_dict()
         display.note(plan.title)
         if resolve_device(self.config.device).type == "cuda":
             display.note(f"memory of a GPU, as planned:\n{self.memory_plan}")
 
-    def started(self, loop: Loop) -> None:
+    def record_start(self, loop: Loop) -> None:
         """After the run is built: record the configuration, the machine and the start-up time; open the trackers."""
         self.summary["environment"] = describe(loop.device)
         if self.world.size > 1:
             self.summary["environment"]["processes"] = str(self.world.size)
         self._loop, timings = loop, loop.run.timings
         if self.world.is_first:
-            with writing(self.run_dir):
+            with name_write_errors(self.run_dir):
                 self.run_dir.mkdir(parents=True, exist_ok=True)
-            with replacing(self.run_dir / "config.yaml") as temporary:
+            with atomic_write(self.run_dir / "config.yaml") as temporary:
                 yaml_file.save(self.config, temporary)
             if self.config.checkpoint.interval:
-                with timings.measured("inputs"):
+                with timings.measure("inputs"):
                     self.inputs  # noqa: B018 (hash the model's files soon after they were read)
-            with timings.measured("trackers"):
+            with timings.measure("trackers"):
                 self._trackers = Trackers(self.config.metrics, self.run_dir, yaml_file.flat(self.config))
                 self._open_files.callback(self._trackers.close)
         imports = Span("import", self.began, self.imports_s)
-        self._count_startup(self.began, {imports.name: imports.seconds} | timings.seconds)
+        self._add_startup_time(self.began, {imports.name: imports.seconds} | timings.seconds)
         if self.world.is_first:
             self._timeline = Timeline(self.run_dir / TIMELINE_FILE, f"lockstep {self.run_dir.name}", self.began)
             self._open_files.callback(self._timeline.close)
-        self.trace([imports])
+        self.write_timeline([imports])
 
     def warm_up_graphs(self, loop: Loop, display: Display) -> None:
         """Make the graphs of all steps; record where the start-up time went."""
         began, runtime, timings = time.perf_counter(), loop.run.runtime, loop.run.timings
         before = dict(timings.seconds)
-        making = Timings(watcher=display).measured("graphs") if runtime.compiles else nullcontext()  # only for display
+        making = Timings(observer=display).measure("graphs") if runtime.compiles else nullcontext()  # only for display
         with self.world.deadline("making and checking graphs", timeouts=10), making:
             warm_up(loop.run)
         if runtime.compiles:
@@ -143,12 +143,12 @@ class Recorder(AbstractContextManager["Recorder"]):
             display.note(f"{made} in {time.perf_counter() - began:.1f} s")
             self.summary["compile"] = report = loop.run.compile_report()
             if reasons := report["refused"]:
-                more = f" and {len(reasons) - _REASONS} more" if len(reasons) > _REASONS else ""
-                display.note(f"graphs: stored ones were not used: {'; '.join(reasons[:_REASONS])}{more}")
-        self._count_startup(began, {name: s - before.get(name, 0.0) for name, s in timings.seconds.items()})
-        self.trace()
+                more = f" and {len(reasons) - _MAX_REASONS} more" if len(reasons) > _MAX_REASONS else ""
+                display.note(f"graphs: stored ones were not used: {'; '.join(reasons[:_MAX_REASONS])}{more}")
+        self._add_startup_time(began, {name: s - before.get(name, 0.0) for name, s in timings.seconds.items()})
+        self.write_timeline()
 
-    def _count_startup(self, began: float, phases: dict[str, float]) -> None:
+    def _add_startup_time(self, began: float, phases: dict[str, float]) -> None:
         """Add the time since `began` to start-up, by phase; what no phase accounts for is `other`."""
         total = time.perf_counter() - began
         self.summary["startup_s"] += total
@@ -157,30 +157,30 @@ class Recorder(AbstractContextManager["Recorder"]):
                 name = f"startup/{phase}"
                 self.summary[name] = self.summary.get(name, 0.0) + seconds
 
-    def trace(self, spans: Sequence[Span] = (), metrics: Mapping[str, Any] | None = None) -> None:
+    def write_timeline(self, spans: Sequence[Span] = (), metrics: Mapping[str, Any] | None = None) -> None:
         """Put `spans`, all spans measured since they were taken, and the counters among `metrics` on the timeline."""
         assert self._loop is not None
-        taken = [*spans, *self._loop.run.timings.take()]
+        taken = [*spans, *self._loop.run.timings.take_spans()]
         counters = {name: metrics[metric] for name, metric in _COUNTERS.items()} if metrics else {}
         if self._timeline is not None:
             self._timeline.write(taken, counters)
 
-    def open(self, start: int) -> None:
+    def open_step_files(self, start: int) -> None:
         """Open the files that get lines in every step. Lines of step `start` and later are dropped: they are redone."""
-        self.trace()
+        self.write_timeline()
         if not self.world.is_first:
             return
         for name in (METRICS_FILE, ROLLOUTS_FILE, *[WAITS_FILE] * (self.config.task.turns > 1)):
-            self._lines[name] = self._open_files.enter_context(MetricsWriter(self.run_dir / name, start))
-        for record in read_lines(self.run_dir / METRICS_FILE):
-            self._account(record)
-        self._absent = start - len(self._rewards)
+            self._step_files[name] = self._open_files.enter_context(MetricsWriter(self.run_dir / name, start))
+        for record in read_records(self.run_dir / METRICS_FILE):
+            self._add_to_summary(record)
+        self._steps_without_metrics = start - len(self._rewards)
 
     def restore(self, loop: Loop, loaded: checkpoint.LoadedCheckpoint, other_numerics: bool = False) -> int:
         """Restore the run's state from `loaded`; return the number of steps done. `other_numerics`: accept different
         arithmetic, and note it in the certificate."""
         try:
-            others = resuming.other_numerics(loaded.state["numerics"], self._numerics_of(loop))
+            others = resuming.describe_other_numerics(loaded.state["numerics"], self._current_numerics(loop))
             changed = list(dict.fromkeys(sentence for of_rank in self.world.gather(others) for sentence in of_rank))
             if changed and not other_numerics:
                 raise InputError(
@@ -188,17 +188,17 @@ class Recorder(AbstractContextManager["Recorder"]):
                     "Resume where the run began (OMP_NUM_THREADS sets the threads), or continue with other bits: add "
                     "--resume-with-other-numerics"
                 )
-            with loop.run.timings.measured("restore"), self.world.deadline("restoring a checkpoint"):
+            with loop.run.timings.measure("restore"), self.world.deadline("restoring a checkpoint"):
                 loop.run.trainer.load_state(loaded.by_rank("trainer"), loaded.state["trainer"])
             loop.certificate = Certificate(**loaded.state["certificate"])
-            if changed := changed + resuming.redefined(loaded.state):
+            if changed := changed + resuming.describe_redefinitions(loaded.state):
                 resumed = loop.certificate.settings.setdefault("resumed_with_other_numerics", [])
                 resumed.append({"steps_done": loaded.step, "changed": changed})
             loop.idle_steps, self._saved = loaded.state["idle_steps"], loaded.step
             prompts = self.config.trainer.prompts_per_step
             loop.prompts_used = loaded.state.get("prompts_used", loaded.step * prompts)
             self.validations = loaded.state["validations"]
-            self._earlier = loaded.state["seconds"]["total_s"]
+            self._earlier_seconds = loaded.state["seconds"]["total_s"]
             self.summary |= loaded.state["seconds"]
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
@@ -222,23 +222,23 @@ class Recorder(AbstractContextManager["Recorder"]):
         if due:
             self._save(loop, step)
         elif self._saver is not None:
-            self._saver.look()
+            self._saver.raise_if_failed()
 
     def checkpoint_before(self, loop: Loop, step: int) -> None:
         """Save the state before `step`, counted from 0, which was abandoned, unless it is saved already."""
         if self._saved != step:
             self._save(loop, step)
 
-    def checkpoints_written(self, loop: Loop) -> None:
+    def wait_for_checkpoint(self, loop: Loop) -> None:
         if self._saver is not None:
-            with loop.run.timings.measured("checkpoint"), self.world.deadline("writing a checkpoint", timeouts=10):
+            with loop.run.timings.measure("checkpoint"), self.world.deadline("writing a checkpoint", timeouts=10):
                 self._saver.wait()
 
     def _save(self, loop: Loop, step: int) -> None:
-        with loop.run.timings.measured("checkpoint"), self.world.deadline("writing a checkpoint", timeouts=10):
+        with loop.run.timings.measure("checkpoint"), self.world.deadline("writing a checkpoint", timeouts=10):
             if self._saver is None:
                 folder, keep_last = self.run_dir / CHECKPOINTS, self.config.checkpoint.keep_last
-                self._saver = checkpoint.Saver(folder, keep_last, self.world, self._all_see())
+                self._saver = checkpoint.Saver(folder, keep_last, self.world, self._is_folder_shared())
                 self._saver.copies = all(self.world.gather(holds_copy(loop.run.plan, loop.device)))
             tensors, counters = self._tensors(loop)
             self._saver.save(step, tensors, self._state(loop, counters) if self.world.is_first else {})
@@ -247,13 +247,12 @@ class Recorder(AbstractContextManager["Recorder"]):
     def _tensors(self, loop: Loop) -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
         """The tensors this rank writes, by file, and the numbers. The first writes all if not all see the folder."""
         trainer, world = loop.run.trainer, self.world
-        if world.size == 1 or not self._all_see():
+        if world.size == 1 or not self._is_folder_shared():
             tensors, counters = trainer.state()
             return ({"trainer": tensors} if world.is_first else {}), counters
         own, alike, numbers = trainer.local_state()
-        return {checkpoint.part_of("trainer", world.rank): own} | (
-            {"trainer": alike} if world.is_first else {}
-        ), numbers
+        parts = {checkpoint.part_name("trainer", world.rank): own}
+        return parts | ({"trainer": alike} if world.is_first else {}), numbers
 
     def _state(self, loop: Loop, counters: dict[str, int]) -> dict[str, Any]:
         return {
@@ -264,53 +263,55 @@ class Recorder(AbstractContextManager["Recorder"]):
             "validations": self.validations,
             "warmup": self.summary.get("warmup"),
             "parallel": self.summary.get("parallel"),
-            "numerics": self._numerics_of(loop),
+            "numerics": self._current_numerics(loop),
             "packing": "fewest rows",
             "inputs": self.inputs,
             "seconds": {name: self.summary[name] for name in ("startup_s", "warmup_s") if name in self.summary}
             | {"total_s": self._total_seconds()},
         }
 
-    def _numerics_of(self, loop: Loop) -> dict[str, Any]:
+    def _current_numerics(self, loop: Loop) -> dict[str, Any]:
         """What the run's bits depend on besides its configuration: names, versions, and golden words."""
         if self._numerics is None:
-            with loop.run.timings.measured("golden_words"):
+            with loop.run.timings.measure("golden_words"):
                 model = loop.run.policy.model
                 found = golden.arithmetic(model.embed.device, model.embed.dtype, model.config)
             self._numerics = loop.run.trainer.numerics() | found
         return self._numerics
 
-    def certify(self, loop: Loop) -> None:
+    def write_certificate(self, loop: Loop) -> None:
         if self.world.is_first:
             write_json(self.run_dir / PARITY_FILE, loop.certificate.to_dict())
 
     def save_model(self, loop: Loop, name: str = FINAL_MODEL) -> None:
-        run, folder, together = loop.run, self.world.broadcast_from_first(lambda: self.run_dir / name), self._all_see()
-        held = run.trainer.held() if together else run.trainer.held_by_first()
-        if together or self.world.is_first:
-            with run.timings.measured("save_model"), writing(folder), self.world.deadline("exporting the model", 10):
-                save_policy(run.policy, folder, held, self.world if together else ONE_PROCESS)
-        self.trace()
+        run, shared = loop.run, self._is_folder_shared()
+        folder = self.world.broadcast_from_first(lambda: self.run_dir / name)
+        held = run.trainer.held() if shared else run.trainer.held_by_first()
+        if shared or self.world.is_first:
+            deadline = self.world.deadline("exporting the model", timeouts=10)
+            with run.timings.measure("save_model"), name_write_errors(folder), deadline:
+                save_policy(run.policy, folder, held, self.world if shared else ONE_PROCESS)
+        self.write_timeline()
 
-    def _all_see(self) -> bool:
+    def _is_folder_shared(self) -> bool:
         return all(self.world.gather(self.world.broadcast_from_first(lambda: self.run_dir).is_dir()))
 
-    def warmup(self, loop: Loop, display: Display) -> None:
+    def run_sft_warmup(self, loop: Loop, display: Display) -> None:
         steps = self.config.trainer.warmup_steps
         if not steps:
             return
         began = time.perf_counter()
         display.note(f"warm-up: at most {steps} supervised steps on worked examples")
-        with loop.run.timings.measured("warmup"):
+        with loop.run.timings.measure("warmup"):
             self.summary["warmup"] = done = sft_warmup(loop, display.note)
         self.summary["warmup_s"] = seconds = time.perf_counter() - began
         losses = f"loss {done['loss_first']:.3f} to {done['loss_last']:.3f}"
         display.note(f"warm-up: {losses} in {done['steps']} steps, {seconds:.1f} s")
 
     def validate(self, loop: Loop, display: Display, step: int) -> dict[str, float]:
-        with loop.run.timings.measured("validation"):
+        with loop.run.timings.measure("validation"):
             metrics = loop.validate()
-        self._keep_failures()
+        self._write_environment_errors()
         if metrics:
             self.validations[str(step)] = metrics
             values = {name: f"{v:.3f}" if isinstance(v, float) else str(v) for name, v in metrics.items()}
@@ -319,35 +320,36 @@ class Recorder(AbstractContextManager["Recorder"]):
         return metrics
 
     def validate_later(self, loop: Loop, display: Display, step: int) -> None:
-        """Validate after the latest step, which was recorded without, and add to its metrics. Call before `open`."""
+        """Validate after the latest step, recorded without, and add to its metrics; before `open_step_files`."""
         found, path = self.validate(loop, display, step), self.run_dir / METRICS_FILE
         if found and self.world.is_first and path.exists():
-            for latest in [record for record in read_lines(path) if record["step"] == step - 1]:
+            for latest in [record for record in read_records(path) if record["step"] == step - 1]:
                 with MetricsWriter(path, step - 1) as lines:
                     lines.write(latest | found)
 
-    def step(self, step: int, metrics: dict[str, Any], groups: list) -> None:
-        self._account(metrics)
+    def record_step(self, step: int, metrics: dict[str, Any], groups: list) -> None:
+        self._add_to_summary(metrics)
         if not self.world.is_first:
             return
         assert self._trackers is not None
-        self._keep_failures()
+        self._write_environment_errors()
         self._prompt = groups[0].prompt
-        self._lines[METRICS_FILE].write({"step": step, **metrics})
+        self._step_files[METRICS_FILE].write({"step": step, **metrics})
         self._trackers.log(step, metrics)
         for name, records in ((ROLLOUTS_FILE, rollout_records), (WAITS_FILE, wait_records)):
-            if self.config.metrics.rollouts and name in self._lines:
+            if self.config.metrics.rollouts and name in self._step_files:
                 for record in records(step, groups):
-                    self._lines[name].write(record)
+                    self._step_files[name].write(record)
 
-    def _keep_failures(self) -> None:
-        told = self._loop.failures.take() if self._loop is not None and self.world.is_first else []
+    def _write_environment_errors(self) -> None:
+        if self._loop is None or not self.world.is_first:
+            return
         path = self.run_dir / ENVIRONMENT_ERRORS
-        if told:
-            with writing(path), path.open("a", encoding="utf-8", errors="replace") as file:
-                file.writelines(f"{one}\n\n" for one in told)
+        if tracebacks := self._loop.failures.take():
+            with name_write_errors(path), path.open("a", encoding="utf-8", errors="replace") as file:
+                file.writelines(f"{traceback}\n\n" for traceback in tracebacks)
 
-    def _account(self, metrics: dict[str, Any]) -> None:
+    def _add_to_summary(self, metrics: dict[str, Any]) -> None:
         """Add a step to the summary; the earlier steps of a resumed run come from its metrics file."""
         self.summary["generator_s"] += metrics["time/generate"]
         self.summary["trainer_s"] += metrics["time/forward_backward"] + metrics.get("time/optim_step", 0.0)
@@ -358,19 +360,27 @@ class Recorder(AbstractContextManager["Recorder"]):
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Whatever ended the run, write a summary, a report, and the evidence of a failed check."""
         if self._saver is not None:
-            self._saver.leave(error)
+            self._saver.close(error)
         try:
             with self._open_files:
                 self._finish(error)
-        except (LockstepError, OSError) as unwritten:
+        except (LockstepError, OSError) as write_error:
             if error is None:
                 raise
-            _log.warning("%s", unwritten)  # not raised: `error` is what ended the run
+            _log.warning("%s", write_error)  # not raised: `error` is what ended the run
 
     def _finish(self, error: BaseException | None) -> None:
         if not self.world.is_first:
             return
-        self._keep_failures()
+        self._write_environment_errors()
+        self._write_evidence(error)
+        self._complete_summary()
+        write_json(self.run_dir / SUMMARY_FILE, self.summary)
+        with name_write_errors(self.run_dir / "report.html"):
+            write_report(self.run_dir)
+
+    def _write_evidence(self, error: BaseException | None) -> None:
+        """Write the values of a failed check; say in the message of `error` which files explain it."""
         if isinstance(error, LockstepError) and (self.run_dir / ENVIRONMENT_ERRORS).exists():
             error.args = (f"{error}; tracebacks are in {self.run_dir / ENVIRONMENT_ERRORS}",)
         if isinstance(error, (NonFiniteError, ParityError)) and self._loop is not None:
@@ -378,23 +388,22 @@ class Recorder(AbstractContextManager["Recorder"]):
             error.args = (f"{error}; its values and rollouts are in {self.run_dir / FAILURE_FILE}",)
         if error is None:  # what an earlier check found no longer applies
             (self.run_dir / FAILURE_FILE).unlink(missing_ok=True)
+
+    def _complete_summary(self) -> None:
         ends = {"first": self._rewards[:10], "last": self._rewards[-10:]}
         self.summary |= {f"reward_{name}_10": sum(r) / len(r) for name, r in ends.items() if r}
-        self.summary |= {"steps_done": self._absent + len(self._rewards), "validation": self.validations}
+        self.summary |= {"steps_done": self._steps_without_metrics + len(self._rewards), "validation": self.validations}
         self.summary |= {
-            "learned": closing.learned(self.config, self.validations, self._rewards, self._updates),
+            "learned": outcome.describe_learning(self.config, self.validations, self._rewards, self._updates),
             "parity": self._loop.certificate.to_dict() if self._loop else {},
-            "next": closing.next_command(self.config, self._shown_dir, self._prompt),
+            "next": outcome.next_command(self.config, self._shown_dir, self._prompt),
         }
         if self._loop is not None:
             run = self._loop.run
             with suppress(RuntimeError):  # the device may have failed
                 self.summary["memory"]["used_gib"] = used(run.trainer, run.engine.cache, run.runtime)
         self.summary["total_s"] = self._total_seconds()
-        write_json(self.run_dir / SUMMARY_FILE, self.summary)
-        with writing(self.run_dir / "report.html"):
-            write_report(self.run_dir)
 
     def _total_seconds(self) -> float:
         """Seconds of the whole run so far: of this process, and of the earlier ones that it resumed from."""
-        return self._earlier + time.perf_counter() - self.began
+        return self._earlier_seconds + time.perf_counter() - self.began

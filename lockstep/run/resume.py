@@ -23,54 +23,56 @@ from ..session.build import resolve, resolve_device
 from ..session.golden import GRADIENT_NORM
 from ..user_functions import one_line
 from . import checkpoint
-from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_lines
+from .metrics import METRICS_FILE, ROLLOUTS_FILE, read_records
 
-SUMMARIZED = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # in every step's metrics
+SUMMARIZED_METRICS = "time/generate", "time/forward_backward", "time/sync", "reward/mean"  # in every step's metrics
 CHECKPOINTS, FINAL_MODEL, MODELS = "checkpoints", "model", "models"
 # The layout of processes; a run may be resumed with any other.
-LAYOUT = tuple(f"parallel.{name}" for name in ("fsdp", "tp", "zero_stage", "generator_tp", "symmetric_memory"))
+LAYOUT_FIELDS = tuple(f"parallel.{name}" for name in ("fsdp", "tp", "zero_stage", "generator_tp", "symmetric_memory"))
 # Settings that no bit of a step depends on.
-FREE = {*LAYOUT, "recipe", "steps", "parallel.timeout", *(f"checkpoint.{name}" for name in vars(CheckpointConfig()))}
-FREE |= {f"metrics.{name}" for name in vars(MetricsConfig())}
-ONLY = "only --steps, --checkpoint.*, --metrics.*, --parallel.timeout and the layout of processes may change"
-_NAMED = ("attention_mask", "loss.loss_type", "task.environment")  # values such as path.py:name
-_DATA_FIELDS = ("task.data", "task.validation_data", *_NAMED)
-_MODELS = {"model": "model", "teacher": "loss.teacher"}  # name in `inputs`, and the field that names the folder
+CHANGEABLE = {*LAYOUT_FIELDS, "recipe", "steps", "parallel.timeout"}
+CHANGEABLE |= {f"checkpoint.{name}" for name in vars(CheckpointConfig())}
+CHANGEABLE |= {f"metrics.{name}" for name in vars(MetricsConfig())}
+WHAT_MAY_CHANGE = "only --steps, --checkpoint.*, --metrics.*, --parallel.timeout and the layout of processes may change"
+_FUNCTION_FIELDS = ("attention_mask", "loss.loss_type", "task.environment")  # values such as path.py:name
+_DATA_FIELDS = ("task.data", "task.validation_data", *_FUNCTION_FIELDS)
+_MODEL_FIELDS = {"model": "model", "teacher": "loss.teacher"}  # name in `inputs`, and the field that names the folder
 
 
-def inputs(config: RunConfig) -> dict[str, Any]:
+def identify_inputs(config: RunConfig) -> dict[str, Any]:
     """What identifies a run, for a checkpoint's state: `config`, and size and SHA-256 of its data, its Python files
     (attention mask, loss, environment, tools) and every file of its model's and teacher's folders. For data that is not
     a local file or folder (a hub id, a module) only the name is recorded; for a model from the hub, the revision."""
     settings = _settings(config)
-    folders = {name: settings[field] for name, field in _MODELS.items()}
+    folders = {name: settings[field] for name, field in _MODEL_FIELDS.items()}
     models = {name: None if folder is None else describe_folder(folder) for name, folder in folders.items()}
-    return {"config": settings, "data": _data(settings), **models}
+    return {"config": settings, "data": _fingerprint_data(settings), **models}
 
 
-def data(config: RunConfig) -> dict[str, str]:
+def describe_data(config: RunConfig) -> dict[str, str]:
     """The data and Python files among a run's `inputs`, in words that are equal for equal bytes."""
-    return {name: _words(fingerprint) for name, fingerprint in _data(_settings(config)).items()}
+    found = _fingerprint_data(_settings(config))
+    return {name: _describe_fingerprint(fingerprint) for name, fingerprint in found.items()}
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     return json.loads(to_json(yaml_file.flat(config)))
 
 
-def _data(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _fingerprint_data(settings: Mapping[str, Any]) -> dict[str, Any]:
     paths = {name: settings[name] for name in _DATA_FIELDS}
-    for name in _NAMED:
+    for name in _FUNCTION_FIELDS:
         paths[name] = (settings[name] or "").rpartition(":")[0] or None
     paths |= {f"task.tools {tool}": tool.rpartition(":")[0] or None for tool in settings["task.tools"]}
     return {name: _fingerprint(path) for name, path in paths.items()}
 
 
-def find(run_dir: Path, now: Mapping[str, Any]) -> checkpoint.LoadedCheckpoint | None:
+def find_checkpoint(run_dir: Path, now: Mapping[str, Any]) -> checkpoint.LoadedCheckpoint | None:
     """The newest complete checkpoint in `run_dir`; None if the run has no step yet. Writes nothing. Raises `InputError`
-    if a run with steps has no complete checkpoint, if `now` (see `inputs`) differs from what it was made with, or if a
-    line of metrics or rollouts cannot be read."""
+    if a run with steps has no complete checkpoint, if `now` (see `identify_inputs`) differs from what it was made with,
+    or if a line of metrics or rollouts cannot be read."""
     metrics = run_dir / METRICS_FILE
-    done = sum(1 for _ in read_lines(metrics)) if metrics.exists() else 0
+    done = sum(1 for _ in read_records(metrics)) if metrics.exists() else 0
     loaded = checkpoint.latest(run_dir / CHECKPOINTS)
     if loaded is not None:
         require_same(run_dir, loaded, now)
@@ -89,17 +91,17 @@ def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
     found = []
     if config["model"] is not None and loaded.state["inputs"].get("model") is None:
         found.append(f"{name} does not record the files of model {config['model']}: they were not compared")
-    for record, field in _MODELS.items():
+    for record, field in _MODEL_FIELDS.items():
         folder = Path(os.path.expanduser(config.get(field) or "")) / TEMPLATES
         if _leaves_out_templates(loaded.state["inputs"].get(record)) and folder.is_dir():
             found.append(f"{name} does not record {folder}: its files were not compared")
     if "words" not in loaded.state["numerics"]:
         found.append(f"{name} does not record words of its arithmetic: versions and names were compared")
-    found += [f"since {name} was saved, {sentence}" for sentence in redefined(loaded.state)]
+    found += [f"since {name} was saved, {sentence}" for sentence in describe_redefinitions(loaded.state)]
     if new := sorted(_settings(RunConfig()).keys() - config.keys()):
         found.append(f"{name} does not know {', '.join(new)}: they are what they were without a setting")
     metrics = run_dir / METRICS_FILE
-    recorded = {record["step"] for record in read_lines(metrics)} if metrics.exists() else set()
+    recorded = {record["step"] for record in read_records(metrics)} if metrics.exists() else set()
     if missing := [step for step in range(loaded.step) if step not in recorded]:
         found.append(
             f"{metrics} lacks {len(missing)} of the {loaded.step} steps before {name}, the first of them step "
@@ -108,27 +110,27 @@ def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
     return found
 
 
-def other_numerics(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def describe_other_numerics(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """How the arithmetic differs from what it was, in sentences; none if the run continues with the same bits. Equal
     golden words mean equal arithmetic, whatever computes them; but since they come from few threads and small tensors,
     whatever else determines an order of summation must be equal too. Without words, everything recorded must be."""
     then, now = ({"tp": 1, **found} for found in (then, now))  # earlier versions did not record it
     if "words" not in then:
-        return [_was(name, then, now) for name in then if name in now and then[name] != now[name]]
+        return [_describe_change(name, then, now) for name in then if name in now and then[name] != now[name]]
     names = ["dtype", "threads", "tp"] + ["device"] * (now["operators"] == "cuda")
-    changed = [_was(name, then, now) for name in names if then[name] != now[name]]
+    changed = [_describe_change(name, then, now) for name in names if then[name] != now[name]]
     both = [name for name in now["words"] if name in then["words"]]  # earlier versions recorded fewer
     words = [name for name in both if then["words"][name] != now["words"][name]]
     if words:
         facts = [name for name in now if name not in ("words", *names) and then.get(name) != now[name]]
-        why = "; ".join(_was(name, then, now) for name in facts) or "the versions are the same"
+        why = "; ".join(_describe_change(name, then, now) for name in facts) or "the versions are the same"
         changed.append(
             f"{', '.join(words)} of fixed numbers {'has' if len(words) == 1 else 'have'} other words ({why})"
         )
     return changed
 
 
-def redefined(state: Mapping[str, Any]) -> list[str]:
+def describe_redefinitions(state: Mapping[str, Any]) -> list[str]:
     """What this version computes differently by definition from the one that wrote a checkpoint with this state."""
     then, config, found = state["numerics"], state["inputs"]["config"], list[str]()
     if GRADIENT_NORM not in then.get("words", ()):
@@ -147,38 +149,39 @@ def redefined(state: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _was(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _describe_change(name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"{name} was {then.get(name)!r} and is {now[name]!r}"
 
 
 def require_same(run_dir: Path, loaded: checkpoint.LoadedCheckpoint, now: Mapping[str, Any]) -> None:
-    """Raise `InputError` if the run's inputs `now` (see `inputs`) differ from those the checkpoint was made with."""
+    """Raise `InputError` if the inputs `now` (see `identify_inputs`) differ from those the checkpoint was made with."""
     then = loaded.state.get("inputs")
     if then is None:
         raise InputError(f"{loaded.path} does not say what it was made with; an earlier version of lockstep wrote it")
     _require_same_config(run_dir, loaded, then["config"], now["config"])
     pairs = {f"{name} {now['config'][name]}": (then["data"].get(name), now["data"][name]) for name in _DATA_FIELDS}
     pairs |= {name: (then["data"].get(name), found) for name, found in now["data"].items() if name not in _DATA_FIELDS}
-    for name, field in _MODELS.items():
+    for name, field in _MODEL_FIELDS.items():
         if then.get(name) is not None and then[name] != now[name]:
             pairs |= _model_files(f"{field} {now['config'][field]}", then[name], now[name])
     for what, (before, after) in pairs.items():
         if before != after:
+            was, now_is = _describe_fingerprint(before), _describe_fingerprint(after)
             raise InputError(
-                f"--resume {run_dir}: {what} was {_words(before)} when {loaded.path.name} was saved and is "
-                f"{_words(after)}; put it back (relative paths start where the command runs), or begin a new run"
+                f"--resume {run_dir}: {what} was {was} when {loaded.path.name} was saved and is {now_is}; put it back "
+                "(relative paths start where the command runs), or begin a new run"
             )
 
 
 def _require_records(run_dir: Path, steps: int) -> None:
     """Check that steps before the checkpoint have the finite numbers that the summary is computed from."""
     if (run_dir / ROLLOUTS_FILE).exists():
-        for _ in read_lines(run_dir / ROLLOUTS_FILE):
+        for _ in read_records(run_dir / ROLLOUTS_FILE):
             pass
     if not (metrics := run_dir / METRICS_FILE).exists():
         return
-    for number, record in enumerate(read_lines(metrics), start=1):
-        for field in SUMMARIZED if record["step"] < steps else ():
+    for number, record in enumerate(read_records(metrics), start=1):
+        for field in SUMMARIZED_METRICS if record["step"] < steps else ():
             value: Any = record.get(field)
             if type(value) not in (int, float) or not abs(value) < sys.float_info.max:
                 raise InputError(
@@ -187,16 +190,16 @@ def _require_records(run_dir: Path, steps: int) -> None:
                 )
 
 
-def require_unchanged(run_dir: Path, old: RunConfig, config: RunConfig, ranks: int) -> None:
+def require_unchanged_config(run_dir: Path, old: RunConfig, config: RunConfig, ranks: int) -> None:
     """Raise `InputError` if a run that is resumed on `ranks` processes has a different configuration than before."""
-    of_batches = {k: v for k, v in vars(old.parallel).items() if f"parallel.{k}" not in LAYOUT}
+    of_batches = {k: v for k, v in vars(old.parallel).items() if f"parallel.{k}" not in LAYOUT_FIELDS}
     layout = replace(config.parallel, **of_batches)  # any layout, as long as the batches are the same
     before, now = resolve(replace(old, parallel=layout), ranks), resolve(config, ranks)
     was = yaml_file.flat(before)
     for name, value in yaml_file.flat(now).items():
         refuse(
-            name not in FREE and value != was[name],
-            f"--resume {run_dir}: {name} is {was[name]!r} there and {value!r} here; {ONLY}",
+            name not in CHANGEABLE and value != was[name],
+            f"--resume {run_dir}: {name} is {was[name]!r} there and {value!r} here; {WHAT_MAY_CHANGE}",
         )
 
 
@@ -215,10 +218,10 @@ def _require_same_config(
         )
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name, earlier.get(name)), new.get(name)
-        if before != after and name not in FREE:
+        if before != after and name not in CHANGEABLE:
             raise InputError(
                 f"--resume {run_dir}: {name} was {before!r} when {loaded.path.name} was saved and is {after!r} in "
-                f"config.yaml; {ONLY}"
+                f"config.yaml; {WHAT_MAY_CHANGE}"
             )
 
 
@@ -239,7 +242,7 @@ def _leaves_out_templates(then: Mapping[str, Any] | None) -> bool:
     return TEMPLATES not in then and not any(name.startswith(f"{TEMPLATES}/") for name in then["files"])
 
 
-def _words(fingerprint: Mapping[str, Any] | None) -> str:
+def _describe_fingerprint(fingerprint: Mapping[str, Any] | None) -> str:
     if fingerprint is None:
         return "no file or folder"
     if "revision" in fingerprint:

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from ..timings import Span
-from .metrics import write_all, writing
+from .metrics import name_write_errors, write_all
 
 TIMELINE_FILE = "timeline.json"
 ALL_STEPS = 512  # the first steps are all recorded; after these the interval doubles whenever the step number does
-MOST_OF_A_NAME = 64  # spans of one name and thread in one `write`
+MAX_SPANS_PER_NAME = 64  # spans of one name and thread in one `write`
 
 HOST, DEVICE = 1, 2  # threads
-_LONGEST = 1e10  # seconds
+_MAX_SECONDS = 1e10  # seconds
 
 
-def recorded(step: int) -> bool:
+def is_recorded(step: int) -> bool:
     """Whether step `step`, counted from 1, is recorded. The file grows with the logarithm of the number of steps."""
     stride = 1 << ((step - 1) // ALL_STEPS).bit_length()
     return step % stride == 0
@@ -41,12 +41,12 @@ class Timeline:
 
     def __init__(self, path: Path, title: str, began: float) -> None:
         self._path = path
-        kept, started, earlier = _opened(path)
+        kept, started, earlier = _read_existing(path)
         unix_time = time.time() - (time.perf_counter() - began)
         self._process = earlier + 1
-        self._zero = began - (0.0 if started is None else unix_time - started)
+        self._clock_zero = began - (0.0 if started is None else unix_time - started)
         name = title if not earlier else f"{title}, process {self._process}"
-        with writing(path):
+        with name_write_errors(path):
             self._file = path.open("r+b" if kept else "wb", buffering=0)
             self._file.truncate(kept)
             self._file.seek(kept)
@@ -60,14 +60,14 @@ class Timeline:
         )
 
     def write(self, spans: Iterable[Span], counters: Mapping[str, Any] | None = None) -> None:
-        """Append spans, at most `MOST_OF_A_NAME` of each name (an event counts those left out), and each counter's
+        """Append spans, at most `MAX_SPANS_PER_NAME` of each name (an event counts those left out), and each counter's
         current value if it is a finite number."""
         counts: Counter[tuple[str, bool]] = Counter()
         left_out: Counter[str] = Counter()
         lines = []
         for span in spans:
             counts[span.name, span.on_device] += 1
-            if counts[span.name, span.on_device] <= MOST_OF_A_NAME:
+            if counts[span.name, span.on_device] <= MAX_SPANS_PER_NAME:
                 lines.append(self._span(span))
             else:
                 left_out[span.name] += 1
@@ -92,10 +92,10 @@ class Timeline:
 
     def _microseconds(self, seconds: float) -> int:
         """Rounded to integers, which keeps a nested span within its parent."""
-        return round((seconds - self._zero) * 1e6)
+        return round((seconds - self._clock_zero) * 1e6)
 
     def _append(self, lines: list[bytes]) -> None:
-        with writing(self._path):
+        with name_write_errors(self._path):
             write_all(self._file, b"".join(lines))
 
 
@@ -103,7 +103,7 @@ def _line(**event: Any) -> bytes:
     return json.dumps(event, allow_nan=False, separators=(",", ":")).encode() + b",\n"
 
 
-def _opened(path: Path) -> tuple[int, float | None, int]:
+def _read_existing(path: Path) -> tuple[int, float | None, int]:
     """Of a file to continue: the bytes to keep, the Unix time of its zero, and its number of processes; for any other
     file 0, None and 0."""
     try:
@@ -127,7 +127,7 @@ def read_timeline(path: Path) -> Iterator[tuple[int, Span]]:
                 if event["ph"] == "X":
                     began, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
                     name, facts = str(event["name"]), dict(event["args"])
-                    if abs(began) < _LONGEST and 0 <= seconds < _LONGEST:  # otherwise damaged
+                    if abs(began) < _MAX_SECONDS and 0 <= seconds < _MAX_SECONDS:  # otherwise damaged
                         yield int(event["pid"]), Span(name, began, seconds, event["tid"] == DEVICE, facts)
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue

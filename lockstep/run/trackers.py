@@ -27,7 +27,7 @@ class Trackers:
         self._open: dict[str, Any] = {}
         try:
             for name in config.trackers:
-                self._open[name] = _KINDS[name](config.project, run_dir, settings)
+                self._open[name] = _TRACKERS[name](config.project, run_dir, settings)
         except BaseException:
             self.close()
             raise
@@ -35,13 +35,13 @@ class Trackers:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Send the metrics of a step that are numbers to each tracker."""
         numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
-        self._each(lambda tracker: tracker.log(step, numbers))
+        self._for_each(lambda tracker: tracker.log(step, numbers))
 
     def close(self) -> None:
-        self._each(lambda tracker: tracker.close())
+        self._for_each(lambda tracker: tracker.close())
         self._open.clear()
 
-    def _each(self, action: Callable[[Any], None]) -> None:
+    def _for_each(self, action: Callable[[Any], None]) -> None:
         for name, tracker in list(self._open.items()):
             try:
                 action(tracker)
@@ -81,7 +81,7 @@ class TensorBoard:
             self._writer.close()
 
 
-class _Run:
+class _TrackerRun:
     """A run of a package with Weights & Biases' interface."""
 
     _run: Any
@@ -93,7 +93,7 @@ class _Run:
         self._run.finish()
 
 
-class WandB(_Run):
+class WandB(_TrackerRun):
     """A Weights & Biases run named after the run folder, where its id is kept so that resuming continues it."""
 
     def __init__(self, project: str, run_dir: Path, settings: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ class WandB(_Run):
             raise LockstepError(f"could not write {id_file}: {error}") from error
 
 
-class Trackio(_Run):
+class Trackio(_TrackerRun):
     """A trackio run named after the run folder. Resuming continues the latest run of that name."""
 
     def __init__(self, project: str, run_dir: Path, settings: Mapping[str, Any]) -> None:
@@ -138,4 +138,4 @@ class Trackio(_Run):
             raise InputError(f"metrics.trackers: trackio cannot start: {error}") from error
 
 
-_KINDS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+_TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}

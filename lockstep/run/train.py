@@ -13,24 +13,24 @@ from typing import Any
 from ..config import RunConfig, idle_in_updates, idle_in_warmup
 from ..distributed import ONE_PROCESS, World
 from ..errors import InputError, LockstepError
-from ..machine import settled
+from ..machine import freeze_gc
 from ..rl.loop import Loop
-from ..serve.rollouts import serving
+from ..serve.rollouts import serve_rollouts
 from ..session.build import TrainingSession, resolve
 from ..session.degree import choose
 from ..session.memory import running_out_named
 from ..session.signals import AskedToEnd, Delay, Ending, raise_received
 from . import resume as resuming
 from .checkpoint import LoadedCheckpoint
-from .closing import interrupted
-from .crash import CRASH_FILE, noted
-from .display import WORDS, Display
-from .faults import Faults, told_once
+from .crash import CRASH_FILE, crash_note
+from .display import PHASE_NAMES, Display
+from .faults import FaultReporter, report_faults_once
+from .outcome import describe_interrupted_run
 from .recorder import Recorder
-from .timeline import recorded
+from .timeline import is_recorded
 from .trackers import require_packages
 
-_AGAIN = "step {} is not saved, but done again when resumed: the signal may have reached what its rewards start"
+_STEP_REDONE = "step {} is not saved, but done again when resumed: the signal may have reached what its rewards start"
 
 
 def train(
@@ -40,23 +40,23 @@ def train(
     `other_numerics`). Returns the summary that is written there. Every rank of `world` calls this, and the first
     writes. Raises `InputError` if the run cannot be resumed as it was, with nothing in its folder changed, and
     `LockstepError` if it fails; what it wrote until then stays, with a report."""
-    config = world.run_on_all(lambda: _checked(config, world))
-    world.require_same("the processes of this run", lambda: resuming.data(config))
+    config = world.run_on_all(lambda: _resolve(config, world))
+    world.require_same("the processes of this run", lambda: resuming.describe_data(config))
     config, world, choice = choose(config, world)
     run_dir = run_dir.absolute()  # rewards may change the working directory
     recorder = Recorder(config, run_dir, world)
     if choice is not None:
         recorder.summary["parallel"] = choice.to_dict()
-    loaded = world.broadcast_from_first(lambda: resuming.find(run_dir, recorder.inputs)) if resume else None
+    loaded = world.broadcast_from_first(lambda: resuming.find_checkpoint(run_dir, recorder.inputs)) if resume else None
     stream = None if world.is_first else io.StringIO()  # only the first rank shows progress
     display = Display(config.steps, config.metrics.progress, stream)
-    note = noted(run_dir, recorder.has_begun) if world.is_first else contextlib.nullcontext()
+    note = crash_note(run_dir, recorder.has_begun) if world.is_first else contextlib.nullcontext()
     named = running_out_named(lambda: recorder.memory_plan, world)
-    with note, told_once(run_dir, world) as faults, display, named:
+    with note, report_faults_once(run_dir, world) as faults, display, named:
         grace = config.checkpoint.grace if config.checkpoint.interval else 0.0
         saves = f"the run saves the last whole step and ends, in {grace:g} s or unsaved; again: at once"
-        last_words = partial(_last_words, run_dir, world, faults)
-        delay = Delay(grace, lambda name: display.note(f"{name}: {saves}"), faults, last_words)
+        report_exit = partial(_report_signal_exit, run_dir, world, faults)
+        delay = Delay(grace, lambda name: display.note(f"{name}: {saves}"), faults, report_exit)
         return _train(recorder, resume, loaded, other_numerics, display, delay)
 
 
@@ -69,63 +69,63 @@ def _train(
     delay: Delay,
 ) -> dict[str, Any]:
     config, run_dir, world = recorder.config, recorder.run_dir, recorder.world
-    display.startup(WORDS["import"], recorder.imports_s)
+    display.note_startup(PHASE_NAMES["import"], recorder.imports_s)
     for idle in idle_in_updates(config, world.size), None if loaded else idle_in_warmup(config, world.size):
         if idle is not None:
             display.note(idle)
-    session = TrainingSession(config, world, display, partial(recorder.planned, display=display))
+    session = TrainingSession(config, world, display, partial(recorder.record_memory_plan, display=display))
     loop = Loop(config, session)
     start = recorder.restore(loop, loaded, other_numerics) if loaded else None
-    recorder.started(loop)
+    recorder.record_start(loop)
     with contextlib.ExitStack() as served, recorder, world.detect_lost_peers():
-        served.enter_context(serving(session))  # may take a while to end, so it ends after the recorder
+        served.enter_context(serve_rollouts(session))  # may take a while to end, so it ends after the recorder
         if resume:
             display.note(f"resumed from {loaded.path.name}" if loaded else "no step was done yet; starting over")
             for remark in resuming.remarks(run_dir, loaded) if loaded else ():
                 display.note(remark)
         if start is None:
-            recorder.warmup(loop, display)
+            recorder.run_sft_warmup(loop, display)
         recorder.warm_up_graphs(loop, display)
         if start is None:
             start = 0
             recorder.validate(loop, display, 0)
             recorder.checkpoint(loop, 0)
-            recorder.checkpoints_written(loop)  # so that a run with steps can always be resumed
-        if _validates(config, start) and str(start) not in recorder.validations:
+            recorder.wait_for_checkpoint(loop)  # so that a run with steps can always be resumed
+        if _is_validation_due(config, start) and str(start) not in recorder.validations:
             recorder.validate_later(loop, display, start)  # the run was asked to end before it, or `steps` has changed
-        recorder.open(start)
-        _steps(recorder, loop, display, start, delay)
+        recorder.open_step_files(start)
+        _run_steps(recorder, loop, display, start, delay)
         recorder.save_model(loop)
-        recorder.checkpoints_written(loop)
+        recorder.wait_for_checkpoint(loop)
     if loop.run.runtime.compiles:
         recorder.summary["compile"] = loop.run.compile_report()
         loop.run.runtime.close()
     return world.broadcast_from_first(lambda: recorder.summary)
 
 
-def _steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: Delay) -> None:
+def _run_steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: Delay) -> None:
     """Do all steps from `start` on, or until the run is asked to end. A step whose rewards were given by then is
     finished and saved; any other is abandoned, and the state before it is saved."""
     config, world = recorder.config, recorder.world
 
-    def asked() -> Ending:
+    def agreed_ending() -> Ending:
         return max(world.gather(delay.asked())) if delay.seconds else Ending()
 
     def end_if(ending: Ending) -> None:
         if ending.number:
-            recorder.checkpoints_written(loop)
+            recorder.wait_for_checkpoint(loop)
             delay.end(ending.number)
 
-    with settled(), delay:
+    with freeze_gc(), delay:
         loop.run.delay = delay if delay.seconds else None
         for step in range(start, config.steps):
             raise_received()
             try:
                 metrics, groups = loop.step(step)
                 ending = loop.ending
-                if _validates(config, step + 1) and not ending.number:
+                if _is_validation_due(config, step + 1) and not ending.number:
                     found = recorder.validate(loop, display, step + 1)
-                    if found and (ending := asked()).number:
+                    if found and (ending := agreed_ending()).number:
                         recorder.validations.pop(str(step + 1))  # the signal may have reached its rewards too
                     else:
                         metrics |= found
@@ -135,41 +135,41 @@ def _steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: 
                 end_if(given_up.ending)
             except LockstepError as error:
                 if type(error) in (InputError, LockstepError) and delay.number:
-                    display.note(f"{_AGAIN.format(step + 1)}: {error}")
+                    display.note(f"{_STEP_REDONE.format(step + 1)}: {error}")
                     delay.end(delay.number)
                 raise
             finally:
-                recorder.certify(loop)
+                recorder.write_certificate(loop)
             if ending.number and ending.spoiled:
-                display.note(_AGAIN.format(step + 1))
+                display.note(_STEP_REDONE.format(step + 1))
                 end_if(ending)
-            with loop.run.timings.measured("log"):
-                recorder.step(step, metrics, groups + loop.left_out)
+            with loop.run.timings.measure("log"):
+                recorder.record_step(step, metrics, groups + loop.left_out)
                 display.update(step, metrics)
             recorder.checkpoint(loop, step + 1, last=ending.number > 0)
-            if recorded(step + 1):
-                recorder.trace(loop.spans, metrics)
+            if is_recorded(step + 1):
+                recorder.write_timeline(loop.spans, metrics)
             end_if(ending)
-        end_if(asked())
+        end_if(agreed_ending())
 
 
-def _validates(config: RunConfig, steps: int) -> bool:
+def _is_validation_due(config: RunConfig, steps: int) -> bool:
     """Whether a validation is due after so many steps."""
     every = config.task.validation_interval
     return steps == config.steps or (every > 0 and steps % every == 0)
 
 
-def _last_words(run_dir: Path, world: World, faults: Faults, number: int) -> None:
+def _report_signal_exit(run_dir: Path, world: World, faults: FaultReporter, number: int) -> None:
     """Clean up and report when a signal ends the process and its main thread does not return to do so."""
-    faults.leaves(number)
-    faults.tidy()
+    faults.record_signal_exit(number)
+    faults.remove_empty_files()
     if world.is_first:
         (run_dir / CRASH_FILE).unlink(missing_ok=True)
         said = "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
-        print(f"lockstep: {said}\n{interrupted(run_dir, world.size)}", end="", file=sys.stderr, flush=True)
+        print(f"lockstep: {said}\n{describe_interrupted_run(run_dir, world.size)}", end="", file=sys.stderr, flush=True)
 
 
-def _checked(config: RunConfig, world: World) -> RunConfig:
+def _resolve(config: RunConfig, world: World) -> RunConfig:
     """`config`, resolved for this machine and the processes, after checking that its trackers are installed."""
     require_packages(config.metrics.trackers)
     return resolve(config, world.size)

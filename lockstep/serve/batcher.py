@@ -1,6 +1,6 @@
 """One engine for the requests of many clients: jobs are accepted and results delivered between its launches.
 
-One thread calls `turn` in a loop, and it alone touches the engine. Other threads call `submit` and `cancel`.
+One thread calls `step` in a loop, and it alone touches the engine. Other threads call `submit` and `cancel`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..errors import InputError, LockstepError
 from ..generator import Engine
 from ..types import SampleIdentity, SamplingParams, Trajectory
 
-FAILURES = 3  # consecutive failed launches, after which the engine is given up
-FOLLOWERS_S = 0.02  # the most seconds that a launch waits for new jobs of clients just answered
+MAX_FAILURES = 3  # consecutive failed launches, after which the engine is given up
+MAX_FOLLOWER_WAIT_S = 0.02  # the most seconds that a launch waits for new jobs of clients just answered
 
 _log = logging.getLogger("lockstep")
 
 
 @dataclass(frozen=True)
 class Update:
-    """News of a sample: its tokens since the last update (for streamed jobs; otherwise all), with both
+    """Progress of a sample: its tokens since the last update (for streamed jobs; otherwise all), with both
     log-probabilities as in `Segment`, and its completion once it is finished. `sample` is its index in the job."""
 
     sample: int
@@ -44,13 +44,13 @@ class Job:
     sampling: SamplingParams
     identity: SampleIdentity
     streamed: bool = False
-    told: list[int] = field(init=False)  # tokens delivered of each sample
-    left: int = field(init=False)  # unfinished samples
+    delivered: list[int] = field(init=False)  # tokens of each sample
+    unfinished: int = field(init=False)  # samples
     request_id: int = field(default=-1, init=False)  # the engine's
 
     def __post_init__(self) -> None:
-        self.left = self.sampling.n
-        self.told = [0] * self.left
+        self.unfinished = self.sampling.n
+        self.delivered = [0] * self.unfinished
 
 
 News = list[tuple[Job, Update | Exception]]
@@ -58,7 +58,7 @@ News = list[tuple[Job, Update | Exception]]
 
 class Batcher:
     """Runs jobs, which may arrive at any time, in one engine. `deliver` is called with the news of each turn, in the
-    thread that calls `turn`; an exception among them ends its job."""
+    thread that calls `step`; an exception among them ends its job."""
 
     def __init__(self, engine: Engine, deliver: Callable[[News], None]) -> None:
         self.engine, self._deliver = engine, deliver
@@ -66,7 +66,7 @@ class Batcher:
         self._jobs: dict[int, Job] = {}  # by the engine's id
         self._news: News = []
         self._failures = 0
-        self._ended, self._launch_s = 0, 0.0  # jobs that the last launch ended, and its duration
+        self._jobs_ended, self._launch_s = 0, 0.0  # jobs that the last launch ended, and its duration
 
     def submit(self, job: Job) -> None:
         self._inbox.put(partial(self._add, job))
@@ -76,30 +76,31 @@ class Batcher:
         self._inbox.put(partial(self._remove, job))
 
     def wake(self) -> None:
-        """Make a `turn` that waits for jobs return. Signal handlers may call this."""
+        """Make a `step` that waits for jobs return. Signal handlers may call this."""
         self._inbox.put(lambda: None)
 
-    def turn(self, wait: float | None = None) -> None:
+    def step(self, wait: float | None = None) -> None:
         """Accept new jobs, launch once, and deliver. Without a job, wait for one for up to `wait` seconds (None: for
-        any time). `LockstepError`: the engine has failed `FAILURES` times in a row."""
-        self._take_in(wait)
+        any time). `LockstepError`: the engine has failed `MAX_FAILURES` times in a row."""
+        self._receive_jobs(wait)
         if self._jobs:
             try:
-                began, self._ended = time.monotonic(), 0
+                began, self._jobs_ended = time.monotonic(), 0
                 self._launch()
                 self._failures, self._launch_s = 0, time.monotonic() - began
             except Exception as error:
                 self._fail(error)
-        self._hand_out()
-        if self._failures >= FAILURES:
-            raise LockstepError(f"the engine failed {FAILURES} times in a row; see the messages before this one")
+        self._deliver_news()
+        if self._failures >= MAX_FAILURES:
+            raise LockstepError(f"the engine failed {MAX_FAILURES} times in a row; see the messages before this one")
 
-    def end(self, error: Exception) -> None:
-        self._take_in(0)
+    def abort_all(self, error: Exception) -> None:
+        """End all jobs, those that wait included, with `error`."""
+        self._receive_jobs(0)
         self._drop_all(error)
-        self._hand_out()
+        self._deliver_news()
 
-    def _take_in(self, wait: float | None) -> None:
+    def _receive_jobs(self, wait: float | None) -> None:
         with suppress(queue.Empty):
             if not self._jobs:
                 self._inbox.get(wait != 0, wait)()
@@ -111,8 +112,8 @@ class Batcher:
     def _wait_for_followers(self) -> None:
         """Clients whose jobs have ended often send another at once, which would just miss the next launch: wait for as
         many jobs, for up to half the last launch's duration. The device meanwhile runs what was launched ahead."""
-        until = time.monotonic() + min(self._launch_s / 2, FOLLOWERS_S)
-        for _ in range(self._ended):
+        until = time.monotonic() + min(self._launch_s / 2, MAX_FOLLOWER_WAIT_S)
+        for _ in range(self._jobs_ended):
             self._inbox.get(timeout=max(0.0, until - time.monotonic()))()
 
     def _add(self, job: Job) -> None:
@@ -135,14 +136,15 @@ class Batcher:
             sample = grown.identity.sample - job.identity.sample
             if grown.completion is None and not job.streamed:
                 continue
-            told = job.told[sample]
-            new = (grown.token_ids[told:], grown.logprobs[told:], grown.model_logprobs[told:])
-            job.told[sample] = len(grown.token_ids)
-            self._news.append((job, Update(sample, *new, grown.completion)))
+            new = slice(job.delivered[sample], len(grown.token_ids))
+            job.delivered[sample] = new.stop
+            own_logprobs = grown.model_logprobs[new]
+            update = Update(sample, grown.token_ids[new], grown.logprobs[new], own_logprobs, grown.completion)
+            self._news.append((job, update))
             if grown.completion is not None:
-                job.left -= 1
-                if not job.left:
-                    self._ended += 1
+                job.unfinished -= 1
+                if not job.unfinished:
+                    self._jobs_ended += 1
                     del self._jobs[grown.request_id]
 
     def _fail(self, error: Exception) -> None:
@@ -157,7 +159,7 @@ class Batcher:
             self._news.append((job, error))
         self._jobs.clear()
 
-    def _hand_out(self) -> None:
+    def _deliver_news(self) -> None:
         if self._news:
             self._news, news = [], self._news
             self._deliver(news)

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from ..config import LEAST_TEMPERATURE, MAX_SEED
 from ..types import SamplingParams
-from .errors import ApiError, refused
+from .errors import ApiError, bad_field
 
 # Fields that do not affect the answer.
 _NO_EFFECT = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_options"}
@@ -22,7 +22,7 @@ _NO_EFFECT |= {"prompt_cache_retention", "prediction", "cache_salt", "priority",
 _NO_EFFECT |= {"skip_special_tokens", "spaces_between_special_tokens", "detokenize"}
 
 _DISTRIBUTION = "tokens are drawn from the model's own distribution, after temperature, top_k, top_p and min_p"
-_FREE = "sampling is not constrained"
+_UNCONSTRAINED = "sampling is not constrained"
 _GUIDES = "json", "regex", "choice", "grammar"
 _SAMPLED = "there are log-probabilities of sampled tokens alone"
 _TEXT = "the model reads and writes text"
@@ -33,9 +33,9 @@ _UNSUPPORTED: dict[str, tuple[list[Any], str]] = {
     **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), ([[]], _DISTRIBUTION)),
     "repetition_penalty": ([1], _DISTRIBUTION),
     "logit_bias": ([{}], _DISTRIBUTION),
-    **dict.fromkeys(("structured_outputs", *(f"guided_{of}" for of in _GUIDES)), ([], _FREE)),
-    "response_format": ([{"type": "text"}], _FREE),
-    "parallel_tool_calls": ([True], f"{_FREE}: an answer has as many calls as the model makes"),
+    **dict.fromkeys(("structured_outputs", *(f"guided_{of}" for of in _GUIDES)), ([], _UNCONSTRAINED)),
+    "response_format": ([{"type": "text"}], _UNCONSTRAINED),
+    "parallel_tool_calls": ([True], f"{_UNCONSTRAINED}: an answer has as many calls as the model makes"),
     "best_of": ([1], "all n samples are answered"),
     "use_beam_search": ([False], "answers are sampled"),
     "length_penalty": ([1], "answers are sampled: no beams are ranked"),
@@ -61,18 +61,18 @@ _UNSUPPORTED: dict[str, tuple[list[Any], str]] = {
 }
 
 
-BODY_SECONDS = 60.0  # the most seconds for receiving a body
-READ_TO_ITS_END = 4  # times the limit up to which a body is read to its end: a client that sends reads no answer
+BODY_TIMEOUT_S = 60.0  # the most seconds for receiving a body
+DRAIN_FACTOR = 4  # times the limit up to which a body is read to its end: a client that sends reads no answer
 
 
-def _greedy_or_warm(value: float) -> float:
+def _require_usable_temperature(value: float) -> float:
     if 0 < value < LEAST_TEMPERATURE:
         raise ValueError(f"it must be at least {LEAST_TEMPERATURE}, or 0 for greedy")
     return value
 
 
 _as_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-_off = BeforeValidator(lambda value: 0 if value == -1 else value)
+_minus_one_is_off = BeforeValidator(lambda value: 0 if value == -1 else value)
 
 
 class _Fields(BaseModel):
@@ -82,9 +82,9 @@ class _Fields(BaseModel):
 class SamplingFields(_Fields):
     """The sampling fields of all routes. Null counts as absent."""
 
-    temperature: Annotated[float, Field(ge=0, le=1e4), AfterValidator(_greedy_or_warm)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=1e4), AfterValidator(_require_usable_temperature)] = 1.0
     top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
-    top_k: Annotated[int, _off, Field(ge=0, lt=1 << 31)] = 0
+    top_k: Annotated[int, _minus_one_is_off, Field(ge=0, lt=1 << 31)] = 0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     n: Annotated[int, Field(ge=1, le=1 << 16)] = 1
     max_tokens: Annotated[int | None, Field(ge=1)] = None
@@ -165,11 +165,11 @@ class TokensBody(_Fields):
 _Kind = TypeVar("_Kind", bound=BaseModel)
 
 
-async def read_body(request: Request, kind: type[_Kind], most: int) -> _Kind:
+async def read_body(request: Request, kind: type[_Kind], max_bytes: int) -> _Kind:
     """The request's body as a `kind`. Raises `ApiError` naming an invalid field, or if the body is not a JSON object,
-    is larger than `most` bytes, or does not arrive in `BODY_SECONDS`."""
+    is larger than `max_bytes` bytes, or does not arrive in `BODY_TIMEOUT_S`."""
     try:
-        given = orjson.loads(await _content(request, most))
+        given = orjson.loads(await _read_content(request, max_bytes))
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(given, dict):
@@ -177,23 +177,23 @@ async def read_body(request: Request, kind: type[_Kind], most: int) -> _Kind:
     return parse(given, kind)
 
 
-async def _content(request: Request, most: int) -> bytearray:
-    """The content of a body of at most `most` bytes; if `content-length` is larger, it is refused without waiting."""
-    large = ApiError(413, f"the body is larger than {most >> 20} MiB", code="body_too_large")
-    if int(request.headers.get("content-length", 0)) > most:
+async def _read_content(request: Request, max_bytes: int) -> bytearray:
+    """The content of a body of at most `max_bytes`; a larger `content-length` is refused without waiting."""
+    large = ApiError(413, f"the body is larger than {max_bytes >> 20} MiB", code="body_too_large")
+    if int(request.headers.get("content-length", 0)) > max_bytes:
         raise large
     content, size = bytearray(), 0
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             async for piece in request.stream():
                 size += len(piece)
-                if size <= most:
+                if size <= max_bytes:
                     content += piece
-                elif size > READ_TO_ITS_END * most:
+                elif size > DRAIN_FACTOR * max_bytes:
                     break
     except TimeoutError as error:
-        raise ApiError(408, f"the body did not come within {BODY_SECONDS:g} seconds", code="body_timeout") from error
-    if size > most:
+        raise ApiError(408, f"the body did not come within {BODY_TIMEOUT_S:g} seconds", code="body_timeout") from error
+    if size > max_bytes:
         raise large
     return content
 
@@ -205,11 +205,12 @@ def parse(given: dict[str, Any], kind: type[_Kind]) -> _Kind:
         body = kind.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        param = _path(first["loc"])
-        raise refused(param, f"{param}: {first['msg']}") from error
+        param = _field_path(first["loc"])
+        raise bad_field(param, f"{param}: {first['msg']}") from error
     _check_extra(body, "")
     if isinstance(body, _Body) and "stream_options" in body.model_fields_set and not body.stream:
-        raise refused("stream_options", "stream_options has no effect on an answer that is not streamed; leave it out")
+        message = "stream_options has no effect on an answer that is not streamed; leave it out"
+        raise bad_field("stream_options", message)
     return body
 
 
@@ -220,7 +221,7 @@ def _without_nulls(kind: type[BaseModel], name: str, value: Any) -> Any:
     return {k: v for k, v in value.items() if v is not None} if settings and isinstance(value, dict) else value
 
 
-def _path(place: tuple[int | str, ...]) -> str:
+def _field_path(place: tuple[int | str, ...]) -> str:
     """`stop[0]` for ("stop", 0)."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     return text.removeprefix(".")
@@ -232,7 +233,7 @@ def _check_extra(body: BaseModel, prefix: str) -> None:
         if name in _NO_EFFECT or value in neutral:
             continue
         what = f"is not supported, as {reason}; leave it out" if reason else "is no field of this route"
-        raise refused(f"{prefix}{name}", f"{prefix}{name} {what}")
+        raise bad_field(f"{prefix}{name}", f"{prefix}{name} {what}")
     for name in type(body).model_fields:
         inner = getattr(body, name)
         if isinstance(inner, BaseModel):

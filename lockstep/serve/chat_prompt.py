@@ -8,7 +8,6 @@ remove thinking), or that the client has changed, is encoded as text.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from typing import Any
@@ -18,9 +17,9 @@ from ..models.tokenizer import check_size, encode_text, render_chat
 from ..session.text.messages import Message
 from ..session.text.policy import Policy
 from ..session.text.tool_calls import ToolFormat, begins_thought
-from .errors import refused
+from .errors import bad_field
 
-MOST_TURNS = 512  # the most turns with token ids in a prompt: locating each renders the template
+MAX_SAMPLED_TURNS = 512  # the most turns with token ids in a prompt: locating each renders the template
 
 
 @dataclass(frozen=True)
@@ -45,70 +44,70 @@ def encode_chat(
     template refuses the messages, or they are larger than any prompt may be."""
     config = policy.model.config
     check_size(messages, config.max_position_embeddings, policy.longest_token)
-    of_turns = [_sampled(message, f"messages[{i}].token_ids", config.vocab_size) for i, message in enumerate(messages)]
-    if sum(map(bool, of_turns)) > MOST_TURNS:
-        raise refused("messages", f"more than {MOST_TURNS} messages have token_ids; send older ones without")
-    told = [_told(policy, *turn, form) for turn in zip(messages, of_turns, strict=True)]
-    text = render_chat(policy.tokenizer, told, variables)
+    sampled_tokens = [_sampled_tokens(message, i, config.vocab_size) for i, message in enumerate(messages)]
+    if sum(map(bool, sampled_tokens)) > MAX_SAMPLED_TURNS:
+        raise bad_field("messages", f"more than {MAX_SAMPLED_TURNS} messages have token_ids; send older ones without")
+    turns = zip(messages, sampled_tokens, strict=True)
+    template_messages = [_template_message(policy, message, sampled, form) for message, sampled in turns]
+    text = render_chat(policy.tokenizer, template_messages, variables)
     check_size(text, config.max_position_embeddings, policy.longest_token)  # with tools and calls
     ids: list[int] = []
-    place = kept = lost = 0  # characters of `text` encoded so far; turns
-    for i, sampled in enumerate(of_turns):
-        if sampled:
-            turn = _turn(policy, text, _begun(policy, told[:i], variables), sampled, form)
-            if turn is None:
-                lost += 1
-                continue
-            ids += encode_text(policy.tokenizer, text[place : turn[0]]) + sampled
-            place, kept = turn[1], kept + 1
-    return ChatPrompt(ids + encode_text(policy.tokenizer, text[place:]), kept, lost, begins_thought(text))
+    encoded = kept = lost = 0  # characters of `text` encoded so far; turns
+    for i, sampled in enumerate(sampled_tokens):
+        if not sampled:
+            continue
+        before = _render_before(policy, template_messages[:i], variables)
+        turn = None if before is None else _locate_turn(policy, text, before, sampled, form)
+        if turn is None or turn.start < encoded:  # not rendered as it was sampled, or only where an earlier turn is
+            lost += 1
+            continue
+        ids += encode_text(policy.tokenizer, text[encoded : turn.start]) + sampled
+        encoded, kept = turn.stop, kept + 1
+    return ChatPrompt(ids + encode_text(policy.tokenizer, text[encoded:]), kept, lost, begins_thought(text))
 
 
-def _sampled(message: Message, where: str, vocabulary: int) -> list[int]:
+def _sampled_tokens(message: Message, index: int, vocabulary: int) -> list[int]:
     """The token ids that a message came with, checked; [] if there are none."""
-    token_ids = message.get("token_ids") or []
+    where, token_ids = f"messages[{index}].token_ids", message.get("token_ids") or []
     if token_ids and message["role"] != "assistant":
-        raise refused(where, f"{where}: the message is of role {message['role']}; only an assistant's was sampled")
+        raise bad_field(where, f"{where}: the message is of role {message['role']}; only an assistant's was sampled")
     if not isinstance(token_ids, list) or not all(type(t) is int and 0 <= t < vocabulary for t in token_ids):
-        raise refused(where, f"{where} must be a list of token ids, each below {vocabulary}")
+        raise bad_field(where, f"{where} must be a list of token ids, each below {vocabulary}")
     return token_ids
 
 
-def _told(policy: Policy, message: Message, sampled: list[int], form: ToolFormat | None) -> Message:
+def _template_message(policy: Policy, message: Message, sampled: list[int], form: ToolFormat | None) -> Message:
     """A message as the template takes it, with its thought: the client's `reasoning`, or the one that was sampled."""
-    told = {name: value for name, value in message.items() if name != "token_ids"}
+    known = {name: value for name, value in message.items() if name != "token_ids"}
     if form is None:
-        return told
+        return known
     thought = message.get("reasoning") or form.thoughts(policy.as_read(sampled, form))
-    return form.with_thought(told, thought) if isinstance(thought, str) else told
+    return form.with_thought(known, thought) if isinstance(thought, str) else known
 
 
-def _begun(policy: Policy, told: list[Message], variables: dict[str, Any]) -> str | None:
+def _render_before(policy: Policy, earlier_messages: list[Message], variables: dict[str, Any]) -> str | None:
     """The text that a turn was sampled after; None if the template refuses a conversation that ends there."""
-    with suppress(InputError):
-        return render_chat(policy.tokenizer, told, variables)
-    return None
+    try:
+        return render_chat(policy.tokenizer, earlier_messages, variables)
+    except InputError:
+        return None
 
 
-def _turn(
-    policy: Policy, text: str, before: str | None, sampled: list[int], form: ToolFormat | None
-) -> tuple[int, int] | None:
+def _locate_turn(policy: Policy, text: str, before: str, sampled: list[int], form: ToolFormat | None) -> slice | None:
     """The range in `text` of a turn that was sampled after `before`, including the text of its last token if that ended
     it; None if `text` does not have what was sampled. The range begins after the common prefix, since the generation
     prompt may end in text that past turns do not have."""
-    if before is None:
-        return None
     ended = sampled[-1] in policy.model.config.eos_token_ids
     tokenizer = policy.tokenizer
     closing = tokenizer.decode(sampled[-1:], skip_special_tokens=False) if ended else tokenizer.eos_token
     start = len(commonprefix([text, before]))
     end = text.find(closing, start) if closing else -1
-    if end < 0 or not _same(text[start:end], policy.as_read(sampled, form), form):
+    if end < 0 or not _is_same_turn(text[start:end], policy.as_read(sampled, form), form):
         return None
-    return start, end + len(closing) * ended
+    return slice(start, end + len(closing) * ended)
 
 
-def _same(rendered: str, sampled: str, form: ToolFormat | None) -> bool:
+def _is_same_turn(rendered: str, sampled: str, form: ToolFormat | None) -> bool:
     """Whether `rendered` is what was sampled, except for surrounding whitespace and the formatting of tool calls."""
     if rendered.strip() == sampled.strip():
         return True

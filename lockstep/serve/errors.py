@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-MOST_TOLD = 2000  # characters
+MAX_MESSAGE_LENGTH = 2000  # characters
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -15,7 +15,7 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code = status, code  # message and param may contain what a client sent
-        self.message, self.param = message[:MOST_TOLD], param and param[:MOST_TOLD]
+        self.message, self.param = message[:MAX_MESSAGE_LENGTH], param and param[:MAX_MESSAGE_LENGTH]
 
     @property
     def body(self) -> dict[str, Any]:
@@ -23,11 +23,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def refused(param: str, message: str, code: str | None = None) -> ApiError:
+def bad_field(param: str, message: str, code: str | None = None) -> ApiError:
     """Status 400: the field `param` is invalid."""
     return ApiError(400, message, param, code)
 
 
-def closing() -> ApiError:
+def shutting_down() -> ApiError:
     """Status 503, for requests that arrive or are still open while the server shuts down."""
     return ApiError(503, "the server is shutting down")

@@ -28,18 +28,18 @@ class EventStream(Response):
             async with self._ticket:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 async for chunk in self._chunks:
-                    await send({"type": "http.response.body", "body": event(chunk), "more_body": True})
+                    await send({"type": "http.response.body", "body": encode_event(chunk), "more_body": True})
             last = b"data: [DONE]\n\n"
         except ApiError as error:
-            last = event(error.body)
+            last = encode_event(error.body)
         except ClientLeft:
             return
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-def event(content: dict[str, Any]) -> bytes:
+def encode_event(content: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
-def answered(content: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_response(content: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(orjson.dumps(content), status, headers, "application/json")

@@ -38,6 +38,6 @@ class ServerMetrics:
     def _gauge(self, name: str, about: str, value: Callable[[], float]) -> None:
         Gauge(name, about, registry=self._registry).set_function(value)
 
-    def page(self) -> tuple[bytes, str]:
+    def render(self) -> tuple[bytes, str]:
         """The text that Prometheus reads, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST

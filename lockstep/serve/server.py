@@ -18,20 +18,20 @@ import uvicorn
 from fastapi import FastAPI
 
 from ..errors import InputError, LockstepError, Terminated
-from ..machine import many_connections, settled, short_turns
+from ..machine import fast_thread_switching, freeze_gc, raise_open_files_limit
 from ..session.generate import LLM
 from ..session.signals import handled_by
 from ..types import SamplingParams
 from .app import make_app
-from .errors import closing
+from .errors import shutting_down
 from .service import Service
 from .settings import Settings
 
-LEAVING = 2.0  # seconds for sending answers once the last request has ended
+SEND_TIMEOUT_S = 2.0  # seconds for sending answers once the last request has ended
 KEEP_ALIVE = 75  # seconds until an idle connection closes: longer than clients keep it, so none uses it as it closes
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Kinds of sampling that graphs are made for before the first request.
-_KINDS = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(temperature=0.0)]
+_WARM_UP_SAMPLING = [SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(temperature=0.0)]
 
 
 class Server:
@@ -43,40 +43,40 @@ class Server:
         context = settings.context(llm.context)
         self._socket = listen(settings.host, settings.port)  # before graphs are made, which takes long
         try:
-            engine = llm.engine_for(llm.config.generator.max_num_seqs, context, _KINDS)
+            engine = llm.engine_for(llm.config.generator.max_num_seqs, context, _WARM_UP_SAMPLING)
             self.service = Service(llm.policy, engine, settings, context, llm.config.seed)
         except BaseException:
             self._socket.close()
             raise
-        self._deadline, self._ended = float("inf"), threading.Event()
-        self._http = http_server(make_app(self.service), int(settings.shutdown_seconds + LEAVING) + 1)
-        self.url = url_of(self._socket)
+        self._deadline, self._http_ended = float("inf"), threading.Event()
+        self._http = make_http_server(make_app(self.service), int(settings.shutdown_seconds + SEND_TIMEOUT_S) + 1)
+        self.url = socket_url(self._socket)
 
     def run(self) -> None:
         """Serve until `stop`. The engine runs in the calling thread. Raises `LockstepError` if the engine fails."""
-        thread = threading.Thread(target=self._serve, name="http", daemon=True)
+        thread = threading.Thread(target=self._run_http, name="http", daemon=True)
         batcher = self.service.batcher
-        with short_turns(), settled():
+        with fast_thread_switching(), freeze_gc():
             thread.start()
             try:
-                while not self._ended.is_set():
-                    batcher.turn(wait=0.5 if self.service.stopping else None)
+                while not self._http_ended.is_set():
+                    batcher.step(wait=0.5 if self.service.stopping else None)
                     if time.monotonic() > self._deadline:
-                        batcher.end(closing())
+                        batcher.abort_all(shutting_down())
             except BaseException:
                 self.service.stopping = self._http.should_exit = True
-                batcher.end(closing())
-                thread.join(LEAVING)
+                batcher.abort_all(shutting_down())
+                thread.join(SEND_TIMEOUT_S)
                 raise
         if not self.service.stopping:
             raise LockstepError("the HTTP server ended by itself; see the messages before this one")
 
-    def _serve(self) -> None:
+    def _run_http(self) -> None:
         try:
             self._http.run(sockets=[self._socket])
         finally:
             self._socket.close()
-            self._ended.set()
+            self._http_ended.set()
             self.service.batcher.wake()
 
     def stop(self) -> None:
@@ -88,7 +88,7 @@ class Server:
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises `InputError`."""
-    many_connections()
+    raise_open_files_limit()
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         found = socket.create_server((host, port), family=family, backlog=2048)
@@ -98,20 +98,20 @@ def listen(host: str, port: int) -> socket.socket:
         raise InputError(f"cannot listen on {host}, port {port} ({error}); give another --host or --port") from error
 
 
-def url_of(socket: socket.socket) -> str:
+def socket_url(socket: socket.socket) -> str:
     host, port = socket.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def http_server(app: FastAPI, leaving: int) -> uvicorn.Server:
-    """A uvicorn server for `app`; once told to end, it has `leaving` seconds to send its answers."""
+def make_http_server(app: FastAPI, shutdown_timeout: int) -> uvicorn.Server:
+    """A uvicorn server for `app`; once told to end, it has `shutdown_timeout` seconds to send its answers."""
     config = uvicorn.Config(
         app,
         log_config=None,
         access_log=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=leaving,
+        timeout_graceful_shutdown=shutdown_timeout,
     )
     return uvicorn.Server(config)
 
@@ -120,12 +120,12 @@ def serve(load: Callable[[], LLM], settings: Settings) -> None:
     """Serve the model that `load` returns until a signal ends the process. The address is printed on standard error."""
     with load() as llm:
         server = Server(llm, settings)
-        with _stopped_by_signals(server):
-            print(f"serving {settings.name} at {server.url}{settings.remark}", file=sys.stderr, flush=True)
+        with _stop_on_signals(server):
+            print(f"serving {settings.name} at {server.url}{settings.warning}", file=sys.stderr, flush=True)
             server.run()
 
 
-def _stopped_by_signals(server: Server) -> AbstractContextManager[None]:
+def _stop_on_signals(server: Server) -> AbstractContextManager[None]:
     """A context in which the first signal stops the server, and another raises `KeyboardInterrupt` or `Terminated`."""
 
     def handle(number: int, _: FrameType | None) -> None:

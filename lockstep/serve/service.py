@@ -21,13 +21,13 @@ from ..session.text.policy import Policy
 from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams
 from .batcher import Batcher, Job, News
 from .bodies import ChatBody, CompletionBody, SamplingFields
-from .errors import ApiError, closing, refused
+from .errors import ApiError, bad_field, shutting_down
 from .metrics import ServerMetrics
 from .settings import Settings
 from .ticket import Ticket
 
-TOKEN_TEXTS = 1 << 16  # cached texts of tokens: decoding a token takes longer than sampling it
-EXACT = 1 << 53  # smaller integers are exact in every language's JSON
+MAX_CACHED_TOKENS = 1 << 16  # cached texts of tokens: decoding a token takes longer than sampling it
+MAX_EXACT_INTEGER = 1 << 53  # smaller integers are exact in every language's JSON
 
 _T = TypeVar("_T")
 
@@ -50,18 +50,18 @@ class Service:
         self.policy, self.settings, self.context = policy, settings, context
         self.batcher = Batcher(engine, self._deliver)
         self.metrics = ServerMetrics(engine)
-        self.most_samples = engine.config.max_num_seqs + settings.max_waiting
+        self.max_samples = engine.config.max_num_seqs + settings.max_waiting
         self.open_samples, self.stopping = 0, False
         self.tool_format = policy.tool_format
         decode = policy.tokenizer.decode
-        self.token_text = lru_cache(TOKEN_TEXTS)(lambda token_id: decode([token_id], skip_special_tokens=False))
+        self.token_text = lru_cache(MAX_CACHED_TOKENS)(lambda token_id: decode([token_id], skip_special_tokens=False))
         self._check = engine.check
         self._seeds = random.Random(seed)
         self._tickets: dict[Job, Ticket] = {}
         self._encoder = ThreadPoolExecutor(1, "encode")  # one thread: a tokenizer encodes one text at a time
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def names(self, body: ChatBody | CompletionBody) -> Callable[[int], str]:
+    def token_namer(self, body: ChatBody | CompletionBody) -> Callable[[int], str]:
         """How log-probabilities name a token: by its text or, if the request asks for that, by its id."""
         return "token_id:{}".format if body.return_tokens_as_token_ids else self.token_text
 
@@ -69,7 +69,7 @@ class Service:
         """Stop encoding prompts."""
         self._encoder.shutdown(wait=False)
 
-    async def encoded(self, field: str, encode: Callable[[], _T]) -> _T:
+    async def run_encoder(self, field: str, encode: Callable[[], _T]) -> _T:
         """The result of `encode`, run in a separate thread. Its `InputError` becomes an `ApiError` for `field`. Raises
         `ApiError` at once if the server is full or ends."""
         self._require_room(1)
@@ -77,9 +77,9 @@ class Service:
             return await asyncio.get_running_loop().run_in_executor(self._encoder, encode)
         except InputError as error:
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-            raise refused(field, str(error), code) from error
+            raise bad_field(field, str(error), code) from error
 
-    def remembered(self, request: Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def with_sampled_tokens(self, request: Request, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The conversation, with token ids of sampled turns that the server knows; here none, as clients send them."""
         return messages
 
@@ -94,55 +94,55 @@ class Service:
         sampling = body.sampling(max_tokens)
         total = len(prompt_ids) + max_tokens
         if total > self.context:
-            raise refused(
+            raise bad_field(
                 field,
                 f"the prompt has {len(prompt_ids)} tokens, and max_tokens is {max_tokens}; together they may be "
                 f"{self.context} at most",
                 "context_length_exceeded",
             )
-        self.require_place(sampling.n, "n")
+        self.require_capacity(sampling.n, "n")
         self.check(prompt_ids, sampling, field, group)
-        assert body.seed is not None, "given one by `seeded`"
+        assert body.seed is not None, "given one by `ensure_seed`"
         return Job(prompt_ids, sampling, SampleIdentity(body.seed, GENERATE_DOMAIN, 0, group))
 
     def check(self, prompt_ids: list[int], sampling: SamplingParams, field: str, group: int = 0) -> None:
         """Raise `ApiError` for what the engine could never run; `field` is the name of the prompt's field."""
         vocabulary = self.policy.model.config.vocab_size
         if any(not 0 <= token < vocabulary for token in sampling.stop_token_ids):
-            raise refused("stop_token_ids", f"stop_token_ids must be token ids of the model, each below {vocabulary}")
+            raise bad_field("stop_token_ids", f"stop_token_ids must be token ids of the model, each below {vocabulary}")
         try:
             self._check(prompt_ids, sampling, group)
         except InputError as error:
-            raise refused(field, str(error)) from error
+            raise bad_field(field, str(error)) from error
 
-    def require_place(self, samples: int, field: str) -> None:
+    def require_capacity(self, samples: int, field: str) -> None:
         """Raise `ApiError` for more samples than the server ever has room for."""
-        if samples > self.most_samples:
-            raise refused(field, f"{samples} samples are asked for; the server has room for {self.most_samples}")
+        if samples > self.max_samples:
+            raise bad_field(field, f"{samples} samples are asked for; the server has room for {self.max_samples}")
 
-    def seeded(self, body: SamplingFields) -> int:
+    def ensure_seed(self, body: SamplingFields) -> int:
         """The request's seed. A request without one is given a random one, which its answer reports."""
         if body.seed is None:
-            body.seed = self._seeds.randrange(EXACT)
+            body.seed = self._seeds.randrange(MAX_EXACT_INTEGER)
         return body.seed
 
-    def open(self, request: Request, jobs: list[Job], stream: bool = False) -> Ticket:
+    def open_ticket(self, request: Request, jobs: list[Job], stream: bool = False) -> Ticket:
         """A ticket for running a request's jobs; `stream`: with updates as samples grow. `ApiError`: the server is
         full, or ends."""
         self._require_room(sum(job.sampling.n for job in jobs))
         for job in jobs:
             job.streamed = stream
         self.metrics.prompt_tokens.inc(sum(len(job.prompt_ids) for job in jobs))
-        return Ticket(request, jobs, self.metrics, self.enter, self.leave)
+        return Ticket(request, jobs, self.metrics, self.submit_ticket, self.close_ticket)
 
     def _require_room(self, samples: int) -> None:
         if self.stopping:
-            raise closing()
-        if self.open_samples + samples > self.most_samples:
-            message = f"{self.open_samples} samples run or wait, of {self.most_samples} that may; try again later"
+            raise shutting_down()
+        if self.open_samples + samples > self.max_samples:
+            message = f"{self.open_samples} samples run or wait, of {self.max_samples} that may; try again later"
             raise ApiError(429, message, code="server_full")
 
-    def enter(self, ticket: Ticket) -> None:
+    def submit_ticket(self, ticket: Ticket) -> None:
         """Submit the ticket's jobs to the batcher, whose news will arrive in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self.open_samples += ticket.samples
@@ -150,7 +150,7 @@ class Service:
             self._tickets[job] = ticket
             self.batcher.submit(job)
 
-    def leave(self, ticket: Ticket) -> None:
+    def close_ticket(self, ticket: Ticket) -> None:
         """Forget the ticket's jobs, and cancel those that still run."""
         self.open_samples -= ticket.samples
         for job in ticket.jobs:

@@ -8,7 +8,7 @@ from ..config import GeneratorConfig
 from ..config.sections.section import Section, between
 from ..errors import refuse
 
-USUAL_CONTEXT = 8192  # default limit of tokens per request, for models that allow more: block tables are that wide
+DEFAULT_MAX_CONTEXT = 8192  # tokens per request, for models that allow more: block tables are that wide
 STEPS_PER_SYNC = 4  # decode steps between updates of streams, and until new requests and cancellations are seen
 
 
@@ -56,21 +56,21 @@ class Settings(Section):
         )
 
     @property
-    def remark(self) -> str:
+    def warning(self) -> str:
         """A warning, if clients on other machines are answered without a key."""
-        alone = self.host in ("localhost", "::1") or self.host.startswith("127.")
-        return "" if alone or self.api_key else " (without a key: whoever reaches this address is answered)"
+        is_local = self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return "" if is_local or self.api_key else " (without a key: whoever reaches this address is answered)"
 
-    def context(self, of_model: int) -> int:
-        """The limit of tokens per request. `InputError`: the model's context, `of_model`, or the cache has fewer."""
+    def context(self, model_context: int) -> int:
+        """The limit of tokens per request. `InputError`: the model's context or the cache has fewer."""
         refuse(
-            self.max_model_len > of_model,
-            f"--max-model-len is {self.max_model_len}; the model's context has {of_model} tokens",
+            self.max_model_len > model_context,
+            f"--max-model-len is {self.max_model_len}; the model's context has {model_context} tokens",
         )
-        found = self.max_model_len or min(of_model, USUAL_CONTEXT)
+        limit = self.max_model_len or min(model_context, DEFAULT_MAX_CONTEXT)
         refuse(
-            0 < self.kv_cache_tokens < found,
-            f"--kv-cache-tokens is {self.kv_cache_tokens}, and a request may have {found} tokens; raise it, or lower "
+            0 < self.kv_cache_tokens < limit,
+            f"--kv-cache-tokens is {self.kv_cache_tokens}, and a request may have {limit} tokens; raise it, or lower "
             "--max-model-len",
         )
-        return found
+        return limit

@@ -14,29 +14,29 @@ from .batcher import Update
 
 
 @dataclass(frozen=True)
-class Stops:
-    """Stop strings. A text ends before the first of them or, if `shown`, with it."""
+class StopStrings:
+    """Stop strings. A text ends before the first of them or, if `included`, with it."""
 
     strings: tuple[str, ...]
-    shown: bool = False
+    included: bool = False
 
     def cut(self, text: str) -> str:
         """A finished text, cut at its first stop string."""
-        places = ((text.find(one), len(one) * self.shown) for one in self.strings)
+        places = ((text.find(one), len(one) * self.included) for one in self.strings)
         return text[: min((place + size for place, size in places if place >= 0), default=len(text))]
 
 
-def visible(text: str, stop: Stops, form: ToolFormat | None) -> tuple[str, list[ToolCall]]:
+def split_answer(text: str, stop: StopStrings, form: ToolFormat | None) -> tuple[str, list[ToolCall]]:
     """A finished text without its tool calls, cut at its first stop string; and the calls."""
     said, calls = form.parse(text) if form is not None else (text, [])
     return stop.cut(said), calls
 
 
-class GrowingText:
+class StreamedText:
     """The visible text of one sample, piece by piece. What may become a stop string or a tool call is held back; the
-    pieces together are what `visible` gives for the whole text."""
+    pieces together are what `split_answer` gives for the whole text."""
 
-    def __init__(self, decode: Callable[[list[int]], str], stop: Stops, form: ToolFormat | None) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], stop: StopStrings, form: ToolFormat | None) -> None:
         self._text, self._decode, self._stream = "", decode, TextStream(decode)
         self._stop, self._form = stop, form
         self._token_ids: list[int] = []
@@ -45,7 +45,7 @@ class GrowingText:
     def feed(self, update: Update) -> tuple[str, list[ToolCall]]:
         """The new text; and, with the completion, the calls."""
         if update.completion is not None:
-            text, calls = visible(self._decode(update.completion.token_ids), self._stop, self._form)
+            text, calls = split_answer(self._decode(update.completion.token_ids), self._stop, self._form)
             return text[self._shown :], calls
         self._token_ids += update.token_ids
         self._text += self._stream.feed(self._token_ids)

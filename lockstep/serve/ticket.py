@@ -13,7 +13,7 @@ from ..errors import InputError, LockstepError
 from ..session.generate import require_numbers
 from ..types import Trajectory
 from .batcher import Job, Update
-from .errors import ApiError, refused
+from .errors import ApiError, bad_field
 from .metrics import ServerMetrics
 
 
@@ -22,8 +22,8 @@ class ClientLeft(Exception):
 
 
 class Ticket:
-    """The jobs of one request, which run while the ticket is held: `async with` it, which calls `enter` and finally
-    `leave`, and read its updates. Leaving the block cancels what is unfinished. If the client leaves, reading raises
+    """The jobs of one request, which run while the ticket is held: `async with` it, which calls `submit` and finally
+    `close`, and read its updates. Leaving the block cancels what is unfinished. If the client leaves, reading raises
     `ClientLeft`."""
 
     def __init__(
@@ -31,24 +31,24 @@ class Ticket:
         request: Request,
         jobs: list[Job],
         metrics: ServerMetrics,
-        enter: Callable[[Ticket], None],
-        leave: Callable[[Ticket], None],
+        submit: Callable[[Ticket], None],
+        close: Callable[[Ticket], None],
     ) -> None:
         self.request, self.jobs = request, jobs
         self.samples = sum(job.sampling.n for job in jobs)
         self.unfinished = {job: job.sampling.n for job in jobs}  # by job, its unfinished samples
         self.news: asyncio.Queue[tuple[Job, Update | Exception] | None] = asyncio.Queue()
-        self._metrics, self._enter, self._leave = metrics, enter, leave
+        self._metrics, self._submit, self._close = metrics, submit, close
 
     async def __aenter__(self) -> Self:
         self._began, self._first = time.monotonic(), True
         self._watch = asyncio.create_task(self._watch_client())
-        self._enter(self)
+        self._submit(self)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._watch.cancel()
-        self._leave(self)
+        self._close(self)
         if kind is None:
             self._metrics.seconds.observe(time.monotonic() - self._began)
         elif issubclass(kind, (ClientLeft, asyncio.CancelledError)):
@@ -69,7 +69,7 @@ class Ticket:
             job, item = found
             if isinstance(item, Exception):
                 del self.unfinished[job]
-                raise _told(item)
+                raise _as_api_error(item)
             if self._first and job.streamed:
                 self._first = False
                 self._metrics.first_token.observe(time.monotonic() - self._began)
@@ -96,10 +96,10 @@ class Ticket:
         return [[of_job[i] for i in range(len(of_job))] for of_job in found]
 
 
-def _told(error: Exception) -> ApiError:
+def _as_api_error(error: Exception) -> ApiError:
     """What the client is told about the error that ended its job."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InputError):
-        return refused("prompt", str(error))
+        return bad_field("prompt", str(error))
     return ApiError(500, f"the engine failed: {type(error).__name__}")

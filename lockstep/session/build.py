@@ -28,7 +28,7 @@ from ..environments import Environment, PromptLimit, make_environment, make_task
 from ..errors import InputError, refuse
 from ..generator import Engine, SharedWeights, plan_cache_tokens
 from ..graph import CudaRecorder, Runtime, Store, Verdict, compile_report, require_plugins
-from ..machine import bound_threads
+from ..machine import limit_cpu_threads
 from ..models import (
     Decoder,
     FolderWeights,
@@ -44,7 +44,7 @@ from ..models import (
 from ..models.checks import require_degree, require_memory
 from ..models.init import RandomWeights, architecture
 from ..models.tokenizer import byte_tokenizer, check_vocabulary, load_tokenizer, require_same_tokens
-from ..timings import Timings, Watcher
+from ..timings import PhaseObserver, Timings
 from ..trainer import Trainer
 from ..trainer.shapes import train_shapes
 from ..types import SamplingParams
@@ -74,7 +74,7 @@ class Session:
     def __init__(self, config: RunConfig, timings: Timings | None = None, world: World = ONE_PROCESS) -> None:
         """Raises `InputError` if the model cannot be used as `config` says."""
         self.config, self.timings, self.world = config, timings or Timings(), world
-        with self.timings.measured("load"):
+        with self.timings.measure("load"):
             self.policy = world.run_on_all(lambda: _loaded(config, world))
             with world.detect_lost_peers(), world.deadline("sharing the weights that each has read"):
                 complete(self.policy.model, world.replicas)
@@ -131,15 +131,15 @@ class TrainingSession(Session):
         self,
         config: RunConfig,
         world: World = ONE_PROCESS,
-        watcher: Watcher | None = None,
+        observer: PhaseObserver | None = None,
         planned: Callable[[MemoryPlan], None] = lambda _: None,
     ) -> None:
         self.delay: Delay | None = None
         device, groups = resolve_device(config.device), config.trainer.prompts_per_step
         event = partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else None
-        timings = Timings(keep_spans=True, event=event, watcher=watcher)
+        timings = Timings(keep_spans=True, event=event, observer=observer)
         loaded_kernels = preload_async(config, device.type, world.size, timings)
-        with timings.measured("task"):
+        with timings.measure("task"):
             self.task = make_task(config.task, groups)
             self.environment = make_environment(config.task)
         require_degree(model_config(config), world.tp, "parallel.tp")
@@ -149,10 +149,10 @@ class TrainingSession(Session):
         super().__init__(config, timings, world)
         model = self.policy.model
         self.policy.set_variables(template_variables(config.task.chat_template_kwargs), "task.chat_template_kwargs")
-        with timings.measured("load"):
+        with timings.measure("load"):
             self.teacher = load_teacher(config, self.policy, world)
         self.prompt_limit = prompt_limit(config, model.config, None if self.teacher is None else self.teacher.model)
-        with timings.measured("prompts"):
+        with timings.measure("prompts"):
             self.task.check_lengths(self.policy.least(self.environment), self.prompt_limit)
             longest = max(
                 world.gather_results(lambda: self.policy.longest_prompt(self.task, self.environment, groups))
@@ -175,9 +175,9 @@ class TrainingSession(Session):
             if (source := self.policy.source) is not None:
                 world.run_on_all(lambda: source.fill({"value_head": ranges_of(model)["value_head"]}))
         frozen = self.teacher or (load_reference(self.policy, world) if config.loss.beta > 0 else None)
-        with timings.measured("state"):
+        with timings.measure("state"):
             if kept := self.plan.host.get(STATE_ON_HOST):
-                timings.tell(f"{kept / GIB:.0f} GiB of the host's memory")
+                timings.report_progress(f"{kept / GIB:.0f} GiB of the host's memory")
             self.trainer = Trainer(
                 model,
                 config.optimizer,
@@ -277,7 +277,7 @@ def load_policy(config: RunConfig, mesh: Mesh = ONE_RANK, memory: bool = True, c
     attention of `config`. Along the mesh's `tp` each rank loads its part; ranks along `copies`, which hold the same
     part, each read a share of it until `complete` exchanges them. Without `memory` no weights are allocated or read."""
     place = resolve_device(config.device)
-    bound_threads(place)
+    limit_cpu_threads(place)
     kind = resolve_dtype(config.dtype, place)
 
     def made(source: WeightSource, where: str) -> Decoder:

@@ -27,7 +27,7 @@ def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) 
     if device != "cuda" or not config.compile.chosen[0].graphs:
         return lambda: None
     path, loading = _folder() / str(user_folder.read(_note(config))), None
-    with timings.measured("compile"), suppress(Exception):
+    with timings.measure("compile"), suppress(Exception):
         from ..ops.precompile import hash_compiler, preload_beside
 
         if ranks == 1 and (listed := user_folder.read(path)):
@@ -36,7 +36,7 @@ def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) 
             hash_compiler()
 
     def loaded() -> Path | None:
-        with timings.measured("compile"):
+        with timings.measure("compile"):
             return path if loading is not None and loading.exception() is None and loading.result() else None
 
     return loaded

@@ -23,8 +23,8 @@ def together(config: RunConfig) -> Iterator[World]:
     """Join the other processes, which are given the same configuration; without torchrun, a process alone. They leave
     together at the end. Raises `InputError` if their number does not fit `config.parallel` or one has a different
     configuration, model or code, and `PeerLost` if one did not join or is lost."""
-    machine.own_gpu()
-    with machine.told("joining the other processes"):
+    machine.restrict_to_local_gpu()
+    with machine.report_if_slow("joining the other processes"):
         world = join(config.parallel, resolve_device(config.device).type)
     try:
         with world.detect_lost_peers():

@@ -227,7 +227,7 @@ def _note_loaded(session: Session) -> None:
 def _rehearse_check(run: TrainingSession) -> None:
     if run.config.parity == "off":
         return
-    with run.timings.measured("gate"), run.runtime.in_pool():
+    with run.timings.measure("gate"), run.runtime.in_pool():
         machine_check.rehearse(*_checked(run))
 
 
@@ -237,7 +237,7 @@ def _check_machine(run: TrainingSession) -> bool:
     if parity == "off":
         return False
     before = dict(linear_choice.overrides)
-    with run.timings.measured("gate"), run.runtime.in_pool():
+    with run.timings.measure("gate"), run.runtime.in_pool():
         verdict = machine_check.check(*_checked(run))
     if not verdict.holds and parity == "strict":
         raise LockstepError(str(verdict))

@@ -75,5 +75,5 @@ def _of_batch(batch: PackedBatch, scored: dict[str, Tensor]) -> Iterator[Mismatc
         for row in (different_C & batch.valid_C).nonzero().flatten().tolist():
             index = int(batch.sequence_C[row])
             sequence = batch.sequences[index]
-            position = row - starts[index] + (sequence.part_from or 0)
+            position = row - starts[index] + (sequence.part_offset or 0)
             yield Mismatch(sequence.name, position, kind, generator_C[row].item(), trainer_C[row].item())

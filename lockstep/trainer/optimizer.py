@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import graph, ops
 from ..config import OptimizerConfig
 from ..errors import refuse
-from ..machine import host_buffer
+from ..machine import allocate_host_buffer
 from ..models import Decoder, by_pattern
 from .parameters import Buffer, FlatParameters
 
@@ -206,7 +206,7 @@ class OffloadedAdamW(AdamW):
     def _make_state(self) -> None:
         weights, size = self.flat.data, self.flat.layout.size
         on_gpu, masters = weights.is_cuda, weights.dtype != torch.float32
-        flat = host_buffer((2 + masters) * size * 4, on_gpu).view(torch.float32).view(-1, size)
+        flat = allocate_host_buffer((2 + masters) * size * 4, on_gpu).view(torch.float32).view(-1, size)
         self.exp_avg, self.exp_avg_sq, *apart = flat
         (self.master,) = apart or (weights,)
         self._host = list(flat)

@@ -102,7 +102,7 @@ def _drafts(groups: list[RolloutGroup], how: Packing, fills: bool) -> list[_Draf
     """The micro-batches of a shard. `fills`: start a group in the room left in the micro-batch before it."""
     drafts: list[_Draft] = []
     limit, per_sample = how.shapes[0].tokens if how.shapes else how.max_tokens, how.mode == "per_sample"
-    branched = any(segment.anew for group in groups for t in group.rollouts for segment in t.segments)
+    branched = any(segment.begins_branch for group in groups for t in group.rollouts for segment in t.segments)
     most = how.shapes[0].segments if how.shapes else MAX_SEQUENCES
     whole = _Most(limit, most)
     if branched and not how.whole_sequences:
@@ -171,9 +171,9 @@ def _cut(trajectory: Trajectory, most: _Most) -> list[Trajectory]:
         return [trajectory]
     cut, before = [], 0
     for branches in parts:
-        (prompt, *rest), *others = branches  # a part's first prompt has nothing before it and so is not `anew`
-        segments = [replace(prompt, anew=False), *rest, *(segment for branch in others for segment in branch)]
-        cut.append(replace(trajectory, segments=segments, part_from=before))
+        (prompt, *rest), *others = branches  # a part's first prompt has nothing before it and so is not `begins_branch`
+        segments = [replace(prompt, begins_branch=False), *rest, *(segment for branch in others for segment in branch)]
+        cut.append(replace(trajectory, segments=segments, part_offset=before))
         before += cut[-1].length
     return cut
 

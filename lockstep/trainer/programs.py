@@ -16,7 +16,7 @@ from .. import graph
 from ..algorithms import SUPERVISED, Algorithm, algorithm_of, supervised
 from ..config import LossConfig
 from ..models import Decoder
-from ..types import COMPARED, PackedBatch
+from ..types import COMPARED_OUTPUTS, PackedBatch
 from . import routing, step
 from .gathered import Reference, gathered_by_layer
 from .optimizer import AdamW
@@ -54,7 +54,7 @@ class TrainerPrograms:
     programs compute the same bits.
 
     Gradients and statistics accumulate in place. A graph's outputs are valid until the next call, except for those that
-    were compared (`types.COMPARED`), which stay valid.
+    were compared (`types.COMPARED_OUTPUTS`), which stay valid.
 
     Attributes:
         algorithm: the run's. algorithms: it and that of supervised steps, by `loss_type`.
@@ -106,7 +106,7 @@ class TrainerPrograms:
         if reference is not None:
             add("reference_logprobs", self._reference_body, reference.inputs(), ())
         for name in ("forward_backward", "check"):
-            self.by_name[name].lasting = COMPARED
+            self.by_name[name].lasting = COMPARED_OUTPUTS
         self._sparing: dict[str, graph.GraphBody] = {
             "forward_backward": self._sparing_train,
             "check": self._sparingly(self._checked),

@@ -249,7 +249,7 @@ class Trainer:
         if sampled != self._expected:
             self.programs.state.sampled.fill_(sampled)
         self._rate, self._expected = lr, sampled
-        with self._runtime.timings.measured("optim_step", on_device=True):
+        with self._runtime.timings.measure("optim_step", on_device=True):
             if self._cells_begun:
                 self.programs.by_name["end_cells"]()
             self._cells_begun = self._cell_ended = False
@@ -266,7 +266,7 @@ class Trainer:
     def _gather_weights(self) -> None:
         """Gather the updated weights into the generator's model; in one process it has them already."""
         if gather := self.programs.by_name.get("gather_weights"):
-            with self._runtime.timings.measured("sync", on_device=True):
+            with self._runtime.timings.measure("sync", on_device=True):
                 gather()
 
     def finish_check(self, sampled: int | None = None) -> StepResult:

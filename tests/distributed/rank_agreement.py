@@ -127,7 +127,11 @@ def sampled_group(number: int) -> RolloutGroup:
     prompt, routes = take(3 + number), take(3 + number)
     rollouts = [
         Trajectory(
-            [Segment(list(prompt), route_digests=list(routes)), segment(4, True), segment(2, False, anew=sample == 1)]
+            [
+                Segment(list(prompt), route_digests=list(routes)),
+                segment(4, True),
+                segment(2, False, begins_branch=sample == 1),
+            ]
             + [segment(3, True, rewards={"own": 1.0})],
             identity=SampleIdentity(0, 0, 0, number, sample),
             extra={"note": number},

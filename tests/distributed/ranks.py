@@ -50,7 +50,7 @@ class Cycle:
 
 def checked() -> dict[str, Any]:
     """What each check found, on each rank."""
-    machine.own_gpu()
+    machine.restrict_to_local_gpu()
     world = join(ParallelConfig(timeout=PATIENCE), DEVICE.type)
     torch.set_num_threads(1)
     ARCHITECTURES.update(two_layers())

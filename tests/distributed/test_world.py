@@ -53,15 +53,15 @@ def test_the_number_of_processes_must_be_the_one_asked_for(monkeypatch: pytest.M
 def test_half_an_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="WORLD_SIZE is set and RANK is ''"):
-        machine.launched()
+        machine.torchrun_launch()
     monkeypatch.setenv("RANK", "one")
     with pytest.raises(InputError, match="RANK is 'one'"):
-        machine.launched()
+        machine.torchrun_launch()
     for rank, local_rank, size in (("2", "0", "2"), ("0", "2", "2"), ("0", "0", "0")):
         for name, value in {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(InputError, match=f"RANK is {rank} and LOCAL_RANK {local_rank}, of a WORLD_SIZE of"):
-            machine.launched()
+            machine.torchrun_launch()
 
 
 def test_where_processes_cannot_meet_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -131,7 +131,7 @@ def test_ranks_that_share_a_gpu_have_the_first_each(monkeypatch: pytest.MonkeyPa
         for rank in range(3):
             for name, value in ({"WORLD_SIZE": "3", "RANK": str(rank), "LOCAL_RANK": str(rank)} | shared).items():
                 monkeypatch.setenv(name, value)
-            machine.own_gpu()
+            machine.restrict_to_local_gpu()
             assert os.environ["CUDA_VISIBLE_DEVICES"] == first
 
 
@@ -144,7 +144,7 @@ def test_a_process_sees_its_gpu_alone(monkeypatch: pytest.MonkeyPatch, given, lo
     if given is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     for _ in range(2):  # a script that joins the others again asks again
-        machine.own_gpu()
+        machine.restrict_to_local_gpu()
         assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 

@@ -50,11 +50,11 @@ def test_each_sampled_token_is_compared_once(config: ModelConfig) -> None:
         assert result.tokens_checked == sum(len(t.token_ids) for t in all_of(groups))
         assert result.tokens_different == 0
         if result.routing is not None:
-            begun = sum(len(s.token_ids) for t in branched for s in t.segments if s.anew)
+            begun = sum(len(s.token_ids) for t in branched for s in t.segments if s.begins_branch)
             assert result.routing.prompt_tokens_checked > begun and result.routing.prompt_tokens_different == 0
     assert Forgets.metrics(all_of(groups))["environment/branches"] == len(branched) / 6
     for t in branched:
-        begun = next(i for i, segment in enumerate(t.segments) if segment.anew)
+        begun = next(i for i, segment in enumerate(t.segments) if segment.begins_branch)
         assert t.branches[1][0].token_ids == list(t.segments[begun].text.encode())
         alone = engine_of(make_model(torch.float32, config=config))
         identity = replace(t.identity, domain=t.identity.domain + 256)
@@ -75,16 +75,16 @@ def test_bits_do_not_depend_on_who_answers_first_and_a_record_repeats_them() -> 
             answer = super().step(turn)
             return "" if self.turns == 1 and not isinstance(answer, End) else answer
 
-    class Replayed(Recorded):
+    class ReplayResult(Recorded):
         def __init__(self) -> None:
             segments = next(played).segments
-            self._left, self._ends = [(s.token_ids, s.anew) for s in segments if not s.sampled], []
+            self._left, self._ends = [(s.token_ids, s.begins_branch) for s in segments if not s.sampled], []
 
     for made in (groups[:1], collect(engine_of(model), SaysNothing, problems=PROBLEMS[:1]).groups):
         played = iter(all_of(made))
-        found = collect(engine_of(model), Replayed, problems=PROBLEMS[:1]).groups
-        assert [[(s.token_ids, s.logprobs, s.anew) for s in t.segments] for t in all_of(found)] == [
-            [(s.token_ids, s.logprobs, s.anew) for s in t.segments] for t in all_of(made)
+        found = collect(engine_of(model), ReplayResult, problems=PROBLEMS[:1]).groups
+        assert [[(s.token_ids, s.logprobs, s.begins_branch) for s in t.segments] for t in all_of(found)] == [
+            [(s.token_ids, s.logprobs, s.begins_branch) for s in t.segments] for t in all_of(made)
         ]
     assert any(s.token_ids == [] for trajectory in all_of(made) for s in trajectory.segments)
 

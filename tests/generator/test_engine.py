@@ -47,10 +47,12 @@ def test_greedy_is_the_argmax_and_its_sampled_log_prob_is_zero(model, engine_of:
 
 def test_it_tells_how_many_samples_are_finished(model) -> None:
     told: list[str] = []
-    watcher = SimpleNamespace(began=lambda phase: None, told=told.append, ended=lambda phase, seconds: None)
+    observer = SimpleNamespace(
+        phase_began=lambda phase: None, phase_progressed=told.append, phase_ended=lambda phase, seconds: None
+    )
     weights, config = SharedWeights(model), GeneratorConfig(steps_per_sync=4, max_num_seqs=2)
     engine = Engine(weights, config, 16384)
-    engine.timings = Timings(watcher=watcher)
+    engine.timings = Timings(observer=observer)
     run(engine, n=4, ignore_eos=True)
     assert list(dict.fromkeys(told)) == ["0 of 4", "2 of 4", "4 of 4"]
 

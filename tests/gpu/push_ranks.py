@@ -25,7 +25,7 @@ from lockstep.errors import PeerLost
 
 SHAPES = ((8, 512, torch.bfloat16), (64, 768, torch.bfloat16), (64, 19008, torch.float32), (1, 24, torch.int32))
 SHARED = sys.argv[1:] == ["shared"]
-MANY_RANKS = machine.launched().processes > 2  # which other tests' kernels hold up more often
+MANY_RANKS = machine.torchrun_launch().processes > 2  # which other tests' kernels hold up more often
 ROUNDS, REPLAYS, IN_A_GRAPH = (2, 20, 20) if SHARED else (20, 1_000 if MANY_RANKS else 10_000, 100)
 MANY = {"replays": (REPLAYS, IN_A_GRAPH)}  # of a graph of so many pushes
 if sys.argv[1:] == ["long"]:
@@ -124,8 +124,8 @@ def late(world: World) -> dict[str, Any]:
 
 
 def main() -> None:
-    machine.own_gpu()
-    ranks = machine.launched().processes
+    machine.restrict_to_local_gpu()
+    ranks = machine.torchrun_launch().processes
     world = join(ParallelConfig(generator_tp=ranks, timeout=PATIENCE_S), "cuda")
     found: dict[str, Any] = {f"{shape[0]} x {shape[1]} {shape[2]}": differing(world, shape) for shape in SHAPES}
     found |= {name: replayed(world, *size) for name, size in MANY.items()}

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from lockstep.timings import Timings, totals
+from lockstep.timings import Timings, seconds_by_name
 
 
 def work(matrix: torch.Tensor, times: int) -> None:
@@ -28,16 +28,16 @@ def test_the_device_measures_what_the_host_would_by_waiting() -> None:
     timings = Timings(keep_spans=True, event=partial(torch.cuda.Event, enable_timing=True))
     for _ in range(2):  # steps
         began = time.perf_counter()
-        with timings.measured("step"):
-            with timings.measured("forward_backward", on_device=True):
+        with timings.measure("step"):
+            with timings.measure("forward_backward", on_device=True):
                 work(matrix, 60)
             launched = time.perf_counter() - began
-            with timings.measured("optim_step", on_device=True):
+            with timings.measure("optim_step", on_device=True):
                 work(matrix, 30)
                 matrix.sum().item()
         total = time.perf_counter() - began
-        spans = timings.take()
-        found, device = totals(spans), {s.name: s for s in spans if s.on_device}
+        spans = timings.take_spans()
+        found, device = seconds_by_name(spans), {s.name: s for s in spans if s.on_device}
         assert launched < waited / 2  # it did not wait
         assert found["forward_backward"] == pytest.approx(waited, rel=0.3)
         assert found["optim_step"] == pytest.approx(waited / 2, rel=0.3)

@@ -154,10 +154,10 @@ def gradients(config: ModelConfig, world: World) -> dict[str, Any]:
 
 
 def main() -> None:
-    machine.own_gpu()
+    machine.restrict_to_local_gpu()
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    ranks = machine.launched().processes
+    ranks = machine.torchrun_launch().processes
     dense, experts, *others = (for_ranks(config, ranks) for config in (DENSE, EXPERTS, *OTHERS.values()))
     for way, options in WAYS.items():
         world = join(ParallelConfig(tp=2, generator_tp=ranks, timeout=120, **options), DEVICE.type)

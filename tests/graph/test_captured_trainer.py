@@ -234,7 +234,7 @@ def test_a_result_taken_after_the_next_steps_launch_names_its_own_mismatches(dec
 
 def unlasting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probs that are left in the graphs' memory."""
-    monkeypatch.setattr(trainer_runs, "COMPARED", ())
+    monkeypatch.setattr(trainer_runs, "COMPARED_OUTPUTS", ())
 
 
 def unsaved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.graph import EAGER, GraphError, GraphLauncher
 from lockstep.trainer import Trainer, pack
-from lockstep.types import PackedBatch, SideBySide, side_by_side
+from lockstep.types import CoalescedTensors, PackedBatch, coalesce_to
 
 CPU = torch.device("cpu")
 Change = Callable[[PackedBatch], PackedBatch | None]
@@ -138,7 +138,7 @@ def test_a_moved_batch_with_a_wrong_dtype_is_refused(decoder, rollout, runtime_o
 
 def test_a_layout_is_of_names_types_shapes_and_their_order() -> None:
     def layout(**tensors: Tensor) -> str:
-        return side_by_side(tensors, CPU).layout
+        return coalesce_to(tensors, CPU).layout
 
     a, b = torch.zeros(3), torch.zeros(5, dtype=torch.int32)
     assert layout(a=a, b=b) is layout(a=a + 1, b=b * 2)
@@ -146,17 +146,17 @@ def test_a_layout_is_of_names_types_shapes_and_their_order() -> None:
     assert len({layout(a=a, b=b), *(layout(**other) for other in others)}) == 6
 
 
-def _together(batch: PackedBatch) -> SideBySide | None:
+def _together(batch: PackedBatch) -> CoalescedTensors | None:
     """What a launch is given, where the tensors lie side by side."""
     given = batch.tensors()
-    return given if isinstance(given, SideBySide) else None
+    return given if isinstance(given, CoalescedTensors) else None
 
 
 def test_what_a_batch_has_together_is_what_it_has(decoder, rollout) -> None:
     (packed,) = pack(rollout(decoder(), 0), max_tokens=256, check_parity=True)
     assert _together(packed) is None
     batch = packed.to(CPU)
-    assert _together(batch) is batch.together and batch.tensors().keys() == packed.tensors().keys()
+    assert _together(batch) is batch.coalesced and batch.tensors().keys() == packed.tensors().keys()
     batch.check_parity, batch.max_len = False, 7
     assert _together(batch) is not None and _together(copy.deepcopy(batch)) is not None
     batch.support_C = torch.zeros(len(batch.targets_C), 13, dtype=torch.uint8)

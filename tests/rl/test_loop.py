@@ -27,7 +27,7 @@ from lockstep.config import (
 from lockstep.errors import InputError, LockstepError, NonFiniteError, ParityError
 from lockstep.generator import SharedWeights
 from lockstep.rl.loop import Loop
-from lockstep.run.report.metric_titles import listed
+from lockstep.run.report.metric_titles import catalogued_name
 from lockstep.run.train import train
 from lockstep.session.build import TrainingSession, build, resolve
 from lockstep.timings import Timings
@@ -101,7 +101,7 @@ def test_a_step_says_where_its_time_went(config: RunConfig) -> None:
     loop = Loop(config, build(config))
     loop.validate()
     metrics, _ = loop.step(0)
-    assert all(listed(name) for name in metrics)
+    assert all(catalogued_name(name) for name in metrics)
     parts = [s for s in loop.spans if s.name in ("generate", "advantages", "pack", "forward_backward", "optim_step")]
     assert [s.name for s in parts] == ["generate", "advantages", "pack", "forward_backward", "forward_backward"] + [
         "optim_step"

@@ -29,7 +29,7 @@ from lockstep.models import Decoder, PackedAttention
 from lockstep.models.families import FAMILIES
 from lockstep.models.init import ARCHITECTURES
 from lockstep.rl.loop import Loop
-from lockstep.run.report.metric_titles import listed
+from lockstep.run.report.metric_titles import catalogued_name
 from lockstep.run.train import train
 from lockstep.session.build import build, load_policy, load_teacher, save_policy
 
@@ -286,7 +286,9 @@ def test_the_critic_comes_to_know_the_rewards(config: RunConfig, tmp_path: Path)
     metrics = [m for m, _ in found]
     assert metrics[0]["critic/value/mean"] == 0 == metrics[0]["critic/explained_variance"]
     assert abs(metrics[-1]["critic/value/mean"] - metrics[-1]["critic/return/mean"]) < 0.15
-    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.2 and all(listed(name) for name in metrics[0])
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.2 and all(
+        catalogued_name(name) for name in metrics[0]
+    )
     advantages = [(r.advantage, len(r.token_ids)) for g in found[0][1] for r in g.rollouts]
     assert sum(a * n for a, n in advantages) == pytest.approx(0, abs=1e-6) and any(a > 0 for a, _ in advantages)
     save_policy(run.policy, folder := tmp_path / "model")

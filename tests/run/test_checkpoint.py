@@ -229,7 +229,7 @@ def _dies_after(survived: int, folder: Path, step: int, monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patch:
         patch.setattr(writing.Saver, "wait", lambda self: None)
-        patch.setattr(writing._Writing, "start", writing._Writing.run)  # in this thread, as a kill ends all
+        patch.setattr(writing._WriterThread, "start", writing._WriterThread.run)  # in this thread, as a kill ends all
         for module, name in ((os, "fsync"), (os, "rename"), (shutil, "rmtree")):
             patch.setattr(module, name, counted(getattr(module, name)))
         try:
@@ -311,7 +311,7 @@ def test_a_run_goes_on_while_a_checkpoint_is_written(tmp_path: Path, held_disk: 
     saver.save(1, live, state(1))
     for tensor in (tensor for group in live.values() for tensor in group.values()):
         tensor.fill_(7)
-    saver.look()
+    saver.raise_if_failed()
     assert not list(tmp_path.glob("step_*"))
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(saver.save, 2, contents(2), state(2))
@@ -335,7 +335,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch
     with pytest.raises(ValueError, match="JSON compliant"):
         saver.save(2, contents(2), {"loss": float("nan")})
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for told in (saver.look, saver.wait, lambda: saver.save(3, {}, {})):
+    for told in (saver.raise_if_failed, saver.wait, lambda: saver.save(3, {}, {})):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
         try:
             saver.save(2, contents(2), state(2))
@@ -343,7 +343,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch
                 wait_for(told)  # `look` has nothing to tell at first
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        saver.look()  # told once
+        saver.raise_if_failed()  # told once
         assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
     assert_whole(checkpoint.latest(tmp_path), 1)
 
@@ -382,7 +382,7 @@ def test_ranks_write_their_parts_and_are_told_of_one_that_fails(tmp_path: Path) 
         wrong = {f"x.{world.rank}": {"own": torch.zeros(3, dtype=torch.complex64 if world.rank else torch.float32)}}
         saver.save(2, wrong, {})
         while True:
-            saver.look()
+            saver.raise_if_failed()
 
     assert [type(error) for error in _on_two(saved)] == [ValueError, ValueError]
     loaded = checkpoint.latest(tmp_path)
@@ -400,12 +400,12 @@ def test_leaving_waits_for_the_disk_and_for_no_rank_that_is_lost(
             return
         saver = checkpoint.Saver(tmp_path, 2, world, shared=True)
         saver.save(5, {"x.0": {"own": torch.ones(3)}}, {})
-        saver.leave(PeerLost("gone"))
+        saver.close(PeerLost("gone"))
 
     with ThreadPoolExecutor(1) as pool:
         saver = checkpoint.Saver(tmp_path, 2, ONE_PROCESS, shared=True)
         saver.save(1, contents(1), state(1))
-        left = pool.submit(saver.leave, KeyboardInterrupt())
+        left = pool.submit(saver.close, KeyboardInterrupt())
         time.sleep(0.05)
         assert not left.done()
         held_disk.set()
@@ -415,7 +415,7 @@ def test_leaving_waits_for_the_disk_and_for_no_rank_that_is_lost(
     saver.save(2, contents(2), state(2))
     (next(tmp_path.glob(".tmp-step_2-*")) / "state.json").mkdir()  # so that its file is refused
     held_disk.set()
-    saver.leave(KeyboardInterrupt())
+    saver.close(KeyboardInterrupt())
     assert [record.getMessage()[:26] for record in caplog.records] == ["could not write checkpoint"]
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
     assert _on_two(lost) == [None, None]

@@ -64,12 +64,12 @@ def test_a_thread_that_a_reward_left_does_not_hold_up_the_end(tmp_path: Path) ->
 
 def test_the_note_goes_with_the_run(tmp_path: Path) -> None:
     before = faulthandler.is_enabled()
-    with pytest.raises(KeyError), crash.noted(tmp_path):
+    with pytest.raises(KeyError), crash.crash_note(tmp_path):
         assert (tmp_path / crash.CRASH_FILE).read_text().startswith("Process ")
         raise KeyError
     assert not list(tmp_path.iterdir()) and faulthandler.is_enabled() == before
     (tmp_path / crash.CRASH_FILE).write_text("of an earlier process")
-    with crash.noted(tmp_path, began=lambda: False):
+    with crash.crash_note(tmp_path, has_begun=lambda: False):
         assert (tmp_path / crash.CRASH_FILE).read_text().startswith("Process ")
     assert (tmp_path / crash.CRASH_FILE).read_text() == "of an earlier process"
 
@@ -124,7 +124,11 @@ def test_ctrl_c_within_a_generated_text_of_python_has_its_exit_code(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("number", "place", "code"),
-    [(signal.SIGINT, "started", 130), (signal.SIGINT, "open", 130), (signal.SIGTERM, "warm_up_graphs", 143)],
+    [
+        (signal.SIGINT, "record_start", 130),
+        (signal.SIGINT, "open_step_files", 130),
+        (signal.SIGTERM, "warm_up_graphs", 143),
+    ],
 )
 def test_a_signal_that_was_lost_ends_the_run_before_its_first_step(
     tmp_path: Path,

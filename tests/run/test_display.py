@@ -70,38 +70,38 @@ def test_display_without_parity_or_times() -> None:
 def test_parts_of_startup_get_a_line_each_as_they_end() -> None:
     stream = io.StringIO()
     with Display(1, stream=stream) as display:
-        display.began("load")
-        display.began("trace")
-        display.ended("trace", 2.0)
+        display.phase_began("load")
+        display.phase_began("trace")
+        display.phase_ended("trace", 2.0)
         assert stream.getvalue() == ""  # a part of loading
-        display.ended("load", 3.25)
+        display.phase_ended("load", 3.25)
         assert stream.getvalue() == "start-up: loading the model 3.2 s\n"
         for phase, seconds in (("task", 0.0001127), ("validation", 5.0), ("read", 5.0)):
-            display.began(phase)
-            display.ended(phase, seconds)
-        display.began("step")
-        display.ended("step", 2.0)
-        display.began("checkpoint")
-        display.ended("checkpoint", 2.0)  # no part of start-up
+            display.phase_began(phase)
+            display.phase_ended(phase, seconds)
+        display.phase_began("step")
+        display.phase_ended("step", 2.0)
+        display.phase_began("checkpoint")
+        display.phase_ended("checkpoint", 2.0)  # no part of start-up
     assert stream.getvalue().count("\n") == 1
 
 
 def test_what_is_being_done_within_a_step() -> None:
     display = Display(1, stream=io.StringIO())
-    assert display.doing() == ""
+    assert display.current_phase() == ""
     for phase, detail, shown in (
         ("step", "", ""),
         ("generate", "40 of 128", "generating: 40 of 128, 0 s"),
         ("decode", "", "generating: 40 of 128, 0 s"),
         ("rewards", "exact", "in rewards: exact, 0 s"),
     ):
-        display.began(phase)
-        display.told(detail)
-        assert display.doing() == shown
+        display.phase_began(phase)
+        display.phase_progressed(detail)
+        assert display.current_phase() == shown
     for phase in ("rewards", "decode", "generate"):
-        display.ended(phase, 1.0)
-    display.began("forward_backward")
-    assert display.doing() == "training, 0 s"
+        display.phase_ended(phase, 1.0)
+    display.phase_began("forward_backward")
+    assert display.current_phase() == "training, 0 s"
 
 
 def test_a_long_phase_shows_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +110,8 @@ def test_a_long_phase_shows_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> N
     plain, live = io.StringIO(), Terminal()
     with Display(1, stream=plain, tick=0.002) as first, Display(1, stream=live, tick=0.002) as second:
         for display in (first, second):
-            display.began("rewards")
-            display.told("exact")
+            display.phase_began("rewards")
+            display.phase_progressed("exact")
         now[0] += 31.4
         wait_for(lambda: "exact" in plain.getvalue() and "31 s" in live.getvalue())
         now[0] += 29.0
@@ -126,7 +126,7 @@ def test_a_start_tells_early_what_it_is_at_however_short_its_parts(monkeypatch: 
     monkeypatch.setattr("lockstep.run.display.time", SimpleNamespace(monotonic=lambda: now[0]))
     stream = io.StringIO()
     display = Display(1, stream=stream, tick=0.002)
-    measured = Timings(watcher=display).measured
+    measured = Timings(observer=display).measure
     with display, measured("graphs"):
         for count in range(6):
             with measured("compile"):

@@ -15,7 +15,7 @@ import pytest
 
 from lockstep.distributed import World
 from lockstep.errors import InputError, LockstepError, ParityError, PeerLost, Terminated
-from lockstep.run.faults import told_once
+from lockstep.run.faults import report_faults_once
 
 HOST = platform.node()
 
@@ -44,7 +44,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def run_into(error: BaseException, run: Path, rank: int = 1) -> Any:
     """What comes out of a rank that runs into `error`, after the ranks have begun."""
-    with pytest.raises(BaseException) as raised, told_once(run, Beside(rank, 2, timeout=3.0)):
+    with pytest.raises(BaseException) as raised, report_faults_once(run, Beside(rank, 2, timeout=3.0)):
         (run / "stacks" / f"rank-{1 - rank}.txt").touch()
         raise error
     return raised.value
@@ -74,7 +74,7 @@ def test_the_first_to_fail_tells_and_the_others_do_not(
     assert isinstance(later, PeerLost) and later.reported and capsys.readouterr().err == ""
     assert (stacks / "fault.txt").read_text().startswith("ZeroDivisionError: odd\n")
     stuck = Beside(1, 2, timeout=3.0)
-    with told_once(tmp_path, stuck):
+    with report_faults_once(tmp_path, stuck):
         ends(stuck, monkeypatch)
     assert capsys.readouterr().err == ""  # the first has told of it
     ends(stuck, monkeypatch)
@@ -97,7 +97,7 @@ def test_what_all_ranks_have_leaves_nothing(tmp_path: Path, dead: int) -> None:
     shared.reported = True
     for error in (shared, InputError("a bad flag"), ParityError("a token"), KeyboardInterrupt()):
         assert run_into(error, tmp_path) is error and "\n" not in str(error)
-        with told_once(tmp_path, Beside(0, 2, timeout=3.0)):
+        with report_faults_once(tmp_path, Beside(0, 2, timeout=3.0)):
             assert (tmp_path / "stacks").is_dir()
         assert not (tmp_path / "stacks").exists()
     assert [run_into(ParityError(), tmp_path, rank).reported for rank in (0, 1)] == [False, True]
@@ -118,7 +118,7 @@ def test_who_ends_for_a_signal_is_not_lost(tmp_path: Path, monkeypatch: pytest.M
     ended = run_into(PeerLost("late"), tmp_path)
     assert isinstance(ended, Terminated) and ended.args == (signal.SIGHUP,)
     assert {path.name for path in (tmp_path / "stacks").iterdir()} == {"rank-0.txt", "signal.txt"}
-    with pytest.raises(KeyboardInterrupt), told_once(tmp_path, Beside(1, 2, timeout=3.0)) as faults:
+    with pytest.raises(KeyboardInterrupt), report_faults_once(tmp_path, Beside(1, 2, timeout=3.0)) as faults:
         at_its_report = tmp_path / "stacks" / "rank-0.txt"
         threading.Timer(0.2, at_its_report.unlink).start()
         faults.all_end()
@@ -139,7 +139,7 @@ def test_a_stopped_process_writes_its_stack_and_goes_on(tmp_path: Path, monkeypa
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         monkeypatch.setattr(Beside, "process", process.pid)
-        monkeypatch.setattr("lockstep.run.faults._WAIT", 60.0)  # it answers on a busy machine too
+        monkeypatch.setattr("lockstep.run.faults._STACK_TIMEOUT_S", 60.0)  # it answers on a busy machine too
         lost = run_into(PeerLost("late"), tmp_path)
         assert f"rank 0 on {HOST} (process {process.pid}) is stopped" in str(lost)
         assert 'File "<string>", line ' in path.read_text()

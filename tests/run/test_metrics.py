@@ -20,11 +20,11 @@ from lockstep.run.metrics import (
     SUMMARY_FILE,
     MetricsWriter,
     logprobs_digest,
-    read_lines,
+    read_records,
     rollout_records,
     write_json,
 )
-from lockstep.run.report.metric_titles import SECTIONS, listed, title_of
+from lockstep.run.report.metric_titles import SECTIONS, catalogued_name, title_of
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 
 
@@ -59,9 +59,12 @@ def test_scalars_of_torch_and_numpy_and_paths() -> None:
 def test_a_metric_is_listed_once_and_found_by_the_name_it_is_recorded_under() -> None:
     names = [name for metrics in SECTIONS.values() for name in metrics]
     assert len(set(names)) == len(names)
-    assert listed("rewards/a/b/mean") == "rewards/<fn>/mean" and listed("reward_errors/f") == "reward_errors/<fn>"
+    assert (
+        catalogued_name("rewards/a/b/mean") == "rewards/<fn>/mean"
+        and catalogued_name("reward_errors/f") == "reward_errors/<fn>"
+    )
     assert title_of("rewards/a/b/mean") == "Reward function a/b" and title_of("lr") == "Learning rate"
-    assert listed("my/own") is None and title_of("my/own") == "my/own"
+    assert catalogued_name("my/own") is None and title_of("my/own") == "my/own"
 
 
 def write(path: Path, steps: range, start: int, run: str) -> None:
@@ -81,7 +84,7 @@ def test_resuming_drops_the_steps_that_come_again(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, range(0, 6), 0, "first")
     write(path, range(4, 8), 4, "second")
-    records = list(read_lines(path))
+    records = list(read_records(path))
     assert [r["step"] for r in records] == list(range(8))
     assert [r["run"] for r in records] == ["first"] * 4 + ["second"] * 4
 
@@ -98,9 +101,9 @@ def test_resuming_keeps_earlier_lines_byte_for_byte(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_dropped(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n' + b'{"step": 1}\n'[:-cut])
-    assert [r["step"] for r in read_lines(path)] == [0]
+    assert [r["step"] for r in read_records(path)] == [0]
     write(path, range(1, 2), 1, "second")
-    assert [r["step"] for r in read_lines(path)] == [0, 1]
+    assert [r["step"] for r in read_records(path)] == [0, 1]
 
 
 def test_several_lines_a_step_resume_together(tmp_path: Path) -> None:
@@ -109,7 +112,7 @@ def test_several_lines_a_step_resume_together(tmp_path: Path) -> None:
         for step in (0, 0, 1, 1):
             writer.write({"step": step})
     MetricsWriter(path, 1).close()
-    assert [r["step"] for r in read_lines(path)] == [0, 0]
+    assert [r["step"] for r in read_records(path)] == [0, 0]
 
 
 @pytest.mark.parametrize("bad", ["{not json}", "[1]", '{"loss": 1}', '{"step": null}', "\xff"])
@@ -124,7 +127,7 @@ def test_an_unreadable_line_is_named(tmp_path: Path, bad: str) -> None:
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that gives an error in place of its bytes")
 def test_a_file_that_the_disk_does_not_give_is_named(tmp_path: Path) -> None:
     (path := tmp_path / "metrics.jsonl").symlink_to("/proc/self/mem")
-    for read in (lambda: list(read_lines(path)), lambda: MetricsWriter(path, 1)):
+    for read in (lambda: list(read_records(path)), lambda: MetricsWriter(path, 1)):
         with pytest.raises(InputError, match=r"metrics\.jsonl cannot be read: .*Input/output error"):
             read()
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
@@ -140,7 +143,7 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path) -> None:
                 writer.write({"step": 1, "text": "x" * 40})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert list(read_lines(tmp_path / "m.jsonl")) == [{"step": 0}]
+    assert list(read_records(tmp_path / "m.jsonl")) == [{"step": 0}]
     MetricsWriter(tmp_path / "m.jsonl", start_step=1).close()
     assert (tmp_path / "m.jsonl").read_text() == '{"step": 0}\n'
 

@@ -28,6 +28,7 @@ WHOLE: dict[str, Any] = {"sample": 0, "segments": [GIVEN, SAMPLED], "token_ids":
         [{**WHOLE, "segments": [GIVEN]}],
         [{**WHOLE, "segments": [{**GIVEN, "token_ids": 7}, SAMPLED]}],
         [{**WHOLE, "segments": [GIVEN, {"kind": "sampled", "tokens": "x"}]}],
+        [{**WHOLE, "segments": [GIVEN, SAMPLED, {"kind": "given", "tokens": 2}]}],
     ],
 )
 def test_a_damaged_record_is_named(tmp_path: Path, samples: Any) -> None:

@@ -19,7 +19,7 @@ from lockstep.run.train import train
 
 def recorded(data: Path | str) -> Any:
     """The fingerprint of `data` as `task.data`."""
-    return resume.inputs(RunConfig(task=TaskConfig(data=str(data))))["data"]["task.data"]
+    return resume.identify_inputs(RunConfig(task=TaskConfig(data=str(data))))["data"]["task.data"]
 
 
 def test_a_file_is_its_size_and_bytes(tmp_path: Path) -> None:
@@ -61,25 +61,25 @@ def test_validation_rows_and_the_mask_are_recorded_too(tmp_path: Path) -> None:
     found = []
     for text in ("abc", "abd"):
         file.write_text(text)
-        found.append(resume.inputs(config)["data"])
+        found.append(resume.identify_inputs(config)["data"])
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"task.validation_data", "attention_mask"}
 
 
 def test_a_hub_id_is_recorded_by_its_name() -> None:
     assert recorded("somebody/rows") is None
-    assert resume.inputs(RunConfig())["data"] == dict.fromkeys(resume._DATA_FIELDS)
+    assert resume.identify_inputs(RunConfig())["data"] == dict.fromkeys(resume._DATA_FIELDS)
 
 
 def test_the_configuration_is_standard_json() -> None:
     config = replace(RunConfig(), steps=4)
-    settings = resume.inputs(config)["config"]
+    settings = resume.identify_inputs(config)["config"]
     assert settings["steps"] == 4 and settings["sampling.stop"] == []
     to_json(settings)
 
 
 @pytest.mark.parametrize("value", ['"text"', "null", "true", "[1]", "1" + "0" * 400, '"NaN"'])
 def test_a_metric_that_is_no_number_is_named_before_anything_is_written(tmp_path: Path, value: str) -> None:
-    good = to_json(dict.fromkeys(resume.SUMMARIZED, 0.5))[1:]
+    good = to_json(dict.fromkeys(resume.SUMMARIZED_METRICS, 0.5))[1:]
     bad = good.replace('"time/sync": 0.5', f'"time/sync": {value}')
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, ' + good + '\n{"step": 1, ' + bad + "\n")

@@ -20,7 +20,7 @@ from processes import DEADLINE, finished, running_lockstep
 from runs import COMMAND, DATA, QUICK, SMALL, SUM, records, saved, tensors_of
 from safetensors.torch import load_file
 
-from lockstep.api import resumed
+from lockstep.api import load_run_config
 from lockstep.cli.main import main
 from lockstep.config import LossConfig, OptimizerConfig, yaml_file
 from lockstep.errors import InputError
@@ -100,7 +100,7 @@ def test_a_finished_run_goes_on_for_longer_and_a_stopped_one_ends_earlier(
     shutil.rmtree(longer / "model")
     other = "--checkpoint.keep-last", "1", "--metrics.no-progress"  # which no step depends on
     assert main(["train", "--resume", str(longer), "--steps", "2", *other]) == 0
-    assert resumed(longer).checkpoint.keep_last == 1
+    assert load_run_config(longer).checkpoint.keep_last == 1
     assert (longer / "model" / "model.safetensors").read_bytes() == of_two
     assert [line["step"] for line in records(longer / "metrics.jsonl")] == [0, 1]
     assert list(json.loads((longer / "summary.json").read_text())["validation"]) == ["0", "2"]
@@ -221,7 +221,7 @@ def test_the_hubs_revision_is_recorded_and_compared(
     snapshot = tmp_path / "hub" / "0123abcd"
     monkeypatch.setattr(models_folder, "resolve_folder", lambda model: snapshot)
     config = replace(yaml_file.load(small_run / "config.yaml"), model="org/name")
-    then = resume.inputs(config)
+    then = resume.identify_inputs(config)
     assert then["model"] == {"revision": "0123abcd"}
     now = {**then, "model": {"revision": "89"}}
     loaded = checkpoint.LoadedCheckpoint(tmp_path / "step_2", 2, {"inputs": then}, ())
@@ -240,7 +240,7 @@ def test_chat_templates_that_an_earlier_version_did_not_record(
     monkeypatch.setattr(
         models_folder, "fingerprints", lambda folder, names: {name: {"size": 1, "sha256": "0"} for name in names}
     )
-    now = resume.inputs(replace(yaml_file.load(small_run / "config.yaml"), model=str(tmp_path / "model")))
+    now = resume.identify_inputs(replace(yaml_file.load(small_run / "config.yaml"), model=str(tmp_path / "model")))
     numerics = {"words": {GRADIENT_NORM: []}}
 
     def going_on(recorded: dict[str, Any]) -> list[str]:
@@ -259,7 +259,9 @@ def test_experts_that_an_earlier_version_balanced_by_other_loads() -> None:
     config, words = {"optimizer.router_bias_rate": 0.01}, {"words": {GRADIENT_NORM: []}}
 
     def said(numerics: dict[str, Any], config: dict[str, float]) -> list[str]:
-        return resume.redefined({"numerics": numerics, "packing": "fewest rows", "inputs": {"config": config}})
+        return resume.describe_redefinitions(
+            {"numerics": numerics, "packing": "fewest rows", "inputs": {"config": config}}
+        )
 
     (remark,) = said(words, config)
     assert "experts became balanced by" in remark
@@ -270,20 +272,20 @@ def test_experts_that_an_earlier_version_balanced_by_other_loads() -> None:
 
 def test_groups_that_an_earlier_version_never_split(small_run: Path) -> None:
     loaded = checkpoint.latest(small_run / "checkpoints")
-    assert loaded is not None and resume.redefined(loaded.state) == []
+    assert loaded is not None and resume.describe_redefinitions(loaded.state) == []
     del loaded.state["packing"]
-    (remark,) = resume.redefined(loaded.state)
+    (remark,) = resume.describe_redefinitions(loaded.state)
     assert remark.endswith("may add its gradients in another order")
     loaded.state["inputs"]["config"]["loss.router_aux_loss_coef"] = 0.01
-    assert resume.redefined(loaded.state)[0].endswith("and balances experts over other micro-batches")
+    assert resume.describe_redefinitions(loaded.state)[0].endswith("and balances experts over other micro-batches")
     loaded.state["inputs"]["config"]["trainer.mode"] = "per_sample"
-    assert resume.redefined(loaded.state) == []
+    assert resume.describe_redefinitions(loaded.state) == []
 
 
 def test_the_device_that_a_run_was_on_is_compared_not_what_chose_it(small_run: Path) -> None:
     loaded = checkpoint.latest(small_run / "checkpoints")
     assert loaded is not None
-    then, now = loaded.state["inputs"], resume.inputs(yaml_file.load(small_run / "config.yaml"))
+    then, now = loaded.state["inputs"], resume.identify_inputs(yaml_file.load(small_run / "config.yaml"))
     for before, after in (("auto", "cpu"), ("cpu", "auto")):
         then["config"]["device"], now["config"]["device"] = before, after
         resume.require_same(small_run, loaded, now)
@@ -367,7 +369,7 @@ def test_what_an_earlier_version_did_not_record_is_said(small_run: Path, capsys:
     assert "step_2 does not know sampling.min_p: they are what they were without a setting" in errors
     config = (small_run / "config.yaml").read_text()
     (small_run / "config.yaml").write_text(config.replace("  use_bias_correction_kl: true\n", ""))
-    assert not resumed(small_run).loss.use_bias_correction_kl  # its default is another
+    assert not load_run_config(small_run).loss.use_bias_correction_kl  # its default is another
     (small_run / "config.yaml").write_text(config)
     saved_before(small_run)
     state = checkpoint.latest(small_run / "checkpoints")

@@ -32,7 +32,7 @@ def test_a_cache_that_cannot_be_written_is_said_in_a_line(
 
 
 def test_a_reward_may_change_the_working_directory(
-    settled_runs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs_freeze_gc: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "moves.py").write_text(
         "import os\ndef root(completions, **_):\n    os.chdir('/')\n    return [0.0] * len(completions)\n"

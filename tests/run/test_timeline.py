@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import LockstepError
-from lockstep.run.timeline import ALL_STEPS, MOST_OF_A_NAME, Timeline, read_timeline, recorded
+from lockstep.run.timeline import ALL_STEPS, MAX_SPANS_PER_NAME, Timeline, is_recorded, read_timeline
 from lockstep.timings import Span
 
 
@@ -81,7 +81,7 @@ def test_a_file_that_is_no_timeline_is_begun_anew(tmp_path: Path, content: str) 
 
 
 def test_the_size_grows_with_the_logarithm_of_the_steps() -> None:
-    kept = [step for step in range(1, 8 * ALL_STEPS + 1) if recorded(step)]
+    kept = [step for step in range(1, 8 * ALL_STEPS + 1) if is_recorded(step)]
     assert kept[:ALL_STEPS] == list(range(1, ALL_STEPS + 1))
     for doubling in (1, 2, 4):
         assert sum(doubling * ALL_STEPS < step <= 2 * doubling * ALL_STEPS for step in kept) == ALL_STEPS // 2
@@ -90,10 +90,12 @@ def test_the_size_grows_with_the_logarithm_of_the_steps() -> None:
 def test_a_step_of_many_blocks_says_how_many_it_left_out(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     timeline = Timeline(path, "run", 0.0)
-    many = [Span("decode", float(i), 1.0, on_device) for i in range(MOST_OF_A_NAME + 7) for on_device in (False, True)]
+    many = [
+        Span("decode", float(i), 1.0, on_device) for i in range(MAX_SPANS_PER_NAME + 7) for on_device in (False, True)
+    ]
     timeline.write([*many, Span("generate", 0.0, 100.0)])
     names = [span.name for _, span in read_timeline(path)]
-    assert names == ["decode"] * 2 * MOST_OF_A_NAME + ["generate"]
+    assert names == ["decode"] * 2 * MAX_SPANS_PER_NAME + ["generate"]
     assert opened(path)[-1]["args"] == {"decode": 14}
 
 

@@ -136,7 +136,7 @@ def test_those_before_one_that_cannot_start_are_closed(tmp_path: Path, monkeypat
         raise InputError("cannot start")
 
     kinds = {"tensorboard": lambda *_: SimpleNamespace(close=lambda: closed.append("tensorboard")), "wandb": refuse}
-    monkeypatch.setattr(run_trackers, "_KINDS", kinds)
+    monkeypatch.setattr(run_trackers, "_TRACKERS", kinds)
     monkeypatch.setattr(run_trackers, "require_packages", lambda names: None)
     with pytest.raises(InputError, match="cannot start"):
         Trackers(MetricsConfig(trackers=("tensorboard", "wandb")), tmp_path, {})

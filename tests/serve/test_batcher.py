@@ -49,12 +49,12 @@ def test_a_client_that_comes_back_is_in_the_next_launch_while_the_device_is_busy
         answered.set()
 
     monkeypatch.setattr(engine, "advance", slow)
-    monkeypatch.setattr(batching, "FOLLOWERS_S", LAUNCH_S)
+    monkeypatch.setattr(batching, "MAX_FOLLOWER_WAIT_S", LAUNCH_S)
     monkeypatch.setattr(batching, "time", SimpleNamespace(monotonic=lambda: now[0]))
     batcher = Batcher(engine, deliver)
     for one in (job(0, 4), job(1, 40)):
         batcher.submit(one)
     while not answered.is_set():
-        batcher.turn()
-    batcher.turn()
+        batcher.step()
+    batcher.step()
     assert running[-2:] == [2, 2 if ahead else 1]  # what runs on a device that is idle does not wait

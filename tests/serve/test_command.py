@@ -17,7 +17,7 @@ from processes import running_lockstep, wait_for
 from lockstep.cli.main import main
 from lockstep.errors import LockstepError, Terminated
 from lockstep.serve import server as server_module
-from lockstep.serve.batcher import FAILURES
+from lockstep.serve.batcher import MAX_FAILURES
 from lockstep.serve.settings import Settings
 from lockstep.session.generate import LLM
 
@@ -76,15 +76,15 @@ def test_an_engine_that_fails_again_and_again_ends_the_server(model: Path, monke
         monkeypatch.setattr(server.service.batcher.engine, "advance", failing)
 
         def ask() -> None:
-            for _ in range(FAILURES):
+            for _ in range(MAX_FAILURES):
                 statuses.append(httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code)
 
         client = threading.Thread(target=ask)
         client.start()
-        with pytest.raises(LockstepError, match=f"the engine failed {FAILURES} times in a row"):
+        with pytest.raises(LockstepError, match=f"the engine failed {MAX_FAILURES} times in a row"):
             server.run()
         client.join(30)
-        assert statuses == [500] * FAILURES
+        assert statuses == [500] * MAX_FAILURES
 
 
 def test_a_server_whose_http_ends_does_not_wait_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_the_first_signal_stops_and_the_second_ends(number: signal.Signals) -> N
     service = SimpleNamespace(stopping=False)
     server: Any = SimpleNamespace(service=service, stop=lambda: setattr(service, "stopping", True))
     before = signal.getsignal(number)
-    with server_module._stopped_by_signals(server):
+    with server_module._stop_on_signals(server):
         signal.raise_signal(number)
         assert service.stopping
         with pytest.raises(KeyboardInterrupt) as found:
@@ -111,5 +111,5 @@ def test_the_first_signal_stops_and_the_second_ends(number: signal.Signals) -> N
 
 
 def test_only_strangers_without_a_key_are_warned_of() -> None:
-    assert Settings().remark == Settings(host="localhost").remark == ""
-    assert Settings(host="0.0.0.0", api_key="k").remark == "" != Settings(host="0.0.0.0").remark
+    assert Settings().warning == Settings(host="localhost").warning == ""
+    assert Settings(host="0.0.0.0", api_key="k").warning == "" != Settings(host="0.0.0.0").warning

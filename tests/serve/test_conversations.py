@@ -201,6 +201,21 @@ def test_thinking_that_the_template_removes_makes_another_prompt(served: Running
     )
 
 
+def test_a_turn_is_not_found_where_an_equal_earlier_one_is(served: Running) -> None:
+    """With a template whose rendering of the first answer changes as the conversation grows."""
+    policy = LLM(served.llm.config.model, device="cpu").policy
+    policy.tokenizer = tokenizer = byte_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ '...' if m.role == 'assistant' and messages | length < 4 }}"
+        "{{ m.content }}<|im_end|>{% endfor %}[assistant]"
+    )
+    sampled = [*tokenizer.encode("yes", add_special_tokens=False), tokenizer.eos_token_id]
+    answer, more = {"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}
+    messages = [*ASK, {**answer, "token_ids": sampled}, more, {**answer, "token_ids": sampled}, more]
+    prompt = encode_chat(policy, checked_chat(messages), {}, None)
+    assert prompt == ChatPrompt(policy.encode([*ASK, answer, more, answer, more]), kept=1, encoded_again=1)
+
+
 def test_a_scripted_model_says_its_script(served: Running) -> None:
     llm = served.llm
     (one,) = LLM(llm.config.model, device="cpu").generate([ASK], SamplingParams(temperature=0))[0]

@@ -433,7 +433,7 @@ def test_a_client_that_leaves_within_its_body_costs_nothing(served: Running) -> 
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(bodies, "BODY_TIMEOUT_S", 0.2)
     with partly_sent(served, 99) as connection:
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408") and served.idle
 
@@ -505,7 +505,7 @@ def test_what_is_more_than_may_wait_is_refused_before_it_is_encoded(
         assert small.http.post("/v1/completions", json={"prompt": "x"}).status_code == 200
 
 
-def test_a_server_that_is_stopped_lets_requests_finish(settled_runs: None, model: Path, llm: LLM) -> None:
+def test_a_server_that_is_stopped_lets_requests_finish(runs_freeze_gc: None, model: Path, llm: LLM) -> None:
     with running(model) as served, ThreadPoolExecutor(1) as pool:
         body = {"prompt": "one", "max_tokens": 100, "ignore_eos": True, "seed": 7}
         with served.held():

@@ -16,8 +16,8 @@ import pytest
 from lockstep.cli.main import main
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig
 from lockstep.errors import InputError
-from lockstep.run.closing import next_command
 from lockstep.run.evaluate import evaluate
+from lockstep.run.outcome import next_command
 from lockstep.session.evaluation import normal_interval, pass_at_k, render, wilson_interval
 
 

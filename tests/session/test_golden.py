@@ -187,4 +187,4 @@ def test_what_keeps_a_run_from_going_on(then: dict, now: dict, changed: list[str
     before: dict[str, Any] = {**THEN, "c_library": "c", "words": WORDS} | then
     if before["words"] is None:  # of an earlier version
         del before["words"], before["c_library"]
-    assert resume.other_numerics(before, {**THEN, "c_library": "c", "words": WORDS} | now) == changed
+    assert resume.describe_other_numerics(before, {**THEN, "c_library": "c", "words": WORDS} | now) == changed

@@ -91,7 +91,7 @@ def test_running_out_is_answered_with_the_plan(
             running_out_named(str, World(0, 1)),
         ):
             raise error
-    monkeypatch.setattr("lockstep.session.memory.usage.addresses", lambda: 3 << 29)
+    monkeypatch.setattr("lockstep.session.memory.usage.address_space_limit", lambda: 3 << 29)
     with (
         pytest.raises(InputError, match=r"This process may address 1\.50 GiB \(ulimit -v\): raise that"),
         running_out_named(str, World(0, 1)),

@@ -207,7 +207,7 @@ def test_a_process_may_take_no_more_than_its_limit_of_addresses(monkeypatch: pyt
 def test_the_processes_of_a_container_share_what_it_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     for limit, share in ((1 << 62, memory_bytes("cpu") // 8), (560 << 20, 70 << 20)):
-        monkeypatch.setattr(usage, "memory_of_group", lambda limit=limit: limit)
+        monkeypatch.setattr(usage, "cgroup_memory_limit", lambda limit=limit: limit)
         assert memory_at_hand(torch.device("cpu")) == share
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from scripted import MISTRALS, templates
 
 from lockstep.environments.tokens import answering
-from lockstep.errors import RewritesPast
+from lockstep.errors import HistoryRewritten
 from lockstep.models.tokenizer import byte_tokenizer, encode_following, render_chat
 from lockstep.serve.batcher import Update
-from lockstep.serve.text import GrowingText, Stops, visible
+from lockstep.serve.text import StopStrings, StreamedText, split_answer
 from lockstep.session.text.tool_calls import ToolCall, ToolFormat
 from lockstep.session.text.tool_formats import FORMATS, tool_format
 from lockstep.types import Segment, Trajectory
@@ -169,14 +169,14 @@ def test_pieces_add_up_to_the_whole(form: ToolFormat, texts: list[str], tools: t
     def decode(token_ids: list[int]) -> str:
         return bytes(token_ids).decode(errors="replace")
 
-    growing, shown = GrowingText(decode, Stops(("STOP",)), form), ""
+    growing, shown = StreamedText(decode, StopStrings(("STOP",)), form), ""
     for start in range(0, len(ids), size):
         piece, calls = growing.feed(Update(0, ids[start : start + size], [], [], None))
         shown += piece
         assert not calls
     whole = Trajectory([Segment([0]), Segment(ids, sampled=True, text=text)])
     piece, calls = growing.feed(Update(0, [], [], [], whole))
-    assert (shown + piece, calls) == visible(text, Stops(("STOP",)), form)
+    assert (shown + piece, calls) == split_answer(text, StopStrings(("STOP",)), form)
     for call in calls:
         assert isinstance(json.loads(call.arguments), dict)
 
@@ -262,7 +262,7 @@ def test_the_thoughts_of_gpt_oss_are_kept_within_a_round_of_tools_and_left_out_a
     start = "<|call|><|start|>functions.weather to=assistant<|channel|>commentary<|message|>"
     assert after == f'{start}"rain"<|end|><|start|>assistant'
     chat = [*ASK, first, result, last]
-    with pytest.raises(RewritesPast, match="leaves out the thinking") as raised:
+    with pytest.raises(HistoryRewritten, match="leaves out the thinking") as raised:
         encode_following(tokenizer, chat, ASK, {"tools": [TOOL]}, ENDS)
     assert [m.get("thinking") for m in raised.value.messages] == [None] * 4
     again = encode_following(tokenizer, raised.value.messages, ASK, {"tools": [TOOL]}, ENDS)

@@ -75,7 +75,7 @@ def test_what_is_checked_and_shards_without_prompts_count_for_nothing(make_group
 def test_what_is_counted_does_not_depend_on_packing(make_groups, how: Packing) -> None:
     """Where a prompt stands in several micro-batches, once for all of its responses, or before each."""
     groups = make_groups()
-    groups[0].rollouts[2].segments += [Segment([1] * 5, anew=True), Segment([2, 3], True)]  # a branch
+    groups[0].rollouts[2].segments += [Segment([1] * 5, begins_branch=True), Segment([2, 3], True)]  # a branch
     (together,) = pack(groups, max_tokens=4096, check_parity=False)
     batches = pack_shards([groups], [0], how, check_parity=False)
     assert len(batches) > 1 and torch.equal(loads_of(batches, []), loads_of([together], []))

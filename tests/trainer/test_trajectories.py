@@ -54,9 +54,9 @@ def several_turns(seed: int = 0) -> list[RolloutGroup]:
 def in_branches(seed: int = 0) -> list[RolloutGroup]:
     """The same with a branch begun at some given segments, and one more in the middle of a trajectory."""
     groups = several_turns(seed)
-    of_all(groups)[1].segments[2].anew = True  # the second of three turns goes on in a branch
-    of_all(groups)[4].segments[2:2] = [Segment([7, 8], anew=True), Segment([9], True, [-4.0], [-4.0])]
-    of_all(groups)[4].segments[4].anew = True
+    of_all(groups)[1].segments[2].begins_branch = True  # the second of three turns goes on in a branch
+    of_all(groups)[4].segments[2:2] = [Segment([7, 8], begins_branch=True), Segment([9], True, [-4.0], [-4.0])]
+    of_all(groups)[4].segments[4].begins_branch = True
     return groups
 
 
@@ -70,7 +70,7 @@ def plain_losses(model: Any, groups: list[RolloutGroup], algorithm: str) -> tupl
     for t in trajectories:
         parts: list[list[Segment]] = []
         for segment in t.segments:  # a branch knows nothing of another
-            parts += [[]] if segment.anew or not parts else []
+            parts += [[]] if segment.begins_branch or not parts else []
             parts[-1].append(segment)
         found, wanted = [], []
         for part in parts:
@@ -197,7 +197,7 @@ def test_branches_that_do_not_fit_together_are_in_several_batches(make_model):
             targets = iter(batch.targets_C[batch.valid_C].tolist())
             for part in batch.sequences:
                 of_name.setdefault(part.name, []).extend(next(targets) for _ in part.token_ids)
-                places.setdefault(part.name, []).append(part.part_from)
+                places.setdefault(part.name, []).append(part.part_offset)
         assert of_name == {t.name: t.token_ids for t in of_all(groups)}, "each sampled token once, in order"
         assert places["group 0 sample 0"] == [None]
         assert places["group 0 sample 1"] == [0, 1]
@@ -224,7 +224,7 @@ def test_what_other_ranks_have_is_planned_as_they_plan_it(make_model, max_tokens
         prompts = [Segment([*first.prompt.token_ids[:-1], 5]) for _ in range(2)]  # equal, and other than the first
         second.segments, third.segments[0] = [prompts[0], second.segments[1]], prompts[1]
         for one in (first, third):  # branches that begin alike
-            again = [Segment([7] * 60, anew=True), Segment([9], True, [-4.0], [-4.0])]
+            again = [Segment([7] * 60, begins_branch=True), Segment([9], True, [-4.0], [-4.0])]
             one.segments = [*one.segments[:2], *again]
         return found
 
@@ -328,7 +328,7 @@ def test_no_batch_is_larger_than_allowed_whatever_follows_what(share_prefix: boo
         def segment(kind: str, draw: random.Random = draw) -> Segment:
             tokens = [draw.randrange(9) for _ in range(draw.randint(kind != "sampled", 5))]
             zeros = [0.0] * len(tokens) if kind == "sampled" else None
-            return Segment(tokens, kind == "sampled", zeros, zeros, anew=kind == "anew")
+            return Segment(tokens, kind == "sampled", zeros, zeros, begins_branch=kind == "anew")
 
         kinds = [draw.choices(("sampled", "given", "anew"), (3, 1, 1), k=draw.randint(1, 4)) for _ in range(6)]
         made = [Trajectory([Segment([1, 2]), *map(segment, of), Segment([3], True)]) for of in kinds]

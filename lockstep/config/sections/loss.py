@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ...errors import meant, refuse
+from ...errors import did_you_mean_note, refuse
 from ..algorithms import LOSS_TYPES, OF_THE_RATIO, READ_BY, SHIPPED
 from .section import Section, at_least, between
 
@@ -103,10 +103,10 @@ class LossConfig(Section):
         return self.beta > 0 and not self.use_kl_in_reward
 
     def check(self) -> None:
-        known = ", ".join(LOSS_TYPES)
+        known, note = ", ".join(LOSS_TYPES), did_you_mean_note(self.loss_type, LOSS_TYPES)
         refuse(
             self.loss_type not in LOSS_TYPES and ":" not in self.loss_type,
-            f"loss.loss_type is {self.loss_type!r}{meant(self.loss_type, LOSS_TYPES)}; it must be one of {known}, or "
+            f"loss.loss_type is {self.loss_type!r}{note}; it must be one of {known}, or "
             "an algorithm of your own, as module:Class or path.py:Class",
         )
         refuse(

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from ...errors import InputError, LockstepError, refuse
-from ...json_file import plain
+from ...json_file import to_plain
 from ...types import SampleIdentity, SamplingParams, Segment, Trajectory
 from ...user_functions import one_line
 from ..environment import End, Environment
@@ -220,7 +220,7 @@ class RolloutPlay:
     def _called(self, prompts: list[Any], trainer: Any) -> Mapping[str, Any]:
         name = getattr(self._function, "__name__", "rollout_func")
         try:
-            with self._timings.measured("environment"):
+            with self._timings.measure("environment"):
                 found = self._function(prompts, trainer)
         except LockstepError:
             raise
@@ -240,7 +240,7 @@ class RolloutPlay:
         segments: list[Segment] = []
         for one in turns:
             one.used = True
-            segments += [Segment(one.prompt_ids, anew=bool(segments)), one.turn]
+            segments += [Segment(one.prompt_ids, begins_branch=bool(segments)), one.turn]
         rows, most = sum(len(s.token_ids) for s in segments) - len(turns), self._limits.packed_tokens
         if most is not None and rows > most:
             raise InputError(
@@ -286,7 +286,7 @@ class RolloutPlay:
 
 def _of_each(values: Any, count: int, what: str, field: str) -> Any:
     """A returned field with an entry per prompt, tensors and arrays as lists. `InputError` for anything else."""
-    values, ids = plain(values), field in ("prompt_ids", "completion_ids")
+    values, ids = to_plain(values), field in ("prompt_ids", "completion_ids")
     if values is None and not ids:
         return None
     lists = isinstance(values, list) and all(isinstance(one, list) or (one is None and not ids) for one in values)

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from ...errors import InputError, refuse
-from ...user_functions import blamed
+from ...user_functions import as_input_error
 from ..base import Source, setting
 from ..remote import Desk, Remote, TurnRefused
 
@@ -83,7 +83,7 @@ def _tasks(data: str, label: str) -> list[Any]:
         import verifiers.v1  # noqa: F401
     except ImportError as error:
         raise InputError(f"{label} needs a package: pip install 'lockstep-rl[verifiers]' ({error})") from error
-    with blamed(f"{label} cannot be loaded:"):  # a taskset may raise anything
+    with as_input_error(f"{label} cannot be loaded:"):  # a taskset may raise anything
         from verifiers.v1.utils.loaders import load_taskset
 
         taskset = load_taskset(_config(asked).taskset)
@@ -175,7 +175,7 @@ def verifiers_environment(data: str | None, max_turns: int, what: str) -> type[V
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.loaders import load_environment
 
-    with blamed(f"{label} cannot be played:"):
+    with as_input_error(f"{label} cannot be played:"):
         config = _config(asked, max_turns)
         if len(seats := agent_config_fields(config)) > 1:
             raise InputError(f"it has {len(seats)} agents ({', '.join(seats)}), and a rollout is one agent's")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import InputError
-from ...user_functions import blamed
+from ...user_functions import as_input_error
 from ..base import Source, setting
 
 SCHEME = "reasoning_gym:"
@@ -31,7 +31,7 @@ class ProceduralRows(Source):
         if type(given["size"]) is not int or given["size"] < 1:
             raise InputError(f"{label}: size is {given['size']!r}; it must be a whole number of at least 1")
         self._size = given["size"]
-        with blamed(f"{label} cannot be made:"):  # a task's checks may raise anything
+        with as_input_error(f"{label} cannot be made:"):  # a task's checks may raise anything
             super().__init__(data, reasoning_gym.create_dataset(name, **given))
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from ...config import TaskConfig
-from ...errors import InputError, PromptTooLong, near, refuse
+from ...errors import InputError, PromptTooLong, did_you_mean, refuse
 from ...user_functions import is_unicode
 from ..base import Encode, Problem, Prompt, PromptLimit, Source
 from ..rewards.calls import RESERVED_NAMES
@@ -192,7 +192,7 @@ def checked_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
             )
             raise InputError(f"{where} message {index} must be an object with role and content, both texts{found}")
         role = message["role"]
-        if role not in ROLES and (question := near(role, ROLES)):
+        if role not in ROLES and (question := did_you_mean(role, ROLES)):
             raise InputError(f"{where} message {index} has the role {role!r}; {question}")
     if messages[-1]["role"] == "assistant":
         raise InputError(f"{where}: the last message is the assistant's; the completion comes there, so remove it")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...types import Trajectory
-from ...user_functions import is_unicode, one_line, own
+from ...user_functions import copy_nested, is_unicode, one_line
 from ..calls import Failure
 from ..environment import PLAIN, Branch, End, Reward, by_name
 from ..rewards.calls import MAX_VALUE, RESERVED_NAMES
@@ -68,8 +68,8 @@ def wrong_end(end: Any) -> str:
     if not (said is None or isinstance(said, str) or (isinstance(said, list) and all(map(_has_role, said)))):
         return f"its End has completion={one_line(said, repr)}; it must be messages with role and content"
     try:
-        own(end.completion, "its End's completion")
-        own(dict(end.columns), "one of its End's columns")
+        copy_nested(end.completion, "its End's completion")
+        copy_nested(dict(end.columns), "one of its End's columns")
     except InputError as error:
         return str(error)
     return "" if end.reward is None else wrong_reward(end.reward)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from ...errors import LockstepError
 from ...timings import Timings
 from ...types import SampleIdentity, SamplingParams, Trajectory
-from ...user_functions import ATOMS, one_line, own
+from ...user_functions import IMMUTABLE_TYPES, copy_nested, one_line
 from ..base import Problem
 from ..calls import Failure
 from ..environment import End, Environment
@@ -131,7 +131,10 @@ class Asked(NamedTuple):
     def row(self) -> dict[str, Any]:
         """The problem's columns and prompt, copied at each access. `InputError`: a value contains itself."""
         columns = {**self.problem.columns, "prompt": self.problem.prompt}
-        return {n: v if type(v) in ATOMS else own(v, f"{self.where}: {n}") for n, v in columns.items()}
+        return {
+            name: value if type(value) in IMMUTABLE_TYPES else copy_nested(value, f"{self.where}: {name}")
+            for name, value in columns.items()
+        }
 
 
 class Round(NamedTuple):

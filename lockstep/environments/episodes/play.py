@@ -10,10 +10,10 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from ...errors import InputError, PromptTooLong, RewritesPast
-from ...machine import short_turns
+from ...errors import HistoryRewritten, InputError, PromptTooLong
+from ...machine import fast_thread_switching
 from ...types import SampleIdentity, SamplingParams, Segment, Trajectory
-from ...user_functions import blamed, one_line, own
+from ...user_functions import as_input_error, copy_nested, one_line
 from ..calls import Answer, Calls, Failure
 from ..environment import Branch, End, Environment, Next, Turn, by_name
 from ..tokens import answering, said_by
@@ -44,7 +44,7 @@ class Play:
         `LockstepError`: too many environments failed in a row."""
         self._asked, self._sampling, self._identity = {a.group: a for a in asked}, sampling, identity
         samples = range(identity.sample, identity.sample + sampling.n)
-        with blamed(f"task.environment: {self._environment.__name__}() raised"):
+        with as_input_error(f"task.environment: {self._environment.__name__}() raised"):
             for a, sample in product(asked, samples):
                 self._episodes.append(Episode(self._environment(), a.group, sample, self._tokens))
         groups = [self._episodes[i * sampling.n : (i + 1) * sampling.n] for i in range(len(asked))]
@@ -53,7 +53,7 @@ class Play:
             for a, episodes in zip(asked, groups, strict=True):
                 for episode in episodes:
                     self._calls.call(episode, episode.environment.start, a.row, a.seed)
-            with nullcontext() if self._environment.instant else short_turns():
+            with nullcontext() if self._environment.instant else fast_thread_switching():
                 self._go(sampling.n * len(asked))
         finally:
             self._calls.abandon()
@@ -67,7 +67,7 @@ class Play:
         left = total
         while left:
             busy = bool(self._sampled or self._done)
-            with nullcontext() if busy or self._environment.instant else self._timings.measured("environment"):
+            with nullcontext() if busy or self._environment.instant else self._timings.measure("environment"):
                 answers = self._calls.answers(wait=not busy)
             self._answers(answers)
             if self._sampled:
@@ -75,7 +75,7 @@ class Play:
             for _ in range(min(len(self._done), TURNS) if self._environment.instant else len(self._done)):
                 self._take(*self._done.popleft())
             left = len(self._sampled) + len(self._done) + len(self._calls)
-            self._timings.tell(f"{total - left} of {total}")
+            self._timings.report_progress(f"{total - left} of {total}")
 
     def close(self) -> None:
         """Close the environments."""
@@ -108,7 +108,7 @@ class Play:
     def _started(self, episode: Episode, value: Any) -> list[Started]:
         """Record a result of `start`, and return what can begin: the group, once all its samples have started."""
         try:
-            value = own(value, "what start returned") if isinstance(value, list) else value
+            value = copy_nested(value, "what start returned") if isinstance(value, list) else value
         except InputError as error:
             value = Failure(str(error))
         if not self._environment.begin_together:
@@ -129,7 +129,7 @@ class Play:
                 continue
             alike = all(other == given[0] for other in given)
             wanted += [(episodes, given[0])] if alike else [([one], value) for one, value in started]
-        with self._timings.measured("encode"):
+        with self._timings.measure("encode"):
             begun = [(some, self._prompt(some, value)) for some, value in wanted]
         if self._sampler is None and begun:
             kinds = [replace(self._sampling, n=len(episodes)) for episodes, _ in begun]
@@ -163,7 +163,7 @@ class Play:
 
     def _tools(self, environment: Environment) -> Sequence[Mapping[str, Any]]:
         kind = f"task.environment: {self._environment.__name__}.tools"
-        with blamed(f"{kind} raised"):
+        with as_input_error(f"{kind} raised"):
             tools = environment.tools
         if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
             raise InputError(f"{kind} is {one_line(tools, repr)}; it must be a property that lists JSON schemas")
@@ -172,7 +172,7 @@ class Play:
     def _until(self, environment: Environment, sampling: SamplingParams) -> SamplingParams:
         """How the next turn of an environment is sampled. Raises `InputError` if it changes what it may not."""
         kind = f"task.environment: {self._environment.__name__}.until"
-        with blamed(f"{kind} raised"):
+        with as_input_error(f"{kind} raised"):
             found = environment.until(sampling)
         most, stops = sampling.max_completion_length, sampling.stop_token_ids
         if (
@@ -190,7 +190,7 @@ class Play:
         if len(episodes) == 1:
             sampling = self._until(episodes[0].environment, sampling)
         trajectory = episodes[0].trajectory
-        branch = sum(segment.anew for segment in trajectory.segments) if trajectory is not None else 0
+        branch = sum(segment.begins_branch for segment in trajectory.segments) if trajectory is not None else 0
         domain = self._identity.domain + (branch << 8)  # positions repeat in a branch, but random keys must not
         identity = replace(self._identity, group=episodes[0].group, sample=first, domain=domain)
         request_id = self._sampler.add_request(token_ids, sampling, identity)
@@ -212,7 +212,7 @@ class Play:
             episode.trajectory = made
         else:
             segments, routes = episode.trajectory.segments, made.prompt.route_digests
-            if routes is not None and segments[-1].anew:
+            if routes is not None and segments[-1].begins_branch:
                 segments[-1].route_digests = routes
             elif routes is not None:
                 known = len(routes) - len(segments[-1].token_ids)
@@ -270,7 +270,7 @@ class Play:
 
     def _room(self, episode: Episode, trajectory: Trajectory) -> int:
         """The number of tokens that may still be sampled."""
-        context, branches = len(trajectory.context), 1 + sum(segment.anew for segment in trajectory.segments)
+        context, branches = len(trajectory.context), 1 + sum(segment.begins_branch for segment in trajectory.segments)
         room, most = self._sampling.max_completion_length, self._limits.response_tokens
         if most is not None:
             room = most - max(context - len(trajectory.prompt.token_ids), len(trajectory.token_ids))
@@ -295,9 +295,9 @@ class Play:
             return self._anew(episode, given.given)
         try:
             return self._following(episode, given)
-        except RewritesPast as past:
+        except HistoryRewritten as past:
             assert episode.messages is not None
-            given = answering(episode.messages[-1], own(given, "it"))
+            given = answering(episode.messages[-1], copy_nested(given, "it"))
             segment = self._anew(episode, [*episode.messages, *given])
             episode.messages = [*past.messages, *given]
             return segment
@@ -311,7 +311,7 @@ class Play:
         if isinstance(given, str):
             return Segment(episode.tokens.following(episode.messages, given), text=given)
         if episode.messages is not None:
-            given = answering(episode.messages[-1], own(given, "it"))
+            given = answering(episode.messages[-1], copy_nested(given, "it"))
         ids = episode.tokens.following(episode.messages, given)
         assert episode.messages is not None
         episode.messages += given
@@ -321,11 +321,11 @@ class Play:
 
     def _anew(self, episode: Episode, given: Any) -> Segment:
         """The segment that begins a branch."""
-        episode.messages = own(given, "it") if is_chat(given) else None
+        episode.messages = copy_nested(given, "it") if is_chat(given) else None
         if is_tokens(given):
-            return Segment(list(given), anew=True)
+            return Segment(list(given), begins_branch=True)
         text = given if isinstance(given, str) else said_by(given)
-        return Segment(episode.tokens.prompt(given), text=text, anew=True)
+        return Segment(episode.tokens.prompt(given), text=text, begins_branch=True)
 
     def _truncate(self, episode: Episode, trajectory: Trajectory) -> None:
         trajectory.finish_reason = "truncated"

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError, refuse
-from ...json_file import plain, to_json
-from ...user_functions import one_line, own
+from ...json_file import to_json, to_plain
+from ...user_functions import copy_nested, one_line
 
 RewardFunction = Callable[..., Any]
 Arguments = dict[str, Any]  # by name: lists with one entry per completion, and those of `TRAINER_NAMES`
@@ -76,7 +76,7 @@ def _recorded(value: Any, method: str, name: Any) -> Any:
     """A copy of what a function logged, in a form that JSON can hold. `ValueError`: text that is not valid Unicode,
     numbers of thousands of digits, or a value that contains itself."""
     try:
-        recorded = plain(value)
+        recorded = to_plain(value)
         to_json(recorded).encode()
         return recorded
     except (ValueError, RecursionError) as error:
@@ -150,7 +150,7 @@ def started(function: RewardFunction, arguments: Arguments) -> Any:
     """The function's result, its coroutine, or its failure."""
     try:
         with ending_forks():
-            return function(**{name: own(value, f"argument {name}") for name, value in arguments.items()})
+            return function(**{name: copy_nested(value, f"argument {name}") for name, value in arguments.items()})
     except BaseException as error:
         return raised(error, function)
 

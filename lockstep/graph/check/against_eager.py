@@ -89,7 +89,7 @@ def check_against_eager(
             mode: a run wrote state that its case does not declare.
     """
     functions = [function for function, _ in work]
-    with runtime.timings.measured("verify"):
+    with runtime.timings.measure("verify"):
         state = _State(functions, spare, runtime.borrower.overwritable_addresses if runtime.borrower else ())
         names = dict.fromkeys(function.name for function in functions)
         found = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, fx
 
-from ...types import COMPARED
+from ...types import COMPARED_OUTPUTS
 from ..torch_private import trace as torch_trace
 from .captured import Captured, GraphError, Origins, describe, is_backward, op_name, origins, written_memory
 from .cross_rank_sums import CrossRankSums, communicates
@@ -125,7 +125,7 @@ def _sums_of_ranks(captured: Captured, origins_of: Origins) -> Iterator[str]:
             yield _sum_problem(found, f"{why} from it in {describe(node)}")
     returned = zip(captured.outputs, captured.graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
     for name, value in returned:
-        if name in COMPARED and (found := sum_in(value)):
+        if name in COMPARED_OUTPUTS and (found := sum_in(value)):
             yield _sum_problem(found, f"output {name!r} follows from it")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...types import SideBySide
+from ...types import CoalescedTensors
 from ..ir.captured import Captured, GraphError, Inputs
 from ..ir.values import tensors_in
 from ..ir.verify import overlapping
@@ -143,8 +143,8 @@ class GraphLauncher:
         """Check a launch's user inputs, and copy them into the graph's buffers."""
         if not user and not self._user:
             return
-        layout = user.layout if isinstance(user, SideBySide) else None
-        if isinstance(user, SideBySide) and layout == self._layout:
+        layout = user.layout if isinstance(user, CoalescedTensors) else None
+        if isinstance(user, CoalescedTensors) and layout == self._layout:
             self._own.fill_whole(user.buffer)
             return
         self._check_user(user)

@@ -79,7 +79,7 @@ class Regions:
         digest = digest_of(body)
         if digest not in self._made and digest not in self.refused:
             try:
-                with self._timings.measured("inductor"):
+                with self._timings.measure("inductor"):
                     self._made[digest] = CompiledSubgraph(body, module, *signature.compile(module))
             except torch_inductor.Uncompilable as error:
                 self.refused[digest] = str(error)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...cache.file_hashes import fingerprints, glance
 from ...cache.tensor_file import CHUNK_BYTES, Entry, Staging, TensorReader
 from ...errors import InputError, refuse
-from ...json_file import read_object
+from ...json_file import read_json_object
 from ..blocks.weight_slices import WeightSlice
 from ..checks import check_end_of_sequence, check_fields
 from ..config import ModelConfig
@@ -91,7 +91,7 @@ def glances(model: str) -> dict[str, str]:
 def read_config(folder: Path) -> ModelConfig:
     """The folder's configuration, with the end-of-sequence ids of generation_config.json added."""
     path, generation = folder / "config.json", folder / "generation_config.json"
-    values = text_part(read_object(path))
+    values = text_part(read_json_object(path))
     if isinstance(values.get("model_type"), str | None):
         require_family(values, str(path))  # before other fields, which are meaningless for an unknown model
     check_fields(values, str(path))
@@ -103,7 +103,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise InputError(f"{path}: a field's value is of the wrong kind ({type(error).__name__}: {error})") from error
     check_end_of_sequence(config.eos_token_ids, config.vocab_size, str(path))
     if generation.exists():
-        values = read_object(generation)
+        values = read_json_object(generation)
         check_fields(values, str(generation))
         more = end_of_sequence(values)
         check_end_of_sequence(more, config.vocab_size, str(generation))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...cache.tensor_file import Staging, Stored, TensorReader
 from ...errors import InputError
-from ...json_file import read_object
+from ...json_file import read_json_object
 from ..blocks import mxfp4
 from ..blocks.weight_slices import Form, WeightSlice
 from ..config import ModelConfig
@@ -44,7 +44,7 @@ def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterat
     from safetensors import SafetensorError
 
     once, pairs = _Once(config), mxfp4.Pairs()
-    name_of = of_text if is_wrapped(read_object(folder / "config.json")) else str
+    name_of = of_text if is_wrapped(read_json_object(folder / "config.json")) else str
     staging = opened.enter_context(Staging())
     for file in _files(folder, config, name_of):
         if not os.path.isfile(file):  # False also for invalid names
@@ -128,7 +128,7 @@ def file_names(folder: Path) -> list[str]:
 
 def _placed(index: Path) -> dict[str, str]:
     """The file of each tensor in a shard index; `InputError` if one is outside the index's folder."""
-    placed = read_object(index).get("weight_map")
+    placed = read_json_object(index).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise InputError(f"{index}: weight_map must be an object of tensor names and their files")
     for name, file in placed.items():

@@ -32,7 +32,7 @@ from .retention import prune, retire, steps
 _FORMAT = 1
 _SHARD_BYTES = 1 << 30
 _STATE, _MANIFEST, _SUFFIX = "state.json", "manifest.json", ".safetensors"
-_LIST = ".written-{}.json"  # a rank's list of its files; deleted when the checkpoint is complete
+_FILE_LIST = ".written-{}.json"  # a rank's list of its files; deleted when the checkpoint is complete
 _WRITERS = 4  # threads
 
 _log = logging.getLogger("lockstep.run.checkpoint")
@@ -61,7 +61,7 @@ class LoadedCheckpoint:
     def parts(self, name: str) -> list[dict[str, TensorInFile]]:
         """Each rank's own tensors of `name`, without the replicated ones, by rank; all of them if one process saved."""
         ranks = {found[1] for file in self.files if (found := re.fullmatch(rf"{name}\.(\d+)-\d+{_SUFFIX}", file))}
-        return [self.slices(part_of(name, rank)) for rank in range(len(ranks))] or [self.slices(name)]
+        return [self.slices(part_name(name, rank)) for rank in range(len(ranks))] or [self.slices(name)]
 
     def by_rank(self, name: str) -> dict[str, Tensor | list[TensorInFile]]:
         """The tensors of `name`. A sharded one is a list of all ranks' parts, which are read as they are copied."""
@@ -70,7 +70,7 @@ class LoadedCheckpoint:
         return {key: tensor[:] for key, tensor in alike.items() if key not in found} | found
 
 
-def part_of(name: str, rank: int) -> str:
+def part_name(name: str, rank: int) -> str:
     return f"{name}.{rank}"
 
 
@@ -85,7 +85,7 @@ class TensorInFile:
         return self._rows[part]
 
 
-def begun(folder: Path, step: int) -> Path:
+def create_temporary(folder: Path, step: int) -> Path:
     """A new hidden folder beside the checkpoint's place."""
     temporary = folder.absolute() / f".tmp-step_{step}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -102,26 +102,26 @@ def write_part(temporary: Path, rank: int, tensors: Mapping[str, Mapping[str, Te
             files[f"{stem}-{index:05d}{_SUFFIX}"] = {key: given[key] for key in keys}
     with ThreadPoolExecutor(_WRITERS) as pool:
         written = list(pool.map(lambda item: _write_file(temporary / item[0], item[1]), files.items()))
-    partial = temporary / f".{_LIST.format(rank)}"
+    partial = temporary / f".{_FILE_LIST.format(rank)}"
     _write_text(partial, as_json(dict(zip(files, written, strict=True))))
-    partial.rename(temporary / _LIST.format(rank))
+    partial.rename(temporary / _FILE_LIST.format(rank))
 
 
-def list_of(temporary: Path, rank: int) -> dict[str, Any] | None:
-    path = temporary / _LIST.format(rank)
+def read_file_list(temporary: Path, rank: int) -> dict[str, Any] | None:
+    path = temporary / _FILE_LIST.format(rank)
     return read_json(path) if path.exists() else None
 
 
-def finish(target: Path, temporary: Path, state: str, lists: list[dict[str, Any]], keep_last: int) -> None:
+def complete(target: Path, temporary: Path, state: str, lists: list[dict[str, Any]], keep_last: int) -> None:
     """Write the state and the manifest of all ranks' files, rename the folder to its place, and delete old ones."""
     for rank in range(len(lists)):
-        (temporary / _LIST.format(rank)).unlink()
+        (temporary / _FILE_LIST.format(rank)).unlink()
     _write_text(temporary / _STATE, state)
     files = fingerprints(temporary, [_STATE]) | {name: entry for of_rank in lists for name, entry in of_rank.items()}
     for name in files:  # raises if a file is missing: another machine may have written to a folder of the same name
         (temporary / name).stat()
     step = int(target.name.removeprefix("step_"))
-    manifest = _sealed({"format": _FORMAT, "step": step, "files": dict(sorted(files.items()))})
+    manifest = _with_digest({"format": _FORMAT, "step": step, "files": dict(sorted(files.items()))})
     _write_text(temporary / _MANIFEST, as_json(manifest))
     _fsync(temporary)
     if target.exists():  # usually a damaged checkpoint of the same step
@@ -137,7 +137,7 @@ def latest(folder: Path, most: int | None = None) -> LoadedCheckpoint | None:
     for step in reversed([step for step in steps(folder) if most is None or step <= most]):
         path = folder / f"step_{step}"
         try:
-            return _verified(path, step)
+            return _load_verified(path, step)
         except _Damaged as error:
             _log.warning("skipped damaged checkpoint %s: %s", path, error)
     return None
@@ -168,16 +168,16 @@ def _write_text(path: Path, text: str) -> None:
     _fsync(path)
 
 
-def _sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+def _with_digest(manifest: dict[str, Any]) -> dict[str, Any]:
     """The manifest with its own digest, so that damage to the manifest is detected too."""
     body = {key: value for key, value in manifest.items() if key != "sha256"}
     return body | {"sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
 
 
-def _verified(path: Path, step: int) -> LoadedCheckpoint:
+def _load_verified(path: Path, step: int) -> LoadedCheckpoint:
     try:
         manifest = read_json(path / _MANIFEST)
-        if manifest != _sealed(manifest):
+        if manifest != _with_digest(manifest):
             raise _Damaged(f"{_MANIFEST} does not have its own digest")
         if (manifest["format"], manifest["step"]) != (_FORMAT, step):
             raise _Damaged(f"{_MANIFEST} is for format {manifest['format']}, step {manifest['step']}")

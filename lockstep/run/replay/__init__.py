@@ -1,3 +1,3 @@
 """Sampling a recorded trajectory of a run again."""
 
-from .again import replay
+from .resample import replay

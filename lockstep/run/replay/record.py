@@ -10,10 +10,10 @@ from typing import Any
 from ...errors import InputError, refuse
 from ...rl.loop import Loop
 from ...types import Trajectory
-from ..metrics import ROLLOUTS_FILE, logprobs_digest, read_lines
+from ..metrics import ROLLOUTS_FILE, logprobs_digest, read_records
 
 
-def numbers(trajectory: str) -> tuple[int, int, int]:
+def parse_trajectory(trajectory: str) -> tuple[int, int, int]:
     found = re.fullmatch(r"([0-9]{1,12})/([0-9]{1,12})/([0-9]{1,12})", trajectory)
     if found is None:
         raise InputError(
@@ -28,23 +28,26 @@ def recorded_sample(run_dir: Path, step: int, group: int, sample: int) -> tuple[
     refuse(not (run_dir / "config.yaml").is_file(), f"{run_dir} is not a run folder (it has no config.yaml)")
     path = run_dir / ROLLOUTS_FILE
     refuse(not path.is_file(), f"{run_dir} has no {ROLLOUTS_FILE}: no step was done, or none was to be recorded")
-    lines = (line for line in read_lines(path) if line["step"] == step)
+    lines = (line for line in read_records(path) if line["step"] == step)
     for record in (line for line in lines if line.get("group") == group):  # failed samples may be in a second record
         samples = record.get("samples", [])
         for place, found in enumerate(samples if isinstance(samples, list) else [samples]):
             if not isinstance(found, dict) or found.get("sample", place) == sample:
-                refuse(not _is_whole(found), f"{path}: what it has of trajectory {step}/{group}/{sample} is damaged")
+                refuse(not _is_complete(found), f"{path}: what it has of trajectory {step}/{group}/{sample} is damaged")
                 return record, found
     raise InputError(f"{path} has no trajectory {step}/{group}/{sample}")
 
 
-def _is_whole(recorded: Any) -> bool:
+def _is_complete(recorded: Any) -> bool:
     """Whether a sample's record has everything that the comparison needs."""
     try:
-        first, *_ = recorded["segments"]
-        turns = [token for turn in sampled_turns(recorded) for token in turn]
-        given = [token for one in recorded["segments"] if one["kind"] == "given" for token in one.get("token_ids", ())]
-        return bool(turns) and first["kind"] == "given" and all(type(token) is int for token in turns + given)
+        prompt, *rest = recorded["segments"]
+        sampled = [token for turn in sampled_turns(recorded) for token in turn]
+        given = [*prompt.get("token_ids", ())]
+        for segment in rest:
+            if segment["kind"] == "given":
+                given += segment["token_ids"]
+        return bool(sampled) and prompt["kind"] == "given" and all(type(token) is int for token in sampled + given)
     except (AttributeError, KeyError, StopIteration, TypeError, ValueError):
         return False
 
@@ -54,8 +57,8 @@ def given_tokens(loop: Loop, record: dict[str, Any], recorded: dict[str, Any]) -
     record the prompt's tokens, so it is encoded again."""
     first, *rest = recorded["segments"]
     prompt = first.get("token_ids") or record.get("prompt_token_ids") or loop.run.policy.encode(record["prompt"])
-    given = [segment for segment in rest if segment["kind"] == "given"]
-    return [(prompt, False), *((one["token_ids"], bool(one.get("anew"))) for one in given)]
+    later = [segment for segment in rest if segment["kind"] == "given"]
+    return [(prompt, False), *((segment["token_ids"], bool(segment.get("anew"))) for segment in later)]
 
 
 def sampled_turns(recorded: dict[str, Any]) -> list[list[int]]:
@@ -64,16 +67,18 @@ def sampled_turns(recorded: dict[str, Any]) -> list[list[int]]:
     return [[next(tokens) for _ in range(count)] for count in counts]
 
 
-def difference(recorded: dict[str, Any], found: Trajectory) -> str:
+def first_difference(recorded: dict[str, Any], found: Trajectory) -> str:
     """The first difference in tokens, in words; if there is none, whether log-probabilities differ."""
-    before, now, turns, turn = recorded["segments"][1:], found.segments[1:], iter(sampled_turns(recorded)), 0
+    before, now = recorded["segments"][1:], found.segments[1:]
+    turns, turn = sampled_turns(recorded), 0
     for segment, again in zip(before, now, strict=False):
-        sampled = segment["kind"] == "sampled"
-        turn += sampled
-        tokens = zip_longest(next(turns) if sampled else segment["token_ids"], again.token_ids, fillvalue="none")
-        for at, (then, came) in enumerate(tokens, start=1):
+        if segment["kind"] == "sampled":
+            token_ids, turn = turns[turn], turn + 1
+            what = f"turn {turn}"
+        else:
+            token_ids, what = segment["token_ids"], f"what was given after turn {turn}"
+        for at, (then, came) in enumerate(zip_longest(token_ids, again.token_ids, fillvalue="none"), start=1):
             if then != came:
-                what = f"turn {turn}" if sampled else f"what was given after turn {turn}"
                 return f"{what}, token {at}: {then} is recorded, {came} came now"
     if len(before) != len(now):
         return f"{len(before)} segments after the prompt are recorded, {len(now)} came now"

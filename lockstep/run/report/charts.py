@@ -15,7 +15,7 @@ Points = Sequence[tuple[float, float]]  # (x, y) with ascending x; a y that is n
 COLOURS = 8
 WIDTH, HEIGHT = 360, 176
 LEFT, RIGHT, TOP, BOTTOM = 46, 10, 14, 22
-_MOST_POINTS, _MOST_READINGS, _SMOOTHED_FROM = 240, 48, 30
+_MAX_POINTS, _MAX_READINGS, _SMOOTHED_FROM = 240, 48, 30
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class _Plot:
     """Maps data to the SVG's units and draws the axes."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
-        self.x_low, self.x_high = _widened(min(xs), max(xs))
-        self.ticks = ticks(*_widened(min(ys), max(ys)))
+        self.x_low, self.x_high = _widen(min(xs), max(xs))
+        self.ticks = ticks(*_widen(min(ys), max(ys)))
         self.y_low, self.y_high = self.ticks[0], self.ticks[-1]
 
     def x(self, value: float) -> float:
@@ -71,14 +71,14 @@ class _Plot:
 
 def line_chart(series: Sequence[Series], smooth: bool = True) -> str:
     """The series as lines with gaps; with `smooth`, a long one is drawn faintly under its moving average."""
-    lines = [_thinned(one) for one in series]
+    lines = [_downsample(one) for one in series]
     dots = [dot for line in lines for dot in line if dot is not None]
     if not dots:
         return '<p class="none">no finite value</p>'
     xs = [dot.x for dot in dots]
     plot = _Plot(xs, [value for dot in dots for value in (dot.low, dot.high)])
     drawn = [_line(plot, line, index, one, smooth) for index, (one, line) in enumerate(zip(series, lines, strict=True))]
-    return _svg(plot.axes(xs) + "".join(drawn) + _readings(plot, [one.name for one in series], lines))
+    return _svg(plot.axes(xs) + "".join(drawn) + _hover_readings(plot, [one.name for one in series], lines))
 
 
 def stacked_chart(series: Sequence[Series]) -> str:
@@ -97,7 +97,7 @@ def stacked_chart(series: Sequence[Series]) -> str:
         outline = [*zip(xs, high, strict=True), *reversed(list(zip(xs, low, strict=True)))]
         areas.append(f'<polygon class="f{index % COLOURS}" points="{" ".join(plot.at(*xy) for xy in outline)}"/>')
     shown = [[_Dot(x, y, y, y) for x, y in zip(xs, layer, strict=True)] for layer in layers]
-    return _svg("".join(areas) + plot.axes(xs) + _readings(plot, [one.name for one in series], shown))
+    return _svg("".join(areas) + plot.axes(xs) + _hover_readings(plot, [one.name for one in series], shown))
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
@@ -106,8 +106,8 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
     return [_mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def _thinned(series: Series) -> list[_Dot | None]:
-    """The series as at most `_MOST_POINTS` dots, with None for a range without a finite value."""
+def _downsample(series: Series) -> list[_Dot | None]:
+    """The series as at most `_MAX_POINTS` dots, with None for a range without a finite value."""
     spread = series.spread or [0.0] * len(series.points)
     rows = [(x, y, s) for (x, y), s in zip(series.points, spread, strict=True)]
     return [_dot(chunk, series.spread is not None) for chunk in _chunks(rows)]
@@ -124,7 +124,7 @@ def _dot(rows: Sequence[tuple[float, float, float]], banded: bool) -> _Dot | Non
 
 
 def _chunks(rows: list) -> list[list]:
-    size = -(-len(rows) // _MOST_POINTS) or 1
+    size = -(-len(rows) // _MAX_POINTS) or 1
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
@@ -140,7 +140,7 @@ def _drawable(y: float) -> bool:
 def _line(plot: _Plot, line: list[_Dot | None], index: int, series: Series, smooth: bool) -> str:
     parts = []
     style = f"l{index % COLOURS}{' dashed' if series.dashed else ''}"
-    for run in _runs(line):
+    for run in _finite_runs(line):
         parts.append(_band(plot, run, index))
         smoothed = smooth and len(run) >= _SMOOTHED_FROM
         parts.append(_polyline(plot, [(d.x, d.y) for d in run], f"{style}{' faint' if smoothed else ''}"))
@@ -153,7 +153,7 @@ def _line(plot: _Plot, line: list[_Dot | None], index: int, series: Series, smoo
     return "".join(parts)
 
 
-def _runs(line: list[_Dot | None]) -> list[list[_Dot]]:
+def _finite_runs(line: list[_Dot | None]) -> list[list[_Dot]]:
     parts = ([dot for dot in part if dot is not None] for _, part in groupby(line, lambda dot: dot is None))
     return [run for run in parts if run]
 
@@ -169,15 +169,15 @@ def _polyline(plot: _Plot, points: Points, style: str) -> str:
     return f'<polyline class="{style}" points="{" ".join(plot.at(*xy) for xy in points)}"/>'
 
 
-def _readings(plot: _Plot, names: Sequence[str], lines: Sequence[Sequence[_Dot | None]]) -> str:
+def _hover_readings(plot: _Plot, names: Sequence[str], lines: Sequence[Sequence[_Dot | None]]) -> str:
     """Strips over the plot that show the step and each line's value while the pointer is on them."""
     longest = max(([dot for dot in line if dot is not None] for line in lines), key=len)
-    chosen = longest[:: -(-len(longest) // _MOST_READINGS)]
+    chosen = longest[:: -(-len(longest) // _MAX_READINGS)]
     edges = [(a.x + b.x) / 2 for a, b in pairwise(chosen)]
     parts = []
     for dot, low, high in zip(chosen, [plot.x_low, *edges], [*edges, plot.x_high], strict=True):
-        near = [(name, _at(line, dot.x)) for name, line in zip(names, lines, strict=True)]
-        values = [f"{name} {y:.4g}" if len(names) > 1 else f"{y:.4g}" for name, y in near if y is not None]
+        nearest = [(name, _nearest_value(line, dot.x)) for name, line in zip(names, lines, strict=True)]
+        values = [f"{name} {y:.4g}" if len(names) > 1 else f"{y:.4g}" for name, y in nearest if y is not None]
         text = escape(f"step {dot.x:.6g}: {', '.join(values)}")
         left, right = plot.x(low), plot.x(high)
         parts.append(
@@ -188,7 +188,7 @@ def _readings(plot: _Plot, names: Sequence[str], lines: Sequence[Sequence[_Dot |
     return "".join(parts)
 
 
-def _at(line: Sequence[_Dot | None], x: float) -> float | None:
+def _nearest_value(line: Sequence[_Dot | None], x: float) -> float | None:
     dots = [dot for dot in line if dot is not None]
     return min(dots, key=lambda dot: abs(dot.x - x)).y if dots else None
 
@@ -207,7 +207,7 @@ def _tick(value: float, step: float) -> str:
     return f"{value:.4g}"
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
+def _widen(low: float, high: float) -> tuple[float, float]:
     """The range, or a wider one around it if it is too narrow to divide."""
     if high - low > 1e-12 * max(abs(low), abs(high)) + 1e-300:
         return low, high

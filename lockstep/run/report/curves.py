@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..metrics import number
+from ..metrics import format_number
 from .charts import Points, Series, line_chart, stacked_chart
-from .metric_titles import LEARNING, PARITY, PHASES, SECTIONS, listed, title_of
+from .metric_titles import LEARNING, PARITY, PHASES, SECTIONS, catalogued_name, title_of
 from .record import Record
 
 # Sections with one chart per metric; the others are shown by the learning section, the time split and the certificate.
 CHARTED = [section for section in SECTIONS if section not in (LEARNING, PHASES, PARITY)]
-_AS_IT_IS = {"lr", "recompiles", "graph_replays", "memory/peak_gib", "policy_age"}  # drawn without smoothing
+_UNSMOOTHED = {"lr", "recompiles", "graph_replays", "memory/peak_gib", "policy_age"}  # drawn without smoothing
 
 
 @dataclass(frozen=True)
@@ -26,25 +26,26 @@ class Chart:
     name: str
 
 
-def _lines(title: str, series: Sequence[Series], name: str, smooth: bool = True) -> Chart:
+def _line_chart(title: str, series: Sequence[Series], name: str, smooth: bool = True) -> Chart:
     return Chart(title, line_chart(series, smooth), series, name)
 
 
-def learning(record: Record) -> list[Chart]:
+def learning_charts(record: Record) -> list[Chart]:
     """Charts of the reward with its spread within groups, the held-out problems, and each reward function."""
     charts = []
     if rewards := record.metric("reward/mean"):
         spread = dict(record.metric("reward/std"))
         bands = [spread.get(step, 0.0) for step, _ in rewards]
         title = "Reward ± its spread within a prompt"
-        charts.append(_lines(title, [Series("reward", rewards, bands)], "reward/mean"))
+        charts.append(_line_chart(title, [Series("reward", rewards, bands)], "reward/mean"))
     for counts, title in ((False, "Held-out problems, greedy"), (True, "Held-out problems that have no reward")):
         of = (item for item in record.validations.items() if item[0].endswith("groups_without_reward") is counts)
         if series := _finite(dict(of)):
-            charts.append(_lines(title, series, "validation/..."))
-    functions = {name: record.metric(name) for name in record.metric_names if listed(name) == "rewards/<fn>/mean"}
+            charts.append(_line_chart(title, series, "validation/..."))
+    names = [name for name in record.metric_names if catalogued_name(name) == "rewards/<fn>/mean"]
+    functions = {name: record.metric(name) for name in names}
     if len(functions) > 1 and (series := _finite(functions)):
-        charts.append(_lines("Each reward function", series, "rewards/..."))
+        charts.append(_line_chart("Each reward function", series, "rewards/..."))
     return charts
 
 
@@ -59,7 +60,7 @@ def _short(name: str) -> str:
     return "/".join(parts) or name
 
 
-def details(record: Record) -> tuple[dict[str, list[Chart]], dict[str, float]]:
+def section_charts(record: Record) -> tuple[dict[str, list[Chart]], dict[str, float]]:
     """The charts of each section of metrics, and the metrics that never change with their values."""
     constant: dict[str, float] = {}
     found = {}
@@ -70,16 +71,16 @@ def details(record: Record) -> tuple[dict[str, list[Chart]], dict[str, float]]:
             if len(values) > 1 and min(values) == max(values):
                 constant[name] = values[0]
             elif points := record.metric(name):
-                charts.append(_lines(title_of(name), [Series(name, points)], name, name not in _AS_IT_IS))
+                charts.append(_line_chart(title_of(name), [Series(name, points)], name, name not in _UNSMOOTHED))
         found[title] = charts
     return found, constant
 
 
 def _sections(record: Record) -> dict[str, list[str]]:
     """Recorded metrics by the section that charts them; last, those in no section."""
-    of = {name: listed(name) for name in record.metric_names}
+    of = {name: catalogued_name(name) for name in record.metric_names}
     found = {section: [n for known in SECTIONS[section] for n in of if of[n] == known] for section in CHARTED}
-    return found | {"More": [name for name, known in of.items() if known is None and not _validation(name)]}
+    return found | {"More": [name for name, known in of.items() if known is None and not _is_validation(name)]}
 
 
 def time_split(record: Record) -> list[Chart]:
@@ -98,21 +99,22 @@ def time_split(record: Record) -> list[Chart]:
     return [Chart(PHASES, stacked_chart(series), series, "time/...")]
 
 
-def compared(records: Sequence[Record], names: Iterable[str]) -> tuple[list[Chart], list[list[str]]]:
+def comparison_charts(records: Sequence[Record], names: Iterable[str]) -> tuple[list[Chart], list[list[str]]]:
     """One chart per metric with a line for each run; and rows (title, one value per run) for metrics that never change
     within a run but differ between runs. Metrics that no run has, or that are equal everywhere, are left out."""
     charts, constant = [], []
     for name in names:
-        found = [record.validations.get(name, []) if _validation(name) else record.metric(name) for record in records]
+        held_out = _is_validation(name)
+        found = [record.validations.get(name, []) if held_out else record.metric(name) for record in records]
         values = [{y for _, y in points if math.isfinite(y)} for points in found]
         if len(set().union(*values)) < 2:
             continue
         title = _title(name)
-        if all(len(of_run) <= 1 for of_run in values) and not _validation(name):
-            constant.append([title, *(number(*of_run) if of_run else "-" for of_run in values)])
+        if all(len(of_run) <= 1 for of_run in values) and not held_out:
+            constant.append([title, *(format_number(*of_run) if of_run else "-" for of_run in values)])
             continue
-        series = _overlaid([record.name for record in records], found, _validation(name))
-        charts.append(_lines(title, series, name))
+        series = _overlaid([record.name for record in records], found, held_out)
+        charts.append(_line_chart(title, series, name))
     return charts, constant
 
 
@@ -128,11 +130,11 @@ def _overlaid(runs: Sequence[str], found: Sequence[Points], marks: bool) -> list
 
 
 def _title(name: str) -> str:
-    if _validation(name):
+    if _is_validation(name):
         return f"Held-out {_short(name)}"
-    of_a_phase = listed(name) in SECTIONS[PHASES]
+    of_a_phase = catalogued_name(name) in SECTIONS[PHASES]
     return f"{title_of(name)}, seconds" if of_a_phase else title_of(name)
 
 
-def _validation(name: str) -> bool:
+def _is_validation(name: str) -> bool:
     return name.startswith("validation/")

@@ -86,21 +86,21 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
 }
 _TITLES: dict[str, str] = {name: title for metrics in SECTIONS.values() for name, title in metrics.items()}
-_OF_FUNCTIONS = [name.split("<fn>") for name in _TITLES if "<fn>" in name]
+_PATTERNS = [name.split("<fn>") for name in _TITLES if "<fn>" in name]
 
 
-def listed(name: str) -> str | None:
+def catalogued_name(name: str) -> str | None:
     """The name in `SECTIONS` of a recorded metric; None if it is not listed there."""
     if name in _TITLES:
         return name
-    for before, after in _OF_FUNCTIONS:
+    for before, after in _PATTERNS:
         if name.startswith(before) and name.endswith(after):
             return f"{before}<fn>{after}"
     return None
 
 
 def title_of(name: str) -> str:
-    known = listed(name)
+    known = catalogued_name(name)
     if known is None:
         return name
     before, _, after = known.partition("<fn>")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...config.yaml_file import dotted
 from ...errors import InputError
-from ..metrics import number, replacing
+from ..metrics import atomic_write, format_number
 from .charts import COLOURS
 
 _TEXT_SHOWN = 4000
@@ -24,7 +24,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
         raise InputError(f"{path}: a page is written to a file whose name ends in .html")
     if not path.parent.is_dir():
         raise InputError(f"{path}: there is no folder {path.parent}; make it, or name another file")
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         page = _templates().get_template(template).render(values)
         temporary.write_text(page, encoding="utf-8", errors="replace")
     return path
@@ -42,34 +42,34 @@ def _templates() -> Any:
         lstrip_blocks=True,
     )
     found.globals["COLOURS"] = COLOURS
-    found.filters |= {"text": text, "duration": duration, "preformatted": preformatted, "dotted": dotted}
+    found.filters |= {"text": format_text, "duration": format_duration, "preformatted": preformatted, "dotted": dotted}
     return found
 
 
 def preformatted(value: Any) -> str:
     """The text, truncated if very long, without control characters that HTML does not allow."""
-    whole = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", text(value))
+    whole = re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "\N{REPLACEMENT CHARACTER}", format_text(value))
     return whole if len(whole) <= _TEXT_SHOWN else f"{whole[:_TEXT_SHOWN]} … ({len(whole):,} characters)"
 
 
-def text(value: Any) -> str:
+def format_text(value: Any) -> str:
     if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
         return "; ".join(value)
     if isinstance(value, str):
         return value
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
-        return number(value)
+        return format_number(value)
     try:
         return json.dumps(value)
     except RecursionError:
         return "(nested too deeply)"
 
 
-def change(first: float, last: float) -> str:
+def format_change(first: float, last: float) -> str:
     return f"{first:.3g} → {last:.3g}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     if 0 < abs(seconds) < 0.1:
         return f"{1e3 * seconds:.3g} ms"
     if not math.isfinite(seconds) or seconds < 60:

@@ -17,7 +17,7 @@ from ...config.recipes import RECIPES
 from ...config.yaml_file import flat, load
 from ...errors import InputError, refuse
 from ...json_file import read_json
-from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, WAITS_FILE, read_lines, reading
+from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, WAITS_FILE, name_read_errors, read_records
 
 ENDS = 10  # values over which "first" and "last" are means
 
@@ -112,7 +112,7 @@ class Record:
         """The records of the last and the first step in a file of groups, which may be large: no others are decoded."""
         path = self.path / name
         found: dict[int, list[bytes]] = {}
-        with reading(path), path.open("rb") if path.is_file() else io.BytesIO() as file:
+        with name_read_errors(path), path.open("rb") if path.is_file() else io.BytesIO() as file:
             for line in file:
                 match = _STEP.match(line)
                 if match is None or not line.endswith(b"\n"):
@@ -121,7 +121,7 @@ class Record:
                 if step not in found and len(found) == 2:
                     found.popitem()  # this step is neither the first nor, any longer, the last
                 found.setdefault(step, []).append(line)
-        return {step: [g for line in lines if (g := _decoded(line))] for step, lines in reversed(found.items())}
+        return {step: [g for line in lines if (g := _parse_group(line))] for step, lines in reversed(found.items())}
 
 
 def read_record(path: Path) -> Record:
@@ -130,13 +130,13 @@ def read_record(path: Path) -> Record:
     refuse(
         not any((path / name).exists() for name in _FILES), f"{path} is not a run folder: it has none of a run's files"
     )
-    record = Record(path, summary=_object(path / SUMMARY_FILE))
-    record.certificate, record.failure = _object(path / "parity.json"), _object(path / "failure.json")
+    record = Record(path, summary=_read_object(path / SUMMARY_FILE))
+    record.certificate, record.failure = _read_object(path / "parity.json"), _read_object(path / "failure.json")
     if (path / METRICS_FILE).exists():
-        record.steps = list(read_lines(path / METRICS_FILE))
+        record.steps = list(read_records(path / METRICS_FILE))
     config = path / "config.yaml"
     if config.is_file():
-        with reading(config):
+        with name_read_errors(config):
             record.config_text = config.read_text(encoding="utf-8", errors="replace")
         try:
             record.config = load(config)
@@ -165,7 +165,7 @@ def as_float(value: Any) -> float | None:
         return None
 
 
-def _decoded(line: bytes) -> dict[str, Any]:
+def _parse_group(line: bytes) -> dict[str, Any]:
     try:
         group = json.loads(line)
         samples = group.get("samples", []) if isinstance(group, dict) else None
@@ -174,7 +174,7 @@ def _decoded(line: bytes) -> dict[str, Any]:
         return {}
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..metrics import LEFT_OUT
-from .page import duration, text
+from ..metrics import EXCLUSION_FLAGS
+from .page import format_duration, format_text
 from .record import Record, as_float
+
+Waits = Mapping[tuple[int, Any, Any], list[Any]]  # the seconds of each turn, by step, group and sample
 
 _PROMPT_SHOWN = 280
 _FACTS = {"reward": "reward", "advantage": "advantage", "tokens": "tokens", "finish_reason": "ended by"}
@@ -28,25 +30,25 @@ class Sample:
     @property
     def long(self) -> bool:
         """Whether the prompt would fill the card."""
-        return len(text(self.prompt)) > _PROMPT_SHOWN
+        return len(format_text(self.prompt)) > _PROMPT_SHOWN
 
 
-def rollouts(record: Record) -> dict[int, list[Sample]]:
+def choose_samples(record: Record) -> dict[int, list[Sample]]:
     """The chosen samples by step, counted from 0; fewer than three if a step has fewer."""
     waits = record.waits()
-    return {step: _chosen(groups, step, waits) for step, groups in record.rollouts().items()}
+    return {step: _choose_of_step(groups, step, waits) for step, groups in record.rollouts().items()}
 
 
-def _chosen(groups: list[dict[str, Any]], step: int, waits: Mapping[tuple[int, Any, Any], list[Any]]) -> list[Sample]:
-    trained = [group for group in groups if not any(group.get(name) for name in LEFT_OUT)]
+def _choose_of_step(groups: list[dict[str, Any]], step: int, waits: Waits) -> list[Sample]:
+    trained = [group for group in groups if not any(group.get(name) for name in EXCLUSION_FLAGS)]
     samples = [(group, sample) for group in trained for sample in group.get("samples", [])]
     found = []
     for title, by, sign in (("Best", "reward", 1), ("Worst", "reward", -1), ("Longest", "tokens", 1)):
         if samples:
             ranks = [sign * _value(sample, by) for _, sample in samples]
             group, sample = samples.pop(ranks.index(max(ranks)))
-            prompt = _messages(group.get("prompt"))
-            facts = ", ".join(filter(None, (_name(group, sample), _facts(sample))))
+            prompt = _prompt_text(group.get("prompt"))
+            facts = ", ".join(filter(None, (_trajectory_name(group, sample), _facts(sample))))
             waited = waits.get((step, group.get("group"), sample.get("sample")), [])
             found.append(Sample(title, group.get("group"), facts, prompt, _turns(sample, waited)))
     return found
@@ -57,20 +59,20 @@ def _value(sample: dict[str, Any], name: str) -> float:
     return 0.0 if value is None or math.isnan(value) else value
 
 
-def _name(group: dict[str, Any], sample: dict[str, Any]) -> str:
+def _trajectory_name(group: dict[str, Any], sample: dict[str, Any]) -> str:
     """The sample's name for `lockstep replay --trajectory`; empty if the record does not have its numbers."""
     numbers = [group.get("step"), group.get("group"), sample.get("sample")]
     return f"trajectory {'/'.join(map(str, numbers))}" if all(type(n) is int for n in numbers) else ""
 
 
 def _facts(sample: dict[str, Any]) -> str:
-    facts = ", ".join(f"{label} {text(sample[name])}" for name, label in _FACTS.items() if name in sample)
+    facts = ", ".join(f"{label} {format_text(sample[name])}" for name, label in _FACTS.items() if name in sample)
     each = sample.get("rewards") or {}
-    return facts + (f" ({_parts(each)})" if len(each) > 1 else "")
+    return facts + (f" ({_format_rewards(each)})" if len(each) > 1 else "")
 
 
-def _parts(rewards: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {text(value)}" for name, value in rewards.items())
+def _format_rewards(rewards: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {format_text(value)}" for name, value in rewards.items())
 
 
 def _turns(sample: dict[str, Any], waited: Sequence[Any]) -> list[tuple[str, Any, str]]:
@@ -82,18 +84,18 @@ def _turns(sample: dict[str, Any], waited: Sequence[Any]) -> list[tuple[str, Any
         return [("", sample.get("text"), "")]
     answered, found = iter(waited), []
     for turn in turns:
-        kind = f"{text(turn.get('kind'))}{' anew, a branch' if turn.get('anew') else ''}"
-        facts, given = [f"{kind}, {text(turn.get('tokens'))} tokens"], turn.get("kind") == "given"
+        kind = f"{format_text(turn.get('kind'))}{' anew, a branch' if turn.get('anew') else ''}"
+        facts, given = [f"{kind}, {format_text(turn.get('tokens'))} tokens"], turn.get("kind") == "given"
         if isinstance(rewards := turn.get("rewards"), dict):
-            facts.append(f"reward: {_parts(rewards)}")
+            facts.append(f"reward: {_format_rewards(rewards)}")
         if not given and (seconds := as_float(next(answered, None))) is not None:
-            facts.append(f"answered in {duration(seconds)}")
+            facts.append(f"answered in {format_duration(seconds)}")
         found.append((", ".join(facts), turn.get("text"), "prompt" if given else "said"))
     return found
 
 
-def _messages(prompt: Any) -> Any:
+def _prompt_text(prompt: Any) -> Any:
     """A prompt's text, or its messages joined into one text."""
     if isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt):
-        return "\n".join(f"{message.get('role')}: {text(message.get('content'))}" for message in prompt)
+        return "\n".join(f"{message.get('role')}: {format_text(message.get('content'))}" for message in prompt)
     return prompt

@@ -11,14 +11,14 @@ from starlette.responses import Response
 from ...environments.episodes.answers import wrong_reward
 from ...environments.remote import TurnRefused
 from ..bodies import read_body
-from ..errors import ApiError, closing
-from ..events import answered
+from ..errors import ApiError, shutting_down
+from ..events import json_response
 from ..service import Service
 from ..ticket import ClientLeft
 from .service import RolloutService
 
-UNDER = "/rollouts/{rollout}"  # prefix of each rollout's routes
-WAIT = 10.0  # default seconds that a request waits for a rollout
+PREFIX = "/rollouts/{rollout}"  # prefix of each rollout's routes
+DEFAULT_WAIT_S = 10.0  # default seconds that a request waits for a rollout
 
 
 class TakeBody(BaseModel):
@@ -26,10 +26,10 @@ class TakeBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    wait: Annotated[float, Field(ge=0, le=600)] = WAIT
+    wait: Annotated[float, Field(ge=0, le=600)] = DEFAULT_WAIT_S
 
 
-def _checked(reward: Any) -> Any:
+def _require_reward(reward: Any) -> Any:
     if reward is not None and (wrong := wrong_reward(reward)):
         raise ValueError(wrong)
     return reward
@@ -40,31 +40,36 @@ class EndBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    reward: Annotated[Any, AfterValidator(_checked)] = None
+    reward: Annotated[Any, AfterValidator(_require_reward)] = None
     error: str | None = None
 
 
-async def take(service: Service, request: Request) -> Response:
+async def take_rollout(service: Service, request: Request) -> Response:
     """Answer with a rollout to play, once there is one; with status 503 if there is none in time."""
     assert isinstance(service, RolloutService)
     body = await read_body(request, TakeBody, service.settings.max_body_mib << 20)
     rollout = None if service.stopping else await service.desk.take(body.wait)
     if rollout is None:
-        raise closing() if service.stopping else ApiError(503, "there is no rollout to play now", code="no_rollout")
+        if service.stopping:
+            raise shutting_down()
+        raise ApiError(503, "there is no rollout to play now", code="no_rollout")
     if await request.is_disconnected():
         service.desk.offer(rollout)
         raise ClientLeft
     base = str(request.base_url).rstrip("/")
-    told = {"id": rollout.id, "base_url": f"{base}/rollouts/{rollout.id}/v1", "model": service.settings.name}
-    return answered({**told, "row": rollout.row, "seed": rollout.seed})
+    answer = {"id": rollout.id, "base_url": f"{base}/rollouts/{rollout.id}/v1", "model": service.settings.name}
+    return json_response({**answer, "row": rollout.row, "seed": rollout.seed})
 
 
-async def end(service: Service, request: Request) -> Response:
+async def end_rollout(service: Service, request: Request) -> Response:
     assert isinstance(service, RolloutService)
     body = await read_body(request, EndBody, service.settings.max_body_mib << 20)
     rollout = service.rollout(request)
     try:
-        rollout.fail(body.error) if body.error is not None else rollout.end(body.reward)
+        if body.error is not None:
+            rollout.fail(body.error)
+        else:
+            rollout.end(body.reward)
     except TurnRefused as error:
         raise ApiError(410, str(error), code="rollout_over") from error
-    return answered({})
+    return json_response({})

@@ -10,14 +10,14 @@ from typing import Self
 
 from ...environments.calls import event_loop
 from ...environments.remote import Remote
-from ...machine import server_key
+from ...machine import server_api_key
 from ..app import make_app
-from ..server import LEAVING, http_server, listen, url_of
+from ..server import SEND_TIMEOUT_S, listen, make_http_server, socket_url
 from ..settings import Settings
-from .routes import UNDER, end, take
+from .routes import PREFIX, end_rollout, take_rollout
 from .service import Playing, RolloutService
 
-STARTING = 60.0  # seconds for the server, and what plays rollouts, to start or to end
+START_TIMEOUT_S = 60.0  # seconds for the server, and what plays rollouts, to start or to end
 
 
 class RolloutServer:
@@ -29,45 +29,45 @@ class RolloutServer:
 
     def __init__(self, run: Playing, environment: type[Remote]) -> None:
         host, port = environment.desk.address
-        key = server_key() or None
+        key = server_api_key() or None
         name, port = run.config.model or run.config.arch, port + run.world.rank * (port > 0)
         self._settings = Settings(served_model_name=name, host=host, port=port, api_key=key)
         self._settings.validate()
         self._environment, self._service = environment, RolloutService(run, environment, self._settings)
-        self._begun: Future[None] = Future()
+        self._started: Future[None] = Future()
         self._stop = asyncio.Event()
 
     def __enter__(self) -> Self:
         self._socket, desk = listen(self._settings.host, self._settings.port), self._environment.desk
-        desk.url, desk.model = url_of(self._socket), self._settings.name
+        desk.url, desk.model = socket_url(self._socket), self._settings.name
         self._served = asyncio.run_coroutine_threadsafe(self._serve(), event_loop())
         self._served.add_done_callback(self._ended)
         try:
-            self._begun.result(STARTING)
+            self._started.result(START_TIMEOUT_S)
         except BaseException:
             self.__exit__()
             raise
         if desk.address[1]:
-            print(f"rollouts are played at {desk.url}{self._settings.remark}", file=sys.stderr, flush=True)
+            print(f"rollouts are played at {desk.url}{self._settings.warning}", file=sys.stderr, flush=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._environment.desk.url = ""
         event_loop().call_soon_threadsafe(self._stop.set)
         with contextlib.suppress(Exception):  # what it raised while starting was reported
-            self._served.result(STARTING)
+            self._served.result(START_TIMEOUT_S)
 
     def _ended(self, served: Future[None]) -> None:
-        if not self._begun.done():
-            self._begun.set_exception(served.exception() or RuntimeError("the server ended as it began"))
+        if not self._started.done():
+            self._started.set_exception(served.exception() or RuntimeError("the server ended as it began"))
 
     async def _serve(self) -> None:
-        app = make_app(self._service, UNDER, {"/rollouts": take, f"{UNDER}/end": end})
-        http = http_server(app, int(LEAVING))
+        app = make_app(self._service, PREFIX, {"/rollouts": take_rollout, f"{PREFIX}/end": end_rollout})
+        http = make_http_server(app, int(SEND_TIMEOUT_S))
         answering = asyncio.create_task(http.serve(sockets=[self._socket]))
         try:
             async with self._environment.playing():
-                self._begun.set_result(None)
+                self._started.set_result(None)
                 await self._stop.wait()
         finally:
             self._service.stopping = http.should_exit = True

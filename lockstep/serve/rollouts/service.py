@@ -21,7 +21,7 @@ from ...types import SampleIdentity, Segment, Trajectory
 from ..batcher import Job, Update
 from ..bodies import SamplingFields, TokenSampling
 from ..chat_prompt import Message
-from ..errors import ApiError, refused
+from ..errors import ApiError, bad_field
 from ..service import Service
 from ..settings import Settings
 from ..ticket import Ticket
@@ -40,9 +40,9 @@ class RolloutService(Service):
         self._given: WeakKeyDictionary[Remote, int] = WeakKeyDictionary()  # assistant messages in the first prompt
         self._turns: dict[Job, asyncio.Task[None]] = {}
 
-    def seeded(self, body: SamplingFields) -> int:
+    def ensure_seed(self, body: SamplingFields) -> int:
         if body.seed is not None:
-            raise _own("seed", body.seed, "its seed, step and sample")
+            raise _fixed_by_run("seed", body.seed, "its seed, step and sample")
         body.seed = self._seed
         return self._seed
 
@@ -51,19 +51,19 @@ class RolloutService(Service):
         for name in ("temperature", "top_p", "top_k", "min_p", "n", "ignore_eos"):
             given, own = getattr(body, name), getattr(self.sampling, name)
             if name in body.model_fields_set and given != own:
-                raise _own(f"{prefix}{name}", given, own)
+                raise _fixed_by_run(f"{prefix}{name}", given, own)
         if other := set(body.stop) - set(self.sampling.stop):
-            raise _own(f"{prefix}stop", sorted(other), list(self.sampling.stop))
+            raise _fixed_by_run(f"{prefix}stop", sorted(other), list(self.sampling.stop))
         if len(prompt_ids) >= self.context:
             message = f"the prompt has {len(prompt_ids)} tokens; the run has room for {self.context} with what follows"
-            raise refused(field, message, "context_length_exceeded")
+            raise bad_field(field, message, "context_length_exceeded")
         most = min(max_tokens, self.sampling.max_completion_length)
         further = tuple(token for token in body.stop_token_ids if token not in self._stops)
         sampling = replace(self.sampling, max_completion_length=most, stop_token_ids=further)
         self.check(prompt_ids, replace(sampling, max_completion_length=1), field, group)
         return Job(prompt_ids, sampling, SampleIdentity(self._seed, 0, 0, 0))
 
-    def remembered(self, request: Request, messages: list[Message]) -> list[Message]:
+    def with_sampled_tokens(self, request: Request, messages: list[Message]) -> list[Message]:
         rollout = self.rollout(request)
         answers = [message for message in messages if message["role"] == "assistant"]
         if not rollout.turns:
@@ -82,21 +82,21 @@ class RolloutService(Service):
             raise ApiError(410, "this rollout is over, or never was", code="rollout_over")
         return found
 
-    def open(self, request: Request, jobs: list[Job], stream: bool = False) -> Ticket:
+    def open_ticket(self, request: Request, jobs: list[Job], stream: bool = False) -> Ticket:
         begun, most = bool(self.rollout(request).turns), self._most_prompt_tokens
         if len(jobs) > 1:
-            raise refused("prompt", f"there are {len(jobs)} prompts; a turn of a rollout has one")
+            raise bad_field("prompt", f"there are {len(jobs)} prompts; a turn of a rollout has one")
         if not begun and most is not None and (count := len(jobs[0].prompt_ids)) > most:
             message = f"the first prompt has {count} tokens; the run allows {most}"
             raise ApiError(400, message, code="context_length_exceeded")
-        return super().open(request, jobs, stream)
+        return super().open_ticket(request, jobs, stream)
 
-    def enter(self, ticket: Ticket) -> None:
+    def submit_ticket(self, ticket: Ticket) -> None:
         self.open_samples += 1
         (job,) = ticket.jobs
         self._turns[job] = asyncio.create_task(self._turn(ticket, job))
 
-    def leave(self, ticket: Ticket) -> None:
+    def close_ticket(self, ticket: Ticket) -> None:
         self.open_samples -= 1
         (job,) = ticket.jobs
         self._turns.pop(job).cancel()  # the run still samples the turn, for a client that asks again
@@ -114,8 +114,8 @@ class RolloutService(Service):
         ticket.news.put_nowait((job, item))
 
 
-def _own(field: str, given: Any, own: Any) -> ApiError:
-    return refused(field, f"{field} is {given!r}; the run samples with its own, {own!r}: leave it out")
+def _fixed_by_run(field: str, given: Any, own: Any) -> ApiError:
+    return bad_field(field, f"{field} is {given!r}; the run samples with its own, {own!r}: leave it out")
 
 
 def _update(job: Job, turn: Turn) -> Update:

@@ -17,37 +17,37 @@ from ...types import Trajectory
 from ..batcher import Update
 from ..bodies import ChatBody, read_body
 from ..chat_prompt import ChatPrompt, encode_chat
-from ..errors import refused
+from ..errors import bad_field
 from ..service import Service
-from ..text import chat_logprobs, visible
+from ..text import chat_logprobs, split_answer
 from ..ticket import Ticket
-from .common import TextRequest, drawn_by, head
+from .common import TextRequest, response_head, weights_version
 
 
-async def chat(service: Service, request: Request) -> Response:
+async def complete_chat(service: Service, request: Request) -> Response:
     body = await read_body(request, ChatBody, service.settings.max_body_mib << 20)
     service.check_model(body.model)
     if body.top_logprobs:
-        raise refused("top_logprobs", "top_logprobs must be 0: there are log-probabilities of sampled tokens alone")
-    messages = service.remembered(request, checked_chat(body.messages))
+        raise bad_field("top_logprobs", "top_logprobs must be 0: there are log-probabilities of sampled tokens alone")
+    messages = service.with_sampled_tokens(request, checked_chat(body.messages))
     form = _tool_format(service, body)
-    variables = {**service.policy.template_variables, **_variables(service, body)}
+    variables = {**service.policy.template_variables, **_template_variables(service, body)}
     if form is not None and form.tools:
         variables["tools"] = body.tools
     read = form or service.tool_format
-    prompt = await service.encoded("messages", partial(encode_chat, service.policy, messages, variables, read))
+    prompt = await service.run_encoder("messages", partial(encode_chat, service.policy, messages, variables, read))
     service.metrics.turns.labels("kept").inc(prompt.kept)
     service.metrics.turns.labels("encoded_again").inc(prompt.encoded_again)
     if form is not None:
         form = replace(form, thinks=prompt.thinks)
-    service.seeded(body)
+    service.ensure_seed(body)
     job = service.job(prompt.token_ids, body, _max_tokens(service, body, prompt), "messages")
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
-    asked = TextRequest(service, body, [job], head(kind, "chatcmpl", body, service.settings.name), form)
-    return await asked.answer(request, _choice, _chunks, _prompt_ids(asked))
+    text_request = TextRequest(service, body, [job], response_head(kind, "chatcmpl", body, service.settings.name), form)
+    return await text_request.answer(request, _choice, _chunks, _prompt_ids(text_request))
 
 
-def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
+def _template_variables(service: Service, body: ChatBody) -> dict[str, Any]:
     effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
     template = service.policy.tokenizer.chat_template
     check_variables(template, body.chat_template_kwargs, "chat_template_kwargs", BESIDE_TOOLS)
@@ -58,38 +58,39 @@ def _variables(service: Service, body: ChatBody) -> dict[str, Any]:
 def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
     """How tool calls and thoughts are read from the answer; None: the template has no known format."""
     if body.tool_choice not in ("auto", "none"):
-        raise refused("tool_choice", 'tool_choice must be "auto" or "none": sampling is not constrained')
+        raise bad_field("tool_choice", 'tool_choice must be "auto" or "none": sampling is not constrained')
     tools = checked_tools(body.tools)
     tools = tools if body.tool_choice == "auto" else []
     if service.tool_format is None and tools:
-        raise refused("tools", "the model's chat template has no tools, or calls them in a form that is not known here")
+        message = "the model's chat template has no tools, or calls them in a form that is not known here"
+        raise bad_field("tools", message)
     return service.tool_format and service.tool_format.reading(tools)
 
 
 def _max_tokens(service: Service, body: ChatBody, prompt: ChatPrompt) -> int:
     """The limit that the request sets, or else the room that the context leaves."""
     if body.max_tokens and body.max_completion_tokens not in (None, body.max_tokens):
-        raise refused("max_tokens", "max_tokens is another number than max_completion_tokens; give one of them")
+        raise bad_field("max_tokens", "max_tokens is another number than max_completion_tokens; give one of them")
     return body.max_completion_tokens or body.max_tokens or max(1, service.context - len(prompt.token_ids))
 
 
-def _choice(asked: TextRequest, index: int, completion: Trajectory) -> dict[str, Any]:
-    said = asked.decode(completion.token_ids)
-    text, calls = visible(said, asked.stops, asked.form)
+def _choice(text_request: TextRequest, index: int, completion: Trajectory) -> dict[str, Any]:
+    said = text_request.decode(completion.token_ids)
+    text, calls = split_answer(said, text_request.stops, text_request.form)
     message: dict[str, Any] = {"role": "assistant", "content": text.strip() or None if calls else text}
-    message |= _beside(asked, said, calls)
+    message |= _extra_fields(text_request, said, calls)
     choice = {"index": index, "message": message, "finish_reason": "tool_calls" if calls else completion.finish_reason}
-    choice["logprobs"] = _logprobs(asked, completion)
-    if asked.body.return_token_ids:
+    choice["logprobs"] = _logprobs(text_request, completion)
+    if text_request.body.return_token_ids:
         choice["token_ids"] = message["token_ids"] = completion.token_ids
-    return choice | drawn_by(completion)
+    return choice | weights_version(completion)
 
 
-def _beside(asked: TextRequest, said: str, calls: list[ToolCall]) -> dict[str, Any]:
+def _extra_fields(text_request: TextRequest, said: str, calls: list[ToolCall]) -> dict[str, Any]:
     """The fields of an answer's message besides its content: tool calls, and thoughts that are not part of it."""
-    assert asked.form is not None or not calls
+    assert text_request.form is not None or not calls
     shown = [_call(call) for call in calls]
-    thought = asked.form.thoughts(said) if asked.form is not None else ""
+    thought = text_request.form.thoughts(said) if text_request.form is not None else ""
     return ({"tool_calls": shown} if shown else {}) | ({"reasoning": thought} if thought else {})
 
 
@@ -98,27 +99,27 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id or uuid.uuid4().hex[:CALL_ID], "type": "function", "function": function}
 
 
-def _logprobs(asked: TextRequest, sampled: Trajectory | Update) -> dict[str, Any] | None:
-    if not asked.body.logprobs:
+def _logprobs(text_request: TextRequest, sampled: Trajectory | Update) -> dict[str, Any] | None:
+    if not text_request.body.logprobs:
         return None
-    return {"content": chat_logprobs(asked.service.names(asked.body), sampled), "refusal": None}
+    return {"content": chat_logprobs(text_request.service.token_namer(text_request.body), sampled), "refusal": None}
 
 
-async def _chunks(asked: TextRequest, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:
+async def _chunks(text_request: TextRequest, ticket: Ticket) -> AsyncIterator[dict[str, Any]]:
     def choice(_: int, update: Update, text: str, calls: list[ToolCall]) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": text} if text else {}
         if update.completion is not None:
-            delta |= _beside(asked, asked.decode(update.completion.token_ids), calls)
+            delta |= _extra_fields(text_request, text_request.decode(update.completion.token_ids), calls)
             for i, call in enumerate(delta.get("tool_calls", [])):
                 call["index"] = i
-        return {"delta": delta, "logprobs": _logprobs(asked, update)}
+        return {"delta": delta, "logprobs": _logprobs(text_request, update)}
 
-    begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-    for index in range(asked.jobs[0].sampling.n):
-        yield {**asked.head, "choices": [{"index": index, **begun}], **_prompt_ids(asked)}
-    async for chunk in asked.chunks(ticket, choice):
+    role_chunk = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    for index in range(text_request.jobs[0].sampling.n):
+        yield {**text_request.head, "choices": [{"index": index, **role_chunk}], **_prompt_ids(text_request)}
+    async for chunk in text_request.chunks(ticket, choice):
         yield chunk
 
 
-def _prompt_ids(asked: TextRequest) -> dict[str, Any]:
-    return {"prompt_token_ids": asked.jobs[0].prompt_ids} if asked.body.return_token_ids else {}
+def _prompt_ids(text_request: TextRequest) -> dict[str, Any]:
+    return {"prompt_token_ids": text_request.jobs[0].prompt_ids} if text_request.body.return_token_ids else {}

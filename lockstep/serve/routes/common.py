@@ -15,26 +15,26 @@ from ...session.text.tool_calls import ToolCall, ToolFormat
 from ...types import Trajectory
 from ..batcher import Job, Update
 from ..bodies import ChatBody, CompletionBody
-from ..events import EventStream, answered
+from ..events import EventStream, json_response
 from ..service import Service
-from ..text import GrowingText, Stops
+from ..text import StopStrings, StreamedText
 from ..ticket import Ticket
 
 Content = dict[str, Any]
 
 
-def head(kind: str, prefix: str, body: ChatBody | CompletionBody, model: str) -> Content:
+def response_head(kind: str, prefix: str, body: ChatBody | CompletionBody, model: str) -> Content:
     """The fields that an answer, or each chunk of it, begins with. `seed` is the seed that sampled it."""
     made = {"id": f"{prefix}-{body.request_id or uuid.uuid4().hex}", "object": kind, "created": int(time.time())}
     return {**made, "model": model, "seed": body.seed}
 
 
-def drawn_by(completion: Trajectory) -> dict[str, int]:
+def weights_version(completion: Trajectory) -> dict[str, int]:
     """The version of the weights that sampled a completion: the number of updates, 0 for weights as loaded."""
     return {"weights_version": completion.weight_versions[-1]} if completion.weight_versions else {}
 
 
-def usage(jobs: list[Job], sampled: int) -> dict[str, int]:
+def token_usage(jobs: list[Job], sampled: int) -> dict[str, int]:
     read = sum(len(job.prompt_ids) for job in jobs)
     return {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled}
 
@@ -56,26 +56,26 @@ class TextRequest:
         return policy.as_read(token_ids, self.form) if self.body.skip_special_tokens else policy.with_special(token_ids)
 
     @property
-    def stops(self) -> Stops:
+    def stops(self) -> StopStrings:
         """The stop strings of the job, not of the body: a run's server samples with the run's."""
-        return Stops(self.jobs[0].sampling.stop, self.body.include_stop_str_in_output)
+        return StopStrings(self.jobs[0].sampling.stop, self.body.include_stop_str_in_output)
 
     async def answer(
         self,
         request: Request,
         choice: Callable[[TextRequest, int, Trajectory], Content],
         chunks: Callable[[TextRequest, Ticket], AsyncIterator[Content]],
-        more: Content,
+        extra: Content,
     ) -> Response:
-        """The whole answer, made of each completion's `choice` and `more`; or a stream of `chunks`."""
-        ticket = self.service.open(request, self.jobs, self.body.stream)
+        """The whole answer, made of each completion's `choice` and `extra`; or a stream of `chunks`."""
+        ticket = self.service.open_ticket(request, self.jobs, self.body.stream)
         if self.body.stream:
             return EventStream(ticket, chunks(self, ticket))
         async with ticket:
             samples = [completion for of_job in await ticket.completions() for completion in of_job]
         choices = [choice(self, place, completion) for place, completion in enumerate(samples)]
         sampled = sum(len(completion.token_ids) for completion in samples)
-        return answered({**self.head, "choices": choices, **more, "usage": usage(self.jobs, sampled)})
+        return json_response({**self.head, "choices": choices, **extra, "usage": token_usage(self.jobs, sampled)})
 
     async def chunks(
         self, ticket: Ticket, choice: Callable[[int, Update, str, list[ToolCall]], Content]
@@ -83,17 +83,18 @@ class TextRequest:
         """A chunk for each new piece of a sample, then the usage if asked for. `choice` makes a chunk's content from
         the choice's index, the update, and its text and calls."""
         body, sampled = self.body, 0
-        texts = [GrowingText(self.decode, self.stops, self.form) for _ in range(body.n * len(self.jobs))]
+        texts = [StreamedText(self.decode, self.stops, self.form) for _ in range(body.n * len(self.jobs))]
         async for prompt, update in ticket.updates():
             place, completion = prompt * body.n + update.sample, update.completion
             sampled += len(update.token_ids)
             text, calls = texts[place].feed(update)
-            found = {"index": place, "finish_reason": None, **choice(place, update, text, calls)}
+            content = {"index": place, "finish_reason": None, **choice(place, update, text, calls)}
             if body.return_token_ids:
-                found["token_ids"] = update.token_ids
+                content["token_ids"] = update.token_ids
             if completion is not None:
-                found |= {"finish_reason": "tool_calls" if calls else completion.finish_reason, **drawn_by(completion)}
-            if text or completion is not None or found["logprobs"] is not None or body.return_token_ids:
-                yield {**self.head, "choices": [found]}
+                content["finish_reason"] = "tool_calls" if calls else completion.finish_reason
+                content |= weights_version(completion)
+            if text or completion is not None or content["logprobs"] is not None or body.return_token_ids:
+                yield {**self.head, "choices": [content]}
         if body.stream_options.include_usage:
-            yield {**self.head, "choices": [], "usage": usage(self.jobs, sampled)}
+            yield {**self.head, "choices": [], "usage": token_usage(self.jobs, sampled)}

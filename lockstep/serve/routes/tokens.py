@@ -14,25 +14,25 @@ from starlette.responses import Response
 
 from ...types import Trajectory
 from ..bodies import TokensBody, read_body
-from ..errors import refused
-from ..events import answered
+from ..errors import bad_field
+from ..events import json_response
 from ..service import Service
-from .common import drawn_by, usage
+from .common import token_usage, weights_version
 
 
-async def tokens(service: Service, request: Request) -> Response:
+async def generate_tokens(service: Service, request: Request) -> Response:
     body = await read_body(request, TokensBody, service.settings.max_body_mib << 20)
     service.check_model(body.model)
     if body.stream:
-        raise refused("stream", "stream must be false: this route answers at once")
+        raise bad_field("stream", "stream must be false: this route answers at once")
     sampling = body.sampling_params
     if sampling.logprobs is not None and sampling.logprobs > 1:
         message = "sampling_params.logprobs must be 0 or 1: there are log-probabilities of sampled tokens alone"
-        raise refused("sampling_params.logprobs", message)
-    seed = service.seeded(sampling)
+        raise bad_field("sampling_params.logprobs", message)
+    seed = service.ensure_seed(sampling)
     room = max(1, service.context - len(body.token_ids))
     job = service.job(body.token_ids, sampling, sampling.max_tokens or room, "token_ids")
-    async with service.open(request, [job]) as ticket:
+    async with service.open_ticket(request, [job]) as ticket:
         (samples,) = await ticket.completions()
     choices = [_choice(i, completion) for i, completion in enumerate(samples)]
     answer: dict[str, Any] = {
@@ -42,7 +42,7 @@ async def tokens(service: Service, request: Request) -> Response:
     }
     if body.return_token_ids:
         answer["prompt_token_ids"] = body.token_ids
-    return answered({**answer, "usage": usage([job], sum(len(c.token_ids) for c in samples))})
+    return json_response({**answer, "usage": token_usage([job], sum(len(c.token_ids) for c in samples))})
 
 
 def _choice(index: int, completion: Trajectory) -> dict[str, Any]:
@@ -52,4 +52,4 @@ def _choice(index: int, completion: Trajectory) -> dict[str, Any]:
     ]
     choice: dict[str, Any] = {"index": index, "token_ids": completion.token_ids}
     choice |= {"finish_reason": completion.finish_reason, "logprobs": {"content": content}}
-    return choice | drawn_by(completion)
+    return choice | weights_version(completion)

@@ -11,10 +11,10 @@ import torch
 
 from ...config import RunConfig
 from ...distributed import ONE_PROCESS, World
-from ...errors import InputError, LockstepError, ran_out
+from ...errors import InputError, LockstepError, is_out_of_memory
 from ...generator import KVCache
 from ...graph import Runtime, clear_matmul_workspaces
-from ...machine import addresses, memory_of_group, processes_here
+from ...machine import address_space_limit, cgroup_memory_limit, local_world_size
 from ...models import ModelConfig, resolve_folder
 from ...models.checks import memory_bytes
 from ...models.hf.folder import read_config
@@ -51,8 +51,8 @@ def memory_at_hand(device: torch.device, world: World = ONE_PROCESS) -> int:
     NCCL is loaded (what these take beyond their plan counts as others'). Of a host, or of what a container may use of
     it: an equal share for each process of the machine, or less where the address space is limited."""
     if device.type != "cuda":
-        whole, of_group, limit = memory_bytes(device), memory_of_group(), addresses()
-        share = (whole if of_group is None else min(whole, of_group)) // processes_here()
+        whole, of_group, limit = memory_bytes(device), cgroup_memory_limit(), address_space_limit()
+        share = (whole if of_group is None else min(whole, of_group)) // local_world_size()
         return share if limit is None else min(share, limit)
     if torch.cuda.memory_allocated(device):
         gc.collect()  # earlier models are in reference cycles with the programs that ran them
@@ -125,12 +125,12 @@ def running_out_named(table: Callable[[], str], world: World) -> Iterator[None]:
     except LockstepError:
         raise
     except (RuntimeError, MemoryError) as error:
-        if not ran_out(error):
+        if not is_out_of_memory(error):
             raise
         where = f" on rank {world.rank} ({socket.gethostname()})" if world.size > 1 else ""
         said = (str(error) or type(error).__name__).splitlines()[0].split(". ")
         planned = f"; it was planned as\n{terms}\n" if (terms := table()) else ". "
-        if (limit := addresses()) is not None:
+        if (limit := address_space_limit()) is not None:
             planned += f"This process may address {limit / GIB:.2f} GiB (ulimit -v): raise that where it ran out. "
         raise InputError(
             f"memory ran out{where}: {'. '.join(said[:2])}{planned}Lower --trainer.max-tokens-per-micro-batch or "

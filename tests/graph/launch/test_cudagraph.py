@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.config import CompileConfig
 from lockstep.graph import CudaRecorder, GraphError, GraphLauncher, Inputs, Runtime
-from lockstep.types import side_by_side
+from lockstep.types import coalesce_to
 
 
 class Counter:
@@ -157,7 +157,7 @@ def test_statics_that_are_equal_and_of_other_types_have_graphs_of_their_own(runt
         return {"y": t.user["x"] * 7 if k is True else t.user["x"] * k}
 
     function, x = runtime_of(recorded).program("f", body, Inputs()), torch.arange(3)
-    for user in ({"x": x}, side_by_side({"x": x}, torch.device("cpu"))):
+    for user in ({"x": x}, coalesce_to({"x": x}, torch.device("cpu"))):
         found = [function(user, k=k)["y"].clone() for k in (1, 1.0, True, 0.0, -0.0)]
         assert [y.dtype for y in found] == [torch.int64, torch.float32, torch.int64, torch.float32, torch.float32]
         assert found[2].tolist() == [0, 7, 14] and [y.signbit().any() for y in found[3:]] == [False, True]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.config import LossConfig, OptimizerConfig
 from lockstep.graph.launch.memory import InputBuffers
 from lockstep.trainer import Trainer, pack
-from lockstep.types import side_by_side
+from lockstep.types import coalesce_to
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def filled(own: InputBuffers, inputs: Sequence[Tensor]) -> list[int]:
 
 
 def batch(start: int = 0, **replaced: Tensor) -> list[Tensor]:
-    return list({**side_by_side(values(start), CPU), **replaced}.values())
+    return list({**coalesce_to(values(start), CPU), **replaced}.values())
 
 
 def test_inputs_side_by_side_take_one_copy_and_each_that_lies_elsewhere_another() -> None:
@@ -76,9 +76,9 @@ def test_a_large_input_elsewhere_leaves_the_others_together() -> None:
 def test_another_order_in_a_buffer_of_the_same_size_is_no_other_content() -> None:
     own = InputBuffers(batch())
     names = list(values())
-    turned = side_by_side({name: values(9)[name] for name in reversed(names)}, CPU)
+    turned = coalesce_to({name: values(9)[name] for name in reversed(names)}, CPU)
     filled(own, [turned[name] for name in names])
-    longer = side_by_side({**values(11), "more": torch.ones(100)}, CPU)
+    longer = coalesce_to({**values(11), "more": torch.ones(100)}, CPU)
     filled(own, [longer[name] for name in names])
 
 

@@ -12,7 +12,7 @@ from ...errors import refuse
 from ...rl.loop import Loop
 from ...rl.sample_again import sample_again
 from ...rl.sft_warmup import sft_warmup
-from ...serve.rollouts import serving
+from ...serve.rollouts import serve_rollouts
 from ...session.build import TrainingSession, resolve
 from ...session.signals import ended_by_signals, raise_received
 from ...session.warm_up import warm_up
@@ -21,13 +21,13 @@ from .. import checkpoint
 from .. import resume as resuming
 from ..recorder import Recorder
 from ..resume import CHECKPOINTS
-from .record import difference, given_tokens, numbers, recorded_sample, sampled_turns
+from .record import first_difference, given_tokens, parse_trajectory, recorded_sample, sampled_turns
 
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """What was compared, and the first difference in words, empty if there is none. `logprobs_compared`: whether the
     record has a digest of the log-probabilities."""
 
@@ -51,34 +51,34 @@ class Replayed:
 
 
 @ended_by_signals()
-def replay(run_dir: Path, trajectory: str, call_tools: bool = False, note: Note = lambda text: None) -> Replayed:
+def replay(run_dir: Path, trajectory: str, call_tools: bool = False, note: Note = lambda text: None) -> ReplayResult:
     """Sample trajectory STEP/GROUP/SAMPLE of `rollouts.jsonl` again with the weights of that step, taken from a
     checkpoint or remade by training from an earlier one or from the beginning. With `call_tools` the environment is
     called again; otherwise its recorded answers are used. `note` receives progress messages. Raises `InputError` if
     there is no such trajectory or the run cannot be continued as it was. Writes nothing."""
-    step, group, sample = numbers(trajectory)
+    step, group, sample = parse_trajectory(trajectory)
     record, recorded = recorded_sample(run_dir, step, group, sample)
     config = resolve(yaml_file.load(run_dir / "config.yaml", begin=EARLIER))
     refuse(
         call_tools and config.loss.dynamic_sampling,
         "--call-tools needs to know the data row, which loss.dynamic_sampling does not record; leave it out",
     )
-    loop, redone = _with_weights(config, run_dir, step, note)
+    loop, redone = _loop_at_step(config, run_dir, step, note)
     identity = SampleIdentity(config.seed, TRAIN_DOMAIN, step, group, sample)
     given = None if call_tools else given_tokens(loop, record, recorded)
-    with serving(loop.run):
+    with serve_rollouts(loop.run):
         found = sample_again(loop, identity, given, sampled_turns(recorded))
-    return Replayed(
+    return ReplayResult(
         trajectory,
         len(found.turns),
         len(found.token_ids),
         redone,
         "logprobs_digest" in recorded,
-        difference(recorded, found),
+        first_difference(recorded, found),
     )
 
 
-def _with_weights(config: RunConfig, run_dir: Path, step: int, note: Note) -> tuple[Loop, int]:
+def _loop_at_step(config: RunConfig, run_dir: Path, step: int, note: Note) -> tuple[Loop, int]:
     """A loop with the weights that `step` sampled with, and the number of steps that were redone to get them."""
     recorder, loaded = Recorder(config, run_dir), checkpoint.latest(run_dir / CHECKPOINTS, step)
     if loaded is not None:
@@ -90,7 +90,7 @@ def _with_weights(config: RunConfig, run_dir: Path, step: int, note: Note) -> tu
         note("no checkpoint is that old: supervised steps are done again")
         sft_warmup(loop, note)
     warm_up(loop.run)
-    with serving(loop.run):
+    with serve_rollouts(loop.run):
         for redone in range(start, step):
             raise_received()
             note(f"step {redone + 1} is done again, of {step} before the trajectory's")
