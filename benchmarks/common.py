@@ -56,7 +56,7 @@ def random_weights(config: ModelConfig, device: str) -> Decoder:
     torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if fill := model.fills.get(name):  # biases, and weights of norms around 0, are small random numbers
+            if fill := model.init_constants.get(name):  # biases, and weights of norms around 0, are random instead
                 parameter.fill_(fill)
             else:
                 parameter.normal_(0, INITIALIZER_RANGE)

@@ -208,7 +208,7 @@ def generate(model: Decoder) -> None:
             paging = Paging(PAGE_SIZE, cache.null_page, length)
             for truncated, greedy, grouped in ((False, False, False), (True, False, count > 1), (False, True, False)):
                 decode_step(model, inputs, paging, truncated, greedy, grouped and not config.mla)
-        sizes = MixedSizes.holding(count, 1024)
+        sizes = MixedSizes.for_tokens(count, 1024)
         prompt = MixedBatch.view(torch.zeros(sum(sizes.fields), dtype=torch.int64), sizes)._asdict()
         prompt = {f"prompt.{name}": tensor for name, tensor in prompt.items()}
         buffer = {**inputs.buffer, **prompt, "tables": rows.table}

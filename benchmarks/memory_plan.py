@@ -153,7 +153,7 @@ def measured(case: Case, device: str, memory: tuple[int, int] | None = None) -> 
 
 def _drawn(source: RandomWeights, wanted: Ranges) -> None:
     """In place of `RandomWeights.fill`: drawn where they lie, on a GPU many times faster; the same on all ranks."""
-    fills = Decoder(source.config, torch.float32, "meta").fills
+    fills = Decoder(source.config, torch.float32, "meta").init_constants
     for name, held in wanted.items():
         for values, _ in held:
             draw = torch.Generator(values.device).manual_seed(0)

@@ -44,7 +44,7 @@ loaded_code.IMPORTED_NS = sys.maxsize
 
 # A run that ends unfreezes all, and every look of the collector would be at pytest and at what was imported.
 FREEZE_GC, machine.freeze_gc = machine.freeze_gc, contextlib.nullcontext  # type: ignore[assignment]
-loaded_code.note(machine)
+loaded_code.record_module(machine)
 
 # How long an example takes says how busy the machine is.
 settings.register_profile("lockstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -65,7 +65,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verdicts on captured graphs are kept for this session's tests alone, and what another test replaced is gone."""
-    fingerprint.look_again()
+    fingerprint.recheck_code()
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 

@@ -112,7 +112,7 @@ def shared_by_eight(family: str, path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if model.fills.get(name) == 0:
+            if model.init_constants.get(name) == 0:
                 # Beside what the steps alone made, 1e-5 of the norm would ask for more than float32 has: of a bias of
                 # keys the gradient falls with the frequency that its elements rotate at, to rounding errors, and AdamW
                 # makes as large steps of it.

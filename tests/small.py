@@ -200,7 +200,7 @@ def stepped(optimizer: AdamW, lr: float, ok: bool = True) -> tuple[torch.Tensor,
     inputs, device = optimizer.inputs(), optimizer.flat.data.device
     given = replace(inputs, buffer={**inputs.buffer, "lr": torch.tensor(lr, device=device)})
     found = optimizer.update(given, torch.tensor(ok, device=device))
-    optimizer.launched()
+    optimizer.update_offloaded()
     return found
 
 

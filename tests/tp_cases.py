@@ -18,7 +18,7 @@ from lockstep.distributed.mesh import ONE_RANK
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime, check_against_eager
 from lockstep.models import ResidentWeights, load_part, ranges_of
-from lockstep.models.parts import tensors_of, without_memory
+from lockstep.models.parts import meta_tensors, tensors_of
 from lockstep.trainer import BatchShape, Packing, Trainer, pack_shards
 from lockstep.types import RolloutGroup, SampleIdentity, SamplingParams
 
@@ -63,7 +63,7 @@ def trained(
     trainer = Trainer(model, optimizer, LossConfig(**loss), **settings)
     assert len(trainer.optimizer.groups) > (1 if groups else 0)
     if graphs:  # held to eager's bits, in whose sparing way the model has its parameters for the call alone
-        function, cases = trainer.trust_cases([BatchShape(44, 32, 4, 32)], SAMPLED, check_parity=True)[0]
+        function, cases = trainer.check_cases([BatchShape(44, 32, 4, 32)], SAMPLED, check_parity=True)[0]
         check_against_eager(runtime, [(function, cases[:1])], "strict")
     seen, results = [], []
     for step in range(steps):
@@ -82,14 +82,14 @@ def trained(
                     batch.old_logprob_C.view(torch.int32)[0] ^= 1
                     mutant = ""
                 trainer.forward_backward(batch)
-        seen += trainer.checked if step == 0 else []
+        seen += trainer.checked_logprobs if step == 0 else []
         found = trainer.optim_step(1e-3)
         results.append((found.applied, found.loss, found.grad_norm, found.tokens_checked, found.tokens_different))
     weights = exported(trainer)
     for name, held in ranges_of(model).items():
         whole = weights["embed" if name not in weights else name].flatten()
         assert all(torch.equal(values, whole[first : first + len(values)]) for values, first in held), name
-    by_first = trainer.held_by_first()
+    by_first = trainer.gather_ranges_on_first()
     assert by_first.keys() == (weights.keys() if world.is_first else set())
     assert all(torch.equal(held.values, weights[name].flatten()) for name, (held,) in by_first.items())
     state, _ = trainer.state()
@@ -104,9 +104,11 @@ def trained(
 def exported(trainer: Trainer) -> dict[str, Tensor]:
     """The whole weights, of the ranges that all ranks have."""
     model = trainer.programs.model
-    shapes = without_memory(model.config) | ({} if model.value_head is None else {"value_head": model.value_head})
+    shapes = meta_tensors(model.config) | ({} if model.value_head is None else {"value_head": model.value_head})
     found = {name: torch.full((tensor.numel(),), torch.nan) for name, tensor in shapes.items()}
-    own = {name: [(values.clone(), first) for values, first in held] for name, held in trainer.held().items()}
+    own = {
+        name: [(values.clone(), first) for values, first in held] for name, held in trainer.ranges_to_write().items()
+    }
     for of_rank in trainer.world.gather(own):
         for name, held in of_rank.items():
             for values, first in held:

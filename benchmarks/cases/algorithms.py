@@ -129,15 +129,15 @@ class Algorithms:
         """Of each algorithm's own program, and once of all others."""
         run, work = self.run, []
         for name in self.programs:
-            cases = self.take_up(name).trainer.trust_cases(run.shapes, run.sampling, False, check_parity=True)
+            cases = self.take_up(name).trainer.check_cases(run.shapes, run.sampling, False, check_parity=True)
             work += [w for w in cases if not work or w[0].name == "forward_backward"]
-        return work + list(run.engine.trust_cases())
+        return work + list(run.engine.check_cases())
 
     def warm_up(self) -> list[str]:
         """Make and check all graphs; what was checked."""
         prepare_machine(self.run)
         kernels = self.run.kernel_list("benchmark of algorithms", *self.programs, self.run.shapes)
-        verdicts = make_ready(self.run, [self.make_graphs], self.trust_cases, kernels)
+        verdicts = make_ready(self.run, [self.make_graphs], self.check_cases, kernels)
         return [f"{v.function}: {v.cases} cases, {v.level}" for v in verdicts]
 
     def restore(self) -> None:

@@ -59,7 +59,7 @@ def part(arch: str, device: str, folder: str, repeats: str) -> dict[str, Any]:
     found |= {"wait_s": statistics.median(waits), "write_s": statistics.median(writes)}
     found["floor_s"] = _copy_s(found["state_bytes"])
     policy = Policy(model, byte_tokenizer())
-    held = trainer.held()
+    held = trainer.ranges_to_write()
     found["share_bytes"] = sum(one.values.nbytes for ranges in held.values() for one in ranges)
     found["export_peak_bytes"], found["export_s"] = _peak(lambda: save_policy(policy, path / "model", held, world))
     loaded = checkpoint.latest(path / "checkpoints")

@@ -32,7 +32,7 @@ import torch
 from common import Report, bandwidth, first_layers, require_gpus, torchrun, vllm_times, write_json
 
 from lockstep.models import ModelConfig
-from lockstep.models.checks import divides
+from lockstep.models.checks import is_divisible
 from lockstep.models.hf.config import to_hf
 
 LIMIT_S = 570.0
@@ -245,7 +245,7 @@ def drawn_weights(device: str, config: Any) -> Any:
                 generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
                 drawn = torch.empty(parameter.numel(), device=device)
                 drawn.normal_(0, INITIALIZER_RANGE, generator=generator)
-                if (value := whole.fills.get(name)) is not None:
+                if (value := whole.init_constants.get(name)) is not None:
                     drawn.fill_(value)
                 for values, first in wanted[name]:
                     values.copy_(drawn[first : first + values.numel()])
@@ -304,7 +304,7 @@ def measure(given: argparse.Namespace, report: Report) -> bool:
 def require_degrees(config: ModelConfig, given: argparse.Namespace) -> None:
     """`SystemExit` where the processes cannot be grouped so, or do not divide the model: before any is started."""
     wanted = sorted({*given.generator, *given.pushed, *given.trainer})
-    if odd := [degree for degree in wanted if given.processes % degree or not divides(config, degree)]:
+    if odd := [degree for degree in wanted if given.processes % degree or not is_divisible(config, degree)]:
         raise SystemExit(f"{given.processes} processes cannot share {given.arch} by {', '.join(map(str, odd))}")
 
 

@@ -105,7 +105,7 @@ class Policy:
                 self._warm_up()
         self._warm_up()
         sampling = self.case.sampling
-        work = [*self.trainer.trust_cases(self.shapes, sampling, check_parity=True), *self.engine.trust_cases()]
+        work = [*self.trainer.check_cases(self.shapes, sampling, check_parity=True), *self.engine.check_cases()]
         verdicts = check_against_eager(self.runtime, [w for w in work if w[0].name in trusted], "strict")
         self.runtime.end_warm_up()
         return [f"{v.function}: {v.cases} cases, {v.level}" for v in verdicts]
@@ -172,7 +172,7 @@ def decode_bytes(c: ModelConfig, case: Case, size: int) -> float:
     """Weights once a step, and of the keys and values that a layer sees a group's prompt once and each sequence's own;
     elements of `size` bytes."""
     weights = num_parameters(c) - (0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size)
-    heads, key, value = c.cached
+    heads, key, value = c.kv_cache_sizes
     rows = 0
     for window in c.windows:
         for new in range(case.new):

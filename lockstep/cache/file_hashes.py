@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 
-def fingerprints(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def hash_files(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """`size` and `sha256` of the named files of a folder, by name. `OSError`: one of them cannot be read."""
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        return dict(zip(names, pool.map(lambda name: _fingerprint(folder / name), names), strict=True))
+        return dict(zip(names, pool.map(lambda name: _hash_file(folder / name), names), strict=True))
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def _hash_file(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         return {"size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
@@ -25,7 +25,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 WHOLE, SAMPLES, SAMPLE = 1 << 24, 64, 1 << 12  # bytes hashed whole; else number and bytes of samples
 
 
-def glance(path: Path) -> str:
+def sampled_hash(path: Path) -> str:
     """The size and a hash of a file, as text; a large file is hashed in samples. If it cannot be read, why not."""
     try:
         with path.open("rb") as file:

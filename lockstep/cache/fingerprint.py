@@ -26,23 +26,23 @@ _log = logging.getLogger("lockstep.cache")
 
 def key(*about: object, device: str = "cuda") -> str:
     """A key, 32 hexadecimal digits, for what depends on `about` (values by their `repr`) and on `origin(device)`. If
-    `changed`, the key is random, so nothing is found under it now or later."""
-    of_files = [os.urandom(16)] if changed() else []
+    `is_modified`, the key is random, so nothing is found under it now or later."""
+    of_files = [os.urandom(16)] if is_modified() else []
     return digest(*about, sorted(origin(device).items()), *of_files)
 
 
 @cache
-def changed() -> bool:
-    """Whether the running package differs from its files (`loaded_code.difference`), logged once. Then the fingerprint
-    does not describe it, so no cache may be read or written. The answer is cached until `look_again`."""
-    if found := loaded_code.difference():
+def is_modified() -> bool:
+    """Whether the running package differs from its files (`loaded_code.find_difference`), logged once. Then the
+    fingerprint does not describe it, so no cache may be read or written. The answer is cached until `recheck_code`."""
+    if found := loaded_code.find_difference():
         _log.warning("%s: nothing that other starts kept is used, and nothing is kept", found)
     return found is not None
 
 
-def look_again() -> None:
-    """Let `changed` check files and code again, before something is made that will be kept."""
-    changed.cache_clear()
+def recheck_code() -> None:
+    """Let `is_modified` check files and code again, before something is made that will be kept."""
+    is_modified.cache_clear()
 
 
 def digest(*about: object) -> str:

@@ -26,69 +26,72 @@ _PLAIN = bool, int, float, str, tuple, type(None)
 _HOOKS = "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks"
 
 
-class _Part(NamedTuple):
-    """The value that was under a key of a namespace or table; for a function, also its code."""
+class _Attribute(NamedTuple):
+    """The value that was under a key of a namespace or table; for a function, also its code and defaults. `name`: in
+    messages."""
 
-    told: str
+    name: str
     owner: Mapping[Any, Any]
     key: Any
     value: Any
     code: Any
 
 
-class _Noted(NamedTuple):
-    """The record of a module: its parts, and for each class it defines the names in the class's own namespace."""
+class _ModuleRecord(NamedTuple):
+    """The record of a module: its attributes, and for each class it defines the names in the class's own namespace."""
 
-    parts: list[_Part]
+    attributes: list[_Attribute]
     classes: list[tuple[str, type, frozenset[str]]]
 
 
-_noted: dict[str, _Noted] = {}
-ALSO: list[Callable[[], str | None]] = []  # further checks of `difference`, such as of torch's operator registry
+_records: dict[str, _ModuleRecord] = {}
+# Additional checks of `find_difference`, such as of torch's operator registry.
+FURTHER_CHECKS: list[Callable[[], str | None]] = []
 
 
-class NotingFinder:
+class RecordingFinder:
     """Finds the package's modules through the other finders, and records each after its import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        others = (finder for finder in sys.meta_path if finder is not self) if name.startswith(f"{_NAME}.") else ()
+        if not name.startswith(f"{_NAME}."):
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None and "exec_module" not in vars(spec.loader):
             execute = spec.loader.exec_module
 
-            def noting(module: ModuleType) -> None:
+            def execute_and_record(module: ModuleType) -> None:
                 execute(module)
-                note(module)
+                record_module(module)
 
-            spec.loader.exec_module = noting  # type: ignore[method-assign]
+            spec.loader.exec_module = execute_and_record  # type: ignore[method-assign]
         return spec
 
 
-def note(module: ModuleType) -> None:
-    """Record the current state of a module, for `difference`."""
-    parts, classes = _noted[module.__name__] = _Noted([], [])
+def record_module(module: ModuleType) -> None:
+    """Record the current state of a module, for `find_difference`."""
+    attributes, classes = _records[module.__name__] = _ModuleRecord([], [])
     for name, value in list(vars(module).items()):
-        told, constant = f"{module.__name__}.{name}", bool(_CONSTANT.match(name))
         if name.startswith("__"):
             continue
+        path, constant = f"{module.__name__}.{name}", bool(_CONSTANT.match(name))
         if _is_code(value) or constant and isinstance(value, _PLAIN):
-            parts.append(_part(told, vars(module), name))
+            attributes.append(_record_attribute(path, vars(module), name))
         if constant and isinstance(value, Mapping):
-            held = [key for key, entry in value.items() if _is_code(entry) or isinstance(entry, _PLAIN)]
-            parts += [_part(f"{told}[{key!r}]", value, key) for key in held]
+            keys = [key for key, entry in value.items() if _is_code(entry) or isinstance(entry, _PLAIN)]
+            attributes += [_record_attribute(f"{path}[{key!r}]", value, key) for key in keys]
         if isinstance(value, type) and value.__module__ == module.__name__:
             own = vars(value)
-            classes.append((told, value, frozenset(own)))
-            parts += [
-                _part(f"{told}.{key}", own, key) for key in own if _is_code(own[key]) or _is_setting(key, own[key])
-            ]
+            classes.append((path, value, frozenset(own)))
+            keys = [key for key in own if _is_code(own[key]) or _is_setting(key, own[key])]
+            attributes += [_record_attribute(f"{path}.{key}", own, key) for key in keys]
 
 
-def _part(told: str, owner: Mapping[Any, Any], key: Any) -> _Part:
+def _record_attribute(name: str, owner: Mapping[Any, Any], key: Any) -> _Attribute:
     value = owner[key]
-    return _Part(told, owner, key, value, _code(value))
+    return _Attribute(name, owner, key, value, _code(value))
 
 
 def _is_code(value: Any) -> bool:
@@ -105,7 +108,9 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def _code(value: Any) -> Any:
-    return (value.__code__, value.__defaults__) if isinstance(value, FunctionType) else None
+    if not isinstance(value, FunctionType):
+        return None
+    return value.__code__, value.__defaults__, dict(value.__kwdefaults__ or {})
 
 
 def files() -> list[Path]:
@@ -115,7 +120,7 @@ def files() -> list[Path]:
     return sorted(path for path in found if path.suffix in SUFFIXES and path.is_file())
 
 
-def difference() -> str | None:
+def find_difference() -> str | None:
     """What differs, in words, from the package as it was imported and from its files; None if nothing does. It may be a
     file written since, a replaced function, class, constant or table entry, an operator registered anew, or a global
     hook on torch modules."""
@@ -125,23 +130,26 @@ def difference() -> str | None:
     if not any(path.suffix == ".py" for path in paths):
         return f"{PACKAGE} has no sources"
     for path in paths:
-        about = path.stat()
-        if (written := max(about.st_mtime_ns, about.st_ctime_ns)) > IMPORTED_NS:
-            late = "was written after it may have been imported"
-            return f"{path.relative_to(PACKAGE.parent)} {'is of the future' if written > time.time_ns() else late}"
-    for noted in list(_noted.values()):
-        for told, owner, key, value, code in noted.parts:
-            now = owner.get(key, _noted)
+        status = path.stat()
+        written = max(status.st_mtime_ns, status.st_ctime_ns)
+        if written > IMPORTED_NS:
+            in_future = written > time.time_ns()
+            reason = "is of the future" if in_future else "was written after it may have been imported"
+            return f"{path.relative_to(PACKAGE.parent)} {reason}"
+    for record in list(_records.values()):
+        for name, owner, key, value, code in record.attributes:
+            now = owner.get(key, _records)
             if (now is not value and now != value) or (code is not None and _code(now) != code):
-                return f"{told} is not what was imported"
-        for told, kind, names in noted.classes:
+                return f"{name} is not what was imported"
+        for name, kind, names in record.classes:
             if new := [name for name in vars(kind).keys() - names if _is_own(name, vars(kind)[name])]:
-                return f"{told}.{new[0]} is not what was imported"
-    if found := next(filter(None, (ask() for ask in ALSO)), None):
-        return found
+                return f"{name}.{new[0]} is not what was imported"
+    for check in FURTHER_CHECKS:
+        if found := check():
+            return found
     torch_modules = sys.modules.get("torch.nn.modules.module")
     hooked = next((name for name in _HOOKS if getattr(torch_modules, name, None)), None)
     return hooked and f"torch.nn.modules.module.{hooked} has a hook"
 
 
-sys.meta_path.insert(0, NotingFinder())
+sys.meta_path.insert(0, RecordingFinder())

@@ -132,7 +132,7 @@ class Fill(Protocol):
         the file cannot be read or has become shorter."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in a file, read in ranges."""
 
     entry: Entry
@@ -156,14 +156,16 @@ class Staging:
     def chunk(self) -> Tensor:
         return torch.empty(CHUNK_BYTES, dtype=torch.uint8)
 
-    def read(self, descriptor: int, begin: int, values: Tensor, told: str) -> None:
-        """Fill a flat CPU tensor from byte `begin` of a file. `told`: the error message if the file ends too early."""
+    def read(self, descriptor: int, begin: int, values: Tensor, if_truncated: str) -> None:
+        """Fill a flat CPU tensor from byte `begin` of a file; `if_truncated` is the error if the file ends early."""
         data = _bytes(values)
         if len(data) <= _PART_BYTES:
-            _read(descriptor, begin, data, told)
+            _read(descriptor, begin, data, if_truncated)
             return
         parts = range(0, len(data), _PART_BYTES)
-        reads = [self._threads.submit(_read, descriptor, begin + i, data[i : i + _PART_BYTES], told) for i in parts]
+        reads = [
+            self._threads.submit(_read, descriptor, begin + i, data[i : i + _PART_BYTES], if_truncated) for i in parts
+        ]
         wait(reads)
         for read in reads:
             read.result()
@@ -184,36 +186,38 @@ class TensorReader:
         header = json.loads(os.pread(self._descriptor, size, 8))
         self._begins = {name: 8 + size + header[name]["data_offsets"][0] for name in entries}
         self._staging = staging
-        self.tensors = {name: Stored(entry, partial(self._fill, name, entry.dtype)) for name, entry in entries.items()}
+        self.tensors = {
+            name: StoredTensor(entry, partial(self._fill, name, entry.dtype)) for name, entry in entries.items()
+        }
 
     def close(self) -> None:
         os.close(self._descriptor)
 
     def _fill(self, name: str, dtype: torch.dtype, first: int, values: Tensor, step: int = 0) -> None:
-        begin, told = self._begins[name] + first * dtype.itemsize, f"it ends within {name}"
+        begin, if_truncated = self._begins[name] + first * dtype.itemsize, f"it ends within {name}"
         if step == values.shape[-1]:  # contiguous rows
             values, step = values.view(-1), 0
         if step:
             assert values.dtype == dtype
             for i, row in enumerate(values.unbind()):
-                _read(self._descriptor, begin + i * step * dtype.itemsize, _bytes(row), told)
+                _read(self._descriptor, begin + i * step * dtype.itemsize, _bytes(row), if_truncated)
             return
         if values.device.type == "cpu" and values.dtype == dtype:
-            self._staging.read(self._descriptor, begin, values, told)
+            self._staging.read(self._descriptor, begin, values, if_truncated)
             return
         for part in values.split(CHUNK_BYTES // dtype.itemsize):
             found = self._staging.chunk[: part.numel() * dtype.itemsize].view(dtype)
-            self._staging.read(self._descriptor, begin, found, told)
+            self._staging.read(self._descriptor, begin, found, if_truncated)
             part.copy_(found)
             begin += part.numel() * dtype.itemsize
 
 
-def _read(descriptor: int, begin: int, data: memoryview, told: str) -> None:
-    """Fill `data` from byte `begin` of a file. `told`: the error message if the file ends too early."""
+def _read(descriptor: int, begin: int, data: memoryview, if_truncated: str) -> None:
+    """Fill `data` from byte `begin` of a file. `if_truncated`: the error message if the file ends too early."""
     while data:
         done = os.preadv(descriptor, [data], begin)
         if not done:
-            raise OSError(told)
+            raise OSError(if_truncated)
         data, begin = data[done:], begin + done
 
 
@@ -222,7 +226,7 @@ def _bytes(values: Tensor) -> memoryview:
     return values.detach().cpu().contiguous().view(torch.uint8).numpy().data
 
 
-def cut(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
+def split_by_size(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
     """Split items, given with their sizes, into parts of at most `limit` each; a larger item is a part by itself."""
     part: list[T] = []
     used = 0

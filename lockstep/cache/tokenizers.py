@@ -2,7 +2,7 @@
 
 A tokenizer's saved files are kept in the user's cache folder, under a key of the contents of its model folder, the
 versions of both libraries, and this package's sources. Plain text goes straight to the `tokenizers` backend with the
-same options; for everything else, such as chat messages, the whole tokenizer is loaded.
+same options; for everything else, such as chat messages, the full tokenizer is loaded.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from typing import Any
 from . import fingerprint, user_folder
 
 _FILES = (".json", ".jinja", ".txt", ".model")  # suffixes of files in a model folder that a tokenizer may read
-_MOST = 8  # tokenizers to keep
+_ATTRIBUTES = ("eos_token_id", "pad_token_id", "chat_template", "name_or_path")  # cached beside the files
+_MAX_CACHED = 8  # tokenizers to keep
 _LARGEST = 64 << 20  # bytes from which on a file is identified by size and time, not by a hash
 
 
-class KeptTokenizer:
-    """A tokenizer for plain text, with the attributes that this package uses; any other attribute loads the whole one.
+class CachedTokenizer:
+    """A tokenizer for plain text, with the attributes that this package uses; any other attribute loads the full one.
 
     Args:
-        files: the tokenizer's saved files, by name. about: its attributes. load: loads the whole tokenizer.
+        files: the tokenizer's saved files, by name. attributes: those listed in `_ATTRIBUTES`, by name.
+        load: loads the full tokenizer.
     """
 
-    def __init__(self, files: Mapping[str, str], about: Mapping[str, Any], load: Callable[[], Any]) -> None:
+    def __init__(self, files: Mapping[str, str], attributes: Mapping[str, Any], load: Callable[[], Any]) -> None:
         from tokenizers import Tokenizer
 
         self._tokenizer = Tokenizer.from_str(files["tokenizer.json"])
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._files, self._load = dict(files), load
-        self._whole: Any = None
-        self.eos_token_id, self.pad_token_id = about["eos_token_id"], about["pad_token_id"]
-        self.chat_template, self.name_or_path = about["chat_template"], about["name_or_path"]
+        self._full_tokenizer: Any = None
+        self.eos_token_id, self.pad_token_id = attributes["eos_token_id"], attributes["pad_token_id"]
+        self.chat_template, self.name_or_path = attributes["chat_template"], attributes["name_or_path"]
         self._kept_template = self.chat_template
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
@@ -55,9 +57,9 @@ class KeptTokenizer:
         return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the files that the whole tokenizer would write."""
+        """Write the files that the full tokenizer would write."""
         if self.chat_template != self._kept_template:
-            self._all().save_pretrained(folder)
+            self._full().save_pretrained(folder)
         else:
             for name, text in self._files.items():
                 (Path(folder) / name).write_text(text, encoding="utf-8")
@@ -65,30 +67,30 @@ class KeptTokenizer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._all(), name)
+        return getattr(self._full(), name)
 
-    def _all(self) -> Any:
-        if self._whole is None:
-            self._whole = self._load()
-        self._whole.chat_template = self.chat_template  # it may have been changed
-        return self._whole
+    def _full(self) -> Any:
+        if self._full_tokenizer is None:
+            self._full_tokenizer = self._load()
+        self._full_tokenizer.chat_template = self.chat_template  # it may have been changed
+        return self._full_tokenizer
 
 
-def kept(source: Path | str, load: Callable[[], Any]) -> Any:
+def load_cached(source: Path | str, load: Callable[[], Any]) -> Any:
     """The tokenizer of a folder or name: from the cache, or by `load` and then cached."""
-    if fingerprint.changed():
+    if fingerprint.is_modified():
         return load()
     path = user_folder.cache_folder() / "tokenizers" / f"{_key(source)}.json"
     with suppress(Exception):  # whatever a library raises on unsuitable files; then it is loaded
-        if (found := _read(path)) is not None:
-            return KeptTokenizer(*found, load)
-    whole = load()
+        if (cached := _read(path)) is not None:
+            return CachedTokenizer(*cached, load)
+    full = load()
     with suppress(Exception):  # such as a full disk, in whatever form a library raises it
-        if _is_plain(whole):
-            names = ("eos_token_id", "pad_token_id", "chat_template", "name_or_path")
-            content = json.dumps([_saved(whole), {name: getattr(whole, name) for name in names}])
-            user_folder.write(path, {"content": content, "hash": fingerprint.digest(content)}, keep=_MOST)
-    return whole
+        if _is_plain(full):
+            attributes = {name: getattr(full, name) for name in _ATTRIBUTES}
+            content = json.dumps([_saved_files(full), attributes])
+            user_folder.write(path, {"content": content, "hash": fingerprint.digest(content)}, keep=_MAX_CACHED)
+    return full
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]] | None:
@@ -96,29 +98,29 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Any]] | None:
     raw = user_folder.read(path)
     if not isinstance(raw, dict) or raw.get("hash") != fingerprint.digest(raw.get("content")):
         return None
-    files, about = json.loads(raw["content"])
-    return files, about
+    files, attributes = json.loads(raw["content"])
+    return files, attributes
 
 
-def _is_plain(whole: Any) -> bool:
+def _is_plain(full: Any) -> bool:
     """Whether text goes straight to the backend and back: no subclass or option changes it before or after."""
     from transformers import PreTrainedTokenizerFast
 
     methods = ("__call__", "_call_one", "_encode_plus", "_batch_encode_plus", "encode", "decode", "_decode")
-    if not isinstance(whole, PreTrainedTokenizerFast) or not isinstance(whole.chat_template, (str, type(None))):
+    if not isinstance(full, PreTrainedTokenizerFast) or not isinstance(full.chat_template, (str, type(None))):
         return False
-    own = any(getattr(type(whole), m, None) is not getattr(PreTrainedTokenizerFast, m, None) for m in methods)
-    return not (own or whole.clean_up_tokenization_spaces or getattr(whole, "split_special_tokens", False))
+    own = any(getattr(type(full), m, None) is not getattr(PreTrainedTokenizerFast, m, None) for m in methods)
+    return not (own or full.clean_up_tokenization_spaces or getattr(full, "split_special_tokens", False))
 
 
-def _saved(whole: Any) -> dict[str, str]:
+def _saved_files(full: Any) -> dict[str, str]:
     """The files that the tokenizer saves, by name."""
     with tempfile.TemporaryDirectory() as folder:
-        whole.save_pretrained(folder)
+        full.save_pretrained(folder)
         return {path.name: path.read_text(encoding="utf-8") for path in Path(folder).iterdir() if path.is_file()}
 
 
-def _identity(path: Path) -> str:
+def _describe_file(path: Path) -> str:
     """A text that changes with a file."""
     status = path.stat()
     if status.st_size < _LARGEST:
@@ -132,5 +134,5 @@ def _key(source: Path | str) -> str:
     files = []
     if isinstance(source, Path):
         paths = sorted([*source.iterdir(), *source.glob("additional_chat_templates/*")])
-        files = [(str(p.relative_to(source)), _identity(p)) for p in paths if p.suffix in _FILES and p.is_file()]
+        files = [(str(p.relative_to(source)), _describe_file(p)) for p in paths if p.suffix in _FILES and p.is_file()]
     return fingerprint.digest(fingerprint.sources(), versions, str(source), files)

@@ -65,7 +65,7 @@ def newest(folder: Path, pattern: str = "*") -> list[Path]:
 def read_bytes(path: Path) -> bytes | None:
     """The bytes that `write_bytes` stored, or None."""
     with contextlib.suppress(OSError), path.open("rb") as file:
-        if not foreign(path.parent.stat()) and not foreign(os.fstat(file.fileno())):
+        if not untrusted_reason(path.parent.stat()) and not untrusted_reason(os.fstat(file.fileno())):
             return file.read()
     return None
 
@@ -73,8 +73,8 @@ def read_bytes(path: Path) -> bytes | None:
 def write_bytes(path: Path, data: bytes) -> bool:
     """Replace the file atomically, creating its folder if needed. Returns whether it worked."""
     try:
-        _make(path.parent)
-        if why := foreign(path.parent.stat()):
+        _make_private(path.parent)
+        if why := untrusted_reason(path.parent.stat()):
             raise PermissionError(f"{path.parent}: {why}")
         handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # mode 0600
         try:
@@ -85,12 +85,12 @@ def write_bytes(path: Path, data: bytes) -> bool:
             os.unlink(name)
             raise
     except OSError as error:
-        _warn(cache_folder(), error)
+        _warn_once(cache_folder(), error)
         return False
     return True
 
 
-def _warn(root: Path, error: OSError) -> None:
+def _warn_once(root: Path, error: OSError) -> None:
     """Warn once per process that nothing is kept, which only costs time at every start."""
     if root not in _unwritable:
         _unwritable.add(root)
@@ -101,15 +101,15 @@ def _warn(root: Path, error: OSError) -> None:
         )
 
 
-def _make(folder: Path) -> None:
+def _make_private(folder: Path) -> None:
     """Create a folder, and missing parents, for this user alone: `mkdir(parents=True)` would leave the mode of parents
     to the umask, which may let others write."""
     if not folder.exists():
-        _make(folder.parent)
+        _make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def foreign(status: os.stat_result) -> str | None:
+def untrusted_reason(status: os.stat_result) -> str | None:
     """Why somebody else may have written to a file or folder, or None."""
     if status.st_uid != os.getuid():
         return f"it belongs to user {status.st_uid}"

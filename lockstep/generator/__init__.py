@@ -3,5 +3,5 @@
 from .cache_capacity import plan_cache_tokens
 from .engine import Engine
 from .kv_cache import KVCache
-from .sizes import pays_by_group
+from .sizes import pays_to_group
 from .weights import SharedWeights

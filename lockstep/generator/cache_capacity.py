@@ -14,16 +14,16 @@ HOST_CACHE = 2 << 30  # the most bytes of a cache on a CPU, unless its capacity 
 
 def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
     """Cache bytes for one position: keys and values of all layers."""
-    heads, key, value = config.cached
+    heads, key, value = config.kv_cache_sizes
     return config.num_layers * heads * (key + value) * dtype.itemsize
 
 
-def per_sequence(config: GeneratorConfig, tokens: int) -> int:
+def capacity_per_sequence(config: GeneratorConfig, tokens: int) -> int:
     """The capacity to plan for a sequence of `tokens` tokens: whole pages, and one more."""
     return (-(-tokens // config.page_size) + 1) * config.page_size
 
 
-def rounded(fitting: int) -> int:
+def round_capacity(fitting: int) -> int:
     """`fitting` rounded down to five significant bits. Stored graphs depend on the capacity, so it should not change
     with the exact free memory of a start."""
     low = max(0, fitting.bit_length() - 5)
@@ -45,7 +45,7 @@ def plan_cache_tokens(
     Raises:
         InputError: not even one sequence of that length fits.
     """
-    one_sequence = per_sequence(config, tokens_per_sequence) - config.page_size
+    one_sequence = capacity_per_sequence(config, tokens_per_sequence) - config.page_size
     if config.kv_cache_tokens:
         planned = config.kv_cache_tokens
         needed, memory = planned * bytes_per_token(model, dtype), memory_bytes(device)
@@ -55,9 +55,9 @@ def plan_cache_tokens(
             f"{memory / 2**30:,.0f} GiB; lower it, or set it to 0 to have it planned",
         )
     else:
-        wanted = min(sequences, config.max_num_seqs) * per_sequence(config, tokens_per_sequence)
+        wanted = min(sequences, config.max_num_seqs) * capacity_per_sequence(config, tokens_per_sequence)
         free = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else HOST_CACHE
-        planned = min(wanted, rounded(free // bytes_per_token(model, dtype)))
+        planned = min(wanted, round_capacity(free // bytes_per_token(model, dtype)))
     refuse(
         planned // config.page_size * config.page_size < one_sequence,
         f"generator.kv_cache_tokens: the cache holds {planned} tokens, one sequence may need {one_sequence}; raise it, "

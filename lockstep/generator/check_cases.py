@@ -42,13 +42,13 @@ class _Pages:
     def used(self) -> int:
         return self.shared + self.rows + self.prompt
 
-    def touched(self, cache: KVCache) -> dict[str, list[Tensor]]:
-        touched = {"kv k": [cache.k[:, : self.used]], "kv v": [cache.v[:, : self.used]]}
-        return touched if cache.routes is None else {**touched, "kv routes": [cache.routes[: self.used]]}
+    def views(self, cache: KVCache) -> dict[str, list[Tensor]]:
+        views = {"kv k": [cache.k[:, : self.used]], "kv v": [cache.v[:, : self.used]]}
+        return views if cache.routes is None else {**views, "kv routes": [cache.routes[: self.used]]}
 
 
 @dataclass(frozen=True)
-class Check:
+class CaseBuilder:
     """Cases of the generator's programs, for a model with `vocabulary` token ids."""
 
     rows: RunningBatch
@@ -63,7 +63,7 @@ class Check:
             statics = made.captured.statics
             for name, busy in {f"{size} rows": pages.rows, f"one of {size} rows": 1}.items():
                 load = partial(self._load, size, pages, busy, **statics)  # type: ignore[arg-type]
-                cases.append(graph.Case(name, {}, statics, load, **self._about(pages)))
+                cases.append(graph.Case(name, {}, statics, load, **self._cache_fields(pages)))
         return cases
 
     def mixed_cases(self, batch: Tensor, sizes: MixedSizes) -> list[graph.Case]:
@@ -75,7 +75,7 @@ class Check:
         counts = dict.fromkeys((room, min(room, 1), 0))
         names = {n: f"{n} of {sizes.tokens} prompt tokens" for n in counts}
         return [
-            graph.Case(names[n], load=partial(self._load_mixed, batch, sizes, pages, n), **self._about(pages))
+            graph.Case(names[n], load=partial(self._load_mixed, batch, sizes, pages, n), **self._cache_fields(pages))
             for n in counts
         ]
 
@@ -96,10 +96,9 @@ class Check:
                 b["shared_len"].zero_()
         batch.copy_(lay_out(chunks, sizes, rows.null_row, pinned=False))
 
-    def _about(self, pages: _Pages) -> dict[str, Any]:
-        """The fields of a case that concern the cache. Where its memory is lent, it holds nothing yet that would have
-        to be restored."""
-        about = {"touches": pages.touched(self.cache), "scratch": self._null_page()}
+    def _cache_fields(self, pages: _Pages) -> dict[str, Any]:
+        """The fields of a case that concern the cache. Lent memory holds nothing yet that would have to be restored."""
+        about = {"touches": pages.views(self.cache), "scratch": self._null_page()}
         if self.cache.borrower is None:
             return about
         return about | {"filled_roles": ("kv",), "derived": dict.fromkeys(("kv k", "kv v"), self.cache.clear)}
@@ -114,7 +113,7 @@ class Check:
     def _load(self, size: int, pages: _Pages, busy: int, truncated: bool, greedy: bool, grouped: bool = False) -> None:
         """Put the first `busy` rows at positions up to the longest, and make the others idle."""
         rows, cache = self.rows, self.cache
-        cache.take_back()
+        cache.reclaim()
         b, device = rows.tensors(size), rows.device
         draw = torch.Generator(device).manual_seed(size)
         for tensor in (cache.k, cache.v):

@@ -24,10 +24,10 @@ from .request import Prefill, Sequence
 from .runner import Block, Runner
 from .running_batch import RunningBatch
 from .scheduler import Chunk, Scheduler
-from .sizes import rows_of
+from .sizes import num_rows
 from .weights import SharedWeights
 
-AGREED = 64  # launches between two calls of `Engine.agree`
+AGREEMENT_INTERVAL = 64  # launches between two calls of `Engine.check_agreement`
 AHEAD = 1  # blocks on a GPU whose results may be unread when the next one is launched
 MIN_CONTEXT = 64  # tokens that the block table has room for at first; doubled for longer requests
 
@@ -45,9 +45,9 @@ class Engine:
 
     Attributes:
         requests: the samples of each unfinished request, by its id.
-        agree: called with a digest of the schedule every `AGREED` launches; it raises if ranks that generate together
-            differ.
-        launched: called after every launch.
+        check_agreement: called with a digest of the schedule every `AGREEMENT_INTERVAL` launches; it raises if ranks
+            that generate together differ.
+        on_launch: called after every launch.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Engine:
         self.model_config = model.config
         self.detokenize = detokenize
         device = model.embed.device
-        count, pages = rows_of(config, model.spread.min_rows), cache_tokens // config.page_size
-        own, cleared = model.config.shared_by(model.spread.axis.size), model.masks is not None
-        self.cache = KVCache(own, pages, config.page_size, model.embed, cleared, runtime.borrower)
+        count, pages = num_rows(config, model.spread.min_rows), cache_tokens // config.page_size
+        local, masked = model.config.per_rank(model.spread.axis.size), model.masks is not None
+        self.cache = KVCache(local, pages, config.page_size, model.embed, masked, runtime.borrower)
         width = self.cache.pages_for(MIN_CONTEXT)
         routed = model.config.moe_layers > 0
         rows = RunningBatch(count, width, config.steps_per_sync, self.cache.null_page, device, routed)
@@ -75,11 +75,11 @@ class Engine:
         runtime.compile_layers_of(model)
         self.runner = Runner(weights, self.cache, rows, config.max_num_batched_tokens, runtime)
         self.ahead = (AHEAD if device.type == "cuda" else 0) if ahead is None else ahead
-        self._flight: deque[Block] = deque()  # launched, with results not read yet
+        self._in_flight: deque[Block] = deque()  # launched, with results not read yet
         self._grown: list[Sequence] = []  # sequences with tokens that `advance` has not returned yet
         self._ids = itertools.count()
-        self.agree: Callable[[str], None] | None = None
-        self.launched: Callable[[], None] = lambda: None
+        self.check_agreement: Callable[[str], None] | None = None
+        self.on_launch: Callable[[], None] = lambda: None
         self._launches = 0
         self.requests: dict[int, list[Sequence]] = {}
 
@@ -104,17 +104,17 @@ class Engine:
         ids: dict[int, int] = {}  # request id to the index of its prompt
         total, finished = sum(params.n for params in sampling), 0
         try:
-            for place, request in enumerate(zip(prompt_ids, sampling, identities, strict=True)):
-                ids[self.add_request(*request)] = place
+            for index, request in enumerate(zip(prompt_ids, sampling, identities, strict=True)):
+                ids[self.add_request(*request)] = index
             while self.requests:
                 grown = self.advance()
                 finished += sum(sample.completion is not None for sample in grown)
                 self.timings.report_progress(f"{finished} of {total}")
-                for one in grown:
-                    yield ids[one.request_id], one.identity.sample, one.token_ids, one.completion
+                for sample in grown:
+                    yield ids[sample.request_id], sample.identity.sample, sample.token_ids, sample.completion
         finally:
-            for i in ids:
-                self.abort(i)
+            for request_id in ids:
+                self.abort(request_id)
 
     def warm_up(self, sequences: int, tokens: int, sampling: SamplingParams) -> None:
         """Make the graphs for up to `sequences` sequences at once, each of up to `tokens` tokens with its prompt.
@@ -127,21 +127,21 @@ class Engine:
             return
         assert not self.scheduler.busy, "warm_up() before the first request, or between requests"
         self.drain()
-        self._make_room(tokens)
+        self._widen_table(tokens)
         sequences = min(sequences, self.config.max_num_seqs)
         longest_prompt = max(1, tokens - sampling.max_completion_length)
         self.scheduler.sizes = self.runner.warm_up(sequences, longest_prompt, sampling)
         if self.scheduler.sizes:
             self.scheduler.max_tokens = self.scheduler.sizes[0]
 
-    def trust_cases(self) -> Work:
+    def check_cases(self) -> Work:
         """Launches on which to check the warmed-up graphs against eager, before the first request."""
-        return self.runner.trust_cases()
+        return self.runner.check_cases()
 
     def lend(self) -> list[Tensor]:
         """GPU memory of the cache that is unused before the first request. It is zero, and the borrower must leave it
         so."""
-        return self.runner.cache.lend() if self.runner.cache.k.is_cuda else []
+        return self.cache.lend() if self.cache.k.is_cuda else []
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
         """Queue a request and return its id. Its n samples are numbered from `identity.sample`.
@@ -149,8 +149,8 @@ class Engine:
         Requests may be added at any time between launches: no bit of a sample depends on when, or on what else runs.
         Raises `InputError` if the request could never run.
         """
-        self.check(prompt_ids, sampling, identity.group)
-        self._make_room(len(prompt_ids) + sampling.max_completion_length)
+        self.require_runnable(prompt_ids, sampling, identity.group)
+        self._widen_table(len(prompt_ids) + sampling.max_completion_length)
         request_id = next(self._ids)
         eos = () if sampling.ignore_eos else self.model_config.eos_token_ids
         stop_ids = frozenset((*eos, *sampling.stop_token_ids))
@@ -165,7 +165,7 @@ class Engine:
 
     def abort(self, request_id: int) -> list[Trajectory]:
         """Cancel a request and return its samples as far as they came; nothing for an unknown or finished id."""
-        for sequence in self.scheduler.drop(request_id):
+        for sequence in self.scheduler.remove_request(request_id):
             sequence.finish("abort", self.detokenize)
         self._grown = [s for s in self._grown if s.request_id != request_id]
         return [s.completion for s in self.requests.pop(request_id, []) if s.completion is not None]
@@ -183,27 +183,27 @@ class Engine:
     @property
     def launched_ahead(self) -> bool:
         """Whether there are launches whose results have not been read."""
-        return bool(self._flight)
+        return bool(self._in_flight)
 
     def _launch(self) -> list[Sequence]:
         if self.cache.borrower is not None:
-            self.cache.take_back()
+            self.cache.reclaim()
         version = self.runner.weights.version
-        if any(block.version != version for block in self._flight):
+        if any(block.version != version for block in self._in_flight):
             self.drain()
         chunks = self.scheduler.schedule_prefill(version)
         block = self._launch_mixed(chunks) if chunks else self._launch_decode()
         if block is None:
-            assert self._flight or self._grown or not self.scheduler.busy, "a waiting request must fit an idle cache"
+            assert self._in_flight or self._grown or not self.scheduler.busy, "a waiting request must fit an idle cache"
             self.drain()
         else:
-            self._flight.append(block)
+            self._in_flight.append(block)
             self.scheduler.clock += block.steps
         self.drain(self.ahead)
         self._launches += 1
-        self.launched()
-        if self.agree is not None and self._launches % AGREED == 0:
-            self.agree(self.scheduler.digest())
+        self.on_launch()
+        if self.check_agreement is not None and self._launches % AGREEMENT_INTERVAL == 0:
+            self.check_agreement(self.scheduler.digest())
         grown, self._grown = self._grown, []
         return list(dict.fromkeys(grown))
 
@@ -243,7 +243,7 @@ class Engine:
             fitting = self.scheduler.reserve(steps)
             if fitting > 0:
                 return fitting
-            if self._flight:
+            if self._in_flight:
                 self.drain()
             else:
                 self.scheduler.preempt(self.scheduler.running[-1])  # the youngest
@@ -252,12 +252,12 @@ class Engine:
     def drain(self, ahead: int = 0) -> None:
         """Wait for and read the results of all launches but the last `ahead` blocks. The next `advance` returns what
         they add."""
-        while len(self._flight) > ahead:
+        while len(self._in_flight) > ahead:
             with self.timings.measure("read"):
-                self._take_in(self._flight.popleft())
+                self._process_results(self._in_flight.popleft())
 
-    def _take_in(self, block: Block) -> None:
-        for sequence, tokens, logprobs, model_logprobs, routes in block.drawn():
+    def _process_results(self, block: Block) -> None:
+        for sequence, tokens, logprobs, model_logprobs, routes in block.results():
             if sequence.finish_reason is not None:  # finished before this launch, or stopped by the host since
                 continue
             sequence.append(tokens, logprobs, model_logprobs, block.version, routes)
@@ -269,7 +269,7 @@ class Engine:
                 sequence.finish(sequence.finish_reason, self.detokenize)
             self._grown.append(sequence)
 
-    def _make_room(self, tokens: int) -> None:
+    def _widen_table(self, tokens: int) -> None:
         """Widen the block table for sequences of `tokens` tokens if needed, which drops the graphs made so far."""
         room = MIN_CONTEXT
         while room < tokens:
@@ -278,19 +278,19 @@ class Engine:
             self.drain()
             self.runner.widen(room)
 
-    def check(self, prompt_ids: list[int], sampling: SamplingParams, group: int) -> None:
+    def require_runnable(self, prompt_ids: list[int], sampling: SamplingParams, group: int) -> None:
         """Raise `InputError` if such a request could never run; the message calls it prompt `group` + 1."""
         vocabulary, context = self.model_config.vocab_size, self.model_config.max_position_embeddings
-        ends = (min(prompt_ids), max(prompt_ids)) if prompt_ids else ()
-        outside = next((t for t in ends if not 0 <= t < vocabulary), None)
+        extremes = (min(prompt_ids), max(prompt_ids)) if prompt_ids else ()
+        outside = next((t for t in extremes if not 0 <= t < vocabulary), None)
         stops = sampling.stop_token_ids
-        never = next((t for t in stops if not isinstance(t, int) or not 0 <= t < vocabulary), None)
+        bad_stop = next((t for t in stops if not isinstance(t, int) or not 0 <= t < vocabulary), None)
         new, cache = sampling.max_completion_length, self.cache
         length = len(prompt_ids) + new
-        found = (
+        faults = (
             (not prompt_ids, "the prompt has no tokens"),
             (outside is not None, f"token id {outside} is outside the model's vocabulary of {vocabulary}"),
-            (never is not None, f"stop_token_ids has {never!r}, which is no token id below {vocabulary}"),
+            (bad_stop is not None, f"stop_token_ids has {bad_stop!r}, which is no token id below {vocabulary}"),
             (min(sampling.n, new) < 1, "n and max_completion_length must be at least 1"),
             (bool(sampling.stop) and self.detokenize is None, "stop strings need a tokenizer"),
             (
@@ -304,5 +304,6 @@ class Engine:
                 "generator.kv_cache_tokens",
             ),
         )
-        if wrong := next((message for is_wrong, message in found if is_wrong), None):
-            raise InputError(f"prompt {group + 1}: {wrong}")
+        for is_wrong, message in faults:
+            if is_wrong:
+                raise InputError(f"prompt {group + 1}: {message}")

@@ -56,7 +56,7 @@ def decode_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool,
     contexts = ops.Contexts(table, context, paging.max_context)
     attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, contexts, groups, model.masks)
     hidden, route = _forward(model, b["token"], position, attend, kv.get("routes"))
-    _draw(model, b, hidden, route, truncated, greedy)
+    _sample_and_advance(model, b, hidden, route, truncated, greedy)
 
 
 def mixed_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, greedy: bool, grouped: bool) -> None:
@@ -69,9 +69,9 @@ def mixed_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, 
     b, kv, table = inputs.buffer, inputs.kv, inputs.buffer["tables"]
     prompt = {name.removeprefix("prompt."): tensor for name, tensor in b.items() if name.startswith("prompt.")}
     row, page_size, null_row = b["ordinal"], paging.page_size, table.shape[0] - 1
-    resting = (b["remaining"] == 0) | (prompt["source"] != row)
-    own_position = b["position"].masked_fill(resting, 0)
-    written = row.masked_fill(resting, null_row)  # whose pages a row's token is written to; it reads its own pages
+    is_idle = (b["remaining"] == 0) | (prompt["source"] != row)
+    own_position = b["position"].masked_fill(is_idle, 0)
+    written = row.masked_fill(is_idle, null_row)  # whose pages a row's token is written to; it reads its own pages
     position = torch.cat((own_position, prompt["position"]))
     entry = torch.cat((written, prompt["row"])) * table.shape[1] + position // page_size
     slots = table.flatten().index_select(0, entry).long() * page_size + position % page_size
@@ -86,7 +86,7 @@ def mixed_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, 
     attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, groups=groups, masks=model.masks)
     tokens = torch.cat((b["token"], prompt["token"]))
     hidden, route = _forward(model, tokens, position, attend, kv.get("routes"), prompt["source"])
-    _draw(model, b, hidden, route, truncated, greedy)
+    _sample_and_advance(model, b, hidden, route, truncated, greedy)
 
 
 def _forward(
@@ -110,15 +110,17 @@ def _forward(
     return hidden, digest if source_R is None else digest.index_select(0, source_R)
 
 
-def _draw(model: Decoder, b: State, hidden: Tensor, route: Tensor | None, truncated: bool, greedy: bool) -> None:
+def _sample_and_advance(
+    model: Decoder, b: State, hidden: Tensor, route: Tensor | None, truncated: bool, greedy: bool
+) -> None:
     """Sample, store the results, and advance each row to the next step; it becomes idle after its last token."""
     filters = ops.Filters(b["temperature"], b["top_k"], b["top_p"], b["min_p"])
     keys = ops.SampleKeys(b["key"], b["position"] + 1)
-    drawn = _sampled(model, hidden, keys, filters, truncated, greedy)
+    drawn = _sample(model, hidden, keys, filters, truncated, greedy)
     ops.decode_advance(ops.Drawn(*drawn), ops.DecodeRows(*_ROWS(b)), route)
 
 
-def _sampled(
+def _sample(
     model: Decoder, hidden_RD: Tensor, keys: ops.SampleKeys, by: ops.Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`ops.sample` from the model's head. Tensor-parallel ranks compute their columns of the logits, exchange these so

@@ -13,7 +13,7 @@ import torch
 from ..graph import CudaRecorder
 from ..models import ModelConfig
 
-_root = struct.Struct("<q").pack  # of a version: the start of the chain of digests
+_root_digest = struct.Struct("<q").pack  # of a version: the start of the chain of digests
 
 
 def upload(values: list, device: torch.device) -> torch.Tensor:
@@ -31,7 +31,7 @@ class KVCache:
     takes the page over. An additional page, `null_page`, belongs to no sequence: idle rows write to it.
 
     With experts, `routes` keeps the digest of the experts that each position's token went to (`ops.route_digest`).
-    `cleared` zeroes the values of a page when it is allocated, for attention that multiplies masked values by a
+    `zeroes_values`: zero the values of a page when it is allocated, for attention that multiplies masked values by a
     probability of zero, which would let through NaN and infinity.
 
     Attributes:
@@ -44,10 +44,10 @@ class KVCache:
         num_pages: int,
         page_size: int,
         like: torch.Tensor,
-        cleared: bool = False,
+        zeroes_values: bool = False,
         borrower: CudaRecorder | None = None,
     ) -> None:
-        heads, key, value = config.cached
+        heads, key, value = config.kv_cache_sizes
         shape = (config.num_layers, num_pages + 1, page_size, heads)
 
         def make() -> list[torch.Tensor]:
@@ -61,13 +61,13 @@ class KVCache:
         self.kv_heads = heads
         self.num_pages = num_pages
         self.null_page = num_pages
-        self.cleared = cleared
+        self.zeroes_values = zeroes_values
         self._references = [0] * num_pages
         self._digests: list[bytes | None] = [None] * num_pages
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._by_digest: dict[bytes, int] = {}
-        self._parts: dict[bytes, tuple[int, list[int]]] = {}  # partial pages, with their tokens
-        self._part_of: dict[int, bytes] = {}  # by page, its key in `_parts`
+        self._partial_pages: dict[bytes, tuple[int, list[int]]] = {}  # partial pages, with their tokens
+        self._partial_digests: dict[int, bytes] = {}  # by page, its key in `_partial_pages`
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"k": self.k, "v": self.v} | ({} if self.routes is None else {"routes": self.routes})
@@ -84,7 +84,7 @@ class KVCache:
         self.clear()
         return [layer[: self.num_pages] for cache in (self.k, self.v) for layer in cache]
 
-    def take_back(self) -> None:
+    def reclaim(self) -> None:
         """If the borrower has used the memory, zero it and forget registered pages. Call it before writing pages."""
         if self.borrower is None or not self.borrower.pool_used:
             return
@@ -97,7 +97,7 @@ class KVCache:
     def clear(self) -> None:
         """Zero all pages, none of which may be held, and forget what is registered."""
         self._digests = [None] * self.num_pages
-        for found in (self._by_digest, self._parts, self._part_of):
+        for found in (self._by_digest, self._partial_pages, self._partial_digests):
             found.clear()
         for memory in (self.k, self.v):
             memory[:, : self.num_pages].zero_()
@@ -112,12 +112,12 @@ class KVCache:
         pages = [self._free.popitem(last=False)[0] for _ in range(count)]
         for page in pages:
             self._references[page] = 1
-            if page in self._part_of:
-                del self._parts[self._part_of.pop(page)]
+            if page in self._partial_digests:
+                del self._partial_pages[self._partial_digests.pop(page)]
             if digest := self._digests[page]:
                 del self._by_digest[digest]
                 self._digests[page] = None
-        if self.cleared and pages:
+        if self.zeroes_values and pages:
             self.v.index_fill_(1, upload(pages, self.v.device), 0)
         return pages
 
@@ -145,35 +145,36 @@ class KVCache:
         """Make the pages of a sequence findable by `tokens`, whose keys and values they hold."""
         full = len(tokens) // self.page_size
         known = next((i for i, page in enumerate(pages[:full]) if self._digests[page] is None), full)
-        last = (known and self._digests[pages[known - 1]]) or _root(version)  # the digest of all pages before
+        last = self._digests[pages[known - 1]] if known else _root_digest(version)  # the digest of all pages before
+        assert last is not None
         for digest, page in zip(self._chain(tokens[known * self.page_size :], last), pages[known:], strict=False):
-            if page in self._part_of:
-                del self._parts[self._part_of.pop(page)]
+            if page in self._partial_digests:
+                del self._partial_pages[self._partial_digests.pop(page)]
             if self._digests[page] is None and digest not in self._by_digest:
                 self._digests[page] = digest
                 self._by_digest[digest] = page
             last = digest
         if part := tokens[full * self.page_size :]:
-            for page in (pages[full], *self._parts.get(last, ())[:1]):
-                if page in self._part_of:
-                    del self._parts[self._part_of.pop(page)]
-            self._parts[last], self._part_of[pages[full]] = (pages[full], part), last
+            for page in (pages[full], *self._partial_pages.get(last, ())[:1]):
+                if page in self._partial_digests:
+                    del self._partial_pages[self._partial_digests.pop(page)]
+            self._partial_pages[last], self._partial_digests[pages[full]] = (pages[full], part), last
 
     def match(self, tokens: list[int], version: int) -> tuple[list[int], int]:
         """The longest run of registered pages that hold a prefix of `tokens`, with a reference added to each, and the
         length of that prefix. If the last page is a partial one, the caller is its only holder."""
-        pages, last = [], _root(version)
+        pages, last = [], _root_digest(version)
         for digest in self._chain(tokens, last):
             if (page := self._by_digest.get(digest)) is None:
                 break
             pages.append(page)
             last = digest
         found = len(pages) * self.page_size
-        page, part = self._parts.get(last, (self.null_page, []))
+        page, part = self._partial_pages.get(last, (self.null_page, []))
         if part and self._references[page] == 0 and tokens[found : found + len(part)] == part:
             pages.append(page)
             found += len(part)
-            if self.cleared:
+            if self.zeroes_values:
                 self.v[:, page, len(part) :].zero_()
         self.share(pages)
         return pages, found

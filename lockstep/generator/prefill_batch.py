@@ -27,12 +27,12 @@ class MixedSizes(NamedTuple):
         return [p, p, p, s, s, s + 1, r]
 
     @staticmethod
-    def holding(rows: int, tokens: int) -> MixedSizes:
+    def for_tokens(rows: int, tokens: int) -> MixedSizes:
         """Sizes for `tokens` tokens, however they are distributed over prompts."""
         return MixedSizes(rows, tokens, tokens // SEGMENT + min(tokens, MAX_PROMPTS))
 
     @staticmethod
-    def exactly(rows: int, chunks: list[Chunk]) -> MixedSizes:
+    def exact(rows: int, chunks: list[Chunk]) -> MixedSizes:
         counts = [chunk.count for chunk in chunks]
         return MixedSizes(rows, sum(counts), sum(-(-n // SEGMENT) for n in counts))
 

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from .. import graph
 from ..types import SamplingParams
-from .check_cases import Check
+from .check_cases import CaseBuilder
 from .forward import Paging, decode_step, mixed_step
 from .kv_cache import KVCache, upload
 from .prefill_batch import MixedBatch, MixedSizes, lay_out
 from .request import Sequence
 from .running_batch import RunningBatch
 from .scheduler import Chunk
-from .sizes import DECODE, MIXED, sizes_of
+from .sizes import DECODE, MIXED, make_sizes
 from .weights import SharedWeights
 
 # A sequence with its tokens, both log-probabilities and (with experts) route digests, one for each step of a block.
-Drawn = tuple[Sequence, list[int], list[float], list[float], list[int] | None]
+SequenceResult = tuple[Sequence, list[int], list[float], list[float], list[int] | None]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Block:
     prompts: list[Chunk] = field(default_factory=list)
     prompt_words: Tensor | None = None
 
-    def drawn(self) -> Iterator[Drawn]:
+    def results(self) -> Iterator[SequenceResult]:
         """Wait for the results, and return those of each sequence; tokens after its last one are -1. Also stores the
         route digests of prompts that ended in their samples."""
         if self.ready is not None:
@@ -67,7 +67,7 @@ class Block:
         return (column for column in columns if column[0] is not None)
 
 
-def _on_host(values: Tensor) -> Tensor:
+def _copy_to_host(values: Tensor) -> Tensor:
     if not values.is_cuda:
         return values.clone()
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
@@ -82,27 +82,27 @@ class Runner:
     ) -> None:
         self.cache, self.rows = cache, rows
         least = weights.model.spread.min_rows
-        self._sizes, self._runtime = sizes_of(rows, cache, max_tokens, runtime, least), runtime
+        self._sizes, self._runtime = make_sizes(rows, cache, max_tokens, runtime, least), runtime
         self._decode: dict[int, graph.Program] = {}  # by rows
         self._mixed: dict[MixedSizes, tuple[graph.Program, Tensor]] = {}  # with the memory of their `MixedBatch`
-        self.use(weights)
+        self.set_weights(weights)
 
-    def use(self, weights: SharedWeights) -> None:
+    def set_weights(self, weights: SharedWeights) -> None:
         """Run later steps with these weights. Graphs of the previous weights are closed."""
         for program in [*self._decode.values(), *(program for program, _ in self._mixed.values())]:
             program.drop()
         self._decode.clear()
         self._mixed.clear()
         self.weights, self._model = weights, weights.model
-        self._own = graph.module_inputs(weights.model)
+        self._model_inputs = graph.module_inputs(weights.model)
         page_size, null_page = self.cache.page_size, self.cache.null_page
         self._paging = self._decode_paging = Paging(page_size, null_page, self.rows.width * page_size)
-        self._constants = {**weights.model.baked(), "paging": self._paging}
+        self._constants = {**weights.model.trace_constants(), "paging": self._paging}
 
     def widen(self, tokens: int) -> None:
         """Make room for sequences of `tokens` tokens. All results must have been read."""
         self.rows.widen(self.cache.pages_for(tokens))
-        self.use(self.weights)
+        self.set_weights(self.weights)
 
     @torch.inference_mode()
     def decode(self, running: list[Sequence], steps: int) -> Block:
@@ -112,13 +112,13 @@ class Runner:
         rows.flush()
         self._decode_paging = replace(self._paging, max_context=self._sizes.decode_context(size))
         truncated, greedy = rows.truncated > 0, rows.greedy > 0
-        grouped = self._sizes.grouped(size, truncated, greedy)
+        grouped = self._sizes.is_grouped(size, truncated, greedy)
         self._decode_program(size)(times=steps, truncated=truncated, greedy=greedy, grouped=grouped)
         return self._block(size, steps, version)
 
     @torch.inference_mode()
     def mixed(self, chunks: list[Chunk]) -> Block:
-        version, (sizes, statics) = self.weights.version, self._sizes.mixed(chunks)
+        version, (sizes, statics) = self.weights.version, self._sizes.mixed_sizes(chunks)
         self._run_mixed(chunks, sizes, statics)
         return self._block(sizes.rows, 1, version, chunks)
 
@@ -130,12 +130,12 @@ class Runner:
         program({}, **statics)
 
     def _block(self, rows: int, steps: int, version: int, chunks: Iterable[Chunk] = ()) -> Block:
-        sequences, words = self.rows.sequences[:rows], _on_host(self.rows.results[:rows])
+        sequences, words = self.rows.sequences[:rows], _copy_to_host(self.rows.results[:rows])
         ended, prompt_words, routes = [c for c in chunks if c.started], None, self.cache.routes
         if ended and routes is not None:
             prompts = [chunk.prefill for chunk in ended]
             pages = [page for p in prompts for page in p.pages[: self.cache.pages_for(len(p.token_ids))]]
-            prompt_words = _on_host(routes.index_select(0, upload(pages, routes.device)))
+            prompt_words = _copy_to_host(routes.index_select(0, upload(pages, routes.device)))
         ready = None
         if self.rows.results.is_cuda:
             ready = torch.cuda.Event()
@@ -147,11 +147,11 @@ class Runner:
         """Make the graphs, largest first, for up to `sequences` sequences with prompts of up to `prompt_tokens` tokens,
         while no row is in use. Returns the numbers of prompt tokens that mixed steps now have graphs for; more tokens
         are run in several steps."""
-        for sizes in self._sizes.mixed_to_make(sequences, prompt_tokens, sampling.n):
-            self.rows.group(sizes.rows)  # clears groups that an earlier step of more rows may have left
+        for sizes in self._sizes.mixed_graphs(sequences, prompt_tokens, sampling.n):
+            self.rows.update_groups(sizes.rows)  # clears groups that an earlier step of more rows may have left
             self._run_mixed([], sizes, {})
-        for rows, statics in self._sizes.decodes_to_make(sequences, prompt_tokens, sampling):
-            self.rows.group(rows)
+        for rows, statics in self._sizes.decode_graphs(sequences, prompt_tokens, sampling):
+            self.rows.update_groups(rows)
             self.rows.flush()
             self._decode_program(rows)({}, **statics)
         return [tokens for tokens in self._sizes.tokens if tokens <= self._sizes.max_tokens]
@@ -172,13 +172,13 @@ class Runner:
         tensors = self.rows.tensors(sizes.rows) | {f"prompt.{name}": tensor for name, tensor in batch.items()}
         like = next((program for program, _ in self._mixed.values()), None)
         made = self._program("mixed", like, tensors | {"tables": self.rows.table}), flat
-        if self._sizes.few:
+        if self._sizes.is_bucketed:
             self._mixed[sizes] = made
         return made
 
     def _program(self, name: str, like: graph.Program | None, tensors: dict[str, Tensor]) -> graph.Program:
         """The program `name` on these tensors; `like` is the same program on others."""
-        inputs = replace(self._own, buffer={**self._own.buffer, **tensors}, kv=self.cache.tensors())
+        inputs = replace(self._model_inputs, buffer={**self._model_inputs.buffer, **tensors}, kv=self.cache.tensors())
         if like is not None:
             return like.bind_to(inputs)
         body, dynamic = (self._decode_body, DECODE) if name == "decode" else (self._mixed_body, MIXED)
@@ -196,8 +196,8 @@ class Runner:
             mixed_step(self._model, inputs, self._paging, truncated, greedy, grouped)
         return {}
 
-    def trust_cases(self) -> graph.Work:
+    def check_cases(self) -> graph.Work:
         """Launches on which to check all graphs made so far against eager."""
-        check = Check(self.rows, self.cache, self._model.config.vocab_size)
+        check = CaseBuilder(self.rows, self.cache, self._model.config.vocab_size)
         work = [(program, check.decode_cases(program, size)) for size, program in self._decode.items()]
         return work + [(program, check.mixed_cases(batch, sizes)) for sizes, (program, batch) in self._mixed.items()]

@@ -37,7 +37,8 @@ class RunningBatch:
         width: the most pages of a sequence.
         sequences: by row; None for an empty row.
         truncated, greedy: the number of sequences with a filter, and with temperature 0.
-        saved: positions that a decode step reads less thanks to shared prefixes, for the rows of the last `group` call.
+        saved: positions that a decode step reads less thanks to shared prefixes, for the rows of the last
+            `update_groups` call.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class RunningBatch:
             self._ordinal = torch.arange(count, device=device)
             self._cu_seqlens = torch.arange(count + 1, dtype=torch.int32, device=device)
             self._shared_len = torch.zeros(count, dtype=torch.int32, device=device)
-            self._groups = torch.full((groups(count), GROUP), -1, dtype=torch.int32, device=device)
+            self._groups = torch.full((max_groups(count), GROUP), -1, dtype=torch.int32, device=device)
             self._next_result = torch.zeros(1, dtype=torch.int64, device=device)
             self.results = torch.zeros(count, RESULTS + routed, steps, dtype=torch.int32, device=device)
             self.table = torch.full((count + 1, width), null_page, dtype=torch.int32, device=device)
@@ -95,7 +96,7 @@ class RunningBatch:
                 "table": self.table[:rows],
                 "ordinal": self._ordinal[:rows],
                 "cu_seqlens": self._cu_seqlens[: rows + 1],
-                "groups": self._groups[: groups(rows)],  # rows that read the same prefix pages, padded with -1
+                "groups": self._groups[: max_groups(rows)],  # rows that read the same prefix pages, padded with -1
                 "shared_len": self._shared_len[:rows],  # positions in these pages
                 "results": self.results[:rows],
                 "next_result": self._next_result,  # the next step's column of `results`
@@ -107,7 +108,7 @@ class RunningBatch:
         """The number of rows up to the last one that is taken."""
         return max(self._taken) + 1 if self._taken else 0
 
-    def take(self) -> int:
+    def take_row(self) -> int:
         row = heapq.heappop(self._free)
         self._taken.add(row)
         return row
@@ -120,7 +121,7 @@ class RunningBatch:
         self.greedy += sequence.sampling.temperature == 0
         stops = list(sequence.stop_ids) if len(sequence.stop_ids) <= STOP_IDS else []
         stops += [-1] * (STOP_IDS - len(stops))
-        filters = _words(sequence.sampling)
+        filters = _filter_words(sequence.sampling)
         self._changed[row] = [0, sequence.length - 1, *stops, *sequence.key, sequence.remaining, *filters]
 
     def set_pages(self, row: int, first: int, pages: list[int]) -> None:
@@ -146,7 +147,7 @@ class RunningBatch:
         moves = []
         for source, sequence in enumerate(self.sequences[rows:], rows):
             if sequence is not None:
-                target = self.take()
+                target = self.take_row()
                 assert target < rows, "more sequences than rows"
                 moves.append((source, target))
                 self.sequences[target], self.sequences[source], sequence.row = sequence, None, target
@@ -181,38 +182,39 @@ class RunningBatch:
             self.table.view(-1).index_copy_(0, index_M, page_M.int())
             self._pages.clear()
 
-    def group(self, rows: int) -> None:
+    def update_groups(self, rows: int) -> None:
         """Update which of the first `rows` rows read a shared prefix together."""
         if self._grouped == rows:
             return
-        members: dict[SharedPrefix, list[int]] = {}
+        rows_by_prefix: dict[SharedPrefix, list[int]] = {}
         for row, sequence in enumerate(self.sequences[:rows]):
             if sequence is not None and sequence.shared and sequence.shared.positions >= KEY_TILE:
-                members.setdefault(sequence.shared, []).append(row)
+                rows_by_prefix.setdefault(sequence.shared, []).append(row)
         shared_len, self.saved = [0] * rows, 0
         grouped: list[list[int]] = []
-        for prefix, found in members.items():
-            for group in (found[i : i + GROUP] for i in range(0, len(found), GROUP)):
-                if len(group) > 1 and len(grouped) < groups(rows):
+        for prefix, members in rows_by_prefix.items():
+            for first in range(0, len(members), GROUP):
+                group = members[first : first + GROUP]
+                if len(group) > 1 and len(grouped) < max_groups(rows):
                     grouped.append(group + [-1] * (GROUP - len(group)))
                     self.saved += (len(group) - 1) * prefix.positions
                     for row in group:
                         shared_len[row] = prefix.positions
-        grouped += [[-1] * GROUP] * (groups(rows) - len(grouped))
+        grouped += [[-1] * GROUP] * (max_groups(rows) - len(grouped))
         flat = upload(shared_len + [row for group in grouped for row in group], self.device).int()
         self._shared_len[:rows].copy_(flat[:rows])
-        self._groups[: groups(rows)].copy_(flat[rows:].view(-1, GROUP))
+        self._groups[: max_groups(rows)].copy_(flat[rows:].view(-1, GROUP))
         self._grouped = rows
 
 
-def groups(rows: int) -> int:
+def max_groups(rows: int) -> int:
     """The most groups among `rows` rows. The rows of any further groups read their prefixes individually."""
     return max(2, rows // 4)
 
 
-def _words(p: SamplingParams) -> tuple[int, ...]:
+def _filter_words(p: SamplingParams) -> tuple[int, ...]:
     """The filters as int32 words, with the bit patterns of the float32 ones."""
     return struct.unpack("<4i", struct.pack("<i3f", p.top_k, p.temperature, p.top_p, p.min_p))
 
 
-_IDLE = [0, 0, *[-1] * STOP_IDS, 0, 0, 0, 0, 0, *_words(SamplingParams())]  # with harmless filters
+_IDLE = [0, 0, *[-1] * STOP_IDS, 0, 0, 0, 0, 0, *_filter_words(SamplingParams())]  # with harmless filters

@@ -26,12 +26,12 @@ MAX_PROMPTS = 64  # prompts in a step
 
 # A mixed step takes as long as several decode steps, so that prompts wait to be run together.
 ADMISSION_SHARE = 16  # prompts wait until one slot in this many is free, while more come free
-COMPANY = 3  # while there are slots, prompts wait until they have one sample for this many running sequences
-ADMISSION_STEPS = 16  # the most steps after a mixed step that they wait for such company
+RUNNING_PER_SAMPLE = 3  # while there are slots, prompts wait until they have a sample for this many running sequences
+ADMISSION_STEPS = 16  # the most steps after a mixed step that they wait for so many samples
 SLOT_STEPS = 64  # the most steps after a mixed step that they wait for that share of the slots
 
-LEAST_FILLED = 0.85  # of a mixed graph's prompt tokens, for graphs whose time grows with their tokens
-FILLED_FROM = 1024  # prompt tokens of the smallest such graph
+MIN_FILL = 0.85  # of a mixed graph's prompt tokens, for graphs whose time grows with their tokens
+MIN_FILL_FROM = 1024  # prompt tokens of the smallest such graph
 AHEAD = 128  # tokens that a sequence gets pages for at a time, while pages are plentiful
 
 
@@ -67,9 +67,9 @@ class Scheduler:
         self._leases: list[tuple[int, int, Sequence]] = []  # heap: the clock until which pages last, the lease's id
         self._lease = itertools.count(1)
         self._admitted = 0  # waiting prefills that were worth admitting before, when a step had no room for them
-        self._mixed_at = -ADMISSION_STEPS  # the clock after the latest mixed step
-        self._ended_at = -ADMISSION_STEPS  # the clock when a sequence last left its slot
-        self._drawn: SampleIdentity | None = None  # the training step of `_prefixes`
+        self._last_mixed = -ADMISSION_STEPS  # the clock after the latest mixed step
+        self._last_end = -ADMISSION_STEPS  # the clock when a sequence last left its slot
+        self._prefixes_step: SampleIdentity | None = None  # the training step of `_prefixes`; group and sample are 0
         self._prefixes: dict[int, SharedPrefix] = {}  # by group, the prefix of its prompt
 
     @property
@@ -88,7 +88,7 @@ class Scheduler:
         the next step."""
         budget = self.max_tokens
         slots = self.config.max_num_seqs - len(self.running)
-        self._admitted = max(min(self._admitted, len(self.waiting)), self._worth_admitting(slots))
+        self._admitted = max(min(self._admitted, len(self.waiting)), self._num_to_admit(slots))
         chunks: list[Chunk] = []
         while budget > 0 and len(chunks) < MAX_PROMPTS and (self._active or (self._admitted and slots > 0)):
             prefill = self._active.popleft() if self._active else self._start(version)
@@ -103,21 +103,22 @@ class Scheduler:
             budget -= count
             slots -= len(prefill.samples)
         if self.sizes and self.running:
-            self._put_off(chunks, self.max_tokens - budget)
+            self._postpone_padded(chunks, self.max_tokens - budget)
         for chunk in chunks:
             chunk.prefill.num_cached += chunk.count
             if chunk.prefill.num_cached == len(chunk.prefill.token_ids):
                 self._ending.append(chunk.prefill)
             elif chunk.prefill not in self._active:
                 self._active.appendleft(chunk.prefill)
-            self._mixed_at = self.clock + 1
+            self._last_mixed = self.clock + 1
         return chunks
 
-    def _put_off(self, chunks: list[Chunk], tokens: int) -> None:
-        """Postpone tokens that would leave too much of a larger graph to padding, which costs as much as tokens do."""
+    def _postpone_padded(self, chunks: list[Chunk], tokens: int) -> None:
+        """Postpone tokens beyond the next smaller graph, if in the larger one too many would be padding, which costs as
+        much as tokens do."""
         size = min((size for size in self.sizes if size >= tokens), default=tokens)
-        filled = max((size for size in self.sizes if FILLED_FROM <= size <= tokens), default=0)
-        over = tokens - filled if filled and tokens < LEAST_FILLED * size else 0
+        filled = max((size for size in self.sizes if MIN_FILL_FROM <= size <= tokens), default=0)
+        over = tokens - filled if filled and tokens < MIN_FILL * size else 0
         while over:
             chunk = chunks[-1]
             count = min(over, chunk.count)
@@ -125,20 +126,22 @@ class Scheduler:
             if not chunk.count:
                 self._active.appendleft(chunks.pop().prefill)
 
-    def _worth_admitting(self, slots: int) -> int:
+    def _num_to_admit(self, slots: int) -> int:
         """How many waiting prefills to admit; none while they, or the slots for them, are too few to be worth delaying
         the running sequences' decoding. Prompts that come one by one, as after tool calls, are thus run in batches."""
-        share, samples, fitting = len(self.running) // COMPANY, 0, 0
+        needed, samples, fitting = len(self.running) // RUNNING_PER_SAMPLE, 0, 0
         for prefill in self.waiting:
             fitting += samples < slots
             samples += len(prefill.samples)
-            if samples > max(slots, share):
+            if samples > max(slots, needed):
                 break
-        waited = self.clock - self._mixed_at
-        turning = waited < SLOT_STEPS and self.clock - self._ended_at < ADMISSION_STEPS  # more slots come free
-        full = slots < min(samples, self.config.max_num_seqs // ADMISSION_SHARE) and turning
-        enough = samples >= share or samples > slots or waited >= ADMISSION_STEPS
-        return fitting if not self.running or (enough and not full) else 0
+        if not self.running:
+            return fitting
+        waited = self.clock - self._last_mixed
+        more_slots_expected = waited < SLOT_STEPS and self.clock - self._last_end < ADMISSION_STEPS
+        too_few_slots = slots < min(samples, self.config.max_num_seqs // ADMISSION_SHARE)
+        enough_samples = samples >= needed or samples > slots or waited >= ADMISSION_STEPS
+        return fitting if enough_samples and not (too_few_slots and more_slots_expected) else 0
 
     def _start(self, version: int) -> Prefill | None:
         """Give the first waiting prefill its pages (including prefix hits) and a row; None if they do not fit now. A
@@ -157,7 +160,7 @@ class Scheduler:
         prefill.num_cached = cached
         self.cached_tokens += prefill.num_cached
         prefill.cache_version = version
-        prefill.row = self.rows.take()
+        prefill.row = self.rows.take_row()
         self.rows.set_pages(prefill.row, 0, prefill.pages)
         return prefill
 
@@ -171,20 +174,20 @@ class Scheduler:
         self._ending.remove(prefill)
         length = len(prefill.token_ids)  # also of each sample
         full, partial = divmod(length, self.cache.page_size)
-        shared = self._shared(prefill, full)
+        shared = self._shared_prefix(prefill, full)
         started: list[Sequence] = []
         copies: list[tuple[int, int]] = []
         for i, sample in enumerate(prefill.samples):
             row, pages = prefill.row, prefill.pages
             if i > 0:
-                free = len(self.running) < self.config.max_num_seqs
-                copy = self.cache.allocate(1 if partial else 0) if free else None
+                has_slot = len(self.running) < self.config.max_num_seqs
+                copy = self.cache.allocate(1 if partial else 0) if has_slot else None
                 if copy is None:
                     self.waiting.appendleft(Prefill(prefill.token_ids, prefill.samples[i:]))
                     break
                 copies += [(prefill.pages[full], page) for page in copy]
                 self.cache.share(prefill.pages[:full])
-                row, pages = self.rows.take(), prefill.pages[:full] + copy
+                row, pages = self.rows.take_row(), prefill.pages[:full] + copy
                 self.rows.set_pages(row, 0, pages)
             sample.pages = list(pages)
             sample.cache_version = prefill.cache_version
@@ -196,12 +199,13 @@ class Scheduler:
             started.append(sample)
         return started, copies
 
-    def _shared(self, prefill: Prefill, full: int) -> SharedPrefix | None:
+    def _shared_prefix(self, prefill: Prefill, full: int) -> SharedPrefix | None:
         """The prefix that the samples of a prefill share. A single sample, which was preempted or starts a later turn,
         shares its prompt's prefix with others if it has it in the same pages."""
         identity = prefill.samples[0].identity
-        if (drawn := replace(identity, group=0, sample=0)) != self._drawn:
-            self._drawn, self._prefixes = drawn, {}
+        step = replace(identity, group=0, sample=0)
+        if step != self._prefixes_step:
+            self._prefixes_step, self._prefixes = step, {}
         if len(prefill.samples) > 1:
             self._prefixes[identity.group] = SharedPrefix(full * self.cache.page_size, prefill.pages[:full])
         found = self._prefixes.get(identity.group)
@@ -219,7 +223,7 @@ class Scheduler:
             if sequence.lease != lease:  # stale: it no longer runs, or has run anew since
                 heapq.heappop(self._leases)
                 continue
-            pages = self._more_pages(sequence, self.clock + steps - lasts)
+            pages = self._allocate_more(sequence, self.clock + steps - lasts)
             if pages is None:
                 return lasts - self.clock
             heapq.heappop(self._leases)
@@ -228,7 +232,7 @@ class Scheduler:
             self._note_lease(sequence, lasts + len(pages) * self.cache.page_size)
         return steps
 
-    def _more_pages(self, sequence: Sequence, tokens: int) -> list[int] | None:
+    def _allocate_more(self, sequence: Sequence, tokens: int) -> list[int] | None:
         """Pages for `tokens` more positions, or for more while pages are plentiful; None if too few are free."""
         needed = self.cache.pages_for(tokens)
         limit = self.cache.pages_for(sequence.positions) - len(sequence.pages)
@@ -252,7 +256,7 @@ class Scheduler:
     def release(self, sequence: Sequence, register: bool = True) -> None:
         """Remove a running sequence. With `register`, its pages can be found again by their tokens."""
         self.running.remove(sequence)
-        self._ended_at = self.clock
+        self._last_end = self.clock
         if register:
             tokens = (sequence.prompt_ids + sequence.token_ids)[:-1]
             self.register(tokens, sequence.pages, sequence.cache_version)
@@ -260,7 +264,7 @@ class Scheduler:
         self.rows.release(sequence.row)
         sequence.pages, sequence.lease = [], 0
 
-    def drop(self, request_id: int) -> list[Sequence]:
+    def remove_request(self, request_id: int) -> list[Sequence]:
         """Remove all samples of a request, and return those that had not finished. Their pages are not registered, as
         the step that was to fill them may have been interrupted."""
         dropped = [s for s in self.running if s.request_id == request_id]

@@ -16,7 +16,9 @@ from .scheduler import Chunk
 
 SMALLEST_BATCH = 128  # prompt tokens
 MIN_SAVED = 16384  # positions a step must save for reading prefixes by group to pay for its additional kernel
-AT_ONCE = 264  # rows * KV heads that a GPU attends for at once: up to this, rows read a one-split prefix faster alone
+CONCURRENT_HEADS = (
+    264  # rows * KV heads that a GPU attends for at once: up to this, rows read a one-split prefix faster alone
+)
 
 # The dynamic sizes among the graphs of one function, by input and dimension.
 DECODE: graph.Dynamic = {
@@ -56,15 +58,15 @@ def token_buckets(largest: int) -> list[int]:
     return sizes
 
 
-def bucket(sizes: list[int], needed: int) -> int:
+def smallest_bucket(sizes: list[int], needed: int) -> int:
     return min(size for size in sizes if size >= needed)
 
 
-def rows_of(config: GeneratorConfig, least: int) -> int:
+def num_rows(config: GeneratorConfig, least: int) -> int:
     """The engine's number of rows, at least `least`. Raises `InputError` if a step of all rows and of prompts would
     have more sequences than attention takes."""
     rows = max(row_buckets(config.max_num_seqs)[0], least)
-    segments = MixedSizes.holding(rows, config.max_num_batched_tokens).segments
+    segments = MixedSizes.for_tokens(rows, config.max_num_batched_tokens).segments
     refuse(
         rows + segments > MAX_SEQUENCES,
         f"max_num_seqs {config.max_num_seqs} and max_num_batched_tokens {config.max_num_batched_tokens} make steps of "
@@ -73,21 +75,25 @@ def rows_of(config: GeneratorConfig, least: int) -> int:
     return rows
 
 
-def pays_by_group(rows: int, prompt_tokens: int, samples: int, kv_heads: int) -> bool:
+def pays_to_group(rows: int, prompt_tokens: int, samples: int, kv_heads: int) -> bool:
     """Whether `rows` rows, `samples` for each prompt, should read their shared prefixes once per group."""
-    return _pays(rows, kv_heads, (rows - -(-rows // min(samples, GROUP))) * prompt_tokens)
+    readers = -(-rows // min(samples, GROUP))  # groups, each of which reads its prefix once
+    return _saves_time(rows, kv_heads, (rows - readers) * prompt_tokens)
 
 
-def _pays(rows: int, kv_heads: int, saved: int) -> bool:
+def _saves_time(rows: int, kv_heads: int, saved: int) -> bool:
     """The same, given the positions that this saves reading."""
-    return saved >= MIN_SAVED and (rows * kv_heads > AT_ONCE or saved >= rows * KEY_SPLIT)
+    return saved >= MIN_SAVED and (rows * kv_heads > CONCURRENT_HEADS or saved >= rows * KEY_SPLIT)
 
 
 class ExactSizes:
-    """Sizes of eager steps with at most `max_tokens` prompt tokens: exactly what is needed. `few`: whether sizes recur,
-    so that what is made for a size is kept."""
+    """Sizes of eager steps with at most `max_tokens` prompt tokens: exactly what is needed.
 
-    few = False
+    Attributes:
+        is_bucketed: whether sizes recur, so that what is made for a size is kept.
+    """
+
+    is_bucketed = False
 
     def __init__(self, rows: RunningBatch, cache: KVCache, max_tokens: int) -> None:
         self._rows, self._cache, self.max_tokens, self.tokens = rows, cache, max_tokens, list[int]()
@@ -95,23 +101,23 @@ class ExactSizes:
     def rows_for(self, sequences: int) -> int:
         return sequences
 
-    def mixed(self, chunks: list[Chunk]) -> tuple[MixedSizes, dict[str, bool]]:
+    def mixed_sizes(self, chunks: list[Chunk]) -> tuple[MixedSizes, dict[str, bool]]:
         """The sizes of a mixed step of these chunks, and statics for what it leaves out compared with a graph."""
         covers = {"truncated": self._rows.truncated > 0, "greedy": self._rows.greedy > 0, "grouped": False}
-        return MixedSizes.exactly(self._rows.used, chunks), covers
+        return MixedSizes.exact(self._rows.used, chunks), covers
 
     def decode_context(self, rows: int) -> int:
         return max(len(s.pages) for s in self._rows.sequences[:rows] if s is not None) * self._cache.page_size
 
-    def grouped(self, rows: int, truncated: bool, greedy: bool) -> bool:
+    def is_grouped(self, rows: int, truncated: bool, greedy: bool) -> bool:
         """Whether decode steps read shared prefixes once per group."""
         return False
 
-    def mixed_to_make(self, sequences: int, prompt_tokens: int, samples: int) -> Iterable[MixedSizes]:
+    def mixed_graphs(self, sequences: int, prompt_tokens: int, samples: int) -> Iterable[MixedSizes]:
         """The sizes of the mixed graphs for up to `sequences` sequences, largest first. Sets `max_tokens`."""
         return ()
 
-    def decodes_to_make(
+    def decode_graphs(
         self, sequences: int, prompt_tokens: int, sampling: SamplingParams
     ) -> Iterable[tuple[int, dict[str, bool]]]:
         """The rows and statics of the decode graphs for up to `sequences` sequences, largest first."""
@@ -127,7 +133,7 @@ class BucketSizes(ExactSizes):
         max_tokens: prompt tokens of the largest mixed graph that a warm-up made; 0 before the first.
     """
 
-    few = True
+    is_bucketed = True
 
     def __init__(self, rows: RunningBatch, cache: KVCache, max_tokens: int, least: int) -> None:
         super().__init__(rows, cache, 0)
@@ -135,49 +141,49 @@ class BucketSizes(ExactSizes):
         self.rows, self.tokens = row_buckets(rows.count, least), token_buckets(max_tokens)
         self.groups: dict[tuple[int, bool, bool], bool] = {}
 
-    def hold(self, sequences: int) -> None:
+    def set_largest(self, sequences: int) -> None:
         """Set the largest graph's rows to what `sequences` sequences need."""
         self.rows = row_buckets(sequences, self._least)
 
     def rows_for(self, sequences: int) -> int:
         if sequences > self.rows[0]:
-            self.hold(sequences)
-        return bucket(self.rows, sequences)
+            self.set_largest(sequences)
+        return smallest_bucket(self.rows, sequences)
 
-    def mixed(self, chunks: list[Chunk]) -> tuple[MixedSizes, dict[str, bool]]:
+    def mixed_sizes(self, chunks: list[Chunk]) -> tuple[MixedSizes, dict[str, bool]]:
         rows = self.rows_for(max(self._rows.used, self.rows[0]))
-        self._rows.group(rows)
-        return MixedSizes.holding(rows, bucket(self.tokens, sum(chunk.count for chunk in chunks))), {}
+        self._rows.update_groups(rows)
+        return MixedSizes.for_tokens(rows, smallest_bucket(self.tokens, sum(chunk.count for chunk in chunks))), {}
 
     def decode_context(self, rows: int) -> int:
         return self._rows.width * self._cache.page_size
 
-    def grouped(self, rows: int, truncated: bool, greedy: bool) -> bool:
-        self._rows.group(rows)
-        pays = _pays(rows, self._cache.kv_heads, self._rows.saved)
+    def is_grouped(self, rows: int, truncated: bool, greedy: bool) -> bool:
+        self._rows.update_groups(rows)
+        pays = _saves_time(rows, self._cache.kv_heads, self._rows.saved)
         return self.groups.get((rows, truncated, greedy), pays)
 
-    def mixed_to_make(self, sequences: int, prompt_tokens: int, samples: int) -> Iterable[MixedSizes]:
+    def mixed_graphs(self, sequences: int, prompt_tokens: int, samples: int) -> Iterable[MixedSizes]:
         if not self.max_tokens or sequences > self.rows[0]:
-            self.hold(sequences)
+            self.set_largest(sequences)
         prompts = -(-sequences // samples)
-        largest = bucket(self.tokens, min(prompts * prompt_tokens, self.tokens[0]))
+        largest = smallest_bucket(self.tokens, min(prompts * prompt_tokens, self.tokens[0]))
         self.max_tokens = max(self.max_tokens, largest)
-        return [MixedSizes.holding(self.rows[0], tokens) for tokens in self.tokens if tokens <= self.max_tokens]
+        return [MixedSizes.for_tokens(self.rows[0], tokens) for tokens in self.tokens if tokens <= self.max_tokens]
 
-    def decodes_to_make(
+    def decode_graphs(
         self, sequences: int, prompt_tokens: int, sampling: SamplingParams
     ) -> Iterator[tuple[int, dict[str, bool]]]:
         truncated, greedy = sampling.truncated, sampling.temperature == 0
         for rows in self.rows:
             if rows <= self.rows_for(sequences):
                 before = self.groups.get((rows, truncated, greedy), False)
-                grouped = before or pays_by_group(rows, prompt_tokens, sampling.n, self._cache.kv_heads)
+                grouped = before or pays_to_group(rows, prompt_tokens, sampling.n, self._cache.kv_heads)
                 self.groups[rows, truncated, greedy] = grouped
                 yield rows, {"truncated": truncated, "greedy": greedy, "grouped": grouped}
 
 
-def sizes_of(rows: RunningBatch, cache: KVCache, max_tokens: int, runtime: graph.Runtime, least: int) -> ExactSizes:
+def make_sizes(rows: RunningBatch, cache: KVCache, max_tokens: int, runtime: graph.Runtime, least: int) -> ExactSizes:
     """Exact sizes for an eager runtime, else buckets: of at most `max_tokens` prompt tokens, and at least `least` rows
     in a graph."""
     if runtime.eager:

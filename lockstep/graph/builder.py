@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..cache.fingerprint import changed, look_again, origin
+from ..cache.fingerprint import is_modified, origin, recheck_code
 from ..config import PASSES, RECORDINGS, CompileConfig, recordings
 from ..distributed import World
 from ..errors import InputError
@@ -142,7 +142,7 @@ class GraphBuilder:
             return {"level": level, "origin": origin(), **request.everywhere}
 
         self.peers.require_same(f"the graph {request.title}", about)
-        if any(self.peers.gather(changed())):  # then stored graphs may differ from what some process runs
+        if any(self.peers.gather(is_modified())):  # then stored graphs may differ from what some process runs
             stored = None
             self.prebuilt.clear()
         place = request.title, f"{body_name(request.body)} {request.everywhere}", level
@@ -186,8 +186,8 @@ class GraphBuilder:
         ready = self._at_level(level, cache.traces[key])
         if stored is not None and self.store is not None:
             with self.timings.measure("store_graphs"):
-                look_again()  # code may have been replaced since
-                if not changed():
+                recheck_code()  # code may have been replaced since
+                if not is_modified():
                     self.store.save(stored, ready)
         if self.config.dump:
             write_stages(ready, Path(self.config.dump))

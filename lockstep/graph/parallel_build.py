@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..cache.fingerprint import changed
+from ..cache.fingerprint import is_modified
 from ..distributed import ONE_PROCESS
 from .builder import PrebuiltGraphs
 from .launch.launcher import GraphLauncher
@@ -30,7 +30,7 @@ def build_in_parallel(runtime: Runtime, parts: Sequence[Callable[[], None]]) -> 
     if runtime.eager or len(parts) == 1:
         return False
     peers, builder = runtime.peers, runtime.builder
-    if peers.size == 1 or builder.backend.shared or builder.config.dump or any(peers.gather(changed())):
+    if peers.size == 1 or builder.backend.shared or builder.config.dump or any(peers.gather(is_modified())):
         return False
     made: PrebuiltGraphs = {}
     before = len(builder.store.lookups) if builder.store else 0

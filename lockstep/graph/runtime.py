@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from ..cache.fingerprint import look_again
+from ..cache.fingerprint import recheck_code
 from ..config import RECORDINGS, CompileConfig, recordings, resolve_compile
 from ..distributed import ONE_PROCESS, World
 from ..timings import Timings
@@ -49,7 +49,7 @@ class Runtime:
     peers: World = ONE_PROCESS
 
     def __post_init__(self) -> None:
-        look_again()
+        recheck_code()
         self.config = config = resolve_compile(self.config, self.device.type == "cuda")
         way, mode = config.chosen[0], config.cudagraph_mode
         assert mode is not None

@@ -5,6 +5,6 @@ from .blocks.moe import Routing
 from .config import ModelConfig
 from .decoder import Decoder, num_parameters
 from .hf.export import save_model
-from .hf.folder import TEMPLATES, FolderWeights, describe_folder, glances, resolve_folder
-from .parts import Held, Ranges, ResidentWeights, WeightSource, complete, load_part, ranges_of
-from .patterns import by_pattern
+from .hf.folder import EXTRA_TEMPLATES, FolderWeights, describe_folder, resolve_folder, sampled_hashes
+from .parts import Ranges, ResidentWeights, TensorRange, WeightSource, all_gather_shares, load_part, ranges_of
+from .patterns import select_by_pattern

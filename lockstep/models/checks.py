@@ -13,7 +13,7 @@ from ..errors import InputError
 from .blocks.rope import is_positive
 from .config import ModelConfig
 from .decoder import num_parameters
-from .families import FAMILIES, Family, nearest
+from .families import FAMILIES, Family, suggest_family_for
 
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -46,49 +46,49 @@ def check_fields(values: dict[str, Any], where: str) -> None:
     def refuse(name: str, wanted: str) -> None:
         raise InputError(f"{where}: {name} is {values[name]!r}; it must be {wanted}")
 
-    there = {name: value for name, value in values.items() if value is not None}
-    if not isinstance(there.get("model_type", ""), str):
+    present = {name: value for name, value in values.items() if value is not None}
+    if not isinstance(present.get("model_type", ""), str):
         refuse("model_type", "a string")
-    family = FAMILIES.get(there.get("model_type", ""))
+    family = FAMILIES.get(present.get("model_type", ""))
     sizes = (*_SIZES, "sliding_window", *(family.sizes if family else ()))
     for name in (*sizes, *_COUNTS):
+        if name not in present:
+            continue
         least, limit = int(name in sizes), _LIMITS.get(name, _LARGEST)
-        if name in there and not (_is_integer(there[name]) and there[name] >= least):
+        if not _is_integer(present[name]) or present[name] < least:
             refuse(name, "an integer above 0" if least else "an integer, 0 or above")
-        if name in there and there[name] > limit:
+        if present[name] > limit:
             raise InputError(f"{where}: {name} is too large; it must be at most {limit:,}")
-    _check_layers(there, family, refuse)
+    _check_layers(present, family, refuse)
     for names, fits, wanted in _KINDS:
         for name in names:
-            if name in there and not fits(there[name]):
+            if name in present and not fits(present[name]):
                 refuse(name, wanted)
     for name in _TOKENS:
-        ids, several = there.get(name, 0), name == "eos_token_id"
+        ids, several = present.get(name, 0), name == "eos_token_id"
         if not all(map(_is_integer, ids if several and isinstance(ids, list) else [ids])):
             refuse(name, "a token id, or a list of them" if several else "a token id")
-    if not there.get("is_causal", True):
+    if not present.get("is_causal", True):
         refuse("is_causal", "true, or left out: every token attends to those before it, and to no later one")
     for name in _MAPPINGS:
-        if "rope_theta" in there.get(name, {}):
-            check_fields({"rope_theta": there[name]["rope_theta"]}, f"{where}: {name}")
+        if "rope_theta" in present.get(name, {}):
+            check_fields({"rope_theta": present[name]["rope_theta"]}, f"{where}: {name}")
 
 
-def _check_layers(there: dict[str, Any], family: Family | None, refuse: Callable[[str, str], None]) -> None:
+def _check_layers(present: dict[str, Any], family: Family | None, refuse: Callable[[str, str], None]) -> None:
     """Refuse layer kinds and quantization methods that the family does not support."""
-    kinds, dense = there.get("layer_types", []), there.get("mlp_only_layers", [])
+    kinds, dense = present.get("layer_types", []), present.get("mlp_only_layers", [])
     known = family.layer_kinds if family else ()
     if not isinstance(kinds, list) or any(kind not in known for kind in kinds):
-        can = nearest(str(there.get("model_type")), "layer_types", kinds)
+        can = suggest_family_for(str(present.get("model_type")), "layer_types", kinds)
         refuse("layer_types", f"a list of {' or '.join(map(repr, known))}; other kinds are not supported; {can}")
     if not isinstance(dense, list) or not all(map(_is_integer, dense)):
         refuse("mlp_only_layers", "a list of layers' indices")
-    how = there.get("quantization_config")
-    if how and not (family and isinstance(how, dict) and how.get("quant_method") in family.quantized):
-        can = "quantized weights are not supported, use a bfloat16 model"
-        refuse(
-            "quantization_config",
-            f"left out: {can}; {nearest(str(there.get('model_type')), 'quantization_config', how)}",
-        )
+    quantization = present.get("quantization_config")
+    if quantization and not (family and family.supports("quantization_config", quantization)):
+        can = suggest_family_for(str(present.get("model_type")), "quantization_config", quantization)
+        advice = "quantized weights are not supported, use a bfloat16 model"
+        refuse("quantization_config", f"left out: {advice}; {can}")
 
 
 def check_end_of_sequence(ids: Sequence[int], vocab_size: int, where: str) -> None:
@@ -123,30 +123,31 @@ def memory_bytes(device: torch.device | str) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def divides(config: ModelConfig, ranks: int) -> bool:
+def is_divisible(config: ModelConfig, ranks: int) -> bool:
     """Whether the model can be divided evenly among this many tensor-parallel ranks."""
     try:
-        require_degree(config, ranks, "")
+        require_divisible(config, ranks, "")
     except InputError:
         return False
     return True
 
 
-def require_degree(config: ModelConfig, ranks: int, setting: str) -> None:
+def require_divisible(config: ModelConfig, ranks: int, setting: str) -> None:
     """Raise `InputError` unless the model's heads and the output columns of its projections divide evenly among this
     many tensor-parallel ranks; `setting` is what the message calls their number."""
-    m, moe = config.mla, config.moe
-    sizes = {"num_key_value_heads": config.num_kv_heads} if m is None else {"num_attention_heads": config.num_heads}
+    mla, moe = config.mla, config.moe
+    sizes = {"num_key_value_heads": config.num_kv_heads} if mla is None else {"num_attention_heads": config.num_heads}
     sizes |= {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
     if config.moe_layers < config.num_layers:
         sizes["intermediate_size"] = config.intermediate_size
     if moe is not None and config.moe_layers:
         sizes["moe_intermediate_size"] = moe.intermediate_size
-    if m is not None:
-        sizes |= {"kv_lora_rank": m.kv_rank, "qk_rope_head_dim": m.rope_dim}
-        sizes |= {} if m.q_rank is None else {"q_lora_rank": m.q_rank}
-    odd = {name: size for name, size in sizes.items() if size % ranks}
-    if odd:
+    if mla is not None:
+        sizes |= {"kv_lora_rank": mla.kv_rank, "qk_rope_head_dim": mla.rope_dim}
+    if mla is not None and mla.q_rank is not None:
+        sizes["q_lora_rank"] = mla.q_rank
+    indivisible = {name: size for name, size in sizes.items() if size % ranks}
+    if indivisible:
         fitting = [str(n) for n in range(1, ranks + 1) if not any(size % n for size in sizes.values())]
-        named = ", ".join(f"{name} {size}" for name, size in odd.items())
+        named = ", ".join(f"{name} {size}" for name, size in indivisible.items())
         raise InputError(f"{setting} is {ranks}, which does not divide the model's {named}; use {' or '.join(fitting)}")

@@ -164,7 +164,7 @@ class ModelConfig:
             )
 
     @property
-    def plain_scores(self) -> bool:
+    def supports_flex_attention(self) -> bool:
         """Whether FlexAttention supports the attention scores: scaled by `head_dim ** -0.5`, and without sinks."""
         return self.attention_scale in (0.0, self.head_dim**-0.5) and not self.attention_sinks
 
@@ -174,14 +174,14 @@ class ModelConfig:
         return tuple(self.sliding_window if i in self.sliding_layers else 0 for i in range(self.num_layers))
 
     @property
-    def cached(self) -> tuple[int, int, int]:
+    def kv_cache_sizes(self) -> tuple[int, int, int]:
         """What the KV cache stores per position and layer: the number of heads, and the elements of a key and of a
         value. A latent serves as both, so its values have none."""
         if self.mla is not None:
             return 1, self.mla.key_dim, 0
         return self.num_kv_heads, self.head_dim, self.head_dim
 
-    def shared_by(self, ranks: int) -> ModelConfig:
+    def per_rank(self, ranks: int) -> ModelConfig:
         """The part of each of `ranks` tensor-parallel ranks, with its share of the heads. A latent is replicated."""
         kv_heads = self.num_kv_heads if self.mla is not None else self.num_kv_heads // ranks
         return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)

@@ -19,8 +19,8 @@ from ..distributed.placement import ROWS, WHOLE
 from .blocks.attention import Attend, Masks
 from .blocks.attributes import Attributes
 from .blocks.moe import Routing
-from .blocks.rope import YarnScaling, partial_frequencies, scaled_table
-from .blocks.weights import Weight
+from .blocks.rope import YarnScaling, partial_frequencies, scale_rope_table
+from .blocks.weights import WeightFactory
 from .config import ModelConfig
 from .families import family_of
 
@@ -38,7 +38,7 @@ class Decoder(nn.Module):
     Attributes:
         spread: the tensor-parallel ranks.
         placements: how each parameter is sharded over a mesh, by name.
-        fills: by name, the constants that a random model fills parameters with; the others are random.
+        init_constants: by name, the constants that a random model fills parameters with; the others are random.
         value_head: [1, hidden], of a critic that shares the decoder in training; None: there is no critic.
     """
 
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
 
         family = family_of(config)
         family.check(config)
-        weight = Weight(dtype, device, mesh, memory)
+        weight = WeightFactory(dtype, device, mesh, memory)
         self.spread = weight.spread
         self.heads = tuple(map(self.spread.local_count, (config.num_heads, config.num_kv_heads)))
 
@@ -66,8 +66,9 @@ class Decoder(nn.Module):
         self.norm, self.norm_offset = weight(config.hidden_size, fill=1.0 - family.norm_offset), family.norm_offset
         self.lm_head = self.embed if config.tie_word_embeddings else weight(*table, on=ROWS)
         self.register_parameter("value_head", None)
-        self.placements = {name: weight.placed[parameter] for name, parameter in self.named_parameters()}
-        self.fills = {name: weight.filled[p] for name, p in self.named_parameters() if p in weight.filled}
+        self.placements = {name: weight.placements[parameter] for name, parameter in self.named_parameters()}
+        constants = weight.init_constants
+        self.init_constants = {name: constants[p] for name, p in self.named_parameters() if p in constants}
         scaling = config.rope_scaling
         head = config.head_dim, config.rotary_dim or config.head_dim
         self.inv_freq = partial_frequencies(*head, config.rope_theta, scaling).to(device)
@@ -78,17 +79,24 @@ class Decoder(nn.Module):
         self.embed_factor = torch.tensor(factor, dtype=dtype, device="cpu").item()  # rounded, as in transformers
         self.rope_factor = scaling.table_factor if isinstance(scaling, YarnScaling) else 1.0
 
-    def baked(self) -> dict[str, Any]:
+    def trace_constants(self) -> dict[str, Any]:
         """What traces hold as constants besides the model's tensors, by name: numbers, how tensors are gathered from
         other ranks, and the classes whose code was traced."""
-        axis, factors = self.spread.axis, (self.norm_offset, self.embed_factor, self.rope_factor)
+        axis = self.spread.axis
         blocks = Attributes(module for module in self.layers.modules() if module is not self.spread)
+        classes = [type(self), type(self.spread), *blocks.classes]
         hooks = self._forward_hooks, self._forward_pre_hooks, self._backward_hooks, self._backward_pre_hooks
         given = any(hooks) or "forward" in vars(self) or self.call_layer is not nn.Module.__call__
-        classes = [type(self), type(self.spread), *blocks.classes, *[object] * given]  # a function has no key
-        of_layers = {"blocks": classes, "held": digest(*blocks.values)}
-        ways = {"factors": factors, "spread": (axis.name, axis.size, axis.pushes), **of_layers}
-        return {"model": self.config, "masks": self.masks, **ways}
+        if given:
+            classes.append(object)  # a function has no key
+        return {
+            "model": self.config,
+            "masks": self.masks,
+            "factors": (self.norm_offset, self.embed_factor, self.rope_factor),
+            "spread": (axis.name, axis.size, axis.pushes),
+            "blocks": classes,
+            "held": digest(*blocks.values),
+        }
 
     def add_value_head(self) -> None:
         """Give the model a value head, initialized to zeros."""
@@ -102,7 +110,7 @@ class Decoder(nn.Module):
         layer appends its router's choices to `routes`."""
         rope_TH = ops.rope_table(positions_T, self.inv_freq)
         if self.rope_factor != 1.0:
-            rope_TH = scaled_table(rope_TH, self.rope_factor, self.config.rotary_dim)
+            rope_TH = scale_rope_table(rope_TH, self.rope_factor, self.config.rotary_dim)
         local_TH = rope_TH if self.local_inv_freq is None else ops.rope_table(positions_T, self.local_inv_freq)
         if self.masks is not None:
             attend.prepare(ops.FlexSizes(tokens_T.shape[0], *self.heads))
@@ -111,8 +119,8 @@ class Decoder(nn.Module):
             x_TD = x_TD * self.embed_factor
         for index, layer in enumerate(self.layers):
             found: list[Routing] | None = None if routes is None else []  # one per layer, so that all calls are alike
-            turned_TH = local_TH if self.config.windows[index] else rope_TH
-            x_TD = self.call_layer(layer, index, x_TD, turned_TH, attend, found)
+            layer_rope_TH = local_TH if self.config.windows[index] else rope_TH
+            x_TD = self.call_layer(layer, index, x_TD, layer_rope_TH, attend, found)
             if routes is not None and found:
                 routes += found
         return ops.rms_norm(x_TD, self.norm, self.config.rms_norm_eps, self.norm_offset)

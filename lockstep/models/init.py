@@ -15,8 +15,8 @@ from .checks import require_memory
 from .config import ModelConfig
 from .decoder import Decoder, num_parameters
 from .families import FAMILIES
-from .hf.export import all_or_nothing, save_model
-from .parts import Held, Ranges, ranges_of
+from .hf.export import empty_on_error, save_model
+from .parts import Ranges, TensorRange, ranges_of
 
 INITIALIZER_RANGE = 0.02
 
@@ -33,8 +33,8 @@ def architecture(name: str) -> ModelConfig:
 
 
 class RandomWeights:
-    """A `WeightSource` of random weights: N(0, `INITIALIZER_RANGE`), except for `Decoder.fills`. They do not depend on
-    the device or mesh: each tensor is drawn whole, one at a time."""
+    """A `WeightSource` of random weights: N(0, `INITIALIZER_RANGE`), except for `Decoder.init_constants`. They do not
+    depend on the device or mesh: each tensor is drawn whole, one at a time."""
 
     def __init__(self, config: ModelConfig, seed: int) -> None:
         self.config, self._seed = config, seed
@@ -43,14 +43,14 @@ class RandomWeights:
     def fill(self, wanted: Ranges) -> None:
         generator, model = torch.Generator().manual_seed(self._seed), Decoder(self.config, torch.float32, "meta")
         for name, parameter in model.named_parameters():
-            if (value := model.fills.get(name)) is not None:
+            if (value := model.init_constants.get(name)) is not None:
                 for values, _ in wanted.get(name, ()):
                     values.fill_(value)
             else:
-                _draw(parameter.numel(), generator, wanted.get(name, ()))
+                _fill_normal(parameter.numel(), generator, wanted.get(name, ()))
 
 
-def _draw(size: int, generator: torch.Generator, wanted: Sequence[Held]) -> None:
+def _fill_normal(size: int, generator: torch.Generator, wanted: Sequence[TensorRange]) -> None:
     drawn = torch.empty(size).normal_(0, INITIALIZER_RANGE, generator=generator)
     for values, first in wanted:
         values.copy_(drawn[first : first + values.numel()])
@@ -83,7 +83,7 @@ def init_folder(arch: str, out: Path, seed: int, tokenizer: str | None = None, v
     except OSError as error:
         raise InputError(f"--out {out}: the folder cannot be made ({error.strerror}); name another") from error
     model = initialize(Decoder(config, dtype), seed)
-    with all_or_nothing(out):
+    with empty_on_error(out):
         save_model(model, out, metadata=MARK)
         save_tokenizer(tok, out)
     return {

@@ -17,26 +17,26 @@ from ..distributed.placement import ROWS, WHOLE
 from .config import ModelConfig
 from .decoder import Decoder
 
-LEAST = 1 << 20  # smallest range, in elements, that ranks with the same part divide among them for reading
+MIN_SHARED_ELEMENTS = 1 << 20  # of the smallest range that ranks with the same part divide among them for reading
 
 
-class Held(NamedTuple):
+class TensorRange(NamedTuple):
     """A range of a tensor that a process holds: flat elements, the first of which is element `first` of the whole."""
 
     values: Tensor
     first: int
 
 
-Ranges = Mapping[str, Sequence[Held]]  # by the decoder's names; in ascending order
+Ranges = Mapping[str, Sequence[TensorRange]]  # by the decoder's names; in ascending order
 
 
-def ranges_of(model: Decoder) -> dict[str, list[Held]]:
+def ranges_of(model: Decoder) -> dict[str, list[TensorRange]]:
     """The ranges of a model's tensors that this rank holds."""
-    axis, found = model.spread.axis, dict[str, list[Held]]()
+    axis, found = model.spread.axis, dict[str, list[TensorRange]]()
     for name, tensor in tensors_of(model).items():
         on, flat = model.placements.get(name, WHOLE), tensor.view(-1)
         shares = Shares(on, whole_shape(on, Mesh(tp=axis), tensor.shape), axis.size, tensor.numel())
-        found[name] = [Held(flat[at : at + count], first) for at, first, count in shares.pieces_of(axis.rank)]
+        found[name] = [TensorRange(flat[at : at + count], first) for at, first, count in shares.pieces_of(axis.rank)]
     return found
 
 
@@ -46,12 +46,12 @@ def tensors_of(model: Decoder) -> dict[str, Tensor]:
 
 
 @cache
-def without_memory(config: ModelConfig) -> dict[str, Tensor]:
+def meta_tensors(config: ModelConfig) -> dict[str, Tensor]:
     """All tensors of a whole model by name, on the meta device; only their shapes are meaningful."""
     return tensors_of(Decoder(config, torch.bfloat16, "meta"))
 
 
-def within(held: Sequence[Held], start: int, count: int) -> Iterator[tuple[int, Tensor]]:
+def intersect(held: Sequence[TensorRange], start: int, count: int) -> Iterator[tuple[int, Tensor]]:
     """The parts of elements `start : start + count` that are held: the offset of each from `start`, and its values."""
     for i in range(max(0, bisect_right(held, start, key=lambda one: one.first) - 1), len(held)):
         values, first = held[i]
@@ -94,28 +94,29 @@ def load_part(
 ) -> Decoder:
     """Load this rank's part of a model, or the whole model, for generation. Tensor-parallel ranks each hold rows of the
     head, also if it is tied to the embedding. Of the ranks along `copies`, which hold the same part, each reads only a
-    share of it; `complete` then exchanges the shares."""
+    share of it; `all_gather_shares` then exchanges the shares."""
     model = Decoder(source.config, dtype, device, mesh)
     if model.lm_head is model.embed and mesh.tp.size > 1:
         model.lm_head = nn.Parameter(ROWS.take_part(model.embed.detach(), mesh))
         model.placements["lm_head"] = ROWS
     with torch.no_grad():
         wanted = ranges_of(model)
-        source.fill({name: [_share(one, copies) for one in held] for name, held in wanted.items()})
+        source.fill({name: [_share(held, copies) for held in ranges] for name, ranges in wanted.items()})
     return model
 
 
 @torch.no_grad()
-def complete(model: Decoder, copies: Axis) -> None:
+def all_gather_shares(model: Decoder, copies: Axis) -> None:
     """All-gather the shares that each rank along `copies` has read (`load_part`); all of them must call this."""
-    for one in [one for held in ranges_of(model).values() for one in held]:
-        if (own := _share(one, copies)) is not one:
-            one.values.view(copies.size, -1).copy_(all_gather(own.values, copies))
+    for held in [held for ranges in ranges_of(model).values() for held in ranges]:
+        share = _share(held, copies)
+        if share is not held:
+            held.values.view(copies.size, -1).copy_(all_gather(share.values, copies))
 
 
-def _share(held: Held, copies: Axis) -> Held:
+def _share(held: TensorRange, copies: Axis) -> TensorRange:
     """This rank's share to read of a range that all along `copies` hold; the whole range if small or not divisible."""
     share, rest = divmod(held.values.numel(), copies.size)
-    if copies.size == 1 or rest or held.values.numel() < LEAST:
+    if copies.size == 1 or rest or held.values.numel() < MIN_SHARED_ELEMENTS:
         return held
-    return Held(held.values.view(copies.size, -1)[copies.rank], held.first + share * copies.rank)
+    return TensorRange(held.values.view(copies.size, -1)[copies.rank], held.first + share * copies.rank)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..cache.tokenizers import kept
+from ..cache.tokenizers import load_cached
 from ..errors import HistoryRewritten, InputError, LockstepError, PromptTooLong, refuse
 from ..json_file import read_json, read_json_object
 
@@ -44,10 +44,10 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     """A tokenizer with one token per byte: the token's id is the byte's value, and 256 to 258 are special. There are no
     merges and no normalization, so every text round-trips. `<|endoftext|>` pads, `<|im_end|>` ends a sequence, and the
     chat template is ChatML with tools."""
-    return kept("byte-level", _whole_byte_tokenizer)
+    return load_cached("byte-level", _make_byte_tokenizer)
 
 
-def _whole_byte_tokenizer() -> PreTrainedTokenizerBase:
+def _make_byte_tokenizer() -> PreTrainedTokenizerBase:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -70,7 +70,7 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(stand_ins)) for byte in range(256)]
 
 
-_THOUGHT = "</think>"
+_END_OF_THINKING = "</think>"
 _MARK = "\ue000\ue001\ue000"  # private use characters: no text has them, and no template changes them
 
 
@@ -82,12 +82,12 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     found = any((folder / name).is_file() for name in _TOKENIZER_FILES)
     refuse(not found, f"{folder} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there")
     try:
-        return kept(folder, lambda: _whole_tokenizer(folder))
+        return load_cached(folder, lambda: _load_full_tokenizer(folder))
     except OSError as error:
         raise InputError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
 
-def _whole_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def _load_full_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = _tokenizer_class(folder).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the libraries raise many types for a damaged file, a bare Exception among them
@@ -169,10 +169,10 @@ def require_same_tokens(
     least as large; `sizes` are the vocabulary sizes of the model and of the teacher."""
     own, other = tokenizer.get_vocab(), teacher.get_vocab()
     if own != other:
-        differ = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
-        first = differ[0]
+        different = sorted(token for token in own.keys() | other.keys() if own.get(token) != other.get(token))
+        first = different[0]
         raise InputError(
-            f"{where}: its tokenizer has another vocabulary than the model's: {len(differ)} tokens differ, first "
+            f"{where}: its tokenizer has another vocabulary than the model's: {len(different)} tokens differ, first "
             f"{first!r}, {own.get(first, 'none')} in the model's and {other.get(first, 'none')} in the teacher's; "
             "distillation needs a teacher of the same tokenizer"
         )
@@ -183,12 +183,12 @@ def require_same_tokens(
         )
 
 
-def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+def max_token_bytes(tokenizer: PreTrainedTokenizerBase) -> int:
     """An upper bound on the bytes of text that one token of the vocabulary stands for."""
     return max(len(token.encode(errors="replace")) for token in tokenizer.get_vocab())
 
 
-def check_size(prompt: str | list[dict[str, Any]], context: int, longest: int) -> None:
+def require_prompt_fits(prompt: str | list[dict[str, Any]], context: int, longest: int) -> None:
     """Raise `PromptTooLong`, without tokenizing, for a prompt of more than twice the size of `context` tokens of
     `longest` bytes: twice, since a tokenizer may normalize text to less. Tokenizing megabytes takes a minute."""
     texts = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt if isinstance(m.get("content"), str)]
@@ -222,8 +222,8 @@ def render_chat(
             messages, tokenize=False, add_generation_prompt=True, **chat_template_kwargs
         )
     except Exception as error:  # Jinja's errors and whatever the template itself raises
-        asks = "tools" in str(tokenizer.chat_template) and not chat_template_kwargs.get("tools")
-        hint = "; it reads tools: give them, as task.chat_template_kwargs do" if asks else ""
+        lacks_tools = "tools" in str(tokenizer.chat_template) and not chat_template_kwargs.get("tools")
+        hint = "; it reads tools: give them, as in task.chat_template_kwargs" if lacks_tools else ""
         raise InputError(f"{_template_file(tokenizer)} refuses the messages: {error}{hint}") from error
 
 
@@ -242,17 +242,18 @@ def encode_following(
     sampled, and `InputError` if it does not render the answer verbatim, or leaves out a following message.
     """
     *before, answer = messages
-    whole = render_chat(tokenizer, [*before, _marked(answer), *following], chat_template_kwargs or {})
+    whole = render_chat(tokenizer, [*before, _add_mark(answer), *following], chat_template_kwargs or {})
     head, found, tail = whole.rpartition(_MARK)
     if answer.get("tool_calls"):
-        tail = tail[min((place for end in ends if (place := tail.find(end)) >= 0), default=len(tail)) :]
+        found_ends = [tail.index(end) for end in ends if end in tail]
+        tail = tail[min(found_ends, default=len(tail)) :]
     roles = " and ".join(sorted({str(message.get("role")) for message in following}))
     where = f"{_template_file(tokenizer)} cannot go on from what was sampled with a message of role {roles}"
-    shown = found and tail and _MARK not in head
-    refuse(not shown, f"{where}: it does not show an answer as it is; give text or token ids instead")
+    is_verbatim = found and tail and _MARK not in head
+    refuse(not is_verbatim, f"{where}: it does not show an answer as it is; give text or token ids instead")
     unseen = next((m.get("role") for m in following if not _is_shown(m.get("content"), tail)), None)
     refuse(unseen is not None, f"{where}: it leaves out what a message of role {unseen} says; give text or token ids")
-    kept = [message if _thought(message) in head else _without_thought(message) for message in messages]
+    kept = [message if _thinking(message) in head else _without_thinking(message) for message in messages]
     if kept != messages:
         raise HistoryRewritten(
             f"{where}: it leaves out the thinking of earlier answers, which the model has seen", kept
@@ -267,7 +268,7 @@ def _is_shown(content: Any, text: str) -> bool:
     return content.strip() in text or json.dumps(content.strip(), ensure_ascii=False)[1:-1] in text
 
 
-def _marked(answer: dict[str, Any]) -> dict[str, Any]:
+def _add_mark(answer: dict[str, Any]) -> dict[str, Any]:
     """An answer with a mark at the end of its content, or in the arguments of its last call."""
     if not answer.get("tool_calls"):
         return {**answer, "content": f"{answer['content']}{_MARK}"}
@@ -276,17 +277,17 @@ def _marked(answer: dict[str, Any]) -> dict[str, Any]:
     return {**answer, "tool_calls": [*calls, {**last, "function": function}]}
 
 
-def _thought(message: dict[str, Any]) -> str:
+def _thinking(message: dict[str, Any]) -> str:
     """The thinking of an answer: what precedes `</think>`, or the field `thinking` that some templates read."""
     if message.get("role") != "assistant" or not isinstance(message.get("content"), str):
         return ""
-    thought = message.get("thinking") or message["content"].rpartition(_THOUGHT)[0]
+    thought = message.get("thinking") or message["content"].rpartition(_END_OF_THINKING)[0]
     return thought.strip().removeprefix("<think>").strip()
 
 
-def _without_thought(message: dict[str, Any]) -> dict[str, Any]:
+def _without_thinking(message: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in message.items() if name != "thinking"}
-    return {**rest, "content": message["content"].rpartition(_THOUGHT)[2].lstrip("\n")}
+    return {**rest, "content": message["content"].rpartition(_END_OF_THINKING)[2].lstrip("\n")}
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = False) -> list[int]:

@@ -199,7 +199,7 @@ def _replaced() -> str | None:
     return next(filter(None, (made.replaced() for made in _OPERATORS)), None)
 
 
-loaded_code.ALSO.append(_replaced)
+loaded_code.FURTHER_CHECKS.append(_replaced)
 
 
 def _found(function: Callable[..., Any] | str, beside: Callable[..., Any]) -> Callable[..., Any]:

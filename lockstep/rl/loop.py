@@ -25,8 +25,8 @@ from ..session.build import TrainingSession
 from ..session.certificate import Certificate
 from ..session.signals import AskedToEnd, Delay, Ending
 from ..timings import Span
-from ..trainer import Packing, PendingResult, StepResult, averaged, learning_rate, pack_shards
-from ..trainer.programs import complete
+from ..trainer import Packing, PendingResult, StepResult, average_results, learning_rate, pack_shards
+from ..trainer.programs import add_loss_tensors
 from ..types import TRAIN_DOMAIN, VALIDATION_DOMAIN, PackedBatch, RolloutGroup, SamplingParams, Trajectory
 from .dealing import dealt, mini_batches
 from .dynamic_sampling import collect_with_signal
@@ -124,7 +124,7 @@ class Loop:
         self.spans = [span for span in timings.take_spans() if span.began >= began]
         if len(results) > 1:
             own = config.loss.importance_sampling_mode is None  # the loss's clip, rare in a first iteration
-            result = averaged(results[: len(parts)], results if own else results[: len(parts)])
+            result = average_results(results[: len(parts)], results if own else results[: len(parts)])
         found = step_metrics(self.run, groups, result, [*batches, *checks], version, self.spans)
         self.ending = found.pop("ending")
         if kl:
@@ -236,7 +236,7 @@ class Loop:
         self._holders.bring((g, self.world.ranks_of_shard(shard)) for shard, of in enumerate(shards) for g in of)
         packed = pack_shards(shards, self.own_shards, how, check_parity)
         for i, batch in enumerate(packed):  # the first of each own shard, then the second of each, ...
-            complete(batch, self.algorithm)
+            add_loss_tensors(batch, self.algorithm)
             batch.ends_cell = self.run.trainer.cells.ends_cell(i % len(self.own_shards))
         return [batch.to(self.device) for batch in packed]
 

@@ -13,7 +13,7 @@ from ..environments.environment import metrics_of
 from ..session.build import TrainingSession
 from ..session.signals import Ending
 from ..timings import Span, seconds_by_name
-from ..trainer import StepResult, packed_slots
+from ..trainer import StepResult, count_slots
 from ..types import PackedBatch, RolloutGroup, Trajectory
 
 # Phases whose seconds are reported as `time/<name>`.
@@ -40,7 +40,7 @@ def step_metrics(
     seconds = {f"time/{name}": value for name, value in spent.items() if name in _TIMED}
     own: dict[str, Any] = {**seconds, "memory/peak_gib": peak_memory_gib(run.policy.model.embed.device)}
     own |= run.runtime.metrics() | {"ending": Ending() if run.delay is None else run.delay.asked()}
-    ranks = run.world.gather((*packed_slots(batches), own))
+    ranks = run.world.gather((*count_slots(batches), own))
     slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
     names = dict.fromkeys(name for *_, of_rank in ranks for name in of_rank)  # not every rank scores rollouts
     largest = {name: max(of_rank[name] for *_, of_rank in ranks if name in of_rank) for name in names}

@@ -286,7 +286,7 @@ class Recorder(AbstractContextManager["Recorder"]):
     def save_model(self, loop: Loop, name: str = FINAL_MODEL) -> None:
         run, shared = loop.run, self._is_folder_shared()
         folder = self.world.broadcast_from_first(lambda: self.run_dir / name)
-        held = run.trainer.held() if shared else run.trainer.held_by_first()
+        held = run.trainer.ranges_to_write() if shared else run.trainer.gather_ranges_on_first()
         if shared or self.world.is_first:
             deadline = self.world.deadline("exporting the model", timeouts=10)
             with run.timings.measure("save_model"), name_write_errors(folder), deadline:

@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..cache.file_hashes import fingerprints
+from ..cache.file_hashes import hash_files
 from ..config import EARLIER, CheckpointConfig, MetricsConfig, RunConfig, yaml_file
 from ..errors import InputError, refuse
 from ..json_file import to_json
-from ..models import TEMPLATES, describe_folder
+from ..models import EXTRA_TEMPLATES, describe_folder
 from ..session.build import resolve, resolve_device
 from ..session.golden import GRADIENT_NORM
 from ..user_functions import one_line
@@ -92,7 +92,7 @@ def remarks(run_dir: Path, loaded: checkpoint.LoadedCheckpoint) -> list[str]:
     if config["model"] is not None and loaded.state["inputs"].get("model") is None:
         found.append(f"{name} does not record the files of model {config['model']}: they were not compared")
     for record, field in _MODEL_FIELDS.items():
-        folder = Path(os.path.expanduser(config.get(field) or "")) / TEMPLATES
+        folder = Path(os.path.expanduser(config.get(field) or "")) / EXTRA_TEMPLATES
         if _leaves_out_templates(loaded.state["inputs"].get(record)) and folder.is_dir():
             found.append(f"{name} does not record {folder}: its files were not compared")
     if "words" not in loaded.state["numerics"]:
@@ -231,7 +231,7 @@ def _model_files(what: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> 
         return {what: (then, now)}
     names = sorted(then["files"].keys() | now["files"].keys())
     if _leaves_out_templates(then):
-        names = [name for name in names if not name.startswith(f"{TEMPLATES}/")]
+        names = [name for name in names if not name.startswith(f"{EXTRA_TEMPLATES}/")]
     return {f"{what}: {name}": (then["files"].get(name), now["files"].get(name)) for name in names}
 
 
@@ -239,7 +239,7 @@ def _leaves_out_templates(then: Mapping[str, Any] | None) -> bool:
     """Whether a model folder was recorded by a version that did not include additional chat templates."""
     if then is None or "files" not in then:
         return False
-    return TEMPLATES not in then and not any(name.startswith(f"{TEMPLATES}/") for name in then["files"])
+    return EXTRA_TEMPLATES not in then and not any(name.startswith(f"{EXTRA_TEMPLATES}/") for name in then["files"])
 
 
 def _describe_fingerprint(fingerprint: Mapping[str, Any] | None) -> str:
@@ -261,7 +261,7 @@ def _fingerprint(data: str | None) -> dict[str, Any] | None:
     beside = (file for file in path.rglob("*") if file.is_file() and not file.name.startswith((".", "cache-")))
     files = [path] if path.is_file() else sorted(beside)
     try:
-        found = fingerprints(path, [str(file.relative_to(path)) for file in files])
+        found = hash_files(path, [str(file.relative_to(path)) for file in files])
     except OSError as error:
         raise InputError(f"{data} cannot be read: {error}") from error
     whole = b"".join(f"{name}\0".encode() + bytes.fromhex(file["sha256"]) for name, file in found.items())

@@ -13,7 +13,7 @@ from os.path import commonprefix
 from typing import Any
 
 from ..errors import InputError
-from ..models.tokenizer import check_size, encode_text, render_chat
+from ..models.tokenizer import encode_text, render_chat, require_prompt_fits
 from ..session.text.messages import Message
 from ..session.text.policy import Policy
 from ..session.text.tool_calls import ToolFormat, begins_thought
@@ -43,14 +43,14 @@ def encode_chat(
     """Encode checked messages with the model's template and these `variables`, which include tools. `InputError`: the
     template refuses the messages, or they are larger than any prompt may be."""
     config = policy.model.config
-    check_size(messages, config.max_position_embeddings, policy.longest_token)
+    require_prompt_fits(messages, config.max_position_embeddings, policy.max_token_bytes)
     sampled_tokens = [_sampled_tokens(message, i, config.vocab_size) for i, message in enumerate(messages)]
     if sum(map(bool, sampled_tokens)) > MAX_SAMPLED_TURNS:
         raise bad_field("messages", f"more than {MAX_SAMPLED_TURNS} messages have token_ids; send older ones without")
     turns = zip(messages, sampled_tokens, strict=True)
     template_messages = [_template_message(policy, message, sampled, form) for message, sampled in turns]
     text = render_chat(policy.tokenizer, template_messages, variables)
-    check_size(text, config.max_position_embeddings, policy.longest_token)  # with tools and calls
+    require_prompt_fits(text, config.max_position_embeddings, policy.max_token_bytes)  # with tools and calls
     ids: list[int] = []
     encoded = kept = lost = 0  # characters of `text` encoded so far; turns
     for i, sampled in enumerate(sampled_tokens):

@@ -55,7 +55,7 @@ class Service:
         self.tool_format = policy.tool_format
         decode = policy.tokenizer.decode
         self.token_text = lru_cache(MAX_CACHED_TOKENS)(lambda token_id: decode([token_id], skip_special_tokens=False))
-        self._check = engine.check
+        self._check = engine.require_runnable
         self._seeds = random.Random(seed)
         self._tickets: dict[Job, Ticket] = {}
         self._encoder = ThreadPoolExecutor(1, "encode")  # one thread: a tokenizer encodes one text at a time

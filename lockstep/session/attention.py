@@ -28,7 +28,7 @@ def set_attention(model: Decoder, attention: Attention, mask: str | None) -> Non
     c, why = model.config, ""
     if c.mla is not None:
         why = f"and {c.family} has latent attention, whose heads read one latent in another way"
-    elif not c.plain_scores:
+    elif not c.supports_flex_attention:
         why = f"and {c.family} has sinks or a scale of its own on attention's scores, which flex has not"
     elif c.num_heads // c.num_kv_heads > _MOST_QUERIES or c.head_dim < _LEAST_HEAD:
         why = (

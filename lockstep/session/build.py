@@ -36,12 +36,12 @@ from ..models import (
     Ranges,
     ResidentWeights,
     WeightSource,
-    complete,
+    all_gather_shares,
     load_part,
     ranges_of,
     resolve_folder,
 )
-from ..models.checks import require_degree, require_memory
+from ..models.checks import require_divisible, require_memory
 from ..models.init import RandomWeights, architecture
 from ..models.tokenizer import byte_tokenizer, check_vocabulary, load_tokenizer, require_same_tokens
 from ..timings import PhaseObserver, Timings
@@ -77,7 +77,7 @@ class Session:
         with self.timings.measure("load"):
             self.policy = world.run_on_all(lambda: _loaded(config, world))
             with world.detect_lost_peers(), world.deadline("sharing the weights that each has read"):
-                complete(self.policy.model, world.replicas)
+                all_gather_shares(self.policy.model, world.replicas)
             if world.on_gpu:
                 torch.cuda.empty_cache()  # the KV cache is planned from the free memory
         self.verdicts: list[Verdict] = []
@@ -92,7 +92,7 @@ class Session:
     def cache_tokens(self, sequences: int, tokens: int) -> int:
         """The capacity of a KV cache planned for `sequences` of `tokens` each, the same on every rank."""
         model = self.policy.model
-        about = model.config.shared_by(self.world.generator_tp), model.embed.dtype, model.embed.device
+        about = model.config.per_rank(self.world.generator_tp), model.embed.dtype, model.embed.device
         found = self.world.gather_results(lambda: plan_cache_tokens(self.config.generator, *about, sequences, tokens))
         return min(found)
 
@@ -101,7 +101,7 @@ class Session:
         weights = SharedWeights(self.policy.model, version)
         engine = Engine(weights, self.config.generator, cache_tokens, self.policy.decode, self.runtime)
         if self.world.generator_group is not None:
-            engine.agree = partial(self.world.require_same_in_group, "the generator's schedule")
+            engine.check_agreement = partial(self.world.require_same_in_group, "the generator's schedule")
         return engine
 
     def kernel_list(self, *about: object) -> Path | None:
@@ -117,7 +117,7 @@ class Session:
 
 def _loaded(config: RunConfig, world: World) -> Policy:
     for name in ("tp", "generator_tp") if world.size > 1 else ():
-        require_degree(model_config(config), getattr(world, name), f"parallel.{name}")
+        require_divisible(model_config(config), getattr(world, name), f"parallel.{name}")
     return load_policy(config, world.generator_mesh, copies=world.replicas)
 
 
@@ -142,7 +142,7 @@ class TrainingSession(Session):
         with timings.measure("task"):
             self.task = make_task(config.task, groups)
             self.environment = make_environment(config.task)
-        require_degree(model_config(config), world.tp, "parallel.tp")
+        require_divisible(model_config(config), world.tp, "parallel.tp")
         memory = min(world.gather(memory_at_hand(device, world)))
         asked = partial(workload, config, world.size, device.type == "cuda", model_config(config))
         _planned(asked(prompt_limit=prompt_limit(config, model_config(config)).tokens), memory, device)
@@ -212,11 +212,11 @@ class TrainingSession(Session):
 
 def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
     c, g, together = w.config, w.config.generator, w.config.parallel.generator_tp
-    require_degree(w.model, together, "parallel.generator_tp")
+    require_divisible(w.model, together, "parallel.generator_tp")
     where = f"arch {c.arch}" if c.model is None else str(resolve_folder(c.model))
     require_memory(w.model, w.dtype, device, where, w.generating)
     if not w.on_gpu or g.kv_cache_tokens:  # raises unless the cache holds a sequence
-        plan_cache_tokens(g, w.model.shared_by(together), w.dtype, device, w.sequences, w.sequence_tokens)
+        plan_cache_tokens(g, w.model.per_rank(together), w.dtype, device, w.sequences, w.sequence_tokens)
     found = require_room(w, memory)
     require_host_room(found)
     return found
@@ -235,7 +235,7 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
         config.parallel.generator_tp == 0,
         "parallel.generator_tp is 0, which the processes of a run choose by what they measure; name a number to plan",
     )
-    require_degree(model_config(config), config.parallel.generator_tp, "parallel.generator_tp")
+    require_divisible(model_config(config), config.parallel.generator_tp, "parallel.generator_tp")
     memory = int(memory_gib * 2**30) or memory_at_hand(device)
     return require_room(as_run(planned_workload(config, ranks, device), memory), memory)
 
@@ -243,7 +243,7 @@ def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPla
 def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Workload:
     """The workload planned for a run whose `config` is `settled`, from its tokenizer and first prompts, not weights."""
     model, groups = model_config(config), config.trainer.prompts_per_step
-    require_degree(model, config.parallel.tp, "parallel.tp")
+    require_divisible(model, config.parallel.tp, "parallel.tp")
     tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
     policy = Policy(Decoder(model, torch.bfloat16, "meta"), tokenizer)
     set_attention(policy.model, config.attention, config.attention_mask)
@@ -275,7 +275,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 def load_policy(config: RunConfig, mesh: Mesh = ONE_RANK, memory: bool = True, copies: Axis = ONE_RANK.fsdp) -> Policy:
     """Load a Hugging Face folder or hub id, or make the named random model with a byte-level tokenizer, with the
     attention of `config`. Along the mesh's `tp` each rank loads its part; ranks along `copies`, which hold the same
-    part, each read a share of it until `complete` exchanges them. Without `memory` no weights are allocated or read."""
+    part, each read a share of it until `all_gather_shares` exchanges them. Without `memory` no weights are allocated
+    or read."""
     place = resolve_device(config.device)
     limit_cpu_threads(place)
     kind = resolve_dtype(config.dtype, place)
@@ -404,16 +405,16 @@ def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world:
     """Write a Hugging Face folder that `transformers` loads: weights, configuration, tokenizer, chat template. An
     existing folder is replaced only once the new one is complete. Every rank of `world` calls this and writes the
     weights that it has `held`; by default those of the model."""
-    from ..models.hf.export import Export, put_in_place, staged
+    from ..models.hf.export import Export, replace_folder, staging_folder
     from ..models.tokenizer import save_tokenizer
 
     def begin() -> None:
-        export.begin()
+        export.create_files()
         save_tokenizer(policy.tokenizer, made)
 
-    with staged(folder, world.is_first) as made:
+    with staging_folder(folder, world.is_first) as made:
         export = Export(policy.model, made)
         world.broadcast_from_first(begin)
         world.gather_results(lambda: export.write(held or ranges_of(policy.model)))
-        world.gather_results(lambda: export.arrange(world.rank, world.size))
-    world.broadcast_from_first(lambda: put_in_place(made, folder))
+        world.gather_results(lambda: export.convert_layouts(world.rank, world.size))
+    world.broadcast_from_first(lambda: replace_folder(made, folder))

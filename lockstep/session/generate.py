@@ -30,7 +30,7 @@ from ..config import (
 from ..environments import checked_messages
 from ..environments.tools import schema
 from ..errors import InputError, LockstepError, NonFiniteError, refuse
-from ..generator import Engine, pays_by_group
+from ..generator import Engine, pays_to_group
 from ..models.tokenizer import TextStream
 from ..types import GENERATE_DOMAIN, SampleIdentity, SamplingParams, Trajectory
 from .build import Session, resolve
@@ -152,7 +152,7 @@ class LLM(Session):
                         require_numbers(prompt, completion)
                 return found
 
-            with self.world.rolling_deadline(GENERATING) as engine.launched:
+            with self.world.rolling_deadline(GENERATING) as engine.on_launch:
                 return of_all(self.world, completed)
 
     def stream(
@@ -226,7 +226,7 @@ class LLM(Session):
         """The same items. Deadlines for the other processes run while the engine works, not while the consumer does."""
         ended = object()
         while True:
-            with self.world.rolling_deadline(GENERATING) as engine.launched:
+            with self.world.rolling_deadline(GENERATING) as engine.on_launch:
                 one = next(grown, ended)
             if one is ended:
                 return
@@ -259,7 +259,7 @@ class LLM(Session):
         share = self.world.generator_mesh.fsdp.max_local_items(len(sampling))
         engine = self._with_room(sum(sorted((s.n for s in sampling), reverse=True)[:share]), max(lengths))
         for i, (ids, params) in enumerate(zip(prompt_ids, sampling, strict=True)):
-            engine.check(ids, params, i)
+            engine.require_runnable(ids, params, i)
         return self._ready(engine, sampling)
 
     def engine_for(self, sequences: int, tokens: int, kinds: Sequence[SamplingParams] = ()) -> Engine:
@@ -285,11 +285,11 @@ class LLM(Session):
         sequences, tokens = self._room[0], min(self._room[1], self.context)
         for params in kinds if self.runtime.compiles else ():
             kind = params.truncated, params.temperature == 0
-            grouped = pays_by_group(sequences, tokens, params.n, engine.cache.kv_heads)
+            grouped = pays_to_group(sequences, tokens, params.n, engine.cache.kv_heads)
             if kind not in self._warm or (grouped and not self._warm[kind]):
                 make_graphs = partial(engine.warm_up, sequences, tokens, params)
                 about = self.config.generator, self.config.compile, self._room, params.n, kind
-                make_ready(self, [make_graphs], engine.trust_cases, self.kernel_list(*about))
+                make_ready(self, [make_graphs], engine.check_cases, self.kernel_list(*about))
                 self._warm[kind] = grouped
         return engine
 

@@ -182,7 +182,10 @@ def _check(session: Session, tokens: int) -> ParityReport:
         score = trainer.forward_backward if runtime.compiles else trainer.check
         with world.deadline("scoring what was generated"):
             score(batch.to(where))
-    deltas, scored = trainer.deltas, world.broadcast_from_first(lambda: trainer.checked[0][:5].tolist())
+    deltas, scored = (
+        trainer.logprob_deltas,
+        world.broadcast_from_first(lambda: trainer.checked_logprobs[0][:5].tolist()),
+    )
     result = trainer.finish_check(sum(len(c.token_ids) for samples in completions for c in samples))
     return ParityReport(
         completions[0][0].model_logprobs[:5],
@@ -227,8 +230,8 @@ def _generated(
             engine.warm_up(sequences, longest, params)
 
     def trust_cases() -> Work:
-        cases = [trainer.trust_cases([shape], params, check_parity=True, with_checks=False) for params in trained]
-        return [*itertools.chain(*cases), *engine.trust_cases()]
+        cases = [trainer.check_cases([shape], params, check_parity=True, with_checks=False) for params in trained]
+        return [*itertools.chain(*cases), *engine.check_cases()]
 
     if runtime.compiles:
         about = config.generator, config.compile, sequences, longest, shape, trained, sampling
@@ -236,7 +239,7 @@ def _generated(
             make_ready(session, [of_trainer, of_generator], trust_cases, session.kernel_list(*about))
     identities = [SampleIdentity(config.seed, CHECK_DOMAIN, 0, g) for g in range(len(prompts))]
     own = Requests(prompts, sampling, identities).share(world)
-    with world.rolling_deadline(GENERATING) as engine.launched:
+    with world.rolling_deadline(GENERATING) as engine.on_launch:
         return of_all(world, lambda: engine.generate(*own))
 
 

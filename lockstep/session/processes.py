@@ -10,7 +10,7 @@ from .. import machine
 from ..cache import fingerprint
 from ..config import RunConfig, yaml_file
 from ..distributed import World, join
-from ..models import glances
+from ..models import sampled_hashes
 from ..types import SampleIdentity, SamplingParams
 from .build import resolve_device
 
@@ -43,7 +43,7 @@ def together(config: RunConfig) -> Iterator[World]:
 def _models(config: RunConfig) -> dict[str, str]:
     """What identifies the files of the models that are read."""
     given = {"model": config.model, "loss.teacher": config.loss.teacher}
-    return {f"{field} {m}: {name}": of for field, m in given.items() if m for name, of in glances(m).items()}
+    return {f"{field} {m}: {name}": of for field, m in given.items() if m for name, of in sampled_hashes(m).items()}
 
 
 def _code(config: RunConfig) -> dict[str, str]:

@@ -69,11 +69,11 @@ def warm_up(run: TrainingSession) -> None:
     parts: Sequence[Callable[[], None]] = partial(_make_trainer_graphs, run), partial(_make_generator_graphs, run)
     if not run.trainer.flat.reads_own:  # weights are gathered between two graphs, by all ranks together
         parts = [partial(_make_all, parts)]
-    cases = partial(run.trainer.trust_cases, run.shapes, run.sampling, **_batches(run))
+    cases = partial(run.trainer.check_cases, run.shapes, run.sampling, **_batches(run))
     run.verdicts = make_ready(
         run,
         parts,
-        lambda: [*cases(), *run.engine.trust_cases()],
+        lambda: [*cases(), *run.engine.check_cases()],
         kernels,
         MachineCheck(partial(_rehearse_check, run), partial(_check_machine, run)),
         spare=run.engine.lend,
@@ -279,5 +279,7 @@ def products(model: Decoder) -> list[machine_check.Product]:
 
 def _heads(c: ModelConfig) -> machine_check.HeadShape | machine_check.LatentHeadShape:
     if c.mla is None:
-        return machine_check.HeadShape(c.num_heads, c.num_kv_heads, c.head_dim, any(c.windows) or not c.plain_scores)
+        return machine_check.HeadShape(
+            c.num_heads, c.num_kv_heads, c.head_dim, any(c.windows) or not c.supports_flex_attention
+        )
     return machine_check.LatentHeadShape(c.num_heads, c.mla.kv_rank, c.mla.rope_dim)

@@ -20,12 +20,12 @@ from ..distributed.mesh import Axis
 from ..types import PackedBatch, RolloutGroup, SamplingParams, Segment, Trajectory
 from .packing import pack
 from .parameters import ALIGNMENT
-from .programs import TrainerPrograms, complete
+from .programs import TrainerPrograms, add_loss_tensors
 from .shapes import BatchShape
-from .step import named
+from .step import statistics_by_name
 
 
-def trust_cases(
+def check_cases(
     programs: TrainerPrograms,
     shapes: Sequence[BatchShape],
     sampling: SamplingParams,
@@ -35,14 +35,14 @@ def trust_cases(
     num_mini_batches: int = 1,
 ) -> graph.Work:
     """Cases for each of the trainer's programs; the arguments are those of `Trainer.warm_up`."""
-    functions, values = programs.by_name, programs.state.values
+    functions, values = programs.by_name, programs.state.statistics
     vocabulary = programs.model.config.vocab_size
     routed = check_parity and programs.model.config.moe_layers > 0
     drafts = list(
         _batches(shapes, _nearly_untruncated(sampling, vocabulary), vocabulary, routed, programs.flat.mesh.fsdp)
     )
     for _, batch in drafts:
-        complete(batch, programs.algorithm)
+        add_loss_tensors(batch, programs.algorithm)
     batches = [(name, batch.to(programs.flat.data.device)) for name, batch in drafts]
     for _, batch in batches:
         batch.check_parity = check_parity
@@ -57,7 +57,7 @@ def trust_cases(
     if "gather_weights" in functions:
         gather = functions["gather_weights"]
         recompute = partial(gather.body, gather.inputs)
-        work.append((gather, [graph.Case("all", load=partial(_clear, gather.inputs), recompute=recompute)]))
+        work.append((gather, [graph.Case("all", load=partial(_zero_weights, gather.inputs), recompute=recompute)]))
     work.append((functions["check"], [programs.case("check", *b, statistics) for b in batches]))
     if num_mini_batches > 1 and sampling.truncated:
         kept = [programs.case("check", *b, statistics, with_support=True) for b in batches]
@@ -104,8 +104,8 @@ def _batches(
             for segment in {id(s): s for r in group.rollouts for s in r.segments}.values():
                 segment.route_digests = list(range(len(segment.token_ids)))
         (batch,) = pack([group], max_tokens=shape.tokens, check_parity=True, shapes=[shape])
-        found = BatchShape(len(batch.tokens_T), len(batch.targets_C), len(batch.prefix_len_S), batch.max_len)
-        assert found == shape, f"{name}: {found} is not {shape}"  # and needs another graph, perhaps on this rank alone
+        made = BatchShape(len(batch.tokens_T), len(batch.targets_C), len(batch.prefix_len_S), batch.max_len)
+        assert made == shape, f"{name}: {made} is not {shape}"  # and needs another graph, perhaps on this rank alone
         yield f"{name}, {shape.tokens} tokens", batch
 
 
@@ -117,15 +117,16 @@ def _drafts(
 ) -> Iterator[tuple[str, BatchShape, _Lengths]]:
     """This rank's variants of the largest shape, then the other shapes filled; with the same names on all ranks."""
     largest, *others = shapes
-    tried = [("filled", _filled(largest)), *_edges(largest, draw), ("one token", (1, [1]))]
-    for begin in range(0, len(tried), axis.size):
-        at_once = tried[begin : begin + axis.size]
-        yield " | ".join(name for name, _ in at_once), largest, at_once[axis.rank % len(at_once)][1]
+    variants = [("filled", _filled_lengths(largest)), *_edge_drafts(largest, draw), ("one token", (1, [1]))]
+    for begin in range(0, len(variants), axis.size):
+        side_by_side = variants[begin : begin + axis.size]
+        _, lengths = side_by_side[axis.rank % len(side_by_side)]
+        yield " | ".join(name for name, _ in side_by_side), largest, lengths
     for shape in others:
-        yield "filled", shape, _filled(shape)
+        yield "filled", shape, _filled_lengths(shape)
 
 
-def _filled(shape: BatchShape) -> _Lengths:
+def _filled_lengths(shape: BatchShape) -> _Lengths:
     """The prompt length and completion lengths that fill a shape; a completion's last token takes no row."""
     sequences = max(1, min(shape.segments - 1, shape.completion_tokens, shape.tokens))
     completion = max(1, min(shape.completion_tokens // sequences, shape.max_len - 1, shape.tokens // sequences))
@@ -133,11 +134,11 @@ def _filled(shape: BatchShape) -> _Lengths:
     return max(1, prompt), [completion] * sequences
 
 
-def _edges(shape: BatchShape, draw: torch.Generator) -> list[tuple[str, _Lengths]]:
+def _edge_drafts(shape: BatchShape, draw: torch.Generator) -> list[tuple[str, _Lengths]]:
     """Ragged completions and the longest sequence, in one batch if both fit."""
-    prompt, filled = _filled(shape)
+    prompt, filled = _filled_lengths(shape)
     ragged = [int(torch.randint(1, length + 1, (), generator=draw)) for length in filled]
-    longest_prompt, longest = _longest(shape)
+    longest_prompt, longest = _longest_lengths(shape)
     both = longest + [min(length, shape.max_len - longest_prompt) for length in ragged[1:]]
     tokens, completion_tokens = longest_prompt + sum(both) - len(both), sum(both)
     if len(ragged) > 1 and tokens <= shape.tokens and completion_tokens <= shape.completion_tokens:
@@ -145,7 +146,7 @@ def _edges(shape: BatchShape, draw: torch.Generator) -> list[tuple[str, _Lengths
     return [("ragged", (prompt, ragged)), ("longest sequence", (longest_prompt, longest))]
 
 
-def _longest(shape: BatchShape) -> _Lengths:
+def _longest_lengths(shape: BatchShape) -> _Lengths:
     length = min(shape.max_len, shape.tokens)
     completion = max(1, min(shape.completion_tokens, length // 2))
     return max(1, length - completion), [completion]
@@ -172,7 +173,7 @@ def _group(
 
 def _fill_sums(programs: TrainerPrograms) -> None:
     """Set gradients and statistics to nonzero values, which the launch must add to."""
-    programs.state.values.fill_(1)
+    programs.state.statistics.fill_(1)
     for grad in programs.flat.grads:
         grad.fill_(0.5)
 
@@ -184,17 +185,17 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
     def load(kind: int) -> None:
         grad, state = programs.flat.grad, programs.state
         own = programs.by_name["optim_step"].inputs.optimizer  # empty with offloading: AdamW is not in the graph then
-        state.values.fill_(1)
+        state.statistics.fill_(1)
         state.sampled.fill_(2 if kind == 4 else 1)
-        named(state.values)["different"].fill_(float(kind == 3))
+        statistics_by_name(state.statistics)["different"].fill_(float(kind == 3))
         state.lr.fill_(1e-3)
-        _waves(grad, 1e-9 if kind == 1 else 1.0)
+        _fill_waves(grad, 1e-9 if kind == 1 else 1.0)
         if own:
             weights, master = programs.flat.data, programs.optimizer.master
             draw = torch.Generator(master.device).manual_seed(0)
             weights.copy_(master.normal_(0, 0.02, generator=draw))  # different at every place
-            _waves(own["exp_avg"], 1e-3)
-            _waves(own["exp_avg_sq"], 1e-6)
+            _fill_waves(own["exp_avg"], 1e-3)
+            _fill_waves(own["exp_avg_sq"], 1e-6)
             own["exp_avg_sq"].abs_()
             own["steps"].fill_(kind)
         if kind == 2:
@@ -215,16 +216,16 @@ def _optim_cases(programs: TrainerPrograms) -> list[graph.Case]:
 
 
 def _fill_cells(inputs: graph.Inputs) -> None:
-    _waves(inputs.grad["grad"], 1.0)
-    _waves(inputs.buffer["cells"], 1e3)
+    _fill_waves(inputs.grad["grad"], 1.0)
+    _fill_waves(inputs.buffer["cells"], 1e3)
 
 
-def _clear(inputs: graph.Inputs) -> None:
+def _zero_weights(inputs: graph.Inputs) -> None:
     for name in inputs.param:
         inputs.buffer[name].zero_()
 
 
-def _waves(target: Tensor, scale: float) -> None:
+def _fill_waves(target: Tensor, scale: float) -> None:
     """Fill `target` with values of both signs and many magnitudes, without a temporary of its size."""
     angle = torch.arange(1.0, ALIGNMENT + 1, device=target.device)
     target.view(-1, ALIGNMENT).copy_(torch.sin(angle) * torch.exp(torch.cos(3 * angle) * 4) * scale)

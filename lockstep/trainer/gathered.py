@@ -13,18 +13,18 @@ from torch import Tensor
 from .. import graph
 from ..distributed import World
 from ..distributed.mesh import ONE_RANK, Mesh
-from ..models import Decoder, Held, ResidentWeights, WeightSource, ranges_of
-from ..models.checks import divides
+from ..models import Decoder, ResidentWeights, TensorRange, WeightSource, ranges_of
+from ..models.checks import is_divisible
 from .parameters import FlatParameters, FlatWeights, ShardedParameters
 
 
-def in_trainer(model: Decoder, mesh: Mesh) -> Decoder:
+def make_trained_model(model: Decoder, mesh: Mesh) -> Decoder:
     """The decoder that this rank trains. Without tensor parallelism in either role it is `model`, which generates;
     otherwise a decoder whose parameters, except for a value head, have no memory. Buffers, such as router biases, are
     shared by both."""
     if mesh.tp.size == model.spread.axis.size == 1:
         return model
-    made = _without_memory(model, mesh)
+    made = _decoder_without_memory(model, mesh)
     if model.value_head is not None:
         made.add_value_head()
     for name, buffer in model.named_buffers():
@@ -33,14 +33,14 @@ def in_trainer(model: Decoder, mesh: Mesh) -> Decoder:
     return made
 
 
-def give_memory(model: Decoder, names: Collection[str]) -> None:
+def allocate_parameters(model: Decoder, names: Collection[str]) -> None:
     """Give these parameters uninitialized memory of their own."""
     for name, parameter in model.named_parameters():
         if name in names:
             parameter.data = torch.empty_like(parameter, memory_format=torch.contiguous_format)
 
 
-def _without_memory(model: Decoder, mesh: Mesh) -> Decoder:
+def _decoder_without_memory(model: Decoder, mesh: Mesh) -> Decoder:
     """A decoder like this one with a rank's parts on a mesh, whose parameters have no memory."""
     made = Decoder(model.config, model.embed.dtype, model.embed.device, Mesh(tp=mesh.tp), memory=False)
     made.masks = model.masks
@@ -59,10 +59,10 @@ class GatheredParameters(ShardedParameters):
     def micro_batch(
         self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
     ) -> Iterator[graph.Inputs]:
-        """Like `summed`, and with gathered weights."""
+        """Like `reduce_statistics`, and with gathered weights."""
         parts = {n: part for n, part in inputs.param.items() if n in self.names}
-        weights = {n: self.gathered(n, part).requires_grad_(differentiated) for n, part in parts.items()}
-        with _separate(differentiated), self.summed(inputs, maxima) as own:
+        weights = {n: self.gather_parameter(n, part).requires_grad_(differentiated) for n, part in parts.items()}
+        with _without_fusion(differentiated), self.reduce_statistics(inputs, maxima) as own:
             yield replace(own, module=None, param={**inputs.param, **weights})
 
 
@@ -80,7 +80,7 @@ class Reference:
         """`inputs` with the weights for a micro-batch."""
         return nullcontext(inputs)
 
-    def by_layer(self) -> AbstractContextManager[None]:
+    def gather_by_layer(self) -> AbstractContextManager[None]:
         """A context in which the model can be called eagerly, with few weights in memory beyond this rank's part."""
         return nullcontext()
 
@@ -91,7 +91,7 @@ class Reference:
 
     def constants(self) -> dict[str, Any]:
         """What the model's graphs depend on."""
-        return self.model.baked()
+        return self.model.trace_constants()
 
 
 class GatheredReference(Reference):
@@ -102,20 +102,20 @@ class GatheredReference(Reference):
         mesh: the trainer's mesh. Its tensor parallelism is used for this model too if it divides the model evenly.
 
     Attributes:
-        weights: this rank's part, which the caller fills (`own`).
+        weights: this rank's part, which the caller fills (`own_ranges`).
     """
 
     def __init__(self, model: Decoder, mesh: Mesh) -> None:
-        if not divides(model.config, mesh.tp.size):
+        if not is_divisible(model.config, mesh.tp.size):
             mesh = replace(mesh, tp=ONE_RANK.tp)
-        made = _without_memory(model, mesh)
+        made = _decoder_without_memory(model, mesh)
         super().__init__(made.requires_grad_(False))
         self.weights = FlatWeights(made, mesh, [name for name, _ in made.named_parameters()])
 
-    def own(self) -> dict[str, list[Held]]:
+    def own_ranges(self) -> dict[str, list[TensorRange]]:
         """What this rank holds: its ranges of the parameters, and all buffers."""
         buffers = {name: held for name, held in ranges_of(self.model).items() if name not in self.weights.names}
-        return {**self.weights.own(), **buffers}
+        return {**self.weights.own_ranges(), **buffers}
 
     def inputs(self) -> graph.Inputs:
         return replace(
@@ -124,12 +124,12 @@ class GatheredReference(Reference):
 
     @contextmanager
     def micro_batch(self, inputs: graph.Inputs) -> Iterator[graph.Inputs]:
-        with _separate(False):
-            gathered = {name: self.weights.gathered(name, part) for name, part in inputs.param.items()}
+        with _without_fusion(False):
+            gathered = {name: self.weights.gather_parameter(name, part) for name, part in inputs.param.items()}
             yield replace(inputs, param=gathered)
 
-    def by_layer(self) -> AbstractContextManager[None]:
-        return gathered_by_layer(self.weights, self.model, differentiated=False)
+    def gather_by_layer(self) -> AbstractContextManager[None]:
+        return gather_by_layer(self.weights, self.model, differentiated=False)
 
     @property
     def nbytes(self) -> int:
@@ -141,7 +141,7 @@ class GatheredReference(Reference):
         return {**super().constants(), "sharding": {"ranks": layout.ranks, "shapes": shapes}}
 
 
-def reference_of(model: Decoder, world: World, source: WeightSource | None = None) -> Reference:
+def make_reference(model: Decoder, world: World, source: WeightSource | None = None) -> Reference:
     """A model that is only read, sharded where there are several ranks, each of which calls this. `source`: where its
     weights come from; by default `model`, which must then be whole.
 
@@ -151,49 +151,49 @@ def reference_of(model: Decoder, world: World, source: WeightSource | None = Non
     if world.size == 1:
         return Reference(model)
     made = GatheredReference(model, world.mesh)
-    world.run_on_all(lambda: (source or ResidentWeights(model)).fill(made.own()))
+    world.run_on_all(lambda: (source or ResidentWeights(model)).fill(made.own_ranges()))
     return made
 
 
 @contextmanager
-def gathered_by_layer(flat: FlatWeights, model: Decoder, differentiated: bool) -> Iterator[None]:
+def gather_by_layer(flat: FlatWeights, model: Decoder, differentiated: bool) -> Iterator[None]:
     """A context in which a model without weights has a layer's weights while that layer is called, and those outside of
     layers all the time. Autograd keeps the weights that a layer's backward pass needs."""
-    call, of_layers = model.call_layer, [name.startswith("layers.") for name in flat.names]
-    trained = flat.parameters[0].requires_grad
+    call_layer, trained = model.call_layer, flat.parameters[0].requires_grad
 
-    def called(layer: torch.nn.Module, index: int, *arguments: Any) -> Tensor:
-        with _filled(flat, [name.startswith(f"layers.{index}.") for name in flat.names]):
-            return call(layer, index, *arguments)
+    def call_with_weights(layer: torch.nn.Module, index: int, *arguments: Any) -> Tensor:
+        with _gather_parameters(flat, [name.startswith(f"layers.{index}.") for name in flat.names]):
+            return call_layer(layer, index, *arguments)
 
-    with _separate(differentiated), _filled(flat, [not inside for inside in of_layers]):
-        model.call_layer = called
+    outside_layers = [not name.startswith("layers.") for name in flat.names]
+    with _without_fusion(differentiated), _gather_parameters(flat, outside_layers):
+        model.call_layer = call_with_weights
         try:
             for parameter in flat.parameters:
                 parameter.requires_grad_(differentiated)
             yield
         finally:
-            model.call_layer = call
+            model.call_layer = call_layer
             for parameter in flat.parameters:
                 parameter.requires_grad_(trained)
 
 
 @contextmanager
-def _filled(flat: FlatWeights, chosen: Sequence[bool]) -> Iterator[None]:
+def _gather_parameters(flat: FlatWeights, chosen: Sequence[bool]) -> Iterator[None]:
     """A context in which the model's chosen parameters are gathered."""
     parameters = [item for item, wanted in zip(flat.parameters, chosen, strict=True) if wanted]
     kept = [parameter.data for parameter in parameters]
     try:
         for name, parameter, part, wanted in zip(flat.names, flat.parameters, flat.parts, chosen, strict=True):
             if wanted:
-                parameter.data = flat.gathered(name, part)
+                parameter.data = flat.gather_parameter(name, part)
         yield
     finally:
         for parameter, data in zip(parameters, kept, strict=True):
             parameter.data = data
 
 
-def _separate(differentiated: bool) -> AbstractContextManager[Any]:
+def _without_fusion(differentiated: bool) -> AbstractContextManager[Any]:
     """A context in which forward passes without gradients use separate operators, as those with gradients do. Fused
     products prefetch weights before the preceding kernel has finished, and here that may be the one gathering them."""
     return torch.set_grad_enabled(torch.is_grad_enabled() or not differentiated)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..types import PackedBatch
-from .step import differs
+from .step import bits_differ
 
 MAX_MISMATCHES = 8
 _COMPARED = "route_C", "logprob_C", "model_logprob_C"  # of `step.Scored`
-Checked = list[tuple[PackedBatch, dict[str, Tensor]]]  # batches, each with the tensors of its `step.Scored`
+ScoredBatches = list[tuple[PackedBatch, dict[str, Tensor]]]  # batches, each with the tensors of its `step.Scored`
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Deltas(NamedTuple):
         return Deltas(fsum(sums) / sum(counts), fsum(sizes) / sum(counts), worst)
 
 
-def sums_of_deltas(checked: Checked) -> list[tuple[float, ...]]:
+def sum_deltas(checked: ScoredBatches) -> list[tuple[float, ...]]:
     """For each batch with tokens: their number, and the differences' sum, absolute sum and absolute maximum."""
     found: list[tuple[float, ...]] = []
     for batch, scored in checked:
@@ -59,19 +59,20 @@ def sums_of_deltas(checked: Checked) -> list[tuple[float, ...]]:
     return found
 
 
-def mismatches(checked: Checked) -> list[Mismatch]:
+def find_mismatches(checked: ScoredBatches) -> list[Mismatch]:
     """The first differing tokens, in packed order. Waits for the device, so it is called only after a difference."""
-    found = (mismatch for batch, scored in checked for mismatch in _of_batch(batch, scored))
+    found = (mismatch for batch, scored in checked for mismatch in _mismatches_of(batch, scored))
     return list(islice(found, MAX_MISMATCHES))
 
 
-def _of_batch(batch: PackedBatch, scored: dict[str, Tensor]) -> Iterator[Mismatch]:
+def _mismatches_of(batch: PackedBatch, scored: dict[str, Tensor]) -> Iterator[Mismatch]:
     starts = [0, *accumulate(s.length for s in batch.sequences)]
     generated = batch.old_route_C, batch.old_logprob_C, batch.old_model_logprob_C
     for kind, name, generator_C in zip(("experts", "sampled", "model"), _COMPARED, generated, strict=True):
-        if generator_C is None or (trainer_C := scored.get(name)) is None:
+        trainer_C = scored.get(name)
+        if generator_C is None or trainer_C is None:
             continue
-        different_C = differs(trainer_C, generator_C) | (trainer_C - generator_C != 0)  # NaN differs from itself, too
+        different_C = bits_differ(trainer_C, generator_C) | (trainer_C - generator_C != 0)  # NaN differs from itself
         for row in (different_C & batch.valid_C).nonzero().flatten().tolist():
             index = int(batch.sequence_C[row])
             sequence = batch.sequences[index]

@@ -14,7 +14,7 @@ from .. import graph, ops
 from ..config import OptimizerConfig
 from ..errors import refuse
 from ..machine import allocate_host_buffer
-from ..models import Decoder, by_pattern
+from ..models import Decoder, select_by_pattern
 from .parameters import Buffer, FlatParameters
 
 
@@ -41,7 +41,7 @@ class ParameterGroup:
     scale: float
     weight_decay: float
 
-    def of(self, state: ops.AdamWState, steps: Tensor) -> ops.AdamWState:
+    def slice_state(self, state: ops.AdamWState, steps: Tensor) -> ops.AdamWState:
         if self.end - self.begin == state.grad.numel():
             return state
         flat = [None if x is None else x[self.begin : self.end] for x in state[:-1]]
@@ -52,7 +52,7 @@ def frozen_parameters(model: Decoder, config: OptimizerConfig) -> set[str]:
     """The names of the parameters that match `optimizer.freeze`. Raises `InputError` if nothing is left to train."""
     if not config.freeze:
         return set()
-    frozen = set(by_pattern(model, [(pattern, True) for pattern in config.freeze], "optimizer.freeze"))
+    frozen = set(select_by_pattern(model, [(pattern, True) for pattern in config.freeze], "optimizer.freeze"))
     every = {name for name, _ in model.named_parameters()}
     refuse(frozen == every, "optimizer.freeze names every parameter of the model; leave some to train")
     return frozen
@@ -66,7 +66,7 @@ def parameter_groups(model: Decoder, flat: FlatParameters, config: OptimizerConf
         return (whole,)
     frozen = {name for name, _ in model.named_parameters()} - set(flat.names)
     scales, decays = (
-        by_pattern(model, config.of_patterns(name), f"optimizer.{name}", frozen)
+        select_by_pattern(model, config.of_patterns(name), f"optimizer.{name}", frozen)
         for name in ("lr_scales", "weight_decays")
     )
     offsets, groups = flat.layout.offsets, list[ParameterGroup]()
@@ -114,8 +114,8 @@ class AdamW:
         return graph.Inputs(param=weights, grad=grad, buffer=self.flat.counted, optimizer=own)
 
     def update(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the accumulated gradients if `ok` and their norm is finite; clear them in any case. `launched` must
-        follow, which does any part of the update outside the graph.
+        """Apply the accumulated gradients if `ok` and their norm is finite; clear them in any case. `update_offloaded`
+        must follow, which does any part of the update outside the graph.
 
         When not applied, no bit of weights, moments or step counts changes, whatever the gradients hold.
 
@@ -127,21 +127,21 @@ class AdamW:
         """
         weights, grad, own = inputs.param["weights"], inputs.grad["grad"], inputs.optimizer
         rounded, master = (weights, own["master"]) if "master" in own else (None, weights)
-        grad_norm, step = self._clipped(inputs, ok)
+        grad_norm, step = self._clip(inputs, ok)
         state = ops.AdamWState(rounded, grad, master, own["exp_avg"], own["exp_avg_sq"], own["steps"])
         for group in self.groups:
             steps = state.steps if group is self.groups[-1] else state.steps.clone()  # the last group counts the step
-            self._apply(group.of(state, steps), step, group)
+            self._apply(group.slice_state(state, steps), step, group)
         return grad_norm, step.applied
 
-    def _clipped(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, ops.AdamWStep]:
+    def _clip(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, ops.AdamWStep]:
         """The gradient norm, and the rate, gradient scale and predicate of the update. The norm is the root of an exact
         sum over blocks that are the same for any number of ranks."""
         b, grad, max_norm = inputs.buffer, inputs.grad["grad"], self.settings.max_grad_norm
         self.flat.sum_replicated(grad)
         squares = ops.square_sums(grad)
         counted = torch.where(b["counted"], squares, 0.0) if self.flat.counted else squares
-        grad_norm = ops.root_of_sum(self.flat.summed_words(ops.exact_sum(counted)))
+        grad_norm = ops.root_of_sum(self.flat.sum_words(ops.exact_sum(counted)))
         applied = ok & torch.isfinite(grad_norm)
         grad_scale = ((grad_norm + 1e-6) / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(grad_norm)
         return grad_norm, ops.AdamWStep(b["lr"], grad_scale, applied)
@@ -152,7 +152,7 @@ class AdamW:
             step = step._replace(lr=step.lr * group.scale)
         ops.adamw(state, step, ops.AdamWSettings(group.decayed, s.beta1, s.beta2, s.epsilon, group.weight_decay))
 
-    def launched(self) -> None:
+    def update_offloaded(self) -> None:
         """Do the part of an update that is outside the graph: nothing in this class."""
 
     def reset(self) -> None:
@@ -162,8 +162,8 @@ class AdamW:
 
     def state(self) -> dict[str, Tensor]:
         """Masters, moments and step counts, to resume exactly on any number of ranks. Every rank calls it, and rank 0
-        gets them whole (`FlatParameters.whole`); in one process they are the live tensors."""
-        return {name: x if name == "steps" else self.flat.whole(x) for name, x in self.local_state().items()}
+        gets them whole (`FlatParameters.gather_whole`); in one process they are the live tensors."""
+        return {name: x if name == "steps" else self.flat.gather_whole(x) for name, x in self.local_state().items()}
 
     def local_state(self) -> dict[str, Tensor]:
         return {"master": self.master, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "steps": self.steps}
@@ -173,21 +173,21 @@ class AdamW:
         rank. Raises `ValueError` if a tensor is missing or has another size (of another model)."""
         for name, own in self.local_state().items():
             try:
-                self._take_over(own, state[name], tp)
+                self._load(own, state[name], tp)
             except (KeyError, ValueError) as error:
                 size = [2] if name == "steps" else [self.flat.whole_layout.size]
-                found = error if isinstance(error, ValueError) else f"expected shape {size}, found nothing"
-                raise ValueError(f"optimizer state {name!r}: {found}") from error
+                reason = error if isinstance(error, ValueError) else f"expected shape {size}, found nothing"
+                raise ValueError(f"optimizer state {name!r}: {reason}") from error
         self.round_masters()
 
     def round_masters(self) -> None:
         """Round the masters to the weights, as every update does."""
         self.flat.data.copy_(self.master)
 
-    def _take_over(self, own: Tensor, given: Tensor | Sequence[Buffer], tp: int) -> None:
+    def _load(self, own: Tensor, given: Tensor | Sequence[Buffer], tp: int) -> None:
         parts = [given] if isinstance(given, Tensor) else given
         if own is not self.steps:
-            self.flat.fill(own, parts, tp)
+            self.flat.load_parts(own, parts, tp)
         elif list(parts[0].shape) != list(own.shape):
             raise ValueError(f"expected shape {list(own.shape)}, found {list(parts[0].shape)}")
         else:
@@ -199,24 +199,27 @@ CHUNK = 1 << 24  # elements in a chunk of the state; two chunks are on the devic
 
 class OffloadedAdamW(AdamW):
     """`AdamW` with moments and masters in host memory, pinned if the device is a GPU, and the same bits. The update's
-    graph decides whether and how to update; `launched` then does so chunk by chunk. Each chunk of the state is copied
-    to the device, updated, and copied back, overlapping the copies of its neighbours. `decided`: float32 [3]: learning
-    rate, gradient scale, and whether the update is applied."""
+    graph decides whether and how to update; `update_offloaded` then does so chunk by chunk. Each chunk of the state is
+    copied to the device, updated, and copied back, overlapping the copies of its neighbours.
+
+    Attributes:
+        decided: float32 [3]: learning rate, gradient scale, and whether the update is applied.
+    """
 
     def _make_state(self) -> None:
         weights, size = self.flat.data, self.flat.layout.size
         on_gpu, masters = weights.is_cuda, weights.dtype != torch.float32
-        flat = allocate_host_buffer((2 + masters) * size * 4, on_gpu).view(torch.float32).view(-1, size)
-        self.exp_avg, self.exp_avg_sq, *apart = flat
-        (self.master,) = apart or (weights,)
-        self._host = list(flat)
+        host = allocate_host_buffer((2 + masters) * size * 4, on_gpu).view(torch.float32).view(-1, size)
+        self.exp_avg, self.exp_avg_sq = host[:2]
+        self.master = host[2] if masters else weights
+        self._host = list(host)
         self.decided = torch.zeros(3, device=weights.device)
-        self._pieces = list(_pieces(self.groups, CHUNK))
-        most = max(piece.end - piece.begin for piece in self._pieces)
+        self._pieces = list(_split_groups(self.groups, CHUNK))
+        largest = max(piece.end - piece.begin for piece in self._pieces)
         self._device = torch.get_device_module(weights.device)
-        self._chunks = [torch.empty(len(flat), most, device=weights.device) for _ in range(2)]
-        self._gone = [self._device.Event() for _ in self._chunks]  # recorded when a chunk's buffer is free again
-        self._coming, self._going = self._device.Stream(), self._device.Stream()
+        self._chunks = [torch.empty(len(host), largest, device=weights.device) for _ in range(2)]
+        self._copied_back = [self._device.Event() for _ in self._chunks]  # recorded when a chunk's buffer is free again
+        self._to_device, self._to_host = self._device.Stream(), self._device.Stream()
         for piece in self._pieces if masters else ():
             self.master[piece.begin : piece.end].copy_(weights[piece.begin : piece.end])
 
@@ -225,48 +228,48 @@ class OffloadedAdamW(AdamW):
 
     def update(self, inputs: graph.Inputs, ok: Tensor) -> tuple[Tensor, Tensor]:
         b = inputs.buffer
-        grad_norm, step = self._clipped(inputs, ok)
+        grad_norm, step = self._clip(inputs, ok)
         b["decided"].copy_(torch.stack([step.lr, step.grad_scale, step.applied.float()]))
         return grad_norm, step.applied
 
-    def launched(self) -> None:
+    def update_offloaded(self) -> None:
         """Do the update that `update` decided, without waiting for the device. Copies to the host may still be under
-        way on return (`settle`)."""
+        way on return (`synchronize`)."""
         lr, grad_scale, applied = self.decided.unbind()
         step, computing = ops.AdamWStep(lr, grad_scale, applied != 0), self._device.current_stream()
-        self._coming.wait_stream(self._going)
+        self._to_device.wait_stream(self._to_host)
         for i, piece in enumerate(self._pieces):
-            here, gone = self._chunks[i % 2][:, : piece.end - piece.begin], self._gone[i % 2]
-            there = [x[piece.begin : piece.end] for x in self._host]
-            gone.wait(self._coming)
-            with self._device.stream(self._coming):
-                for own, host in zip(here, there, strict=True):
-                    own.copy_(host, non_blocking=True)
-            computing.wait_stream(self._coming)
+            on_device, copied_back = self._chunks[i % 2][:, : piece.end - piece.begin], self._copied_back[i % 2]
+            on_host = [x[piece.begin : piece.end] for x in self._host]
+            copied_back.wait(self._to_device)
+            with self._device.stream(self._to_device):
+                for chunk, host in zip(on_device, on_host, strict=True):
+                    chunk.copy_(host, non_blocking=True)
+            computing.wait_stream(self._to_device)
             steps = self.steps if i == len(self._pieces) - 1 else self.steps.clone()
-            self._apply(self._state(piece, here, steps), step, piece)
-            self._going.wait_stream(computing)
-            with self._device.stream(self._going):
-                for own, host in zip(here, there, strict=True):
-                    host.copy_(own, non_blocking=True)
-            gone.record(self._going)
+            self._apply(self._state(piece, on_device, steps), step, piece)
+            self._to_host.wait_stream(computing)
+            with self._device.stream(self._to_host):
+                for chunk, host in zip(on_device, on_host, strict=True):
+                    host.copy_(chunk, non_blocking=True)
+            copied_back.record(self._to_host)
 
-    def _state(self, piece: ParameterGroup, here: Tensor, steps: Tensor) -> ops.AdamWState:
+    def _state(self, piece: ParameterGroup, chunk: Tensor, steps: Tensor) -> ops.AdamWState:
         weights, grad = (x[piece.begin : piece.end] for x in (self.flat.data, self.flat.grad))
-        exp_avg, exp_avg_sq, *apart = here
-        rounded, master = (weights, apart[0]) if apart else (None, weights)
+        exp_avg, exp_avg_sq = chunk[:2]
+        rounded, master = (weights, chunk[2]) if len(chunk) > 2 else (None, weights)
         return ops.AdamWState(rounded, grad, master, exp_avg, exp_avg_sq, steps)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the host may read and write the state."""
         self._device.synchronize()
 
     def reset(self) -> None:
-        self.settle()
+        self.synchronize()
         super().reset()
 
     def local_state(self) -> dict[str, Tensor]:
-        self.settle()
+        self.synchronize()
         return super().local_state()
 
     def round_masters(self) -> None:
@@ -275,7 +278,7 @@ class OffloadedAdamW(AdamW):
             self.flat.data[begin:end].copy_(self.master[begin:end].to(self.flat.data.device))
 
 
-def _pieces(groups: Sequence[ParameterGroup], most: int) -> Iterator[ParameterGroup]:
+def _split_groups(groups: Sequence[ParameterGroup], most: int) -> Iterator[ParameterGroup]:
     """The groups, cut into pieces of at most `most` elements."""
     for group in groups:
         for begin in range(group.begin, group.end, most):

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..ops import MAX_SEQUENCES
 from ..types import PackedBatch, RolloutGroup, SamplingParams, Segment, Trajectory
-from .shapes import BatchShape, fit
+from .shapes import BatchShape, fit_shape
 
 
 class Packing(NamedTuple):
@@ -62,7 +62,7 @@ def pack(
 
 
 def pack_shards(
-    shards: Sequence[list[RolloutGroup]], own: Sequence[int], how: Packing, check_parity: bool
+    shards: Sequence[list[RolloutGroup]], own: Sequence[int], packing: Packing, check_parity: bool
 ) -> list[PackedBatch]:
     """`pack` for a step that is dealt into shards; returns the micro-batches of this rank's own shards.
 
@@ -73,52 +73,57 @@ def pack_shards(
     Args:
         shards: all shards of the step. own: those to return batches of; of the others, only lengths are read.
     """
-    plan = _plan(shards, how, fills=False)
+    plan = _plan(shards, packing, fill_gaps=False)
     if len(plan) > 1:
-        plan = min(plan, _plan(shards, how, fills=True), key=lambda plan: sum(shape.tokens for _, shape in plan))
-    packed_tokens = sum(draft.used for one_each, _ in plan for draft in one_each)
+        filled = _plan(shards, packing, fill_gaps=True)
+        plan = min(plan, filled, key=lambda plan: sum(shape.tokens for _, shape in plan))
+    packed_tokens = sum(draft.used for drafts, _ in plan for draft in drafts)
     batches = []
-    for one_each, shape in plan:
+    for drafts, shape in plan:
         for shard in own:
-            batch = one_each[shard].batch(how, shape, check_parity, packed_tokens)
-            if not one_each[shard].parts:
-                _make_like(batch, next(draft for draft in one_each if draft.parts))
+            batch = drafts[shard].batch(packing, shape, check_parity, packed_tokens)
+            if not drafts[shard].parts:
+                _match_graph(batch, next(draft for draft in drafts if draft.parts))
             batches.append(batch)
     return batches
 
 
-def _plan(shards: Sequence[list[RolloutGroup]], how: Packing, fills: bool) -> list[tuple[list[_Draft], BatchShape]]:
+def _plan(
+    shards: Sequence[list[RolloutGroup]], packing: Packing, fill_gaps: bool
+) -> list[tuple[list[_Draft], BatchShape]]:
     """For each i, the drafts of the shards' i-th micro-batches and the shape that they are padded to."""
-    drafts = [_drafts(groups, how, fills) for groups in shards]
+    by_shard = [_draft_micro_batches(groups, packing, fill_gaps) for groups in shards]
     plan = []
-    for i in range(max(map(len, drafts))):
-        one_each = [of_shard[i] if i < len(of_shard) else _Draft() for of_shard in drafts]
-        needed = BatchShape(*map(max, zip(*(draft.needed for draft in one_each), strict=True)))
-        plan.append((one_each, fit(needed, how.shapes, how.max_tokens)))
+    for i in range(max(map(len, by_shard))):
+        drafts = [of_shard[i] if i < len(of_shard) else _Draft() for of_shard in by_shard]
+        needed = BatchShape(*map(max, zip(*(draft.needed for draft in drafts), strict=True)))
+        plan.append((drafts, fit_shape(needed, packing.shapes, packing.max_tokens)))
     return plan
 
 
-def _drafts(groups: list[RolloutGroup], how: Packing, fills: bool) -> list[_Draft]:
-    """The micro-batches of a shard. `fills`: start a group in the room left in the micro-batch before it."""
+def _draft_micro_batches(groups: list[RolloutGroup], packing: Packing, fill_gaps: bool) -> list[_Draft]:
+    """The micro-batches of a shard. `fill_gaps`: start a group in the room left in the micro-batch before it."""
     drafts: list[_Draft] = []
-    limit, per_sample = how.shapes[0].tokens if how.shapes else how.max_tokens, how.mode == "per_sample"
+    limits = _Limits(packing.max_tokens, MAX_SEQUENCES)
+    if packing.shapes:
+        limits = _Limits(packing.shapes[0].tokens, packing.shapes[0].segments)
     branched = any(segment.begins_branch for group in groups for t in group.rollouts for segment in t.segments)
-    most = how.shapes[0].segments if how.shapes else MAX_SEQUENCES
-    whole = _Most(limit, most)
-    if branched and not how.whole_sequences:
-        groups = [part for group in groups for part in _split(group, whole)]
+    if branched and not packing.whole_sequences:
+        groups = [part for group in groups for part in _split_branches(group, limits)]
     for group in groups:
-        needed = [_needed(trajectory, how.max_tokens) for trajectory in group.rollouts]
-        first = _left(drafts[-1], needed[0], whole) if fills and drafts else whole
-        for part, tokens, segments in _parts(group, needed, (first, whole), per_sample, how.share_prefix):
-            full = bool(drafts) and drafts[-1].needed.segments + segments > most
-            if not drafts or per_sample or full or drafts[-1].needed.tokens + tokens > limit:
+        needed = [_rows_and_branches(trajectory, packing.max_tokens) for trajectory in group.rollouts]
+        first = _room_left(drafts[-1], needed[0], limits) if fill_gaps and drafts else limits
+        parts = _split_by_prompt(group, needed, (first, limits), packing)
+        for part, tokens, segments in parts:
+            used = drafts[-1].needed if drafts else limits
+            full = used.tokens + tokens > limits.tokens or used.segments + segments > limits.segments
+            if not drafts or packing.mode == "per_sample" or full:
                 drafts.append(_Draft())
-            drafts[-1].add(part, how.share_prefix)
+            drafts[-1].add(part, packing.share_prefix)
     return drafts
 
 
-def _make_like(batch: PackedBatch, other: _Draft) -> None:
+def _match_graph(batch: PackedBatch, other: _Draft) -> None:
     """Make a batch without responses run the same graph as the others."""
     batch.truncated = any(part.sampling.truncated for part in other.parts)
     if batch.check_parity and other.parts[0].rollouts[0].turns[0].route_digests is not None:
@@ -135,95 +140,95 @@ def blank_batch(shape: BatchShape, sampling: SamplingParams, check_parity: bool,
     return batch
 
 
-def packed_slots(batches: list[PackedBatch]) -> tuple[int, int]:
+def count_slots(batches: list[PackedBatch]) -> tuple[int, int]:
     return sum(b.tokens_T.numel() for b in batches), sum(int(b.cu_seqlens[-1]) for b in batches)
 
 
-class _Most(NamedTuple):
+class _Limits(NamedTuple):
     """The limits of a micro-batch."""
 
     tokens: int
     segments: int
 
 
-def _split(group: RolloutGroup, most: _Most) -> list[RolloutGroup]:
+def _split_branches(group: RolloutGroup, limits: _Limits) -> list[RolloutGroup]:
     """A group with its trajectories cut between branches that do not fit together: one group of all first parts, which
     begin with the group's prompt, then a group for each further part. These are not merged by prompt, as all ranks must
     plan alike and know only the lengths of other ranks' prompts."""
-    cut = [_cut(trajectory, most) for trajectory in group.rollouts]
-    first, further = [parts[0] for parts in cut], [[part] for parts in cut for part in parts[1:]]
+    split = [_split_trajectory(trajectory, limits) for trajectory in group.rollouts]
+    first, further = [parts[0] for parts in split], [[part] for parts in split for part in parts[1:]]
     return [replace(group, rollouts=rollouts) for rollouts in (first, *further)]
 
 
-def _cut(trajectory: Trajectory, most: _Most) -> list[Trajectory]:
+def _split_trajectory(trajectory: Trajectory, limits: _Limits) -> list[Trajectory]:
     """A trajectory cut into runs of branches that fit together, or single branches that do not fit even alone."""
     parts: list[list[list[Segment]]] = []
     used = 0
     for branch in trajectory.branches:
-        rows = _rows(branch)
-        full = bool(parts) and 1 + len(parts[-1]) >= most.segments
-        if not parts or full or used + rows > most.tokens:
+        rows = _num_rows(branch)
+        full = bool(parts) and 1 + len(parts[-1]) >= limits.segments
+        if not parts or full or used + rows > limits.tokens:
             parts.append([])
             used = 0
         parts[-1].append(branch)
         used += rows
     if len(parts) == 1:
         return [trajectory]
-    cut, before = [], 0
+    split, before = [], 0
     for branches in parts:
         (prompt, *rest), *others = branches  # a part's first prompt has nothing before it and so is not `begins_branch`
         segments = [replace(prompt, begins_branch=False), *rest, *(segment for branch in others for segment in branch)]
-        cut.append(replace(trajectory, segments=segments, part_offset=before))
-        before += cut[-1].length
-    return cut
+        split.append(replace(trajectory, segments=segments, part_offset=before))
+        before += split[-1].length
+    return split
 
 
-def _left(draft: _Draft, needed: tuple[int, int], most: _Most) -> _Most:
+def _room_left(draft: _Draft, needed: tuple[int, int], limits: _Limits) -> _Limits:
     """The limits of a group's first part: the room that `draft` has left, or that of a new micro-batch if the first
     trajectory, which takes `needed`, does not fit there."""
-    left = _Most(most.tokens - draft.needed.tokens, most.segments - draft.needed.segments)
-    return left if needed[0] <= left.tokens and needed[1] < left.segments else most
+    left = _Limits(limits.tokens - draft.needed.tokens, limits.segments - draft.needed.segments)
+    return left if needed[0] <= left.tokens and needed[1] < left.segments else limits
 
 
-def _parts(
-    group: RolloutGroup, needed: list[tuple[int, int]], most: tuple[_Most, _Most], per_sample: bool, share_prefix: bool
+def _split_by_prompt(
+    group: RolloutGroup, needed: list[tuple[int, int]], limits: tuple[_Limits, _Limits], packing: Packing
 ) -> Iterator[tuple[RolloutGroup, int, int]]:
     """`group` cut into consecutive parts with one prompt, or one trajectory, each; with upper bounds of the tokens and
-    segments of each. `needed`: `_needed` of each trajectory. `most`: the limits of the first part and of the others."""
+    segments of each. `needed`: `_rows_and_branches` of each trajectory. `limits`: of the first part, and of others."""
     part: list[Trajectory] = []
     first: list[int] = []
-    used, segments, room = 0, 1, most[0]  # one segment for the prompt
-    for trajectory, (alone, own) in zip(group.rollouts, needed, strict=True):
+    used, segments, room = 0, 1, limits[0]  # one segment for the prompt
+    for trajectory, (rows, branches) in zip(group.rollouts, needed, strict=True):
         prompt = trajectory.segments[0].token_ids
-        together = bool(part) and not per_sample and first == prompt
-        tokens = alone - len(prompt) if together and share_prefix else alone
-        if part and not (together and segments + own <= room.segments and used + tokens <= room.tokens):
+        same_prompt = bool(part) and packing.mode != "per_sample" and first == prompt
+        tokens = rows - len(prompt) if same_prompt and packing.share_prefix else rows
+        if part and not (same_prompt and segments + branches <= room.segments and used + tokens <= room.tokens):
             yield replace(group, rollouts=part), used, segments
-            part, used, tokens, segments, room = [], 0, alone, 1, most[1]
+            part, used, tokens, segments, room = [], 0, rows, 1, limits[1]
         if not part:
             first = prompt
         part.append(trajectory)
         used += tokens
-        segments += own
+        segments += branches
     if part:
         yield replace(group, rollouts=part), used, segments
 
 
-def _rows(branch: list[Segment]) -> int:
+def _num_rows(branch: list[Segment]) -> int:
     """The rows of a branch with its prompt: all tokens but the response's last, which predicts nothing."""
     return max(len(branch[0].token_ids), sum(len(segment.token_ids) for segment in branch) - 1)
 
 
-def _needed(trajectory: Trajectory, max_tokens: int) -> tuple[int, int]:
+def _rows_and_branches(trajectory: Trajectory, max_tokens: int) -> tuple[int, int]:
     """The rows that a trajectory takes with its prompts, and its number of branches. Refuses invalid trajectories."""
     name, branches = trajectory.name or "a trajectory", trajectory.branches
     if branches[0][0].sampled:
         raise ValueError(f"{name}: it begins with a sampled segment; the first is the prompt, which is given")
-    prompts = all(branch[0].token_ids for branch in branches)
-    if not prompts or not any(s.sampled and s.token_ids for s in trajectory.segments):
-        empty = "completion" if prompts else "prompt"
-        raise InputError(f"{name}: its {empty} is empty; training needs at least one token of each")
-    if (needed := sum(map(_rows, branches))) > max_tokens:
+    if not all(branch[0].token_ids for branch in branches):
+        raise InputError(f"{name}: its prompt is empty; training needs at least one token of each")
+    if not any(s.sampled and s.token_ids for s in trajectory.segments):
+        raise InputError(f"{name}: its completion is empty; training needs at least one token of each")
+    if (needed := sum(map(_num_rows, branches))) > max_tokens:
         sizes = [(len(b[0].token_ids), sum(len(s.token_ids) for s in b[1:])) for b in branches]
         tokens = " and ".join(f"a prompt of {prompt} and a completion of {response}" for prompt, response in sizes)
         raise InputError(
@@ -287,7 +292,7 @@ class _Draft:
     def _lay_out(self, part: RolloutGroup, share_prefix: bool) -> None:
         start, prompt = len(self.tokens), part.rollouts[0].segments[0]
         if share_prefix:
-            self._segment(prompt.token_ids, _given_routes(prompt), 0, 0)
+            self._add_segment(prompt.token_ids, _comparable_routes(prompt), 0, 0)
         for trajectory in part.rollouts:
             first, *others = trajectory.branches
             self._add_branch(first, start if share_prefix else None)
@@ -300,16 +305,16 @@ class _Draft:
         """Add a prompt with its response, or the response alone if its prompt is at row `shared` already."""
         prompt, *response = branch  # all tokens of a response but the last take rows
         own = [token for segment in response for token in segment.token_ids][:-1]
-        routes = [route for segment in response for route in _given_routes(segment)][:-1]
+        routes = [route for segment in response for route in _comparable_routes(segment)][:-1]
         if shared is not None:
             start, row = shared, len(self.tokens)
-            self._segment(own, routes, start, len(prompt.token_ids))
+            self._add_segment(own, routes, start, len(prompt.token_ids))
         else:
             start, row = len(self.tokens), len(self.tokens) + len(prompt.token_ids)
-            self._segment(prompt.token_ids + own, _given_routes(prompt) + routes, 0, 0)
-        self._predict(response, start + len(prompt.token_ids) - 1, row)
+            self._add_segment(prompt.token_ids + own, _comparable_routes(prompt) + routes, 0, 0)
+        self._add_predicting_rows(response, start + len(prompt.token_ids) - 1, row)
 
-    def _predict(self, response: list[Segment], first: int, row: int) -> None:
+    def _add_predicting_rows(self, response: list[Segment], first: int, row: int) -> None:
         """Add the rows that predict the sampled tokens: `first` for the response's first token, then `row` and on."""
         rows, at = [first, *range(row, len(self.tokens))], 0
         for segment in response:
@@ -318,18 +323,18 @@ class _Draft:
                 self.logit_rows.extend(rows[at:end])
             at = end
 
-    def _segment(self, token_ids: list[int], routes: list[int], prefix_start: int, prefix_len: int) -> None:
+    def _add_segment(self, token_ids: list[int], routes: list[int], prefix_start: int, prefix_len: int) -> None:
         self.tokens.extend(token_ids)
         self.routes.extend(routes)
         self.positions.extend(range(prefix_len, prefix_len + len(token_ids)))
         self.segments.append((len(self.tokens), prefix_start, prefix_len))
 
-    def batch(self, how: Packing, shape: BatchShape, check_parity: bool, packed_tokens: int) -> PackedBatch:
+    def batch(self, packing: Packing, shape: BatchShape, check_parity: bool, packed_tokens: int) -> PackedBatch:
         """The micro-batch, padded to `shape`. `packed_tokens`: the tokens of all micro-batches of the update."""
         for part in self.parts:
-            self._lay_out(part, how.share_prefix)
+            self._lay_out(part, packing.share_prefix)
         if not self.parts:
-            self._segment([0], [-1], 0, 0)
+            self._add_segment([0], [-1], 0, 0)
         assert (len(self.tokens), len(self.logit_rows), len(self.segments)) == self.needed[:3]
         T, C, S, max_len = shape
         ends, prefix_starts, prefix_lens = zip(*self.segments, strict=True)
@@ -345,20 +350,20 @@ class _Draft:
         old, old_model = self._old_logprobs(turns, check_parity)
         routes = self._old_routes(turns) if check_parity else None
         return PackedBatch(
-            tokens_T=_column(self.tokens, T, torch.int64),
-            positions_T=_column(self.positions, T, torch.int64),
-            cu_seqlens=_column([0, *ends], S + 1, torch.int32, fill=ends[-1]),
-            prefix_start_S=_column(prefix_starts, S, torch.int32),
-            prefix_len_S=_column(prefix_lens, S, torch.int32),
+            tokens_T=_pad(self.tokens, T, torch.int64),
+            positions_T=_pad(self.positions, T, torch.int64),
+            cu_seqlens=_pad([0, *ends], S + 1, torch.int32, fill=ends[-1]),
+            prefix_start_S=_pad(prefix_starts, S, torch.int32),
+            prefix_len_S=_pad(prefix_lens, S, torch.int32),
             max_len=max_len,
-            logit_rows_C=_column(self.logit_rows, C, torch.int64),
-            targets_C=_column([token for s in turns for turn in s for token in turn.token_ids], C, torch.int64),
+            logit_rows_C=_pad(self.logit_rows, C, torch.int64),
+            targets_C=_pad([token for s in turns for turn in s for token in turn.token_ids], C, torch.int64),
             valid_C=torch.arange(C) < len(self.logit_rows),
             weight_C=weight_C,
             share=torch.tensor([self.used / packed_tokens]),
             advantage_C=advantage_C,
-            old_logprob_C=_column(old, C, torch.float32),
-            old_model_logprob_C=_column(old_model, C, torch.float32),
+            old_logprob_C=_pad(old, C, torch.float32),
+            old_model_logprob_C=_pad(old_model, C, torch.float32),
             ref_logprob_C=torch.zeros(C),
             temperature_C=temperature_C,
             top_k_C=top_k_C.int(),
@@ -368,8 +373,8 @@ class _Draft:
             truncated=any(part.sampling.truncated for part in self.parts),
             sequence_C=sequence_C,
             sequences=self.sequences,
-            old_route_C=None if routes is None else _column(routes, C, torch.int32),
-            old_route_T=None if routes is None else _column(self.routes, T, torch.int32, fill=-1),
+            old_route_C=None if routes is None else _pad(routes, C, torch.int32),
+            old_route_T=None if routes is None else _pad(self.routes, T, torch.int32, fill=-1),
         )
 
     def _old_logprobs(self, turns: list[list[Segment]], required: bool) -> tuple[list[float], list[float]]:
@@ -394,7 +399,7 @@ class _Draft:
         return [route for of_one in turns for turn in of_one for route in turn.route_digests or ()]
 
 
-def _given_routes(segment: Segment) -> list[int]:
+def _comparable_routes(segment: Segment) -> list[int]:
     if segment.route_digests is None:
         return [-1] * len(segment.token_ids)
     return [-1] * (len(segment.token_ids) - 1) + [segment.last_route] if segment.sampled else segment.route_digests
@@ -403,7 +408,7 @@ def _given_routes(segment: Segment) -> list[int]:
 _TYPE_CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
 
 
-def _column(values: Sequence[float], size: int, dtype: torch.dtype, fill: int = 0) -> Tensor:
+def _pad(values: Sequence[float], size: int, dtype: torch.dtype, fill: int = 0) -> Tensor:
     """`values` padded to `size`; for many values several times as fast as `torch.tensor`."""
     column = array(_TYPE_CODES[dtype], values)
     column.extend([fill] * (size - len(values)))

@@ -24,7 +24,7 @@ from ..distributed.collectives import all_reduce_max, all_reduce_sum
 from ..distributed.mesh import ONE_RANK, Axis, Mesh
 from ..distributed.parameter_parts import Shares, gather_whole, take_part_at, whole_shape
 from ..distributed.placement import WHOLE
-from ..models import Decoder, Held
+from ..models import Decoder, TensorRange
 from ..ops import SQUARES_BLOCK
 
 _PIECE = 1 << 24  # elements of the weights that are copied, rounded or compared at a time
@@ -110,22 +110,20 @@ class FlatWeights:
         return self.layout.flat_views(flat)
 
     @torch.no_grad()
-    def gathered(self, name: str, part: Tensor) -> Tensor:
+    def gather_parameter(self, name: str, part: Tensor) -> Tensor:
         """A parameter in the model's shape and dtype, all-gathered along `fsdp`. The parts are rounded before that."""
-        with _serving(name):
+        with _attributed_to(name):
             return distributed.unshard(part.to(self.dtype), self.layout.shapes[self.names.index(name)], self.mesh.fsdp)
 
-    def own(self) -> dict[str, list[Held]]:
+    def own_ranges(self) -> dict[str, list[TensorRange]]:
         """This rank's ranges of the whole parameters; views of `data`."""
-        found = dict[str, list[Held]]()
+        found = dict[str, list[TensorRange]]()
         for i, (name, part) in enumerate(zip(self.names, self.parts, strict=True)):
-            flat = part.flatten()
-            found[name] = [
-                Held(flat[at : at + count], there) for at, there, count in self._shares(i).pieces_of(self.rank)
-            ]
+            flat, pieces = part.flatten(), self._shares(i).pieces_of(self.rank)
+            found[name] = [TensorRange(flat[at : at + count], there) for at, there, count in pieces]
         return found
 
-    def round(self) -> None:
+    def round_to_dtype(self) -> None:
         """Round a float32 buffer, which was filled from weights of any dtype, to the parameters' dtype."""
         for piece in self.data.split(_PIECE):
             piece.copy_(piece.to(self.dtype))
@@ -151,7 +149,7 @@ class FlatParameters(FlatWeights):
 
     Attributes:
         reads_own: whether the model's own parameters are the trained weights, whole.
-        beside: whether they are, in memory of their own apart from `data`.
+        has_separate_shard: whether they are, and `data` is memory of its own beside them.
         grad: [layout.size], float32; the padding stays zero.
         grads: views of `grad`, as `parts` are of `data`.
         num_matrix_elements: the offset at which the vectors begin.
@@ -163,7 +161,7 @@ class FlatParameters(FlatWeights):
     """
 
     reads_own = True
-    beside = False
+    has_separate_shard = False
     replicated: Sequence[tuple[int, int]] = ()
     cell: int = 0
     cells: Tensor | None = None
@@ -180,12 +178,12 @@ class FlatParameters(FlatWeights):
         self.num_matrix_elements = self.layout.offsets[sum(p.dim() >= 2 for p in self.parameters)]
         self.grad = torch.zeros(self.layout.size, dtype=torch.float32, device=self.data.device)
         self.grads = self._views(self.grad)
-        self._take_over()
+        self._bind_parameters()
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return self.layout.views(flat)
 
-    def _take_over(self) -> None:
+    def _bind_parameters(self) -> None:
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             part.copy_(parameter.data)
             parameter.data = part
@@ -204,10 +202,10 @@ class FlatParameters(FlatWeights):
     def micro_batch(
         self, inputs: graph.Inputs, maxima: Sequence[int], differentiated: bool = True
     ) -> AbstractContextManager[graph.Inputs]:
-        """`summed`, with the weights for a micro-batch. `differentiated`: whether they get gradients."""
-        return self.summed(inputs, maxima)
+        """`reduce_statistics`, with the weights for a micro-batch. `differentiated`: whether they get gradients."""
+        return self.reduce_statistics(inputs, maxima)
 
-    def summed(self, inputs: graph.Inputs, maxima: Sequence[int]) -> AbstractContextManager[graph.Inputs]:
+    def reduce_statistics(self, inputs: graph.Inputs, maxima: Sequence[int]) -> AbstractContextManager[graph.Inputs]:
         """`inputs` with statistics for this rank's micro-batch, which on exit are reduced over all ranks and added;
         `maxima` are the indices of those that are maxima instead of sums."""
         return nullcontext(inputs)
@@ -217,7 +215,7 @@ class FlatParameters(FlatWeights):
         for total, grad in zip(totals, grads, strict=True):
             total.add_(grad)
 
-    def add_up(self, cells: Cells) -> None:
+    def set_cells(self, cells: Cells) -> None:
         self.cell = cells.cell_size_in_round
         self.cells = torch.zeros_like(self.grad) if cells.span_rounds else None
 
@@ -241,19 +239,19 @@ class FlatParameters(FlatWeights):
             own = grad[begin:end]
             own.copy_(all_reduce_sum(own, self.mesh.tp))
 
-    def weight(self, model: Decoder, name: str) -> Tensor:
+    def whole_weight(self, model: Decoder, name: str) -> Tensor:
         return model.get_parameter(name)
 
-    def summed_words(self, words: Tensor) -> Tensor:
+    def sum_words(self, words: Tensor) -> Tensor:
         """The words of an `ops.exact_sum` over all ranks, from this rank's words."""
         return words
 
-    def whole(self, local: Tensor) -> Tensor:
+    def gather_whole(self, local: Tensor) -> Tensor:
         """A flat tensor, gathered from all ranks into the layout of one process. Every rank calls it; the first gets
         the result, on the host if there are several ranks, and the others get an empty tensor."""
         return local
 
-    def fill(self, own: Tensor, parts: Sequence[Buffer], tp: int = 1) -> None:
+    def load_parts(self, own: Tensor, parts: Sequence[Buffer], tp: int = 1) -> None:
         """Fill this rank's part of a flat tensor from the parts of any number of ranks, and zero its padding.
 
         Args:
@@ -276,10 +274,10 @@ class FlatParameters(FlatWeights):
                     own[first + at : first + at + count].copy_(parts[source][begins + begin : begins + begin + count])
                     at += count
 
-    def held(self, model: Decoder) -> dict[str, list[Held]]:
+    def ranges_to_write(self, model: Decoder) -> dict[str, list[TensorRange]]:
         """The ranges of the trained `model`'s tensors that this rank writes to a file: its part of those that are
         sharded, and an equal share of those that every rank has whole."""
-        found, mesh = {} if self.beside else self.own(), self.mesh
+        found, mesh = {} if self.has_separate_shard else self.own_ranges(), self.mesh
         placements = dict(model.placements) | dict.fromkeys((name for name, _ in model.named_buffers()), WHOLE)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             on = placements[name]
@@ -288,7 +286,7 @@ class FlatParameters(FlatWeights):
                 shares = Shares(on, shape, mesh.tp.size, -(-tensor.numel() // mesh.fsdp.size))
                 values, first = tensor.detach().flatten(), mesh.fsdp.rank * shares.size
                 pieces = shares.pieces_of(self.rank)
-                found[name] = [Held(values[first + at : first + at + n], there) for at, there, n in pieces]
+                found[name] = [TensorRange(values[first + at : first + at + n], there) for at, there, n in pieces]
             if on.tp is None and mesh.tp.rank > 0:  # the first rank along `tp` writes what is replicated over it
                 found[name] = []
         return found
@@ -301,7 +299,7 @@ class ShardedParameters(FlatParameters):
 
     After an update, `gather` writes the model's own parameters. Where a separate `reader` generates (with the whole
     weights or a part), it writes the reader's instead; the model then has memory for frozen parameters alone, and the
-    caller fills the shard (`own`).
+    caller fills the shard (`own_ranges`).
 
     Attributes:
         gathering: the inputs of `gather`.
@@ -316,7 +314,7 @@ class ShardedParameters(FlatParameters):
         float32: bool = False,
     ) -> None:
         self.axis, self.reads_own = mesh.fsdp, reader is None
-        self.beside = self.reads_own
+        self.has_separate_shard = self.reads_own
         super().__init__(model, mesh, frozen, float32)
         if mesh.tp.size > 1:
             self.replicated = self._replicated()
@@ -330,11 +328,11 @@ class ShardedParameters(FlatParameters):
     def _views(self, flat: Tensor) -> list[Tensor]:
         return self.layout.flat_views(flat)
 
-    def _take_over(self) -> None:
-        if self.beside:
+    def _bind_parameters(self) -> None:
+        if self.has_separate_shard:
             self.copy_from_model()
 
-    def _own_and_model(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pair_with_model(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of each part without its padding, paired with the same elements of the model's own parameter."""
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             own = parameter.data.flatten()[part.numel() * self.axis.rank :][: part.numel()]
@@ -343,18 +341,20 @@ class ShardedParameters(FlatParameters):
     def copy_from_model(self) -> None:
         """Refresh the shard from the model's own parameters."""
         self.data.zero_()
-        for part, own in self._own_and_model():
+        for part, own in self._pair_with_model():
             part.copy_(own)
 
     def equals_model(self) -> bool:
-        return self.beside and all(torch.equal(part, own.to(part.dtype)) for part, own in self._own_and_model())
+        pairs = self._pair_with_model()
+        return self.has_separate_shard and all(torch.equal(part, own.to(part.dtype)) for part, own in pairs)
 
     def _replicated(self) -> Sequence[tuple[int, int]]:
         found = list[tuple[int, int]]()
         for on, (begin, end) in zip(self.placements, pairwise(self.layout.offsets), strict=True):
             if on.tp is None:
-                joins = bool(found) and found[-1][1] == begin
-                found.append((found.pop()[0] if joins else begin, end))
+                if found and found[-1][1] == begin:
+                    begin, _ = found.pop()
+                found.append((begin, end))
         return found
 
     def _counted(self) -> dict[str, Tensor]:
@@ -367,17 +367,19 @@ class ShardedParameters(FlatParameters):
     def gather(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         axis, place = self._read_by, inputs.buffer.get("place")
         for on, (name, part) in zip(self.placements, inputs.param.items(), strict=True):
-            found = gather_whole(on, self.gathered(name, part), self.mesh.tp)
+            found = gather_whole(on, self.gather_parameter(name, part), self.mesh.tp)
             inputs.buffer[name].copy_(found if place is None else take_part_at(on, found, axis, place))
         return {}
 
-    def weight(self, model: Decoder, name: str) -> Tensor:
-        own = self.reads_own or name not in self.names
-        part = model.get_parameter(name).detach() if own else self.gathered(name, self.gathering.param[name])
+    def whole_weight(self, model: Decoder, name: str) -> Tensor:
+        if self.reads_own or name not in self.names:
+            part = model.get_parameter(name).detach()
+        else:
+            part = self.gather_parameter(name, self.gathering.param[name])
         return gather_whole(model.placements[name], part, self.mesh.tp)
 
     @contextmanager
-    def summed(self, inputs: graph.Inputs, maxima: Sequence[int]) -> Iterator[graph.Inputs]:
+    def reduce_statistics(self, inputs: graph.Inputs, maxima: Sequence[int]) -> Iterator[graph.Inputs]:
         values = inputs.buffer["statistics"]
         own = torch.zeros_like(values)
         yield replace(inputs, buffer={**inputs.buffer, "statistics": own})
@@ -392,10 +394,10 @@ class ShardedParameters(FlatParameters):
     def accumulate(self, totals: Sequence[Tensor], grads: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
         """Reduce-scatter the gradients into this rank's shards of the float32 totals, in rank order or cell by cell."""
         for name, total, grad in zip(names or self.names, totals, grads, strict=True):
-            with _serving(name), graph.backward():
-                self._add_all(total, grad)
+            with _attributed_to(name), graph.backward():
+                self._reduce_scatter(total, grad)
 
-    def _add_all(self, total: Tensor, grad: Tensor) -> None:
+    def _reduce_scatter(self, total: Tensor, grad: Tensor) -> None:
         """Add all ranks' gradients to this rank's shard of the total. Where a cell spans several ranks, they sum theirs
         before the exchange with other cells."""
         axis, cell, size = self.axis, self.cell, total.numel()
@@ -404,22 +406,22 @@ class ShardedParameters(FlatParameters):
             axis = self.mesh.cells[1]
         ops.fold_rows(total, distributed.all_to_all(grad, size, axis), cell)
 
-    def summed_words(self, words: Tensor) -> Tensor:
+    def sum_words(self, words: Tensor) -> Tensor:
         for axis in self.mesh.axes:
             words = distributed.all_gather(words, axis).sum(0)
         return words
 
-    def whole(self, local: Tensor) -> Tensor:
-        one, first = self.whole_layout, self.axis.rank == self.mesh.tp.rank == 0
-        all_of_it = torch.zeros(one.size if first else 0, dtype=local.dtype)
+    def gather_whole(self, local: Tensor) -> Tensor:
+        layout, first = self.whole_layout, self.axis.rank == self.mesh.tp.rank == 0
+        gathered = torch.zeros(layout.size if first else 0, dtype=local.dtype)
         for i, part in enumerate(self._views(local)):
             own = distributed.unshard(part.to(self.data.device), self.layout.shapes[i], self.axis)
             found = gather_whole(self.placements[i], own, self.mesh.tp).flatten()
             if first:
-                all_of_it[one.offsets[i] :][: found.numel()] = found
-        return all_of_it
+                gathered[layout.offsets[i] :][: found.numel()] = found
+        return gathered
 
 
-def _serving(name: str) -> AbstractContextManager[None]:
+def _attributed_to(name: str) -> AbstractContextManager[None]:
     """Attribute collectives within to the module that the parameter belongs to."""
     return graph.in_module(name.rpartition(".")[0])

@@ -18,16 +18,16 @@ from ..config import LossConfig
 from ..models import Decoder
 from ..types import COMPARED_OUTPUTS, PackedBatch
 from . import routing, step
-from .gathered import Reference, gathered_by_layer
+from .gathered import Reference, gather_by_layer
 from .optimizer import AdamW
 from .parameters import ShardedParameters
 
 # The dynamic sizes of the packed batch's tensors, from the suffixes of their names; one trace serves every size.
-OPEN_SIZES: graph.Dynamic = {
+DYNAMIC_SIZES: graph.Dynamic = {
     **{f.name: (f.name[-1],) for f in fields(PackedBatch) if f.name[-2:] in ("_T", "_C", "_S")},
     **{"cu_seqlens": ("S1",), "cu_completions": ("S1",), "support_C": ("C", None)},
 }
-_OF_BUFFERS = "optim_step", "gather_weights", "end_cell", "end_cells"  # programs that take no batch
+_WITHOUT_BATCH = "optim_step", "gather_weights", "end_cell", "end_cells"  # programs that take no batch
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class UpdateState:
     """What an update reads and writes besides weights, gradients and moments.
 
     Attributes:
-        values: the statistics, float64 (`step.named`). results: of updates (`step.take`). lr: float32, 0-dim.
+        statistics: float64 (`step.statistics_by_name`). results: of updates (`step.push_results`). lr: float32, 0-dim.
         sampled: float64, 0-dim: the number of tokens that must have been found identical before the next update.
         enforce_parity: refuse the update if `sampled` is not met, or if a log-probability or expert choice differed.
         router_biases: the biases that an update balances, by name, layer by layer.
     """
 
-    values: Tensor
+    statistics: Tensor
     results: Tensor
     lr: Tensor
     sampled: Tensor
@@ -59,9 +59,9 @@ class TrainerPrograms:
     Attributes:
         algorithm: the run's. algorithms: it and that of supervised steps, by `loss_type`.
         by_name: all programs. `forward_backward`, `check`, `values` and `reference_logprobs` take batches (`launch`);
-            `optim_step` updates at the rate `lr` if the statistics allow it, and writes the results (`step.take`); with
-            several ranks, `gather_weights` writes the generator's weights after an update; where cells span several
-            rounds, `end_cell` and `end_cells` sum them.
+            `optim_step` updates at the rate `lr` if the statistics allow it, and writes the results
+            (`step.push_results`); with several ranks, `gather_weights` writes the generator's weights after an update;
+            where cells span several rounds, `end_cell` and `end_cells` sum them.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class TrainerPrograms:
         moe = model.config.moe if model.config.moe_layers else None
         self.experts = moe.num_experts if moe else 0
         own = flat.inputs(model)
-        scoring = replace(own, buffer={**own.buffer, "statistics": state.values})
+        scoring = replace(own, buffer={**own.buffer, "statistics": state.statistics})
         training = replace(scoring, grad=dict(zip(flat.names, flat.grads, strict=True)))
         self._differentiated = graph.Differentiated(self._train_forward, flat.accumulate)
-        baked = self.constants()
+        constants = self.constants()
         self.by_name: dict[str, graph.Program] = {}
 
         def add(name: str, body: graph.GraphBody, inputs: graph.Inputs, writes: Collection[graph.Role]) -> None:
-            open_sizes = None if name in _OF_BUFFERS else OPEN_SIZES
-            self.by_name[name] = runtime.program(name, body, inputs, writes, open_sizes, baked.get(name))
+            dynamic = None if name in _WITHOUT_BATCH else DYNAMIC_SIZES
+            self.by_name[name] = runtime.program(name, body, inputs, writes, dynamic, constants.get(name))
 
         train: graph.GraphBody = self._differentiated
         if isinstance(flat, ShardedParameters):  # its body also reduces statistics, and may gather weights
@@ -100,32 +100,37 @@ class TrainerPrograms:
             sums = graph.Inputs(grad={"grad": flat.grad}, buffer={"cells": flat.cells})
             add("end_cell", flat.end_cell, sums, {"grad", "buffer"})
             add("end_cells", flat.end_cells, sums, {"grad", "buffer"})
-        add("optim_step", self._optim_body, self._updating(), {"param", "grad", "optimizer", "buffer"})
+        add("optim_step", self._optim_body, self._update_inputs(), {"param", "grad", "optimizer", "buffer"})
         if self.algorithm.has_critic:
             add("values", self._values_body, scoring, {"buffer"})
         if reference is not None:
             add("reference_logprobs", self._reference_body, reference.inputs(), ())
         for name in ("forward_backward", "check"):
             self.by_name[name].lasting = COMPARED_OUTPUTS
-        self._sparing: dict[str, graph.GraphBody] = {
-            "forward_backward": self._sparing_train,
-            "check": self._sparingly(self._checked),
-            "values": self._sparingly(self._critic_values),
-            "reference_logprobs": self._sparing_reference,
+        self._in_less_memory: dict[str, graph.GraphBody] = {
+            "forward_backward": self._train_in_less_memory,
+            "check": self._score_in_less_memory(self._check_scores),
+            "values": self._score_in_less_memory(self._critic_values),
+            "reference_logprobs": self._reference_in_less_memory,
         }
 
-    def _updating(self) -> graph.Inputs:
+    def _update_inputs(self) -> graph.Inputs:
         s, own = self.state, self.optimizer.inputs()
-        shared = {"statistics": s.values, "results": s.results, "lr": s.lr, "sampled": s.sampled}
+        shared = {"statistics": s.statistics, "results": s.results, "lr": s.lr, "sampled": s.sampled}
         return replace(own, buffer={**shared, **own.buffer, **s.router_biases})
 
     def constants(self) -> dict[str, graph.Constants]:
         """What each program's graphs depend on: the very objects that its body reads."""
         layout, names = self.flat.layout, self.flat.names
-        parts = {"shapes": layout.shapes, "placements": self.flat.placements}
-        of_names = {what: dict(zip(names, values, strict=True)) for what, values in parts.items()}
-        sharding = {"sharding": {"ranks": layout.ranks, "parameters": type(self.flat).__name__, **of_names}}
-        scoring = {**self.model.baked(), **sharding}
+        sharding = {
+            "sharding": {
+                "ranks": layout.ranks,
+                "parameters": type(self.flat).__name__,
+                "shapes": dict(zip(names, layout.shapes, strict=True)),
+                "placements": dict(zip(names, self.flat.placements, strict=True)),
+            }
+        }
+        scoring = {**self.model.trace_constants(), **sharding}
         losses = {"loss": self.algorithm, "supervised": self.supervised, "reference": self.reference is not None}
         return {
             "forward_backward": {**scoring, **losses, "cell": self.flat.cell},
@@ -148,7 +153,7 @@ class TrainerPrograms:
     ) -> graph.Case:
         """A launch of a program on `batch`, to be checked against eager."""
         known = {**statics_of(batch), **statics}
-        return graph.Case(name, batch.tensors(), known, load, eager=self._sparing[program])
+        return graph.Case(name, batch.tensors(), known, load, eager=self._in_less_memory[program])
 
     def launch(self, name: str, batch: PackedBatch, **statics: Any) -> dict[str, Tensor]:
         return self.by_name[name](batch.tensors(), **statics_of(batch), **statics)
@@ -167,38 +172,38 @@ class TrainerPrograms:
             loss, scored = step.forward(self.model, values, batch, algorithm, with_kl, with_support)
         return loss, scored.tensors()
 
-    def _sparing_train(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
+    def _train_in_less_memory(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
         """`forward_backward` called eagerly, with the same bits in less memory: layers are recomputed in the backward
         pass, each gradient is accumulated as soon as it is ready, and weights that the model does not hold are gathered
         layer by layer."""
-        summed = self.flat.summed(inputs, step.MAXIMA)
-        with torch.enable_grad(), summed as own, self._by_layer(True), _computed_again(self.model):
+        reducing = self.flat.reduce_statistics(inputs, step.MAXIMA)
+        with torch.enable_grad(), reducing as own, self._gather_by_layer(True), _recompute_layers(self.model):
             loss, outputs = self._train_forward(replace(own, module=self.model), **statics)
-            with self._added_up(inputs.grad):
+            with self._accumulate_when_ready(inputs.grad):
                 loss.backward(inputs=self.flat.parameters)
         return outputs
 
-    def _sparingly(self, score: graph.GraphBody) -> graph.GraphBody:
+    def _score_in_less_memory(self, score: graph.GraphBody) -> graph.GraphBody:
         """`score` called eagerly in less memory."""
 
         def scored(inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
-            with self.flat.summed(inputs, step.MAXIMA) as own, self._by_layer(False):
+            with self.flat.reduce_statistics(inputs, step.MAXIMA) as own, self._gather_by_layer(False):
                 return score(replace(own, module=self.model), **statics)
 
         return scored
 
-    def _sparing_reference(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
+    def _reference_in_less_memory(self, inputs: graph.Inputs, **statics: Any) -> Mapping[str, Tensor]:
         """`reference_logprobs` called eagerly in less memory."""
         assert self.reference is not None
-        with self.reference.by_layer():
+        with self.reference.gather_by_layer():
             return self._reference_scores(replace(inputs, module=self.reference.model), **statics)
 
-    def _by_layer(self, differentiated: bool) -> AbstractContextManager[None]:
+    def _gather_by_layer(self, differentiated: bool) -> AbstractContextManager[None]:
         """A context in which the model can be called, gathering weights layer by layer if it does not hold its own."""
-        return nullcontext() if self.flat.reads_own else gathered_by_layer(self.flat, self.model, differentiated)
+        return nullcontext() if self.flat.reads_own else gather_by_layer(self.flat, self.model, differentiated)
 
     @contextmanager
-    def _added_up(self, totals: Mapping[str, Tensor]) -> Iterator[None]:
+    def _accumulate_when_ready(self, totals: Mapping[str, Tensor]) -> Iterator[None]:
         """A context in which each parameter's gradient is added to its total as soon as it is complete, and freed."""
 
         def take(name: str, parameter: Tensor) -> None:
@@ -213,9 +218,9 @@ class TrainerPrograms:
 
     def _check_body(self, inputs: graph.Inputs, **statics: Any) -> dict[str, Tensor]:
         with self.flat.micro_batch(inputs, step.MAXIMA, differentiated=False) as own:
-            return self._checked(own, **statics)
+            return self._check_scores(own, **statics)
 
-    def _checked(self, inputs: graph.Inputs, with_support: bool = False, **statics: Any) -> dict[str, Tensor]:
+    def _check_scores(self, inputs: graph.Inputs, with_support: bool = False, **statics: Any) -> dict[str, Tensor]:
         values = inputs.buffer["statistics"]
         with graph.substitute_inputs(self.model, inputs):
             return step.check(self.model, values, batch_of(inputs, **statics), with_support).tensors()
@@ -243,7 +248,7 @@ class TrainerPrograms:
 
     def _optim_body(self, inputs: graph.Inputs) -> dict[str, Tensor]:
         b = inputs.buffer
-        s = step.named(b["statistics"])
+        s = step.statistics_by_name(b["statistics"])
         ok = torch.isfinite(s["loss"])
         if self.state.enforce_parity:
             ok = ok & (s["different"] == 0) & (s["identical"] == b["sampled"])
@@ -251,27 +256,27 @@ class TrainerPrograms:
                 ok = ok & (s["prompt_routed_differently"] == 0)
         grad_norm, applied = self.optimizer.update(inputs, ok)
         if biases := [b[name] for name in self.state.router_biases]:
-            routing.balance(biases, s["loads"], self.optimizer.settings.router_bias_rate, applied)
-        step.take(b["statistics"], b["results"], grad_norm, applied, self.experts)
+            routing.balance_biases(biases, s["loads"], self.optimizer.settings.router_bias_rate, applied)
+        step.push_results(b["statistics"], b["results"], grad_norm, applied, self.experts)
         return {}
 
 
 @contextmanager
-def _computed_again(model: Decoder) -> Iterator[None]:
+def _recompute_layers(model: Decoder) -> Iterator[None]:
     """A context with activation checkpointing: layers keep only their inputs for the backward pass."""
-    call = model.call_layer
+    call_layer = model.call_layer
 
-    def again(*arguments: Any) -> Tensor:
-        return checkpoint(call, *arguments, use_reentrant=False, preserve_rng_state=False)
+    def call_checkpointed(*arguments: Any) -> Tensor:
+        return checkpoint(call_layer, *arguments, use_reentrant=False, preserve_rng_state=False)
 
-    model.call_layer = again
+    model.call_layer = call_checkpointed
     try:
         yield
     finally:
-        model.call_layer = call
+        model.call_layer = call_layer
 
 
-def complete(batch: PackedBatch, algorithm: Algorithm) -> None:
+def add_loss_tensors(batch: PackedBatch, algorithm: Algorithm) -> None:
     """Add the tensors that the algorithm's loss needs in addition to those of every batch."""
     if algorithm.indexes_sequences and batch.cu_completions is None:
         batch.index_sequences()

@@ -14,7 +14,7 @@ import torch
 from .mismatches import Mismatch
 from .routing import RoutingResult
 
-ROWS = 8  # results that may be pending at a time
+MAX_PENDING = 8  # results that may be pending at a time
 
 
 @dataclass(frozen=True)
@@ -51,40 +51,43 @@ class StepResult:
         return self.tokens_different == self.tokens_not_covered == elsewhere == 0
 
 
-def averaged(updates: Sequence[StepResult], of_all: Sequence[StepResult]) -> StepResult:
+def average_results(updates: Sequence[StepResult], of_all: Sequence[StepResult]) -> StepResult:
     """The first of several updates of a step (the one that compared all sampled tokens), with the means over all of
     them of loss, gradient norm, KL divergence and load-balancing loss. The clip ratio is the mean over the updates of
     all iterations (`of_all`), as the first update of a step clips nothing."""
-    first, found = updates[0], dict[str, Any](clip_ratio=_mean([update.clip_ratio for update in of_all]))
+    first = updates[0]
+    means: dict[str, Any] = {"clip_ratio": _mean([update.clip_ratio for update in of_all])}
     for name in ("loss", "grad_norm", "kl"):
-        found[name] = _mean([getattr(update, name) for update in updates])
-    if first.routing is not None:
+        means[name] = _mean([getattr(update, name) for update in updates])
+    routing = first.routing
+    if routing is not None:
         aux_loss = _mean([update.routing.aux_loss for update in updates if update.routing])
-        found["routing"] = replace(first.routing, aux_loss=aux_loss)
-    return replace(first, **found)
+        routing = replace(routing, aux_loss=aux_loss)
+    return replace(first, **means, routing=routing)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     """The mean of values that are None in all updates or in none."""
-    there = [value for value in values if value is not None]
-    return fmean(there) if there else None
+    given = [value for value in values if value is not None]
+    return fmean(given) if given else None
 
 
 class Results:
     """The results of the latest updates, written by the device after each and read by the host on demand. `rows`:
-    float64 [ROWS, size + 1], the latest update first; each row ends with the update's number (`step.take`)."""
+    float64 [MAX_PENDING, size + 1], the latest update first; each row ends with the update's number
+    (`step.push_results`)."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self.rows = torch.zeros(ROWS, size + 1, dtype=torch.float64, device=device)
+        self.rows = torch.zeros(MAX_PENDING, size + 1, dtype=torch.float64, device=device)
         self._launched = 0
-        self._latest: deque[weakref.ref[PendingResult]] = deque(maxlen=ROWS)  # one for each row, in launch order
+        self._latest: deque[weakref.ref[PendingResult]] = deque(maxlen=MAX_PENDING)  # one for each row, in launch order
 
     def make_room(self) -> None:
         """Call before launching an update: reads the result whose row it will push out, if that is still referenced."""
-        if len(self._latest) == ROWS and (oldest := self._latest[0]()) is not None:
+        if len(self._latest) == MAX_PENDING and (oldest := self._latest[0]()) is not None:
             oldest.get()
 
-    def launched(self, finish: Callable[[Sequence[float]], StepResult]) -> PendingResult:
+    def add(self, finish: Callable[[Sequence[float]], StepResult]) -> PendingResult:
         """The pending result of the update just launched; `finish` makes it from the row, once."""
         self._launched += 1
         pending = PendingResult(self, self._launched, finish)

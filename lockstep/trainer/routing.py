@@ -59,7 +59,7 @@ class RoutingResult:
         return found if self.aux_loss is None else {**found, "moe/aux_loss": self.aux_loss}
 
 
-class Routed(NamedTuple):
+class BatchRouting(NamedTuple):
     """The routing of a batch: each layer's router logits [T, E], all layers' choices, and which rows are no padding."""
 
     logits: Sequence[Tensor]
@@ -67,18 +67,18 @@ class Routed(NamedTuple):
     valid_T: Tensor
 
 
-def statistics_of(config: ModelConfig) -> int:
+def num_statistics(config: ModelConfig) -> int:
     """The number of float64 elements for a step's routing statistics: `STATISTICS`, then the loads [L, E]."""
     return len(STATISTICS) + config.moe_layers * config.moe.num_experts if config.moe and config.moe_layers else 0
 
 
-def routed(routes: Sequence[Routing], batch: PackedBatch) -> Routed:
+def batch_routing(routes: Sequence[Routing], batch: PackedBatch) -> BatchRouting:
     experts_TN = torch.cat([routing.experts_TK for routing in routes], dim=1)
     rows_T = torch.arange(experts_TN.shape[0], device=experts_TN.device)
-    return Routed([routing.logits_TE for routing in routes], experts_TN, rows_T < batch.cu_seqlens[-1])
+    return BatchRouting([routing.logits_TE for routing in routes], experts_TN, rows_T < batch.cu_seqlens[-1])
 
 
-def trained_loads(batch: PackedBatch, r: Routed) -> Tensor:
+def trained_loads(batch: PackedBatch, r: BatchRouting) -> Tensor:
     """How many tokens of the sequences trained on chose each expert, int64 [L, E]. A shared prompt's tokens count once
     for each of its responses, so the loads do not depend on packing. A batch with share 0, the filler of a shard that
     has run out, counts nothing."""
@@ -87,7 +87,7 @@ def trained_loads(batch: PackedBatch, r: Routed) -> Tensor:
     return ops.expert_loads(r.experts_TN, times_T, len(r.logits), r.logits[0].shape[1])
 
 
-def compare(batch: PackedBatch, r: Routed, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def compare_routes(batch: PackedBatch, r: BatchRouting, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Compare expert choices with the generator's, and count differences in `statistics`. Returns digests of the
     experts at the row that predicts each completion token, int32 [C], and where they differ, bool [C]. Raises
     `ValueError` when the batch has no digests of the generator."""
@@ -98,12 +98,12 @@ def compare(batch: PackedBatch, r: Routed, statistics: dict[str, Tensor]) -> tup
     known_T = batch.old_route_T >= 0
     statistics["prompt_tokens"].add_(known_T.sum())
     statistics["prompt_routed_differently"].add_((known_T & (route_T != batch.old_route_T)).sum())
-    elsewhere_C = route_C != batch.old_route_C
-    statistics["routed_differently"].add_((elsewhere_C & batch.valid_C).sum())
-    return route_C, elsewhere_C
+    rerouted_C = route_C != batch.old_route_C
+    statistics["routed_differently"].add_((rerouted_C & batch.valid_C).sum())
+    return route_C, rerouted_C
 
 
-def load_balancing_loss(r: Routed) -> Tensor:
+def load_balancing_loss(r: BatchRouting) -> Tensor:
     """The auxiliary loss of Switch Transformers (arXiv 2101.03961, equation 4) over all layers together, as in
     `transformers`: E times the sum over experts of the fraction of tokens that chose it times its mean probability.
 
@@ -115,7 +115,7 @@ def load_balancing_loss(r: Routed) -> Tensor:
     return (loads_LE.sum(0) / rows * (probabilities_LE.sum(0) / rows)).sum() * loads_LE.shape[1]
 
 
-def balance(biases: Sequence[Tensor], loads: Tensor, rate: float, applied: Tensor) -> None:
+def balance_biases(biases: Sequence[Tensor], loads: Tensor, rate: float, applied: Tensor) -> None:
     """Move each expert's bias by `rate` towards its layer's mean load: up when it had fewer tokens, down when more
     (Wang et al. 2024, arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
@@ -128,7 +128,7 @@ def balance(biases: Sequence[Tensor], loads: Tensor, rate: float, applied: Tenso
         bias_E.copy_(torch.where(applied, bias_E + rate * towards_E, bias_E))
 
 
-def spread(loads_LE: Tensor) -> Tensor:
+def load_spread(loads_LE: Tensor) -> Tensor:
     """The load imbalance, the fewest, and the most tokens of an expert, float64 [3] (see `RoutingResult`)."""
     layers, experts = loads_LE.shape
     imbalance = loads_LE.amax(1) / (loads_LE.sum(1) / experts).clamp(min=1e-9)

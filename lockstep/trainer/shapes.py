@@ -26,7 +26,7 @@ class BatchShape(NamedTuple):
     max_len: int
 
 
-def bucket(n: int) -> int:
+def round_to_bucket(n: int) -> int:
     """`n` rounded up to one of four sizes per octave, all multiples of `MULTIPLE`; for batches without known bounds.
 
     From 128 on the result is less than 5/4 of `n`, so under a fifth of a bucket is padding.
@@ -36,13 +36,13 @@ def bucket(n: int) -> int:
     return -(-n // step) * step
 
 
-def fit(needed: BatchShape, shapes: Sequence[BatchShape], max_tokens: int) -> BatchShape:
+def fit_shape(needed: BatchShape, shapes: Sequence[BatchShape], max_tokens: int) -> BatchShape:
     """The smallest of `shapes` (which are sorted, largest first) that holds `needed`; if none does, each size is
     rounded up to its bucket, or to `max_tokens` where the bucket is larger."""
     for shape in reversed(shapes):
         if all(have >= want for have, want in zip(shape, needed, strict=True)):
             return shape
-    tokens, completion_tokens, segments, max_len = map(bucket, needed)
+    tokens, completion_tokens, segments, max_len = map(round_to_bucket, needed)
     return BatchShape(
         min(tokens, max_tokens), completion_tokens, min(segments, MAX_SEQUENCES), min(max_len, max_tokens)
     )
@@ -68,14 +68,14 @@ def batch_shapes(
     shapes: list[BatchShape] = []
     for i in range(NUM_SHAPES):
         scale = 2 ** (-i / SHAPES_PER_OCTAVE)
-        own = _rounded(scale * completion_tokens)
-        shape = BatchShape(min(_rounded(scale * tokens), max_tokens), own, segments, max_len)
+        own = _round_up(scale * completion_tokens)
+        shape = BatchShape(min(_round_up(scale * tokens), max_tokens), own, segments, max_len)
         if shape not in shapes:
             shapes.append(shape)
     return shapes
 
 
-def holding(shapes: list[BatchShape], completion_tokens: int) -> list[BatchShape]:
+def shapes_holding(shapes: list[BatchShape], completion_tokens: int) -> list[BatchShape]:
     """The largest of a run's shapes, and those that hold `completion_tokens`."""
     return shapes[:1] + [shape for shape in shapes[1:] if shape.completion_tokens >= completion_tokens]
 
@@ -93,7 +93,7 @@ def train_shapes(config: RunConfig, longest_prompt: int, prompt_limit: int) -> l
     sizes = (1, 1) if t.mode == "per_sample" else (groups, samples)
     bounds = {"max_len": longest, "max_tokens": t.max_tokens_per_micro_batch}
     shapes = batch_shapes(*sizes, longest_prompt, config.max_response_length, **bounds)
-    return holding(shapes, expected) if fixed_length and one_batch else shapes
+    return shapes_holding(shapes, expected) if fixed_length and one_batch else shapes
 
 
 def planned_tokens(config: RunConfig, longest_prompt: int, prompt_limit: int) -> int:
@@ -102,5 +102,5 @@ def planned_tokens(config: RunConfig, longest_prompt: int, prompt_limit: int) ->
     return min(prompt, prompt_limit) + config.max_response_length
 
 
-def _rounded(size: float) -> int:
+def _round_up(size: float) -> int:
     return -(-max(1, int(size)) // MULTIPLE) * MULTIPLE

@@ -36,26 +36,26 @@ class Scored(NamedTuple):
         return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
 
 
-def named(values: Tensor) -> dict[str, Tensor]:
+def statistics_by_name(values: Tensor) -> dict[str, Tensor]:
     """Views of the statistics by name. `values` is float64: an element for each and, with experts, their "loads" at the
     end, layer by layer."""
-    known = names(values)
+    known = statistic_names(values)
     found = {name: values[i] for i, name in enumerate(known)}
     return found if known is STATISTICS else {**found, "loads": values[len(known) :]}
 
 
-def names(values: Tensor) -> tuple[str, ...]:
+def statistic_names(values: Tensor) -> tuple[str, ...]:
     return STATISTICS if len(values) == len(STATISTICS) else STATISTICS + routing.STATISTICS
 
 
-def found_names(values: Tensor) -> tuple[str, ...]:
-    own, loads = names(values), ("load_imbalance", "min_expert_tokens", "max_expert_tokens")
+def result_names(values: Tensor) -> tuple[str, ...]:
+    own, loads = statistic_names(values), ("load_imbalance", "min_expert_tokens", "max_expert_tokens")
     return own + ("grad_norm", "applied") + (() if own is STATISTICS else loads)
 
 
-def take(values: Tensor, results: Tensor, grad_norm: Tensor, applied: Tensor, experts: int) -> None:
-    """Push an update's results for the host (`found_names`) and its number onto the front of `results`, which drops the
-    oldest row, and clear the statistics.
+def push_results(values: Tensor, results: Tensor, grad_norm: Tensor, applied: Tensor, experts: int) -> None:
+    """Push an update's results for the host (`result_names`) and its number onto the front of `results`, which drops
+    the oldest row, and clear the statistics.
 
     Args:
         results: float64, a row for each update, the latest first (`result.Results`).
@@ -65,7 +65,7 @@ def take(values: Tensor, results: Tensor, grad_norm: Tensor, applied: Tensor, ex
     count = len(STATISTICS) + len(routing.STATISTICS) * (experts > 0)
     parts = [values[:count], grad_norm.view(1), applied.view(1)]
     if experts:
-        parts.append(routing.spread(values[count:].view(-1, experts)))
+        parts.append(routing.load_spread(values[count:].view(-1, experts)))
     number, older = results[0, -1:] + 1, results[:-1].view(-1)
     results.view(-1).copy_(torch.cat((*parts, number, older)))  # promoted to float64
     values.zero_()
@@ -102,13 +102,13 @@ def token_logprobs(model: Decoder, rows_CD: Tensor, batch: PackedBatch) -> ops.T
 
 def score(
     model: Decoder, batch: PackedBatch, with_routing: bool = True
-) -> tuple[Tensor, ops.TokenLogprobs, routing.Routed | None]:
+) -> tuple[Tensor, ops.TokenLogprobs, routing.BatchRouting | None]:
     """The hidden rows that predict the completion tokens, [C, D], the tokens' log-probs, and the routing if it is
     wanted and the model has experts."""
     routes: list[Routing] | None = [] if with_routing and model.config.moe_layers else None
     rows_CD = predicting_rows(model, batch, routes)
     scores = token_logprobs(model, rows_CD, batch)
-    return rows_CD, scores, routing.routed(routes, batch) if routes else None
+    return rows_CD, scores, routing.batch_routing(routes, batch) if routes else None
 
 
 def forward(
@@ -116,24 +116,24 @@ def forward(
 ) -> tuple[Tensor, Scored]:
     """`sum(weight * loss)`, to be differentiated with respect to the parameters; adds the batch's statistics to
     `values`. `with_kl`: include the KL term. `with_support`: also return what the sampled support is computed from."""
-    statistics = named(values)
+    statistics = statistics_by_name(values)
     rows_CD, scores, routed = score(model, batch)
     value_C = None if model.value_head is None else critic_values(model, rows_CD)
     loss = _loss(model, statistics, batch, (scores, routed, value_C), algorithm, with_kl)
     with torch.no_grad():
         scored = _record(statistics, batch, scores, routed)
-    return loss, _supported(scored, rows_CD, scores) if with_support else scored
+    return loss, _with_support(scored, rows_CD, scores) if with_support else scored
 
 
 def check(model: Decoder, values: Tensor, batch: PackedBatch, with_support: bool = False) -> Scored:
     """`forward` without the loss."""
-    statistics = named(values)
+    statistics = statistics_by_name(values)
     rows_CD, scores, routed = score(model, batch)
     scored = _record(statistics, batch, scores, routed)
-    return _supported(scored, rows_CD, scores) if with_support else scored
+    return _with_support(scored, rows_CD, scores) if with_support else scored
 
 
-def _supported(scored: Scored, rows_CD: Tensor, scores: ops.TokenLogprobs) -> Scored:
+def _with_support(scored: Scored, rows_CD: Tensor, scores: ops.TokenLogprobs) -> Scored:
     return scored._replace(rows_CD=rows_CD.detach(), threshold_C=scores.threshold_C)
 
 
@@ -141,7 +141,7 @@ def _loss(
     model: Decoder,
     statistics: dict[str, Tensor],
     batch: PackedBatch,
-    found: tuple[ops.TokenLogprobs, routing.Routed | None, Tensor | None],
+    found: tuple[ops.TokenLogprobs, routing.BatchRouting | None, Tensor | None],
     algorithm: Algorithm,
     with_kl: bool,
 ) -> Tensor:
@@ -171,7 +171,7 @@ def _loss(
 
 
 def _record(
-    statistics: dict[str, Tensor], batch: PackedBatch, scores: ops.TokenLogprobs, routed: routing.Routed | None
+    statistics: dict[str, Tensor], batch: PackedBatch, scores: ops.TokenLogprobs, routed: routing.BatchRouting | None
 ) -> Scored:
     """Accumulate the entropy and, with `check_parity`, compare both log-probs and the expert choices bit by bit."""
     s, route_C = statistics, None
@@ -182,11 +182,12 @@ def _record(
         difference_C = torch.maximum(
             (logprob_C - batch.old_logprob_C).abs(), (model_logprob_C - batch.old_model_logprob_C).abs()
         )
-        different_C = differs(logprob_C, batch.old_logprob_C) | differs(model_logprob_C, batch.old_model_logprob_C)
+        different_C = bits_differ(logprob_C, batch.old_logprob_C)
+        different_C = different_C | bits_differ(model_logprob_C, batch.old_model_logprob_C)
         different_C = different_C | (difference_C != 0)  # NaN is never identical, not even to the same bits
         if routed is not None:
-            route_C, elsewhere_C = routing.compare(batch, routed, s)
-            different_C = different_C | elsewhere_C
+            route_C, rerouted_C = routing.compare_routes(batch, routed, s)
+            different_C = different_C | rerouted_C
         different_C = different_C & batch.valid_C
         s["identical"].add_((batch.valid_C ^ different_C).sum())
         s["different"].add_(different_C.sum())
@@ -199,6 +200,6 @@ def _total(values_C: Tensor, valid_C: Tensor) -> Tensor:
     return torch.where(valid_C, values_C.detach(), 0.0).sum(dtype=torch.float64)
 
 
-def differs(a_C: Tensor, b_C: Tensor) -> Tensor:
+def bits_differ(a_C: Tensor, b_C: Tensor) -> Tensor:
     """Where two vectors of 32-bit words have different bits."""
     return a_C.view(torch.int32) != b_C.view(torch.int32)

@@ -15,21 +15,21 @@ from ..algorithms import algorithm_of
 from ..config import LossConfig, OptimizerConfig
 from ..distributed import ONE_PROCESS, World
 from ..distributed.cells import ONE_CELL, Cells
-from ..errors import InputError
+from ..errors import refuse
 from ..graph import EAGER, Runtime, Work
-from ..models import Decoder, Held, ResidentWeights, WeightSource, ranges_of
+from ..models import Decoder, ResidentWeights, TensorRange, WeightSource, ranges_of
 from ..types import PackedBatch, SamplingParams
-from .check_cases import trust_cases
-from .gathered import flat_parameters, give_memory, in_trainer, reference_of
-from .mismatches import MAX_MISMATCHES, Checked, Deltas, Mismatch, mismatches, sums_of_deltas
+from .check_cases import check_cases
+from .gathered import allocate_parameters, flat_parameters, make_reference, make_trained_model
+from .mismatches import MAX_MISMATCHES, Deltas, Mismatch, ScoredBatches, find_mismatches, sum_deltas
 from .optimizer import AdamW, OffloadedAdamW, frozen_parameters, parameter_groups
 from .packing import blank_batch
 from .parameters import Buffer
-from .programs import TrainerPrograms, UpdateState, complete
+from .programs import TrainerPrograms, UpdateState, add_loss_tensors
 from .result import PendingResult, Results, StepResult
-from .routing import RoutingResult, statistics_of
+from .routing import RoutingResult, num_statistics
 from .shapes import BatchShape
-from .step import STATISTICS, found_names, take
+from .step import STATISTICS, push_results, result_names
 
 
 class Trainer:
@@ -72,54 +72,55 @@ class Trainer:
         zero_stage: int | None = None,
         reference_source: WeightSource | None = None,
     ) -> None:
+        algorithm = algorithm_of(loss)
         if loss.beta > 0 and reference is None:
             raise ValueError(f"loss.beta is {loss.beta}: the KL term needs a reference model")
+        if algorithm.has_teacher and reference is None:
+            raise ValueError(f"loss.loss_type is {loss.loss_type}: it needs a teacher as the reference model")
         self._moe = model.config.moe if model.config.moe_layers else None
-        if loss.router_aux_loss_coef > 0 and (self._moe is None or self._moe.sigmoid):
-            raise InputError(
-                f"loss.router_aux_loss_coef is {loss.router_aux_loss_coef}: it balances experts that are chosen by a "
-                "softmax, which this model does not have; set it to 0"
-            )
+        refuse(
+            loss.router_aux_loss_coef > 0 and (self._moe is None or self._moe.sigmoid),
+            f"loss.router_aux_loss_coef is {loss.router_aux_loss_coef}: it balances experts that are chosen by a "
+            "softmax, which this model does not have; set it to 0",
+        )
         self._biases = {name: b for name, b in model.named_buffers() if name.endswith("router_bias")}
-        if optimizer.router_bias_rate > 0 and not self._biases:
-            raise InputError(
-                f"optimizer.router_bias_rate is {optimizer.router_bias_rate}: it moves the biases that experts are "
-                "chosen with, which this model does not have; set it to 0"
-            )
+        refuse(
+            optimizer.router_bias_rate > 0 and not self._biases,
+            f"optimizer.router_bias_rate is {optimizer.router_bias_rate}: it moves the biases that experts are "
+            "chosen with, which this model does not have; set it to 0",
+        )
         self.model, self.loss, self.world, self.cells = model, loss, world, cells
-        self.reference = None if reference is None else reference_of(reference, world, reference_source)
-        if algorithm_of(loss).has_critic and model.value_head is None:
+        self.reference = None if reference is None else make_reference(reference, world, reference_source)
+        if algorithm.has_critic and model.value_head is None:
             model.add_value_head()
-        trained = in_trainer(model, world.mesh)
+        trained = make_trained_model(model, world.mesh)
         reader, frozen = None if trained is model else model, frozen_parameters(trained, optimizer)
         self.flat = flat_parameters(trained, world.mesh, frozen, reader, zero_stage, float32=not optimizer.offload)
         if reader is not None:
-            give_memory(trained, frozen)
+            allocate_parameters(trained, frozen)
             kept = {name: held for name, held in ranges_of(trained).items() if name in frozen}
-            world.run_on_all(lambda: (source or ResidentWeights(model)).fill({**kept, **self.flat.own()}))
-            self.flat.round()
-        self.flat.add_up(cells)
+            world.run_on_all(lambda: (source or ResidentWeights(model)).fill({**kept, **self.flat.own_ranges()}))
+            self.flat.round_to_dtype()
+        self.flat.set_cells(cells)
         self._cells_begun, self._cell_ended = False, False  # in this update: `flat.cells` is in use, a cell just ended
         groups, kind = parameter_groups(trained, self.flat, optimizer), OffloadedAdamW if optimizer.offload else AdamW
         self.optimizer = kind(self.flat, optimizer, groups)
         self.weights_version = 0
         device = self.flat.data.device
         lr, sampled = torch.zeros((), device=device), torch.zeros((), dtype=torch.float64, device=device)
-        self._rate: float | None = None  # what `lr` holds; None: unknown
-        self._expected: int | None = None  # what `sampled` holds; None: unknown
-        size = len(STATISTICS) + statistics_of(model.config)
-        self._values = torch.zeros(size, dtype=torch.float64, device=device)
-        self._found = found_names(self._values)
-        self._results = Results(len(self._found), device)
+        self._written_lr: float | None = None  # what `lr` holds; None: unknown
+        self._written_sampled: int | None = None  # what `sampled` holds; None: unknown
+        num_values = len(STATISTICS) + num_statistics(model.config)
+        self._statistics = torch.zeros(num_values, dtype=torch.float64, device=device)
+        self._result_names = result_names(self._statistics)
+        self._results = Results(len(self._result_names), device)
         balanced = self._biases if optimizer.router_bias_rate > 0 else {}
-        state = UpdateState(self._values, self._results.rows, lr, sampled, enforce_parity, balanced)
+        state = UpdateState(self._statistics, self._results.rows, lr, sampled, enforce_parity, balanced)
         self._runtime = runtime
         runtime.compile_layers_of(trained, *([] if self.reference is None else [self.reference.model]))
         self.programs = TrainerPrograms(self._runtime, trained, self.reference, self.optimizer, loss, state)
         self.algorithm = self.programs.algorithm
-        if self.algorithm.has_teacher and reference is None:
-            raise ValueError(f"loss.loss_type is {loss.loss_type}: it needs a teacher as the reference model")
-        self._scored: Checked = []  # checked batches and their log-probs
+        self._scored: ScoredBatches = []  # checked batches and their log-probs
 
     def forward_backward(self, batch: PackedBatch, loss_type: str | None = None, keep_support: bool = False) -> None:
         """Accumulate the gradients of `sum(weight * loss)` over the batch's completion tokens.
@@ -132,7 +133,7 @@ class Trainer:
         if self._cell_ended:
             self.programs.by_name["end_cell"]()
         self._cells_begun, self._cell_ended = self._cells_begun or self._cell_ended, batch.ends_cell
-        complete(batch, self.algorithm)
+        add_loss_tensors(batch, self.algorithm)
         with_support = keep_support and batch.truncated and batch.support_C is None
         loss_type = loss_type or self.loss.loss_type
         scored = self.programs.launch("forward_backward", batch, loss_type=loss_type, with_support=with_support)
@@ -144,7 +145,7 @@ class Trainer:
     def _keep_support(self, batch: PackedBatch, scored: dict[str, Tensor]) -> None:
         rows_CD, threshold_C = scored.pop("rows_CD"), scored.pop("threshold_C")
         trained = self.programs.model
-        head_VD = self.flat.weight(trained, "embed" if trained.lm_head is trained.embed else "lm_head")
+        head_VD = self.flat.whole_weight(trained, "embed" if trained.lm_head is trained.embed else "lm_head")
         batch.support_C = ops.support_mask(rows_CD, head_VD, batch.temperature_C, threshold_C)
 
     def warm_up(
@@ -169,7 +170,7 @@ class Trainer:
         """
         for function in self.programs.by_name.values():
             function.one_shape = len(shapes) == 1
-        assert not self.flat.grad.any() and not self._values.any(), "warm_up in the middle of a step"
+        assert not self.flat.grad.any() and not self._statistics.any(), "warm_up in the middle of a step"
         for shape in shapes:
             batch = blank_batch(shape, sampling, check_parity, self._moe is not None).to(self.flat.data.device)
             self.forward_backward(batch, keep_support=num_iterations > 1)
@@ -190,21 +191,21 @@ class Trainer:
             self.programs.by_name[name]()
         self._gather_weights()
         self._results.make_room()
-        self._values.fill_(math.nan)  # the loss is not finite, so the update is refused
+        self._statistics.fill_(math.nan)  # the loss is not finite, so the update is refused
         try:
             self.programs.by_name["optim_step"]()  # clears the gradients
-            self.optimizer.launched()
+            self.optimizer.update_offloaded()
         finally:
             self._results.reset()
-            self._values.zero_()
+            self._statistics.zero_()
             self._scored = []
 
-    def trust_cases(
+    def check_cases(
         self, shapes: Sequence[BatchShape], sampling: SamplingParams, with_checks: bool = True, **options: Any
     ) -> Work:
         """Launches on which to check the graphs against eager; the arguments are those of `warm_up`."""
-        self._rate = self._expected = None  # cases write their own `lr` and `sampled`
-        work = trust_cases(self.programs, shapes, sampling, **options)
+        self._written_lr = self._written_sampled = None  # cases write their own `lr` and `sampled`
+        work = check_cases(self.programs, shapes, sampling, **options)
         return [cases for cases in work if with_checks or cases[0].name != "check"]
 
     def check(self, batch: PackedBatch, keep_support: bool = False) -> None:
@@ -222,7 +223,7 @@ class Trainer:
 
     def values(self, batch: PackedBatch) -> None:
         """Fill `batch.old_value_C` with the critic's values at the positions that predict the completion tokens."""
-        complete(batch, self.algorithm)
+        add_loss_tensors(batch, self.algorithm)
         assert batch.old_value_C is not None
         batch.old_value_C.copy_(self.programs.launch("values", batch)["value_C"])
 
@@ -240,26 +241,26 @@ class Trainer:
         return self.launch_optim_step(lr, sampled).get()
 
     def launch_optim_step(self, lr: float, sampled: int | None = None) -> PendingResult:
-        """`optim_step` without waiting for the result: up to `result.ROWS` results may be pending. Work launched after
-        it sees the new weights, on every rank."""
+        """`optim_step` without waiting for the result: up to `result.MAX_PENDING` results may be pending. Work launched
+        after it sees the new weights, on every rank."""
         self._results.make_room()
-        sampled = self._to_compare() if sampled is None else sampled
-        if lr != self._rate:
+        sampled = self._count_compared() if sampled is None else sampled
+        if lr != self._written_lr:
             self.programs.state.lr.fill_(lr)
-        if sampled != self._expected:
+        if sampled != self._written_sampled:
             self.programs.state.sampled.fill_(sampled)
-        self._rate, self._expected = lr, sampled
+        self._written_lr, self._written_sampled = lr, sampled
         with self._runtime.timings.measure("optim_step", on_device=True):
             if self._cells_begun:
                 self.programs.by_name["end_cells"]()
             self._cells_begun = self._cell_ended = False
             self.programs.by_name["optim_step"]()
-            self.optimizer.launched()
-        pending = self._launched(lr, sampled)
+            self.optimizer.update_offloaded()
+        pending = self._add_pending(lr, sampled)
         self._gather_weights()
         return pending
 
-    def _to_compare(self) -> int:
+    def _count_compared(self) -> int:
         own = sum(s.length for batch, _ in self._scored for s in batch.sequences)
         return sum(self.world.gather(own)) // self.world.mesh.tp.size
 
@@ -278,20 +279,20 @@ class Trainer:
         self._cells_begun = self._cell_ended = False
         self._results.make_room()
         zero = torch.zeros((), device=self.flat.grad.device)
-        take(self._values, self._results.rows, zero, zero.bool(), self.programs.experts)
-        return self._launched(0.0, self._to_compare() if sampled is None else sampled).get()
+        push_results(self._statistics, self._results.rows, zero, zero.bool(), self.programs.experts)
+        return self._add_pending(0.0, self._count_compared() if sampled is None else sampled).get()
 
     @property
-    def checked(self) -> list[Tensor]:
+    def checked_logprobs(self) -> list[Tensor]:
         """The model's log-probabilities, float32 [C], of each batch that was compared since the last update."""
         return [scored["model_logprob_C"].clone() for _, scored in self._scored]
 
     @property
-    def deltas(self) -> Deltas:
+    def logprob_deltas(self) -> Deltas:
         """How the model's log-probabilities differ from the generator's, over all ranks' tokens that were compared
         since the last update."""
-        by_rank = self.world.gather(sums_of_deltas(self._scored))[:: self.world.tp]  # tensor-parallel ranks have equal
-        return Deltas.of([batch for found in by_rank for batch in found])
+        by_rank = self.world.gather(sum_deltas(self._scored))[:: self.world.tp]  # tensor-parallel ranks have equal
+        return Deltas.of([sums for of_rank in by_rank for sums in of_rank])
 
     def numerics(self) -> dict[str, Any]:
         """What a run's bits depend on besides its configuration."""
@@ -322,31 +323,31 @@ class Trainer:
         belongs to another model."""
         self.optimizer.load_state(tensors, numbers.get("tp", 1))
         for name, bias in self._biases.items():
-            given = tensors.get(name)
-            found = given if given is None or isinstance(given, Tensor) else given[0]
-            if found is None or list(found.shape) != list(bias.shape):
+            saved = tensors.get(name)
+            first = saved if saved is None or isinstance(saved, Tensor) else saved[0]  # all ranks saved the same
+            if first is None or list(first.shape) != list(bias.shape):
                 raise ValueError(f"trainer state: {name!r} is missing or of another shape than {list(bias.shape)}")
-            bias.copy_(found[:])
+            bias.copy_(first[:])
         self.weights_version = numbers["weights_version"]
         self._gather_weights()
 
-    def held(self) -> dict[str, list[Held]]:
+    def ranges_to_write(self) -> dict[str, list[TensorRange]]:
         """The ranges of the model's weights that this rank writes to a file; every element is written by one rank."""
-        return self.flat.held(self.programs.model)
+        return self.flat.ranges_to_write(self.programs.model)
 
-    def held_by_first(self) -> dict[str, list[Held]]:
+    def gather_ranges_on_first(self) -> dict[str, list[TensorRange]]:
         """The same where rank 0 writes everything. Every rank calls it; the others get an empty dictionary."""
         trained, first = self.programs.model, self.world.is_first
-        wholes = ((name, self.flat.weight(trained, name)) for name, _ in trained.named_parameters())
-        found = {name: [Held(whole.detach().cpu().flatten(), 0)] for name, whole in wholes if first}
-        return found | {name: [Held(buffer.flatten(), 0)] for name, buffer in trained.named_buffers() if first}
+        wholes = ((name, self.flat.whole_weight(trained, name)) for name, _ in trained.named_parameters())
+        found = {name: [TensorRange(whole.detach().cpu().flatten(), 0)] for name, whole in wholes if first}
+        return found | {name: [TensorRange(buffer.flatten(), 0)] for name, buffer in trained.named_buffers() if first}
 
-    def _launched(self, lr: float, sampled: int) -> PendingResult:
+    def _add_pending(self, lr: float, sampled: int) -> PendingResult:
         scored, self._scored = self._scored, []
-        return self._results.launched(lambda found: self._result(lr, sampled, found, scored))
+        return self._results.add(lambda row: self._result(lr, sampled, row, scored))
 
-    def _result(self, lr: float, sampled: int, found: Sequence[float], scored: Checked) -> StepResult:
-        s = dict(zip(self._found, found, strict=True))
+    def _result(self, lr: float, sampled: int, row: Sequence[float], scored: ScoredBatches) -> StepResult:
+        s = dict(zip(self._result_names, row, strict=True))
         self.weights_version += int(s["applied"])
         tokens = max(s["tokens"], 1.0)
         return StepResult(
@@ -367,10 +368,10 @@ class Trainer:
             routing=self._routing(s) if self._moe is not None else None,
         )
 
-    def _mismatches(self, scored: Checked) -> list[Mismatch]:
+    def _mismatches(self, scored: ScoredBatches) -> list[Mismatch]:
         """The first mismatches of all ranks. Collective: the reduced statistics tell every rank that there are some."""
-        found = self.world.gather(mismatches(scored))
-        return list(dict.fromkeys(mismatch for one in found for mismatch in one))[:MAX_MISMATCHES]
+        by_rank = self.world.gather(find_mismatches(scored))
+        return list(dict.fromkeys(mismatch for of_rank in by_rank for mismatch in of_rank))[:MAX_MISMATCHES]
 
     def _routing(self, s: dict[str, float]) -> RoutingResult:
         assert self._moe is not None

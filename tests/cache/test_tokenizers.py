@@ -16,7 +16,7 @@ from processes import finished
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.cache import fingerprint, tokenizers
-from lockstep.cache.tokenizers import KeptTokenizer
+from lockstep.cache.tokenizers import CachedTokenizer
 from lockstep.models.tokenizer import byte_tokenizer, encode_prompt, load_tokenizer, save_tokenizer
 
 MESSAGES = [{"role": "user", "content": "12 34?"}]
@@ -48,10 +48,10 @@ def merges(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def both(folder: Path) -> tuple[PreTrainedTokenizerFast, KeptTokenizer]:
+def both(folder: Path) -> tuple[PreTrainedTokenizerFast, CachedTokenizer]:
     """The whole tokenizer, as the first load gives it, and the kept one of the second."""
     whole, again = load_tokenizer(folder), load_tokenizer(folder)
-    assert isinstance(whole, PreTrainedTokenizerFast) and isinstance(again, KeptTokenizer)
+    assert isinstance(whole, PreTrainedTokenizerFast) and isinstance(again, CachedTokenizer)
     return whole, again
 
 
@@ -159,12 +159,12 @@ def test_one_of_a_package_that_somebody_has_changed_is_neither_kept_nor_found(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("lockstep.models.tokenizer.encode_prompt", lambda *_: [])
-        fingerprint.look_again()
+        fingerprint.recheck_code()
         assert isinstance(load_tokenizer(merges), PreTrainedTokenizerFast) and not cache.exists()
-    fingerprint.look_again()
+    fingerprint.recheck_code()
     both(merges)
     with monkeypatch.context() as patch:
         patch.setattr("lockstep.models.tokenizer.encode_prompt", lambda *_: [])
-        fingerprint.look_again()
+        fingerprint.recheck_code()
         assert isinstance(load_tokenizer(merges), PreTrainedTokenizerFast)
-    fingerprint.look_again()
+    fingerprint.recheck_code()

@@ -17,7 +17,7 @@ from lockstep.distributed import World
 from lockstep.distributed.mesh import ONE_RANK
 from lockstep.environments.ranks.rollouts import COLUMNS, Holders, outline
 from lockstep.errors import InputError, LockstepError
-from lockstep.models import Decoder, FolderWeights, complete, load_part, parts, save_model
+from lockstep.models import Decoder, FolderWeights, all_gather_shares, load_part, parts, save_model
 from lockstep.trainer import Trainer
 from lockstep.types import RolloutGroup, SampleIdentity, Segment, Trajectory
 
@@ -57,15 +57,15 @@ def a_loss_that_is_not_finite_on_one_rank(world: World) -> Any:
 def weights_read_in_shares(world: World) -> Any:
     """Whether the ranks have all of a folder's weights, bytes that this one read and of all, and of those too small for
     it; and what is said of a number in the second half of a table that is none."""
-    whole, counts, read, least = decoder(), list[int](), tensor_file._read, parts.LEAST
+    whole, counts, read, least = decoder(), list[int](), tensor_file._read, parts.MIN_SHARED_ELEMENTS
     tensor_file._read = lambda *given: (counts.append(given[2].nbytes), read(*given))[1]
     with TemporaryDirectory() as made:
         folder = Path(world.broadcast_from_first(lambda: made))
         world.broadcast_from_first(lambda: save_model(whole, folder))
-        parts.LEAST = 4 * whole.config.hidden_size
+        parts.MIN_SHARED_ELEMENTS = 4 * whole.config.hidden_size
         model = read_in_shares(folder, world)
         same = all(map(torch.equal, model.parameters(), whole.parameters()))
-        tensors = [p for p in whole.parameters() if p.numel() < parts.LEAST]
+        tensors = [p for p in whole.parameters() if p.numel() < parts.MIN_SHARED_ELEMENTS]
         sizes = [sum(counts), sum(p.nbytes for p in whole.parameters())], sum(p.nbytes for p in tensors)
         with torch.no_grad():
             whole.embed[-1, -1] = math.nan
@@ -75,13 +75,13 @@ def weights_read_in_shares(world: World) -> Any:
         except InputError as error:
             message = str(error)
         world.gather(None)
-    tensor_file._read, parts.LEAST = read, least
+    tensor_file._read, parts.MIN_SHARED_ELEMENTS = read, least
     return on_all(world, [same, *sizes, message])
 
 
 def read_in_shares(folder: Path, world: World) -> Decoder:
     model = world.run_on_all(lambda: load_part(FolderWeights(folder), DTYPE, DEVICE, ONE_RANK, world.replicas))
-    complete(model, world.replicas)
+    all_gather_shares(model, world.replicas)
     return model
 
 

@@ -116,7 +116,7 @@ def an_update_that_is_put_back(world: World) -> Any:
             if updated:
                 run(trainer, world, 1, ONE_SIZE)
             before = [tensor.clone() for tensor in _held(trainer)]
-            cases = trainer.trust_cases([BatchShape(64, 32, 4, 64)], FILTERED, check_parity=True)
+            cases = trainer.check_cases([BatchShape(64, 32, 4, 64)], FILTERED, check_parity=True)
             copied.clear()
             check_against_eager(runtime, [w for w in cases if w[0].name == "optim_step"], "strict")
             found.append((sum(copied) / trainer.flat.layout.size, all(map(torch.equal, _held(trainer), before))))
@@ -137,7 +137,7 @@ def a_graph_that_is_wrong_on_one_rank(world: World) -> Any:
     runtime = Runtime(CompileConfig("step"), DEVICE, mesh={"fsdp": world.size}, peers=world)
     trainer = Trainer(decoder(), OPTIMIZER, LossConfig(), world=world, runtime=runtime)
     shapes = [BatchShape(64, 32, 4, 64)]
-    cases, copied = trainer.trust_cases(shapes, FILTERED, check_parity=True), list[int]()
+    cases, copied = trainer.check_cases(shapes, FILTERED, check_parity=True), list[int]()
     work = [w for w in cases if w[0].name in ("optim_step", "gather_weights")]
     snapshot = comparison.Snapshot
     comparison.Snapshot = lambda tensors: copied.append(0) or snapshot(tensors)  # type: ignore[assignment,misc]

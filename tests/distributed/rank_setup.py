@@ -91,7 +91,7 @@ def alone(world: World, trainer: Callable[[], Trainer], **options: Any) -> list[
 
 
 def whole(trainer: Trainer, local: Tensor) -> Tensor:
-    return trainer.world.gather(trainer.flat.whole(local).cpu().clone())[0]
+    return trainer.world.gather(trainer.flat.gather_whole(local).cpu().clone())[0]
 
 
 def saved(trainer: Trainer) -> Any:

@@ -87,7 +87,7 @@ def every_command(folder: str, model: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command_line, "_leave", lambda code: None)
-        patch.setattr(loaded_code, "difference", lambda: None)  # of what the line before replaced
+        patch.setattr(loaded_code, "find_difference", lambda: None)  # of what the line before replaced
         patch.setattr(command_line, "_FIRST_WOULD", 0.0)
         found |= {name: printed(arguments, model) for name, arguments in COMMANDS.items()}
         found["chosen"] = chosen(model)

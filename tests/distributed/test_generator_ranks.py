@@ -32,7 +32,7 @@ from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, ModelConfig, ResidentWeights, load_part, ranges_of
-from lockstep.models.checks import require_degree
+from lockstep.models.checks import require_divisible
 from lockstep.models.init import ARCHITECTURES, architecture, initialize
 from lockstep.rl.loop import Loop
 from lockstep.session.build import build
@@ -281,6 +281,6 @@ def test_two_ranks_generate_what_one_does() -> None:
 
 def test_a_degree_that_does_not_divide_is_refused() -> None:
     config: ModelConfig = architecture("qwen3-8b")
-    require_degree(config, 8, "parallel.generator_tp")
+    require_divisible(config, 8, "parallel.generator_tp")
     with pytest.raises(InputError, match=r"parallel.generator_tp is 3, which does not divide .*_heads 8.*; use 1 or 2"):
-        require_degree(config, 3, "parallel.generator_tp")
+        require_divisible(config, 3, "parallel.generator_tp")

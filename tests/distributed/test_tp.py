@@ -19,12 +19,12 @@ from lockstep.distributed import Axis, Mesh, collectives, spread
 from lockstep.distributed.parameter_parts import contiguous_runs, join_parts
 from lockstep.errors import InputError
 from lockstep.models import FolderWeights, ResidentWeights, load_part, save_model
-from lockstep.models.checks import require_degree
+from lockstep.models.checks import require_divisible
 from lockstep.models.hf.export import Export
 from lockstep.models.init import architecture
 from lockstep.session.memory import Workload
 from lockstep.trainer import Trainer
-from lockstep.trainer.gathered import GatheredReference, flat_parameters, in_trainer
+from lockstep.trainer.gathered import GatheredReference, flat_parameters, make_trained_model
 from lockstep.trainer.parameters import FlatParameters, Layout
 
 GROUPS = {"lr_scales": ("*=0.5", "*.o_proj=2", "model.norm=4"), "weight_decays": ("*norm=0.3", "*.mlp*=0.2")}
@@ -171,7 +171,7 @@ def test_ranks_that_cannot_share_a_teacher_evenly_have_all_of_its_products() -> 
     for reference in (shared, alone):
         w = Workload(configs[0], RunConfig(parallel=parallel), 6, torch.float32, frozen=[reference.model.config])
         assert w.frozen_parameters == reference.weights.layout.size
-        ResidentWeights(models[reference is alone]).fill(reference.own())
+        ResidentWeights(models[reference is alone]).fill(reference.own_ranges())
         assert any(part.any() for part in reference.weights.parts)
 
 
@@ -189,26 +189,26 @@ def test_every_layout_reads_what_another_wrote(family: str, tmp_path: Path) -> N
     one = FlatParameters(make_model(torch.float32, config=FAMILIES[family]))
     three = [flat_parameters(model, Mesh(Axis("fsdp", 3, rank))) for rank in range(3)]
     meshes = [Mesh(Axis("fsdp", 2, shard), tp=Axis("tp", 2, place)) for shard in range(2) for place in range(2)]
-    trained = [in_trainer(model, mesh) for mesh in meshes]
+    trained = [make_trained_model(model, mesh) for mesh in meshes]
     four = [flat_parameters(*both, (), model) for both in zip(trained, meshes, strict=True)]
     save_model(model, tmp_path / "one")
     for flat, part in zip(four, trained, strict=True):
         assert all(p.untyped_storage().nbytes() <= 4 for p in part.parameters())
-        FolderWeights(tmp_path / "one").fill(flat.own())
+        FolderWeights(tmp_path / "one").fill(flat.own_ranges())
     for flat in (one, *three, *four):
         expected = flat.data.clone()
         assert int(expected.count_nonzero()) > 0 and (flat is one or expected.numel() < one.data.numel() / 2)
         for flats, tp in (([one], 1), (three, 1), (four, 2)):
             buffers = [other.data.clone() if other is not flat else expected for other in flats]
             flat.data.fill_(7)
-            flat.fill(flat.data, buffers, tp)
+            flat.load_parts(flat.data, buffers, tp)
             assert torch.equal(flat.data, expected)
     for rank, (flat, part) in enumerate(zip(four, trained, strict=True)):
         export = Export(model, tmp_path / "four")
         if rank == 0:
-            export.begin()
-        export.write(flat.held(part))
-    Export(model, tmp_path / "four").arrange()
+            export.create_files()
+        export.write(flat.ranges_to_write(part))
+    Export(model, tmp_path / "four").convert_layouts()
     first, second = (tmp_path / name / "model.safetensors" for name in ("one", "four"))
     assert first.read_bytes() == second.read_bytes()
     on_tp = [Mesh(tp=Axis("tp", 2, rank)) for rank in range(2)]
@@ -223,8 +223,8 @@ def test_every_layout_reads_what_another_wrote(family: str, tmp_path: Path) -> N
 
 def test_degrees_that_a_model_cannot_be_shared_at_are_refused() -> None:
     with pytest.raises(InputError, match=r"parallel\.tp is 4, .* num_key_value_heads 2; use 1 or 2"):
-        require_degree(architecture("tiny"), 4, "parallel.tp")
-    require_degree(architecture("tiny-deepseek-v3"), 4, "parallel.tp")
+        require_divisible(architecture("tiny"), 4, "parallel.tp")
+    require_divisible(architecture("tiny-deepseek-v3"), 4, "parallel.tp")
     with pytest.raises(
         InputError, match=r"parallel\.zero_stage is 2 and parallel\.tp 2: .*; leave parallel\.zero_stage out"
     ):

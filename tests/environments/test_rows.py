@@ -17,7 +17,7 @@ from lockstep.environments.data import rows
 from lockstep.environments.data.rows import Problems
 from lockstep.environments.data.sources import has_splits
 from lockstep.errors import InputError, PromptTooLong
-from lockstep.models.tokenizer import byte_tokenizer, check_size, longest_token
+from lockstep.models.tokenizer import byte_tokenizer, max_token_bytes, require_prompt_fits
 
 MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 ROWS: list[dict[str, Any]] = [
@@ -408,7 +408,7 @@ def test_a_prompt_of_megabytes_is_refused_without_its_tokens(tmp_path: Path) -> 
     data = write(tmp_path / "rows.jsonl", [{"prompt": "a" * 4_000_000}, {"prompt": "b"}])
 
     def encode(prompt: str | list[dict[str, str]]) -> list[int]:
-        check_size(prompt, context=100, longest=20)
+        require_prompt_fits(prompt, context=100, longest=20)
         return [1]
 
     problems = read_problems(data)
@@ -421,8 +421,8 @@ def test_a_prompt_of_megabytes_is_refused_without_its_tokens(tmp_path: Path) -> 
 
 def test_the_bound_on_a_prompts_size_is_of_characters_that_the_context_cannot_hold() -> None:
     tokenizer = byte_tokenizer()
-    longest = longest_token(tokenizer)
+    longest = max_token_bytes(tokenizer)
     assert longest == len("<|endoftext|>")
-    check_size("x" * (2 * 10 * longest), 10, longest)
+    require_prompt_fits("x" * (2 * 10 * longest), 10, longest)
     with pytest.raises(PromptTooLong, match="the prompt has 261 bytes, which is more than the model's context of 10"):
-        check_size([{"role": "user", "content": "x" * 260}, {"role": "user", "content": "y"}], 10, longest)
+        require_prompt_fits([{"role": "user", "content": "x" * 260}, {"role": "user", "content": "y"}], 10, longest)

@@ -47,7 +47,7 @@ def test_a_model_decodes_by_it_with_the_bits_of_eager(toy: str, mode: str, tmp_p
     assert runtime.captures >= 2 and runtime.launches["decode"] > 4
     assert (runtime.replays["decode"] > 0) == (mode != "none")
     assert not list(tmp_path.iterdir()), "at the next start nothing tells whether it is what it was"
-    assert {v.faults for v in check_against_eager(runtime, engine.trust_cases(), "strict")} == {()}
+    assert {v.faults for v in check_against_eager(runtime, engine.check_cases(), "strict")} == {()}
 
 
 def test_a_run_trains_by_it_and_is_gone_on_with(toy: str, tmp_path: Path) -> None:

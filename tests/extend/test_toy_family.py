@@ -19,7 +19,7 @@ from lockstep.config import CompileConfig, GeneratorConfig
 from lockstep.errors import InputError
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import Runtime, Store
-from lockstep.models import Decoder, ModelConfig, by_pattern, save_model
+from lockstep.models import Decoder, ModelConfig, save_model, select_by_pattern
 from lockstep.models.blocks.attention import Attend
 from lockstep.models.blocks.layer import Layer
 from lockstep.models.blocks.moe import Routing
@@ -73,7 +73,7 @@ def test_a_folder_of_it_comes_back(model: Decoder, tmp_path: Path) -> None:
     again = load_model(tmp_path, torch.float32)
     assert again.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    assert by_pattern(model, [("*.ln_in", 1)], "x") == {f"layers.{i}.attention_norm": 1 for i in range(2)}
+    assert select_by_pattern(model, [("*.ln_in", 1)], "x") == {f"layers.{i}.attention_norm": 1 for i in range(2)}
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"toys": 4}))
     with pytest.raises(InputError, match=r"config\.json: toys is 4; it must be 3"):

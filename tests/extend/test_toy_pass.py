@@ -71,7 +71,7 @@ def test_a_pass_of_ones_own_rewrites_every_graph_and_keeps_the_bits(tmp_path: Pa
     logs, passes = runtime.builder.logs.values(), ["canonicalize", "keep_logits", "swap_operands"]
     assert [[line.partition(":")[0] for line in log] for log in logs] == [passes] * 2
     assert any(int(log[-1].split()[-2]) > 0 for log in logs)
-    work = trainer.trust_cases([SHAPE], SamplingParams(), check_parity=False, with_checks=False)
+    work = trainer.check_cases([SHAPE], SamplingParams(), check_parity=False, with_checks=False)
     verdicts = check_against_eager(runtime, work, "strict")
     assert {v.faults for v in verdicts} == {()}
 
@@ -93,7 +93,7 @@ def test_a_check_of_a_graph_that_calls_a_function_of_ones_own_is_made_at_every_s
     for function, known in (("swap_operands", True), ("call_a_function", False)):
         runtime = Runtime(compile_with(own(function)), torch.device("cpu"))
         trainer, _ = trained(runtime)
-        work = trainer.trust_cases([SHAPE], SamplingParams(), check_parity=False, with_checks=False)[:1]
+        work = trainer.check_cases([SHAPE], SamplingParams(), check_parity=False, with_checks=False)[:1]
         for again in range(2):
             (verdict,) = check_against_eager(runtime, work, "strict", PassedChecks(tmp_path / function))
             assert (verdict.known == verdict.cases) == (known and again == 1)
@@ -102,7 +102,7 @@ def test_a_check_of_a_graph_that_calls_a_function_of_ones_own_is_made_at_every_s
 def test_a_pass_that_changes_bits_is_named_with_the_node() -> None:
     runtime = Runtime(compile_with(own("lose_a_gradient"), "canonicalize"), torch.device("cpu"))
     trainer = Trainer(make_model(torch.float32), OptimizerConfig(), LossConfig(), runtime=runtime)
-    (work, *_) = trainer.trust_cases([SHAPE], SamplingParams(), check_parity=False)
+    (work, *_) = trainer.check_cases([SHAPE], SamplingParams(), check_parity=False)
     with pytest.raises(GraphError, match=r"forward_backward.*lose_a_gradient differs from the step before in grad "):
         check_against_eager(runtime, [work], "strict")
 

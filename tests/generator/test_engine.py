@@ -271,7 +271,7 @@ def test_a_page_with_room_is_taken_over_by_one_that_goes_on_from_it() -> None:
 
 
 def test_a_page_with_room_is_forgotten_when_it_is_handed_out_or_another_is_found_in_its_place() -> None:
-    cache = KVCache(CONFIG, 3, 4, torch.empty(0), cleared=True)
+    cache = KVCache(CONFIG, 3, 4, torch.empty(0), zeroes_values=True)
     for page in (0, 1):
         assert cache.allocate(1) == [page]
         cache.v[:, page] = float("inf")

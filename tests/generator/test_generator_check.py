@@ -32,7 +32,7 @@ def test_every_graph_passes_and_the_cache_is_as_it_was(mode: str, cache_tokens: 
     rows, cache = engine.runner.rows, engine.cache
     cache.k.normal_()
     before = [t.clone() for t in (cache.k, cache.v, rows.table, *rows.tensors(4).values())]
-    verdicts = {v.function: v for v in check_against_eager(runtime, engine.trust_cases(), "strict")}
+    verdicts = {v.function: v for v in check_against_eager(runtime, engine.check_cases(), "strict")}
     assert set(verdicts) == {"decode", "mixed"} and runtime.recompiles == 0
     assert verdicts["decode"].cases >= 6 and verdicts["mixed"].cases >= 3
     after = [cache.k, cache.v, rows.table, *rows.tensors(4).values()]
@@ -72,4 +72,4 @@ def test_a_replay_on_another_cache_is_named() -> None:
     with pytest.raises(
         GraphError, match=r"decode\(.*case '5 rows': replay differs .* node select \(aten.select\) of layers.0"
     ):
-        check_against_eager(runtime, engine.trust_cases(), "strict")
+        check_against_eager(runtime, engine.check_cases(), "strict")

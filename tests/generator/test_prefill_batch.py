@@ -38,8 +38,8 @@ def test_chunks_become_segments_with_their_rows_pages() -> None:
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=MAX_PROMPTS))
 def test_there_is_room_for_tokens_however_they_are_spread(counts: list[int]) -> None:
     chunks = [chunk(i, 0, count) for i, count in enumerate(counts)]
-    exact = MixedSizes.exactly(2, chunks)
-    room = MixedSizes.holding(2, exact.tokens)
+    exact = MixedSizes.exact(2, chunks)
+    room = MixedSizes.for_tokens(2, exact.tokens)
     assert room.tokens == exact.tokens == sum(counts) and room.segments >= exact.segments
     batch = MixedBatch.view(lay_out(chunks, exact, NULL_ROW, pinned=False), exact)
     lengths = batch.segment_start.diff()

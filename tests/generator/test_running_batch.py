@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.generator.request import Sequence, SharedPrefix
-from lockstep.generator.running_batch import GROUP, STOP_IDS, RunningBatch, groups
+from lockstep.generator.running_batch import GROUP, STOP_IDS, RunningBatch, max_groups
 from lockstep.types import SampleIdentity, SamplingParams
 
 NULL = 99
@@ -26,7 +26,7 @@ def fill(rows: RunningBatch, count: int) -> list[Sequence]:
     placed = []
     for i in range(count):
         placed.append(sequence(i))
-        row = rows.take()
+        row = rows.take_row()
         rows.load(row, placed[-1])
         rows.set_pages(row, 0, [2 * i, 2 * i + 1])
     return placed
@@ -53,13 +53,13 @@ def test_a_sequence_is_uploaded_as_it_is() -> None:
     rows.flush()
     assert state(rows, 1)[:-1] == idle[:-1]
     assert (rows.truncated, rows.greedy, rows.used) == (2, 0, 3)
-    assert rows.take() == 1
+    assert rows.take_row() == 1
 
 
 @pytest.mark.parametrize("count", [STOP_IDS, STOP_IDS + 1])
 def test_more_stop_ids_than_there_is_room_for_are_left_to_the_host(count: int) -> None:
     rows = make()
-    rows.load(rows.take(), sequence(0, stop_ids=count))
+    rows.load(rows.take_row(), sequence(0, stop_ids=count))
     rows.flush()
     found = sorted(rows.tensors(1)["stop"][0].tolist())
     assert found == (list(range(1, count + 1)) if count <= STOP_IDS else [-1] * STOP_IDS)
@@ -102,19 +102,19 @@ def test_samples_of_a_prompt_are_grouped_until_they_leave() -> None:
     placed = fill(rows, 20)
     for i, s in enumerate(placed):
         s.shared = long if i < 10 else short if i < 18 else None
-    rows.group(32)
+    rows.update_groups(32)
     tensors = rows.tensors(32)
     listed = [[r for r in group if r >= 0] for group in tensors["groups"].tolist()]
-    assert listed == [list(range(GROUP)), [8, 9], *[[]] * (groups(32) - 2)]
+    assert listed == [list(range(GROUP)), [8, 9], *[[]] * (max_groups(32) - 2)]
     assert tensors["shared_len"].tolist() == [128] * 10 + [0] * 22
     assert rows.saved == (7 + 1) * 128
     for i in (0, 8):
         rows.release(i)
-    rows.group(32)
+    rows.update_groups(32)
     listed = [[r for r in group if r >= 0] for group in tensors["groups"].tolist()]
     assert listed[:2] == [[1, 2, 3, 4, 5, 6, 7, 9], []]
     assert tensors["shared_len"].tolist() == [0, *[128] * 7, 0, 128, *[0] * 22]
-    rows.group(8)  # a smaller graph has room for two groups, and row 9 is not in it
+    rows.update_groups(8)  # a smaller graph has room for two groups, and row 9 is not in it
     assert rows.tensors(8)["groups"].tolist() == [[1, 2, 3, 4, 5, 6, 7, -1], [-1] * GROUP]
 
 
@@ -122,5 +122,5 @@ def test_groups_beyond_the_room_for_them_read_for_themselves() -> None:
     rows = make(8)
     for i, s in enumerate(fill(rows, 6)):
         s.shared = s.shared or SharedPrefix(64, []) if i % 2 == 0 else rows.sequences[i - 1].shared
-    rows.group(8)
+    rows.update_groups(8)
     assert rows.tensors(8)["shared_len"].tolist() == [64] * 4 + [0] * 4

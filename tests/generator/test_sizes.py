@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.generator import pays_by_group
+from lockstep.generator import pays_to_group
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ from lockstep.generator import pays_by_group
 def test_prefixes_are_read_by_group_where_rows_wait_for_one_another_or_for_long_ones(
     rows: int, prompt_tokens: int, samples: int, kv_heads: int, expected: bool
 ) -> None:
-    assert pays_by_group(rows, prompt_tokens, samples, kv_heads) == expected
+    assert pays_to_group(rows, prompt_tokens, samples, kv_heads) == expected

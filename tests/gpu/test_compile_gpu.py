@@ -36,7 +36,7 @@ def test_every_function_is_trusted(capture: str, backend: str, mode: str) -> Non
     runtime = Runtime(CompileConfig(capture, mode, backend=backend), CUDA)  # type: ignore[arg-type]
     trainer = Trainer(model(), OptimizerConfig(weight_decay=0.1), LossConfig(), runtime=runtime)
     trainer.warm_up(SHAPES, TOP_P, check_parity=True)
-    verdicts = check_against_eager(runtime, trainer.trust_cases(SHAPES, TOP_P, check_parity=True), "strict")
+    verdicts = check_against_eager(runtime, trainer.check_cases(SHAPES, TOP_P, check_parity=True), "strict")
     assert {v.function for v in verdicts} == {"forward_backward", "optim_step", "check"}
     assert all(v.level == ("captured" if mode == "none" else mode) and not v.faults for v in verdicts)
     print(f"\n{capture}, {backend}, {mode}: {runtime.timings.seconds}")

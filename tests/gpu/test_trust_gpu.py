@@ -33,7 +33,7 @@ def make(mode: str, recorder: CudaRecorder | None = None) -> tuple[Runtime, Trai
 
 
 def work(trainer: Trainer, engine: Engine) -> list:
-    return [*trainer.trust_cases(SHAPES, TOP_P, check_parity=True), *engine.trust_cases()]
+    return [*trainer.check_cases(SHAPES, TOP_P, check_parity=True), *engine.check_cases()]
 
 
 @pytest.mark.parametrize("mode", ["none", "full", "piecewise"])

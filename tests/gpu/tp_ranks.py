@@ -101,7 +101,7 @@ def roles(config: ModelConfig, world: World, shards: int) -> tuple[list[Any], li
         _, sampling = requests(5, length=24)
         trainer.warm_up([SHAPE], sampling[0], check_parity=True)
         engine.warm_up(16, 200, sampling[0])
-        work = [*trainer.trust_cases([SHAPE], sampling[0], check_parity=True), *engine.trust_cases()]
+        work = [*trainer.check_cases([SHAPE], sampling[0], check_parity=True), *engine.check_cases()]
         levels = sorted({f"{v.function} {v.level}" for v in check_against_eager(runtime, work, "strict")})
     found, results = [], []
     for step in range(2):

@@ -90,7 +90,7 @@ def test_rows_without_a_sequence_write_to_nobodys_page(decoder, runtime_of: Call
     model = decoder()
     eager, captured, mutant = (engine(model, c) for c in (EAGER, runtime_of(), runtime_of()))
     mutant.cache.null_page = 0
-    mutant.runner.use(mutant.runner.weights)  # the page is a constant of its graphs
+    mutant.runner.set_weights(mutant.runner.weights)  # the page is a constant of its graphs
     for e in (eager, captured, mutant):
         generate(e, count=5)  # 9 sequences at most, in rows for 16
     assert torch.equal(captured.cache.k[:, :-1], eager.cache.k[:, :-1])
@@ -126,7 +126,7 @@ def test_after_warm_up_nothing_is_captured(decoder, runtime_of: Callable[..., Ru
 
 def test_prefixes_are_read_by_group_where_that_is_worth_a_kernel(decoder, runtime_of, monkeypatch) -> None:
     monkeypatch.setattr(graphs_module, "MIN_SAVED", 300)
-    monkeypatch.setattr(graphs_module, "AT_ONCE", 0)
+    monkeypatch.setattr(graphs_module, "CONCURRENT_HEADS", 0)
     model, runtime = decoder(), runtime_of(recorded=True)
     captured = engine(model, runtime)
     params = SamplingParams(n=4, max_completion_length=20, ignore_eos=True)
@@ -167,9 +167,9 @@ def test_updated_weights_are_seen_and_others_can_be_used(decoder, runtime_of) ->
     with torch.no_grad():
         model.layers[0].down.mul_(1.5)
     expected = words(generate(engine(model, EAGER)))
-    captured.runner.use(SharedWeights(model, lambda: 1))  # a new version: no page of the old weights is found
+    captured.runner.set_weights(SharedWeights(model, lambda: 1))  # a new version: no page of the old weights is found
     assert words(generate(captured)) == expected != first
-    captured.runner.use(SharedWeights(apart, lambda: 2))
+    captured.runner.set_weights(SharedWeights(apart, lambda: 2))
     assert words(generate(captured)) == first
 
 

@@ -132,7 +132,7 @@ def test_the_device_decides_what_is_captured_unless_told() -> None:
 def test_graphs_are_checked_before_the_first_step_and_remembered(config, runtime_of, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))  # in which no other test's checks are remembered
     monkeypatch.setattr(build_room, "make_runtime", lambda *_: runtime_of(recorded=True))
-    monkeypatch.setattr("lockstep.cache.loaded_code.difference", lambda: None)  # of what the line before replaced
+    monkeypatch.setattr("lockstep.cache.loaded_code.find_difference", lambda: None)  # of what the line before replaced
     config = replace(config, compile=CompileConfig("step"))
     run = build_room.build(config)
     before = [p.detach().clone() for p in run.policy.model.parameters()]

@@ -198,7 +198,7 @@ def mismatches_of_two(decoder, rollout, runtime: Runtime, shapes: list[BatchShap
     for some, shape in zip(groups, itertools.cycle(shapes), strict=False):
         for batch in pack(some, max_tokens=256, check_parity=True, shapes=[shape]):
             trainer.forward_backward(batch)
-    checked = [logprobs.clone() for logprobs in trainer.checked]
+    checked = [logprobs.clone() for logprobs in trainer.checked_logprobs]
     result = trainer.optim_step(1e-2)
     assert not result.applied and result.tokens_different == 1
     return [*result.mismatches, *checked]

@@ -140,7 +140,7 @@ def test_a_configuration_comes_back(family: str, tmp_path: Path) -> None:
 def test_a_random_model_begins_with_norms_that_change_nothing(family: str) -> None:
     rows = FAMILIES[family]
     for config in rows.architectures.values():
-        fills = Decoder(replace(config, num_layers=1, sliding_layers=()), torch.bfloat16, "meta").fills
+        fills = Decoder(replace(config, num_layers=1, sliding_layers=()), torch.bfloat16, "meta").init_constants
         norms = {name: fill for name, fill in fills.items() if name.endswith("norm")}
         assert set(norms.values()) == {1 - rows.norm_offset} and len(norms) >= 3
 

@@ -16,7 +16,7 @@ from small import load_model
 
 from lockstep import ops
 from lockstep.cache import tensor_file
-from lockstep.cache.tokenizers import KeptTokenizer
+from lockstep.cache.tokenizers import CachedTokenizer
 from lockstep.errors import InputError, LockstepError
 from lockstep.models import (
     Decoder,
@@ -31,7 +31,7 @@ from lockstep.models.hf.export import Export
 from lockstep.models.hf.folder import read_config
 from lockstep.models.hf.weight_map import weight_map
 from lockstep.models.init import ARCHITECTURES, init_folder, initialize
-from lockstep.models.parts import Held, ranges_of
+from lockstep.models.parts import TensorRange, ranges_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -183,12 +183,12 @@ def test_round_trip_keeps_every_bit(name: str, dtype: torch.dtype, shard_bytes: 
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id in (3, [3])
 
 
-def third(values: torch.Tensor, rank: int) -> list[Held]:
+def third(values: torch.Tensor, rank: int) -> list[TensorRange]:
     """A rank's of three, itself in two ranges."""
     size = -(-values.numel() // 3)
     first, end = (min(at * size, values.numel()) for at in (rank, rank + 1))
     middle = (first + end) // 2
-    return [Held(values[first:middle], first), Held(values[middle:end], middle)]
+    return [TensorRange(values[first:middle], first), TensorRange(values[middle:end], middle)]
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name.startswith("tiny")])
@@ -200,14 +200,14 @@ def test_ranges_of_any_processes_are_the_bytes_of_the_library(
     for module in (folder_module, tensor_file):
         monkeypatch.setattr(module, "CHUNK_BYTES", 5000)
     exports = [Export(model, tmp_path / "three", 200_000) for _ in range(3)]
-    exports[0].begin()
+    exports[0].create_files()
     for rank, export in enumerate(exports):
         export.write({name: third(values, rank) for name, ((values, _),) in ranges_of(model).items()})
     for rank, export in enumerate(exports):
-        export.arrange(rank, 3)
+        export.convert_layouts(rank, 3)
     save_model(model, tmp_path / "one", 200_000)
     tensors = {n: p.detach() for n, p in model.named_parameters()} | dict(model.named_buffers())
-    pieces = {piece.name: piece.to_hf(piece.of(tensors)).contiguous() for piece in weight_map(model.config)}
+    pieces = {piece.name: piece.to_hf(piece.rows_of(tensors)).contiguous() for piece in weight_map(model.config)}
     for path in (tmp_path / "one").iterdir():
         written = path.read_bytes()
         assert written == (tmp_path / "three" / path.name).read_bytes(), path.name
@@ -273,7 +273,7 @@ def test_unusable_latent_configurations_are_named(changes: dict, message: str, t
 def test_parameters_are_counted_right(name: str) -> None:
     config = ARCHITECTURES[name]
     parameters = dict(Decoder(config, torch.float32).named_parameters())
-    pieces = [piece.of(parameters) for piece in weight_map(config) if piece.parameter in parameters]
+    pieces = [piece.rows_of(parameters) for piece in weight_map(config) if piece.parameter in parameters]
     assert num_parameters(config) == sum(rows.numel() for rows in pieces) > 1e5
 
 
@@ -449,7 +449,7 @@ def test_a_model_without_its_tokenizer_is_not_left(tmp_path: Path, monkeypatch: 
         (folder / "chat_template.jinja").write_text("{%")
         raise OSError(28, "No space left on device")
 
-    for kind in (KeptTokenizer, transformers.PreTrainedTokenizerFast):
+    for kind in (CachedTokenizer, transformers.PreTrainedTokenizerFast):
         monkeypatch.setattr(kind, "save_pretrained", full)
     with pytest.raises(LockstepError, match="out: the tokenizer cannot be written .*No space left"):
         init_folder("tiny", tmp_path / "out", seed=0)

@@ -19,9 +19,9 @@ from lockstep.cache import tensor_file
 from lockstep.distributed.mesh import Axis, Mesh
 from lockstep.errors import InputError
 from lockstep.models import Decoder, FolderWeights, ResidentWeights, load_part, save_model
-from lockstep.models.checks import require_degree
+from lockstep.models.checks import require_divisible
 from lockstep.models.init import ARCHITECTURES, RandomWeights, initialize
-from lockstep.models.parts import Held, tensors_of
+from lockstep.models.parts import TensorRange, tensors_of
 
 TINY = [name for name in ARCHITECTURES if name.startswith("tiny")]
 
@@ -72,7 +72,7 @@ def test_a_rank_reads_its_part_and_no_more(name: str, tmp_path: Path, monkeypatc
         for vector in [p for p in whole.parameters() if p.dim() == 1]:
             vector.add_(torch.arange(len(vector)))
     save_model(whole, tmp_path, 10**6)
-    require_degree(config, 2, "tp")
+    require_divisible(config, 2, "tp")
     largest = max(p.nbytes for p in whole.parameters())
     drawn = initialize(Decoder(config, torch.bfloat16), 3)
     for rank in range(2):
@@ -124,7 +124,7 @@ def test_a_rank_reads_its_part_of_weights_of_4_bits(tmp_path: Path) -> None:
     name = "layers.1.moe.experts.gate_up"
     flat = tensors_of(whole)[name].flatten()
     for first, count in ((0, 1), (12_345, 67), (70_001, 30_000), (flat.numel() - 9, 9)):
-        held = Held(torch.empty(count), first)
+        held = TensorRange(torch.empty(count), first)
         with counted() as sizes:
             FolderWeights(tmp_path).fill({name: [held]})
         assert torch.equal(held.values, flat[first : first + count])
@@ -137,7 +137,7 @@ def test_a_file_that_ends_or_is_damaged_where_a_rank_reads(tmp_path: Path) -> No
     whole = initialize(Decoder(ARCHITECTURES["tiny"], torch.float32), 3)
     save_model(whole, tmp_path)
     file, source = tmp_path / "model.safetensors", FolderWeights(tmp_path)
-    first, second = ([Held(torch.empty(512), at)] for at in (0, 512))
+    first, second = ([TensorRange(torch.empty(512), at)] for at in (0, 512))
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"].view(-1)[600] = torch.nan
     save_file(tensors, file)
@@ -156,6 +156,6 @@ def test_a_file_that_ends_or_is_damaged_where_a_rank_reads(tmp_path: Path) -> No
         pytest.raises(InputError, match=r"cannot be read \(it ends within model"),
     ):
         patch.setattr(tensor_file, "_read", shorter)
-        source.fill({"norm": [Held(torch.empty(8), 0)]})
+        source.fill({"norm": [TensorRange(torch.empty(8), 0)]})
     with pytest.raises(InputError, match=r"model\.safetensors: not a whole safetensors file"):
         source.fill({"embed": first})

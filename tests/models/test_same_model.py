@@ -17,7 +17,7 @@ from small import load_model
 
 from lockstep import ops
 from lockstep.errors import InputError
-from lockstep.models import Decoder, FolderWeights, Held, PackedAttention, save_model
+from lockstep.models import Decoder, FolderWeights, PackedAttention, TensorRange, save_model
 from lockstep.models.hf.folder import read_config
 from lockstep.models.init import ARCHITECTURES, initialize
 
@@ -123,7 +123,7 @@ def logits(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
             "embeddings of the yarn rope scal",
         ),
         ("tiny", {"rope_scaling": YARN | {"attention_factor": 0}}, "attention_factor of the yarn rope scaling is 0"),
-        ("tiny", {"rope_scaling": {"full_attention": YARN}}, "rope_scaling has 'full_attention' apart"),
+        ("tiny", {"rope_scaling": {"full_attention": YARN}}, "rope_scaling has separate values for 'full_attention'"),
         ("tiny-llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; supported: 1"),
         ("tiny-qwen3-moe", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
         ("tiny-deepseek-v3", {"partial_rotary_factor": 2}, "partial_rotary_factor is 2; supported: 1"),
@@ -189,7 +189,7 @@ def test_masters_are_read_from_a_folder_that_its_model_is_read_from(folder_of: C
     folder = folder_of("tiny")
     tensors(lambda t: t | {HEAD: t[EMBED].bfloat16()})(folder)
     model = load_model(folder, torch.bfloat16)
-    masters = {name: [Held(torch.zeros(p.numel()), 0)] for name, p in model.named_parameters()}
+    masters = {name: [TensorRange(torch.zeros(p.numel()), 0)] for name, p in model.named_parameters()}
     with pytest.raises(InputError, match=r"lm_head\.weight differs from the embedding"):
         FolderWeights(folder).fill(masters)
     FolderWeights(folder, torch.bfloat16).fill(masters)

@@ -184,7 +184,7 @@ def with_a_flipped_bit(run: TrainingSession) -> TrainingSession:
     """The generator reads a copy of the weights in which one bit is wrong."""
     snapshot = SharedWeights(copy.deepcopy(run.policy.model))
     snapshot.model.layers[0].o.data.view(torch.int32)[3, 5] ^= 1 << 20
-    run.engine.runner.use(snapshot)
+    run.engine.runner.set_weights(snapshot)
     return run
 
 

@@ -238,7 +238,7 @@ def test_chat_templates_that_an_earlier_version_did_not_record(
     templates.mkdir(parents=True)
     monkeypatch.setattr(models_folder, "file_names", lambda folder: [f"{templates.name}/tools.jinja"])
     monkeypatch.setattr(
-        models_folder, "fingerprints", lambda folder, names: {name: {"size": 1, "sha256": "0"} for name in names}
+        models_folder, "hash_files", lambda folder, names: {name: {"size": 1, "sha256": "0"} for name in names}
     )
     now = resume.identify_inputs(replace(yaml_file.load(small_run / "config.yaml"), model=str(tmp_path / "model")))
     numerics = {"words": {GRADIENT_NORM: []}}

@@ -127,7 +127,7 @@ def test_parity_holds_after_every_update(dtype: torch.dtype) -> None:
 
 def test_a_stale_prefix_page_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache whose digests forget the weights' version serves pages of the weights before the update."""
-    monkeypatch.setattr(kv_cache, "_root", lambda version, root=kv_cache._root: root(0))
+    monkeypatch.setattr(kv_cache, "_root_digest", lambda version, root=kv_cache._root_digest: root(0))
     model = make_model(torch.float32)
     trainer = Trainer(model, OptimizerConfig(), LossConfig())
     engine = Engine(SharedWeights(model, lambda: trainer.weights_version), GeneratorConfig(page_size=4), 16384)

@@ -25,15 +25,15 @@ def test_the_model_before_stays_until_the_new_one_is_whole(
     policy, out = load_policy(RunConfig(model=str(model), device="cpu")), tmp_path / "model"
     save_policy(policy, out)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    before, arrange, seen = held(out), Export.arrange, []
+    before, convert_layouts, seen = held(out), Export.convert_layouts, []
 
     def last(export: Export, rank: int, ranks: int) -> None:
-        arrange(export, rank, ranks)
+        convert_layouts(export, rank, ranks)
         seen.append(held(out))
         if ends != "well":
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Export, "arrange", last)
+    monkeypatch.setattr(Export, "convert_layouts", last)
     (out.parent / ".new-model").mkdir()  # of a process that was killed
     with torch.no_grad():
         policy.model.norm.add_(1)

@@ -81,7 +81,7 @@ def test_graphs_are_held_to_layers_that_are_computed_again() -> None:
     """The check's eager way has layers computed again in the backward pass."""
     runtime = Runtime(CompileConfig("step"), torch.device("cpu"))
     trainer = Trainer(model_of("mask", torch.bfloat16), OptimizerConfig(), LossConfig(), runtime=runtime)
-    work = trainer.trust_cases([BatchShape(48, 32, 4, 40)], SamplingParams(), check_parity=True)
+    work = trainer.check_cases([BatchShape(48, 32, 4, 40)], SamplingParams(), check_parity=True)
     assert {verdict.faults for verdict in check_against_eager(runtime, work, "strict")} == {()}
 
 
@@ -145,7 +145,7 @@ def test_attention_decides_the_bits(engine_of: EngineOf) -> None:
 
 
 def test_pages_that_are_handed_out_hold_no_values_of_others() -> None:
-    cache = KVCache(CONFIG, 3, 4, torch.empty(0), cleared=True)
+    cache = KVCache(CONFIG, 3, 4, torch.empty(0), zeroes_values=True)
     cache.v.fill_(torch.nan)
     pages = cache.allocate(2)
     assert pages is not None

@@ -81,7 +81,7 @@ def test_a_run_has_the_bits_of_one_whose_cache_lies_apart(
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
     cache = run.engine.cache
     assert cache.borrower.pool_used and cache.k.isnan().any()  # the trainer has had it last
-    cache.take_back()
+    cache.reclaim()
     assert not cache.k.any() and not cache.v.any() and not cache.borrower.pool_used
 
 
@@ -135,7 +135,7 @@ def test_nothing_is_found_again_that_the_trainer_has_overwritten(
     asked = [prompt], [sampling], [SampleIdentity(0, 0, 0, 0)]
     first = run.engine.generate(*asked)[0][0]
     if not taken_back:
-        monkeypatch.setattr(KVCache, "take_back", lambda _: None)
+        monkeypatch.setattr(KVCache, "reclaim", lambda _: None)
     run.runtime.recorder.run(lambda _: [torch.zeros(1)], [])
     again = run.engine.generate(*asked)[0][0]
     assert (again.model_logprobs == first.model_logprobs) == taken_back
@@ -147,6 +147,6 @@ def test_the_trainer_does_not_run_while_pages_are_held(monkeypatch: pytest.Monke
     pages = cache.allocate(1)
     cache.borrower.pool_used = True
     with pytest.raises(AssertionError, match="while sequences were being generated"):
-        cache.take_back()
+        cache.reclaim()
     cache.release(pages)
-    cache.take_back()
+    cache.reclaim()

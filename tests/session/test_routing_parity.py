@@ -313,8 +313,8 @@ def test_graphs_of_experts_pass_the_check_against_eager_and_none_comes_late(chec
     engine = Engine(SharedWeights(model), GeneratorConfig(), 1024, runtime=runtime)
     trainer.warm_up([SHAPE], sampling, check_parity=check_parity)
     engine.warm_up(4, 60, sampling)
-    work = trainer.trust_cases([SHAPE], sampling, check_parity=check_parity)
-    verdicts = check_against_eager(runtime, [*work, *engine.trust_cases()], "strict")
+    work = trainer.check_cases([SHAPE], sampling, check_parity=check_parity)
+    verdicts = check_against_eager(runtime, [*work, *engine.check_cases()], "strict")
     assert {v.function for v in verdicts} == {"forward_backward", "check", "optim_step", "decode", "mixed"}
     runtime.end_warm_up()
     for batch in batches:

@@ -68,7 +68,7 @@ def test_warn_says_so_and_off_does_not_look(broken: None, caplog: pytest.LogCapt
 def test_beside_a_kernel_from_outside_graphs_are_checked_anew(monkeypatch: pytest.MonkeyPatch, shallow: Path) -> None:
     kept: list[Any] = []
     monkeypatch.setattr(session_warm_up, "check_against_eager", lambda *given: kept.append(given[3]) or [])
-    monkeypatch.setattr("lockstep.cache.loaded_code.difference", lambda: None)  # of what the line before replaced
+    monkeypatch.setattr("lockstep.cache.loaded_code.find_difference", lambda: None)  # of what the line before replaced
     config = replace(config_of(captured=True, model=shallow), compile=CompileConfig("step"))
     for offers in ({}, {"toy": lambda *_: []}):
         monkeypatch.setattr(linear_choice, "offers", offers)
@@ -281,7 +281,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[list[st
     found: list[list[list[str]]] = []
     precompiling = pytest.importorskip("lockstep.ops.precompile")
     monkeypatch.setattr(precompiling, "preload", lambda kernels: found.append(kernels) or len(kernels))
-    monkeypatch.setattr("lockstep.cache.loaded_code.difference", lambda: None)  # of what the line before replaced
+    monkeypatch.setattr("lockstep.cache.loaded_code.find_difference", lambda: None)  # of what the line before replaced
     return found
 
 

@@ -72,7 +72,7 @@ def test_cells_are_added_up_one_by_one(make_model, monkeypatch: pytest.MonkeyPat
 def test_graphs_that_end_cells_have_eagers_bits(make_model) -> None:
     runtime = Runtime(CompileConfig("step"), torch.device("cpu"))
     trainer = Trainer(make_model(), OptimizerConfig(), LossConfig(), cells=Cells(4, 2, 1), runtime=runtime)
-    work = trainer.trust_cases([BatchShape(16, 8, 4, 16)], SamplingParams(), check_parity=True)
+    work = trainer.check_cases([BatchShape(16, 8, 4, 16)], SamplingParams(), check_parity=True)
     own = [cases for cases in work if cases[0].name in ("end_cell", "end_cells")]
     assert [verdict.cases for verdict in check_against_eager(runtime, own, "strict")] == [1, 1]
     runtime.close()

@@ -25,10 +25,10 @@ from lockstep.graph.passes.collectives import gradient_exchanges
 from lockstep.models import Decoder, ModelConfig, ResidentWeights, load_part
 from lockstep.models.init import initialize
 from lockstep.trainer import BatchShape, FlatParameters, Trainer
-from lockstep.trainer.gathered import flat_parameters, in_trainer
+from lockstep.trainer.gathered import flat_parameters, make_trained_model
 from lockstep.trainer.packing import blank_batch
 from lockstep.trainer.parameters import ALIGNMENT, Layout
-from lockstep.trainer.programs import OPEN_SIZES, statics_of
+from lockstep.trainer.programs import DYNAMIC_SIZES, statics_of
 from lockstep.types import SamplingParams
 
 SHAPES = st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
@@ -107,7 +107,7 @@ def traced(ranks: int, name: str, ranks_per_cell: int = 1) -> Captured:
     if name == "forward_backward":
         batch = blank_batch(BatchShape(16, 8, 4, 16), SamplingParams(), True)
         statics = {**statics_of(batch), "loss_type": trainer.loss.loss_type, "with_support": False}
-        inputs, sizes = replace(inputs, user=batch.tensors()), OPEN_SIZES
+        inputs, sizes = replace(inputs, user=batch.tensors()), DYNAMIC_SIZES
     return capture(name, program.body, inputs, statics=statics, writes=program.writes, dynamic=sizes)
 
 
@@ -145,8 +145,8 @@ def test_masters_begin_as_the_rounded_weights_of_a_source(make_model, tp: int) -
     master = trainer.optimizer.master
     assert master is trainer.flat.data and master.dtype == torch.float32 and int(master.count_nonzero()) > 0
     assert torch.equal(master, master.bfloat16().float())
-    unrounded = flat_parameters(in_trainer(model, world.mesh), world.mesh, (), model, float32=True)
-    source.fill(unrounded.own())
+    unrounded = flat_parameters(make_trained_model(model, world.mesh), world.mesh, (), model, float32=True)
+    source.fill(unrounded.own_ranges())
     assert not torch.equal(master, unrounded.data)
 
 
@@ -163,7 +163,7 @@ def test_each_rank_has_its_shard_and_the_model_keeps_its_own(make_model, float32
     assert all(flat.data.numel() < whole.numel() / 2 for flat in flats)
     for flat in flats:
         flat.data.zero_()
-        flat.fill(flat.data, [whole])
+        flat.load_parts(flat.data, [whole])
         assert torch.equal(flat.data, cut(flat.layout, whole, flat.rank))
         assert flat.equals_model()
         flat.data[5] += 1
@@ -172,10 +172,10 @@ def test_each_rank_has_its_shard_and_the_model_keeps_its_own(make_model, float32
         assert flat.equals_model() and torch.equal(flat.data, cut(flat.layout, whole, flat.rank))
     written = {name: torch.zeros_like(p).flatten() for name, p in model.named_parameters()}
     for flat in flats:
-        for name, ranges in flat.held(model).items():
+        for name, ranges in flat.ranges_to_write(model).items():
             for values, first in ranges:
                 assert values.dtype == torch.bfloat16 and not written[name][first : first + values.numel()].any()
                 written[name][first : first + values.numel()] = values
     assert all(torch.equal(written[name], p.flatten()) for name, p in model.named_parameters())
     with pytest.raises(ValueError, match=r"expected shape \[\d+\], found \[5\]"):
-        flats[0].fill(flats[0].data, [torch.zeros(5)] * 3)
+        flats[0].load_parts(flats[0].data, [torch.zeros(5)] * 3)

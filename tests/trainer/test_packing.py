@@ -7,8 +7,8 @@ from small import completed, train_group
 from lockstep.algorithms import ALGORITHMS
 from lockstep.errors import InputError
 from lockstep.ops import MAX_SEQUENCES
-from lockstep.trainer import Packing, bucket, pack, pack_shards, packed_slots
-from lockstep.trainer.shapes import BatchShape, batch_shapes, fit
+from lockstep.trainer import Packing, count_slots, pack, pack_shards, round_to_bucket
+from lockstep.trainer.shapes import BatchShape, batch_shapes, fit_shape
 from lockstep.types import ALIGNMENT, SamplingParams
 
 
@@ -119,8 +119,8 @@ def test_groups_fill_micro_batches_in_order_and_a_large_one_is_split():
     assert [int(b.cu_seqlens[-1]) for b in batches] == [58, 62, 52]
     assert [len(b.sequences) for b in batches] == [3, 2, 2]
     assert [len(b.tokens_T) for b in batches] == [64, 64, 64]
-    assert packed_slots(batches) == (192, 172)
-    assert packed_slots([]) == (0, 0)
+    assert count_slots(batches) == (192, 172)
+    assert count_slots([]) == (0, 0)
     for just_fits in ([group(20, 23, 23)], [group(10, 23), group(10, 23)]):
         assert [int(b.cu_seqlens[-1]) for b in pack(just_fits, max_tokens=64, check_parity=False)] == [64]
 
@@ -147,7 +147,7 @@ def test_a_micro_batch_has_no_more_segments_than_attention_takes():
     batches = pack_shards([[group]], [0], Packing(64, shapes=shapes), check_parity=False)
     assert [len(batch.sequences) for batch in batches] == [MAX_SEQUENCES - 1, 1]
     assert {len(batch.prefix_len_S) for batch in batches} == {MAX_SEQUENCES}
-    assert fit(BatchShape(16, 16, MAX_SEQUENCES, 16), [], 64).segments == MAX_SEQUENCES
+    assert fit_shape(BatchShape(16, 16, MAX_SEQUENCES, 16), [], 64).segments == MAX_SEQUENCES
 
 
 def test_a_sequence_that_does_not_fit_names_itself_and_what_would_do():
@@ -170,7 +170,7 @@ def test_unusable_sequences_are_refused():
 
 
 def test_buckets_are_few_and_waste_little():
-    assert [bucket(n) for n in (0, 1, 16, 17, 128, 129, 160, 161, 4725, 9800)] == [
+    assert [round_to_bucket(n) for n in (0, 1, 16, 17, 128, 129, 160, 161, 4725, 9800)] == [
         16,
         16,
         16,
@@ -182,9 +182,9 @@ def test_buckets_are_few_and_waste_little():
         5120,
         10240,
     ]
-    sizes = {bucket(n) for n in range(1, 16385)}
-    assert len(sizes) == 36 and all(size % 16 == 0 and bucket(size) == size for size in sizes)
-    assert all(n <= bucket(n) < 1.25 * n for n in range(128, 16385))
+    sizes = {round_to_bucket(n) for n in range(1, 16385)}
+    assert len(sizes) == 36 and all(size % 16 == 0 and round_to_bucket(size) == size for size in sizes)
+    assert all(n <= round_to_bucket(n) < 1.25 * n for n in range(128, 16385))
 
 
 def test_shares_are_of_the_packed_tokens_of_all_shards():

@@ -18,7 +18,7 @@ from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.errors import InputError
 from lockstep.graph import EAGER, Runtime
 from lockstep.graph.ir.captured import op_name
-from lockstep.models import Decoder, by_pattern
+from lockstep.models import Decoder, select_by_pattern
 from lockstep.trainer import Trainer, pack
 
 LR = 1e-2
@@ -182,12 +182,12 @@ def test_patterns_that_do_not_fit_are_refused(
 def test_a_pattern_is_of_tensors_or_of_modules_and_the_last_counts() -> None:
     model = small.make_model(torch.float32, config=small.DEEPSEEK)
     given = [("*", 1), ("model.layers.1", 2), ("model.layers.*.mlp.experts", 3), ("*norm.weight", 4)]
-    found = by_pattern(model, given, "field")
+    found = select_by_pattern(model, given, "field")
     assert found.keys() == {name for name, _ in model.named_parameters()}
     assert found["embed"] == found["layers.0.mla.down"] == 1 and found["layers.1.mla.down"] == 2
     assert found["layers.1.moe.experts.gate_up"] == found["layers.1.moe.experts.down"] == 3
     assert found["norm"] == found["layers.1.mlp_norm"] == found["layers.0.mla.kv_norm"] == 4
-    assert by_pattern(model, [("model.layers.1.*", 2)], "field", without=found.keys() - {"layers.1.o"}) == {
+    assert select_by_pattern(model, [("model.layers.1.*", 2)], "field", without=found.keys() - {"layers.1.o"}) == {
         "layers.1.o": 2
     }
 

@@ -17,7 +17,7 @@ from updates import LR, NoHostReads, bits, make_trainer, one_batch, same
 from lockstep.config import CompileConfig
 from lockstep.graph import EAGER, Runtime, Store, check_against_eager
 from lockstep.trainer import BatchShape, Trainer
-from lockstep.trainer.result import ROWS
+from lockstep.trainer.result import MAX_PENDING
 from lockstep.types import SamplingParams
 
 SHAPES = [BatchShape(320, 224, 16, 160)]
@@ -45,14 +45,14 @@ def test_more_updates_than_rows_whose_results_wait_are_those_that_were_taken_one
     def updates(wait: bool) -> tuple[list[str], list[Tensor]]:
         trainer, backward = trained()
         pending = []
-        for i in range(ROWS + 3):
+        for i in range(MAX_PENDING + 3):
             backward()
             pending.append(trainer.launch_optim_step(LR / (1 + i)))
             if not wait:
                 pending[-1].get()
-            assert trainer.weights_version == (max(0, i + 1 - ROWS) if wait else i + 1)  # the oldest were taken
+            assert trainer.weights_version == (max(0, i + 1 - MAX_PENDING) if wait else i + 1)  # the oldest were taken
         results = [repr(p.get()) for p in pending]
-        assert len(set(results)) == len(results) and trainer.weights_version == ROWS + 3
+        assert len(set(results)) == len(results) and trainer.weights_version == MAX_PENDING + 3
         return results, bits(trainer)
 
     (one_by_one, expected), (waited, found) = updates(False), updates(True)
@@ -64,7 +64,7 @@ def test_results_that_nobody_wants_any_more_are_not_waited_for(trained) -> None:
     backward()
     trainer.optim_step(LR)
     with NoHostReads():
-        for _ in range(2 * ROWS):
+        for _ in range(2 * MAX_PENDING):
             trainer.launch_optim_step(LR)
     backward()
     assert trainer.optim_step(LR).applied and trainer.weights_version == 2
@@ -74,7 +74,7 @@ def test_a_result_whose_row_is_lost_is_no_other_ones(trained) -> None:
     trainer, backward = trained()
     backward()
     pending = trainer.launch_optim_step(LR)
-    for _ in range(ROWS):
+    for _ in range(MAX_PENDING):
         trainer.programs.by_name["optim_step"]()  # updates that nobody made room for
     with pytest.raises(RuntimeError, match=r"result of update 1 is gone: the device has those of \[9.0, 8.0, .*2.0\]"):
         pending.get()
@@ -92,7 +92,7 @@ def test_a_warm_up_and_its_check_leave_results_as_they_were(make_model, make_gro
             found.append(trainer.launch_optim_step(LR))
             if warm_up and i == 1:
                 trainer.warm_up(SHAPES, SamplingParams(), check_parity=True)
-                check_against_eager(runtime, trainer.trust_cases(SHAPES, SamplingParams(), check_parity=True), "strict")
+                check_against_eager(runtime, trainer.check_cases(SHAPES, SamplingParams(), check_parity=True), "strict")
         return [repr(pending.get()) for pending in found]
 
     assert results(True) == results(False)
@@ -118,7 +118,7 @@ def test_a_rate_is_written_when_it_is_another(trained) -> None:
         trainer, backward = trained()
         for rate in rates:
             backward()
-            trainer._rate = math.nan if always else trainer._rate
+            trainer._written_lr = math.nan if always else trainer._written_lr
             with Fills() as fills:
                 trainer.optim_step(rate)
             written.extend(fills.values)
@@ -141,11 +141,11 @@ def test_a_rate_that_a_check_wrote_over_is_written_again(make_model, make_groups
             trainer.optim_step(LR)
             saved = {k: v.clone() for k, v in trainer.state()[0].items()}, trainer.state()[1]
             if checked and i == 0:
-                cases = dict(trainer.trust_cases(SHAPES, SamplingParams(), check_parity=True))
+                cases = dict(trainer.check_cases(SHAPES, SamplingParams(), check_parity=True))
                 for case in cases[trainer.programs.by_name["optim_step"]]:
                     case.load()  # without what puts state back
                 trainer.load_state(*saved)
-                trainer._values.zero_()
+                trainer._statistics.zero_()
                 trainer.flat.grad.zero_()
         return bits(trainer)
 

@@ -27,9 +27,9 @@ def model_with(moe: MoEConfig | None) -> Decoder:
 def test_biases_move_towards_the_mean_load() -> None:
     biases = [torch.tensor([0.5, 0.0, 0.0, -0.5]), torch.zeros(4)]
     loads = torch.tensor([[9, 2, 5, 4], [3, 3, 3, 3]], dtype=torch.float64)
-    routing.balance(biases, loads.flatten(), 0.25, torch.tensor(False))
+    routing.balance_biases(biases, loads.flatten(), 0.25, torch.tensor(False))
     assert biases[0].tolist() == [0.5, 0.0, 0.0, -0.5]
-    routing.balance(biases, loads.flatten(), 0.25, torch.tensor(True))
+    routing.balance_biases(biases, loads.flatten(), 0.25, torch.tensor(True))
     assert biases[0].tolist() == [0.25, 0.25, 0.0, -0.25]
     assert biases[1].tolist() == [0.0] * 4
 
@@ -39,7 +39,7 @@ def test_an_update_balances_what_its_batches_counted(make_groups) -> None:
     trainer = Trainer(model, BALANCED, LossConfig())
     for batch in pack(make_groups(), max_tokens=300, check_parity=False):
         trainer.forward_backward(batch)
-    loads = trainer._values[-8:].clone().view(2, 4)
+    loads = trainer._statistics[-8:].clone().view(2, 4)
     assert loads.sum() > 0
     assert trainer.optim_step(1e-3).applied
     for layer, load in zip(model.layers, loads, strict=True):
@@ -53,7 +53,7 @@ def loads_of(batches: list[PackedBatch], checked: list[PackedBatch]) -> torch.Te
         trainer.check(batch)
     for batch in batches:
         trainer.forward_backward(batch)
-    return trainer._values[-8:]
+    return trainer._statistics[-8:]
 
 
 def test_what_is_checked_and_shards_without_prompts_count_for_nothing(make_groups) -> None:

@@ -51,7 +51,7 @@ def everything(trainer: Trainer) -> list[torch.Tensor]:
         *trainer.state()[0].values(),
         trainer.flat.data,
         trainer.flat.grad,
-        trainer._values,
+        trainer._statistics,
         trainer.programs.state.lr,
     ]
     return [tensor.clone() for tensor in own]
@@ -72,7 +72,7 @@ def test_every_function_passes_and_nothing_is_left_behind(mode: str, options: di
     captures = runtime.captures
     runtime.end_warm_up()
     before = everything(trainer)
-    verdicts = check_against_eager(runtime, trainer.trust_cases(SHAPES, TOP_P, check_parity=True, **options), "strict")
+    verdicts = check_against_eager(runtime, trainer.check_cases(SHAPES, TOP_P, check_parity=True, **options), "strict")
     assert all(map(torch.equal, everything(trainer), before))
     assert (runtime.captures, runtime.recompiles) == (captures, 0)  # the very graphs of the warm-up
     cases = {v.function: v.cases for v in verdicts}
@@ -101,7 +101,7 @@ def test_what_is_copied_to_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         trainer.optimizer.exp_avg_sq.fill_(moments)
         for name in ("forward_backward", "optim_step"):
             copied = list[int]()
-            work = [w for w in trainer.trust_cases(shapes, TOP_P, check_parity=True) if w[0].name == name]
+            work = [w for w in trainer.check_cases(shapes, TOP_P, check_parity=True) if w[0].name == name]
             check_against_eager(runtime, work, "strict")
             found.append(sum(copied) / trainer.flat.layout.size)
     assert found == pytest.approx([0, 2, 0, 10], abs=0.2)
@@ -110,7 +110,7 @@ def test_what_is_copied_to_be_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_put_back_is_kept_in_spare_memory_meanwhile() -> None:
     runtime, trainer = make("none", dtype=torch.bfloat16)
     before, spare, kept = everything(trainer), torch.zeros(2 * trainer.flat.layout.size, dtype=torch.uint8), []
-    [(program, cases)] = [w for w in trainer.trust_cases(SHAPES[1:], TOP_P, check_parity=True) if len(w[1]) == 5]
+    [(program, cases)] = [w for w in trainer.check_cases(SHAPES[1:], TOP_P, check_parity=True) if len(w[1]) == 5]
 
     def loading(load: Callable[[], object]) -> Callable[[], None]:
         def loads() -> None:
@@ -148,7 +148,7 @@ def test_an_update_that_leaves_out_a_slice_is_found_and_all_is_put_back(
         return found
 
     program.body = wrong  # type: ignore[assignment]
-    work = [w for w in trainer.trust_cases(SHAPES[1:], TOP_P, check_parity=True) if w[0] is program]
+    work = [w for w in trainer.check_cases(SHAPES[1:], TOP_P, check_parity=True) if w[0] is program]
     with pytest.raises(GraphError, match=r"optim_step\(\), case 'first': .*optimizer master"):
         check_against_eager(runtime, work, "strict")
     assert all(map(torch.equal, everything(trainer), before))
@@ -171,7 +171,7 @@ def drops_a_gradient(captured):
 def test_a_wrong_gradient_is_found_before_the_first_step() -> None:
     runtime, trainer = make("full", (Pass("scale", True, drops_a_gradient),))
     before = everything(trainer)
-    cases = trainer.trust_cases(SHAPES, TOP_P, check_parity=True)
+    cases = trainer.check_cases(SHAPES, TOP_P, check_parity=True)
     with pytest.raises(
         GraphError, match=r"forward_backward\(.*case 'filled, 96 tokens': scale differs .* in grad .*add_"
     ):
@@ -181,7 +181,7 @@ def test_a_wrong_gradient_is_found_before_the_first_step() -> None:
 
 def test_batches_fill_their_shapes_and_have_gradients_to_compare() -> None:
     _, trainer = make("none")
-    (function, cases), *_ = trainer.trust_cases(SHAPES, TOP_P, check_parity=True)
+    (function, cases), *_ = trainer.check_cases(SHAPES, TOP_P, check_parity=True)
     assert function.name == "forward_backward"
     by_name = {case.name: case for case in cases}
     assert set(by_name) == {
@@ -217,7 +217,7 @@ def test_what_is_tried_of_a_run_has_its_shapes(prompt: int, completion: int, n: 
 
 def test_without_room_for_both_the_longest_sequence_is_alone() -> None:
     _, trainer = make("none")
-    (_, cases), *_ = trainer.trust_cases([BatchShape(40, 24, 4, 40)], TOP_P, check_parity=True)
+    (_, cases), *_ = trainer.check_cases([BatchShape(40, 24, 4, 40)], TOP_P, check_parity=True)
     names = ["filled, 40 tokens", "ragged, 40 tokens", "longest sequence, 40 tokens", "one token, 40 tokens"]
     assert [case.name for case in cases] == names
 

@@ -11,9 +11,9 @@ from small import completed, train_group
 
 from lockstep.config import CompileConfig, LossConfig, OptimizerConfig
 from lockstep.graph import Runtime
-from lockstep.trainer import BatchShape, Trainer, batch_shapes, pack, packed_slots
+from lockstep.trainer import BatchShape, Trainer, batch_shapes, count_slots, pack
 from lockstep.trainer.packing import blank_batch
-from lockstep.trainer.shapes import fit, holding
+from lockstep.trainer.shapes import fit_shape, shapes_holding
 from lockstep.types import RolloutGroup, SamplingParams
 
 FILTERED = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, n=2)
@@ -27,16 +27,16 @@ def test_the_largest_shape_holds_a_whole_step_and_the_others_shrink():
     for larger, smaller in zip(shapes, shapes[1:], strict=False):
         assert 0.78 < smaller.tokens / larger.tokens < 0.81
     assert [s.tokens for s in batch_shapes(5, 8, 145, 100, max_len=245, max_tokens=2000)][:2] == [2000, 1600]
-    assert holding(shapes, 4000) == shapes[:1] and holding(shapes, 0) == shapes
+    assert shapes_holding(shapes, 4000) == shapes[:1] and shapes_holding(shapes, 0) == shapes
     assert batch_shapes(1, 1, 145, 100, max_len=245, max_tokens=999)[0] == (256, 112, 2, 245)
 
 
 def test_a_batch_takes_the_smallest_shape_that_holds_it_and_a_larger_one_buckets():
     shapes = [BatchShape(128, 100, 9, 60), BatchShape(64, 50, 9, 60)]
-    assert fit(BatchShape(64, 50, 9, 60), shapes, 1000) == shapes[1]
-    assert fit(BatchShape(64, 51, 9, 60), shapes, 1000) == shapes[0]
-    assert fit(BatchShape(129, 10, 1, 10), shapes, 1000) == (160, 16, 16, 16)
-    assert fit(BatchShape(129, 10, 1, 10), shapes, 130) == (130, 16, 16, 16)
+    assert fit_shape(BatchShape(64, 50, 9, 60), shapes, 1000) == shapes[1]
+    assert fit_shape(BatchShape(64, 51, 9, 60), shapes, 1000) == shapes[0]
+    assert fit_shape(BatchShape(129, 10, 1, 10), shapes, 1000) == (160, 16, 16, 16)
+    assert fit_shape(BatchShape(129, 10, 1, 10), shapes, 130) == (130, 16, 16, 16)
 
 
 def group(rng: random.Random, prompt: int, lengths: list[int]) -> RolloutGroup:
@@ -56,7 +56,7 @@ def test_batches_of_any_lengths_take_few_shapes_and_waste_little(max_tokens: int
         groups = [group(rng, rng.randint(100, 145), [rng.randint(1, 100) for _ in range(8)]) for _ in range(5)]
         batches += pack(groups, max_tokens=max_tokens, check_parity=True, shapes=shapes)
     assert {shape_of(b) for b in batches} <= set(shapes)
-    slots, used = packed_slots(batches)
+    slots, used = count_slots(batches)
     assert used > 0.8 * slots
 
 
@@ -101,7 +101,7 @@ def test_warm_up_changes_no_bit_of_any_state(make_model, dtype):
     groups = [group(random.Random(0), 5, [4, 3])]
     trainer.forward_backward(pack(groups, max_tokens=512, check_parity=True, shapes=SHAPES)[0])
     assert trainer.optim_step(1e-2).applied  # moments and step counts that are not zero
-    state = {**trainer.state()[0], "weights": trainer.flat.data, "grad": trainer.flat.grad, "sums": trainer._values}
+    state = {**trainer.state()[0], "weights": trainer.flat.data, "grad": trainer.flat.grad, "sums": trainer._statistics}
     before = {name: t.clone() for name, t in state.items()}
     trainer.warm_up(SHAPES[-3:], FILTERED, check_parity=True)
     for name, t in state.items():

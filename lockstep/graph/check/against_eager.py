@@ -134,7 +134,7 @@ def _first_fault(
     for function, case in [(function, case) for function, cases in work for case in cases]:
         captured = function.graph(case.user, case.statics).captured
         if first := id(captured) not in of_graphs:  # no key covers code from outside the package
-            kept = None if cache_fingerprint.changed() or foreign_calls(captured) else verdicts
+            kept = None if cache_fingerprint.is_modified() or foreign_calls(captured) else verdicts
             of_graphs[id(captured)] = digest(captured), kept
         text, kept = of_graphs[id(captured)]
         shapes = [(title, tuple(tensor.shape)) for _, title, tensor in replace(function.inputs, user=case.user).flat()]

@@ -117,7 +117,7 @@ class Store:
         """Why an existing file was not read."""
         for place in (path, path.parent):
             with contextlib.suppress(OSError):
-                if path.exists() and (why := user_folder.foreign(place.stat())):
+                if path.exists() and (why := user_folder.untrusted_reason(place.stat())):
                     return (f"{place} is not trusted: {why}",)
         return ()
 

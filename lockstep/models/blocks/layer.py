@@ -14,7 +14,7 @@ from ...distributed.placement import ROWS, Placement
 from ..config import ModelConfig
 from .attention import Attend
 from .moe import MixtureOfExperts, Routing
-from .weights import Weight
+from .weights import WeightFactory
 
 
 class Layer(nn.Module):
@@ -24,16 +24,16 @@ class Layer(nn.Module):
         num_heads, num_kv_heads: this rank's.
         qk_norm: whether queries and keys are normalized per head.
         norm_offset: added to the weights of norms.
-        norms_before: how many norms of the stream are inputs of products, so that a backward pass needs their results.
+        num_pre_norms: how many norms of the stream are inputs of products, so that a backward pass needs their results.
         activation: of the gated feed-forward.
     """
 
     qk_norm: ClassVar[bool] = False
-    norms_before: ClassVar[int] = 2
+    num_pre_norms: ClassVar[int] = 2
     norm_offset: ClassVar[float] = 0.0
     activation: ClassVar[str] = "silu"
 
-    def __init__(self, config: ModelConfig, index: int, weight: Weight) -> None:
+    def __init__(self, config: ModelConfig, index: int, weight: WeightFactory) -> None:
         super().__init__()
         self.config, self.spread = config, weight.spread
         self.num_heads, self.num_kv_heads = map(self.spread.local_count, (config.num_heads, config.num_kv_heads))
@@ -52,7 +52,7 @@ class Layer(nn.Module):
             self.gate_up = weight(2 * width, config.hidden_size, on=Placement(tp=0, blocks=(width, width)))
             self.down = weight(config.hidden_size, width, on=ROWS)
 
-    def make_projections(self, config: ModelConfig, weight: Weight) -> int:
+    def make_projections(self, config: ModelConfig, weight: WeightFactory) -> int:
         """Make the parameters that give queries, keys and values; return the width of all heads' values."""
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         blocks = heads * head_dim, kv_heads * head_dim, kv_heads * head_dim
@@ -63,7 +63,7 @@ class Layer(nn.Module):
         self.k_norm = self.norm(head_dim, weight) if self.qk_norm else None
         return blocks[0]
 
-    def norm(self, size: int, weight: Weight) -> nn.Parameter:
+    def norm(self, size: int, weight: WeightFactory) -> nn.Parameter:
         return weight(size, fill=1.0 - self.norm_offset)
 
     def forward(
@@ -79,7 +79,7 @@ class Layer(nn.Module):
         gated_TF = ops.norm_gate_up(x_TD, self.mlp_norm, self.gate_up, eps, offset, self.activation)
         return added(ops.linear_add, gated_TF, self.down, x_TD, None, own_TW)[0]
 
-    def product(self, x_TW: Tensor, weight: Tensor) -> Tensor:
+    def gathered_linear(self, x_TW: Tensor, weight: Tensor) -> Tensor:
         return self.spread.gather_columns(ops.linear(self.spread.gather_columns(x_TW), weight))
 
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:

@@ -16,7 +16,7 @@ from ..config import ModelConfig
 from .attention import Attend
 from .layer import Layer
 from .rope import YarnScaling
-from .weights import Weight
+from .weights import WeightFactory
 
 LATENT_EPS = 1e-6  # for the latents' norms, whatever the model's own: Hugging Face's DeepseekV3RMSNorm default
 
@@ -25,7 +25,7 @@ class LatentAttention(nn.Module):
     """The weights of a layer's attention, except its output projection. `down` stacks the projections of the hidden
     state: to the query latent (or the queries), the latent, and the rotated key."""
 
-    def __init__(self, config: ModelConfig, weight: Weight) -> None:
+    def __init__(self, config: ModelConfig, weight: WeightFactory) -> None:
         super().__init__()
         m = config.mla
         assert m is not None
@@ -65,7 +65,7 @@ class LatentAttention(nn.Module):
 
 
 class LatentLayer(Layer):
-    def make_projections(self, config: ModelConfig, weight: Weight) -> int:
+    def make_projections(self, config: ModelConfig, weight: WeightFactory) -> int:
         assert config.mla is not None
         self.mla = LatentAttention(config, weight)
         return config.num_heads * config.mla.v_dim

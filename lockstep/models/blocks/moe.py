@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...distributed.placement import ROWS, Placement
 from ..config import MoEConfig
-from .weights import Weight
+from .weights import WeightFactory
 
 
 class Routing(NamedTuple):
@@ -32,7 +32,7 @@ class MixtureOfExperts(nn.Module):
 
     router_bias: Tensor | None
 
-    def __init__(self, config: MoEConfig, hidden_size: int, weight: Weight) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, weight: WeightFactory) -> None:
         super().__init__()
         self.config, self.spread = config, weight.spread
         self.router = weight(config.num_experts, hidden_size)
@@ -46,10 +46,11 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_TD: Tensor, routes: list[Routing] | None = None) -> Tensor:
         """The weighted sum of each token's experts' outputs, plus the shared experts' output, [T, D]."""
-        x_RD, plan, weights_TK, routing = self.dispatch(x_TD, self.router, self.router_bias, self.router_offset)
+        dispatched = self.dispatch(x_TD, self.router, self.router_bias, self.router_offset)
+        x_RD, (_, row_TK, offsets), weights_TK, routing = dispatched
         if routes is not None:
             routes.append(routing)
-        y_TD = self.combine(self.experts(x_RD, plan[2]), plan[1], weights_TK)
+        y_TD = self.combine(self.experts(x_RD, offsets), row_TK, weights_TK)
         return self.spread.gather_columns(y_TD if self.shared is None else self.shared(x_TD, y_TD))
 
 
@@ -69,13 +70,14 @@ class Dispatch(nn.Module):
             logits_TE = logits_TE + offset_E  # in float32
         weights_TK, experts_TK = ops.route(logits_TE, bias_E, ops.RouteSettings(c.num_experts_per_token, *settings))
         plan = ops.dispatch_plan(experts_TK, c.num_experts)
-        return ops.dispatch(x_TD, plan[0], plan[1]), plan, weights_TK, Routing(logits_TE, experts_TK)
+        order_R, row_TK, _ = plan
+        return ops.dispatch(x_TD, order_R, row_TK), plan, weights_TK, Routing(logits_TE, experts_TK)
 
 
 class Experts(nn.Module):
     """One gated feed-forward per expert, as grouped products. A bias is one vector, with the experts' concatenated."""
 
-    def __init__(self, config: MoEConfig, hidden_size: int, weight: Weight) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, weight: WeightFactory) -> None:
         super().__init__()
         count, width = config.num_experts, config.intermediate_size
         self.config, self.spread = config, weight.spread
@@ -104,7 +106,7 @@ class Combine(nn.Module):
 class SharedExperts(nn.Module):
     """A SiLU-gated feed-forward for every token, as wide as the shared experts together."""
 
-    def __init__(self, config: MoEConfig, hidden_size: int, weight: Weight) -> None:
+    def __init__(self, config: MoEConfig, hidden_size: int, weight: WeightFactory) -> None:
         super().__init__()
         width = config.shared_experts * config.intermediate_size
         self.spread = weight.spread

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...cache.tensor_file import Entry, Stored
+from ...cache.tensor_file import Entry, StoredTensor
 from ...errors import InputError
 
 METHOD = "mxfp4"  # what `quantization_config` calls it
@@ -15,7 +15,7 @@ BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of the names of a tensor's two
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     """The numbers of a tensor [..., N, G * 32], exact in bfloat16, transposed to rows by inputs, [..., G * 32, N].
 
     Args:
@@ -28,13 +28,13 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     return numbers.flatten(-2).transpose(-1, -2)
 
 
-class Pairs:
+class PartJoiner:
     """Joins the two parts of tensors, which may come from different files."""
 
     def __init__(self) -> None:
-        self._first: dict[str, Stored] = {}
+        self._first: dict[str, StoredTensor] = {}
 
-    def whole(self, part: str, stored: Stored, where: str) -> tuple[str, Stored] | None:
+    def join(self, part: str, stored: StoredTensor, where: str) -> tuple[str, StoredTensor] | None:
         """The whole tensor and its name once its second part is here; None at its first. Other tensors are returned as
         they are. `InputError`: the parts do not fit together; `where` names the file of this one."""
         if not part.endswith((BLOCKS, SCALES)):
@@ -43,20 +43,20 @@ class Pairs:
         if (found := self._first.pop(name + other, None)) is None:
             self._first[part] = stored
             return None
-        return name, _numbers(f"{where}: {name}", *((stored, found) if other == SCALES else (found, stored)))
+        return name, _join_parts(f"{where}: {name}", *((stored, found) if other == SCALES else (found, stored)))
 
 
-def _numbers(name: str, blocks: Stored, scales: Stored) -> Stored:
+def _join_parts(name: str, blocks: StoredTensor, scales: StoredTensor) -> StoredTensor:
     """The tensor that its two parts make."""
     shape = blocks.entry.shape
     if shape != (*scales.entry.shape, 16) or {blocks.entry.dtype, scales.entry.dtype} != {torch.uint8}:
         both = f"{BLOCKS} {list(shape)} and {SCALES} {list(scales.entry.shape)}"
         raise InputError(f"{name} has {both}; they must be uint8 [..., N, G, 16] and [..., N, G]")
     *leading, outputs, groups, _ = shape
-    return Stored(Entry(torch.bfloat16, (*leading, groups * 32, outputs)), partial(_fill, blocks, scales))
+    return StoredTensor(Entry(torch.bfloat16, (*leading, groups * 32, outputs)), partial(_fill, blocks, scales))
 
 
-def _fill(blocks: Stored, scales: Stored, first: int, values: Tensor, step: int = 0) -> None:
+def _fill(blocks: StoredTensor, scales: StoredTensor, first: int, values: Tensor, step: int = 0) -> None:
     """See `Fill`; supports whole columns of a matrix only. In both parts, these columns are rows."""
     *_, outputs, groups, _ = blocks.entry.shape
     assert step == outputs and len(values) == groups * 32
@@ -65,4 +65,4 @@ def _fill(blocks: Stored, scales: Stored, first: int, values: Tensor, step: int 
     block, scale = torch.empty((*shape, 16), dtype=torch.uint8), torch.empty(shape, dtype=torch.uint8)
     blocks.fill(at * 16, block.view(-1))
     scales.fill(at, scale.view(-1))
-    values.copy_(dequantized(block, scale))
+    values.copy_(dequantize(block, scale))

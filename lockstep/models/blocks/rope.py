@@ -114,7 +114,7 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | Yarn
     return torch.where(is_between, between, stretched)
 
 
-def scaled_table(table_TH: Tensor, factor: float, rotary_dim: int) -> Tensor:
+def scale_rope_table(table_TH: Tensor, factor: float, rotary_dim: int) -> Tensor:
     """`ops.rope_table`'s result times `factor`, for the `rotary_dim` elements of a head that are rotated; 0: all."""
     if rotary_dim in (0, table_TH.shape[1]):
         return table_TH * factor
@@ -128,7 +128,7 @@ def is_positive(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
-def rope_of_hf(raw: dict[str, Any], where: str) -> dict[str, Any]:
+def rope_parameters_from_hf(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """What a `config.json` says about rotations: all of `rope_scaling` if it is present and not empty, else
     `rope_parameters`, as in transformers 5. `InputError`: only a part of each head is rotated, or layers differ."""
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
@@ -137,14 +137,14 @@ def rope_of_hf(raw: dict[str, Any], where: str) -> dict[str, Any]:
         if place.get("partial_rotary_factor") not in (1, None):
             raise InputError(f"{where}: partial_rotary_factor is {place['partial_rotary_factor']!r}; supported: 1")
     layers = next((key for key, value in values.items() if isinstance(value, dict)), None)
-    refuse(layers is not None, f"{where}: {name} has {layers!r} apart; the same for all layers is supported")
+    refuse(layers is not None, f"{where}: {name} has separate values for {layers!r}; supported: one for all layers")
     return values
 
 
 def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScaling | None:
     """The scaling of a `config.json`. `InputError`: its type is not one of `ROPE_TYPES`, or a number is missing or
     invalid."""
-    values = rope_of_hf(raw, where)
+    values = rope_parameters_from_hf(raw, where)
     kind = values.get("rope_type", values.get("type", "default"))
     refuse(kind not in ROPE_TYPES, f"{where}: rope_type is {kind!r}; supported: {', '.join(ROPE_TYPES)}")
     if kind == "default":
@@ -159,8 +159,9 @@ def scaling_from_hf(raw: dict[str, Any], where: str) -> RopeScaling | YarnScalin
     if kind == "linear":
         return RopeScaling("linear", number("factor"))
     key = "original_max_position_embeddings"
-    within = values.get(key, raw.get("max_position_embeddings"))  # one at the top level wins, as in transformers
-    factor, context = number("factor"), int(number(key, raw.get(key) or within))
+    nested = values.get(key, raw.get("max_position_embeddings"))
+    factor = number("factor")
+    context = int(number(key, raw.get(key) or nested))  # one at the top level wins, as in transformers
     refuse(context < 1, f"{where}: {key} of the {kind} rope scaling is below 1")
     if kind == "yarn":
         optional = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")

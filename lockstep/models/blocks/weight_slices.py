@@ -12,12 +12,12 @@ from torch import Tensor
 from ..config import ModelConfig, MoEConfig
 
 
-class Window(NamedTuple):
+class BlockRead(NamedTuple):
     """Rows of a block that are read together.
 
     Attributes:
         columns: the columns to read of a block that the folder stores as [inputs, outputs]; None: the whole block.
-        rows: the block's rows that these become, in the order of `Form.from_hf`.
+        rows: the block's rows that these become, in the order of `RowLayout.from_hf`.
     """
 
     columns: range | None
@@ -25,15 +25,15 @@ class Window(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form(ABC):
+class RowLayout(ABC):
     """A layout of rows in a folder that differs from the decoder's. The conversions round nothing and are inverse to
     each other. Rows from any multiple of `block` on, `block` of them, have the same place in both tensors."""
 
     block: int
 
-    def windows(self, wanted: Sequence[range]) -> list[Window]:
+    def plan_reads(self, wanted: Sequence[range]) -> list[BlockRead]:
         """What to read of a block to get the `wanted` rows."""
-        return [Window(None, [range(self.block)])]
+        return [BlockRead(None, [range(self.block)])]
 
     @abstractmethod
     def from_hf(self, tensor: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Form(ABC):
 
 
 @dataclass(frozen=True)
-class Reordered(Form):
+class ReorderedRows(RowLayout):
     """A folder stores the `block` rows of each head in another order; `order[i]` is the folder's row that is the
     decoder's row `i`."""
 
@@ -59,19 +59,19 @@ class Reordered(Form):
         return rows.unflatten(0, (-1, self.block))[:, inverse].flatten(0, 1)
 
 
-def interleaved(block: int, rotated: int) -> Reordered:
+def interleaved_rotary(block: int, rotated: int) -> ReorderedRows:
     """For a folder that stores the two rows of each rotated pair side by side, in the last `rotated` rows of a head.
     The decoder stores the first rows of all pairs, then the second ones."""
     begin = block - rotated
-    return Reordered(block, (*range(begin), *range(begin, block, 2), *range(begin + 1, block, 2)))
+    return ReorderedRows(block, (*range(begin), *range(begin, block, 2), *range(begin + 1, block, 2)))
 
 
-def partly_rotated(block: int, rotated: int) -> Reordered:
+def partial_rotary(block: int, rotated: int) -> ReorderedRows:
     """For a folder whose heads begin with the `rotated` rows, whose first half rotates with the second. The decoder
     rotates all pairs of rows half a head apart, some by an angle of 0, so each half of its heads has half of the
     rotated rows and then half of the others."""
     turned, kept = rotated // 2, rotated + (block - rotated) // 2
-    return Reordered(block, (*range(turned), *range(rotated, kept), *range(turned, rotated), *range(kept, block)))
+    return ReorderedRows(block, (*range(turned), *range(rotated, kept), *range(turned, rotated), *range(kept, block)))
 
 
 class LayerSlice(NamedTuple):
@@ -81,7 +81,7 @@ class LayerSlice(NamedTuple):
     parameter: str
     start: int
     rows: int
-    form: Form | None = None
+    layout: RowLayout | None = None
 
 
 Slices = Iterable[LayerSlice]
@@ -89,23 +89,23 @@ Slices = Iterable[LayerSlice]
 
 class WeightSlice(LayerSlice):
     """Tensor `name` of a Hugging Face folder is rows `start : start + rows` of the decoder's `parameter`, whose leading
-    dims are flattened to rows if it has more than two; converted by `form`, if there is one."""
+    dims are flattened to rows if it has more than two; converted by `layout`, if there is one."""
 
     __slots__ = ()
 
-    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def rows_of(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The rows, as a view."""
         tensor = tensors[self.parameter]
         rows = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
         return rows[self.start : self.start + self.rows]
 
-    def first(self, rows: Tensor) -> int:
-        """The flat index, in the parameter, of the first element of `rows`, which come from `of`."""
+    def first_element(self, rows: Tensor) -> int:
+        """The flat index, in the parameter, of the first element of `rows`, which come from `rows_of`."""
         return self.start * (rows.shape[-1] if rows.dim() > 1 else 1)
 
     def to_hf(self, rows: Tensor) -> Tensor:
         """The folder's tensor from these rows."""
-        return rows if self.form is None else self.form.to_hf(rows)
+        return rows if self.layout is None else self.layout.to_hf(rows)
 
 
 def slices_of_layer(
@@ -124,22 +124,22 @@ def slices_with_qk_norm(config: ModelConfig, index: int) -> Iterator[LayerSlice]
 
 
 def qk_norm_slices(config: ModelConfig) -> Iterator[LayerSlice]:
-    form = _head_form(config)
-    yield LayerSlice("self_attn.q_norm.weight", "q_norm", 0, config.head_dim, form)
-    yield LayerSlice("self_attn.k_norm.weight", "k_norm", 0, config.head_dim, form)
+    layout = _rotary_layout(config)
+    yield LayerSlice("self_attn.q_norm.weight", "q_norm", 0, config.head_dim, layout)
+    yield LayerSlice("self_attn.k_norm.weight", "k_norm", 0, config.head_dim, layout)
 
 
-def _head_form(config: ModelConfig) -> Form | None:
+def _rotary_layout(config: ModelConfig) -> RowLayout | None:
     head, rotated = config.head_dim, config.rotary_dim
-    return partly_rotated(head, rotated) if 0 < rotated < head else None
+    return partial_rotary(head, rotated) if 0 < rotated < head else None
 
 
 def attention_slices(config: ModelConfig, norms: Slices = ()) -> Iterator[LayerSlice]:
-    q, kv, form = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, _head_form(config)
+    q, kv, layout = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, _rotary_layout(config)
     for kind, parameter in (("weight", "qkv"), ("bias", "qkv_bias")):
         if kind == "weight" or "qkv" in config.biases:
-            yield LayerSlice(f"self_attn.q_proj.{kind}", parameter, 0, q, form)
-            yield LayerSlice(f"self_attn.k_proj.{kind}", parameter, q, kv, form)
+            yield LayerSlice(f"self_attn.q_proj.{kind}", parameter, 0, q, layout)
+            yield LayerSlice(f"self_attn.k_proj.{kind}", parameter, q, kv, layout)
             yield LayerSlice(f"self_attn.v_proj.{kind}", parameter, q + kv, kv)
     yield from norms
     yield LayerSlice("self_attn.o_proj.weight", "o", 0, config.hidden_size)

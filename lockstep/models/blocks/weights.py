@@ -10,18 +10,18 @@ from ...distributed.placement import WHOLE, Placement
 from ...distributed.spread import Spread
 
 
-class Weight:
+class WeightFactory:
     """The factory for parameters that a decoder passes to its blocks; it records how each was declared.
 
     Attributes:
         spread: the tensor-parallel ranks.
-        placed: each parameter's placement on the mesh.
-        filled: the constant of each parameter that a random model fills with one.
+        placements: each parameter's placement on the mesh.
+        init_constants: the constant of each parameter that a random model fills with one.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device | str, mesh: Mesh, memory: bool) -> None:
-        self.placed: dict[nn.Parameter, Placement] = {}
-        self.filled: dict[nn.Parameter, float] = {}
+        self.placements: dict[nn.Parameter, Placement] = {}
+        self.init_constants: dict[nn.Parameter, float] = {}
         self.spread, self.mesh = Spread(mesh.tp, device), mesh
         self._dtype, self._device, self._memory = dtype, device, memory
 
@@ -31,7 +31,7 @@ class Weight:
         own = on.part_shape(self.mesh, shape)
         made = torch.empty(own if self._memory else (), dtype=self._dtype, device=self._device)
         parameter = nn.Parameter(made.expand(own))
-        self.placed[parameter] = on
+        self.placements[parameter] = on
         if fill is not None or len(shape) == 1:
-            self.filled[parameter] = 1.0 if fill is None else fill
+            self.init_constants[parameter] = 1.0 if fill is None else fill
         return parameter

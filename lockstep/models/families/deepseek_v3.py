@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from ..blocks.mla import LatentLayer
-from ..blocks.rope import YarnScaling, rope_of_hf, scaling_from_hf
-from ..blocks.weight_slices import LayerSlice, interleaved, slices_of_layer
+from ..blocks.rope import YarnScaling, rope_parameters_from_hf, scaling_from_hf
+from ..blocks.weight_slices import LayerSlice, interleaved_rotary, slices_of_layer
 from ..config import MLAConfig, ModelConfig, MoEConfig
 from . import qwen3, qwen3_moe
-from .family import EXPERT_SIZES, PLAIN, Family, Raw, no_windows
+from .family import EXPERT_SIZES, SILU_WITHOUT_BIAS, Family, Raw, refuse_windows
 
 _MLA_SIZES = {
     "kv_rank": "kv_lora_rank",
@@ -23,17 +23,17 @@ _MLA_SIZES = {
 
 def _read(raw: Raw) -> dict[str, Any]:
     get = raw.values.get
-    values = rope_of_hf(raw.values, raw.where)
+    values = rope_parameters_from_hf(raw.values, raw.where)
     other = not isinstance(scaling_from_hf(raw.values, raw.where), YarnScaling | None)
     scale = values.get("mscale_all_dim")
     raw.refuse(scale and other, f"mscale_all_dim is {scale!r}; it is supported with yarn only")
     sizes = {ours: raw.integer(theirs) for ours, theirs in _MLA_SIZES.items()}
     q_rank = None if get("q_lora_rank") is None else raw.integer("q_lora_rank")
     mla = MLAConfig(**sizes, q_rank=q_rank, interleaved=bool(get("rope_interleave", True)))
-    return {"mla": mla, "moe": grouped_experts(raw, 2.5), "num_kv_heads": 1, "head_dim": mla.rope_dim}
+    return {"mla": mla, "moe": read_grouped_experts(raw, 2.5), "num_kv_heads": 1, "head_dim": mla.rope_dim}
 
 
-def grouped_experts(raw: Raw, scale: float) -> MoEConfig:
+def read_grouped_experts(raw: Raw, scale: float) -> MoEConfig:
     """Grouped experts chosen by biased sigmoid scores; `scale` is the default of `routed_scaling_factor`."""
     get = raw.values.get
     return MoEConfig(
@@ -79,21 +79,21 @@ def _attention(config: ModelConfig) -> Iterator[LayerSlice]:
     m = config.mla
     assert m is not None
     queries, up = config.num_heads * (m.nope_dim + m.rope_dim), config.num_heads * (m.nope_dim + m.v_dim)
-    q_form = interleaved(m.nope_dim + m.rope_dim, m.rope_dim) if m.interleaved else None
-    kv_form = interleaved(m.key_dim, m.rope_dim) if m.interleaved else None
+    q_layout = interleaved_rotary(m.nope_dim + m.rope_dim, m.rope_dim) if m.interleaved else None
+    kv_layout = interleaved_rotary(m.key_dim, m.rope_dim) if m.interleaved else None
     if m.q_rank is None:
-        yield LayerSlice("self_attn.q_proj.weight", "mla.down", 0, queries, q_form)
+        yield LayerSlice("self_attn.q_proj.weight", "mla.down", 0, queries, q_layout)
     else:
         yield LayerSlice("self_attn.q_a_proj.weight", "mla.down", 0, m.q_rank)
         yield LayerSlice("self_attn.q_a_layernorm.weight", "mla.q_norm", 0, m.q_rank)
-        yield LayerSlice("self_attn.q_b_proj.weight", "mla.q_up", 0, queries, q_form)
-    yield LayerSlice("self_attn.kv_a_proj_with_mqa.weight", "mla.down", m.q_rank or queries, m.key_dim, kv_form)
+        yield LayerSlice("self_attn.q_b_proj.weight", "mla.q_up", 0, queries, q_layout)
+    yield LayerSlice("self_attn.kv_a_proj_with_mqa.weight", "mla.down", m.q_rank or queries, m.key_dim, kv_layout)
     yield LayerSlice("self_attn.kv_a_layernorm.weight", "mla.kv_norm", 0, m.kv_rank)
     yield LayerSlice("self_attn.kv_b_proj.weight", "mla.kv_up", 0, up)
     yield LayerSlice("self_attn.o_proj.weight", "o", 0, config.hidden_size)
 
 
-def predicts_further(name: str, config: ModelConfig) -> bool:
+def is_multi_token_prediction(name: str, config: ModelConfig) -> bool:
     """Whether a tensor belongs to the layers after the last, which are for multi-token prediction."""
     before, _, rest = name.partition("model.layers.")
     layer = rest.partition(".")[0]
@@ -130,12 +130,12 @@ FAMILY = Family(
     "DeepseekV3ForCausalLM",
     LatentLayer,
     lambda config, index: slices_of_layer(config, index, _attention(config)),
-    fixed=PLAIN | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+    fixed=SILU_WITHOUT_BIAS | {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
     read=_read,
     write=_write,
     sizes=EXPERT_SIZES,
-    check=no_windows,
-    leaves_out=predicts_further,
+    check=refuse_windows,
+    ignores_tensor=is_multi_token_prediction,
     golden=_golden,
     architectures={
         "tiny-deepseek-v3": _TINY,

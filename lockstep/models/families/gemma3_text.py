@@ -15,21 +15,21 @@ from ..blocks.layer import QKNormLayer
 from ..blocks.moe import Routing
 from ..blocks.rope import RopeScaling, is_positive
 from ..blocks.weight_slices import LayerSlice, attention_slices, feed_forward_slices, qk_norm_slices
-from ..blocks.weights import Weight
+from ..blocks.weights import WeightFactory
 from ..config import ModelConfig
 from . import qwen3
 from .family import (
-    BY_KIND,
     FULL,
+    ROPE_BY_LAYER_TYPE,
     SLIDING,
     Family,
     Raw,
     all_but_every,
-    alternating,
-    odd_words,
-    rope_by_kind,
-    whole_ramps,
-    write_by_kind,
+    golden_tiny,
+    read_alternating_windows,
+    read_rope_by_layer_type,
+    require_truncated_yarn,
+    write_rope_by_layer_type,
 )
 
 OFFSET = 1.0  # added to the weights of norms
@@ -41,7 +41,7 @@ class SandwichLayer(QKNormLayer):
 
     norm_offset = OFFSET
 
-    def __init__(self, config: ModelConfig, index: int, weight: Weight) -> None:
+    def __init__(self, config: ModelConfig, index: int, weight: WeightFactory) -> None:
         super().__init__(config, index, weight)
         self.attention_out_norm = weight(config.hidden_size, fill=0.0)
         self.mlp_out_norm = weight(config.hidden_size, fill=0.0)
@@ -50,10 +50,10 @@ class SandwichLayer(QKNormLayer):
         self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend, routes: list[Routing] | None = None
     ) -> Tensor:
         eps = self.config.rms_norm_eps
-        attended_TD = self.product(self.attention(index, x_TD, rope_TH, attend), self.o)
+        attended_TD = self.gathered_linear(self.attention(index, x_TD, rope_TH, attend), self.o)
         x_TD = ops.norm_add(attended_TD, self.attention_out_norm, x_TD, eps, OFFSET)
         gated_TF = ops.norm_gate_up(x_TD, self.mlp_norm, self.gate_up, eps, OFFSET, GELU)
-        return ops.norm_add(self.product(gated_TF, self.down), self.mlp_out_norm, x_TD, eps, OFFSET)
+        return ops.norm_add(self.gathered_linear(gated_TF, self.down), self.mlp_out_norm, x_TD, eps, OFFSET)
 
 
 def _slices(config: ModelConfig, index: int) -> Iterator[LayerSlice]:
@@ -72,13 +72,13 @@ def _read(raw: Raw) -> dict[str, Any]:
     raw.refuse(not is_positive(found), f"query_pre_attn_scalar is {found!r}; it must be a number above 0")
     period = raw.integer("sliding_window_pattern")
     raw.refuse(period < 1, f"sliding_window_pattern is {period}; it must be at least 1")
-    return {"attention_scale": float(found) ** -0.5, **alternating(raw, period)}
+    return {"attention_scale": float(found) ** -0.5, **read_alternating_windows(raw, period)}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     scalar = round(config.attention_scale**-2, 9)
     return {
-        **write_by_kind(config),
+        **write_rope_by_layer_type(config),
         "rope_local_base_freq": config.local_rope_theta,
         "query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar,
     }
@@ -111,10 +111,10 @@ FAMILY = Family(
     },
     read=_read,
     write=_write,
-    rope=lambda raw: rope_by_kind(raw, raw.values.get("rope_local_base_freq") or 10000.0),
-    also=(BY_KIND,),
+    rope=lambda raw: read_rope_by_layer_type(raw, raw.values.get("rope_local_base_freq") or 10000.0),
+    extra_fields=(ROPE_BY_LAYER_TYPE,),
     layer_kinds=(FULL, SLIDING),
-    check=whole_ramps,
+    check=require_truncated_yarn,
     norm_offset=OFFSET,
     embedding_scale=lambda config: config.hidden_size**0.5,
     defaults={
@@ -123,8 +123,8 @@ FAMILY = Family(
         "tie_word_embeddings": True, "rope_theta": 1e6, "query_pre_attn_scalar": 256, "sliding_window": 4096,
         "sliding_window_pattern": 6,
     },
-    inside=("gemma3",),
-    golden=odd_words(_TINY),
+    multimodal_types=("gemma3",),
+    golden=golden_tiny(_TINY),
     architectures={
         "tiny-gemma3": _TINY,
         "gemma3-1b": _size(26, 1152, 6912, 4, 1, 512),

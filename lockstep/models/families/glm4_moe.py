@@ -10,11 +10,11 @@ from ..blocks.rope import is_positive, scaling_to_hf
 from ..blocks.weight_slices import slices_of_layer, slices_with_qk_norm
 from ..config import ModelConfig, MoEConfig
 from . import qwen3
-from .deepseek_v3 import grouped_experts, predicts_further, write_grouped_experts
-from .family import EXPERT_SIZES, PARTLY, Family, Raw, no_windows, odd_words, rope
+from .deepseek_v3 import is_multi_token_prediction, read_grouped_experts, write_grouped_experts
+from .family import EXPERT_SIZES, PARTIAL_ROTARY, Family, Raw, golden_tiny, read_rope, refuse_windows
 
 
-def _factor(raw: Raw) -> float:
+def _read_rotary_factor(raw: Raw) -> float:
     both = raw.values.get("rope_scaling") or raw.values.get("rope_parameters") or {}
     found = both.get("partial_rotary_factor", raw.values.get("partial_rotary_factor", 0.5))  # as in transformers
     fits = is_positive(found) and found <= 1
@@ -22,20 +22,20 @@ def _factor(raw: Raw) -> float:
     return float(found)
 
 
-def _rope(raw: Raw) -> dict[str, Any]:
+def _read_rope(raw: Raw) -> dict[str, Any]:
     whole = {key: value for key, value in raw.values.items() if key != "partial_rotary_factor"}
     for name in ("rope_scaling", "rope_parameters"):
         if values := whole.get(name):
             whole[name] = {key: value for key, value in values.items() if key != "partial_rotary_factor"}
-    return rope(Raw(whole, raw.where))
+    return read_rope(Raw(whole, raw.where))
 
 
 def _read(raw: Raw) -> dict[str, Any]:
     get = raw.values.get
     head = get("head_dim") or raw.integer("hidden_size") // raw.integer("num_attention_heads")
     return {
-        "moe": grouped_experts(raw, 1.0),
-        "rotary_dim": int(head * _factor(raw)),
+        "moe": read_grouped_experts(raw, 1.0),
+        "rotary_dim": int(head * _read_rotary_factor(raw)),
         "biases": ("qkv",) if get("attention_bias") else (),
         "qk_norm": bool(get("use_qk_norm")),
     }
@@ -72,12 +72,12 @@ FAMILY = Family(
     fixed={"hidden_act": ("silu", "swish")},
     read=_read,
     write=_write,
-    rope=_rope,
-    also=("attention_bias", PARTLY),
+    rope=_read_rope,
+    extra_fields=("attention_bias", PARTIAL_ROTARY),
     sizes=EXPERT_SIZES,
-    check=no_windows,
-    leaves_out=predicts_further,
+    check=refuse_windows,
+    ignores_tensor=is_multi_token_prediction,
     defaults={"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
-    golden=odd_words(_TINY),
+    golden=golden_tiny(_TINY),
     architectures={"tiny-glm4-moe": _TINY, "glm4.5-air": _air(46), "glm4.5-air-4-layers": _air(4)},
 )

@@ -11,10 +11,19 @@ from torch import Tensor
 
 from ..blocks import mxfp4
 from ..blocks.rope import YarnScaling
-from ..blocks.weight_slices import Form, LayerSlice, Window, attention_slices, slices_of_layer
+from ..blocks.weight_slices import BlockRead, LayerSlice, RowLayout, attention_slices, slices_of_layer
 from ..config import ModelConfig, MoEConfig
 from . import qwen3
-from .family import FULL, SLIDING, Family, Raw, all_but_every, alternating, odd_words, write_alternating
+from .family import (
+    FULL,
+    SLIDING,
+    Family,
+    Raw,
+    all_but_every,
+    golden_tiny,
+    read_alternating_windows,
+    write_alternating_windows,
+)
 
 _YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _YARN |= {"original_max_position_embeddings": 4096}
@@ -22,25 +31,28 @@ _BIASES = ("qkv", "o")
 
 
 @dataclass(frozen=True)
-class ByInput(Form):
+class InputMajor(RowLayout):
     """A folder stores experts' weights as [E, inputs, outputs] and biases as [E, outputs]; the decoder's rows are
     outputs, `block` per expert. The folder interleaves the `kinds` of outputs, such as gate and up, and the decoder
     has all outputs of the first kind before those of the second."""
 
     kinds: int = 1
 
-    def windows(self, wanted: Sequence[range]) -> list[Window]:
+    def plan_reads(self, wanted: Sequence[range]) -> list[BlockRead]:
         """Wherever outputs of one kind are wanted, read those of all kinds, each once."""
-        each, kinds = self.block // self.kinds, self.kinds
-        firsts = range(0, self.block, each)
-        pieces = [(max(rows.start - at, 0), min(rows.stop - at, each)) for at in firsts for rows in wanted]
-        apart = list[tuple[int, int]]()
+        outputs = self.block // self.kinds  # of each kind
+        starts = range(0, self.block, outputs)
+        pieces = [(max(rows.start - at, 0), min(rows.stop - at, outputs)) for at in starts for rows in wanted]
+        merged = list[tuple[int, int]]()
         for begin, end in sorted(piece for piece in pieces if piece[0] < piece[1]):
-            if apart and begin <= apart[-1][1]:
-                first, last = apart.pop()
+            if merged and begin <= merged[-1][1]:
+                first, last = merged.pop()
                 begin, end = first, max(end, last)
-            apart.append((begin, end))
-        return [Window(range(a * kinds, b * kinds), [range(at + a, at + b) for at in firsts]) for a, b in apart]
+            merged.append((begin, end))
+        return [
+            BlockRead(range(begin * self.kinds, end * self.kinds), [range(at + begin, at + end) for at in starts])
+            for begin, end in merged
+        ]
 
     def from_hf(self, tensor: Tensor) -> Tensor:
         return tensor.transpose(1, -1).unflatten(1, (-1, self.kinds)).transpose(1, 2).flatten(0, 2)
@@ -60,14 +72,14 @@ def _read(raw: Raw) -> dict[str, Any]:
         raw.integer("num_experts_per_tok", "experts_per_token"),
         raw.integer("intermediate_size"),
     )
-    return {"moe": moe, "biases": _BIASES, "attention_sinks": True, **alternating(raw, 2)}
+    return {"moe": moe, "biases": _BIASES, "attention_sinks": True, **read_alternating_windows(raw, 2)}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     moe = config.moe
     assert moe is not None
     return {
-        **write_alternating(config),
+        **write_alternating_windows(config),
         "intermediate_size": moe.intermediate_size,
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_token,
@@ -88,7 +100,8 @@ def _experts(config: ModelConfig) -> Iterator[LayerSlice]:
     experts, width = moe.num_experts, moe.intermediate_size
     yield LayerSlice("mlp.router.weight", "moe.router", 0, experts)
     yield LayerSlice("mlp.router.bias", "moe.router_offset", 0, experts)
-    up, down, all_up, all_down = ByInput(2 * width, kinds=2), ByInput(hidden), 2 * experts * width, experts * hidden
+    up, down = InputMajor(2 * width, kinds=2), InputMajor(hidden)
+    all_up, all_down = 2 * experts * width, experts * hidden
     yield LayerSlice("mlp.experts.gate_up_proj", "moe.experts.gate_up", 0, all_up, up)
     yield LayerSlice("mlp.experts.gate_up_proj_bias", "moe.experts.gate_up_bias", 0, all_up, up)
     yield LayerSlice("mlp.experts.down_proj", "moe.experts.down", 0, all_down, down)
@@ -121,7 +134,7 @@ FAMILY = Family(
     read=_read,
     write=_write,
     layer_kinds=(FULL, SLIDING),
-    quantized=(mxfp4.METHOD,),
+    quant_methods=(mxfp4.METHOD,),
     sizes=("num_local_experts", "num_experts_per_tok", "experts_per_token"),
     defaults={
         "rms_norm_eps": 1e-5,
@@ -130,7 +143,7 @@ FAMILY = Family(
         "sliding_window": 128,
         "head_dim": 64,
     },
-    golden=odd_words(_TINY),
+    golden=golden_tiny(_TINY),
     architectures={
         "tiny-gpt-oss": _TINY,
         "gpt-oss-20b": _size(24, 32),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..blocks.rope import RopeScaling
 from ..config import ModelConfig
-from .family import PLAIN, Family, no_windows
+from .family import SILU_WITHOUT_BIAS, Family, refuse_windows
 
 
 def _size(layers: int, hidden: int, ffn: int, heads: int, factor: float = 0.0, tied: bool = False) -> ModelConfig:
@@ -24,8 +24,8 @@ _TINY = ModelConfig(
 
 FAMILY = Family(
     "LlamaForCausalLM",
-    fixed=PLAIN | {"mlp_bias": (False, None), "pretraining_tp": (1, None)},
-    check=no_windows,
+    fixed=SILU_WITHOUT_BIAS | {"mlp_bias": (False, None), "pretraining_tp": (1, None)},
+    check=refuse_windows,
     architectures={
         "tiny-llama": _TINY,
         "llama3-8b": _size(32, 4096, 14336, 32),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from . import qwen3
-from .family import Family, all_or_none, odd_words, one_window, write_one_window
+from .family import Family, golden_tiny, read_uniform_window, require_uniform_windows, write_uniform_window
 
 _TINY = replace(qwen3.TINY, family="mistral", tie_word_embeddings=False, sliding_window=64, sliding_layers=(0, 1, 2, 3))
 
@@ -21,11 +21,11 @@ def _size(layers: int) -> ModelConfig:
 FAMILY = Family(
     "MistralForCausalLM",
     fixed={"hidden_act": ("silu", "swish")},
-    read=one_window,
-    write=write_one_window,
-    check=all_or_none,
+    read=read_uniform_window,
+    write=write_uniform_window,
+    check=require_uniform_windows,
     defaults={"sliding_window": 4096},
-    inside=("mistral3",),
-    golden=odd_words(_TINY),
+    multimodal_types=("mistral3",),
+    golden=golden_tiny(_TINY),
     architectures={"tiny-mistral": _TINY, "mistral-7b": _size(32), "mistral-7b-8-layers": _size(8)},
 )

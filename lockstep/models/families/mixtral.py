@@ -9,21 +9,21 @@ from typing import Any
 from ..blocks.weight_slices import LayerSlice, slices_of_layer
 from ..config import ModelConfig, MoEConfig
 from . import qwen3
-from .family import Family, Raw, all_or_none, odd_words, one_window, write_one_window
+from .family import Family, Raw, golden_tiny, read_uniform_window, require_uniform_windows, write_uniform_window
 
 
 def _read(raw: Raw) -> dict[str, Any]:
     moe = MoEConfig(
         raw.integer("num_local_experts"), raw.integer("num_experts_per_tok"), raw.integer("intermediate_size")
     )
-    return {"moe": moe, **one_window(raw)}
+    return {"moe": moe, **read_uniform_window(raw)}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
     moe = config.moe
     assert moe is not None
     return {
-        **write_one_window(config),
+        **write_uniform_window(config),
         "intermediate_size": moe.intermediate_size,
         "num_local_experts": moe.num_experts,
         "num_experts_per_tok": moe.num_experts_per_token,
@@ -53,9 +53,9 @@ FAMILY = Family(
     read=_read,
     write=_write,
     sizes=("num_local_experts", "num_experts_per_tok"),
-    check=all_or_none,
+    check=require_uniform_windows,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    golden=odd_words(_TINY),
+    golden=golden_tiny(_TINY),
     architectures={
         "tiny-mixtral": _TINY,
         "mixtral-8x7b": ModelConfig(

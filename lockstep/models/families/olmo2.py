@@ -13,18 +13,18 @@ from ..blocks.attention import Attend
 from ..blocks.layer import Layer
 from ..blocks.moe import Routing
 from ..blocks.weight_slices import LayerSlice, attention_slices, feed_forward_slices
-from ..blocks.weights import Weight
+from ..blocks.weights import WeightFactory
 from ..config import ModelConfig
 from . import qwen3
-from .family import PLAIN, Family, no_windows, odd_words
+from .family import SILU_WITHOUT_BIAS, Family, golden_tiny, refuse_windows
 
 
 class NormAfterLayer(Layer):
     """Attention and a feed-forward, each followed by a norm. Norms of queries and keys span all heads."""
 
-    norms_before = 0
+    num_pre_norms = 0
 
-    def make_projections(self, config: ModelConfig, weight: Weight) -> int:
+    def make_projections(self, config: ModelConfig, weight: WeightFactory) -> int:
         values = super().make_projections(config, weight)
         self.q_norm = weight(values)
         self.k_norm = weight(config.num_kv_heads * config.head_dim)
@@ -34,10 +34,10 @@ class NormAfterLayer(Layer):
         self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend, routes: list[Routing] | None = None
     ) -> Tensor:
         eps = self.config.rms_norm_eps
-        attended_TD = self.product(self.attention(index, x_TD, rope_TH, attend), self.o)
+        attended_TD = self.gathered_linear(self.attention(index, x_TD, rope_TH, attend), self.o)
         x_TD = ops.norm_add(attended_TD, self.attention_norm, x_TD, eps)
         gated_TF = ops.gate_up(x_TD, self.gate_up)
-        return ops.norm_add(self.product(gated_TF, self.down), self.mlp_norm, x_TD, eps)
+        return ops.norm_add(self.gathered_linear(gated_TF, self.down), self.mlp_norm, x_TD, eps)
 
     def attention(self, index: int, x_TD: Tensor, rope_TH: Tensor, attend: Attend) -> Tensor:
         c, (q_norm, k_norm) = self.config, (self.q_norm, self.k_norm)
@@ -66,10 +66,10 @@ FAMILY = Family(
     "Olmo2ForCausalLM",
     NormAfterLayer,
     slices,
-    fixed=PLAIN,
-    check=no_windows,
+    fixed=SILU_WITHOUT_BIAS,
+    check=refuse_windows,
     defaults={"rms_norm_eps": 1e-5},
-    golden=odd_words(_TINY),
+    golden=golden_tiny(_TINY),
     architectures={
         "tiny-olmo2": _TINY,
         "olmo2-1b": ModelConfig(100352, 2048, 8192, 16, 16, 16, 128, 4096, 1e-6, 500000.0, False, family="olmo2"),

@@ -8,17 +8,17 @@ from ..blocks.rope import YarnScaling
 from ..config import ModelConfig
 from . import qwen3
 from .family import (
-    BY_KIND,
     FULL,
-    PLAIN,
+    ROPE_BY_LAYER_TYPE,
+    SILU_WITHOUT_BIAS,
     SLIDING,
     Family,
     all_but_every,
-    alternating,
-    odd_words,
-    rope_by_kind,
-    whole_ramps,
-    write_by_kind,
+    golden_tiny,
+    read_alternating_windows,
+    read_rope_by_layer_type,
+    require_truncated_yarn,
+    write_rope_by_layer_type,
 )
 from .olmo2 import NormAfterLayer, slices
 
@@ -33,15 +33,15 @@ FAMILY = Family(
     "Olmo3ForCausalLM",
     NormAfterLayer,
     slices,
-    fixed=PLAIN,
-    read=lambda raw: alternating(raw, 4),
-    write=write_by_kind,
-    rope=lambda raw: rope_by_kind(raw, _THETA),
-    also=(BY_KIND,),
+    fixed=SILU_WITHOUT_BIAS,
+    read=lambda raw: read_alternating_windows(raw, 4),
+    write=write_rope_by_layer_type,
+    rope=lambda raw: read_rope_by_layer_type(raw, _THETA),
+    extra_fields=(ROPE_BY_LAYER_TYPE,),
     layer_kinds=(FULL, SLIDING),
-    check=whole_ramps,
+    check=require_truncated_yarn,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": _THETA, "sliding_window": 4096},
-    golden=odd_words(_TINY),
+    golden=golden_tiny(_TINY),
     architectures={
         "tiny-olmo3": _TINY,
         "olmo3-7b": ModelConfig(

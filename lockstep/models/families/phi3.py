@@ -13,15 +13,22 @@ from ...errors import refuse
 from ..blocks.weight_slices import LayerSlice
 from ..config import ModelConfig
 from . import qwen3
-from .family import PLAIN, Family, all_or_none, odd_words, one_window, write_one_window
+from .family import (
+    SILU_WITHOUT_BIAS,
+    Family,
+    golden_tiny,
+    read_uniform_window,
+    require_uniform_windows,
+    write_uniform_window,
+)
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    return write_one_window(config) | {"original_max_position_embeddings": config.max_position_embeddings}
+    return write_uniform_window(config) | {"original_max_position_embeddings": config.max_position_embeddings}
 
 
 def _check(config: ModelConfig) -> None:
-    all_or_none(config)
+    require_uniform_windows(config)
     scaled = config.rope_scaling is not None  # transformers reads yarn as longrope, and no other scaling
     refuse(scaled, "model config: rope_scaling of a phi3 is not supported; positions must not be scaled")
 
@@ -42,12 +49,12 @@ _TINY = replace(qwen3.TINY, family="phi3", tie_word_embeddings=False, sliding_wi
 FAMILY = Family(
     "Phi3ForCausalLM",
     slices=_slices,
-    fixed=PLAIN,
-    read=one_window,
+    fixed=SILU_WITHOUT_BIAS,
+    read=read_uniform_window,
     write=_write,
     check=_check,
     defaults={"rms_norm_eps": 1e-5},
-    golden=odd_words(_TINY),
+    golden=golden_tiny(_TINY),
     architectures={
         "tiny-phi3": _TINY,
         "phi3-mini": ModelConfig(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..config import ModelConfig
 from . import qwen3
-from .family import FULL, SLIDING, WINDOW, Family, odd_words, windows_by_layer, write_windows_by_layer
+from .family import DEFAULT_WINDOW, FULL, SLIDING, Family, golden_tiny, read_windows_by_layer, write_windows_by_layer
 
 _TINY = replace(qwen3.TINY, family="qwen2", biases=("qkv",))
 
@@ -21,11 +21,11 @@ def _size(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: 
 FAMILY = Family(
     "Qwen2ForCausalLM",
     fixed={"hidden_act": ("silu", "swish")},
-    read=lambda raw: {"biases": ("qkv",), **windows_by_layer(raw)},
+    read=lambda raw: {"biases": ("qkv",), **read_windows_by_layer(raw)},
     write=write_windows_by_layer,
     layer_kinds=(FULL, SLIDING),
-    defaults=WINDOW,
-    golden=odd_words(_TINY),
+    defaults=DEFAULT_WINDOW,
+    golden=golden_tiny(_TINY),
     architectures={
         "tiny-qwen2": _TINY,
         "qwen2.5-0.5b": _size(24, 896, 4864, 14, 2),

@@ -7,7 +7,15 @@ from dataclasses import replace
 from ..blocks.layer import QKNormLayer
 from ..blocks.weight_slices import slices_with_qk_norm
 from ..config import ModelConfig
-from .family import FULL, PLAIN, SLIDING, WINDOW, Family, windows_by_layer, write_windows_by_layer
+from .family import (
+    DEFAULT_WINDOW,
+    FULL,
+    SILU_WITHOUT_BIAS,
+    SLIDING,
+    Family,
+    read_windows_by_layer,
+    write_windows_by_layer,
+)
 
 TINY = ModelConfig(512, 128, 384, 4, 4, 2, 32, max_position_embeddings=2048, rope_theta=10000.0, family="qwen3")
 
@@ -24,11 +32,11 @@ FAMILY = Family(
     "Qwen3ForCausalLM",
     QKNormLayer,
     slices_with_qk_norm,
-    fixed=PLAIN,
-    read=windows_by_layer,
+    fixed=SILU_WITHOUT_BIAS,
+    read=read_windows_by_layer,
     write=write_windows_by_layer,
     layer_kinds=(FULL, SLIDING),
-    defaults={**WINDOW, "head_dim": 128},
+    defaults={**DEFAULT_WINDOW, "head_dim": 128},
     golden=golden,
     architectures={
         "tiny": TINY,

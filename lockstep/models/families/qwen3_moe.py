@@ -9,7 +9,16 @@ from ..blocks.layer import QKNormLayer
 from ..blocks.weight_slices import slices_with_qk_norm
 from ..config import ModelConfig, MoEConfig
 from . import qwen3
-from .family import EXPERT_SIZES, PLAIN, WINDOW, Family, Raw, all_or_none, switched_windows, write_switched_window
+from .family import (
+    DEFAULT_WINDOW,
+    EXPERT_SIZES,
+    SILU_WITHOUT_BIAS,
+    Family,
+    Raw,
+    read_optional_window,
+    require_uniform_windows,
+    write_optional_window,
+)
 
 
 def _read(raw: Raw) -> dict[str, Any]:
@@ -22,7 +31,7 @@ def _read(raw: Raw) -> dict[str, Any]:
         tuple(i for i in layers if i in plain or (i + 1) % step),
         normalize=bool(raw.values.get("norm_topk_prob", False)),
     )
-    return {"moe": moe, **switched_windows(raw, tuple(layers))}
+    return {"moe": moe, **read_optional_window(raw, tuple(layers))}
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
@@ -35,7 +44,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "mlp_only_layers": list(moe.dense_layers),
         "decoder_sparse_step": 1,
         "norm_topk_prob": moe.normalize,
-        **write_switched_window(config),
+        **write_optional_window(config),
     }
 
 
@@ -55,12 +64,12 @@ FAMILY = Family(
     "Qwen3MoeForCausalLM",
     QKNormLayer,
     slices_with_qk_norm,
-    fixed=PLAIN,
+    fixed=SILU_WITHOUT_BIAS,
     read=_read,
     write=_write,
     sizes=EXPERT_SIZES,
-    check=all_or_none,
-    defaults=WINDOW,
+    check=require_uniform_windows,
+    defaults=DEFAULT_WINDOW,
     golden=golden,
     architectures={
         "tiny-qwen3-moe": replace(qwen3.TINY, family="qwen3_moe", moe=MoEConfig(8, 2, 192)),

@@ -7,8 +7,8 @@ from typing import Any
 from ...errors import InputError
 from ..blocks.rope import scaling_to_hf
 from ..config import ModelConfig
-from ..families import FAMILIES, Family, Raw, family_of, nearest, require_family
-from ..families.family import BY_KIND, PARTLY
+from ..families import FAMILIES, Family, Raw, family_of, require_family, suggest_family_for
+from ..families.family import PARTIAL_ROTARY, ROPE_BY_LAYER_TYPE
 
 # Integer fields of `ModelConfig`, and their names in config.json.
 _SIZES = {
@@ -21,7 +21,7 @@ _SIZES = {
 }
 
 
-def without_nulls(values: dict[str, Any]) -> dict[str, Any]:
+def drop_nulls(values: dict[str, Any]) -> dict[str, Any]:
     """The fields that are not null. As in transformers, null counts as absent, except that it means false for flags
     whose default may be true, and no window for `sliding_window`."""
     flags: dict[str, Any] = {name: False for name in ("norm_topk_prob", "rope_interleave") if name in values}
@@ -37,7 +37,7 @@ def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
     values = {**family.defaults, **values}
     for key, allowed in family.fixed.items():
         if values.get(key, allowed[0]) not in allowed:
-            can = nearest(name, key, values[key])
+            can = suggest_family_for(name, key, values[key])
             raise InputError(f"{where}: {key} is {values[key]!r}; supported: {allowed[0]!r}; {can}")
     raw = Raw(values, where)
     fields = {ours: raw.integer(theirs) for ours, theirs in _SIZES.items()}
@@ -46,30 +46,34 @@ def from_hf(values: dict[str, Any], where: str) -> ModelConfig:
     config = ModelConfig(
         rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
-        eos_token_ids=end_of_sequence(values),
+        eos_token_ids=read_eos_token_ids(values),
         bos_token_id=values.get("bos_token_id"),
         pad_token_id=values.get("pad_token_id"),
         family=name,
-        **fields | _rotations(raw, family) | family.read(raw),
+        **fields | _read_rope(raw, family) | family.read(raw),
     )
     family.check(config)
     return config
 
 
-def _rotations(raw: Raw, family: Family) -> dict[str, Any]:
+def _read_rope(raw: Raw, family: Family) -> dict[str, Any]:
     """The family's fields for rotary positions. An `InputError` names a family that supports what this one does not."""
     try:
         return family.rope(raw)
     except InputError as error:
-        others = [name for name in (PARTLY, BY_KIND) if not family.takes(name, None)]
+        others = [name for name in (PARTIAL_ROTARY, ROPE_BY_LAYER_TYPE) if not family.supports(name, None)]
         field = next((name for name in others if name in str(error)), None)
-        raise error if field is None else InputError(f"{error}; {nearest(raw.values['model_type'], field)}") from None
+        if field is None:
+            raise
+        raise InputError(f"{error}; {suggest_family_for(raw.values['model_type'], field)}") from None
 
 
-def end_of_sequence(values: dict[str, Any]) -> tuple[int, ...]:
+def read_eos_token_ids(values: dict[str, Any]) -> tuple[int, ...]:
     """The token ids in `eos_token_id` of a parsed config.json or generation_config.json: an id, a list or null."""
     ids = values.get("eos_token_id")
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
+    if isinstance(ids, list):
+        return tuple(ids)
+    return () if ids is None else (ids,)
 
 
 def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ...cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, TensorFile, cut
+from ...cache.tensor_file import CHUNK_BYTES, Entry, OpenTensorFile, TensorFile, split_by_size
 from ...errors import LockstepError
 from ..blocks.weight_slices import WeightSlice
 from ..config import ModelConfig
 from ..decoder import Decoder
-from ..parts import Ranges, ranges_of, within, without_memory
+from ..parts import Ranges, intersect, meta_tensors, ranges_of
 from .config import to_hf
 from .weight_map import VALUE_HEAD, VALUE_HEAD_PIECE, weight_map
 
@@ -30,15 +30,16 @@ def save_model(
     `transformers` can load the folder. A file of weights has up to `max_shard_bytes` of tensors, unless a single one is
     larger, and `metadata` in addition to the format. `LockstepError`: a file cannot be written."""
     export = Export(model, folder, max_shard_bytes, metadata)
-    export.begin()
+    export.create_files()
     export.write(ranges_of(model))
-    export.arrange()
+    export.convert_layouts()
 
 
 class Export:
-    """A model folder written by several processes, byte for byte as by one: the first process calls `begin`, then each
-    calls `write` with what it holds, and, once all have written, `arrange`. Arguments and errors are those of
-    `save_model`. A write holds `tensor_file.CHUNK_BYTES` in memory, or one block of a piece with a `Form`."""
+    """A model folder written by several processes, byte for byte as by one: the first process calls `create_files`,
+    then each calls `write` with what it holds, and, once all have written, `convert_layouts`. Arguments and errors are
+    those of `save_model`. A write holds `tensor_file.CHUNK_BYTES` in memory, or one block of a piece with a
+    `RowLayout`."""
 
     def __init__(
         self,
@@ -48,21 +49,21 @@ class Export:
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self._model, self._folder = model, folder
-        tensors = {name: tensor.to(model.embed.dtype) for name, tensor in without_memory(model.config).items()}
+        tensors = {name: tensor.to(model.embed.dtype) for name, tensor in meta_tensors(model.config).items()}
         tensors |= {name: buffer.to("meta") for name, buffer in model.named_buffers()}
-        pieces = [(piece, piece.of(tensors)) for piece in weight_map(model.config)]
-        shards = list(cut(((item, item[1].nbytes) for item in pieces), max_shard_bytes))
+        pieces = [(piece, piece.rows_of(tensors)) for piece in weight_map(model.config)]
+        shards = list(split_by_size(((item, item[1].nbytes) for item in pieces), max_shard_bytes))
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
         placed = dict(zip(names if len(shards) > 1 else ["model.safetensors"], shards, strict=True))
         if model.value_head is not None:
             placed[VALUE_HEAD] = [(VALUE_HEAD_PIECE, model.value_head.detach().to("meta"))]
-        about = {"format": "pt", **(metadata or {})}
+        header = {"format": "pt", **(metadata or {})}
         self._files = [
-            (TensorFile(folder / name, {p.name: Entry.of(p.to_hf(rows)) for p, rows in shard}, about), shard)
+            (TensorFile(folder / name, {p.name: Entry.of(p.to_hf(rows)) for p, rows in shard}, header), shard)
             for name, shard in placed.items()
         ]
 
-    def begin(self) -> None:
+    def create_files(self) -> None:
         """Write everything but the weights, and allocate their files."""
         folder, config = self._folder, self._model.config
         try:
@@ -73,7 +74,7 @@ class Export:
         _write_json(folder / "config.json", to_hf(config, dtype))
         _write_json(folder / "generation_config.json", _generation_config(config))
         for file, _ in self._files:
-            with _writing(file.path):
+            with _report_write_errors(file.path):
                 file.create()
         weights = [file for file, _ in self._files if file.path.name != VALUE_HEAD]
         if len(weights) > 1:
@@ -86,25 +87,25 @@ class Export:
     def write(self, held: Ranges) -> None:
         """Write the ranges of the model's tensors that this process holds, by the decoder's names."""
         for file, pieces in self._files:
-            with _writing(file.path), file.open() as opened:
+            with _report_write_errors(file.path), file.open() as opened:
                 for piece, rows in pieces:
-                    for begin, values in within(held[piece.parameter], piece.first(rows), rows.numel()):
+                    for begin, values in intersect(held[piece.parameter], piece.first_element(rows), rows.numel()):
                         opened.write(piece.name, begin, values)
 
-    def arrange(self, rank: int = 0, ranks: int = 1) -> None:
-        """Convert, in the written files, the tensors that a folder stores in another form; each rank its share."""
+    def convert_layouts(self, rank: int = 0, ranks: int = 1) -> None:
+        """Convert, in the written files, the tensors that a folder stores in another layout; each rank its share."""
         for file, pieces in self._files:
-            with _writing(file.path), file.open() as opened:
+            with _report_write_errors(file.path), file.open() as opened:
                 for piece, rows in pieces:
-                    if piece.form is not None:
-                        _arrange(opened, piece, rows, (rank, ranks))
+                    if piece.layout is not None:
+                        _convert_layout(opened, piece, rows, (rank, ranks))
 
 
-def _arrange(file: OpenTensorFile, piece: WeightSlice, rows: Tensor, part: tuple[int, int]) -> None:
+def _convert_layout(file: OpenTensorFile, piece: WeightSlice, rows: Tensor, part: tuple[int, int]) -> None:
     """Convert this rank's share of a tensor's blocks, in chunks; the ranks take turns."""
-    assert piece.form is not None
+    assert piece.layout is not None
     width, (rank, ranks) = rows.numel() // rows.shape[0], part
-    count = max(1, CHUNK_BYTES // (piece.form.block * width * rows.itemsize)) * piece.form.block
+    count = max(1, CHUNK_BYTES // (piece.layout.block * width * rows.itemsize)) * piece.layout.block
     for at in range(rank * count, piece.rows, ranks * count):
         shape = min(count, piece.rows - at), *rows.shape[1:]
         found = file.read(piece.name, at * width, prod(shape)).view(shape)
@@ -112,7 +113,7 @@ def _arrange(file: OpenTensorFile, piece: WeightSlice, rows: Tensor, part: tuple
 
 
 @contextlib.contextmanager
-def all_or_nothing(folder: Path) -> Iterator[None]:
+def empty_on_error(folder: Path) -> Iterator[None]:
     """Empty `folder` after an error inside, so that no partial model remains."""
     try:
         yield
@@ -124,9 +125,9 @@ def all_or_nothing(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def staged(folder: Path, first: bool = True) -> Iterator[Path]:
-    """A hidden folder beside `folder` to write a model in, for `put_in_place`. Of several processes that write it, the
-    `first` removes leftovers beforehand, and the folder after an error."""
+def staging_folder(folder: Path, first: bool = True) -> Iterator[Path]:
+    """A hidden folder beside `folder` to write a model in, for `replace_folder`. Of several processes that write it,
+    the `first` removes leftovers beforehand, and the folder after an error."""
     folder = folder.resolve()
     made = folder.with_name(f".new-{folder.name}")
     if first:
@@ -139,7 +140,7 @@ def staged(folder: Path, first: bool = True) -> Iterator[Path]:
         raise
 
 
-def put_in_place(made: Path, folder: Path) -> None:
+def replace_folder(made: Path, folder: Path) -> None:
     """Replace `folder`, or what it links to, by the complete folder `made`. `LockstepError`: that failed, and both are
     where they were."""
     folder = folder.resolve()
@@ -168,14 +169,12 @@ def _generation_config(config: ModelConfig) -> dict:
 
 
 def _write_json(path: Path, value: dict) -> None:
-    try:
+    with _report_write_errors(path):
         path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise LockstepError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _report_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

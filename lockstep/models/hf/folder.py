@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...cache.file_hashes import fingerprints, glance
+from ...cache.file_hashes import hash_files, sampled_hash
 from ...cache.tensor_file import CHUNK_BYTES, Entry, Staging, TensorReader
 from ...errors import InputError, refuse
 from ...json_file import read_json_object
 from ..blocks.weight_slices import WeightSlice
 from ..checks import check_end_of_sequence, check_fields
 from ..config import ModelConfig
-from ..families import require_family, text_part
-from ..parts import Held, Ranges, without_memory
-from .config import end_of_sequence, from_hf, without_nulls
-from .stored_tensors import Found, file_names, fill_rows, find_tensors, weights_path
-from .weight_map import ALL_ROWS, HEAD, VALUE_HEAD, VALUE_HEAD_PIECE, fused_experts, weight_map
+from ..families import require_family, text_config
+from ..parts import Ranges, TensorRange, meta_tensors
+from .config import drop_nulls, from_hf, read_eos_token_ids
+from .stored_tensors import FoundTensor, file_names, fill_rows, find_tensors, weights_path
+from .weight_map import ALL_ROWS, LM_HEAD, VALUE_HEAD, VALUE_HEAD_PIECE, fused_experts, weight_map
 
 _FILE_SUFFIXES = {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".json", ".yaml", ".zip", ".tar", ".gz", ".py"}
 
@@ -43,8 +43,8 @@ def resolve_folder(model: str) -> Path:
 
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
     except Exception as error:
-        here = f" in {str(path.parent)!r}, which is here" if os.path.isdir(path.parent) else ""
-        raise InputError(f"model {model!r}: no such folder{here}, and the hub did not give it ({error})") from error
+        parent = f" in {str(path.parent)!r}, which is here" if os.path.isdir(path.parent) else ""
+        raise InputError(f"model {model!r}: no such folder{parent}, and the hub did not give it ({error})") from error
 
 
 def _refuse_run_folder(path: Path) -> None:
@@ -52,10 +52,11 @@ def _refuse_run_folder(path: Path) -> None:
         return
     run, steps = path.absolute().parent.parent, path.name.removeprefix("step_")
     if path.absolute().match("checkpoints/step_*") and (run / "config.yaml").is_file():
-        its = f" that has no model yet: lockstep train --resume {run} --steps {steps} makes one of what is done by then"
+        resume = f"lockstep train --resume {run} --steps {steps}"
+        its_model = f" that has no model yet: {resume} makes one of what is done by then"
         if (run / "model").is_dir():
-            its = f"; its model is {str(run / 'model')!r}"
-        raise InputError(f"model {str(path)!r} is a checkpoint of a run{its}")
+            its_model = f"; its model is {str(run / 'model')!r}"
+        raise InputError(f"model {str(path)!r} is a checkpoint of a run{its_model}")
     if not (path / "config.yaml").is_file():
         return
     if (path / "model").is_dir():
@@ -66,7 +67,7 @@ def _refuse_run_folder(path: Path) -> None:
     )
 
 
-TEMPLATES = "additional_chat_templates"  # a subfolder; as a key of `describe_folder`: its files are included
+EXTRA_TEMPLATES = "additional_chat_templates"  # a subfolder; as a key of `describe_folder`: its files are included
 
 
 def describe_folder(model: str) -> dict[str, Any]:
@@ -76,27 +77,27 @@ def describe_folder(model: str) -> dict[str, Any]:
     if not (model.strip() and os.path.isdir(os.path.expanduser(model))):
         return {"revision": folder.name}
     try:
-        return {"files": fingerprints(folder, file_names(folder)), TEMPLATES: True}
+        return {"files": hash_files(folder, file_names(folder)), EXTRA_TEMPLATES: True}
     except OSError as error:
         raise InputError(f"model {model}: {error.filename or folder} cannot be read: {error.strerror}") from error
 
 
-def glances(model: str) -> dict[str, str]:
+def sampled_hashes(model: str) -> dict[str, str]:
     """For each file of a model folder, by name, a fingerprint that takes only samples of large files. Raises as
     `resolve_folder` does."""
     folder = resolve_folder(model)
-    return {name: glance(folder / name) for name in file_names(folder)}
+    return {name: sampled_hash(folder / name) for name in file_names(folder)}
 
 
 def read_config(folder: Path) -> ModelConfig:
     """The folder's configuration, with the end-of-sequence ids of generation_config.json added."""
     path, generation = folder / "config.json", folder / "generation_config.json"
-    values = text_part(read_json_object(path))
+    values = text_config(read_json_object(path))
     if isinstance(values.get("model_type"), str | None):
         require_family(values, str(path))  # before other fields, which are meaningless for an unknown model
     check_fields(values, str(path))
     try:
-        config = from_hf(without_nulls(values), str(path))
+        config = from_hf(drop_nulls(values), str(path))
     except InputError as error:
         raise error if str(path) in str(error) else InputError(f"{path}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:  # fields of a single family
@@ -105,10 +106,13 @@ def read_config(folder: Path) -> ModelConfig:
     if generation.exists():
         values = read_json_object(generation)
         check_fields(values, str(generation))
-        more = end_of_sequence(values)
+        more = read_eos_token_ids(values)
         check_end_of_sequence(more, config.vocab_size, str(generation))
         config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))
     return config
+
+
+_Match = tuple[FoundTensor, WeightSlice, Tensor]  # a tensor, its slice of the decoder, and the rows on the meta device
 
 
 class FolderWeights:
@@ -128,7 +132,7 @@ class FolderWeights:
     def fill(self, wanted: Ranges) -> None:
         extremes: dict[tuple[Path, str, torch.dtype], list[Tensor]] = {}  # on the device: no synchronization per tensor
         with ExitStack() as opened:
-            placed, head = self._placed(opened)
+            placed, head = self._match_tensors(opened)
             if wanted.get("value_head"):
                 placed += self._value_head(opened)
             for found, piece, rows in placed:
@@ -139,26 +143,25 @@ class FolderWeights:
             if head is not None:
                 _require_tied(head, wanted.get("embed", ()), self.dtype)
 
-    def _placed(self, opened: ExitStack) -> tuple[list[tuple[Found, WeightSlice, Tensor]], Found | None]:
-        """The folder's tensors, each with its slice of the decoder and the rows (on the meta device); and the tensor of
-        the head, if there is one although config.json ties it to the embedding."""
+    def _match_tensors(self, opened: ExitStack) -> tuple[list[_Match], FoundTensor | None]:
+        """The folder's tensors, and that of the head if there is one although config.json ties it to the embedding."""
         config = self.config
-        shapes, pieces = without_memory(config), {piece.name: piece for piece in weight_map(config)}
+        shapes, pieces = meta_tensors(config), {piece.name: piece for piece in weight_map(config)}
         fused, missing = fused_experts(config), {name: piece.parameter for name, piece in pieces.items()}
-        placed, head = list[tuple[Found, WeightSlice, Tensor]](), None
+        placed, head = list[_Match](), None
         for found in find_tensors(self.folder, config, opened):
             piece, parameter = pieces.get(found.name), fused.get(found.name)
             if piece is not None:
                 del missing[found.name]
-                shape = piece.to_hf(piece.of(shapes))
+                shape = piece.to_hf(piece.rows_of(shapes))
             elif parameter is not None:
                 missing = {n: p for n, p in missing.items() if p != parameter}
                 piece, shape = WeightSlice(found.name, parameter, 0, ALL_ROWS), shapes[parameter]
             else:
                 head = found
                 continue
-            _require_form(found.stored.entry, shape, f"{found.file}: {found.name}")
-            placed.append((found, piece, piece.of(shapes)))
+            _require_shape(found.stored.entry, shape, f"{found.file}: {found.name}")
+            placed.append((found, piece, piece.rows_of(shapes)))
         if missing:
             raise InputError(
                 f"{weights_path(self.folder)}: {len(missing)} tensors are missing, first {next(iter(missing))} "
@@ -166,7 +169,7 @@ class FolderWeights:
             )
         return placed, head
 
-    def _value_head(self, opened: ExitStack) -> list[tuple[Found, WeightSlice, Tensor]]:
+    def _value_head(self, opened: ExitStack) -> list[_Match]:
         """The critic's value head, if the folder has its file."""
         from safetensors import SafetensorError
 
@@ -180,11 +183,11 @@ class FolderWeights:
         except (OSError, SafetensorError, KeyError) as error:
             raise InputError(f"{path}: not a safetensors file with a value_head ({error})") from error
         rows = torch.empty(1, self.config.hidden_size, device="meta")
-        _require_form(stored.entry, rows, f"{path}: value_head")
-        return [(Found("value_head", path, stored), VALUE_HEAD_PIECE, rows)]
+        _require_shape(stored.entry, rows, f"{path}: value_head")
+        return [(FoundTensor("value_head", path, stored), VALUE_HEAD_PIECE, rows)]
 
 
-def _require_form(entry: Entry, expected: Tensor, where: str) -> None:
+def _require_shape(entry: Entry, expected: Tensor, where: str) -> None:
     """Raise `InputError` if a file's tensor has another shape than `expected`, or is quantized."""
     if entry.shape != tuple(expected.shape):
         raise InputError(f"{where} has shape {list(entry.shape)}; config.json asks for {list(expected.shape)}")
@@ -192,20 +195,21 @@ def _require_form(entry: Entry, expected: Tensor, where: str) -> None:
         raise InputError(f"{where} is {entry.dtype}; quantized weights are not supported, use bfloat16")
 
 
-def _require_tied(head: Found, embed: Sequence[Held], dtype: torch.dtype | None) -> None:
+def _require_tied(head: FoundTensor, embed: Sequence[TensorRange], dtype: torch.dtype | None) -> None:
     """Raise `InputError` if a folder's head differs in `dtype`, by default that of the ranges, from the embedding, to
     which config.json ties it."""
     for values, first in embed:
         for at in range(0, values.numel(), CHUNK_BYTES):
-            own = torch.empty_like(part := values[at : at + CHUNK_BYTES])
+            part = values[at : at + CHUNK_BYTES]
+            own = torch.empty_like(part)
             try:
                 head.stored.fill(first + at, own)
             except OSError as error:
                 raise InputError(f"{head.file}: cannot be read ({error})") from error
             if not torch.equal(own.to(dtype or own.dtype), part.to(dtype or part.dtype)):
                 raise InputError(
-                    f"{head.file}: {HEAD} differs from the embedding, and tie_word_embeddings is true in config.json; "
-                    f"set that to false to use {HEAD}, or remove the tensor"
+                    f"{head.file}: {LM_HEAD} differs from the embedding, and tie_word_embeddings is true in config.json"
+                    f"; set that to false to use {LM_HEAD}, or remove the tensor"
                 )
 
 
@@ -213,7 +217,7 @@ def _require_finite(extremes: Mapping[tuple[Path, str, torch.dtype], Sequence[Te
     """Raise `InputError` naming the first tensor whose smallest or largest value is NaN or infinite."""
     if not extremes:
         return
-    pairs = [(told, pair) for told, found in extremes.items() for pair in found]
+    pairs = [(source, pair) for source, found in extremes.items() for pair in found]
     finite = torch.stack([pair.float() for _, pair in pairs]).isfinite().all(1).tolist()
-    for ((file, name, dtype), _), good in zip(pairs, finite, strict=True):
-        refuse(not good, f"{file}: {name} has values that are NaN or infinite as {dtype}; the model is damaged")
+    for ((file, name, dtype), _), is_finite in zip(pairs, finite, strict=True):
+        refuse(not is_finite, f"{file}: {name} has values that are NaN or infinite as {dtype}; the model is damaged")

@@ -11,15 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...cache.tensor_file import Staging, Stored, TensorReader
+from ...cache.tensor_file import Staging, StoredTensor, TensorReader
 from ...errors import InputError
 from ...json_file import read_json_object
 from ..blocks import mxfp4
-from ..blocks.weight_slices import Form, WeightSlice
+from ..blocks.weight_slices import RowLayout, WeightSlice
 from ..config import ModelConfig
-from ..families import family_of, is_wrapped
-from ..parts import Held, within
-from .weight_map import HEAD, fused_experts, is_left_out, of_text, weight_map
+from ..families import family_of, is_multimodal
+from ..parts import TensorRange, intersect
+from .weight_map import LM_HEAD, fused_experts, is_ignored, text_model_name, weight_map
 
 
 def weights_path(folder: Path) -> Path:
@@ -28,29 +28,29 @@ def weights_path(folder: Path) -> Path:
     return index if index.exists() else folder / "model.safetensors"
 
 
-class Found(NamedTuple):
+class FoundTensor(NamedTuple):
     """A tensor of a folder: its name, in a folder of the text model alone; its file; and how to read it."""
 
     name: str
     file: Path
-    stored: Stored
+    stored: StoredTensor
 
 
-def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterator[Found]:
+def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterator[FoundTensor]:
     """The tensors in a folder's files, which can be read until `opened` is closed: those of `weight_map` or
     `fused_experts`, and a head even if it is tied; of a multimodal model, those of the text model. MXFP4 weights are
     presented as bfloat16. `InputError`: a file is missing or damaged; a tensor has no place in the model, or occurs
     twice."""
     from safetensors import SafetensorError
 
-    once, pairs = _Once(config), mxfp4.Pairs()
-    name_of = of_text if is_wrapped(read_json_object(folder / "config.json")) else str
+    seen, parts = _SeenTensors(config), mxfp4.PartJoiner()
+    name_of = text_model_name if is_multimodal(read_json_object(folder / "config.json")) else str
     staging = opened.enter_context(Staging())
     for file in _files(folder, config, name_of):
         if not os.path.isfile(file):  # False also for invalid names
             index = weights_path(folder).name
             named = "a model folder needs it, or an index and shards" if index == file.name else f"{index} names it"
-            raise InputError(f"{file}: {_what_is_there(file)} ({named})")
+            raise InputError(f"{file}: {_describe_path(file)} ({named})")
         try:
             reader = TensorReader(file, staging)
         except OSError as error:
@@ -62,49 +62,52 @@ def find_tensors(folder: Path, config: ModelConfig, opened: ExitStack) -> Iterat
             name = name_of(key)
             if name is None:
                 continue
-            if name in once:
-                once.add(name, file)
-                if found := pairs.whole(name, stored, str(file)):
-                    yield Found(found[0], file, found[1])
-            elif not is_left_out(name, config):
+            if name in seen:
+                seen.add(name, file)
+                if found := parts.join(name, stored, str(file)):
+                    yield FoundTensor(found[0], file, found[1])
+            elif not is_ignored(name, config):
                 raise InputError(f"{file}: {key} has no place in the model that config.json describes")
 
 
-def fill_rows(found: Found, piece: WeightSlice, rows: Tensor, held: Sequence[Held]) -> Iterator[Tensor]:
+def fill_rows(found: FoundTensor, piece: WeightSlice, rows: Tensor, held: Sequence[TensorRange]) -> Iterator[Tensor]:
     """Fill the held ranges of a piece from the file, and yield each. Of `rows`, the decoder's rows of the piece, only
-    the shape counts. For a piece in another form, windows of blocks are read. `InputError`: the file cannot be read."""
-    start = piece.first(rows)
+    the shape counts. Of a piece in another layout, parts of blocks are read. `InputError`: the file cannot be read."""
+    start = piece.first_element(rows)
     try:
-        if piece.form is None:
-            for begin, values in within(held, start, rows.numel()):
+        if piece.layout is None:
+            for begin, values in intersect(held, start, rows.numel()):
                 found.stored.fill(begin, values)
         else:
-            size = rows.numel() // rows.shape[0] * piece.form.block
+            size = rows.numel() // rows.shape[0] * piece.layout.block
             for at in range(0, rows.numel(), size):
-                if wanted := list(within(held, start + at, size)):
-                    _fill_block(found.stored, piece.form, at, rows[: piece.form.block], wanted)
+                if wanted := list(intersect(held, start + at, size)):
+                    _fill_block(found.stored, piece.layout, at, rows[: piece.layout.block], wanted)
     except OSError as error:
         raise InputError(f"{found.file}: cannot be read ({error})") from error
-    for _, values in within(held, start, rows.numel()):
+    for _, values in intersect(held, start, rows.numel()):
         yield values
 
 
-def _fill_block(stored: Stored, form: Form, at: int, rows: Tensor, wanted: Sequence[tuple[int, Tensor]]) -> None:
+def _fill_block(
+    stored: StoredTensor, layout: RowLayout, at: int, rows: Tensor, wanted: Sequence[tuple[int, Tensor]]
+) -> None:
     """Fill the `wanted` ranges, each given with its offset in the block, from the block at element `at` of a piece."""
     width = rows.numel() // len(rows)
-    for window in form.windows([range(f // width, -(-(f + values.numel()) // width)) for f, values in wanted]):
-        if window.columns is None:
-            theirs = torch.empty(form.to_hf(rows).shape, dtype=stored.entry.dtype)
+    wanted_rows = [range(first // width, -(-(first + values.numel()) // width)) for first, values in wanted]
+    for read in layout.plan_reads(wanted_rows):
+        if read.columns is None:
+            theirs = torch.empty(layout.to_hf(rows).shape, dtype=stored.entry.dtype)
             stored.fill(at, theirs.view(-1))
         else:
-            theirs = torch.empty(width, len(window.columns), dtype=stored.entry.dtype)
-            stored.fill(at + window.columns.start, theirs, len(rows))
+            theirs = torch.empty(width, len(read.columns), dtype=stored.entry.dtype)
+            stored.fill(at + read.columns.start, theirs, len(rows))
             theirs = theirs.unsqueeze(0)
-        ours = form.from_hf(theirs).flatten().split([len(r) * width for r in window.rows])
-        read = [Held(values, r.start * width) for values, r in zip(ours, window.rows, strict=True)]
+        ours = layout.from_hf(theirs).flatten().split([len(r) * width for r in read.rows])
+        available = [TensorRange(values, r.start * width) for values, r in zip(ours, read.rows, strict=True)]
         for first, values in wanted:
-            for begin, some in within(read, first, values.numel()):
-                values[begin : begin + some.numel()].copy_(some)
+            for begin, overlap in intersect(available, first, values.numel()):
+                values[begin : begin + overlap.numel()].copy_(overlap)
 
 
 def _files(folder: Path, config: ModelConfig, name_of: Callable[[str], str | None]) -> list[Path]:
@@ -112,21 +115,21 @@ def _files(folder: Path, config: ModelConfig, name_of: Callable[[str], str | Non
     path = weights_path(folder)
     if path.suffix != ".json":
         return [path]
-    placed = ((name_of(stored), file) for stored, file in _placed(path).items())
-    return sorted({folder / file for name, file in placed if name and not is_left_out(name, config)})
+    placed = ((name_of(stored), file) for stored, file in _read_shard_index(path).items())
+    return sorted({folder / file for name, file in placed if name and not is_ignored(name, config)})
 
 
 def file_names(folder: Path) -> list[str]:
     """Every file of a model folder: its files that are not hidden, additional chat templates, and shards in
     subfolders."""
     path = weights_path(folder)
-    shards = _placed(path).values() if path.suffix == ".json" else ()
+    shards = _read_shard_index(path).values() if path.suffix == ".json" else ()
     files = (*folder.iterdir(), *folder.glob("additional_chat_templates/*"))
     beside = (str(file.relative_to(folder)) for file in files if file.is_file() and not file.name.startswith("."))
     return sorted({*beside, *(str(PurePath(shard)) for shard in shards)})
 
 
-def _placed(index: Path) -> dict[str, str]:
+def _read_shard_index(index: Path) -> dict[str, str]:
     """The file of each tensor in a shard index; `InputError` if one is outside the index's folder."""
     placed = read_json_object(index).get("weight_map")
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
@@ -139,7 +142,7 @@ def _placed(index: Path) -> dict[str, str]:
     return placed
 
 
-def _what_is_there(path: Path) -> str:
+def _describe_path(path: Path) -> str:
     try:
         path.stat()
     except FileNotFoundError:
@@ -149,13 +152,15 @@ def _what_is_there(path: Path) -> str:
     return "a folder, not a file" if path.is_dir() else "not a regular file"
 
 
-class _Once:
+class _SeenTensors:
     """Checks that each known tensor occurs once, and that a layer's experts are in one of their two forms only."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._fused = fused_experts(config)
-        self._parameters = {piece.name: piece.parameter for piece in weight_map(config)} | self._fused | {HEAD: HEAD}
-        if mxfp4.METHOD in family_of(config).quantized:
+        self._parameters = (
+            {piece.name: piece.parameter for piece in weight_map(config)} | self._fused | {LM_HEAD: LM_HEAD}
+        )
+        if mxfp4.METHOD in family_of(config).quant_methods:
             ends = mxfp4.BLOCKS, mxfp4.SCALES
             self._parameters |= {name + end: owner for name, owner in self._fused.items() for end in ends}
         self._files: dict[str, Path] = {}

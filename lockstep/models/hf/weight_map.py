@@ -6,7 +6,7 @@ from ..blocks.weight_slices import WeightSlice
 from ..config import ModelConfig
 from ..families import family_of
 
-HEAD = "lm_head.weight"  # the output head; equal to the embedding if they are tied
+LM_HEAD = "lm_head.weight"  # the output head; equal to the embedding if they are tied
 ALL_ROWS = 1 << 62
 VALUE_HEAD = "value_head.safetensors"  # not part of Hugging Face's format
 VALUE_HEAD_PIECE = WeightSlice("value_head", "value_head", 0, ALL_ROWS)
@@ -21,7 +21,7 @@ def weight_map(config: ModelConfig) -> list[WeightSlice]:
         slices += [WeightSlice(f"{theirs}.{p.name}", f"{ours}.{p.parameter}", *p[2:]) for p in pieces(config, i)]
     slices.append(WeightSlice("model.norm.weight", "norm", 0, config.hidden_size))
     if not config.tie_word_embeddings:
-        slices.append(WeightSlice(HEAD, "lm_head", 0, config.vocab_size))
+        slices.append(WeightSlice(LM_HEAD, "lm_head", 0, config.vocab_size))
     return slices
 
 
@@ -35,15 +35,15 @@ def fused_experts(config: ModelConfig) -> dict[str, str]:
     }
 
 
-def is_left_out(name: str, config: ModelConfig) -> bool:
-    """Whether the decoder has no use for a folder's tensor: rotary frequencies, and what `Family.leaves_out` names."""
-    return name.endswith("rotary_emb.inv_freq") or family_of(config).leaves_out(name, config)
+def is_ignored(name: str, config: ModelConfig) -> bool:
+    """Whether the decoder has no use for a folder's tensor: rotary frequencies, or a tensor that the family ignores."""
+    return name.endswith("rotary_emb.inv_freq") or family_of(config).ignores_tensor(name, config)
 
 
-def of_text(name: str) -> str | None:
+def text_model_name(name: str) -> str | None:
     """A tensor's name in a folder of the text model alone, from its name in a multimodal folder, as `transformers` 4 or
     5 writes it; None for tensors of other parts."""
     for outer, inner in (("language_model.", ""), ("model.language_model.", "model.")):
         if name.startswith(outer):
             return inner + name.removeprefix(outer)
-    return name if name == HEAD else None
+    return name if name == LM_HEAD else None

@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...cache.file_hashes import fingerprints
-from ...cache.tensor_file import Entry, TensorFile, cut
+from ...cache.file_hashes import hash_files
+from ...cache.tensor_file import Entry, TensorFile, split_by_size
 from ...json_file import read_json
 from .retention import prune, retire, steps
 
@@ -98,7 +98,7 @@ def write_part(temporary: Path, rank: int, tensors: Mapping[str, Mapping[str, Te
     files = {}
     for stem, given in tensors.items():
         sizes = ((key, tensor.nbytes) for key, tensor in given.items())
-        for index, keys in enumerate(cut(sizes, _SHARD_BYTES), start=1):
+        for index, keys in enumerate(split_by_size(sizes, _SHARD_BYTES), start=1):
             files[f"{stem}-{index:05d}{_SUFFIX}"] = {key: given[key] for key in keys}
     with ThreadPoolExecutor(_WRITERS) as pool:
         written = list(pool.map(lambda item: _write_file(temporary / item[0], item[1]), files.items()))
@@ -117,7 +117,7 @@ def complete(target: Path, temporary: Path, state: str, lists: list[dict[str, An
     for rank in range(len(lists)):
         (temporary / _FILE_LIST.format(rank)).unlink()
     _write_text(temporary / _STATE, state)
-    files = fingerprints(temporary, [_STATE]) | {name: entry for of_rank in lists for name, entry in of_rank.items()}
+    files = hash_files(temporary, [_STATE]) | {name: entry for of_rank in lists for name, entry in of_rank.items()}
     for name in files:  # raises if a file is missing: another machine may have written to a folder of the same name
         (temporary / name).stat()
     step = int(target.name.removeprefix("step_"))
@@ -186,7 +186,7 @@ def _load_verified(path: Path, step: int) -> LoadedCheckpoint:
             size = (path / name).stat().st_size
             if size != entry["size"]:
                 raise _Damaged(f"{name} has {size} bytes; {entry['size']} were written")
-        for name, found in fingerprints(path, list(files)).items():
+        for name, found in hash_files(path, list(files)).items():
             if found != files[name]:
                 raise _Damaged(f"{name} does not have the SHA-256 it was written with")
         state = read_json(path / _STATE)

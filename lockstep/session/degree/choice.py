@@ -14,7 +14,7 @@ from ...distributed import World, join_generator_groups
 from ...distributed.mesh import Axis, Mesh
 from ...generator.cache_capacity import bytes_per_token
 from ...models import ModelConfig, num_parameters
-from ...models.checks import divides
+from ...models.checks import is_divisible
 from ..build import planned_workload, resolve_device, resolve_dtype
 from ..memory import Workload, as_run, memory_at_hand, model_config, plan
 from . import links
@@ -124,14 +124,14 @@ def _loaded(config: RunConfig, processes: int) -> dict[int, int]:
     model, dtype = model_config(config), resolve_dtype(config.dtype, resolve_device(config.device))
     needed = {}
     for ranks in degrees(model, processes):
-        cache = config.generator.kv_cache_tokens * bytes_per_token(model.shared_by(ranks), dtype)
+        cache = config.generator.kv_cache_tokens * bytes_per_token(model.per_rank(ranks), dtype)
         needed[ranks] = num_parameters(model, Mesh(tp=Axis("tp", ranks))) * dtype.itemsize + cache
     return needed
 
 
 def degrees(model: ModelConfig, processes: int) -> Iterator[int]:
     """The group sizes that divide `processes` and the model evenly."""
-    return (n for n in range(1, min(processes, 64) + 1) if processes % n == 0 and divides(model, n))
+    return (n for n in range(1, min(processes, 64) + 1) if processes % n == 0 and is_divisible(model, n))
 
 
 def best(found: Sequence[DecodeTime]) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...generator.cache_capacity import bytes_per_token, per_sequence
+from ...generator.cache_capacity import bytes_per_token, capacity_per_sequence
 from ...models import num_parameters
 from ..memory import MemoryPlan, Workload
 
@@ -36,7 +36,7 @@ class Load:
     @staticmethod
     def of(w: Workload, plan: MemoryPlan) -> Load:
         g = w.config.generator
-        held = plan.cache_tokens // (per_sequence(g, w.sequence_tokens) - g.page_size)
+        held = plan.cache_tokens // (capacity_per_sequence(g, w.sequence_tokens) - g.page_size)
         rows = max(1, min(w.trained_sequences, g.max_num_seqs, held))
         return Load(w.config.parallel.generator_tp, plan.fits, w.trained_sequences, rows)
 
@@ -66,7 +66,7 @@ class DecodeTime:
         c, ranks = w.model, load.ranks
         table = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
         tokens = w.longest_prompt + w.config.max_response_length / 2
-        cached = load.rows * tokens * bytes_per_token(c.shared_by(ranks), w.dtype)
+        cached = load.rows * tokens * bytes_per_token(c.per_rank(ranks), w.dtype)
         read = (num_parameters(c) - table) * w.b / ranks
         waited = c.num_layers * exchanged.layer + exchanged.head
         return DecodeTime(load, read / bandwidth, cached / bandwidth, waited)

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ...config import ELEMENTWISE, FULL, LOGITS, RECORDINGS, CompileConfig, recordings
-from ...generator.cache_capacity import HOST_CACHE, per_sequence, rounded
+from ...generator.cache_capacity import HOST_CACHE, capacity_per_sequence, round_capacity
 from . import terms
 from .terms import GIB, NOTHING, Recomputed
 from .workload import Workload
@@ -131,7 +131,7 @@ def _lent(w: Workload, memory: int) -> MemoryPlan:
 def _filled(w: Workload, memory: int, recomputed: Recomputed, room: int, lent: bool = False) -> MemoryPlan:
     """A plan with the cache that the configuration sets, or with up to `room` tokens of the cache that is wanted."""
     wanted = _wanted(w)
-    tokens = wanted if w.config.generator.kv_cache_tokens else min(wanted, rounded(room))
+    tokens = wanted if w.config.generator.kv_cache_tokens else min(wanted, round_capacity(room))
     done = _with(w, memory, recomputed, max(tokens, 0), lent)
     return replace(done, fits=done.total <= memory and tokens >= _least(w))
 
@@ -230,13 +230,13 @@ def _checks(w: Workload) -> bool:
 
 def _least(w: Workload) -> int:
     """The tokens of a cache that holds one sequence."""
-    return per_sequence(w.config.generator, w.sequence_tokens) - w.config.generator.page_size
+    return capacity_per_sequence(w.config.generator, w.sequence_tokens) - w.config.generator.page_size
 
 
 def _wanted(w: Workload) -> int:
     """The tokens of the cache that the configuration sets, or that all sequences need at once."""
     g = w.config.generator
-    return g.kv_cache_tokens or min(w.sequences, g.max_num_seqs) * per_sequence(g, w.sequence_tokens)
+    return g.kv_cache_tokens or min(w.sequences, g.max_num_seqs) * capacity_per_sequence(g, w.sequence_tokens)
 
 
 def _cache_room(w: Workload, without: MemoryPlan) -> int:

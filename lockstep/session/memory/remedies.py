@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...config import LOGITS, RunConfig
-from ...models.checks import divides
+from ...models.checks import is_divisible
 from .plan import MemoryPlan, chooses, keeps_logits, patterns, plan, traces
 from .terms import GIB
 from .workload import Workload
@@ -90,7 +90,7 @@ def in_larger_groups(w: Workload, memory: int) -> Workload:
     for together in range(w.config.parallel.generator_tp + 1, 1 if alone else min(w.ranks, _MOST_TOGETHER) + 1):
         larger = w.having("parallel", generator_tp=together)
         dealt = w.ranks % together == 0 and prompts % (w.ranks // together) == 0
-        if dealt and divides(w.model, together) and plan(larger, memory).fits:
+        if dealt and is_divisible(w.model, together) and plan(larger, memory).fits:
             return larger
     return w
 

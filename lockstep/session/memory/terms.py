@@ -16,7 +16,7 @@ from ...cache.tensor_file import CHUNK_BYTES
 from ...distributed.mesh import ONE_RANK, Axis, all_to_all_axes
 from ...generator.cache_capacity import bytes_per_token
 from ...models import ModelConfig, num_parameters
-from ...models.checks import divides
+from ...models.checks import is_divisible
 from ...models.config import MLAConfig
 from ...ops.machine_check.check import CHAIN_ROWS
 from ...ops.machine_check.inputs import DRAWN
@@ -95,9 +95,9 @@ def frozen(w: Workload) -> int:
 
 def cache(w: Workload, tokens: int) -> int:
     """Keys and values of `tokens` tokens and one more page: `L K (key + value) b` per token for this rank's heads
-    (`ModelConfig.cached`), and with experts a digest of 4 bytes."""
+    (`ModelConfig.kv_cache_sizes`), and with experts a digest of 4 bytes."""
     page = w.config.generator.page_size
-    each = bytes_per_token(w.model.shared_by(w.config.parallel.generator_tp), w.dtype)
+    each = bytes_per_token(w.model.per_rank(w.config.parallel.generator_tp), w.dtype)
     return (tokens // page + 1) * page * (each + 4 * (w.model.moe_layers > 0))
 
 
@@ -157,7 +157,7 @@ def layer_elementwise(w: Workload, layer: int) -> int:
     if c.moe is not None and c.is_moe(layer):
         width = (c.moe.num_experts_per_token + c.moe.shared_experts) * c.moe.intermediate_size
     block: Any = w.decoder.layers[layer]
-    return (block.norms_before * c.hidden_size + rotated + width) * w.b
+    return (block.num_pre_norms * c.hidden_size + rotated + width) * w.b
 
 
 def _gated(w: Workload, width: int) -> int:
@@ -315,7 +315,7 @@ def scoring(w: Workload, by_layer: bool) -> int:
         tables = 2 * c.vocab_size * c.hidden_size * w.b
         wide = c.intermediate_size if c.moe is None else c.moe.num_experts_per_token * c.moe.intermediate_size
         logits = min(w.shape.completion_tokens, 2 * LOGIT_ROWS) * c.vocab_size * 4
-        most = num_parameters(c, w.training if divides(c, w.tp) else ONE_RANK) * w.b
+        most = num_parameters(c, w.training if is_divisible(c, w.tp) else ONE_RANK) * w.b
         gathered = min(most, 2 * layer_weights(w, c) + tables if by_layer else most) * w.sharded
         return w.shape.tokens * 3 * (c.hidden_size + wide) * w.b + logits + gathered
 

@@ -14,7 +14,7 @@ from ...distributed import World
 from ...distributed.cells import Cells
 from ...distributed.mesh import Axis, Mesh
 from ...models import Decoder, ModelConfig, num_parameters
-from ...models.checks import divides
+from ...models.checks import is_divisible
 from ...trainer import frozen_parameters
 from ...trainer.parameters import Layout
 from ...trainer.shapes import BatchShape, planned_tokens, train_shapes
@@ -156,7 +156,7 @@ class Workload:
         """The number of parameters, padded, that this rank has of the models that are only read."""
         if not self.sharded:
             return sum(map(num_parameters, self.frozen))
-        alone = [not divides(model, self.tp) for model in self.frozen]  # these are replicated over `tp`
+        alone = [not is_divisible(model, self.tp) for model in self.frozen]  # these are replicated over `tp`
         meshes = [Mesh() if whole else self.training for whole in alone]
         decoders = [_decoder(model, self.dtype) for model in self.frozen]
         return sum(self._laid_out(decoder, on=mesh).size for decoder, mesh in zip(decoders, meshes, strict=True))

@@ -12,7 +12,7 @@ from ...environments.base import Encode
 from ...environments.tools import as_chat
 from ...errors import InputError
 from ...models import Decoder, WeightSource
-from ...models.tokenizer import check_size, encode_following, encode_prompt, encode_text, longest_token
+from ...models.tokenizer import encode_following, encode_prompt, encode_text, max_token_bytes, require_prompt_fits
 from ...types import Segment
 from .messages import check_variables
 from .tool_calls import Tool, ToolFormat
@@ -39,16 +39,16 @@ class Policy:
         self, prompt: str | list[dict[str, Any]], tools: Sequence[Tool] = (), more: dict[str, Any] | None = None
     ) -> list[int]:
         """Token ids of a prompt: text, or messages shown by the chat template with these tools and `more` variables."""
-        check_size(prompt, self.model.config.max_position_embeddings, self.longest_token)
+        require_prompt_fits(prompt, self.model.config.max_position_embeddings, self.max_token_bytes)
         return encode_prompt(self.tokenizer, prompt, self._variables(tools) | (more or {}))
 
     def _variables(self, tools: Sequence[Tool]) -> dict[str, Any]:
         return self.template_variables | ({"tools": list(tools)} if tools else {})
 
     @cached_property
-    def longest_token(self) -> int:
+    def max_token_bytes(self) -> int:
         """An upper bound on the bytes of text that one token stands for."""
-        return longest_token(self.tokenizer)
+        return max_token_bytes(self.tokenizer)
 
     def encode_completion(self, text: str) -> list[int]:
         """Token ids of a completion, end-of-sequence token included."""
@@ -59,7 +59,7 @@ class Policy:
     ) -> list[int]:
         """Token ids of what follows an answer, the last of `messages` (None: the prompt was not a chat): plain text, or
         messages rendered by the model's template."""
-        check_size(given, self.model.config.max_position_embeddings, self.longest_token)
+        require_prompt_fits(given, self.model.config.max_position_embeddings, self.max_token_bytes)
         if isinstance(given, str):
             return encode_text(self.tokenizer, given)
         if messages is None:

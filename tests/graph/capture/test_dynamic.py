@@ -169,7 +169,7 @@ def test_start_up_is_split_into_phases(runtime_of: Callable[..., Runtime], monke
     """By the time that this thread computes: others may keep it from that."""
     monkeypatch.setattr(time, "perf_counter", time.thread_time)
     runtime = runtime_of(recorded=True)
-    fingerprint.changed()  # of the package, not of a program: asked once
+    fingerprint.is_modified()  # of the package, not of a program: asked once
     function, _ = function_of(runtime)
     began = time.thread_time()
     for tokens in (5, 6):

@@ -86,7 +86,7 @@ def test_a_mixture_of_experts_with_its_own_loss() -> None:
         trainer = Trainer(model, OptimizerConfig(), loss, runtime=runtime)
         shape = BatchShape(32, 16, 4, 24)
         trainer.warm_up([shape], SamplingParams(), check_parity=False, with_checks=False)
-        case = trainer.trust_cases([shape], SamplingParams(), check_parity=False, with_checks=False)
+        case = trainer.check_cases([shape], SamplingParams(), check_parity=False, with_checks=False)
         return [model, case]
 
     runtime = joint()

@@ -135,7 +135,7 @@ def test_with_inductor_layers_write_their_own_caches(family: str) -> None:
     model, tokens = make_model(torch.float32, config=FAMILIES[family]), torch.arange(20) % 7
 
     def prefill(call: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
-        heads, key, value = model.config.cached
+        heads, key, value = model.config.kv_cache_sizes
         k_cache, v_cache = (torch.zeros(model.config.num_layers, 3, 16, heads, size) for size in (key, value))
         starts, context = torch.tensor([0, 12, 20]).int(), torch.tensor([12, 8]).int()
         slots = torch.cat((torch.arange(12), 16 + torch.arange(8)))

@@ -326,7 +326,7 @@ def test_scratch_is_put_back_and_not_compared() -> None:
 
 
 def test_what_passed_is_not_run_again_until_something_changes(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("lockstep.cache.loaded_code.difference", lambda: None)  # of what is replaced below
+    monkeypatch.setattr("lockstep.cache.loaded_code.find_difference", lambda: None)  # of what is replaced below
 
     def check(factor: float = 2.0, mode: str = "full", **case) -> int:
         runtime = runtime_at(mode)

@@ -340,6 +340,6 @@ def test_every_source_of_the_package_counts(name: str, tmp_path: Path, monkeypat
 def test_how_words_come_from_other_ranks_is_in_the_key() -> None:
     def key(rank: int, pushes: bool) -> dict[str, Any]:
         mesh = Mesh(tp=Axis("generator_tp", 2, rank, pushes))
-        return flatten(Decoder(DENSE, torch.float32, "meta", mesh).baked())
+        return flatten(Decoder(DENSE, torch.float32, "meta", mesh).trace_constants())
 
     assert key(0, True) == key(1, True) != key(0, False) == key(1, False)

@@ -28,7 +28,7 @@ from lockstep.graph.torch_private import trace as torch_trace
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.blocks.attributes import Attributes
 from lockstep.models.blocks.layer import Layer
-from lockstep.models.blocks.weights import Weight
+from lockstep.models.blocks.weights import WeightFactory
 from lockstep.models.families import FAMILIES
 from lockstep.models.families.qwen3 import QKNormLayer
 from lockstep.ops import rope
@@ -59,11 +59,11 @@ def gradient(decoder: Callable[..., Decoder], rollout: Callable[..., Any], tmp_p
         return captured, runtime.loaded == 1
 
     yield found
-    fingerprint.look_again()
+    fingerprint.recheck_code()
 
 
 def test_attributes_that_a_family_gives_its_layers(gradient: Gradient, monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(config: ModelConfig, index: int, weight: Weight) -> Layer:
+    def made(config: ModelConfig, index: int, weight: WeightFactory) -> Layer:
         layer = QKNormLayer(config, index, weight)
         layer.activation = activation  # type: ignore[misc]
         return layer
@@ -77,7 +77,7 @@ def test_attributes_that_a_family_gives_its_layers(gradient: Gradient, monkeypat
 
 
 def test_a_function_that_a_family_gives_its_layers(gradient: Gradient, monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(config: ModelConfig, index: int, weight: Weight) -> Layer:
+    def made(config: ModelConfig, index: int, weight: WeightFactory) -> Layer:
         layer = QKNormLayer(config, index, weight)
         attention = layer.attention
         layer.attention = lambda *given: gain * attention(*given)  # type: ignore[method-assign]
@@ -94,7 +94,7 @@ def test_a_function_that_a_family_gives_its_layers(gradient: Gradient, monkeypat
 def test_an_object_whose_state_no_key_has() -> None:
     module = torch.nn.Module()
     assert object not in Attributes([module]).classes
-    module.held = loaded_code.NotingFinder()  # type: ignore[assignment]
+    module.held = loaded_code.RecordingFinder()  # type: ignore[assignment]
     assert object in Attributes([module]).classes
 
 
@@ -159,34 +159,37 @@ def test_what_has_replaced_a_part_of_the_package_is_seen(
         for _ in range(2):
             assert not gradient()[1]
         assert f"{told} is not what was imported: nothing" in caplog.text
-        assert fingerprint.changed() and fingerprint.key("one") != fingerprint.key("one")
-    fingerprint.look_again()
+        assert fingerprint.is_modified() and fingerprint.key("one") != fingerprint.key("one")
+    fingerprint.recheck_code()
     assert gradient()[1] and fingerprint.key("one") == fingerprint.key("one")
 
 
 def test_an_entry_of_a_table_and_a_functions_own_code_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(policy_terms.KL_ESTIMATORS, "k3", policy_terms.KL_ESTIMATORS["k1"])
-        assert "policy_terms.KL_ESTIMATORS['k3'] is not what was imported" in str(loaded_code.difference())
+        assert "policy_terms.KL_ESTIMATORS['k3'] is not what was imported" in str(loaded_code.find_difference())
     with monkeypatch.context() as patch:
         patch.setitem(policy_terms.KL_ESTIMATORS, "mine", len)
-        assert loaded_code.difference() is None, "what is new has a name of its own"
+        assert loaded_code.find_difference() is None, "what is new has a name of its own"
     with monkeypatch.context() as patch:
         patch.setattr(grpo.clipped_surrogate, "__code__", (lambda *given: given).__code__)
-        assert "clipped_surrogate is not what was imported" in str(loaded_code.difference())
+        assert "clipped_surrogate is not what was imported" in str(loaded_code.find_difference())
+    with monkeypatch.context() as patch:
+        patch.setattr(pack, "__kwdefaults__", {"share_prefix": False})
+        assert "packing.pack is not what was imported" in str(loaded_code.find_difference())
     hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert loaded_code.difference() == "torch.nn.modules.module._global_forward_hooks has a hook"
+    assert loaded_code.find_difference() == "torch.nn.modules.module._global_forward_hooks has a hook"
     hook.remove()
-    assert loaded_code.difference() is None
+    assert loaded_code.find_difference() is None
 
 
 def test_a_special_method_that_a_class_is_given_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "__call__" not in vars(Decoder)
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "__call__", lambda self, *given: None, raising=False)
-        assert loaded_code.difference() == "lockstep.models.decoder.Decoder.__call__ is not what was imported"
+        assert loaded_code.find_difference() == "lockstep.models.decoder.Decoder.__call__ is not what was imported"
     monkeypatch.setattr(Decoder, "__slotnames__", [], raising=False)  # as `copyreg` does
-    assert loaded_code.difference() is None
+    assert loaded_code.find_difference() is None
 
 
 def test_what_an_operator_is_registered_as_since_is_seen(gradient: Gradient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,11 +197,11 @@ def test_what_an_operator_is_registered_as_since_is_seen(gradient: Gradient, mon
     assert not gradient()[1] and gradient()[1], "its own graph is stored"
     with monkeypatch.context() as patch:
         patch.setattr(op, "_backward_fn", wrapped(op._backward_fn))  # as `torch.library.register_autograd` does
-        assert loaded_code.difference() == told and not gradient()[1]
+        assert loaded_code.find_difference() == told and not gradient()[1]
     with torch.library._scoped_library("lockstep", "IMPL") as library:
         library.impl("qk_norm_rope", wrapped(op._backend_fns["cpu"]), "CPU", allow_override=True)
-        assert loaded_code.difference() == told and not gradient()[1]
-    assert loaded_code.difference() is None and gradient()[1]
+        assert loaded_code.find_difference() == told and not gradient()[1]
+    assert loaded_code.find_difference() is None and gradient()[1]
 
 
 def test_an_operator_made_outside_of_the_package_is_none_of_its_own() -> None:
@@ -212,12 +215,12 @@ def test_an_operator_made_outside_of_the_package_is_none_of_its_own() -> None:
 @pytest.mark.parametrize("way", ["hook", "forward", "call_layer"])
 def test_a_function_that_a_model_is_given(way: str, decoder: Callable[..., Decoder]) -> None:
     model = decoder(layers=1)
-    assert object not in model.baked()["blocks"]
+    assert object not in model.trace_constants()["blocks"]
     if way == "hook":
         model.register_forward_hook(lambda *_: None)
     else:
         setattr(model, way, lambda *given: None)
-    assert object in model.baked()["blocks"]
+    assert object in model.trace_constants()["blocks"]
 
 
 def test_what_was_replaced_since_is_not_stored(gradient: Gradient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +232,9 @@ def test_what_was_replaced_since_is_not_stored(gradient: Gradient, monkeypatch: 
 
     with monkeypatch.context() as patch:
         patch.setattr(torch_trace, "import_tracer", patched)
-        loaded_code.note(torch_trace)  # only what it does is to be seen
+        loaded_code.record_module(torch_trace)  # only what it does is to be seen
         assert not gradient()[1]
-    loaded_code.note(torch_trace)
+    loaded_code.record_module(torch_trace)
     monkeypatch.undo()
     assert not gradient()[1] and gradient()[1]
 
@@ -266,27 +269,27 @@ def test_a_file_that_was_written_after_the_import_is_seen(
     package = tmp_path / "package"
     package.mkdir()
     monkeypatch.setattr(loaded_code, "PACKAGE", package)
-    assert loaded_code.difference() == f"{package} is {package}, and was {OWN} when it was imported"
+    assert loaded_code.find_difference() == f"{package} is {package}, and was {OWN} when it was imported"
     monkeypatch.setattr(loaded_code, "_IMPORTED_FROM", package)
-    assert loaded_code.difference() == f"{package} has no sources"
+    assert loaded_code.find_difference() == f"{package} has no sources"
     (package / "a.py").write_text("x = 1\n")
     (package / ".#a.py").symlink_to("who@where")  # an editor's lock
     (package / "b.py").mkdir()
     monkeypatch.setattr(loaded_code, "IMPORTED_NS", time.time_ns() + 10**9)
-    assert loaded_code.difference() is None
+    assert loaded_code.find_difference() is None
     monkeypatch.setattr(loaded_code, "IMPORTED_NS", time.time_ns() - 10**9)
     os.utime(package / "a.py", (0, 0))  # a time of its own choice
-    assert loaded_code.difference() == "package/a.py was written after it may have been imported"
+    assert loaded_code.find_difference() == "package/a.py was written after it may have been imported"
     assert [gradient()[1], gradient()[1]] == [False, False]
     assert "nothing that other starts kept is used, and nothing is kept" in caplog.text
     os.utime(package / "a.py", (time.time() + 3600,) * 2)
-    assert loaded_code.difference() == "package/a.py is of the future"
+    assert loaded_code.find_difference() == "package/a.py is of the future"
 
 
 def test_the_package_as_it_is_has_nothing_replaced(caplog: pytest.LogCaptureFixture) -> None:
     assert len([name for name in sys.modules if name.startswith("lockstep.")]) > 100
     with caplog.at_level(logging.WARNING):
-        assert loaded_code.difference() is None and not fingerprint.changed()
+        assert loaded_code.find_difference() is None and not fingerprint.is_modified()
 
 
 def test_what_is_covered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ class WithGain(UndeclaredGain):
 def as_edits_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have code of this file count as the package's."""
     monkeypatch.setattr("lockstep.graph.store.key.is_covered", lambda code: True)
-    monkeypatch.setattr("lockstep.cache.loaded_code.difference", lambda: None)
+    monkeypatch.setattr("lockstep.cache.loaded_code.find_difference", lambda: None)
 
 
 def gradient(model: Decoder, rollout: Callable[..., Any], loss: LossConfig, runtime: Runtime) -> torch.Tensor:

@@ -39,7 +39,7 @@ HEADS = [HeadShape(4, 2, 8)]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("lockstep.cache.loaded_code.difference", lambda: None)  # of what tests here replace
+    monkeypatch.setattr("lockstep.cache.loaded_code.find_difference", lambda: None)  # of what tests here replace
     return tmp_path / "cache" / "lockstep"
 
 
