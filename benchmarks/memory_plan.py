@@ -41,11 +41,11 @@ from lockstep.graph import Runtime
 from lockstep.machine import restrict_to_local_gpu
 from lockstep.models import Decoder, Ranges
 from lockstep.models.init import INITIALIZER_RANGE, RandomWeights
-from lockstep.session.build import planned_workload, settled
+from lockstep.session.build import planned_workload, resolve_for_device
 from lockstep.session.memory import MemoryPlan, Workload
 from lockstep.session.memory import plan as planning
-from lockstep.session.memory.plan import CACHE, CHECK, GENERATION, KEPT, TRANSIT, WORKING
-from lockstep.session.memory.terms import BEGUN, CONTEXT, GIB, communicators
+from lockstep.session.memory.plan import ACTIVATIONS, CACHE, CHECK, GENERATION, TRANSIT, WORKSPACE
+from lockstep.session.memory.terms import CONTEXT, CONTEXT_AT_START, GIB, communicators
 
 
 class Case(NamedTuple):
@@ -90,7 +90,7 @@ CASES = {
 SHARDED = [Case("qwen3-0.6b", 16384, 64), Case("qwen3-8b", 16384, 64), Case("qwen3-8b", 8192, 64, cache=29127)]
 LIMIT_S = 400  # of a run
 ELSE = 1 << 27  # bytes that are left to what is not in the pool of graphs, where there are fewer than planned
-POOL = KEPT, WORKING, TRANSIT, GENERATION
+POOL = ACTIVATIONS, WORKSPACE, TRANSIT, GENERATION
 
 
 def configuration(case: Case, device: str) -> RunConfig:
@@ -120,7 +120,7 @@ def measured(case: Case, device: str, memory: tuple[int, int] | None = None) -> 
     from lockstep.machine import is_multi_process
     from lockstep.rl.loop import Loop
     from lockstep.session.build import TrainingSession, resolve
-    from lockstep.session.memory import used
+    from lockstep.session.memory import measure_memory
     from lockstep.session.warm_up import warm_up
 
     world = join(ParallelConfig(), device) if is_multi_process() else ONE_PROCESS
@@ -142,7 +142,7 @@ def measured(case: Case, device: str, memory: tuple[int, int] | None = None) -> 
     except torch.OutOfMemoryError as error:
         error.add_note(f"pools, GiB reserved and allocated: {_pools()}; planned: {[p.to_dict() for p in plans]}")
         raise
-    found = used(session.trainer, session.engine.cache, session.runtime)
+    found = measure_memory(session.trainer, session.engine.cache, session.runtime)
     result = {"plan": session.plan.to_dict(), "used": found, "start_s": ready, "rank": world.rank}
     result |= {"reserved_after_load": loaded, "reserved_after_start": started, "reserved_after_step": _reserved(device)}
     result["pools"] = _pools() if device == "cuda" else {}
@@ -163,7 +163,7 @@ def _drawn(source: RandomWeights, wanted: Ranges) -> None:
 def _shrink(believed: int, allowed: int, communicators: int) -> None:
     """Have who asks for free memory believe in a device of so many bytes, and the allocator stay within so many. Of
     what is to be reserved it reserves what there is, so that a plan of more than a run takes would be seen."""
-    reserve, total, begun = Runtime.reserve, torch.cuda.mem_get_info()[1], BEGUN + communicators
+    reserve, total, begun = Runtime.reserve, torch.cuda.mem_get_info()[1], CONTEXT_AT_START + communicators
     allocator = allowed - CONTEXT - communicators
 
     def reserve_what_there_is(runtime: Runtime, size: int) -> None:
@@ -251,7 +251,7 @@ def edge_cases(count: int, seed: int, gpus: int, sharded: bool = False) -> list[
         arch = draw.choice(["qwen3-0.6b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"])
         tokens, length = draw.choice([2048, 4096, 8192, 12288, 16384, 32768]), draw.choice([64, 128, 256, 512])
         case = Case(arch, tokens, draw.choice([8, 16, 32]), length)
-        w = planned_workload(settled(configuration(case, "cuda"), ranks, cuda), ranks, cuda)
+        w = planned_workload(resolve_for_device(configuration(case, "cuda"), ranks, cuda), ranks, cuda)
         least = smallest(w)
         roomy = planning(w, 1 << 41).total  # with nothing computed again
         limit = int(least * draw.uniform(0.9, 1.2)) if number % 2 else int(roomy * draw.uniform(0.8, 1.02))

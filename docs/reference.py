@@ -17,7 +17,7 @@ import tyro
 from lockstep.cli import flags
 from lockstep.config import RunConfig
 from lockstep.config.recipes import RECIPES
-from lockstep.config.yaml_file import flat
+from lockstep.config.yaml_file import flatten
 
 INTRODUCTION = """# Reference
 
@@ -56,8 +56,8 @@ def page() -> str:
 
 def recipes_table() -> str:
     """A row for each setting that some recipe has at another value than its default, and a column a recipe."""
-    default = flat(RunConfig())
-    configs = {name: flat(recipe(None)) for name, recipe in RECIPES.items()}
+    default = flatten(RunConfig())
+    configs = {name: flatten(recipe(None)) for name, recipe in RECIPES.items()}
     rows = [("setting", "default", *configs)] + [("---",) * (2 + len(configs))]
     for name, value in default.items():
         values = [config[name] for config in configs.values()]

@@ -6,13 +6,13 @@ import signal
 import sys
 from typing import NoReturn
 
-from .cli import INTERRUPTED, interrupts_in_imports
+from .cli import INTERRUPTED, exit_on_interrupts_in_imports
 
 
 def entry() -> NoReturn:
     """Run the command as a process. Ctrl-C, however often, ends it with exit code 130 and no traceback, from the first
     import to the end."""
-    interrupts_in_imports()
+    exit_on_interrupts_in_imports()
     try:
         from .cli.main import entry as command
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from . import machine
-from .config import EARLIER, RunConfig, require_config, validate, yaml_file
+from .config import LEGACY_CONFIG, RunConfig, require_config, validate, yaml_file
 from .errors import InputError
 from .run import lock as run_lock
 from .run.outcome import describe_interrupted_run, relative_to_cwd
@@ -80,7 +80,7 @@ def train(
     if functions := _as_functions("tools", tools):
         task_fields["tools"] = tuple(_name_function("tool", tool) for tool in functions)
     config = replace(config, task=replace(config.task, **task_fields))
-    config = validate(yaml_file.checked(config))
+    config = validate(yaml_file.check_types(config))
     given_dir = None if run_dir is None else Path(run_dir)
     if resume and given_dir is None:
         raise InputError("run_dir is missing: name the folder of the run to resume")
@@ -89,10 +89,10 @@ def train(
     # Later phases are shown by the run's display.
     with machine.report_if_slow("importing torch"), machine.pause_gc_for_imports():
         from .run.train import train as run
-        from .session.processes import together
-        from .session.signals import ended_by_signals
-    with together(config) as world, contextlib.ExitStack() as lock:
-        lock.enter_context(ended_by_signals())
+        from .session.processes import join_processes
+        from .session.signals import raise_on_signals
+    with join_processes(config) as world, contextlib.ExitStack() as lock:
+        lock.enter_context(raise_on_signals())
         if resume and given_dir is not None:
             from .run.resume import require_unchanged_config
 
@@ -239,7 +239,7 @@ def load_run_config(run_dir: Path) -> RunConfig:
         runs = [folder for folder in run_dir.absolute().parents[:2] if (folder / "config.yaml").exists()]
         hint = f"; did you mean --resume {relative_to_cwd(runs[0])}?" if runs else ""
         raise InputError(f"--resume {run_dir}: not a run folder (it has no config.yaml){hint}")
-    return yaml_file.load(path, begin=EARLIER)
+    return yaml_file.load(path, base=LEGACY_CONFIG)
 
 
 def _claim_folder(given: Path | None, recipe: str, lock: contextlib.ExitStack) -> Path:

@@ -20,7 +20,7 @@ from lockstep.config import CompileConfig, GeneratorConfig, LossConfig, Optimize
 from lockstep.generator import Engine, SharedWeights
 from lockstep.graph import EAGER, Runtime
 from lockstep.models import Decoder, PackedAttention, save_model
-from lockstep.session.attention import whole_tiles
+from lockstep.session.attention import round_page_size
 from lockstep.trainer import Trainer, pack
 from lockstep.types import SampleIdentity, SamplingParams
 
@@ -271,7 +271,7 @@ def engine_of(model: Decoder, runtime: Runtime = EAGER, version: Callable[[], in
     flex = model.masks is not None
     return Engine(
         SharedWeights(model, version),
-        whole_tiles(GeneratorConfig(), "flex" if flex else "native"),
+        round_page_size(GeneratorConfig(), "flex" if flex else "native"),
         16384,
         runtime=runtime,
     )

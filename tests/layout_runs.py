@@ -159,7 +159,7 @@ def commanded(options: list[str]) -> tuple[int, tuple[int, int]]:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "_leave", lambda code: None)
+        patch.setattr(command, "_exit_now", lambda code: None)
         patch.setattr(Scheduler, "preempt", preempt)
         patch.setattr(KVCache, "match", match)
         return command.main(options), (hits[0], hits[1])

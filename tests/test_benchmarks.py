@@ -255,7 +255,7 @@ def test_the_command_line_takes_the_runs_that_cases_begin(
         with monkeypatch.context() as launched:
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if several else ():
                 launched.setenv(name, "2" if name == "WORLD_SIZE" else "0")
-            validate(parse(list(words)).resolved())
+            validate(parse(list(words)).to_config())
 
 
 @pytest.mark.parametrize("processes", [2, 3, 4, 6, 8])
@@ -263,7 +263,7 @@ def test_a_step_of_every_case_is_shared_by_any_number_of_processes(
     scripts: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, processes: int
 ) -> None:
     from lockstep.cli.resolve import parse
-    from lockstep.session.build import settled
+    from lockstep.session.build import resolve_for_device
 
     fsdp, kills, memory_plan = map(importlib.import_module, ("cases.fsdp", "cases.kills", "memory_plan"))
     cpu = argparse.Namespace(device="cpu", processes=processes, steps=3, ranks_share_gpu=False)
@@ -274,9 +274,9 @@ def test_a_step_of_every_case_is_shared_by_any_number_of_processes(
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
-    runs = [*(parse(one).resolved() for one in words), memory_plan.configuration(memory_plan.CASES["cpu"][0], "cpu")]
+    runs = [*(parse(one).to_config() for one in words), memory_plan.configuration(memory_plan.CASES["cpu"][0], "cpu")]
     for run in runs[: len(runs) - (processes in (3, 6))]:  # the plan's eight prompts
-        assert settled(run, processes, torch.device("cpu")).parallel.batch_shards in (1, processes)
+        assert resolve_for_device(run, processes, torch.device("cpu")).parallel.batch_shards in (1, processes)
 
 
 def test_degrees_that_cannot_be_are_refused_before_processes_start(scripts: None) -> None:

@@ -30,7 +30,7 @@ from lockstep import check_model, evaluate
 from lockstep.cli import flags
 from lockstep.cli.main import main
 from lockstep.cli.resolve import parse
-from lockstep.config import RunConfig, elsewhere, recipes, yaml_file
+from lockstep.config import RunConfig, other_trainers, recipes, yaml_file
 from lockstep.models.init import architecture, init_folder
 
 pytestmark = pytest.mark.usefixtures("shallow_models")
@@ -222,13 +222,13 @@ def test_commands_that_are_not_run_parse(tmp_path: Path, monkeypatch: pytest.Mon
 def test_flags_that_pages_name_exist() -> None:
     kinds = [kind for kind in vars(flags).values() if getattr(kind, "__module__", "") == flags.__name__]
     commands = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
-    known = {flag for kind in commands for flag in flags.flags_of(kind)} | {"--data", "--reward", "--help"}
+    known = {flag for kind in commands for flag in flags.list_flags(kind)} | {"--data", "--reward", "--help"}
     of_benchmarks = {"--ranks-share-gpu", "--skip-done", "--updates"}
     for page in PAGES[:1] + [page for page in DOCS.glob("*.md") if page.name != "LOG.md"]:
         text = re.sub("```.*?```", "", page.read_text(), flags=re.DOTALL)
         named = {flag for flag in re.findall("`(--[a-z][a-z.0-9-]+)", text) if not flag.endswith(".")}
         assert named <= known | of_benchmarks, page.name
-    assert set(elsewhere.NAMES.values()) <= known
+    assert set(other_trainers.EQUIVALENT_FLAGS.values()) <= known
 
 
 def test_the_readme_shows_every_command() -> None:
@@ -262,7 +262,7 @@ def reference() -> Iterator[SimpleNamespace]:
 def test_the_reference_has_every_flag_with_a_meaning(reference: SimpleNamespace) -> None:
     rows = [line.split(" | ") for line in reference.page().splitlines() if line.startswith("| `")]
     documented = {name for row in rows for name in re.findall(r"`([^`]+)`", row[0])}
-    for name, default in yaml_file.flat(RunConfig()).items():
+    for name, default in yaml_file.flatten(RunConfig()).items():
         if name != "recipe":
             section, _, field = name.rpartition(".")
             flag = f"--{name}".replace("_", "-")

@@ -64,7 +64,13 @@ ALLOWED: dict[str, set[str]] = {
 # Within a room, from the lowest floor up: modules and folders, relative to the room; "." is its `__init__.py`. A module
 # imports what lies on lower floors, and what its own entry holds. The longest entry that fits a module is its own.
 FLOORS: dict[str, tuple[str, ...]] = {
-    "config": ("algorithms elsewhere random_weights sections.section", "sections", "run", ".", "recipes yaml_file"),
+    "config": (
+        "algorithms other_trainers random_weights sections.section",
+        "sections",
+        "run",
+        ".",
+        "recipes yaml_file",
+    ),
     "algorithms": (
         "advantage policy_terms",
         "algorithm",

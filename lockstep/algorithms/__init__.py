@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pkgutil import resolve_name
 
-from ..config import SHIPPED, LossConfig
+from ..config import ALGORITHM_TABLE, LossConfig
 from ..errors import refuse
 from .algorithm import Algorithm as Algorithm
 from .policy_terms import TokenValues as TokenValues
@@ -12,7 +12,7 @@ from .user import user_algorithm
 
 SUPERVISED = "sft"  # for warm-up steps
 ALGORITHMS: dict[str, type[Algorithm]] = {
-    **{name: resolve_name(f"{__name__}.{row.where}") for name, row in SHIPPED.items()},
+    **{name: resolve_name(f"{__name__}.{row.class_path}") for name, row in ALGORITHM_TABLE.items()},
     SUPERVISED: SFT,
 }
 

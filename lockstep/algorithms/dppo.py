@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config import SHIPPED
+from ..config import ALGORITHM_TABLE
 from .algorithm import mean_over_tokens
 from .grpo import GRPO
 from .policy_terms import TokenValues
@@ -28,7 +28,7 @@ class DPPO(GRPO):
     `epsilon`, and that there are no divergences over the most likely tokens (`topk_tv`, `topk_kl`), whose log-probs are
     not recorded."""
 
-    epsilon: float = SHIPPED["dppo"].epsilon
+    epsilon: float = ALGORITHM_TABLE["dppo"].epsilon
     divergence_type: str = "binary_tv"
     clip_ratio_c: float = 20.0
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..config import SHIPPED
+from ..config import ALGORITHM_TABLE
 from .algorithm import Algorithm
 from .policy_terms import TokenValues, clipped_surrogate
 
@@ -17,7 +17,7 @@ class GRPO(Algorithm):
     sample's reward less the group's mean (divided by the deviation that `scale_rewards` names); the mean over each
     sequence, then over sequences. The clip is symmetric unless `epsilon_high` is given."""
 
-    epsilon: float = SHIPPED["grpo"].epsilon
+    epsilon: float = ALGORITHM_TABLE["grpo"].epsilon
     epsilon_high: float | None = None
 
     @property

@@ -1,3 +1,3 @@
 """The `lockstep` command: flags, commands, and output streams."""
 
-from ..session.signals import INTERRUPTED, interrupts_in_imports
+from ..session.signals import INTERRUPTED, exit_on_interrupts_in_imports

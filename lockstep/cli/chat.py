@@ -13,7 +13,7 @@ from typing import Any
 from ..config import MAX_SEED
 from ..errors import InputError, refuse
 from ..session.generate import LLM
-from ..session.signals import handled_by
+from ..session.signals import handle_signals
 from ..types import SamplingParams
 
 HELP = "/reset forgets the conversation, /quit (or Ctrl-D) ends it, Ctrl-C stops an answer.\n"
@@ -27,17 +27,19 @@ class Conversation:
         self._llm = llm
         self._sampling = sampling
         self._templated = bool(llm.policy.tokenizer.chat_template) and not plain
-        given = {"--system-prompt": system, "--chat-template-kwargs": llm.policy.template_variables}
-        for flag, value in given.items():
-            useless = bool(value) and not self._templated
-            refuse(useless, f"{flag} needs a chat template, which is not there or turned off by --plain; remove it")
-        self._first: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        template_flags = {"--system-prompt": system, "--chat-template-kwargs": llm.policy.template_variables}
+        for flag, value in template_flags.items():
+            refuse(
+                bool(value) and not self._templated,
+                f"{flag} needs a chat template, which is not there or turned off by --plain; remove it",
+            )
+        self._system: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._turns = 0
         self.reset()
 
     def reset(self) -> None:
         """Forget everything but the system prompt."""
-        self._messages = list(self._first)
+        self._messages = list(self._system)
         self._text = ""
 
     def ask(self, line: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
@@ -107,5 +109,5 @@ def read_lines() -> Iterator[str]:
 def interrupts() -> Iterator[Callable[[], bool]]:
     """A context in which Ctrl-C does not raise (amid a computation); the callable returns whether it was pressed."""
     pressed: list[int] = []
-    with handled_by(lambda number, _: pressed.append(number), [signal.SIGINT]):
+    with handle_signals(lambda number, _: pressed.append(number), [signal.SIGINT]):
         yield lambda: bool(pressed)

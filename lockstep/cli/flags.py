@@ -14,108 +14,132 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args, get_origin
 import tyro
 
 from ..config import (
-    LAYOUT_OF_GENERATION,
-    LAYOUT_OF_PARITY,
-    OF_GENERATION,
+    GENERATION_FIELDS,
+    GENERATION_LAYOUT_FIELDS,
+    PARITY_LAYOUT_FIELDS,
     Attention,
     CompileConfig,
     ParallelConfig,
     RunConfig,
     TaskConfig,
-    elsewhere,
+    other_trainers,
     recipes,
 )
 from ..errors import InputError, refuse
 from ..serve.settings import Settings
 
 _Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]
-_MODEL, _DATA, _FUNCTION = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"
-_UNREAD = get_args(tyro.conf.Suppress[int])[1]  # marks fields that a command does not read
-_ANSWERS = ("yes", "no", "true", "false", "on", "off", "0", "1")
-_SHORT = {"--data": "--task.data", "--reward": "--task.reward"}  # short flags of train
+_MODEL, _DATA, _FUNCTION = "DIR|ID", "PATH|ID", "MODULE:FUNCTION"  # placeholders in help texts
+_SUPPRESSED = get_args(tyro.conf.Suppress[int])[1]  # marks fields that a command does not read
+_SWITCH_VALUES = ("yes", "no", "true", "false", "on", "off", "0", "1")
+_SHORT_FLAGS = {"--data": "--task.data", "--reward": "--task.reward"}  # short flags of train
 # Flags with several values, which may look like other trainers' `section.key=value`.
-_WITH_SIGNS = ("--optimizer.lr-scales", "--optimizer.weight-decays", "--sampling.stop", "--stop")
+_MAY_HOLD_EQUALS = ("--optimizer.lr-scales", "--optimizer.weight-decays", "--sampling.stop", "--stop")
 
 
-def spelled_out(flag: str) -> str:
+def canonical_name(flag: str) -> str:
     """The canonical name of `flag`: with dashes for underscores, aliases resolved, and without a switch's no-."""
     *sections, name = flag.replace("_", "-").removeprefix("--").split(".")
     flag = "--" + ".".join([*sections, name.removeprefix("no-")])
-    return _SHORT.get(flag, flag)
+    return _SHORT_FLAGS.get(flag, flag)
 
 
-def flags_of(kind: type, prefix: str = "--", unread: bool = False) -> list[str]:
-    """Every flag of a command or, if `unread`, those of its sections that it does not read. A switch also has a second
-    name, with no-, that turns it off."""
-    found = []
+def list_flags(kind: type, prefix: str = "--", suppressed: bool = False) -> list[str]:
+    """Every flag of a command or, if `suppressed`, those of its sections that it does not read. A switch also has a
+    second name, with no-, that turns it off."""
+    flags = []
     for name, hint in get_type_hints(kind, include_extras=True).items():
         plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         plain = next((mark for mark in marks if isinstance(mark, type)), plain)
+        dashed = name.replace("_", "-")
         if isinstance(plain, type) and is_dataclass(plain):
-            found += flags_of(plain, f"{prefix}{name.replace('_', '-')}.", unread)
-        elif tyro.conf.Positional not in marks and get_origin(hint) is not ClassVar and unread == (_UNREAD in marks):
-            turned_off = ["no-"] * (plain is bool and tyro.conf.FlagCreatePairsOff not in marks)
-            found += [f"{prefix}{negated}{name.replace('_', '-')}" for negated in ("", *turned_off)]
-    return found
+            flags += list_flags(plain, f"{prefix}{dashed}.", suppressed)
+        elif tyro.conf.Positional in marks or get_origin(hint) is ClassVar:
+            continue
+        elif suppressed == (_SUPPRESSED in marks):
+            flags.append(f"{prefix}{dashed}")
+            if plain is bool and tyro.conf.FlagCreatePairsOff not in marks:
+                flags.append(f"{prefix}no-{dashed}")
+    return flags
 
 
 def refuse_unknown(kind: type, arguments: Sequence[str]) -> None:
     """Raise `InputError` for flags that the command does not have or read, for a switch with a value, for several
     values of --data, and for `section.key=value`."""
-    known = [*flags_of(kind), *(_SHORT if issubclass(kind, _Begin) else ()), "--help"]
+    known = [*list_flags(kind), *(_SHORT_FLAGS if issubclass(kind, _RunFlags) else ()), "--help"]
     given = [argument.split("=", 1)[0].replace("_", "-") for argument in arguments if argument.startswith("--")]
-    for switch, value in itertools.pairwise(arguments):
-        off = re.sub(r"^--(.*[.])?(no-)?", lambda found: f"--{found[1] or ''}{'' if found[2] else 'no-'}", switch)
-        refuse(
-            value.lower() in _ANSWERS and switch.replace("_", "-") in known and off.replace("_", "-") in known,
-            f"{switch} takes no value, and is given {value!r}; {off} is its opposite",
-        )
-    for flag, *values in zip(arguments, arguments[1:], arguments[2:], strict=False):
-        several = flag.startswith("--") and not any(v.startswith("--") or v in recipes.RECIPES for v in values)
-        refuse(
-            several and spelled_out(flag) == "--task.data",
-            f"{flag} takes one file, folder or hub id, and is given {' and '.join(values)}; put files into one folder",
-        )
-    flags_begin = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
-    latest = ""
-    for i, word in enumerate(arguments):
-        latest = spelled_out(word) if word.startswith("-") else latest
-        key, sets, _ = word.partition("=")
-        dots = "*" if i < flags_begin else "+"  # after a flag, `key=value` may be the flag's value
-        own = latest in _WITH_SIGNS or arguments[i - 1].startswith("-")
-        may_be = sets and (i < flags_begin or not own)
-        if may_be and re.fullmatch(rf"[+]*[A-Za-z]\w*([.]\w+){dots}", key):
-            meant = _meant("--" + key.lstrip("+").replace("_", "-"), known)
-            raise InputError(f"{word} is no flag; settings are given as --section.key VALUE{meant}")
-    of_training = flags_of(kind, unread=True)
-    refuse(
-        bool(unread := [flag for flag in given if flag in of_training]),
-        f"{', '.join(unread)} is for training, and lockstep {kind.__name__.lower()} trains nothing; remove it",
-    )
-    unknown = [flag + _meant(flag, known) for flag in given if flag not in known]
+    _refuse_switch_values(arguments, known)
+    _refuse_several_data(arguments)
+    _refuse_assignments(arguments, known)
+    of_training = list_flags(kind, suppressed=True)
+    for_training = [flag for flag in given if flag in of_training]
+    command = kind.__name__.lower()
+    if for_training:
+        raise InputError(f"{', '.join(for_training)} is for training, and lockstep {command} trains nothing; remove it")
+    unknown = [flag + _suggest_flag(flag, known) for flag in given if flag not in known]
     if unknown:
         flags = "flag" if len(unknown) == 1 else "flags"
-        raise InputError(
-            f"unknown {flags} {', '.join(unknown)}; lockstep {kind.__name__.lower()} --help lists them all"
+        raise InputError(f"unknown {flags} {', '.join(unknown)}; lockstep {command} --help lists them all")
+
+
+def _refuse_switch_values(arguments: Sequence[str], known: Collection[str]) -> None:
+    for switch, value in itertools.pairwise(arguments):
+        opposite = _opposite(switch)
+        is_switch = switch.replace("_", "-") in known and opposite.replace("_", "-") in known
+        refuse(
+            is_switch and value.lower() in _SWITCH_VALUES,
+            f"{switch} takes no value, and is given {value!r}; {opposite} is its opposite",
         )
 
 
-def _meant(flag: str, known: list[str]) -> str:
+def _opposite(switch: str) -> str:
+    """`--section.no-name` for `--section.name`, and the reverse."""
+    return re.sub(r"^--(.*[.])?(no-)?", lambda found: f"--{found[1] or ''}{'' if found[2] else 'no-'}", switch)
+
+
+def _refuse_several_data(arguments: Sequence[str]) -> None:
+    for flag, *values in zip(arguments, arguments[1:], arguments[2:], strict=False):
+        are_values = not any(value.startswith("--") or value in recipes.RECIPES for value in values)
+        refuse(
+            flag.startswith("--") and are_values and canonical_name(flag) == "--task.data",
+            f"{flag} takes one file, folder or hub id, and is given {' and '.join(values)}; put files into one folder",
+        )
+
+
+def _refuse_assignments(arguments: Sequence[str], known: list[str]) -> None:
+    """Raise `InputError` for `section.key=value`, other trainers' way to give settings."""
+    first_flag = next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
+    flag = ""
+    for i, word in enumerate(arguments):
+        if word.startswith("-"):
+            flag = canonical_name(word)
+        key, equals, _ = word.partition("=")
+        may_be_value = i > first_flag and (flag in _MAY_HOLD_EQUALS or arguments[i - 1].startswith("-"))
+        dots = "*" if i < first_flag else "+"  # after a flag, `key=value` may be the flag's value
+        if equals and not may_be_value and re.fullmatch(rf"[+]*[A-Za-z]\w*([.]\w+){dots}", key):
+            suggestion = _suggest_flag("--" + key.lstrip("+").replace("_", "-"), known)
+            raise InputError(f"{word} is no flag; settings are given as --section.key VALUE{suggestion}")
+
+
+def _suggest_flag(flag: str, known: list[str]) -> str:
     """A suggestion of what was meant: a flag without its section, another trainer's name for it, or a similar name."""
     last = re.split("[.]|--", flag)[-1]
-    same = [name for name in known if re.split("[.]|--", name)[-1] == last]
-    if last in elsewhere.ABSENT:
-        return f" ({elsewhere.ABSENT[last]})"
-    theirs = elsewhere.NAMES.get(last, "")
-    named = [name for name in (theirs, f"--{theirs.rpartition('.')[2]}") if name in known][:1]
-    close = named + same or difflib.get_close_matches(flag, known, n=1, cutoff=0.9)
-    close = close or [name for name in known if name.endswith(f"-{last}")]
-    close = close or difflib.get_close_matches(flag, known, cutoff=0.75)
+    if last in other_trainers.UNSUPPORTED_FLAGS:
+        return f" ({other_trainers.UNSUPPORTED_FLAGS[last]})"
+    ours = other_trainers.EQUIVALENT_FLAGS.get(last, "")
+    equivalent = [name for name in (ours, f"--{ours.rpartition('.')[2]}") if name in known][:1]
+    same_last_part = [name for name in known if re.split("[.]|--", name)[-1] == last]
+    close = (
+        equivalent + same_last_part
+        or difflib.get_close_matches(flag, known, n=1, cutoff=0.9)
+        or [name for name in known if name.endswith(f"-{last}")]
+        or difflib.get_close_matches(flag, known, cutoff=0.75)
+    )
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 @dataclass(frozen=True)
-class _Task(TaskConfig):
+class _TaskFlags(TaskConfig):
     """Where prompts and rewards come from."""
 
     data: Annotated[str | None, tyro.conf.arg(metavar=_DATA, aliases=["--data"])] = None
@@ -123,7 +147,7 @@ class _Task(TaskConfig):
 
 
 @dataclass(frozen=True)
-class _Begin(RunConfig):
+class _RunFlags(RunConfig):
     """A run's configuration: a recipe, or a replayed configuration, with flags on top."""
 
     recipe: Annotated[
@@ -134,24 +158,29 @@ class _Begin(RunConfig):
     config: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
     """Begin from this configuration (a run folder's config.yaml) instead of a recipe. Keys that it leaves out are as in
     the recipe that it names."""
-    task: _Task = field(default_factory=_Task)
+    task: _TaskFlags = field(default_factory=_TaskFlags)
     json: _Switch = False
     """Print one JSON object on standard output."""
 
     @classmethod
-    def of(cls, config: RunConfig, /, **changes: Any) -> Self:
-        return cls(**(vars(config) | {"task": _Task(**vars(config.task))} | changes))
+    def from_config(cls, config: RunConfig) -> Self:
+        return cls(**_flag_values(config))
 
-    def of_other(self, config: RunConfig) -> Self:
-        return replace(self, **(vars(config) | {"task": _Task(**vars(config.task))}))
+    def with_config(self, config: RunConfig) -> Self:
+        """These flags with the settings of `config`."""
+        return replace(self, **_flag_values(config))
 
-    def resolved(self) -> RunConfig:
+    def to_config(self) -> RunConfig:
         values = {item.name: getattr(self, item.name) for item in fields(RunConfig)}
         return RunConfig(**(values | {"task": TaskConfig(**vars(self.task))}))
 
 
+def _flag_values(config: RunConfig) -> dict[str, Any]:
+    return vars(config) | {"task": _TaskFlags(**vars(config.task))}
+
+
 @dataclass(frozen=True)
-class Train(_Begin):
+class Train(_RunFlags):
     """Train a model by reinforcement learning: a recipe, or a replayed configuration, with flags on top."""
 
     resume: Annotated[Path | None, tyro.conf.arg(metavar="RUN_DIR")] = None
@@ -166,12 +195,12 @@ class Train(_Begin):
 
 
 @dataclass(frozen=True)
-class Precompile(_Begin):
+class Precompile(_RunFlags):
     """Make the graphs and kernels of a run ahead of time, so that later runs start faster. Takes the flags of train."""
 
 
 @dataclass(frozen=True)
-class Plan(_Begin):
+class Plan(_RunFlags):
     """Show how much GPU memory a run would take, term by term, and what would fit. Takes the flags of train. Loads only
     the tokenizer and the task's prompts, and needs no GPU."""
 
@@ -181,17 +210,18 @@ class Plan(_Begin):
     """Memory of each; 0 is this machine's: its GPU's or, without one, the host's."""
 
 
-def _reading(section: type, names: Collection[str]) -> tuple[Any, ...]:
+def _section_with_fields(section: type, names: Collection[str]) -> tuple[Any, ...]:
     """Annotations for a `section` of which a command reads only the fields `names`, the only ones tyro offers."""
     hints = get_type_hints(section, include_extras=True)
-    rest = [(f.name, Annotated[hints[f.name], _UNREAD], copy(f)) for f in fields(section) if f.name not in names]
-    made = {"__new__": lambda _, **values: section(**values), "__doc__": section.__doc__}
-    kind = make_dataclass(section.__name__, rest, bases=(section,), namespace=made, frozen=True)
+    hidden = [(f.name, Annotated[hints[f.name], _SUPPRESSED], copy(f)) for f in fields(section) if f.name not in names]
+    namespace = {"__new__": lambda _, **values: section(**values), "__doc__": section.__doc__}
+    kind = make_dataclass(section.__name__, hidden, bases=(section,), namespace=namespace, frozen=True)
     return kind, tyro.conf.arg(constructor=kind)
 
 
-_GRAPHS = _reading(CompileConfig, OF_GENERATION)
-_LAYOUT, _LAYOUTS = (_reading(ParallelConfig, names) for names in (LAYOUT_OF_GENERATION, LAYOUT_OF_PARITY))
+_GENERATION_GRAPHS = _section_with_fields(CompileConfig, GENERATION_FIELDS)
+_GENERATION_LAYOUT = _section_with_fields(ParallelConfig, GENERATION_LAYOUT_FIELDS)
+_PARITY_LAYOUT = _section_with_fields(ParallelConfig, PARITY_LAYOUT_FIELDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,32 +240,34 @@ class _ModelFlags:
     """flex: FlexAttention, for --attention-mask."""
     attention_mask: Annotated[str | None, tyro.conf.arg(metavar=_FUNCTION)] = None
     """flex only: which keys a query attends to, by the positions of both."""
-    compile: Annotated[CompileConfig, *_GRAPHS] = field(default_factory=CompileConfig)
+    compile: Annotated[CompileConfig, *_GENERATION_GRAPHS] = field(default_factory=CompileConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AnswerFlags(_ModelFlags):
+class _ResultFlags(_ModelFlags):
     """The flags of those commands that end with a result and may run on several processes."""
 
-    parallel: Annotated[ParallelConfig, *_LAYOUT] = field(default_factory=ParallelConfig)
+    parallel: Annotated[ParallelConfig, *_GENERATION_LAYOUT] = field(default_factory=ParallelConfig)
     json: _Switch = False
     """Print one JSON object."""
 
 
-def _own_first(kind: Any) -> Any:
+def _own_flags_first(kind: Any) -> Any:
     """Order a command's flags for its help: required ones, its own, inherited ones."""
     inherited = {item.name for base in filter(is_dataclass, kind.__mro__[1:]) for item in fields(base)}
 
     def rank(item: Field) -> int:
-        return 0 if item.default is item.default_factory is MISSING else 1 + (item.name in inherited)
+        if item.default is item.default_factory is MISSING:
+            return 0
+        return 2 if item.name in inherited else 1
 
     kind.__dataclass_fields__ = {item.name: item for item in sorted(fields(kind), key=rank)}
     return kind
 
 
-@_own_first
+@_own_flags_first
 @dataclass(frozen=True, kw_only=True)
-class Generate(_AnswerFlags):
+class Generate(_ResultFlags):
     """Generate from one prompt, or from several in a file. The text appears as it is generated."""
 
     prompt: str | None = None
@@ -266,7 +298,7 @@ class Generate(_AnswerFlags):
     """Print completions, tokens and log-probabilities as one JSON object."""
 
 
-@_own_first
+@_own_flags_first
 @dataclass(frozen=True, kw_only=True)
 class Chat(_ModelFlags):
     """Talk to a model. /reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops an answer."""
@@ -289,7 +321,7 @@ class Chat(_ModelFlags):
     """Keep tokens at least this likely relative to the most likely one; 0 is off."""
 
 
-@_own_first
+@_own_flags_first
 @dataclass(frozen=True, kw_only=True)
 class Serve(_ModelFlags, Settings):
     """Serve a model over HTTP with OpenAI's API: chat, completions, and token ids in and out."""
@@ -300,9 +332,9 @@ class Serve(_ModelFlags, Settings):
     """Variables of the chat template as NAME=VALUE, the value in JSON; a request may override them."""
 
 
-@_own_first
+@_own_flags_first
 @dataclass(frozen=True, kw_only=True)
-class Eval(_AnswerFlags):
+class Eval(_ResultFlags):
     """Measure a model on a task: mean reward and pass@k, with 95 % intervals over the problems."""
 
     task: Annotated[str, tyro.conf.arg(metavar="NAME")]
@@ -385,15 +417,15 @@ class Replay:
     """Print one JSON object."""
 
 
-@_own_first
+@_own_flags_first
 @dataclass(frozen=True, kw_only=True)
-class Parity(_AnswerFlags):
+class Parity(_ResultFlags):
     """Check that generator and trainer give a model's tokens the same log-probabilities, bit for bit."""
 
     tokens: int = 4000
     """Minimum number of tokens to check; all completions of a prompt are checked."""
     compile: CompileConfig = field(default_factory=CompileConfig)
-    parallel: Annotated[ParallelConfig, *_LAYOUTS] = field(default_factory=ParallelConfig)
+    parallel: Annotated[ParallelConfig, *_PARITY_LAYOUT] = field(default_factory=ParallelConfig)
 
 
 @dataclass(frozen=True)

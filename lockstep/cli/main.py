@@ -29,12 +29,13 @@ from ..machine import (
     torchrun_report_note,
 )
 from ..run.display import FailsafeStream, RequiredStream
-from .commands import COMMANDS, ON_RANKS
+from .commands import COMMANDS, MULTIPROCESS_COMMANDS
 from .resolve import parse
 
-_GRACE = 5.0  # seconds that threads have to end after the command
-_FIRST_TELLS = 0.5  # seconds that the first process has to report an error common to all, before another one leaves
-_FIRST_WOULD = 2.0  # the same for an error that may be common to all, such as wrong flags; torchrun then ends the rest
+_THREAD_GRACE = 5.0  # seconds that threads have to end after the command
+# Seconds that the first process has to report an error common to all, before another one leaves; torchrun then ends the
+# rest. The second is for an error that may be common to all, such as wrong flags.
+_REPORT_SECONDS, _COMMON_ERROR_SECONDS = 0.5, 2.0
 
 
 def entry() -> NoReturn:
@@ -44,13 +45,13 @@ def entry() -> NoReturn:
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(RuntimeError):  # no more threads can be started
-        threading.Thread(target=_leave_threads, args=(code,), daemon=True).start()
+        threading.Thread(target=_abandon_threads, args=(code,), daemon=True).start()
     sys.exit(code)
 
 
-def _leave_threads(code: int) -> None:
+def _abandon_threads(code: int) -> None:
     """End the process if threads still delay it after some seconds."""
-    time.sleep(_GRACE)
+    time.sleep(_THREAD_GRACE)
     others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     if others:
         names = ", ".join(thread.name for thread in others)
@@ -60,7 +61,7 @@ def _leave_threads(code: int) -> None:
         )
         atexit._run_exitfuncs()
         sys.stdout.flush()
-        _leave(code)
+        _exit_now(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,92 +75,103 @@ def main(argv: Sequence[str] | None = None) -> int:
             with contextlib.redirect_stdout(RequiredStream(sys.stdout)):
                 code = _main(arguments)
         if is_multi_process():
-            _leave(code)
+            _exit_now(code)
     return code
 
 
-def _leave(code: int) -> None:
+def _exit_now(code: int) -> None:
     """End the process without an orderly exit, which the rest of a failed process group could delay."""
     sys.stderr.flush()
     os._exit(code)
 
 
 def _main(arguments: list[str]) -> int:
-    output = sys.stdout
     try:
-        if arguments == ["--version"]:
-            output.write(f"lockstep {__version__}\n")
-            output.flush()
-            return 0
-        flags = _parsed(arguments)
-        if isinstance(flags, int):
-            output.flush()
-            return flags
-        if is_multi_process() and not isinstance(flags, ON_RANKS):
-            raise InputError(f"lockstep {arguments[0]} works in one process; start it without torchrun")
-        require_address_space()
-        as_json = getattr(flags, "json", False)
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is only for the outcome
-            with _nothing_else_written(output) if as_json else contextlib.nullcontext():
-                outcome = COMMANDS[type(flags)](flags)
-            for piece in [to_json(outcome.payload) + "\n"] * bool(outcome.payload) if as_json else outcome.text:
-                if torchrun_launch().rank == 0:
-                    output.write(piece)
-                    output.flush()
-        return outcome.code
+        return _run(arguments, sys.stdout)
+    except InputError as error:
+        return _fail(f"error: {error}", 2, _is_reported_elsewhere(error))
     except LockstepError as error:
-        bad_input = isinstance(error, InputError)
-        return _fail(f"{'error' if bad_input else 'failed'}: {error}", 2 if bad_input else 1, _elsewhere(error))
+        return _fail(f"failed: {error}", 1, _is_reported_elsewhere(error))
     except Terminated as stop:
-        return _fail(_with_notes(f"ended by {stop.args[0].name}", stop), 128 + stop.args[0], _is_not_first())
+        return _fail(_with_notes(f"ended by {stop.args[0].name}", stop), 128 + stop.args[0], _is_later_rank())
     except KeyboardInterrupt as stop:
-        return _fail(_with_notes("interrupted", stop), 130, _is_not_first())
+        return _fail(_with_notes("interrupted", stop), 130, _is_later_rank())
     except BrokenPipeError:  # the reader of standard output has gone
         return 1
     except BaseException as error:  # a panic in a Rust library is not an `Exception`
-        if not (lacking := _lacking(error)):
+        if not (reason := _describe_exhausted_resource(error)):
             raise
-        return _fail(f"error: {lacking}", 2, _elsewhere(error))
+        return _fail(f"error: {reason}", 2, _is_reported_elsewhere(error))
 
 
-def _lacking(error: BaseException) -> str:
+def _run(arguments: list[str], output: Any) -> int:
+    """Run one command, print its outcome to `output`, and return its exit code."""
+    if arguments == ["--version"]:
+        output.write(f"lockstep {__version__}\n")
+        output.flush()
+        return 0
+    flags = _parse(arguments)
+    if isinstance(flags, int):
+        output.flush()
+        return flags
+    if is_multi_process() and not isinstance(flags, MULTIPROCESS_COMMANDS):
+        raise InputError(f"lockstep {arguments[0]} works in one process; start it without torchrun")
+    require_address_space()
+    as_json = getattr(flags, "json", False)
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is only for the outcome
+        with _descriptor_to_stderr(output) if as_json else contextlib.nullcontext():
+            outcome = COMMANDS[type(flags)](flags)
+        text = outcome.text
+        if as_json:
+            text = [to_json(outcome.payload) + "\n"] if outcome.payload else []
+        for piece in text:
+            if torchrun_launch().rank == 0:
+                output.write(piece)
+                output.flush()
+    return outcome.code
+
+
+def _describe_exhausted_resource(error: BaseException) -> str:
     """Which resource ran out, and what would help; empty for other errors."""
-    said = (str(error) or type(error).__name__).splitlines()[0]
+    message = (str(error) or type(error).__name__).splitlines()[0]
     if what := spawn_failure(error):
-        return f"the system starts no further {what}: {said}; {describe_thread_limits()}"
+        return f"the system starts no further {what}: {message}; {describe_thread_limits()}"
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        return f"the system opens no further file: {said}; this process may have {open_files_limit()} open (ulimit -n)"
+        return (
+            f"the system opens no further file: {message}; this process may have {open_files_limit()} open (ulimit -n)"
+        )
     if isinstance(error, FileNotFoundError) and "No usable temporary directory" in str(error):
-        return f"no temporary file can be written: {said}; set TMPDIR to a folder that is neither full nor read-only"
-    return f"memory ran out: {said}; ask for less at once, or use a smaller model" if is_out_of_memory(error) else ""
+        return f"no temporary file can be written: {message}; set TMPDIR to a folder that is neither full nor read-only"
+    return f"memory ran out: {message}; ask for less at once, or use a smaller model" if is_out_of_memory(error) else ""
 
 
-def _parsed(arguments: list[str]) -> Any:
+def _parse(arguments: list[str]) -> Any:
     """`parse`, where only the first process prints usage errors, since the others would print the same."""
-    if not _is_not_first():
+    if not _is_later_rank():
         return parse(arguments)
-    with contextlib.redirect_stderr(io.StringIO()) as said:
+    with contextlib.redirect_stderr(io.StringIO()) as usage_errors:
         flags = parse(arguments)
-    wrong = isinstance(flags, int) and flags != 0
-    return _fail(f"error: wrong flags\n{said.getvalue().rstrip()}", flags, None) if wrong else flags
+    if isinstance(flags, int) and flags != 0:
+        return _fail(f"error: wrong flags\n{usage_errors.getvalue().rstrip()}", flags, None)
+    return flags
 
 
 @contextlib.contextmanager
-def _nothing_else_written(output: Any) -> Iterator[None]:
+def _descriptor_to_stderr(output: Any) -> Iterator[None]:
     """A context in which the file descriptor of `output` refers to standard error, so that what a reward's subprocess
     or a C library writes to it does not mix with the JSON."""
     try:
-        descriptor, other = output.fileno(), sys.__stderr__.fileno()  # type: ignore[union-attr]
-        kept = os.dup(descriptor)
+        descriptor, stderr = output.fileno(), sys.__stderr__.fileno()  # type: ignore[union-attr]
+        saved = os.dup(descriptor)
     except (AttributeError, OSError, ValueError):  # no file descriptor, or no standard error
         yield
         return
-    os.dup2(other, descriptor)
+    os.dup2(stderr, descriptor)
     try:
         yield
     finally:
-        os.dup2(kept, descriptor)
-        os.close(kept)
+        os.dup2(saved, descriptor)
+        os.close(saved)
 
 
 def _with_notes(message: str, error: BaseException) -> str:
@@ -171,21 +183,21 @@ def _fail(message: str, code: int, reported: bool | None = False) -> int:
     """Print a failure unless another process has `reported` it, and return its exit code. If that is not known (None),
     first give the first process time to do so, after which a launcher would end this one."""
     if reported is not False:
-        _let_the_first_tell(code, _FIRST_TELLS if reported else _FIRST_WOULD)
+        _wait_for_first_process(code, _REPORT_SECONDS if reported else _COMMON_ERROR_SECONDS)
     if not reported:
         rank = f"rank {torchrun_launch().rank}: " if reported is None else ""
         print(f"lockstep: {rank}{message}{torchrun_report_note()}", file=sys.stderr)
     return code
 
 
-def _let_the_first_tell(code: int, seconds: float) -> None:
+def _wait_for_first_process(code: int, seconds: float) -> None:
     """Wait, because a launcher ends all processes once one has left, and the first may not have reported the cause."""
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
     time.sleep(seconds)
 
 
-def _is_not_first() -> bool:
+def _is_later_rank() -> bool:
     """Whether this is not the first process, which reports what concerns all, such as a signal."""
     try:
         return is_multi_process() and torchrun_launch().rank > 0
@@ -193,6 +205,6 @@ def _is_not_first() -> bool:
         return False
 
 
-def _elsewhere(error: BaseException) -> bool | None:
+def _is_reported_elsewhere(error: BaseException) -> bool | None:
     """Whether another process reports this error; None if that is not known."""
-    return getattr(error, "reported", None if _is_not_first() else False)
+    return getattr(error, "reported", None if _is_later_rank() else False)

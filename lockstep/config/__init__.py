@@ -4,21 +4,21 @@
 its own `validate`.
 """
 
-from .algorithms import LOSS_TYPES, READ_BY, SHIPPED
+from .algorithms import ALGORITHM_TABLE, LOSS_TYPES, READ_BY
 from .run import (
-    EARLIER,
+    LEGACY_CONFIG,
     Attention,
     RunConfig,
-    idle_in_updates,
-    idle_in_warmup,
-    left_behind,
+    idle_update_message,
+    idle_warmup_message,
+    ineffective_settings,
+    newly_ineffective,
     require_config,
     require_divisor,
     require_ranks,
+    reset_to_defaults,
     resolve_parallel,
-    unread,
     validate,
-    without,
 )
 from .sections.checkpoint import CheckpointConfig
 from .sections.compile import (
@@ -26,24 +26,24 @@ from .sections.compile import (
     CAPTURES,
     ELEMENTWISE,
     FULL,
+    GENERATION_FIELDS,
     LOGITS,
-    OF_GENERATION,
     PASSES,
     RECORDINGS,
     CompileConfig,
     Plugin,
     check_generation,
     cudagraph_modes,
-    of_generation,
     recordings,
     resolve_compile,
+    without_trainer_settings,
 )
 from .sections.generator import GeneratorConfig
 from .sections.loss import LossConfig
 from .sections.metrics import MetricsConfig
 from .sections.optimizer import OptimizerConfig
-from .sections.parallel import LAYOUT_OF_GENERATION, LAYOUT_OF_PARITY, ParallelConfig, check_layout
-from .sections.sampling import LEAST_TEMPERATURE, SamplingConfig
+from .sections.parallel import GENERATION_LAYOUT_FIELDS, PARITY_LAYOUT_FIELDS, ParallelConfig, check_layout
+from .sections.sampling import MIN_TEMPERATURE, SamplingConfig
 from .sections.section import MAX_SEED, check_range, given_or_default
-from .sections.task import OF_EVALUATION, TEMPLATE_ARGUMENTS, TaskConfig, template_variables
+from .sections.task import EVALUATION_FIELDS, TEMPLATE_ARGUMENTS, TaskConfig, template_variables
 from .sections.trainer import TrainerConfig

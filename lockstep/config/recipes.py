@@ -102,7 +102,7 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
 DEFAULT = "sum-digits"
 
 
-def remark(name: str, model: str | None) -> str | None:
+def random_weights_notice(name: str, model: str | None) -> str | None:
     """A line for the user if the recipe `name` treats the folder `model` as untrained, saying why; otherwise None."""
     if model is None or random_width(model) is None or not RECIPES[name](model).trainer.warmup_steps:
         return None

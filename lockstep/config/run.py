@@ -13,7 +13,7 @@ from .sections.metrics import MetricsConfig
 from .sections.optimizer import OptimizerConfig
 from .sections.parallel import ParallelConfig
 from .sections.sampling import SamplingConfig
-from .sections.section import MAX_SEED, Section, at_least, between, require_kind
+from .sections.section import MAX_SEED, Section, at_least, between, require_type
 from .sections.task import DATA_TASKS, TaskConfig
 from .sections.trainer import TrainerConfig
 
@@ -57,15 +57,16 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
-    def parts(self) -> list[Section]:
+    def sections(self) -> list[Section]:
         """The sections, then this configuration itself for the fields outside sections."""
-        return [*(part for item in fields(self) if isinstance(part := getattr(self, item.name), Section)), self]
+        values = [getattr(self, item.name) for item in fields(self)]
+        return [*(value for value in values if isinstance(value, Section)), self]
 
     def path(self, name: str) -> str:
         return name
 
     def validate(self) -> None:
-        for section in self.parts()[:-1]:
+        for section in self.sections()[:-1]:
             section.validate()
         super().validate()
 
@@ -85,32 +86,32 @@ class RunConfig(Section):
 
     def check(self) -> None:
         """Raise `InputError` for sections that contradict each other."""
-        t, lo, s, rows = self.trainer, self.loss, self.sampling, self.task.name in DATA_TASKS
+        t, lo, s, reads_rows = self.trainer, self.loss, self.sampling, self.task.name in DATA_TASKS
         refuse(s.temperature == 0, "sampling.temperature is 0: training needs samples that differ; use a value above 0")
         refuse(
-            lo.overlong_buffer > (most := self.max_sampled_length),
-            f"loss.overlong_buffer is {lo.overlong_buffer}; it must be at most {most}, the tokens that "
-            f"{'a trajectory' if self.task.turns > 1 else 'a completion'} may sample",
+            lo.overlong_buffer > self.max_sampled_length,
+            f"loss.overlong_buffer is {lo.overlong_buffer}; it must be at most {self.max_sampled_length}, the tokens "
+            f"that {'a trajectory' if self.task.turns > 1 else 'a completion'} may sample",
         )
         refuse(
             self.task.name == "dataset" and not self.task.reward and lo.needs_rewards and not self.task.environment,
             "task.reward is missing: a dataset task needs at least one --reward MODULE:FUNCTION",
         )
         refuse(
-            t.warmup_steps > 0 and rows and self.task.environment is None,
+            t.warmup_steps > 0 and reads_rows and self.task.environment is None,
             f"trainer.warmup_steps needs worked examples, which task {self.task.name} does not have; set it to 0, or "
             "give an environment whose worked_turns make them of the rows",
         )
         refuse(
-            t.warmup_steps > 0 and t.warmup_reward > 0 and rows,
+            t.warmup_steps > 0 and t.warmup_reward > 0 and reads_rows,
             f"trainer.warmup_reward needs problems that task {self.task.name} does not draw; use trainer.warmup_loss",
         )
         refuse(
-            t.warmup_reward > 0 and self.task.validation_prompts == 0 and not rows,
+            t.warmup_reward > 0 and self.task.validation_prompts == 0 and not reads_rows,
             "trainer.warmup_reward needs held-out problems; set task.validation_prompts above 0, or warmup_reward to 0",
         )
         refuse(
-            s.num_generations == 1 and t.skip_zero_variance and lo.of_groups,
+            s.num_generations == 1 and t.skip_zero_variance and lo.group_relative,
             "sampling.num_generations is 1: every group's advantage would be zero, and with "
             "trainer.skip_zero_variance nothing is trained; use 2 or more",
         )
@@ -139,17 +140,19 @@ class RunConfig(Section):
         if self.device != "auto" or None not in (self.compile.capture, self.compile.cudagraph_mode):
             resolve_compile(self.compile, on_gpu=self.device == "cuda")
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
+    def ineffective_fields(self) -> Iterator[tuple[str, str]]:
         if self.model is not None:
-            instead = f"(with model None it is random), or begin with lockstep init {self.arch} --out FOLDER"
-            own = f"which has an architecture of its own, {self.model} here"
-            yield "arch", f"with a model, {own}: remove one of the two {instead}"
+            yield (
+                "arch",
+                f"with a model, which has an architecture of its own, {self.model} here: remove one of the two (with "
+                f"model None it is random), or begin with lockstep init {self.arch} --out FOLDER",
+            )
         if self.attention != "flex":
             yield "attention_mask", "on attention native; set attention to flex, or remove the mask"
 
 
-# What runs did before a setting for it existed: the setting's default, except where the default is new behaviour.
-EARLIER = RunConfig(
+# What runs did before a setting for it existed: the setting's default, except where that default is new behaviour.
+LEGACY_CONFIG = RunConfig(
     loss=LossConfig(use_bias_correction_kl=False), parallel=ParallelConfig(cell=1 << 16, balance_batch=False)
 )
 
@@ -160,7 +163,7 @@ def require_config(config: Any) -> None:
         raise InputError(f"config is of type {type(config).__name__}; it must be a RunConfig, as lockstep.recipes give")
     for name, own in vars(RunConfig()).items():
         if isinstance(own, Section):
-            require_kind(name, getattr(config, name), type(own))
+            require_type(name, getattr(config, name), type(own))
 
 
 def validate(config: RunConfig) -> RunConfig:
@@ -169,36 +172,37 @@ def validate(config: RunConfig) -> RunConfig:
     return config
 
 
-def unread(c: RunConfig) -> Iterator[tuple[str, str]]:
+def ineffective_settings(c: RunConfig) -> Iterator[tuple[str, str]]:
     """(dotted field, why) of each setting without effect in `c`; recipes may set it, and users must not give it."""
-    for part in c.parts():
-        yield from ((part.path(name), why) for name, why in part.unread())
+    for section in c.sections():
+        for name, why in section.ineffective_if_given():
+            yield section.path(name), why
 
 
-def left_behind(c: RunConfig, begin: RunConfig, given: Collection[str]) -> list[str]:
-    """The dotted fields of `c` that had an effect in `begin`, have none in `c`, and are not among those `given`: what a
+def newly_ineffective(c: RunConfig, base: RunConfig, given: Collection[str]) -> list[str]:
+    """The dotted fields of `c` that had an effect in `base`, have none in `c`, and are not among those `given`: what a
     recipe chose for an algorithm or a task that has been replaced."""
-    read_before = set(_without_effect(begin))
-    return [path for path in _without_effect(c) if path not in read_before and path not in given]
+    ineffective_before = _ineffective_paths(base)
+    return [path for path in _ineffective_paths(c) if path not in ineffective_before and path not in given]
 
 
-def without(c: RunConfig, paths: Iterable[str]) -> RunConfig:
+def reset_to_defaults(c: RunConfig, paths: Iterable[str]) -> RunConfig:
     """`c` with these dotted fields set to their defaults."""
-    for section, _, name in (path.rpartition(".") for path in paths):
-        part: Any = getattr(c, section) if section else c
-        part = replace(part, **{name: getattr(type(part)(), name)})
-        changed: Any = {section: part}
-        c = replace(c, **changed) if section else part
+    for path in paths:
+        name, _, field_name = path.rpartition(".")
+        section: Any = getattr(c, name) if name else c
+        section = replace(section, **{field_name: getattr(type(section)(), field_name)})
+        c = replace(c, **{name: section}) if name else section
     return c
 
 
-def _without_effect(c: RunConfig) -> list[str]:
+def _ineffective_paths(c: RunConfig) -> list[str]:
     """The dotted fields that differ from their defaults and that nothing reads."""
     return [
-        part.path(name)
-        for part in c.parts()
-        for name, _ in part.without_effect()
-        if getattr(part, name) != getattr(type(part)(), name)
+        section.path(name)
+        for section in c.sections()
+        for name, _ in section.ineffective_fields()
+        if getattr(section, name) != getattr(type(section)(), name)
     ]
 
 
@@ -207,11 +211,11 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
     (`parallel.generator_tp` may still be open). Raises `InputError` for what cannot work with them."""
     require_ranks(c, ranks)
     groups = ranks // c.parallel.tp
-    shards, together = c.parallel.batch_shards or groups, c.parallel.generator_tp or (ranks == 1)
+    shards = c.parallel.batch_shards or groups
     if shards % groups:
         raise InputError(
-            f"parallel.batch_shards is {shards}, which {_trainers(c, ranks)} cannot share evenly; use a multiple of "
-            f"{groups}"
+            f"parallel.batch_shards is {shards}, which {_describe_trainers(c, ranks)} cannot share evenly; use a "
+            f"multiple of {groups}"
         )
     prompts = c.trainer.prompts_per_step
     if prompts % shards:
@@ -226,36 +230,37 @@ def resolve_parallel(c: RunConfig, ranks: int) -> RunConfig:
             f"parallel.cell is {cell}: {groups} processes would begin a cell and not end it together; use a multiple "
             f"of {groups}, such as {shards}, which makes one cell of all shards, or a divisor"
         )
-    return replace(c, parallel=replace(c.parallel, batch_shards=shards, generator_tp=int(together)))
+    generator_tp = 1 if ranks == 1 else c.parallel.generator_tp
+    return replace(c, parallel=replace(c.parallel, batch_shards=shards, generator_tp=generator_tp))
 
 
-def idle_in_updates(c: RunConfig, ranks: int) -> str | None:
+def idle_update_message(c: RunConfig, ranks: int) -> str | None:
     """A line that tells the user that a mini-batch has too few prompts to give each process one, and what would have
     enough; None if it has enough. The shards of `c` are filled in."""
-    parts, prompts, shards = c.trainer.num_mini_batches, c.trainer.prompts_per_step, c.parallel.batch_shards
-    groups, least = ranks // c.parallel.tp, prompts // parts
-    if least >= groups:
+    mini_batches, prompts, shards = c.trainer.num_mini_batches, c.trainer.prompts_per_step, c.parallel.batch_shards
+    groups, smallest_update = ranks // c.parallel.tp, prompts // mini_batches
+    if smallest_update >= groups:
         return None
-    enough = -(-parts * groups // shards) * shards
+    enough = -(-mini_batches * groups // shards) * shards
     return (
-        f"trainer.num_mini_batches is {parts} and trainer.prompts_per_step {prompts}: updates of {least} leave "
-        f"{groups - least} of {_trainers(c, ranks)} nothing to do; use {prompts // groups} mini-batches at most, or "
-        f"{enough} prompts"
+        f"trainer.num_mini_batches is {mini_batches} and trainer.prompts_per_step {prompts}: updates of "
+        f"{smallest_update} leave {groups - smallest_update} of {_describe_trainers(c, ranks)} nothing to do; "
+        f"use {prompts // groups} mini-batches at most, or {enough} prompts"
     )
 
 
-def idle_in_warmup(c: RunConfig, ranks: int) -> str | None:
+def idle_warmup_message(c: RunConfig, ranks: int) -> str | None:
     """The same for a supervised step with too few examples."""
     examples, groups = c.trainer.warmup_batch_size, ranks // c.parallel.tp
     if not c.trainer.warmup_steps or examples >= groups:
         return None
     return (
         f"trainer.warmup_batch_size is {examples}: supervised steps leave {groups - examples} of "
-        f"{_trainers(c, ranks)} nothing to do; use {groups} at least"
+        f"{_describe_trainers(c, ranks)} nothing to do; use {groups} at least"
     )
 
 
-def _trainers(c: RunConfig, ranks: int) -> str:
+def _describe_trainers(c: RunConfig, ranks: int) -> str:
     """The processes, or groups of them, that shards are dealt to, in words."""
     tp = c.parallel.tp
     return f"{ranks} processes" if tp == 1 else f"{ranks // tp} groups of {tp} processes"
@@ -266,31 +271,30 @@ def require_ranks(c: RunConfig, ranks: int) -> None:
     require_divisor(c.parallel, ranks)
     if ranks == 1:
         return
-    compile = c.compile
     refuse(
-        not all(plugin.ranks for plugin in compile.chosen) or set(compile.inductor) != {"backward"},
-        f"compile.capture is {compile.capture} and compile.inductor {list(compile.inductor)}: several processes need "
-        "step, and regions of the backward pass alone",
+        not all(plugin.ranks for plugin in c.compile.plugins) or set(c.compile.inductor) != {"backward"},
+        f"compile.capture is {c.compile.capture} and compile.inductor {list(c.compile.inductor)}: several processes "
+        "need step, and regions of the backward pass alone",
     )
     refuse(
-        not all(RECORDINGS[name].ranks for name in recordings(compile.cudagraph_mode or "none")),
-        f"compile.cudagraph_mode is {compile.cudagraph_mode} with {ranks} processes: a collective may begin in one "
+        not all(RECORDINGS[name].ranks for name in recordings(c.compile.cudagraph_mode or "none")),
+        f"compile.cudagraph_mode is {c.compile.cudagraph_mode} with {ranks} processes: a collective may begin in one "
         "piece and end in another, which cannot be recorded; use full or none",
     )
 
 
 def require_divisor(c: ParallelConfig, ranks: int) -> None:
     """Raise `InputError` if `ranks` is not a multiple of `tp` and `generator_tp`, or not as many as `fsdp` says."""
-    are = "there is one process" if ranks == 1 else f"there are {ranks} processes"
-    for name, together in {"tp": c.tp, "generator_tp": c.generator_tp}.items():
+    there_are = "there is one process" if ranks == 1 else f"there are {ranks} processes"
+    for name, degree in {"tp": c.tp, "generator_tp": c.generator_tp}.items():
         refuse(
-            ranks % max(together, 1) > 0,
-            f"parallel.{name} is {together}, and {are}: start a multiple of {together}, such as torchrun "
-            f"--nproc-per-node {together} -m lockstep, or set it to a divisor of {ranks}",
+            ranks % max(degree, 1) > 0,
+            f"parallel.{name} is {degree}, and {there_are}: start a multiple of {degree}, such as torchrun "
+            f"--nproc-per-node {degree} -m lockstep, or set it to a divisor of {ranks}",
         )
-    apart = f" and parallel.tp {c.tp}" if c.tp > 1 else ""
+    and_tp = f" and parallel.tp {c.tp}" if c.tp > 1 else ""
     refuse(
         c.fsdp not in (0, ranks // c.tp),
-        f"parallel.fsdp is {c.fsdp}{apart}, and {are}; start it with torchrun --nproc-per-node {c.fsdp * c.tp} -m "
-        "lockstep, or leave parallel.fsdp at 0 for as many as there are",
+        f"parallel.fsdp is {c.fsdp}{and_tp}, and {there_are}; start it with torchrun --nproc-per-node {c.fsdp * c.tp} "
+        "-m lockstep, or leave parallel.fsdp at 0 for as many as there are",
     )

@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from ..errors import InputError, did_you_mean, refuse
-from . import RunConfig, elsewhere, left_behind, require_config, without
+from . import RunConfig, newly_ineffective, other_trainers, require_config, reset_to_defaults
 
-_LEVELS = 20  # nested names, more than anybody writes
+_MAX_DEPTH = 20  # of nested names, more than anybody writes
 
 
 def save(config: RunConfig, path: Path) -> None:
@@ -30,10 +30,10 @@ Recipes = Mapping[str, Callable[[str | None, str | None], RunConfig]]  # called 
 def load(
     path: Path,
     recipes: Recipes | None = None,
-    begin: RunConfig | None = None,
+    base: RunConfig | None = None,
     flags: Mapping[str, str] = types.MappingProxyType({}),
 ) -> RunConfig:
-    """Read a config.yaml. A missing key has its value in `begin`, by default that of its dataclass.
+    """Read a config.yaml. A missing key has its value in `base`, by default that of its dataclass.
 
     With `recipes`, missing keys are those of the recipe that the file names, called with the model and architecture of
     `flags` or else of the file. The name must be a known recipe unless no key is missing, and an empty file is refused.
@@ -41,8 +41,8 @@ def load(
 
     Raises `InputError`, naming the file and the key, for anything unreadable, unknown, given twice or of a wrong type.
     """
-    meant = path / "config.yaml"
-    refuse(meant.is_file(), f"{path}: cannot be read: it is a folder; did you mean {meant}?")
+    inside = path / "config.yaml"
+    refuse(inside.is_file(), f"{path}: cannot be read: it is a folder; did you mean {inside}?")
     refuse(path.exists() and not path.is_file(), f"{path}: cannot be read: it is not a regular file")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 (a SafeLoader)
@@ -51,23 +51,23 @@ def load(
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number with thousands of digits
-        said = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
-        raise InputError(f"{path}: not valid YAML: {said}") from error
+        reason = " ".join(str(error).split()).replace('in "<unicode string>",', "at")
+        raise InputError(f"{path}: not valid YAML: {reason}") from error
     try:
         if recipes is None:
-            return _dataclass({} if values is None else values, begin or RunConfig(), "")
-        begin = _begin(values, recipes, flags)
-        config = _dataclass(values, begin, "")
-        return without(config, left_behind(config, begin, dict(dotted(values))))
+            return _read_section({} if values is None else values, base or RunConfig(), "")
+        base = _base_config(values, recipes, flags)
+        config = _read_section(values, base, "")
+        return reset_to_defaults(config, newly_ineffective(config, base, dict(dotted_items(values))))
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
 
 
-def checked(config: RunConfig) -> RunConfig:
+def check_types(config: RunConfig) -> RunConfig:
     """`config`, made in code, with every value checked against its field's type and integers converted to floats where
     needed. Raises `InputError` naming the first of a wrong type."""
     require_config(config)
-    return _dataclass(to_dict(config), config, "")
+    return _read_section(to_dict(config), config, "")
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -75,16 +75,16 @@ def to_dict(config: Any) -> dict[str, Any]:
     return {key: _plain(value) for key, value in dataclasses.asdict(config).items()}
 
 
-def flat(config: Any) -> dict[str, Any]:
+def flatten(config: Any) -> dict[str, Any]:
     """`to_dict` with dotted names, such as `sampling.top_p`."""
-    return dict(dotted(to_dict(config)))
+    return dict(dotted_items(to_dict(config)))
 
 
-def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def dotted_items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Names and values, nested ones with dotted names."""
     for name, value in values.items():
-        if isinstance(value, Mapping) and prefix.count(".") < _LEVELS:
-            yield from dotted(value, f"{prefix}{name}.")
+        if isinstance(value, Mapping) and prefix.count(".") < _MAX_DEPTH:
+            yield from dotted_items(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -93,10 +93,10 @@ def suggest(name: str, allowed: Iterable[str]) -> str:
     """Words to follow "unknown NAME": close matches, and everything that is allowed."""
     names = list(allowed)
     question = did_you_mean(name, names, most=3, cutoff=0.5)
-    return " ".join(filter(None, (question, f"allowed: {', '.join(names)}")))
+    return f"{question} allowed: {', '.join(names)}".lstrip()
 
 
-_WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
+_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$")
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -107,7 +107,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: typing.ClassVar = {
         first: [
-            (tag, _WHOLE if tag == "tag:yaml.org,2002:int" else pattern)
+            (tag, _INTEGER if tag == "tag:yaml.org,2002:int" else pattern)
             for tag, pattern in resolvers
             if tag != "tag:yaml.org,2002:bool" or first in "tTfF"
         ]
@@ -130,7 +130,7 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _begin(values: Any, recipes: Recipes, flags: Mapping[str, str]) -> RunConfig:
+def _base_config(values: Any, recipes: Recipes, flags: Mapping[str, str]) -> RunConfig:
     """The configuration that supplies a file's missing keys: that of the recipe it names."""
     if not values and values in (None, {}):
         raise InputError(f"the file holds no key; name what it begins from, such as recipe: {next(iter(recipes))}")
@@ -138,74 +138,70 @@ def _begin(values: Any, recipes: Recipes, flags: Mapping[str, str]) -> RunConfig
     if name in (None, RunConfig.recipe):
         return RunConfig()
     if isinstance(name, str) and name in recipes:
-        asked = {key: value for key, value in (values | flags).items() if isinstance(value, str)}
-        return recipes[name](asked.get("model"), asked.get("arch"))
-    whole = to_dict(RunConfig())
-    if values.keys() >= whole.keys() and all(
-        isinstance(values[key], dict) and values[key].keys() >= inner.keys()
-        for key, inner in whole.items()
-        if isinstance(inner, dict)
-    ):
+        given = {key: value for key, value in (values | flags).items() if isinstance(value, str)}
+        return recipes[name](given.get("model"), given.get("arch"))
+    if dict(dotted_items(values)).keys() >= flatten(RunConfig()).keys():
         return RunConfig()  # an unknown recipe, but no key is missing
     raise InputError(f"recipe is {name!r}, which is none; {suggest(str(name), recipes)}")
 
 
-def _meant(key: str) -> str:
+def _suggest_key(key: str) -> str:
     """A suggestion of what was meant: a key of another section, or another trainer's key; empty if none is known."""
-    if reason := elsewhere.ABSENT.get(name := key.replace("_", "-")):
-        return reason
-    flag, known = elsewhere.NAMES.get(name, ""), flat(RunConfig())
+    their_flag = key.replace("_", "-")
+    if their_flag in other_trainers.UNSUPPORTED_FLAGS:
+        return other_trainers.UNSUPPORTED_FLAGS[their_flag]
+    known = flatten(RunConfig())
     if key in known:  # with a dot
         section, _, last = key.partition(".")
         return f"write it within its section, as {section}: {{{last}: ...}}"
-    theirs = flag.removeprefix("--").replace("-", "_")
-    found = [path for last in (theirs, key) for path in known if last and f".{path}".endswith(f".{last}")]
-    if flag and not found:
-        return f"that is the flag {flag}, and no key"
+    our_flag = other_trainers.EQUIVALENT_FLAGS.get(their_flag, "")
+    our_key = our_flag.removeprefix("--").replace("-", "_")
+    found = [path for name in (our_key, key) for path in known if name and f".{path}".endswith(f".{name}")]
+    if our_flag and not found:
+        return f"that is the flag {our_flag}, and no key"
     return f"did you mean {' or '.join(found)}?" if found else ""
 
 
-def _dataclass(values: Any, begin: Any, prefix: str) -> Any:
-    """The dataclass `begin` with `values` replacing its own."""
+def _read_section(values: Any, base: Any, prefix: str) -> Any:
+    """The dataclass `base` with `values` replacing its own."""
     if not isinstance(values, dict):
         where = prefix.rstrip(".") or "the file"
         raise InputError(f"{where} holds {values!r}; it must be a mapping of keys to values")
-    typed = typing.get_type_hints(type(begin))
-    hints = {item.name: typed[item.name] for item in dataclasses.fields(begin)}
-    for key in values:
-        if key not in hints:
-            raise InputError(f"unknown key {prefix}{key}; {_meant(str(key)) or suggest(str(key), hints)}")
-    changes = {
-        key: value
-        if isinstance(value, str) and value in begin.tables.get(key, ())
-        else _value(value, getattr(begin, key), hints[key], f"{prefix}{key}")
-        for key, value in values.items()
-    }
-    return dataclasses.replace(begin, **changes)
+    hints = typing.get_type_hints(type(base))
+    names = [item.name for item in dataclasses.fields(base)]
+    changes = {}
+    for key, value in values.items():
+        if key not in names:
+            raise InputError(f"unknown key {prefix}{key}; {_suggest_key(str(key)) or suggest(str(key), names)}")
+        if isinstance(value, str) and value in base.tables.get(key, ()):
+            changes[key] = value
+        else:
+            changes[key] = _read_value(value, getattr(base, key), hints[key], f"{prefix}{key}")
+    return dataclasses.replace(base, **changes)
 
 
-def _value(value: Any, begin: Any, hint: Any, path: str) -> Any:
-    """`value` as the type `hint`; a dataclass is read over `begin`. Raises `InputError` saying what `path` must be."""
+def _read_value(value: Any, base: Any, hint: Any, path: str) -> Any:
+    """`value` as the type `hint`; a dataclass is read over `base`. Raises `InputError` saying what `path` must be."""
     if dataclasses.is_dataclass(hint):
-        return _dataclass(value, begin, f"{path}.")
+        return _read_section(value, base, f"{path}.")
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):  # X | None
-        return None if value is None else _value(value, None, arguments[0], path)
+        return None if value is None else _read_value(value, None, arguments[0], path)
     if origin is tuple and isinstance(value, list):  # tuple[X, ...]
-        return tuple(_value(inner, None, arguments[0], f"{path}[{index}]") for index, inner in enumerate(value))
-    if origin is typing.Literal and value in arguments:
+        return tuple(_read_value(inner, None, arguments[0], f"{path}[{index}]") for index, inner in enumerate(value))
+    if origin is typing.Literal and any(type(value) is type(choice) and value == choice for choice in arguments):
         return value
     if hint is float and type(value) in (int, float, str):  # YAML 1.1 reads 1e-6 (no dot) as a string
         with contextlib.suppress(ValueError):
             return float(str(value))  # infinity for an integer that is too large; refused later
     elif type(value) is hint:
         return value
-    raise InputError(f"{path} is {value!r}; it must be {_expected(hint)}")
+    raise InputError(f"{path} is {value!r}; it must be {_describe_type(hint)}")
 
 
-def _expected(hint: Any) -> str:
+def _describe_type(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return f"one of {', '.join(map(str, typing.get_args(hint)))}"
     if typing.get_origin(hint) is tuple:
-        return f"a list, each item {_expected(typing.get_args(hint)[0])}"
+        return f"a list, each item {_describe_type(typing.get_args(hint)[0])}"
     return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}[hint]

@@ -37,7 +37,7 @@ def load_hook(hook: Any) -> Any:
 
 def require_plugins(config: CompileConfig, device: torch.device) -> None:
     """Raise `InputError` when this machine lacks what the chosen backend needs, or a pass cannot be found."""
-    backend: type[Backend] = load_hook(config.chosen[1].hook) or Backend
+    backend: type[Backend] = load_hook(config.plugins[1].hook) or Backend
     if missing := backend.lacks(device):
         raise InputError(f"compile.backend is {config.backend}, which needs {missing} on this machine; use eager")
     pipeline(config)
@@ -105,7 +105,7 @@ class GraphBuilder:
     prebuilt: PrebuiltGraphs = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        config, (way, run) = self.config, self.config.chosen
+        config, (way, run) = self.config, self.config.plugins
         self._capture = load_hook(way.hook)
         self.backend: Backend = (load_hook(run.hook) or Backend)(config, self.device, self.timings)
         self.sharded = bool(self.mesh)

@@ -51,7 +51,7 @@ class Runtime:
     def __post_init__(self) -> None:
         recheck_code()
         self.config = config = resolve_compile(self.config, self.device.type == "cuda")
-        way, mode = config.chosen[0], config.cudagraph_mode
+        way, mode = config.plugins[0], config.cudagraph_mode
         assert mode is not None
         self.recorder = None if mode == "none" else self.recorder or CudaRecorder(self.device)
         self.builder = GraphBuilder(config, self.device, self.timings, self.store, self.mesh, self.peers)

@@ -23,7 +23,7 @@ from ..environments.ranks.rollouts import Holders
 from ..errors import LockstepError
 from ..session.build import TrainingSession
 from ..session.certificate import Certificate
-from ..session.signals import AskedToEnd, Delay, Ending
+from ..session.signals import EndRequest, EndRequested, SignalDelay
 from ..timings import Span
 from ..trainer import Packing, PendingResult, StepResult, average_results, learning_rate, pack_shards
 from ..trainer.programs import add_loss_tensors
@@ -64,7 +64,7 @@ class Loop:
         ).collect
         self._most_sampled = config.max_sampled_length
         self._holders = Holders(self.world)  # of the latest step's groups
-        self.ending = Ending()  # the signals received by any rank until the end of the latest step
+        self.ending = EndRequest()  # the signals received by any rank until the end of the latest step
         self._latest: tuple[list[RolloutGroup], StepResult | None] = ([], None)  # the latest step's rollouts and result
 
     def step(self, step: int) -> tuple[dict[str, Any], list[RolloutGroup]]:
@@ -74,7 +74,7 @@ class Loop:
             ParityError: strict parity, and a log-probability or a choice of experts differs; the weights are unchanged.
             NonFiniteError: the loss, gradient norm or entropy is not finite; earlier updates of the step remain.
             LockstepError: `max_idle_steps` steps in a row had nothing to train on.
-            AskedToEnd: a signal came during generation or scoring; the state is that from before the step.
+            EndRequested: a signal came during generation or scoring; the state is that from before the step.
         """
         config, trainer, timings = self.config, self.run.trainer, self.run.timings
         version, began, used = trainer.weights_version, time.perf_counter(), self.prompts_used
@@ -132,11 +132,11 @@ class Loop:
         self.left_out = without_reward
         return counts | found | critic, groups
 
-    def _give_up_if_asked(self, delay: Delay, prompts_used: int) -> None:
-        """Raise `AskedToEnd` after a signal, which processes that rewards or environments started may have got too."""
-        if (ending := max(self.world.gather(delay.asked(rewards_given=True)))).number:
+    def _give_up_if_asked(self, delay: SignalDelay, prompts_used: int) -> None:
+        """Raise `EndRequested` after a signal, which processes started by rewards or environments may have got too."""
+        if (ending := max(self.world.gather(delay.poll(rewards_given=True)))).number:
             self.prompts_used = prompts_used
-            raise AskedToEnd(ending)
+            raise EndRequested(ending)
 
     def _collect(self, step: int) -> Collected:
         prompts = self.config.trainer.prompts_per_step

@@ -8,7 +8,7 @@ from datetime import timedelta
 from statistics import mean
 from typing import Any
 
-from ..session.signals import raise_received
+from ..session.signals import reraise_received
 from ..session.warm_up import prepare_validation
 from .loop import Loop
 
@@ -30,7 +30,7 @@ def sft_warmup(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
     if t.warmup_reward:
         prepare_validation(loop.run)
     while len(losses) < t.warmup_steps and not (len(losses) >= _RECENT and mean(losses[-_RECENT:]) < t.warmup_loss):
-        raise_received()
+        reraise_received()
         losses.append(loop.warmup_step(len(losses)).loss)
         done = len(losses)
         left = (time.monotonic() - began) / done * (t.warmup_steps - done)

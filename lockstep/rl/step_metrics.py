@@ -11,7 +11,7 @@ import torch
 from ..environments import Environment
 from ..environments.environment import metrics_of
 from ..session.build import TrainingSession
-from ..session.signals import Ending
+from ..session.signals import EndRequest
 from ..timings import Span, seconds_by_name
 from ..trainer import StepResult, count_slots
 from ..types import PackedBatch, RolloutGroup, Trajectory
@@ -39,7 +39,7 @@ def step_metrics(
     spent = {"sync": 0.0} | seconds_by_name(spans)  # in one process the generator reads the trainer's weights
     seconds = {f"time/{name}": value for name, value in spent.items() if name in _TIMED}
     own: dict[str, Any] = {**seconds, "memory/peak_gib": peak_memory_gib(run.policy.model.embed.device)}
-    own |= run.runtime.metrics() | {"ending": Ending() if run.delay is None else run.delay.asked()}
+    own |= run.runtime.metrics() | {"ending": EndRequest() if run.delay is None else run.delay.poll()}
     ranks = run.world.gather((*count_slots(batches), own))
     slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
     names = dict.fromkeys(name for *_, of_rank in ranks for name in of_rank)  # not every rank scores rollouts

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import LockstepError
-from ..session.signals import raise_received
+from ..session.signals import reraise_received
 from .metrics import format_number
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Display:
 
     def phase_began(self, phase: str) -> None:
         """A phase began, nested in those that have not ended. Raises for a signal whose exception was lost."""
-        raise_received()
+        reraise_received()
         self._stepping |= phase == "step"
         due = _PATIENCE_S if self._stepping else _STARTUP_PATIENCE_S
         self._phases.append(_Phase(phase, time.monotonic(), due=due))

@@ -7,7 +7,7 @@ from typing import IO, Any
 
 from ..config import RunConfig
 from ..serve.rollouts import serve_rollouts
-from ..session.evaluation import Measure, measured
+from ..session.evaluation import EvaluationSettings, run_evaluation
 
 
 def evaluate(
@@ -40,5 +40,5 @@ def evaluate(
     Raises `InputError` for settings that cannot work and for a task without validation problems, and `NonFiniteError`
     if a log-probability is not finite.
     """
-    how = Measure(n, (k,) if isinstance(k, int) else tuple(k), temperature, pass_reward, pass_threshold)
-    return measured(config, how, serve_rollouts, progress)
+    how = EvaluationSettings(n, (k,) if isinstance(k, int) else tuple(k), temperature, pass_reward, pass_threshold)
+    return run_evaluation(config, how, serve_rollouts, progress)

@@ -20,7 +20,7 @@ from typing import IO, Any
 from ..distributed import World
 from ..errors import InputError, LockstepError, NonFiniteError, ParityError, PeerLost, Terminated
 from ..machine import is_torchrun_worker, torchrun_report_note
-from ..session.signals import handled_by, raised_for
+from ..session.signals import exception_for, handle_signals
 from .crash import dump_stacks_on_crash
 
 STACKS, FAULT_FILE, SIGNAL_FILE = "stacks", "fault.txt", "signal.txt"
@@ -125,11 +125,11 @@ class FaultReporter:
             known = PeerLost("another process of the run is gone")
         if isinstance(error, PeerLost) and (number := self._peer_exit_signal()) and not self.lost():
             self.record_signal_exit(number)
-            raise raised_for(number) from error
+            raise exception_for(number) from error
         if isinstance(known, (ParityError, NonFiniteError)):  # raised on all ranks alike
             known.reported = self._own.rank != 0
         elif isinstance(known, Exception):
-            with handled_by(signal.SIG_IGN, [signal.SIGTERM]):  # sent by a launcher that finds a process dead
+            with handle_signals(signal.SIG_IGN, [signal.SIGTERM]):  # sent by a launcher that finds a process dead
                 self._report_error(known)
         if known is not error:
             raise known from error

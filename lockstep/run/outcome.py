@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..config import OF_EVALUATION, RunConfig, TaskConfig, recipes
+from ..config import EVALUATION_FIELDS, RunConfig, TaskConfig, recipes
 from .metrics import success_metric
 
 _STEPS_AVERAGED = 10  # steps at either end whose mean reward is reported if no problems are held out
@@ -85,7 +85,7 @@ def _evaluation_flags(config: RunConfig) -> list[str]:
     if task.name == "sum-digits" and not task.easy:
         flags.append("--no-easy")
     evaluated = replace(task, data=task.validation_data or task.data, split=task.validation_split or task.split)
-    for name in OF_EVALUATION:
+    for name in EVALUATION_FIELDS:
         value = getattr(evaluated, name)
         if value == getattr(TaskConfig, name):
             continue

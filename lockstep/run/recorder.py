@@ -22,7 +22,7 @@ from ..rl.sft_warmup import sft_warmup
 from ..session import golden
 from ..session.build import resolve_device, save_policy
 from ..session.certificate import Certificate
-from ..session.memory import MemoryPlan, holds_copy, used
+from ..session.memory import MemoryPlan, has_room_for_copy, measure_memory
 from ..session.warm_up import warm_up
 from ..timings import Span, Timings
 from . import checkpoint, outcome
@@ -119,7 +119,7 @@ class Recorder(AbstractContextManager["Recorder"]):
                 with timings.measure("inputs"):
                     self.inputs  # noqa: B018 (hash the model's files soon after they were read)
             with timings.measure("trackers"):
-                self._trackers = Trackers(self.config.metrics, self.run_dir, yaml_file.flat(self.config))
+                self._trackers = Trackers(self.config.metrics, self.run_dir, yaml_file.flatten(self.config))
                 self._open_files.callback(self._trackers.close)
         imports = Span("import", self.began, self.imports_s)
         self._add_startup_time(self.began, {imports.name: imports.seconds} | timings.seconds)
@@ -239,7 +239,7 @@ class Recorder(AbstractContextManager["Recorder"]):
             if self._saver is None:
                 folder, keep_last = self.run_dir / CHECKPOINTS, self.config.checkpoint.keep_last
                 self._saver = checkpoint.Saver(folder, keep_last, self.world, self._is_folder_shared())
-                self._saver.copies = all(self.world.gather(holds_copy(loop.run.plan, loop.device)))
+                self._saver.copies = all(self.world.gather(has_room_for_copy(loop.run.plan, loop.device)))
             tensors, counters = self._tensors(loop)
             self._saver.save(step, tensors, self._state(loop, counters) if self.world.is_first else {})
             self._saved = step
@@ -275,7 +275,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self._numerics is None:
             with loop.run.timings.measure("golden_words"):
                 model = loop.run.policy.model
-                found = golden.arithmetic(model.embed.device, model.embed.dtype, model.config)
+                found = golden.identify_arithmetic(model.embed.device, model.embed.dtype, model.config)
             self._numerics = loop.run.trainer.numerics() | found
         return self._numerics
 
@@ -401,7 +401,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self._loop is not None:
             run = self._loop.run
             with suppress(RuntimeError):  # the device may have failed
-                self.summary["memory"]["used_gib"] = used(run.trainer, run.engine.cache, run.runtime)
+                self.summary["memory"]["used_gib"] = measure_memory(run.trainer, run.engine.cache, run.runtime)
         self.summary["total_s"] = self._total_seconds()
 
     def _total_seconds(self) -> float:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cache.file_hashes import hash_files
-from ..config import EARLIER, CheckpointConfig, MetricsConfig, RunConfig, yaml_file
+from ..config import LEGACY_CONFIG, CheckpointConfig, MetricsConfig, RunConfig, yaml_file
 from ..errors import InputError, refuse
 from ..json_file import to_json
 from ..models import EXTRA_TEMPLATES, describe_folder
@@ -56,7 +56,7 @@ def describe_data(config: RunConfig) -> dict[str, str]:
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
-    return json.loads(to_json(yaml_file.flat(config)))
+    return json.loads(to_json(yaml_file.flatten(config)))
 
 
 def _fingerprint_data(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,8 +195,8 @@ def require_unchanged_config(run_dir: Path, old: RunConfig, config: RunConfig, r
     of_batches = {k: v for k, v in vars(old.parallel).items() if f"parallel.{k}" not in LAYOUT_FIELDS}
     layout = replace(config.parallel, **of_batches)  # any layout, as long as the batches are the same
     before, now = resolve(replace(old, parallel=layout), ranks), resolve(config, ranks)
-    was = yaml_file.flat(before)
-    for name, value in yaml_file.flat(now).items():
+    was = yaml_file.flatten(before)
+    for name, value in yaml_file.flatten(now).items():
         refuse(
             name not in CHANGEABLE and value != was[name],
             f"--resume {run_dir}: {name} is {was[name]!r} there and {value!r} here; {WHAT_MAY_CHANGE}",
@@ -206,7 +206,7 @@ def require_unchanged_config(run_dir: Path, old: RunConfig, config: RunConfig, r
 def _require_same_config(
     run_dir: Path, loaded: checkpoint.LoadedCheckpoint, old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> None:
-    earlier, steps = _settings(EARLIER), new["steps"]
+    earlier, steps = _settings(LEGACY_CONFIG), new["steps"]
     if old.get("device") != new["device"]:
         made_on = "cuda" if loaded.state["numerics"]["operators"] == "cuda" else "cpu"
         if resolve_device(new["device"]).type == made_on:

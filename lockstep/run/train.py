@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..config import RunConfig, idle_in_updates, idle_in_warmup
+from ..config import RunConfig, idle_update_message, idle_warmup_message
 from ..distributed import ONE_PROCESS, World
 from ..errors import InputError, LockstepError
 from ..machine import freeze_gc
 from ..rl.loop import Loop
 from ..serve.rollouts import serve_rollouts
 from ..session.build import TrainingSession, resolve
-from ..session.degree import choose
-from ..session.memory import running_out_named
-from ..session.signals import AskedToEnd, Delay, Ending, raise_received
+from ..session.degree import choose_generator_tp
+from ..session.memory import explain_out_of_memory
+from ..session.signals import EndRequest, EndRequested, SignalDelay, reraise_received
 from . import resume as resuming
 from .checkpoint import LoadedCheckpoint
 from .crash import CRASH_FILE, crash_note
@@ -42,7 +42,7 @@ def train(
     `LockstepError` if it fails; what it wrote until then stays, with a report."""
     config = world.run_on_all(lambda: _resolve(config, world))
     world.require_same("the processes of this run", lambda: resuming.describe_data(config))
-    config, world, choice = choose(config, world)
+    config, world, choice = choose_generator_tp(config, world)
     run_dir = run_dir.absolute()  # rewards may change the working directory
     recorder = Recorder(config, run_dir, world)
     if choice is not None:
@@ -51,12 +51,12 @@ def train(
     stream = None if world.is_first else io.StringIO()  # only the first rank shows progress
     display = Display(config.steps, config.metrics.progress, stream)
     note = crash_note(run_dir, recorder.has_begun) if world.is_first else contextlib.nullcontext()
-    named = running_out_named(lambda: recorder.memory_plan, world)
+    named = explain_out_of_memory(lambda: recorder.memory_plan, world)
     with note, report_faults_once(run_dir, world) as faults, display, named:
         grace = config.checkpoint.grace if config.checkpoint.interval else 0.0
         saves = f"the run saves the last whole step and ends, in {grace:g} s or unsaved; again: at once"
         report_exit = partial(_report_signal_exit, run_dir, world, faults)
-        delay = Delay(grace, lambda name: display.note(f"{name}: {saves}"), faults, report_exit)
+        delay = SignalDelay(grace, lambda name: display.note(f"{name}: {saves}"), faults, report_exit)
         return _train(recorder, resume, loaded, other_numerics, display, delay)
 
 
@@ -66,11 +66,11 @@ def _train(
     loaded: LoadedCheckpoint | None,
     other_numerics: bool,
     display: Display,
-    delay: Delay,
+    delay: SignalDelay,
 ) -> dict[str, Any]:
     config, run_dir, world = recorder.config, recorder.run_dir, recorder.world
     display.note_startup(PHASE_NAMES["import"], recorder.imports_s)
-    for idle in idle_in_updates(config, world.size), None if loaded else idle_in_warmup(config, world.size):
+    for idle in idle_update_message(config, world.size), None if loaded else idle_warmup_message(config, world.size):
         if idle is not None:
             display.note(idle)
     session = TrainingSession(config, world, display, partial(recorder.record_memory_plan, display=display))
@@ -103,15 +103,15 @@ def _train(
     return world.broadcast_from_first(lambda: recorder.summary)
 
 
-def _run_steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: Delay) -> None:
+def _run_steps(recorder: Recorder, loop: Loop, display: Display, start: int, delay: SignalDelay) -> None:
     """Do all steps from `start` on, or until the run is asked to end. A step whose rewards were given by then is
     finished and saved; any other is abandoned, and the state before it is saved."""
     config, world = recorder.config, recorder.world
 
-    def agreed_ending() -> Ending:
-        return max(world.gather(delay.asked())) if delay.seconds else Ending()
+    def agreed_ending() -> EndRequest:
+        return max(world.gather(delay.poll())) if delay.seconds else EndRequest()
 
-    def end_if(ending: Ending) -> None:
+    def end_if(ending: EndRequest) -> None:
         if ending.number:
             recorder.wait_for_checkpoint(loop)
             delay.end(ending.number)
@@ -119,7 +119,7 @@ def _run_steps(recorder: Recorder, loop: Loop, display: Display, start: int, del
     with freeze_gc(), delay:
         loop.run.delay = delay if delay.seconds else None
         for step in range(start, config.steps):
-            raise_received()
+            reraise_received()
             try:
                 metrics, groups = loop.step(step)
                 ending = loop.ending
@@ -129,8 +129,8 @@ def _run_steps(recorder: Recorder, loop: Loop, display: Display, start: int, del
                         recorder.validations.pop(str(step + 1))  # the signal may have reached its rewards too
                     else:
                         metrics |= found
-            except AskedToEnd as given_up:
-                if not given_up.ending.spoiled:
+            except EndRequested as given_up:
+                if not given_up.ending.may_affect_rewards:
                     recorder.checkpoint_before(loop, step)
                 end_if(given_up.ending)
             except LockstepError as error:
@@ -140,7 +140,7 @@ def _run_steps(recorder: Recorder, loop: Loop, display: Display, start: int, del
                 raise
             finally:
                 recorder.write_certificate(loop)
-            if ending.number and ending.spoiled:
+            if ending.number and ending.may_affect_rewards:
                 display.note(_STEP_REDONE.format(step + 1))
                 end_if(ending)
             with loop.run.timings.measure("log"):

@@ -12,7 +12,7 @@ import orjson
 from fastapi import Request
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from ..config import LEAST_TEMPERATURE, MAX_SEED
+from ..config import MAX_SEED, MIN_TEMPERATURE
 from ..types import SamplingParams
 from .errors import ApiError, bad_field
 
@@ -66,8 +66,8 @@ DRAIN_FACTOR = 4  # times the limit up to which a body is read to its end: a cli
 
 
 def _require_usable_temperature(value: float) -> float:
-    if 0 < value < LEAST_TEMPERATURE:
-        raise ValueError(f"it must be at least {LEAST_TEMPERATURE}, or 0 for greedy")
+    if 0 < value < MIN_TEMPERATURE:
+        raise ValueError(f"it must be at least {MIN_TEMPERATURE}, or 0 for greedy")
     return value
 
 

@@ -81,8 +81,8 @@ def _template_message(policy: Policy, message: Message, sampled: list[int], form
     known = {name: value for name, value in message.items() if name != "token_ids"}
     if form is None:
         return known
-    thought = message.get("reasoning") or form.thoughts(policy.as_read(sampled, form))
-    return form.with_thought(known, thought) if isinstance(thought, str) else known
+    thought = message.get("reasoning") or form.extract_thinking(policy.decode_for(sampled, form))
+    return form.add_thinking(known, thought) if isinstance(thought, str) else known
 
 
 def _render_before(policy: Policy, earlier_messages: list[Message], variables: dict[str, Any]) -> str | None:
@@ -102,7 +102,7 @@ def _locate_turn(policy: Policy, text: str, before: str, sampled: list[int], for
     closing = tokenizer.decode(sampled[-1:], skip_special_tokens=False) if ended else tokenizer.eos_token
     start = len(commonprefix([text, before]))
     end = text.find(closing, start) if closing else -1
-    if end < 0 or not _is_same_turn(text[start:end], policy.as_read(sampled, form), form):
+    if end < 0 or not _is_same_turn(text[start:end], policy.decode_for(sampled, form), form):
         return None
     return slice(start, end + len(closing) * ended)
 
@@ -113,8 +113,8 @@ def _is_same_turn(rendered: str, sampled: str, form: ToolFormat | None) -> bool:
         return True
     if form is None:
         return False
-    if form.thoughts(rendered) != form.thoughts(sampled):
+    if form.extract_thinking(rendered) != form.extract_thinking(sampled):
         return False
-    form = replace(form, thinks=False)  # how the generation prompt of a past turn ended is unknown
+    form = replace(form, opens_thought=False)  # how the generation prompt of a past turn ended is unknown
     (text, calls), (sampled_text, sampled_calls) = form.parse(rendered), form.parse(sampled)
     return bool(calls) and calls == sampled_calls and text.strip() == sampled_text.strip()

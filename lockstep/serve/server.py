@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from ..errors import InputError, LockstepError, Terminated
 from ..machine import fast_thread_switching, freeze_gc, raise_open_files_limit
 from ..session.generate import LLM
-from ..session.signals import handled_by
+from ..session.signals import handle_signals
 from ..types import SamplingParams
 from .app import make_app
 from .errors import shutting_down
@@ -136,4 +136,4 @@ def _stop_on_signals(server: Server) -> AbstractContextManager[None]:
         else:
             raise Terminated(signal.Signals(number))
 
-    return handled_by(handle, [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN])
+    return handle_signals(handle, [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN])

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from ..models.tokenizer import TextStream
-from ..session.text.tool_calls import ToolCall, ToolFormat, before
+from ..session.text.tool_calls import ToolCall, ToolFormat, length_before
 from ..types import Trajectory
 from .batcher import Update
 
@@ -49,9 +49,9 @@ class StreamedText:
             return text[self._shown :], calls
         self._token_ids += update.token_ids
         self._text += self._stream.feed(self._token_ids)
-        text = self._text if self._form is None else self._form.certain(self._text)
+        text = self._text if self._form is None else self._form.stable_text(self._text)
         new = text[self._shown :]  # no stop string begins before this
-        piece = new[: min((before(new, s) for s in self._stop.strings), default=len(new))]
+        piece = new[: min((length_before(new, s) for s in self._stop.strings), default=len(new))]
         self._shown += len(piece)
         return piece, []
 

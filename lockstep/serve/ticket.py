@@ -10,7 +10,7 @@ from typing import Self
 from fastapi import Request
 
 from ..errors import InputError, LockstepError
-from ..session.generate import require_numbers
+from ..session.generate import require_finite_logprobs
 from ..types import Trajectory
 from .batcher import Job, Update
 from .errors import ApiError, bad_field
@@ -83,7 +83,7 @@ class Ticket:
             del self.unfinished[job]
         self._metrics.sampled_tokens.inc(len(completion.token_ids))
         try:
-            require_numbers(index, completion)
+            require_finite_logprobs(index, completion)
         except LockstepError as error:
             raise ApiError(500, str(error), code="non_finite") from error
 

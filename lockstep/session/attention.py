@@ -15,8 +15,8 @@ from ..graph.torch_private.trace import flat_graph
 from ..models import Decoder, Masks
 from ..user_functions import load_function
 
-_MOST_QUERIES, _LEAST_HEAD = 64, 16  # limits of the GPU kernel, enforced on every device
-_PROBED = 130  # positions on which a mask is tried: more than two key tiles
+_MAX_QUERIES_PER_KEY, _MIN_HEAD_DIM = 64, 16  # limits of the GPU kernel, enforced on every device
+_PROBE_SIZE = 130  # positions on which a mask is tried: more than two key tiles
 
 
 def set_attention(model: Decoder, attention: Attention, mask: str | None) -> None:
@@ -30,23 +30,23 @@ def set_attention(model: Decoder, attention: Attention, mask: str | None) -> Non
         why = f"and {c.family} has latent attention, whose heads read one latent in another way"
     elif not c.supports_flex_attention:
         why = f"and {c.family} has sinks or a scale of its own on attention's scores, which flex has not"
-    elif c.num_heads // c.num_kv_heads > _MOST_QUERIES or c.head_dim < _LEAST_HEAD:
+    elif c.num_heads // c.num_kv_heads > _MAX_QUERIES_PER_KEY or c.head_dim < _MIN_HEAD_DIM:
         why = (
-            f"which takes at most {_MOST_QUERIES} query heads a key head and heads of at least {_LEAST_HEAD} elements; "
-            f"the model has {c.num_heads} heads, {c.num_kv_heads} of keys, of {c.head_dim}"
+            f"which takes at most {_MAX_QUERIES_PER_KEY} query heads a key head and heads of at least {_MIN_HEAD_DIM} "
+            f"elements; the model has {c.num_heads} heads, {c.num_kv_heads} of keys, of {c.head_dim}"
         )
     refuse(bool(why), f"attention is flex, {why}; use --attention native")
-    model.masks = Masks(c.windows, "" if mask is None else load_mask(mask))
+    model.masks = Masks(c.windows, "" if mask is None else register_mask_function(mask))
 
 
-def whole_tiles(config: GeneratorConfig, attention: Attention) -> GeneratorConfig:
+def round_page_size(config: GeneratorConfig, attention: Attention) -> GeneratorConfig:
     """The configuration with a page size that the attention can read: flex needs whole key tiles."""
     if attention != "flex":
         return config
     return replace(config, page_size=-(-config.page_size // ops.KEY_TILE) * ops.KEY_TILE)
 
 
-def load_mask(spec: str) -> str:
+def register_mask_function(spec: str) -> str:
     """Register the function that `spec` names (module:function or path.py:function) and return the name that operators
     know it by. The function is traced at every start and the name contains a hash of the trace, so nothing that was
     compiled, checked or stored for another function is reused. Raises `InputError` if there is no such function or it
@@ -59,18 +59,18 @@ def load_mask(spec: str) -> str:
     return name
 
 
-def _traced(function: ops.MaskFunction, query: torch.Tensor, key: torch.Tensor) -> str:
+def _hash_trace(function: ops.MaskFunction, query: torch.Tensor, key: torch.Tensor) -> str:
     """A hash of what the function computes: its operators with all their constants, and the tensors it captures."""
     module = flat_graph(lambda *positions: [function(*positions)], (query, key))
-    brought = [getattr(module, str(node.target)) for node in module.graph.nodes if node.op == "get_attr"]
-    return fingerprint.digest(module.code, [(tensor.dtype, tensor.tolist()) for tensor in brought])
+    captured = [getattr(module, str(node.target)) for node in module.graph.nodes if node.op == "get_attr"]
+    return fingerprint.digest(module.code, [(tensor.dtype, tensor.tolist()) for tensor in captured])
 
 
 def _check_mask(spec: str, function: ops.MaskFunction) -> str:
     """Check that the function can be a mask, and return its hash. It is called on positions that broadcast, as on a
     CPU; on one pair at a time under vmap, as by FlexAttention; and on the meta device, where reading a table on the CPU
     is wrong as it would be on a GPU."""
-    query, key = torch.arange(_PROBED, dtype=torch.int32).unsqueeze(1), torch.arange(_PROBED, dtype=torch.int32)
+    query, key = torch.arange(_PROBE_SIZE, dtype=torch.int32).unsqueeze(1), torch.arange(_PROBE_SIZE, dtype=torch.int32)
     try:
         whole = function(query, key)
         if not isinstance(whole, torch.Tensor) or whole.dtype != torch.bool:
@@ -81,7 +81,7 @@ def _check_mask(spec: str, function: ops.MaskFunction) -> str:
                 f"attention_mask {spec!r} reads a tensor from elsewhere; it must use operators of torch on query and "
                 "key alone"
             )
-        traced = _traced(function, query, key)
+        trace_hash = _hash_trace(function, query, key)
         pairs = torch.vmap(torch.vmap(function, (None, 0)), (0, None))(query.squeeze(1), key)
     except InputError:
         raise
@@ -92,9 +92,9 @@ def _check_mask(spec: str, function: ops.MaskFunction) -> str:
             "positions that broadcast, query and key, and must use operators of torch on these alone: & for and, | "
             "for or, torch.where for if"
         ) from error
-    broadcasts = whole.dim() <= 2 and all(size in (1, _PROBED) for size in whole.shape)
-    if not broadcasts or not torch.equal(whole.expand(_PROBED, _PROBED), pairs):
+    broadcasts = whole.dim() <= 2 and all(size in (1, _PROBE_SIZE) for size in whole.shape)
+    if not broadcasts or not torch.equal(whole.expand(_PROBE_SIZE, _PROBE_SIZE), pairs):
         raise InputError(
             f"attention_mask {spec!r} is not elementwise: one pair of positions gives another answer than many do"
         )
-    return traced
+    return trace_hash

@@ -48,22 +48,22 @@ from ..timings import PhaseObserver, Timings
 from ..trainer import Trainer
 from ..trainer.shapes import train_shapes
 from ..types import SamplingParams
-from .attention import set_attention, whole_tiles
+from .attention import round_page_size, set_attention
 from .kernel_lists import kernel_list, preload_async
 from .memory import (
     GIB,
     STATE_ON_HOST,
     MemoryPlan,
     Workload,
-    adapted,
-    as_run,
-    memory_at_hand,
+    adapt_config,
+    available_memory,
+    fit_generator_groups,
     model_config,
     require_host_room,
     require_room,
     workload,
 )
-from .signals import Delay
+from .signals import SignalDelay
 from .text.policy import Policy
 
 
@@ -75,26 +75,30 @@ class Session:
         """Raises `InputError` if the model cannot be used as `config` says."""
         self.config, self.timings, self.world = config, timings or Timings(), world
         with self.timings.measure("load"):
-            self.policy = world.run_on_all(lambda: _loaded(config, world))
+            self.policy = world.run_on_all(lambda: _load_checked_policy(config, world))
             with world.detect_lost_peers(), world.deadline("sharing the weights that each has read"):
                 all_gather_shares(self.policy.model, world.replicas)
             if world.on_gpu:
                 torch.cuda.empty_cache()  # the KV cache is planned from the free memory
         self.verdicts: list[Verdict] = []
         self.preloaded: Path | None = None
-        self.renew()
+        self.reset_runtime()
 
-    def renew(self, lends: bool = False) -> None:
-        """Make a new runtime, without the old one's graphs. `lends`: the KV cache lies in the trainer's graph pool."""
+    def reset_runtime(self, lends_cache: bool = False) -> None:
+        """Make a new runtime, without the old one's graphs. `lends_cache`: the KV cache lies in the trainer's pool."""
         device = self.policy.model.embed.device
-        self.runtime = make_runtime(self.config.compile, device, self.timings, self.world, lends)
+        self.runtime = make_runtime(self.config.compile, device, self.timings, self.world, lends_cache)
 
     def cache_tokens(self, sequences: int, tokens: int) -> int:
         """The capacity of a KV cache planned for `sequences` of `tokens` each, the same on every rank."""
         model = self.policy.model
-        about = model.config.per_rank(self.world.generator_tp), model.embed.dtype, model.embed.device
-        found = self.world.gather_results(lambda: plan_cache_tokens(self.config.generator, *about, sequences, tokens))
-        return min(found)
+        part = model.config.per_rank(self.world.generator_tp)
+
+        def planned() -> int:
+            placement = model.embed.dtype, model.embed.device
+            return plan_cache_tokens(self.config.generator, part, *placement, sequences, tokens)
+
+        return min(self.world.gather_results(planned))
 
     def new_engine(self, cache_tokens: int, version: Callable[[], int] = lambda: 0) -> Engine:
         """An engine that reads the model's own weights, whose version is `version()`."""
@@ -107,17 +111,20 @@ class Session:
     def kernel_list(self, *about: object) -> Path | None:
         """The path of the kernel list for `about`, the model and its placement on ranks; None on a CPU."""
         model, world = self.policy.model, self.world
+        if not model.embed.is_cuda:
+            return None
         layout = world.sizes, world.generator_mesh.tp.pushes, self.config.parallel.zero_stage
-        return kernel_list(model.config, model.embed.dtype, *layout, *about) if model.embed.is_cuda else None
+        return kernel_list(model.config, model.embed.dtype, *layout, *about)
 
     def compile_report(self) -> dict[str, Any]:
         """For the summary: every function's graphs and the results of checking them; empty if there are none."""
         return compile_report(self.runtime, self.verdicts)
 
 
-def _loaded(config: RunConfig, world: World) -> Policy:
-    for name in ("tp", "generator_tp") if world.size > 1 else ():
-        require_divisible(model_config(config), getattr(world, name), f"parallel.{name}")
+def _load_checked_policy(config: RunConfig, world: World) -> Policy:
+    if world.size > 1:
+        for name in ("tp", "generator_tp"):
+            require_divisible(model_config(config), getattr(world, name), f"parallel.{name}")
     return load_policy(config, world.generator_mesh, copies=world.replicas)
 
 
@@ -134,18 +141,19 @@ class TrainingSession(Session):
         observer: PhaseObserver | None = None,
         planned: Callable[[MemoryPlan], None] = lambda _: None,
     ) -> None:
-        self.delay: Delay | None = None
+        self.delay: SignalDelay | None = None
         device, groups = resolve_device(config.device), config.trainer.prompts_per_step
         event = partial(torch.cuda.Event, enable_timing=True) if device.type == "cuda" else None
         timings = Timings(keep_spans=True, event=event, observer=observer)
-        loaded_kernels = preload_async(config, device.type, world.size, timings)
+        finish_preload = preload_async(config, device.type, world.size, timings)
         with timings.measure("task"):
             self.task = make_task(config.task, groups)
             self.environment = make_environment(config.task)
         require_divisible(model_config(config), world.tp, "parallel.tp")
-        memory = min(world.gather(memory_at_hand(device, world)))
-        asked = partial(workload, config, world.size, device.type == "cuda", model_config(config))
-        _planned(asked(prompt_limit=prompt_limit(config, model_config(config)).tokens), memory, device)
+        memory = min(world.gather(available_memory(device, world)))
+        make_workload = partial(workload, config, world.size, device.type == "cuda", model_config(config))
+        limit = prompt_limit(config, model_config(config))
+        _require_plan(make_workload(prompt_limit=limit.tokens), memory, device)  # before anything is loaded
         super().__init__(config, timings, world)
         model = self.policy.model
         self.policy.set_variables(template_variables(config.task.chat_template_kwargs), "task.chat_template_kwargs")
@@ -153,31 +161,27 @@ class TrainingSession(Session):
             self.teacher = load_teacher(config, self.policy, world)
         self.prompt_limit = prompt_limit(config, model.config, None if self.teacher is None else self.teacher.model)
         with timings.measure("prompts"):
-            self.task.check_lengths(self.policy.least(self.environment), self.prompt_limit)
+            self.task.check_lengths(self.policy.shortest_prompt_encoder(self.environment), self.prompt_limit)
             longest = max(
                 world.gather_results(lambda: self.policy.longest_prompt(self.task, self.environment, groups))
             )[0]
-        kind, limit = self.environment, self.prompt_limit
-        refuse(
-            # an environment with its own `start` or `plays` may begin with other prompts
-            longest > limit.tokens and kind.start is Environment.start and kind.plays is None,
-            f"the longest prompt of the first step and of validation has {longest} tokens; at most {limit.tokens} are "
-            f"allowed ({limit.reason})",
-        )
-        w = asked(longest_prompt=longest, prompt_limit=self.prompt_limit.tokens)
-        self.plan = world.run_on_all(lambda: _planned(w, memory, device))
+        self._require_prompts_fit(longest)
+        w = make_workload(longest_prompt=longest, prompt_limit=self.prompt_limit.tokens)
+        self.plan = world.run_on_all(lambda: _require_plan(w, memory, device))
         planned(self.plan)
-        if (config := adapted(w, self.plan)) is not self.config or self.plan.lent:
+        if (config := adapt_config(w, self.plan)) is not self.config or self.plan.lends_cache:
             self.config = config
-            self.renew(self.plan.lent)
+            self.reset_runtime(self.plan.lends_cache)
         if algorithm_of(config.loss).has_critic:
             model.add_value_head()
             if (source := self.policy.source) is not None:
                 world.run_on_all(lambda: source.fill({"value_head": ranges_of(model)["value_head"]}))
-        frozen = self.teacher or (load_reference(self.policy, world) if config.loss.beta > 0 else None)
+        frozen = self.teacher
+        if frozen is None and config.loss.beta > 0:
+            frozen = load_reference(self.policy, world)
         with timings.measure("state"):
-            if kept := self.plan.host.get(STATE_ON_HOST):
-                timings.report_progress(f"{kept / GIB:.0f} GiB of the host's memory")
+            if state_bytes := self.plan.host.get(STATE_ON_HOST):
+                timings.report_progress(f"{state_bytes / GIB:.0f} GiB of the host's memory")
             self.trainer = Trainer(
                 model,
                 config.optimizer,
@@ -197,10 +201,21 @@ class TrainingSession(Session):
         self.runtime.reserve(self.plan.pool)
         self.engine = self.new_engine(self.plan.cache_tokens, lambda: self.trainer.weights_version)
         self.shapes = train_shapes(config, longest, self.prompt_limit.tokens)
-        self.preloaded = loaded_kernels()
+        self.preloaded = finish_preload()
+
+    def _require_prompts_fit(self, longest: int) -> None:
+        limit = self.prompt_limit
+        # An environment with its own `start` or `plays` may begin with other prompts.
+        if self.environment.start is not Environment.start or self.environment.plays is not None:
+            return
+        refuse(
+            longest > limit.tokens,
+            f"the longest prompt of the first step and of validation has {longest} tokens; at most {limit.tokens} are "
+            f"allowed ({limit.reason})",
+        )
 
     @property
-    def most_prompt_tokens(self) -> int | None:
+    def max_prompt_tokens(self) -> int | None:
         """The most tokens a prompt may have; None: as many as there is room for."""
         return self.prompt_limit.tokens
 
@@ -210,38 +225,40 @@ class TrainingSession(Session):
         return self.prompt_limit.tokens + self.config.max_response_length
 
 
-def _planned(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
-    c, g, together = w.config, w.config.generator, w.config.parallel.generator_tp
-    require_divisible(w.model, together, "parallel.generator_tp")
+def _require_plan(w: Workload, memory: int, device: torch.device) -> MemoryPlan:
+    """The memory plan of a workload. Raises `InputError` if it does not fit."""
+    c, g, degree = w.config, w.config.generator, w.config.parallel.generator_tp
+    require_divisible(w.model, degree, "parallel.generator_tp")
     where = f"arch {c.arch}" if c.model is None else str(resolve_folder(c.model))
-    require_memory(w.model, w.dtype, device, where, w.generating)
+    require_memory(w.model, w.dtype, device, where, w.generator_mesh)
     if not w.on_gpu or g.kv_cache_tokens:  # raises unless the cache holds a sequence
-        plan_cache_tokens(g, w.model.per_rank(together), w.dtype, device, w.sequences, w.sequence_tokens)
-    found = require_room(w, memory)
-    require_host_room(found)
-    return found
+        plan_cache_tokens(g, w.model.per_rank(degree), w.dtype, device, w.sequences, w.sequence_tokens)
+    plan = require_room(w, memory)
+    require_host_room(plan)
+    return plan
 
 
 def build(config: RunConfig, world: World = ONE_PROCESS) -> TrainingSession:
     return TrainingSession(resolve(config, world.size), world)
 
 
-def plan_of(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPlan:
+def plan_memory(config: RunConfig, ranks: int, memory_gib: float = 0.0) -> MemoryPlan:
     """The memory plan of a run on `ranks` GPUs with `memory_gib` each, which need not be present; 0 means this
     machine's memory. Raises `InputError` if the run does not fit, saying what would, or is invalid as configured."""
     device = torch.device("cuda") if memory_gib else resolve_device(config.device)
-    config = settled(config, ranks, device) if memory_gib else resolve(config, ranks)
+    config = resolve_for_device(config, ranks, device) if memory_gib else resolve(config, ranks)
     refuse(
         config.parallel.generator_tp == 0,
         "parallel.generator_tp is 0, which the processes of a run choose by what they measure; name a number to plan",
     )
     require_divisible(model_config(config), config.parallel.generator_tp, "parallel.generator_tp")
-    memory = int(memory_gib * 2**30) or memory_at_hand(device)
-    return require_room(as_run(planned_workload(config, ranks, device), memory), memory)
+    memory = int(memory_gib * 2**30) or available_memory(device)
+    return require_room(fit_generator_groups(planned_workload(config, ranks, device), memory), memory)
 
 
 def planned_workload(config: RunConfig, ranks: int, device: torch.device) -> Workload:
-    """The workload planned for a run whose `config` is `settled`, from its tokenizer and first prompts, not weights."""
+    """The workload planned for a run, from its tokenizer and first prompts, not weights. `config` is resolved for the
+    device."""
     model, groups = model_config(config), config.trainer.prompts_per_step
     require_divisible(model, config.parallel.tp, "parallel.tp")
     tokenizer = byte_tokenizer() if config.model is None else load_tokenizer(resolve_folder(config.model))
@@ -277,31 +294,31 @@ def load_policy(config: RunConfig, mesh: Mesh = ONE_RANK, memory: bool = True, c
     attention of `config`. Along the mesh's `tp` each rank loads its part; ranks along `copies`, which hold the same
     part, each read a share of it until `all_gather_shares` exchanges them. Without `memory` no weights are allocated
     or read."""
-    place = resolve_device(config.device)
-    limit_cpu_threads(place)
-    kind = resolve_dtype(config.dtype, place)
+    device = resolve_device(config.device)
+    limit_cpu_threads(device)
+    dtype = resolve_dtype(config.dtype, device)
 
-    def made(source: WeightSource, where: str) -> Decoder:
+    def load_decoder(source: WeightSource, where: str) -> Decoder:
         if not memory:
-            return Decoder(source.config, kind, place, mesh, memory=False)
-        require_memory(source.config, kind, place, where, mesh)
-        return load_part(source, kind, place, mesh, copies)
+            return Decoder(source.config, dtype, device, mesh, memory=False)
+        require_memory(source.config, dtype, device, where, mesh)
+        return load_part(source, dtype, device, mesh, copies)
 
     if config.model is not None:
         folder = resolve_folder(config.model)
         with ThreadPoolExecutor(1) as pool:  # importing the tokenizer's library takes as long as reading the weights
             loading = pool.submit(load_tokenizer, folder)
-            source: WeightSource = FolderWeights(folder, kind)
-            decoder = made(source, str(folder))
+            source: WeightSource = FolderWeights(folder, dtype)
+            decoder = load_decoder(source, str(folder))
             tokenizer = loading.result()
         check_vocabulary(tokenizer, decoder.config.vocab_size, str(folder))
     else:
         tokenizer, where = byte_tokenizer(), f"arch {config.arch}"
         special = {"eos_token_ids": (tokenizer.eos_token_id,), "pad_token_id": tokenizer.pad_token_id}
-        named = replace(architecture(config.arch), **special)
-        check_vocabulary(tokenizer, named.vocab_size, where)
-        source = RandomWeights(named, config.seed)
-        decoder = made(source, where)
+        model = replace(architecture(config.arch), **special)
+        check_vocabulary(tokenizer, model.vocab_size, where)
+        source = RandomWeights(model, config.seed)
+        decoder = load_decoder(source, where)
     set_attention(decoder, config.attention, config.attention_mask)
     return Policy(decoder, tokenizer, source)
 
@@ -310,8 +327,9 @@ def load_reference(policy: Policy, world: World = ONE_PROCESS) -> Policy:
     """The initial policy, frozen. A single process copies it; each of several reads a part of it from its source."""
     if world.size == 1:
         return replace(policy, model=copy.deepcopy(policy.model))
-    shared = policy.model.spread.axis.size > 1
-    return policy if shared else replace(policy, source=ResidentWeights(policy.model))
+    if policy.model.spread.axis.size > 1:  # the generator has only a part of the weights
+        return policy
+    return replace(policy, source=ResidentWeights(policy.model))
 
 
 def load_teacher(config: RunConfig, policy: Policy, world: World = ONE_PROCESS) -> Policy | None:
@@ -332,12 +350,12 @@ def resolve(config: RunConfig, ranks: int = 1, steps: bool = True) -> RunConfig:
     """`config` with the settings that depend on the device and the number of ranks filled in. `steps`: the ranks train,
     so that a step's prompts are dealt to them. Raises `InputError` if `config` cannot work with these."""
     device = resolve_device(config.device)
-    config = settled(config, ranks, device, steps)
+    config = resolve_for_device(config, ranks, device, steps)
     require_plugins(config.compile, device)
     return config
 
 
-def settled(config: RunConfig, ranks: int, device: torch.device, steps: bool = True) -> RunConfig:
+def resolve_for_device(config: RunConfig, ranks: int, device: torch.device, steps: bool = True) -> RunConfig:
     """`resolve` for a device that need not be present."""
     algorithm_of(config.loss)  # load and try a user's algorithm before anything slow
     resolve_dtype(config.dtype, device)
@@ -351,7 +369,7 @@ def settled(config: RunConfig, ranks: int, device: torch.device, steps: bool = T
         "optimizer.offload is on, and the device is a CPU, whose memory is the host's: it would save nothing; leave it "
         "off, or use a GPU",
     )
-    generator = whole_tiles(config.generator, config.attention)
+    generator = round_page_size(config.generator, config.attention)
     config = replace(config, compile=compile, generator=generator)
     if steps:
         return resolve_parallel(config, ranks)
@@ -360,18 +378,18 @@ def settled(config: RunConfig, ranks: int, device: torch.device, steps: bool = T
 
 
 def make_runtime(
-    config: CompileConfig, device: torch.device, timings: Timings, world: World, lends: bool = False
+    config: CompileConfig, device: torch.device, timings: Timings, world: World, lends_cache: bool = False
 ) -> Runtime:
-    """The runtime that runs the functions of both roles; `config` is resolved. `lends` as in `Session.renew`."""
-    apart = CudaRecorder(device) if lends else None
-    return Runtime(config, device, kv_recorder=apart, timings=timings, store=Store(), mesh=world.sizes, peers=world)
+    """The runtime of both roles' functions; `config` is resolved. `lends_cache` as in `Session.reset_runtime`."""
+    recorder = CudaRecorder(device) if lends_cache else None
+    return Runtime(config, device, kv_recorder=recorder, timings=timings, store=Store(), mesh=world.sizes, peers=world)
 
 
 def training_sampling(config: SamplingConfig, eos_token_id: int | None) -> SamplingParams:
     """The sampling parameters of the run, which stops at the tokenizer's end-of-sequence token unless `ignore_eos`."""
     stop_ids = () if config.ignore_eos or eos_token_id is None else (eos_token_id,)
-    same = {name: value for name, value in vars(config).items() if name != "num_generations"}
-    return SamplingParams(n=config.num_generations, stop_token_ids=stop_ids, **same)
+    shared = {name: value for name, value in vars(config).items() if name != "num_generations"}
+    return SamplingParams(n=config.num_generations, stop_token_ids=stop_ids, **shared)
 
 
 def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None = None) -> PromptLimit:
@@ -380,25 +398,25 @@ def prompt_limit(config: RunConfig, model: ModelConfig, teacher: Decoder | None 
     completion, page = config.max_response_length, config.generator.page_size
     what = "sampling.max_completion_length" if config.task.turns == 1 else "task.max_response_length"
     budget = config.trainer.max_tokens_per_micro_batch
-    holders = [
+    capacities = [
         (model.max_position_embeddings, f"the model's context of {model.max_position_embeddings}"),
         (budget + 1, f"trainer.max_tokens_per_micro_batch of {budget}, and the last token, which is not packed,"),
     ]
     if teacher is not None:
         context = teacher.config.max_position_embeddings
-        holders.append((context, f"the teacher's context of {context}"))
+        capacities.append((context, f"the teacher's context of {context}"))
     if config.generator.kv_cache_tokens:
         given = config.generator.kv_cache_tokens
         whole = given // page * page
         rounded = f" (whole pages of {page}), {whole} tokens," if given % page else ""
-        holders.append((whole, f"generator.kv_cache_tokens of {given}{rounded}"))
-    size, holder = min(holders)
+        capacities.append((whole, f"generator.kv_cache_tokens of {given}{rounded}"))
+    size, holder = min(capacities)
     refuse(size <= completion, f"{what} is {completion}; {holder} must hold it and a prompt, so make it smaller")
-    if 0 < config.task.max_prompt_length <= size - completion:
-        return PromptLimit(config.task.max_prompt_length, "task.max_prompt_length")
-    asked = config.task.max_prompt_length
-    more = f" (task.max_prompt_length of {asked} is more)" if asked else ""
-    return PromptLimit(size - completion, f"{holder} less {what} of {completion}{more}")
+    configured = config.task.max_prompt_length
+    if 0 < configured <= size - completion:
+        return PromptLimit(configured, "task.max_prompt_length")
+    note = f" (task.max_prompt_length of {configured} is more)" if configured else ""
+    return PromptLimit(size - completion, f"{holder} less {what} of {completion}{note}")
 
 
 def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world: World = ONE_PROCESS) -> None:
@@ -410,11 +428,11 @@ def save_policy(policy: Policy, folder: Path, held: Ranges | None = None, world:
 
     def begin() -> None:
         export.create_files()
-        save_tokenizer(policy.tokenizer, made)
+        save_tokenizer(policy.tokenizer, staging)
 
-    with staging_folder(folder, world.is_first) as made:
-        export = Export(policy.model, made)
+    with staging_folder(folder, world.is_first) as staging:
+        export = Export(policy.model, staging)
         world.broadcast_from_first(begin)
         world.gather_results(lambda: export.write(held or ranges_of(policy.model)))
         world.gather_results(lambda: export.convert_layouts(world.rank, world.size))
-    world.broadcast_from_first(lambda: replace_folder(made, folder))
+    world.broadcast_from_first(lambda: replace_folder(staging, folder))

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..trainer import StepResult
 
-_OF_EXPERTS = (
+_EXPERT_COUNTS = (
     *("expert_choices_checked", "tokens_routed_differently"),
     *("prompt_tokens_checked", "prompt_tokens_routed_differently"),
 )
@@ -46,7 +46,7 @@ class Certificate:
         largest = result.logprob_diff_max
         if largest > self.logprob_diff_max or math.isnan(largest):  # nothing is larger than NaN
             self.logprob_diff_max = largest
-        for name, count in zip(_OF_EXPERTS, result.routing.compared if result.routing else (), strict=False):
+        for name, count in zip(_EXPERT_COUNTS, result.routing.compared if result.routing else (), strict=False):
             setattr(self, name, (getattr(self, name) or 0) + count)
         if self.first_difference is None and result.mismatches:
             self.first_difference = {"step": step, **asdict(result.mismatches[0])}
@@ -54,11 +54,12 @@ class Certificate:
     def to_dict(self) -> dict[str, Any]:
         """The contents of `parity.json`; `identical` is None when there was nothing to check."""
         different = self.tokens_different, self.tokens_not_covered, self.prompt_tokens_routed_differently
-        identical = not any(different)
-        checked = self.tokens_checked > 0 or not identical
-        return {"identical": identical if checked else None, **without_experts(asdict(self))}
+        identical: bool | None = not any(different)
+        if identical and self.tokens_checked == 0:
+            identical = None
+        return {"identical": identical, **omit_absent_expert_counts(asdict(self))}
 
 
-def without_experts(record: dict[str, Any]) -> dict[str, Any]:
+def omit_absent_expert_counts(record: dict[str, Any]) -> dict[str, Any]:
     """The record without the counts of a mixture of experts where they are None."""
-    return {name: value for name, value in record.items() if name not in _OF_EXPERTS or value is not None}
+    return {name: value for name, value in record.items() if name not in _EXPERT_COUNTS or value is not None}

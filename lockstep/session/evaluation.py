@@ -10,25 +10,27 @@ from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import IO, Any, NamedTuple
 
-from ..config import RunConfig, of_generation, template_variables, validate, yaml_file
+from ..config import RunConfig, template_variables, validate, without_trainer_settings, yaml_file
 from ..distributed import World
-from ..environments import Collector, Environment, Limits, make_environment, make_task
+from ..environments import Collector, Environment, Limits, Problem, Task, make_environment, make_task
 from ..environments.environment import SingleTurn, metrics_of
 from ..environments.episodes import NewTokens, Sampler
 from ..environments.ranks.rollouts import Holders
-from ..errors import InputError, refuse
+from ..errors import refuse
 from ..generator import Engine
 from ..trainer.shapes import PROMPT_MARGIN
 from ..types import VALIDATION_DOMAIN, RolloutGroup, SamplingParams
 from .build import training_sampling
-from .generate import LLM, check_sampling, require_numbers
+from .generate import LLM, check_sampling, require_finite_logprobs
 from .text.policy import Policy
 
-_SECONDS_A_REPORT = 5.0
+_REPORT_INTERVAL = 5.0  # seconds
 Z95 = 1.959963984540054  # the standard normal's 97.5 % quantile
 
 
-class Measure(NamedTuple):
+class EvaluationSettings(NamedTuple):
+    """How problems are sampled and which completions pass, as in `run.evaluate.evaluate`."""
+
     n: int = 1
     k: tuple[int, ...] = ()
     temperature: float | None = None
@@ -37,7 +39,7 @@ class Measure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Played:
+class EvaluationContext:
     """What an environment is played with, named as in `TrainingSession`; `sampling`: what its requests must match."""
 
     config: RunConfig
@@ -47,49 +49,32 @@ class Played:
     engine: Engine
     sampling: SamplingParams
     context: int
-    most_prompt_tokens: int | None
+    max_prompt_tokens: int | None
 
 
-def measured(
-    config: RunConfig, by: Measure, serving: Callable[[Played], AbstractContextManager[Any]], progress: IO[str] | None
+Serving = Callable[[EvaluationContext], AbstractContextManager[Any]]
+
+
+def run_evaluation(
+    config: RunConfig, settings: EvaluationSettings, serving: Serving, progress: IO[str] | None
 ) -> dict[str, Any]:
     """`run.evaluate.evaluate`; problems are played within `serving`, to which environments elsewhere may connect."""
-    n, k, temperature, pass_reward, pass_threshold = by
-    config = validate(yaml_file.checked(config))
-    refuse(n < 1, f"n is {n}; it must be at least 1")
-    ks = sorted(set(k)) or [2**i for i in range(n.bit_length())]
-    named = ", ".join(map(str, ks))
-    refuse(not 1 <= ks[0] <= ks[-1] <= n, f"k is {named}; each must be between 1 and n, which is {n}")
-    refuse(not math.isfinite(pass_threshold), f"pass_threshold is {pass_threshold}; it must be a finite number")
-    task = make_task(config.task, config.trainer.prompts_per_step)
-    problems = list(enumerate(task.validation_problems()))
-    name = config.task.name
-    refuse(not problems, f"task {name} has no validation problems; give task.data or task.validation_prompts")
-    environment = make_environment(config.task)
-    names = [reward.name for reward in task.rewards.rewards]
-    if pass_reward is not None and pass_reward not in names and config.task.turns == 1:
-        raise InputError(f"pass_reward {pass_reward}: the task's reward functions are {', '.join(names)}")
+    config = validate(yaml_file.check_types(config))
+    n, ks = settings.n, _require_ks(settings)
+    task, environment, problems = _load_task(config, settings)
+    temperature = settings.temperature
     if temperature is None:
         temperature = 0.0 if n == 1 else config.sampling.temperature
-    if n > 1 and temperature == 0:
-        raise InputError(f"temperature is 0, which gives {n} equal completions; raise it, or leave n at 1")
-    how = {name: getattr(config, name) for name in ("device", "dtype", "seed", "attention", "attention_mask")}
-    llm = LLM(
-        config.model or "",
-        **how,
-        config=config.generator,
-        chat_template_kwargs=template_variables(config.task.chat_template_kwargs),
-        compile=of_generation(config.compile),
-        parallel=config.parallel,
+    refuse(
+        n > 1 and temperature == 0, f"temperature is 0, which gives {n} equal completions; raise it, or leave n at 1"
     )
-    with llm, llm.together():
+    with _load_model(config) as llm, llm.join_processes():
         world, trained = llm.world, training_sampling(config.sampling, llm.policy.tokenizer.eos_token_id)
         sampling = replace(trained, n=n, temperature=temperature)
         check_sampling(sampling)
         longest, origin = world.run_on_all(lambda: llm.policy.longest_prompt(task, environment, 0))
-        too_long = config.task.turns == 1 and longest + config.max_response_length > llm.context
         refuse(
-            too_long,
+            config.task.turns == 1 and longest + config.max_response_length > llm.context,
             f"{origin + ': ' if origin else ''}prompt of {longest} tokens plus {config.max_response_length} new ones "
             f"exceeds the model's context of {llm.context}; shorten one of them (sampling.max_completion_length)",
         )
@@ -97,92 +82,153 @@ def measured(
         world.require_same("the processes of this evaluation", lambda: sizes)
         sequences = world.generator_mesh.fsdp.max_local_items(len(problems)) * n
 
-        def engine(prompt: int) -> Engine:
+        def engine_for(prompt_tokens: int) -> Engine:
             margin = 1 if config.task.turns == 1 else PROMPT_MARGIN  # later prompts may be longer
-            tokens = min(margin * prompt + config.max_response_length, llm.context)
+            tokens = min(margin * prompt_tokens + config.max_response_length, llm.context)
             return llm.engine_for(sequences, tokens, [sampling])
 
         def sampler(prompt_ids: list[list[int]], _: list[SamplingParams]) -> Sampler:
-            alone = world.size == 1 and environment.begin_together
-            begun = map(len, prompt_ids) if alone else ()  # the environment may begin with other prompts
-            made = engine(max(longest, *begun, 0))
-            return _Reporting(made, progress, sequences if config.task.turns == 1 else 0) if world.leads_group else made
+            most = longest
+            if world.size == 1 and environment.begin_together:  # the environment may begin with other prompts
+                most = max(longest, *map(len, prompt_ids), 0)
+            engine = engine_for(most)
+            total = sequences if config.task.turns == 1 else 0
+            return _ReportingEngine(engine, progress, total) if world.leads_group else engine
 
-        planned = world.run_on_all(lambda: engine(longest))
+        planned_engine = world.run_on_all(lambda: engine_for(longest))
+        limits = Limits(
+            config.task.max_prompt_length or None,
+            config.max_response_length,
+            config.task.turns,
+            config.task.environment_timeout,
+            context=llm.context,
+        )
         parts = llm.policy.tokens, sampler, task.rewards, config.seed
-        response = config.max_response_length, config.task.turns, config.task.environment_timeout
-        limits = Limits(config.task.max_prompt_length or None, *response, context=llm.context)
         collector = Collector(*parts, environment, limits, world=world, needs_rewards=True)
-        allowed = trained if by.temperature is None else sampling
-        with serving(
-            Played(config, world, environment, llm.policy, planned, allowed, llm.context, limits.prompt_tokens)
-        ):
+        context = EvaluationContext(
+            config=config,
+            world=world,
+            environment=environment,
+            policy=llm.policy,
+            engine=planned_engine,
+            sampling=trained if settings.temperature is None else sampling,
+            context=llm.context,
+            max_prompt_tokens=limits.prompt_tokens,
+        )
+        with serving(context):
             groups, _, counts = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
             if environment is not SingleTurn:  # its metrics may read the text of the turns
                 Holders(world).bring_to_first(groups)()
-            played = world.broadcast_from_first(
-                lambda: metrics_of(environment, [r for group in groups for r in group.rollouts])
-            )
-    found = list(dict.fromkeys(name for group in groups for r in group.rollouts for name in r.rewards))
-    decides = found[0] if pass_reward is None else pass_reward
-    refuse(decides not in found, f"pass_reward {decides}: the rewards are {', '.join(found)}")
-    settings = {"task": name, "prompts": len(problems), "n": n, "temperature": temperature}
-    failed = {name: count for name in ("environment/errors", "groups_without_reward") if (count := counts.get(name))}
-    return settings | _measures(groups, ks, decides, pass_threshold, found) | played | failed
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            environment_metrics = world.broadcast_from_first(lambda: metrics_of(environment, rollouts))
+    names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.rewards))
+    decides = names[0] if settings.pass_reward is None else settings.pass_reward
+    refuse(decides not in names, f"pass_reward {decides}: the rewards are {', '.join(names)}")
+    result = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
+    result |= _summarize(groups, ks, decides, settings.pass_threshold, names) | environment_metrics
+    return result | {name: counts[name] for name in ("environment/errors", "groups_without_reward") if counts.get(name)}
 
 
-class _Reporting:
+def _require_ks(settings: EvaluationSettings) -> list[int]:
+    """The values of k, ascending; by default the powers of two up to n. `InputError` for numbers out of range."""
+    n, threshold = settings.n, settings.pass_threshold
+    refuse(n < 1, f"n is {n}; it must be at least 1")
+    ks = sorted(set(settings.k)) or [2**i for i in range(n.bit_length())]
+    listed = ", ".join(map(str, ks))
+    refuse(not 1 <= ks[0] <= ks[-1] <= n, f"k is {listed}; each must be between 1 and n, which is {n}")
+    refuse(not math.isfinite(threshold), f"pass_threshold is {threshold}; it must be a finite number")
+    return ks
+
+
+def _load_task(
+    config: RunConfig, settings: EvaluationSettings
+) -> tuple[Task, type[Environment], list[tuple[int, Problem]]]:
+    """The task, its environment and its numbered problems. `InputError`: it has none, or not this `pass_reward`."""
+    task = make_task(config.task, config.trainer.prompts_per_step)
+    problems = list(enumerate(task.validation_problems()))
+    name, decides = config.task.name, settings.pass_reward
+    refuse(not problems, f"task {name} has no validation problems; give task.data or task.validation_prompts")
+    environment = make_environment(config.task)
+    names = [reward.name for reward in task.rewards.rewards]
+    refuse(
+        decides is not None and decides not in names and config.task.turns == 1,
+        f"pass_reward {decides}: the task's reward functions are {', '.join(names)}",
+    )
+    return task, environment, problems
+
+
+def _load_model(config: RunConfig) -> LLM:
+    shared = {name: getattr(config, name) for name in ("device", "dtype", "seed", "attention", "attention_mask")}
+    return LLM(
+        config.model or "",
+        **shared,
+        config=config.generator,
+        chat_template_kwargs=template_variables(config.task.chat_template_kwargs),
+        compile=without_trainer_settings(config.compile),
+        parallel=config.parallel,
+    )
+
+
+class _ReportingEngine:
     """An engine that reports the number of finished completions to `progress` now and then, with `total` if not 0."""
 
     def __init__(self, engine: Engine, progress: IO[str] | None, total: int) -> None:
         self._engine, self._progress, self._total = engine, progress, total
-        self._finished, self._said = 0, time.monotonic()
+        self._finished, self._reported_at = 0, time.monotonic()
         self.add_request, self.abort = engine.add_request, engine.abort
 
     def advance(self) -> Sequence[NewTokens]:
         """As `Engine.advance`. Raises `NonFiniteError` for log-probabilities that are not finite."""
-        grown = self._engine.advance()
-        for one in grown:
-            if one.completion is not None:
-                require_numbers(one.identity.group, one.completion)
+        new_tokens = self._engine.advance()
+        for item in new_tokens:
+            if item.completion is not None:
+                require_finite_logprobs(item.identity.group, item.completion)
                 self._finished += 1
-        if self._progress is not None and time.monotonic() - self._said > _SECONDS_A_REPORT:
-            self._said = time.monotonic()
-            of = f" of {self._total}" * bool(self._total)  # the number of turns is not known in advance
-            print(f"{self._finished}{of} completions", file=self._progress, flush=True)
-        return grown
+        if self._progress is not None and time.monotonic() - self._reported_at > _REPORT_INTERVAL:
+            self._reported_at = time.monotonic()
+            of_total = f" of {self._total}" if self._total else ""  # the number of turns is not known in advance
+            print(f"{self._finished}{of_total} completions", file=self._progress, flush=True)
+        return new_tokens
 
 
-def _measures(
+def _summarize(
     groups: list[RolloutGroup], ks: Sequence[int], decides: str, threshold: float, names: Sequence[str]
 ) -> dict[str, Any]:
     rewards = [mean(r.reward for r in group.rollouts) for group in groups]
     completions = [r for group in groups for r in group.rollouts]
     result: dict[str, Any] = {"reward/mean": mean(rewards), "reward/ci95": normal_interval(rewards)}
     for name in names:
-        values = [v for g in groups for r in g.rollouts if (v := r.rewards.get(name)) is not None]
+        values = [value for r in completions if (value := r.rewards.get(name)) is not None]
         if values:
             result[f"rewards/{name}/mean"] = mean(values)
-    scored = [[r.rewards.get(decides) for r in group.rollouts] for group in groups]
-    counts = [[v >= threshold for v in row if v is not None] for row in scored if None not in row]
-    if left_out := len(scored) - len(counts):
-        result["pass_left_out"] = left_out
-    for k in ks:  # a problem whose environment failed for some samples may have fewer
-        if estimates := [pass_at_k(len(row), sum(row), k) for row in counts if len(row) >= k]:
+    per_problem = []  # the counts behind pass@k, in the order of the data
+    counts = []  # (completions, those that pass) of each problem with a value for every completion
+    for group in groups:
+        values = [value for r in group.rollouts if (value := r.rewards.get(decides)) is not None]
+        n, passed = len(group.rollouts), sum(value >= threshold for value in values)
+        has_all_values = len(values) == n
+        per_problem.append({"problem": group.group, "n": n, "passed": passed if has_all_values else None})
+        if has_all_values:
+            counts.append((n, passed))
+    if len(counts) < len(groups):
+        result["pass_left_out"] = len(groups) - len(counts)
+    unknown = []
+    for k in ks:
+        # A problem whose environment failed for some samples may have fewer than k.
+        estimates = [pass_at_k(n, passed, k) for n, passed in counts if n >= k]
+        if estimates:
             result[f"pass@{k}"] = mean(estimates)
             result[f"pass@{k}/ci95"] = wilson_interval(mean(estimates), len(estimates))
-    if unknown := [k for k in ks if f"pass@{k}" not in result]:
+        else:
+            unknown.append(k)
+    if unknown:
         result["pass_unknown"] = unknown
     return result | {
         "pass_reward": decides,
         "pass_threshold": threshold,
         "response_length/mean": mean(c.length for c in completions),
         "response_length/clip_ratio": mean(float(c.cut_off) for c in completions),
-        "per_problem": [  # the counts behind pass@k, in the order of the data
-            {"problem": g.group, "n": len(row), "passed": None if None in row else passed}
-            for g, row in zip(groups, scored, strict=True)
-            for passed in [sum(v is not None and v >= threshold for v in row)]
-        ],
+        "per_problem": per_problem,
     }
 
 

@@ -23,16 +23,16 @@ from ..ops.linear import choice as linear_choice
 
 GRADIENT_NORM = "gradient norm"  # runs without this word computed the norm by float32 additions
 _DECODER = replace(architecture("tiny"), num_layers=2)
-_ODD = replace(_DECODER, vocab_size=509, hidden_size=131, intermediate_size=395)  # rows with a vector remainder
+_ODD_DECODER = replace(_DECODER, vocab_size=509, hidden_size=131, intermediate_size=395)  # rows with a vector remainder
 _ROWS, _DEPTH, _TOKENS = 17, 512, 75  # tokens: two sequences that share a prefix, longer than a tile of keys
 
 
-def arithmetic(device: torch.device, dtype: torch.dtype, config: ModelConfig) -> dict[str, Any]:
+def identify_arithmetic(device: torch.device, dtype: torch.dtype, config: ModelConfig) -> dict[str, Any]:
     """What identifies the arithmetic of a process: the build of its C library, and its golden words."""
-    return {"c_library": ops.cpu_build(), "words": words(device, dtype, config)}
+    return {"c_library": ops.cpu_build(), "words": compute_words(device, dtype, config)}
 
 
-def words(device: torch.device, dtype: torch.dtype, config: ModelConfig = _DECODER) -> dict[str, str]:
+def compute_words(device: torch.device, dtype: torch.dtype, config: ModelConfig = _DECODER) -> dict[str, str]:
     """A hash for each kind of computation on this device in this compute dtype, 16 hexadecimal digits each. On a CPU,
     where libraries choose their instructions in each process, this includes sampled tokens and gradients of whole
     decoders, among them those that the family of `config` names (`Family.golden`)."""
@@ -52,25 +52,25 @@ def _hash(tensors: tuple[Tensor, ...]) -> str:
 
 def _results(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
     x, weight = (_fixed(n, _DEPTH, seed=n) for n in (_ROWS, 96))
-    _cancel(x, weight)
+    _make_products_cancel(x, weight)
     x, weight = x.to(device, dtype), weight.to(device, dtype)
     yield "product", (ops.linear(x, weight), ops.linear(x[-1:], weight))
     yield "exp", (ops.silu_mul(_fixed(_ROWS, 2 * _DEPTH, seed=2).to(device, dtype)),)
     yield "norm", (ops.rms_norm(x, _fixed(_DEPTH, seed=3).to(device, dtype), 1e-6),)
     yield "attention", (_attention(device, dtype),)
-    yield "AdamW", _update(device, dtype)
+    yield "AdamW", _adamw_update(device, dtype)
     squares = ops.square_sums(_fixed(5 * ops.SQUARES_BLOCK, seed=101).to(device))
     yield GRADIENT_NORM, (ops.root_of_sum(ops.exact_sum(squares)),)
-    found = _scored(_filled(_DECODER, dtype, device), device)
+    found = _score(_fixed_decoder(_DECODER, dtype, device), device)
     yield "log", (found.logprob_C, found.entropy_C)  # with filters: sums and their logarithms
     yield "decoder", (found.model_logprob_C,)
 
 
 def _cpu_results(dtype: torch.dtype, config: ModelConfig) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
-    kinds = {"gradients": _ODD} | family_of(config).golden(config, _ODD)
+    kinds = {"gradients": _ODD_DECODER} | family_of(config).golden(config, _ODD_DECODER)
     yield "head", _head_gradients(dtype)
     for name, decoder in kinds.items():
-        model = _filled(decoder, dtype)
+        model = _fixed_decoder(decoder, dtype)
         if name == "windows":
             model.masks = Masks(decoder.windows)  # computed by flex, as it was when this word was introduced
         yield name, _gradients(model)
@@ -88,7 +88,7 @@ def _fixed(*shape: int, seed: int) -> Tensor:
     return (((mixed >> 3 & 0xFFFF) - 0x8000) / 0x8000 * powers[mixed >> 19 & 7]).view(shape)
 
 
-def _cancel(x_RK: Tensor, weight_NK: Tensor) -> None:
+def _make_products_cancel(x_RK: Tensor, weight_NK: Tensor) -> None:
     """Make every second row's exact products zero: what is left are rounding errors, so that any change in the order of
     summation shows even in bfloat16."""
     order = torch.arange(_DEPTH) * 197 % _DEPTH  # a permutation, since 197 is odd
@@ -110,7 +110,7 @@ def _attention(device: torch.device, dtype: torch.dtype) -> Tensor:
     return ops.attention_packed(q, k, v, _layout(device))
 
 
-def _update(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _adamw_update(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Sums of squares of gradients (as for clipping), and weights, masters and moments after one update."""
     count = 3 * ops.SQUARES_BLOCK + 5
     grad, master, first, second = (_fixed(count, seed=seed).to(device) for seed in (7, 8, 9, 10))
@@ -128,7 +128,7 @@ def _update(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
 def _gradients(model: Decoder) -> tuple[Tensor, ...]:
     """All parameters' gradients of a weighted sum of exponentials and squares of both log-probabilities, on the CPU."""
     with torch.enable_grad():
-        found = _scored(model, torch.device("cpu"))
+        found = _score(model, torch.device("cpu"))
         weights = _fixed(_TOKENS, seed=99)
         terms = torch.exp(found.logprob_C / 16) + torch.square(found.model_logprob_C)
         return torch.autograd.grad((weights * terms).sum(), list(model.parameters()))
@@ -157,7 +157,7 @@ def _sample(dtype: torch.dtype) -> tuple[Tensor, ...]:
     return ops.sample(hidden, weight, *rows, True, False)  # with filters, not greedy
 
 
-def _filled(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
+def _fixed_decoder(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> Decoder:
     model = Decoder(config, dtype, device)
     for seed, parameter in enumerate(model.parameters(), start=11):
         values = _fixed(*parameter.shape, seed=seed)
@@ -165,7 +165,7 @@ def _filled(config: ModelConfig, dtype: torch.dtype, device: torch.device | str 
     return model
 
 
-def _scored(model: Decoder, device: torch.device) -> ops.TokenLogprobs:
+def _score(model: Decoder, device: torch.device) -> ops.TokenLogprobs:
     """Log-probabilities, with filters, of each token's successor in a fixed sequence."""
     tokens = torch.arange(_TOKENS, device=device) * 37 % model.config.vocab_size
     hidden = model(tokens, torch.arange(_TOKENS, device=device), PackedAttention(_layout(device), model.masks))

@@ -10,7 +10,7 @@ from ..cache import fingerprint, user_folder
 from ..config import RunConfig
 from ..timings import Timings
 
-KEPT = 64  # lists, and as many notes of which list a configuration last needed
+KEPT_LISTS = 64  # lists, and as many notes of which list a configuration last needed
 
 
 def kernel_list(*about: object) -> Path:
@@ -24,7 +24,7 @@ def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) 
     than is known before the weights are read, so whether this was the right list shows later. Errors are left to the
     code that needs the kernels. Call the returned function before anything is launched: it waits, and returns the
     path of the list, or None if no kernels were loaded."""
-    if device != "cuda" or not config.compile.chosen[0].graphs:
+    if device != "cuda" or not config.compile.plugins[0].graphs:
         return lambda: None
     path, loading = _folder() / str(user_folder.read(_note(config))), None
     with timings.measure("compile"), suppress(Exception):
@@ -35,23 +35,24 @@ def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) 
         else:
             hash_compiler()
 
-    def loaded() -> Path | None:
+    def finish() -> Path | None:
         with timings.measure("compile"):
-            return path if loading is not None and loading.exception() is None and loading.result() else None
+            is_loaded = loading is not None and loading.exception() is None and loading.result()
+            return path if is_loaded else None
 
-    return loaded
+    return finish
 
 
-def remember(config: RunConfig, path: Path) -> None:
-    user_folder.write(_note(config), path.name, keep=KEPT)
+def remember_kernel_list(config: RunConfig, path: Path) -> None:
+    user_folder.write(_note(config), path.name, keep=KEPT_LISTS)
 
 
 def _note(config: RunConfig) -> Path:
     model = config.model, config.arch, config.dtype, config.attention, config.attention_mask
-    return user_folder.cache_folder() / "kernels-of" / f"{fingerprint.key(*model, *of_steps(config))}.json"
+    return user_folder.cache_folder() / "kernels-of" / f"{fingerprint.key(*model, *step_settings(config))}.json"
 
 
-def of_steps(config: RunConfig) -> tuple[object, ...]:
+def step_settings(config: RunConfig) -> tuple[object, ...]:
     """The parts of a run's configuration, besides the model, that the kernels of its steps depend on."""
     loss = config.loss.algorithm, config.loss.beta, config.loss.teacher
     return config.sampling, config.generator, config.trainer, config.compile, config.parity, *loss

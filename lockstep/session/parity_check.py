@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
 from ..config import (
-    LAYOUT_OF_PARITY,
     MAX_SEED,
+    PARITY_LAYOUT_FIELDS,
     Attention,
     CompileConfig,
     LossConfig,
@@ -28,9 +28,9 @@ from ..graph import Runtime, Work
 from ..trainer import BatchShape, Packing, Trainer, pack_shards
 from ..types import RolloutGroup, SampleIdentity, SamplingParams, Segment, Trajectory
 from .build import Session, resolve
-from .certificate import without_experts
-from .degree import choose_by_memory
-from .processes import GENERATING, Requests, of_all, together
+from .certificate import omit_absent_expert_counts
+from .degree import choose_generator_tp_by_memory
+from .processes import GENERATING, Requests, gather_completions, join_processes
 from .warm_up import make_ready, prepare_machine
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class ParityReport:
         return not any(different) and self.tokens_checked > 0
 
     def to_dict(self) -> dict[str, Any]:
-        return {"identical": self.identical, **without_experts(asdict(self))}
+        return {"identical": self.identical, **omit_absent_expert_counts(asdict(self))}
 
     def render(self) -> str:
         verdict = "PASS: generator and trainer log-probs are bitwise identical."
@@ -84,42 +84,47 @@ class ParityReport:
             verdict = "FAIL: generator and trainer log-probs differ."
         elif not self.identical:
             verdict = "FAIL: not every sampled token was compared."
-        asked, of, generator, trainer = self.tokens_asked, self.processes, self.generator_tp, self.trainer_tp
-        more = f" ({asked} were asked for; the completions of a prompt are whole)" * (self.tokens_checked > asked)
-        ranks = f"{of}; generator {of // generator} x {generator}, trainer {of // trainer} x {trainer}"
-        experts = [
-            f"  Expert choices    : {self.expert_choices_checked}",
-            f"  Routed differently: {self.tokens_routed_differently}",
-            f"  Of prompts        : {self.prompt_tokens_routed_differently} of {self.prompt_tokens_checked} tokens",
+        note = ""
+        if self.tokens_checked > self.tokens_asked:
+            note = f" ({self.tokens_asked} were asked for; the completions of a prompt are whole)"
+        lines = [f"  Compared          : {self.compared}"]
+        if self.processes > 1:
+            generator = f"generator {self.processes // self.generator_tp} x {self.generator_tp}"
+            trainer = f"trainer {self.processes // self.trainer_tp} x {self.trainer_tp}"
+            lines.append(f"  Processes         : {self.processes}; {generator}, {trainer}")
+        lines += [
+            f"  Generator log-probs[:5]: {self.generator_logprobs[:5]}",
+            f"  Trainer   log-probs[:5]: {self.trainer_logprobs[:5]}",
+            f"  Bitwise identical : {self.identical}",
+            f"  Tokens checked    : {self.tokens_checked}{note}",
+            f"  Tokens different  : {self.tokens_different}",
         ]
-        return "\n".join(
-            [
-                f"  Compared          : {self.compared}",
-                *([f"  Processes         : {ranks}"] if of > 1 else ()),
-                f"  Generator log-probs[:5]: {self.generator_logprobs[:5]}",
-                f"  Trainer   log-probs[:5]: {self.trainer_logprobs[:5]}",
-                f"  Bitwise identical : {self.identical}",
-                f"  Tokens checked    : {self.tokens_checked}{more}",
-                f"  Tokens different  : {self.tokens_different}",
-                *([f"  Not compared      : {self.tokens_not_covered}"] if self.tokens_not_covered else ()),
-                *(experts if self.expert_choices_checked is not None else ()),
-                f"  Max delta         : {self.max_delta:.6e}",
-                f"  Average delta     : {self.average_delta:.6e}",
-                f"  Log-prob diff     : mean {self.logprob_diff_mean:.6e}, max {self.logprob_diff_max:.6e}",
-                verdict,
+        if self.tokens_not_covered:
+            lines.append(f"  Not compared      : {self.tokens_not_covered}")
+        if self.expert_choices_checked is not None:
+            lines += [
+                f"  Expert choices    : {self.expert_choices_checked}",
+                f"  Routed differently: {self.tokens_routed_differently}",
+                f"  Of prompts        : {self.prompt_tokens_routed_differently} of {self.prompt_tokens_checked} tokens",
             ]
-        )
+        lines += [
+            f"  Max delta         : {self.max_delta:.6e}",
+            f"  Average delta     : {self.average_delta:.6e}",
+            f"  Log-prob diff     : mean {self.logprob_diff_mean:.6e}, max {self.logprob_diff_max:.6e}",
+            verdict,
+        ]
+        return "\n".join(lines)
 
 
 # With and without filters, and greedy; prompts take these kinds of sampling in turn.
-_KINDS = (
+_SAMPLING_KINDS = (
     SamplingParams(temperature=1.0, n=8, ignore_eos=True),
     SamplingParams(temperature=0.8, top_p=0.95, n=8, ignore_eos=True),
     SamplingParams(temperature=1.2, top_k=50, min_p=0.02, n=4, ignore_eos=True),
     SamplingParams(temperature=0.0, n=1, ignore_eos=True),
 )
-_COMPLETION = 64
-_MOST_TOKENS = 10_000_000  # takes days on a CPU; all completions are held in memory at once
+_MAX_PROMPT_LENGTH, _COMPLETION_LENGTH = 300, 64
+_MAX_TOKENS = 10_000_000  # takes days on a CPU; all completions are held in memory at once
 
 
 def check_model(
@@ -143,17 +148,17 @@ def check_model(
     Under `torchrun` every process calls this with the same arguments and returns the report on all of them: prompts are
     dealt to groups of `parallel.generator_tp` processes, and their completions to groups of `parallel.tp`.
     """
-    for name, value, low, high in (("tokens", tokens, 1, _MOST_TOKENS), ("seed", seed, 0, MAX_SEED)):
+    for name, value, low, high in (("tokens", tokens, 1, _MAX_TOKENS), ("seed", seed, 0, MAX_SEED)):
         if type(value) is not int or not low <= value <= high:
             raise InputError(f"{name} is {value!r}; it must be a whole number between {low} and {high}")
-    how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
     compile = given_or_default("compile", compile, CompileConfig)
     parallel = given_or_default("parallel", parallel, ParallelConfig)
-    check_layout(parallel, *LAYOUT_OF_PARITY)
-    given = validate(RunConfig(model=model, seed=seed, compile=compile, parallel=parallel, **how))  # type: ignore[arg-type]
-    with together(given) as world:
-        given, world = choose_by_memory(given, world)
-        session = Session(world.run_on_all(lambda: resolve(given, world.size, steps=False)), world=world)
+    check_layout(parallel, *PARITY_LAYOUT_FIELDS)
+    how = {"device": device, "dtype": dtype, "attention": attention, "attention_mask": attention_mask}
+    config = validate(RunConfig(model=model, seed=seed, compile=compile, parallel=parallel, **how))  # type: ignore[arg-type]
+    with join_processes(config) as world:
+        config, world = choose_generator_tp_by_memory(config, world)
+        session = Session(world.run_on_all(lambda: resolve(config, world.size, steps=False)), world=world)
         try:
             prepare_machine(session)
             return _check(session, tokens)
@@ -163,25 +168,25 @@ def check_model(
 
 def _check(session: Session, tokens: int) -> ParityReport:
     decoder, runtime, world = session.policy.model, session.runtime, session.world
-    where, context = decoder.embed.device, decoder.config.max_position_embeddings
-    length = min(_COMPLETION, context // 2)
-    vocabulary, room = decoder.config.vocab_size, min(300, context - length)
-    prompts, sampling = _requests(tokens, session.config.seed, vocabulary, room, length)
+    device, context = decoder.embed.device, decoder.config.max_position_embeddings
+    length = min(_COMPLETION_LENGTH, context // 2)
+    vocabulary, max_prompt = decoder.config.vocab_size, min(_MAX_PROMPT_LENGTH, context - length)
+    prompts, sampling = _random_prompts(tokens, session.config.seed, vocabulary, max_prompt, length)
     max_tokens = max(8192, 2 * (max(map(len, prompts)) + length))
     shards = world.mesh.fsdp
-    shape, kinds = _expected(prompts, sampling, max_tokens, shards.size)
+    shape, kinds = _expected_batches(prompts, sampling, max_tokens, shards.size)
     trainer = Trainer(
         decoder, OptimizerConfig(), LossConfig(), runtime=runtime, world=world, source=session.policy.source
     )
-    completions = _generated(session, prompts, sampling, trainer, shape, kinds)
+    completions = _generate(session, prompts, sampling, trainer, shape, kinds)
     groups = [RolloutGroup(*group) for group in zip(completions, sampling, strict=True)]
-    how = Packing(max_tokens, shapes=[shape])
+    packing = Packing(max_tokens, shapes=[shape])
+    score = trainer.forward_backward if runtime.compiles else trainer.check
     for batch in pack_shards(
-        _dealt(groups, shards.size), shards.local_items(range(shards.size)), how, check_parity=True
+        _deal(groups, shards.size), shards.local_items(range(shards.size)), packing, check_parity=True
     ):
-        score = trainer.forward_backward if runtime.compiles else trainer.check
         with world.deadline("scoring what was generated"):
-            score(batch.to(where))
+            score(batch.to(device))
     deltas, scored = (
         trainer.logprob_deltas,
         world.broadcast_from_first(lambda: trainer.checked_logprobs[0][:5].tolist()),
@@ -196,16 +201,16 @@ def _check(session: Session, tokens: int) -> ParityReport:
         result.logprob_diff_max,
         *deltas,
         len(prompts),
-        where.type,
+        device.type,
         str(decoder.embed.dtype).removeprefix("torch."),
-        _compared(runtime),
+        _describe_compared(runtime),
         tokens,
         *(world.size, world.generator_tp, world.tp),
         *(result.routing.compared if result.routing else ()),
     )
 
 
-def _generated(
+def _generate(
     session: Session,
     prompts: list[list[int]],
     sampling: list[SamplingParams],
@@ -218,14 +223,14 @@ def _generated(
     config, runtime, world = session.config, session.runtime, session.world
     shares = world.generator_mesh.fsdp
     longest = max(map(len, prompts)) + sampling[0].max_completion_length
-    sequences = max(sum(s.n for s in of_one) for of_one in _dealt(sampling, shares.size))
+    sequences = max(sum(params.n for params in share) for share in _deal(sampling, shares.size))
     engine = session.new_engine(session.cache_tokens(sequences, longest))
 
-    def of_trainer() -> None:
+    def make_trainer_graphs() -> None:
         for params in trained:
             trainer.warm_up([shape], params, check_parity=True, with_checks=False)
 
-    def of_generator() -> None:
+    def make_generator_graphs() -> None:
         for params in dict.fromkeys(sampling):
             engine.warm_up(sequences, longest, params)
 
@@ -236,18 +241,19 @@ def _generated(
     if runtime.compiles:
         about = config.generator, config.compile, sequences, longest, shape, trained, sampling
         with world.deadline("making and checking graphs", timeouts=10):
-            make_ready(session, [of_trainer, of_generator], trust_cases, session.kernel_list(*about))
+            parts = [make_trainer_graphs, make_generator_graphs]
+            make_ready(session, parts, trust_cases, session.kernel_list(*about))
     identities = [SampleIdentity(config.seed, CHECK_DOMAIN, 0, g) for g in range(len(prompts))]
     own = Requests(prompts, sampling, identities).share(world)
     with world.rolling_deadline(GENERATING) as engine.on_launch:
-        return of_all(world, lambda: engine.generate(*own))
+        return gather_completions(world, lambda: engine.generate(*own))
 
 
-def _dealt(items: Sequence[T], shares: int) -> list[list[T]]:
+def _deal(items: Sequence[T], shares: int) -> list[list[T]]:
     return [list(items[i::shares]) for i in range(shares)]
 
 
-def _expected(
+def _expected_batches(
     prompts: list[list[int]], sampling: list[SamplingParams], max_tokens: int, shards: int
 ) -> tuple[BatchShape, list[SamplingParams]]:
     """The shape that all batches will be padded to, and one kind of sampling for each way that they are scored. Both
@@ -256,38 +262,40 @@ def _expected(
     for prompt, params in zip(prompts, sampling, strict=True):
         segments = [Segment(prompt), Segment([0] * params.max_completion_length, sampled=True)]
         groups.append(RolloutGroup([Trajectory(segments)] * params.n, params))
-    how = Packing(max_tokens)
+    packing = Packing(max_tokens)
     while True:
-        drafts = pack_shards(_dealt(groups, shards), range(shards), how, check_parity=False)
-        shapes = [(len(b.tokens_T), len(b.targets_C), len(b.prefix_len_S), b.max_len) for b in drafts]
-        shape = BatchShape(*map(max, zip(*shapes, strict=True)))
-        if how.shapes == [shape]:
+        batches = pack_shards(_deal(groups, shards), range(shards), packing, check_parity=False)
+        sizes = [(len(b.tokens_T), len(b.targets_C), len(b.prefix_len_S), b.max_len) for b in batches]
+        shape = BatchShape(*map(max, zip(*sizes, strict=True)))
+        if packing.shapes == [shape]:
             break
-        how = how._replace(shapes=[shape])  # the shape limits a micro-batch, so groups may be packed differently
-    kinds = [next(p for p in sampling if p.truncated == kind) for kind in sorted({b.truncated for b in drafts})]
+        packing = packing._replace(shapes=[shape])  # it limits a micro-batch, so groups may be packed differently
+    kinds = [next(p for p in sampling if p.truncated == kind) for kind in sorted({b.truncated for b in batches})]
     return shape, kinds
 
 
-def _compared(runtime: Runtime) -> str:
+def _describe_compared(runtime: Runtime) -> str:
+    """What the two roles' log-probabilities were computed by."""
     if runtime.eager:
-        what = "the model's compiled layers" if runtime.layers else "the model"
-        return f"{what}, called by both roles"
-    levels = {function.name: function.level for function in runtime.programs}
+        model = "the model's compiled layers" if runtime.layers else "the model"
+        return f"{model}, called by both roles"
+    levels = {program.name: program.level for program in runtime.programs}
     decode, mixed, train = (f"{name} ({levels[name]})" for name in ("decode", "mixed", "forward_backward"))
     return f"the graphs {decode} and {mixed} with {train}"
 
 
-def _requests(
+def _random_prompts(
     tokens: int, seed: int, vocabulary: int, max_prompt: int, length: int
 ) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of random tokens and lengths, and their sampling, which together give at least `tokens` tokens."""
     generator = torch.Generator().manual_seed(seed)
     prompts: list[list[int]] = []
     sampling: list[SamplingParams] = []
-    kinds, planned = itertools.cycle(_KINDS), 0
+    kinds, planned = itertools.cycle(_SAMPLING_KINDS), 0
     while planned < tokens:
         kind = next(kinds)
         size = int(torch.randint(1, max_prompt + 1, (1,), generator=generator))
         prompts.append(torch.randint(0, vocabulary, (size,), generator=generator).tolist())
-        sampling.append(SamplingParams(**{**asdict(kind), "max_completion_length": length}))
+        sampling.append(replace(kind, max_completion_length=length))
         planned += kind.n * length
     return prompts, sampling

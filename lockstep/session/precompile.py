@@ -11,8 +11,8 @@ from ..distributed import World
 from ..errors import InputError, LockstepError
 from ..graph import Store
 from .build import TrainingSession, resolve
-from .degree import choose
-from .processes import together
+from .degree import choose_generator_tp
+from .processes import join_processes
 from .warm_up import warm_up
 
 
@@ -21,41 +21,43 @@ def precompile(config: RunConfig) -> dict[str, Any]:
     or load its graphs, record them and check them, which also compiles the kernels. Under `torchrun` every process
     calls this; the first stores the graphs, and all return its report. Raises `InputError` if the configuration has no
     graphs to store, and `LockstepError` if a graph differs from eager or the cache folder cannot be written."""
-    with together(config) as world:
-        return _precompiled(world.run_on_all(lambda: _checked(resolve(config, world.size))), world)
+    with join_processes(config) as world:
+        return _precompile(world.run_on_all(lambda: _require_storable(resolve(config, world.size))), world)
 
 
-def _checked(config: RunConfig) -> RunConfig:
-    if not config.compile.chosen[0].hook:
+def _require_storable(config: RunConfig) -> RunConfig:
+    if not config.compile.plugins[0].hook:
         raise InputError(
             "compile.capture is none, so there is nothing to compile; set --compile.capture step (left out, it is step "
             "on a GPU and none on a CPU)"
         )
-    if not config.compile.chosen[0].graphs or set(config.compile.inductor) != {"backward"}:
+    if not config.compile.plugins[0].graphs or set(config.compile.inductor) != {"backward"}:
         raise InputError(
             f"compile.capture is {config.compile.capture} and compile.inductor {list(config.compile.inductor)}: "
             "layers, and regions that both roles share, are compiled where they run and not kept; use step or joint, "
             "and backward"
         )
-    own = [name for name in config.compile.pass_names if ":" in name]
-    if own or not all(plugin.shipped for plugin in config.compile.chosen):
-        named = f"compile.passes has {own[0]}" if own else "compile.capture or compile.backend is your own"
-        raise InputError(f"{named}: such graphs are made at every start and not kept; remove it, or use train")
+    user_passes = [name for name in config.compile.pass_names if ":" in name]
+    if user_passes or not all(plugin.shipped for plugin in config.compile.plugins):
+        what = (
+            f"compile.passes has {user_passes[0]}" if user_passes else "compile.capture or compile.backend is your own"
+        )
+        raise InputError(f"{what}: such graphs are made at every start and not kept; remove it, or use train")
     if config.compile.dump:
         raise InputError("--compile.dump shows how graphs are made, and none is kept then; remove it, or use train")
     return config
 
 
-def _precompiled(config: RunConfig, world: World) -> dict[str, Any]:
-    began = time.perf_counter()
-    config, world, _ = choose(config, world)
+def _precompile(config: RunConfig, world: World) -> dict[str, Any]:
+    start = time.perf_counter()
+    config, world, _ = choose_generator_tp(config, world)
     run = TrainingSession(config, world)
     runtime, store = run.runtime, run.runtime.store
     assert store is not None
     try:
         with world.deadline("making and checking graphs", timeouts=10):
             warm_up(run)
-        graphs = world.broadcast_from_first(lambda: _kept(store))
+        graphs = world.broadcast_from_first(lambda: _graph_outcomes(store))
         checks = {name: sum(getattr(verdict, name) for verdict in run.verdicts) for name in ("cases", "known")}
     finally:
         runtime.close()
@@ -73,20 +75,20 @@ def _precompiled(config: RunConfig, world: World) -> dict[str, Any]:
         "bytes": sum(graph["bytes"] for graph in graphs),
         "folder_bytes": store.size(),
         "seconds": dict(run.timings.seconds),
-        "total_s": time.perf_counter() - began,
+        "total_s": time.perf_counter() - start,
     }
 
 
-_REASONS = 8  # shown for one graph at most
+_MAX_REASONS = 8  # shown for one graph at most
 _OUTCOMES = {"loaded": "reused", "refused": "refused", "absent": "made"}
 
 
-def _kept(store: Store) -> list[dict[str, Any]]:
+def _graph_outcomes(store: Store) -> list[dict[str, Any]]:
     """Each graph that was looked up, its outcome and its stored size in bytes; `refused` ones were made anew. Raises
     `LockstepError` if one could not be written."""
     graphs = [
-        asdict(found) | {"outcome": _OUTCOMES[found.outcome], "bytes": store.size(found.file)}
-        for found in store.lookups
+        asdict(lookup) | {"outcome": _OUTCOMES[lookup.outcome], "bytes": store.size(lookup.file)}
+        for lookup in store.lookups
     ]
     if lost := len(store.unwritten):
         raise LockstepError(
@@ -99,9 +101,9 @@ def render(result: dict[str, Any]) -> str:
     lines = [f"{result['folder']}, for {result['device']}"]
     for graph in result["graphs"]:
         lines.append(f"  {graph['outcome']:<8} {graph['bytes'] / 1024:>8.1f} KiB  {graph['title']}")
-        lines += [f"           {reason}" for reason in graph["reasons"][:_REASONS]]
-        if len(graph["reasons"]) > _REASONS:
-            lines.append(f"           and {len(graph['reasons']) - _REASONS} more")
+        lines += [f"           {reason}" for reason in graph["reasons"][:_MAX_REASONS]]
+        if len(graph["reasons"]) > _MAX_REASONS:
+            lines.append(f"           and {len(graph['reasons']) - _MAX_REASONS} more")
     checks, seconds, traces = result["checks"], result["seconds"], result["traces"]
     counts = f"{result['made']} made, {result['reused']} reused, {result['refused']} refused and made anew"
     sizes = f"{result['bytes'] / 2**20:.1f} MiB, {result['folder_bytes'] / 2**20:.1f} in the folder"

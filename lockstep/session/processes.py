@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .. import machine
 from ..cache import fingerprint
@@ -19,7 +19,7 @@ GENERATING = "a launch of the generator"  # names what is waited for
 
 
 @contextlib.contextmanager
-def together(config: RunConfig) -> Iterator[World]:
+def join_processes(config: RunConfig) -> Iterator[World]:
     """Join the other processes, which are given the same configuration; without torchrun, a process alone. They leave
     together at the end. Raises `InputError` if their number does not fit `config.parallel` or one has a different
     configuration, model or code, and `PeerLost` if one did not join or is lost."""
@@ -28,9 +28,7 @@ def together(config: RunConfig) -> Iterator[World]:
         world = join(config.parallel, resolve_device(config.device).type)
     try:
         with world.detect_lost_peers():
-            world.require_same(
-                "the processes of this run", lambda: _code(config) | _models(config) | yaml_file.flat(config)
-            )
+            world.require_same("the processes of this run", lambda: _identity(config))
             yield world
     except GeneratorExit:  # the context was not closed, and this process is ending
         raise
@@ -40,13 +38,23 @@ def together(config: RunConfig) -> Iterator[World]:
     world.close()
 
 
-def _models(config: RunConfig) -> dict[str, str]:
+def _identity(config: RunConfig) -> dict[str, Any]:
+    """What must be the same in all processes: the code, the files of models, the configuration."""
+    return _identify_code(config) | _identify_models(config) | yaml_file.flatten(config)
+
+
+def _identify_models(config: RunConfig) -> dict[str, str]:
     """What identifies the files of the models that are read."""
-    given = {"model": config.model, "loss.teacher": config.loss.teacher}
-    return {f"{field} {m}: {name}": of for field, m in given.items() if m for name, of in sampled_hashes(m).items()}
+    models = {"model": config.model, "loss.teacher": config.loss.teacher}
+    return {
+        f"{field} {model}: {name}": identity
+        for field, model in models.items()
+        if model
+        for name, identity in sampled_hashes(model).items()
+    }
 
 
-def _code(config: RunConfig) -> dict[str, str]:
+def _identify_code(config: RunConfig) -> dict[str, str]:
     """What identifies the code that computes: the package's source files and the libraries. An installation on another
     host may differ, and its gradients would silently be added to those of this one."""
     found = {name: fingerprint.version(name) for name in ("transformers", "tokenizers", "datasets")}
@@ -62,16 +70,17 @@ class Requests(NamedTuple):
     identities: list[SampleIdentity]
 
     def share(self, world: World) -> Requests:
+        """Those that this rank's group completes."""
         own = world.generator_mesh.fsdp.local_items
         return Requests(list(own(self.prompt_ids)), list(own(self.sampling)), list(own(self.identities)))
 
 
-def of_all(world: World, completed: Callable[[], Sequence[T]]) -> list[T]:
+def gather_completions(world: World, completed: Callable[[], Sequence[T]]) -> list[T]:
     """What all ranks `completed`, each its share of the requests (`Requests.share`), in the order of the requests."""
 
-    def told() -> Sequence[T]:
-        found = completed()
-        return found if world.leads_group else []
+    def completed_by_leader() -> Sequence[T]:
+        results = completed()
+        return results if world.leads_group else []
 
-    groups = world.gather_results(told)[:: world.generator_tp]
+    groups = world.gather_results(completed_by_leader)[:: world.generator_tp]
     return [groups[i % len(groups)][i // len(groups)] for i in range(sum(map(len, groups)))]

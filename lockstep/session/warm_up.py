@@ -21,7 +21,7 @@ from ..ops.linear.choice import Kind
 from ..ops.machine_check import check as machine_check
 from ..ops.native import library
 from .build import Session, TrainingSession
-from .kernel_lists import KEPT, of_steps, remember
+from .kernel_lists import KEPT_LISTS, remember_kernel_list, step_settings
 
 if TYPE_CHECKING:
     from ..ops.precompile import Kernels  # imports Triton, which a CPU does not need
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("lockstep")
 
 _HeadShapes = list[machine_check.HeadShape | machine_check.LatentHeadShape]
-_Checked = tuple[list[machine_check.Product], _HeadShapes, torch.device, torch.dtype]
+_ShapesToCheck = tuple[list[machine_check.Product], _HeadShapes, torch.device, torch.dtype]
 
 
 class MachineCheck(NamedTuple):
@@ -50,7 +50,7 @@ def prepare_machine(session: Session) -> None:
     _share_overrides(session)
 
 
-def warn_if_slow(session: Session) -> None:
+def warn_if_library_missing(session: Session) -> None:
     embed = session.policy.model.embed
     if embed.device.type == "cpu" and embed.dtype is torch.float32:
         library.warn_if_missing()
@@ -59,17 +59,17 @@ def warn_if_slow(session: Session) -> None:
 def warm_up(run: TrainingSession) -> None:
     """Make every graph that the steps of a run need, the largest first; graphs made later count as recompiles. Raises
     `LockstepError` if `parity` is strict and this machine cannot keep the contract."""
-    warn_if_slow(run)
+    warn_if_library_missing(run)
     if not run.runtime.compiles:
         _check_machine(run)
         return
     prepare_machine(run)
     reference = run.trainer.reference
-    kernels = run.kernel_list(run.shapes, *of_steps(run.config), reference and reference.model.config)
+    kernels = run.kernel_list(run.shapes, *step_settings(run.config), reference and reference.model.config)
     parts: Sequence[Callable[[], None]] = partial(_make_trainer_graphs, run), partial(_make_generator_graphs, run)
     if not run.trainer.flat.reads_own:  # weights are gathered between two graphs, by all ranks together
         parts = [partial(_make_all, parts)]
-    cases = partial(run.trainer.check_cases, run.shapes, run.sampling, **_batches(run))
+    cases = partial(run.trainer.check_cases, run.shapes, run.sampling, **_batch_options(run))
     run.verdicts = make_ready(
         run,
         parts,
@@ -79,14 +79,14 @@ def warm_up(run: TrainingSession) -> None:
         spare=run.engine.lend,
     )
     if kernels is not None and kernels != run.preloaded and run.world.is_first:
-        remember(run.config, kernels)
+        remember_kernel_list(run.config, kernels)
 
 
 def prepare_validation(run: TrainingSession) -> None:
     """Make the graphs that complete held-out problems before all others, compiling their kernels in parallel."""
     if not run.runtime.eager:
         if run.policy.model.embed.is_cuda:
-            _compiled(run, lambda _: _make_validation_graphs(run))
+            _compile_kernels(run, lambda _: _make_validation_graphs(run))
         with run.runtime.warm_up.make_graphs():
             _make_validation_graphs(run)
 
@@ -110,7 +110,6 @@ def make_ready(
         spare: memory for the check of graphs (`check_against_eager`).
     """
     runtime, verify = session.runtime, session.config.compile.verify
-
     make_graphs = partial(_make_all, parts)
     runtime.begin_warm_up(session.world)
     if runtime.eager:
@@ -121,22 +120,23 @@ def make_ready(
     if kernels is None:
         build_in_parallel(runtime, parts)
     elif kernels != session.preloaded:
-        _precompile(session, kernels, parts, machine.rehearse)
+        _prepare_kernels(session, kernels, parts, machine.rehearse)
     else:
-        _note_loaded(session)
+        _note_kernels_loaded(session)
     with runtime.warm_up.make_graphs():
         make_graphs()
     shared = runtime.share_regions()
     if machine.check() or shared:
-        for function in runtime.programs:
-            function.close()
+        for program in runtime.programs:
+            program.close()
         runtime.warm_up.kernels_loaded = False  # the replacements are not loaded yet
         with runtime.warm_up.make_graphs():
             make_graphs()
     verdicts = []
     if verify != "off":
-        kept = None if linear_choice.offers else PassedChecks()  # keys do not cover kernels from outside the package
-        verdicts = check_against_eager(runtime, trust_cases(), verify, kept, spare())
+        # The keys of passed checks do not cover kernels from outside the package.
+        passed = None if linear_choice.offers else PassedChecks()
+        verdicts = check_against_eager(runtime, trust_cases(), verify, passed, spare())
     runtime.end_warm_up()
     return verdicts
 
@@ -147,7 +147,7 @@ def _make_all(parts: Sequence[Callable[[], None]]) -> None:
 
 
 def _make_trainer_graphs(run: TrainingSession) -> None:
-    run.trainer.warm_up(run.shapes, run.sampling, **_batches(run))
+    run.trainer.warm_up(run.shapes, run.sampling, **_batch_options(run))
 
 
 def _make_generator_graphs(run: TrainingSession) -> None:
@@ -161,20 +161,21 @@ def _make_validation_graphs(run: TrainingSession) -> None:
     run.engine.warm_up(sequences, run.shapes[0].max_len, run.validation_sampling)
 
 
-def _batches(run: TrainingSession) -> dict[str, Any]:
+def _batch_options(run: TrainingSession) -> dict[str, Any]:
     """Arguments that describe the coming batches to the trainer."""
     t, loss, check_parity = run.config.trainer, run.config.loss, run.config.parity != "off"
-    skips, parts = t.skip_zero_variance and not loss.kl_in_loss, t.num_mini_batches > 1
-    only_checked = skips or loss.mask_truncated_completions or loss.dynamic_sampling or parts
+    skips_groups, has_mini_batches = t.skip_zero_variance and not loss.kl_in_loss, t.num_mini_batches > 1
+    # Whether some groups may be compared but not trained on.
+    only_checked = skips_groups or loss.mask_truncated_completions or loss.dynamic_sampling or has_mini_batches
     return {
         "check_parity": check_parity,
         "num_iterations": t.num_iterations,
         "num_mini_batches": t.num_mini_batches,
-        "with_checks": check_parity and only_checked or parts and run.sampling.truncated,
+        "with_checks": check_parity and only_checked or has_mini_batches and run.sampling.truncated,
     }
 
 
-def _precompile(
+def _prepare_kernels(
     session: Session, path: Path, parts: Sequence[Callable[[], None]], rehearse_check: Callable[[], None]
 ) -> None:
     """Compile the kernels of all graphs in parallel, or load those that an earlier start compiled."""
@@ -183,12 +184,12 @@ def _precompile(
     try:
         listed = world.broadcast_from_first(lambda: user_folder.read(path) or ())
         if all(world.gather(runtime.warm_up.preload(listed))):
-            _note_loaded(session)
+            _note_kernels_loaded(session)
             return
 
         def rehearse(kernels: Kernels) -> None:
-            apart = build_in_parallel(runtime, parts)  # each rank launches what it makes
-            if apart and not any(world.gather(bool(linear_choice.offers))):  # outside kernels are not exchanged
+            divided = build_in_parallel(runtime, parts)  # each rank launches what it makes
+            if divided and not any(world.gather(bool(linear_choice.offers))):  # outside kernels are not exchanged
                 for named, used in world.gather(([*kernels.named], {*linear_choice.used})):
                     kernels.take(named)
                     linear_choice.used.update(used)
@@ -197,16 +198,16 @@ def _precompile(
             fingerprint(session.policy.model.embed.new_zeros(2, dtype=torch.int64))  # a kernel of the check of graphs
             rehearse_check()
 
-        kernels = _compiled(session, rehearse)
+        kernels = _compile_kernels(session, rehearse)
         if world.is_first:
-            user_folder.write(path, kernels, keep=KEPT)
+            user_folder.write(path, kernels, keep=KEPT_LISTS)
     except Exception as error:
         if world.size > 1:  # the other ranks would wait for this one
             raise
         _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
 
 
-def _compiled(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
+def _compile_kernels(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
     """Compile what `launch` launches or adds to its argument, in each host's first process; the others load it."""
     warm_up, world = session.runtime.warm_up, session.world
     compiles = world.local_rank == 0
@@ -215,11 +216,11 @@ def _compiled(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
     world.gather(None)  # wait until they are compiled
     if not compiles:
         warm_up.preload(kernels.named)
-    _note_loaded(session)
+    _note_kernels_loaded(session)
     return [*kernels.named]
 
 
-def _note_loaded(session: Session) -> None:
+def _note_kernels_loaded(session: Session) -> None:
     """Let graphs be recorded without a launch before, unless a kernel from outside the package may autotune at it."""
     session.runtime.warm_up.kernels_loaded = not linear_choice.offers
 
@@ -228,7 +229,7 @@ def _rehearse_check(run: TrainingSession) -> None:
     if run.config.parity == "off":
         return
     with run.timings.measure("gate"), run.runtime.in_pool():
-        machine_check.rehearse(*_checked(run))
+        machine_check.rehearse(*_shapes_to_check(run))
 
 
 def _check_machine(run: TrainingSession) -> bool:
@@ -238,7 +239,7 @@ def _check_machine(run: TrainingSession) -> bool:
         return False
     before = dict(linear_choice.overrides)
     with run.timings.measure("gate"), run.runtime.in_pool():
-        verdict = machine_check.check(*_checked(run))
+        verdict = machine_check.check(*_shapes_to_check(run))
     if not verdict.holds and parity == "strict":
         raise LockstepError(str(verdict))
     if not verdict.holds or verdict.replaced:
@@ -253,15 +254,15 @@ def _share_overrides(run: Session) -> None:
         linear_choice.overrides.update(of_rank)
 
 
-def _checked(run: TrainingSession) -> _Checked:
+def _shapes_to_check(run: TrainingSession) -> _ShapesToCheck:
     """The shapes to check. On a GPU these are the products that were computed, and latent attention is not checked. On
     a CPU it is one row of each product, whose bits any number of rows must reproduce."""
     c, embed = run.policy.model.config, run.policy.model.embed
     if embed.is_cuda:
-        return machine_check.used(), [] if c.mla else [_heads(c)], embed.device, embed.dtype
-    trained = run.trainer.programs.model  # either role's model may be a tensor-parallel part, with fewer columns
-    found = {*products(trained), *products(run.policy.model)}
-    return sorted(found), [_heads(c)], embed.device, embed.dtype
+        return machine_check.used(), [] if c.mla else [_head_shape(c)], embed.device, embed.dtype
+    # Either role's model may be a tensor-parallel part, with fewer columns.
+    of_both_roles = {*products(run.trainer.programs.model), *products(run.policy.model)}
+    return sorted(of_both_roles), [_head_shape(c)], embed.device, embed.dtype
 
 
 def products(model: Decoder) -> list[machine_check.Product]:
@@ -277,7 +278,7 @@ def products(model: Decoder) -> list[machine_check.Product]:
     return sorted(found)
 
 
-def _heads(c: ModelConfig) -> machine_check.HeadShape | machine_check.LatentHeadShape:
+def _head_shape(c: ModelConfig) -> machine_check.HeadShape | machine_check.LatentHeadShape:
     if c.mla is None:
         return machine_check.HeadShape(
             c.num_heads, c.num_kv_heads, c.head_dim, any(c.windows) or not c.supports_flex_attention

@@ -602,11 +602,11 @@ def test_a_process_that_no_launcher_ends_says_which_it_is(
 ) -> None:
     for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cli_main, "_let_the_first_tell", lambda *_: None)
+    monkeypatch.setattr(cli_main, "_wait_for_first_process", lambda *_: None)
     assert cli_main._main(["train", "--stepz", "1"]) == 2
     assert capsys.readouterr().err.startswith("lockstep: rank 1: error: unknown flag --stepz")
     told: list[str] = []
-    monkeypatch.setattr(cli_main, "_let_the_first_tell", lambda *_: told.append(capsys.readouterr().err))
+    monkeypatch.setattr(cli_main, "_wait_for_first_process", lambda *_: told.append(capsys.readouterr().err))
     assert cli_main._main(["train", "--parallel.zero-stage", "5"]) == 2
     said = capsys.readouterr().err
     assert told == [""] and said.startswith("lockstep: rank 1: error: wrong flags\n") and "zero-stage" in said

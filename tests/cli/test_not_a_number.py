@@ -12,8 +12,8 @@ from model_edits import NORM, tensors
 
 from lockstep.cli.main import main
 from lockstep.errors import NonFiniteError
-from lockstep.session.generate import LLM
-from lockstep.types import SamplingParams
+from lockstep.session.generate import LLM, require_finite_logprobs
+from lockstep.types import SamplingParams, Segment, Trajectory
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,12 @@ def test_eval_fails(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "--model", str(damaged), *asked]) == 1
     found = capsys.readouterr()
     assert not found.out and "failed: prompt 1, sample 1: token 1 has the log-probability nan" in found.err
+
+
+def test_the_log_probability_that_is_no_number_is_named() -> None:
+    completion = Trajectory([Segment([1]), Segment([2, 3], True, [-1.0, float("nan")], [-1.0, -2.0])])
+    with pytest.raises(NonFiniteError, match="token 2 has the log-probability nan, which is no finite number"):
+        require_finite_logprobs(0, completion)
 
 
 def test_the_prompt_is_named(damaged: Path) -> None:

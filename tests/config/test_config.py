@@ -118,7 +118,7 @@ def test_one_sample_a_prompt_is_for_algorithms_that_do_not_compare_a_prompts_sam
 
 
 def test_every_number_says_its_range() -> None:
-    for part in RunConfig().parts():
+    for part in RunConfig().sections():
         numbers = {item.name for item in dataclasses.fields(part) if item.type in (int, float, float | None)}
         assert numbers == {item.name for item in dataclasses.fields(part) if "range" in item.metadata}
 
@@ -198,6 +198,7 @@ def test_what_people_write_by_hand(tmp_path: Path, text: str, expected: RunConfi
         ("sampling: {temperature: false}", "sampling.temperature is False; it must be a number"),
         ("sampling: {ignore_eos: 'yes'}", "sampling.ignore_eos is 'yes'; it must be true or false"),
         ("parity: maybe", "parity is 'maybe'; it must be one of strict, warn, off"),
+        ("parallel: {zero_stage: 2.0}", "parallel.zero_stage is 2.0; it must be one of 2, 3"),
         ("task: {reward: a:b}", "task.reward is 'a:b'; it must be a list, each item a string"),
         ("task: {reward_weights: [1, x]}", "task.reward_weights[1] is 'x'; it must be a number"),
         ("task: sum-digits", "task holds 'sum-digits'; it must be a mapping"),
@@ -224,7 +225,7 @@ def test_a_missing_file_or_a_folder(tmp_path: Path) -> None:
 
 
 def test_flat_names_are_dotted() -> None:
-    flat = yaml_file.flat(RunConfig(steps=7))
+    flat = yaml_file.flatten(RunConfig(steps=7))
     assert flat["steps"] == 7 and flat["sampling.top_p"] == 1.0 and flat["task.reward"] == []
     assert not any(isinstance(value, dict) for value in flat.values())
 

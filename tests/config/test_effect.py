@@ -18,7 +18,7 @@ from lockstep.config import (
     RunConfig,
     TaskConfig,
     TrainerConfig,
-    unread,
+    ineffective_settings,
     validate,
     yaml_file,
 )
@@ -84,17 +84,17 @@ def test_a_flag_that_nothing_reads(capsys: pytest.CaptureFixture[str], line: str
 def test_no_recipe_sets_what_nothing_reads(name: str, model: str | None) -> None:
     config = RECIPES[name](model)
     default = RunConfig()
-    without_effect = [part.path(name) for part in config.parts() for name, _ in part.without_effect()]
-    fields = {path: yaml_file.flat(config)[path] for path in without_effect}
-    assert fields and fields == {path: yaml_file.flat(default)[path] for path in fields}
+    without_effect = [part.path(name) for part in config.sections() for name, _ in part.ineffective_fields()]
+    fields = {path: yaml_file.flatten(config)[path] for path in without_effect}
+    assert fields and fields == {path: yaml_file.flatten(default)[path] for path in fields}
 
 
 def test_what_a_recipe_left_behind_is_refused_only_where_it_is_given() -> None:
     begin = RECIPES["sum-digits"](None)
     config = replace(begin, trainer=replace(begin.trainer, warmup_steps=0))
     assert validate(config) is config  # its warmup_learning_rate stays
-    assert "trainer.warmup_learning_rate" in dict(unread(config))
-    assert "trainer.warmup_learning_rate" not in dict(unread(begin))
+    assert "trainer.warmup_learning_rate" in dict(ineffective_settings(config))
+    assert "trainer.warmup_learning_rate" not in dict(ineffective_settings(begin))
 
 
 def test_a_run_of_when_pushes_were_off_by_themselves_is_gone_on_with(tmp_path: Path) -> None:
@@ -102,14 +102,14 @@ def test_a_run_of_when_pushes_were_off_by_themselves_is_gone_on_with(tmp_path: P
     config = replace(RECIPES["sum-digits"](None), parallel=ParallelConfig(symmetric_memory=False))
     yaml_file.save(config, file)
     assert validate(yaml_file.load(file)) == config
-    assert "parallel.symmetric_memory" in dict(unread(config))
+    assert "parallel.symmetric_memory" in dict(ineffective_settings(config))
 
 
 def test_every_field_that_may_be_without_effect_is_one() -> None:
     rows = RunConfig(task=TaskConfig(name="dataset", shuffle=False, validation_prompts=0), model="m")
     drawn = RunConfig(task=TaskConfig(name="word-arithmetic"), trainer=TrainerConfig(warmup_steps=9))
-    named = {path for config in (rows, drawn) for path, _ in unread(config)}
-    assert len(named) > 20 and named <= yaml_file.flat(RunConfig()).keys()
+    named = {path for config in (rows, drawn) for path, _ in ineffective_settings(config)}
+    assert len(named) > 20 and named <= yaml_file.flatten(RunConfig()).keys()
 
 
 @pytest.mark.parametrize(
@@ -148,15 +148,15 @@ def test_what_a_file_leaves_out_is_the_recipes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("more", ["", "recipe: custom\n"])
 def test_a_file_without_a_recipe_has_the_name_of_none(tmp_path: Path, more: str) -> None:
     (path := tmp_path / "my.yaml").write_text(f"{more}steps: 3\n")
-    config = parse(["train", "--config", str(path), "--seed", "2"]).resolved()
+    config = parse(["train", "--config", str(path), "--seed", "2"]).to_config()
     assert config == RunConfig(steps=3, seed=2) and config.recipe == "custom" not in RECIPES
 
 
 def test_a_model_beside_a_file_is_what_its_recipe_is_for(tmp_path: Path) -> None:
     (path := tmp_path / "my.yaml").write_text("recipe: sum-digits\nsteps: 3\n")
     flags = parse(["train", "--config", str(path), "--model", "org/model"])
-    assert flags.resolved() == replace(RECIPES["sum-digits"]("org/model"), steps=3)
-    assert parse(["train", "--config", str(path)]).resolved() == replace(RECIPES["sum-digits"](None), steps=3)
+    assert flags.to_config() == replace(RECIPES["sum-digits"]("org/model"), steps=3)
+    assert parse(["train", "--config", str(path)]).to_config() == replace(RECIPES["sum-digits"](None), steps=3)
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "dataset"])
@@ -164,8 +164,8 @@ def test_an_architecture_alone_is_in_place_of_the_recipes_model(tmp_path: Path, 
     (path := tmp_path / "my.yaml").write_text(f"recipe: {name}\narch: tiny-llama\n")
     expected = replace(RECIPES[name](None), model=None, arch="tiny-llama")
     assert yaml_file.load(path, resolve.RECIPES) == expected
-    assert parse(["train", name, "--arch", "tiny-llama"]).resolved() == expected
-    assert parse(["train", name]).resolved().model == RECIPES[name](None).model is not None
+    assert parse(["train", name, "--arch", "tiny-llama"]).to_config() == expected
+    assert parse(["train", name]).to_config().model == RECIPES[name](None).model is not None
     path.write_text(f"recipe: {name}\narch: tiny\nmodel: m\n")
     assert yaml_file.load(path, resolve.RECIPES).model == "m"
 

@@ -22,7 +22,7 @@ from lockstep.config import CompileConfig, ParallelConfig
 from lockstep.errors import InputError
 from lockstep.session import generate, parity_check
 from lockstep.session.degree import choice, links
-from lockstep.session.degree.decode_time import Exchanged
+from lockstep.session.degree.decode_time import CollectiveTimes
 from lockstep.types import SamplingParams
 
 TOGETHER = ["--parallel.generator-tp", "2"]
@@ -86,9 +86,9 @@ def every_command(folder: str, model: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command_line, "_leave", lambda code: None)
+        patch.setattr(command_line, "_exit_now", lambda code: None)
         patch.setattr(loaded_code, "find_difference", lambda: None)  # of what the line before replaced
-        patch.setattr(command_line, "_FIRST_WOULD", 0.0)
+        patch.setattr(command_line, "_COMMON_ERROR_SECONDS", 0.0)
         found |= {name: printed(arguments, model) for name, arguments in COMMANDS.items()}
         found["chosen"] = chosen(model)
         if os.environ["RANK"] == "1":
@@ -102,9 +102,9 @@ def chosen(model: str) -> dict[str, Any]:
     measuring."""
     found = {"measured": printed([*CHOOSES, "--run-dir", "measured"], model)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "exchanged", lambda *_: Exchanged(0.0, 0.0))
+        patch.setattr(links, "measure_collectives", lambda *_: CollectiveTimes(0.0, 0.0))
         found["fast"] = printed([*CHOOSES, "--run-dir", "fast"], model)
-        patch.setattr(links, "bandwidth", None)
+        patch.setattr(links, "measure_bandwidth", None)
         found["resumed"] = printed(["train", "--resume", "fast", "--steps", "2", "--json"], model)
     return found
 
@@ -127,10 +127,10 @@ def from_python(model: str, ranks: int = 2) -> list[Any]:
     failed to begin is not in the way."""
     compile = CompileConfig("step", verify="off") if ranks > 1 else None
     with pytest.MonkeyPatch.context() as patch, pytest.raises(NameError):
-        patch.delattr(generate, "warn_if_slow")
+        patch.delattr(generate, "warn_if_library_missing")
         LLM(model, device="cpu")  # raises once it has joined the others, whom it leaves
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "memory_at_hand", lambda *_: 1000)
+        patch.setattr(choice, "available_memory", lambda *_: 1000)
         llm = LLM(model, device="cpu", compile=compile, parallel=ParallelConfig(generator_tp=0))
     found: list[Any] = []
     for prompts, temperature in ((["one", "two"], 1.0), ("three", 0.0), (["one", "two"], 1.0)):

@@ -36,7 +36,7 @@ from lockstep.models.checks import require_divisible
 from lockstep.models.init import ARCHITECTURES, architecture, initialize
 from lockstep.rl.loop import Loop
 from lockstep.session.build import build
-from lockstep.session.memory import used
+from lockstep.session.memory import measure_memory
 from lockstep.session.warm_up import warm_up
 from lockstep.types import SampleIdentity, SamplingParams
 
@@ -175,7 +175,7 @@ def stepped(folder: Path, turns: int, world: World, reward: str = "low") -> list
             ]
     run = loop.run
     of_plan = {name: round(size / 2**30, 3) for name, size in run.plan.terms.items()}
-    of_run = used(run.trainer, run.engine.cache, run.runtime)
+    of_run = measure_memory(run.trainer, run.engine.cache, run.runtime)
     assert of_run.keys() >= {"weights", "moments", "gradients", "KV cache"}
     assert {name: of_plan[name] for name in of_run} == of_run
     return [*found, world.gather(run.trainer.state()[0]["master"])[0]]

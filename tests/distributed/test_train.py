@@ -151,7 +151,7 @@ def test_a_run_goes_on_with_as_many_threads_as_it_had(config: RunConfig, two: Pa
 
 def test_what_all_processes_refuse_is_told_once(config: RunConfig, tmp_path: Path) -> None:
     """However long the first takes to leave: the other one waits for its end, and not for a time."""
-    wait = f"main._FIRST_TELLS = main._FIRST_WOULD = {PATIENCE}"
+    wait = f"main._REPORT_SECONDS = main._COMMON_ERROR_SECONDS = {PATIENCE}"
     (tmp_path / "patient.py").write_text(f"import lockstep.cli.main as main\n{wait}\nmain.entry()\n")
     yaml_file.save(replace(config, trainer=replace(config.trainer, prompts_per_step=7)), tmp_path / "config.yaml")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "patient.py")]
@@ -193,14 +193,17 @@ def test_processes_compare_the_files_of_their_models(tmp_path: Path, monkeypatch
             monkeypatch.setattr("lockstep.cache.file_hashes.WHOLE", 1)
             Path("m/config.json").unlink()
             os.truncate("m/model.safetensors", os.stat("m/model.safetensors").st_size - 1)
-        with processes.together(RunConfig(model="m")):
+        with processes.join_processes(RunConfig(model="m")):
             pass
     one, other, damaged = ({n: of for n, of in found.items() if n.startswith("model m: ")} for found in described)
     assert {name for name in one if one[name] != other[name]} == {"model m: model.safetensors"}
     assert one.keys() - damaged.keys() == {"model m: config.json"} and described[0]["steps"] == described[1]["steps"]
     sizes = [int(of["model m: model.safetensors"].split()[0].replace(",", "")) for of in (one, damaged)]
     assert sizes[0] == sizes[1] + 1
-    with pytest.raises(InputError, match="there is no such folder"), processes.together(RunConfig(model="./nowhere")):
+    with (
+        pytest.raises(InputError, match="there is no such folder"),
+        processes.join_processes(RunConfig(model="./nowhere")),
+    ):
         pass
 
 

@@ -117,7 +117,7 @@ def test_ranks_of_another_installation_are_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(processes, "join", lambda *_: Two(0, 2, 30.0))
     with (
         pytest.raises(InputError, match="the hash of lockstep's source files is 'others' on rank 1 and "),
-        processes.together(RunConfig(device="cpu")),
+        processes.join_processes(RunConfig(device="cpu")),
     ):
         pass
 

@@ -27,9 +27,9 @@ CONFIG = RunConfig(
 
 
 def made(monkeypatch: pytest.MonkeyPatch, lent: bool) -> TrainingSession:
-    planned = session_build._planned
+    planned = session_build._require_plan
     with monkeypatch.context() as patch:
-        patch.setattr(session_build, "_planned", lambda *about: replace(planned(*about), lent=lent))
+        patch.setattr(session_build, "_require_plan", lambda *about: replace(planned(*about), lends_cache=lent))
         run = build(CONFIG)
     warm_up(run)
     return run

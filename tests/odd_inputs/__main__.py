@@ -79,11 +79,11 @@ def left_out() -> Iterator[None]:
     """A process of several leaves at once, which would be this one."""
     from lockstep.cli import main as cli_main
 
-    kept, cli_main._leave = cli_main._leave, lambda code: None  # type: ignore[assignment]
+    kept, cli_main._exit_now = cli_main._exit_now, lambda code: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        cli_main._leave = kept
+        cli_main._exit_now = kept
 
 
 def prepared(shared: Path) -> None:

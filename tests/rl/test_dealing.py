@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from lockstep.config import EARLIER, RunConfig
+from lockstep.config import LEGACY_CONFIG, RunConfig
 from lockstep.rl.dealing import by_length, dealt
 from lockstep.types import RolloutGroup, SamplingParams, Segment, Trajectory
 
@@ -51,4 +51,4 @@ def test_groups_keep_their_order_and_one_shard_has_them_as_they_are() -> None:
 
 
 def test_a_run_that_began_before_goes_on_in_turn() -> None:
-    assert RunConfig().parallel.balance_batch and not EARLIER.parallel.balance_batch
+    assert RunConfig().parallel.balance_batch and not LEGACY_CONFIG.parallel.balance_batch

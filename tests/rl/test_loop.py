@@ -20,8 +20,8 @@ from lockstep.config import (
     SamplingConfig,
     TaskConfig,
     TrainerConfig,
-    idle_in_updates,
-    idle_in_warmup,
+    idle_update_message,
+    idle_warmup_message,
     resolve_parallel,
 )
 from lockstep.errors import InputError, LockstepError, NonFiniteError, ParityError
@@ -334,18 +334,18 @@ def test_processes_without_a_prompt_in_an_update_are_told_of(
 ) -> None:
     trainer = replace(config.trainer, prompts_per_step=prompts, num_mini_batches=parts)
     config = resolve_parallel(replace(config, trainer=trainer, parallel=parallel), 4)
-    found = idle_in_updates(config, 4)
+    found = idle_update_message(config, 4)
     assert found is not None
     assert found.startswith(f"trainer.num_mini_batches is {parts} and trainer.prompts_per_step {prompts}: {said}")
     most, enough = map(int, re.findall(r"use (\d+) .*, or (\d+) prompts$", found)[0])
     for right in ({"num_mini_batches": most}, {"prompts_per_step": enough}):
-        assert idle_in_updates(resolve_parallel(replace(config, trainer=replace(trainer, **right)), 4), 4) is None
+        assert idle_update_message(resolve_parallel(replace(config, trainer=replace(trainer, **right)), 4), 4) is None
 
 
 def test_processes_without_an_example_in_a_supervised_step_are_told_of(config: RunConfig) -> None:
     def told(steps: int, examples: int) -> str | None:
         trainer = replace(config.trainer, warmup_steps=steps, warmup_batch_size=examples)
-        return idle_in_warmup(replace(config, trainer=trainer, parallel=ParallelConfig(tp=2)), 8)
+        return idle_warmup_message(replace(config, trainer=trainer, parallel=ParallelConfig(tp=2)), 8)
 
     words = "supervised steps leave 1 of 4 groups of 2 processes nothing to do; use 4 at least"
     assert told(1, 3) == f"trainer.warmup_batch_size is 3: {words}" and told(1, 4) is told(0, 3) is None

@@ -90,7 +90,7 @@ def words() -> dict[str, str]:
         a, b = (torch.randn(inner, size, generator=draw) for size in (rows, columns))
         products.update((a.t() @ b).numpy().tobytes())
     recorded["products of small matrices"] = products.hexdigest()[:16]
-    return recorded | golden.words(torch.device("cpu"), torch.float32)
+    return recorded | golden.compute_words(torch.device("cpu"), torch.float32)
 
 
 def keep(folder: Path, archive: Path) -> None:

@@ -21,7 +21,7 @@ from lockstep.cli.main import main
 from lockstep.ops.native import library
 from lockstep.run import crash
 from lockstep.run.recorder import Recorder
-from lockstep.session.signals import raise_received
+from lockstep.session.signals import reraise_received
 
 REWARDS = """
 import ctypes, os, threading, time
@@ -55,7 +55,7 @@ def test_a_reward_that_ends_the_process(tmp_path: Path, reward: str, code: int, 
 
 def test_a_thread_that_a_reward_left_does_not_hold_up_the_end(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(REWARDS)
-    soon = "from lockstep.cli import main as cli\ncli._GRACE = 0.2\ncli.entry()"  # seconds, not five
+    soon = "from lockstep.cli import main as cli\ncli._THREAD_GRACE = 0.2\ncli.entry()"  # seconds, not five
     done = finished([sys.executable, "-c", soon, *TRAIN[3:], "--reward", "r.py:linger", "--json"], cwd=tmp_path)
     assert json.loads(done.stdout)["steps_done"] == 1 and "a grader\n" in done.stderr
     assert done.returncode == 0 and "threads that still ran were left" in done.stderr and "linger" in done.stderr
@@ -150,7 +150,7 @@ def test_a_signal_that_was_lost_ends_the_run_before_its_first_step(
     monkeypatch.chdir(tmp_path)
     before = [signal.getsignal(every) for every in (signal.SIGINT, signal.SIGTERM)]
     assert main(TRAIN[3:]) == code
-    raise_received()  # nothing: it was the run's alone
+    reraise_received()  # nothing: it was the run's alone
     assert [signal.getsignal(every) for every in (signal.SIGINT, signal.SIGTERM)] == before
     said = capsys.readouterr().err.splitlines()
     words = "interrupted" if code == 130 else f"ended by {number.name}"

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.cli.flags import Eval
 from lockstep.cli.resolve import parse
-from lockstep.config import OF_EVALUATION, RunConfig, SamplingConfig, TaskConfig
+from lockstep.config import EVALUATION_FIELDS, RunConfig, SamplingConfig, TaskConfig
 from lockstep.config.recipes import RECIPES
 from lockstep.run import outcome
 
@@ -100,7 +100,7 @@ def test_the_next_command_evaluates_what_the_run_was_validated_on() -> None:
     config = RunConfig(task=task, sampling=SamplingConfig(max_completion_length=24))
     flags = parse(shlex.split(outcome.next_command(config, Path("r"), "12 34="))[1:])
     assert isinstance(flags, Eval) and (flags.data, flags.max_completion_length) == ("held out.jsonl", 24)
-    rest = [name for name in OF_EVALUATION if name != "data"]
+    rest = [name for name in EVALUATION_FIELDS if name != "data"]
     assert [getattr(flags, name) for name in rest] == [getattr(task, name) for name in rest]
 
 

@@ -144,7 +144,7 @@ def test_a_step_that_trains_when_a_signal_comes_is_finished_and_saved(
 
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "_pack", pack)
-        patch.setattr("lockstep.session.signals._ON_ITS_WAY", late)
+        patch.setattr("lockstep.session.signals._LAUNCHER_DELAY", late)
         assert (
             main(["train", *SUM, "--checkpoint.interval", "5", *UNHURRIED, "--run-dir", str(tmp_path / "run")]) == 143
         )

@@ -31,7 +31,7 @@ from lockstep.serve.chat_prompt import ChatPrompt, encode_chat
 from lockstep.serve.service import Service
 from lockstep.serve.settings import Settings
 from lockstep.session.generate import LLM
-from lockstep.session.text.messages import checked_chat
+from lockstep.session.text.messages import normalize_chat
 from lockstep.types import SamplingParams
 
 ADDS = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
@@ -133,7 +133,7 @@ def test_a_cut_turn_goes_on_with_the_end_that_the_template_gives(served: Running
 def test_what_a_client_changed_is_text(served: Running) -> None:
     first = ask(served, tools=[])
     message = {"role": "assistant", "content": "I changed it.", "token_ids": first.choices[0].token_ids}
-    messages = checked_chat([*ASK, message, {"role": "user", "content": "?"}])
+    messages = normalize_chat([*ASK, message, {"role": "user", "content": "?"}])
     told = [{k: v for k, v in m.items() if k != "token_ids"} for m in messages]
     prompt = encode_chat(served.llm.policy, messages, {}, None)
     assert prompt == ChatPrompt(served.llm.policy.encode(told), kept=0, encoded_again=1)
@@ -142,14 +142,14 @@ def test_what_a_client_changed_is_text(served: Running) -> None:
 def test_what_no_prompt_can_hold_is_not_encoded(served: Running) -> None:
     """Tools and calls count, not the contents of messages alone; and an answer that nothing came before is text."""
     call = {"function": {"name": "add", "arguments": json.dumps({"a": "x" * 300_000})}}
-    messages = checked_chat([*ASK, {"role": "assistant", "tool_calls": [call]}])
+    messages = normalize_chat([*ASK, {"role": "assistant", "tool_calls": [call]}])
     with pytest.raises(PromptTooLong):
         encode_chat(served.llm.policy, messages, {}, None)
     policy = LLM(served.llm.config.model, device="cpu").policy
     policy.tokenizer = byte_tokenizer()
     policy.tokenizer.chat_template = "{{ messages[0].content }}<|im_end|>{{ messages[0].role + '!' }}"
     first = {"role": "assistant", "content": "hm", "token_ids": [104, 109, 258]}
-    assert encode_chat(policy, checked_chat([first]), {}, None).encoded_again == 1
+    assert encode_chat(policy, normalize_chat([first]), {}, None).encoded_again == 1
 
 
 def test_the_servers_own_variables_decide_how_tools_are_called(served: Running) -> None:
@@ -167,7 +167,7 @@ def test_one_turn_is_encoded_as_generate_encodes_it(served: Running) -> None:
         {"role": "user", "content": [{"type": "text", "text": "a"}]},
     ]
     plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a"}]
-    assert encode_chat(served.llm.policy, checked_chat(parts), {}, None).token_ids == served.llm.policy.encode(plain)
+    assert encode_chat(served.llm.policy, normalize_chat(parts), {}, None).token_ids == served.llm.policy.encode(plain)
 
 
 def test_the_bits_are_those_of_generate_with_the_same_tokens(served: Running) -> None:
@@ -195,7 +195,7 @@ def test_thinking_that_the_template_removes_makes_another_prompt(served: Running
     said = "<think>hm</think>yes"
     sampled = [*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id]
     answer = {"role": "assistant", "content": said, "token_ids": sampled}
-    prompt = encode_chat(policy, checked_chat([*ASK, answer, {"role": "user", "content": "?"}]), {}, None)
+    prompt = encode_chat(policy, normalize_chat([*ASK, answer, {"role": "user", "content": "?"}]), {}, None)
     assert (prompt.kept, prompt.encoded_again) == (0, 1) and b"think" not in bytes(
         t for t in prompt.token_ids if t < 256
     )
@@ -212,7 +212,7 @@ def test_a_turn_is_not_found_where_an_equal_earlier_one_is(served: Running) -> N
     sampled = [*tokenizer.encode("yes", add_special_tokens=False), tokenizer.eos_token_id]
     answer, more = {"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}
     messages = [*ASK, {**answer, "token_ids": sampled}, more, {**answer, "token_ids": sampled}, more]
-    prompt = encode_chat(policy, checked_chat(messages), {}, None)
+    prompt = encode_chat(policy, normalize_chat(messages), {}, None)
     assert prompt == ChatPrompt(policy.encode([*ASK, answer, more, answer, more]), kept=1, encoded_again=1)
 
 

@@ -231,8 +231,8 @@ def test_the_parity_command_fails_where_tokens_are_not_compared(model: Path, mon
 
 @pytest.mark.parametrize(("seed", "tokens"), [(10, 9000), (390, 3000)])
 def test_all_that_is_scored_is_padded_to_the_shape_that_was_expected(seed: int, tokens: int) -> None:
-    prompts, sampling = parity_check._requests(tokens, seed, 1000, 100, 16)
-    shape, _ = parity_check._expected(prompts, sampling, 1024, 1)
+    prompts, sampling = parity_check._random_prompts(tokens, seed, 1000, 100, 16)
+    shape, _ = parity_check._expected_batches(prompts, sampling, 1024, 1)
     rollouts = [[Segment(prompt), Segment([0] * 16, sampled=True)] for prompt in prompts]
     groups = [RolloutGroup([Trajectory(r)] * of.n, of) for r, of in zip(rollouts, sampling, strict=True)]
     for batch in pack_shards([groups], range(1), Packing(1024, shapes=[shape]), check_parity=False):

@@ -33,7 +33,7 @@ from lockstep.graph import EAGER, Runtime, check_against_eager
 from lockstep.models import Decoder, ModelConfig
 from lockstep.models.config import MoEConfig
 from lockstep.ops.attention import flex
-from lockstep.session.attention import load_mask, set_attention, whole_tiles
+from lockstep.session.attention import register_mask_function, round_page_size, set_attention
 from lockstep.trainer import BatchShape, Trainer, pack
 from lockstep.types import SamplingParams
 
@@ -153,9 +153,9 @@ def test_pages_that_are_handed_out_hold_no_values_of_others() -> None:
 
 
 def test_pages_are_whole_key_tiles_with_flex() -> None:
-    sizes = {n: whole_tiles(GeneratorConfig(page_size=n), "flex").page_size for n in (1, 16, 64, 65, 128)}
+    sizes = {n: round_page_size(GeneratorConfig(page_size=n), "flex").page_size for n in (1, 16, 64, 65, 128)}
     assert sizes == {1: 64, 16: 64, 64: 64, 65: 128, 128: 128}
-    assert whole_tiles(GeneratorConfig(page_size=16), "native").page_size == 16
+    assert round_page_size(GeneratorConfig(page_size=16), "native").page_size == 16
 
 
 @pytest.mark.parametrize(
@@ -206,14 +206,14 @@ def test_what_cannot_be_is_refused(config: ModelConfig, attention: str, mask: st
 def test_a_mask_that_is_no_function_of_positions_is_refused(body: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "mask.py").write_text(f"import torch\n\n\ndef f(query, key):\n    return {body}\n")
     with pytest.raises(InputError) as error:
-        load_mask(f"{tmp_path}/mask.py:f")
+        register_mask_function(f"{tmp_path}/mask.py:f")
     assert str(error.value).startswith(f"attention_mask '{tmp_path}/mask.py:f' ") and message in str(error.value)
 
 
 @pytest.mark.parametrize("spec", ["operator:ge", "flex_cases:Mask", "small:CONFIG.__eq__"])
 def test_a_mask_that_is_no_plain_function_is_refused(spec: str) -> None:
     with pytest.raises(InputError, match=f"attention_mask '{spec}'"):
-        load_mask(spec)
+        register_mask_function(spec)
 
 
 def test_another_source_is_another_mask(tmp_path: Path) -> None:
@@ -222,10 +222,10 @@ def test_another_source_is_another_mask(tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
         file = tmp_path / str(number) / "mask.py"
         file.write_text(f"def f(query, key):\n    return query - key < {number}\n")
-        names.append(load_mask(f"{file}:f").rpartition("@")[2])
+        names.append(register_mask_function(f"{file}:f").rpartition("@")[2])
     assert names[0] != names[1]
     q, k = torch.tensor([[3]]), torch.tensor([0, 1])
-    name = load_mask("flex_cases:dilated")
+    name = register_mask_function("flex_cases:dilated")
     assert torch.equal(ops.visibility(0, name)(q, k), dilated(q, k)) and len(name.rpartition("@")[2]) == 12
 
 

@@ -30,21 +30,21 @@ KINDS += ["head", "gradients", "sums", "sample"]
 
 
 def test_families_whose_layers_have_windows_have_words() -> None:
-    more = golden.words(CPU, torch.float32, architecture("tiny-gpt-oss")).keys() - set(KINDS)
+    more = golden.compute_words(CPU, torch.float32, architecture("tiny-gpt-oss")).keys() - set(KINDS)
     assert more == {"layers"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_words_are_a_function_of_the_arithmetic(dtype: torch.dtype) -> None:
-    first = golden.words(CPU, dtype)
+    first = golden.compute_words(CPU, dtype)
     state, used = torch.get_rng_state(), set(linear_choice.used)
     began = time.thread_time()
-    assert golden.words(CPU, dtype) == first and list(first) == KINDS
+    assert golden.compute_words(CPU, dtype) == first and list(first) == KINDS
     assert time.thread_time() - began < 1 and linear_choice.used == used
     assert torch.equal(torch.get_rng_state(), state)
     assert len(set(first.values())) == len(KINDS)
     with using(None):
-        other = golden.words(CPU, dtype)
+        other = golden.compute_words(CPU, dtype)
     computed_in_c = {
         torch.float32: set(KINDS) - {"AdamW", golden.GRADIENT_NORM, "sums"},
         torch.bfloat16: {"log", "decoder", "head", "sample"},
@@ -57,16 +57,16 @@ def test_a_decoder_with_other_blocks_has_words_of_them() -> None:
     some = [("experts", "tiny-qwen3-moe", {}), ("latent", "tiny-deepseek-v3", {"moe": None})]
     some.append(("windows", "tiny", {"sliding_window": 20, "sliding_layers": (1,)}))
     odd = {name: replace(architecture(arch), **changes) for name, arch, changes in some}
-    found = {name: golden.words(CPU, torch.float32, config) for name, config in odd.items()}
+    found = {name: golden.compute_words(CPU, torch.float32, config) for name, config in odd.items()}
     assert {name: list(words)[len(KINDS) - 2 : -2] for name, words in found.items()} == {name: [name] for name in odd}
     assert len({words[name] for name, words in found.items()}) == 3
 
 
 def test_a_step_whose_backward_pass_is_another_has_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = golden.words(CPU, torch.float32)
+    before = golden.compute_words(CPU, torch.float32)
     backward = activation.silu_mul_backward
     monkeypatch.setattr(activation, "silu_mul_backward", lambda *args: backward(*args) * 1.001)
-    after = golden.words(CPU, torch.float32)
+    after = golden.compute_words(CPU, torch.float32)
     assert [kind for kind in KINDS if after[kind] != before[kind]] == ["gradients"]
 
 
@@ -75,18 +75,18 @@ def test_a_gradient_added_up_in_another_order_has_other_words(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
     """In bfloat16 too, which rounds most of what an order changes away."""
-    before = golden.words(CPU, dtype)
+    before = golden.compute_words(CPU, dtype)
     matmul = logprobs.matmul
     monkeypatch.setattr(logprobs, "matmul", lambda a, b: matmul(a.flip(1), b.flip(0)))
-    after = golden.words(CPU, dtype)
+    after = golden.compute_words(CPU, dtype)
     assert "head" in [kind for kind in KINDS if after[kind] != before[kind]]
 
 
 def test_tokens_from_other_random_numbers_have_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
     with using(None):
-        before = golden.words(CPU, torch.float32)
+        before = golden.compute_words(CPU, torch.float32)
         monkeypatch.setattr(philox, "ROUNDS", 9)
-        after = golden.words(CPU, torch.float32)
+        after = golden.compute_words(CPU, torch.float32)
     assert [kind for kind in KINDS if after[kind] != before[kind]] == ["sample"]
 
 
@@ -107,9 +107,9 @@ def off_by_one_word(operator: Callable[..., Any]) -> Callable[..., Any]:
     + [("square_sums", "AdamW"), ("root_of_sum", golden.GRADIENT_NORM)],
 )
 def test_a_bit_of_an_operator_is_seen_under_its_name(name: str, changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = golden.words(CPU, torch.float32)
+    before = golden.compute_words(CPU, torch.float32)
     monkeypatch.setattr(ops, name, off_by_one_word(getattr(ops, name)))
-    after = golden.words(CPU, torch.float32)
+    after = golden.compute_words(CPU, torch.float32)
     assert changed in [kind for kind in KINDS if after[kind] != before[kind]]
     assert before["log"] == after["log"] or name in ("rms_norm", "attention_packed")
 
@@ -132,8 +132,8 @@ x, w = torch.randn(16, 512).bfloat16(), torch.randn(512, 512).bfloat16()
 w[:, ::2], x[:, ::2] = w[:, 1::2], -x[:, 1::2]
 cpu, y = torch.device("cpu"), torch.randn(8, 250, 250)
 print(torch.backends.cpu.get_cpu_capability())
-print(said(ops.linear(x, w).view(torch.int16)), golden.words(cpu, torch.bfloat16)["product"])
-print(said(torch.bmm(y, y.transpose(1, 2)), y.sum(-1)), golden.words(cpu, torch.float32)["gradients"])
+print(said(ops.linear(x, w).view(torch.int16)), golden.compute_words(cpu, torch.bfloat16)["product"])
+print(said(torch.bmm(y, y.transpose(1, 2)), y.sum(-1)), golden.compute_words(cpu, torch.float32)["gradients"])
 """
 
 

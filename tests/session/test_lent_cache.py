@@ -35,10 +35,12 @@ def config_of(model: Path, verify: str) -> RunConfig:
     )
 
 
-def made(monkeypatch: pytest.MonkeyPatch, config: RunConfig, lent: bool, loaded: bool = False) -> TrainingSession:
+def made(
+    monkeypatch: pytest.MonkeyPatch, config: RunConfig, lends_cache: bool, loaded: bool = False
+) -> TrainingSession:
     def runtime(compile_config: CompileConfig, device: torch.device, *_: Any) -> Runtime:
         recorded = replace(compile_config, cudagraph_mode="full")
-        return Runtime(recorded, device, FakeRecorder(), FakeRecorder() if lent else None)  # type: ignore[arg-type]
+        return Runtime(recorded, device, FakeRecorder(), FakeRecorder() if lends_cache else None)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(session_build, "make_runtime", runtime)
@@ -64,7 +66,7 @@ def stepped(run: TrainingSession) -> list[Any]:
 def apart(shallow: Path) -> list[Any]:
     """What steps with a cache in memory of its own find."""
     with pytest.MonkeyPatch.context() as patch:
-        run = made(patch, config_of(shallow, "off"), lent=False)
+        run = made(patch, config_of(shallow, "off"), lends_cache=False)
     assert run.engine.cache.borrower is None
     return stepped(run)
 
@@ -74,7 +76,7 @@ def test_a_run_has_the_bits_of_one_whose_cache_lies_apart(
     monkeypatch: pytest.MonkeyPatch, shallow: Path, apart: list[Any], verify: str, loaded: bool
 ) -> None:
     """Whether graphs are recorded by a run of each, or without, as their kernels are loaded."""
-    run = made(monkeypatch, config_of(shallow, verify), lent=True, loaded=loaded)
+    run = made(monkeypatch, config_of(shallow, verify), lends_cache=True, loaded=loaded)
     one, other = apart, stepped(run)
     assert len(one) == len(other)
     for a, b in zip(one, other, strict=True):
@@ -89,8 +91,8 @@ def test_a_run_has_the_bits_of_one_whose_cache_lies_apart(
 def test_a_pool_begins_as_large_as_planned_and_the_machine_is_checked_in_it(
     monkeypatch: pytest.MonkeyPatch, shallow: Path, lent: bool
 ) -> None:
-    planned, inside = session_build._planned, list[bool]()
-    monkeypatch.setattr(session_build, "_planned", lambda *about: replace(planned(*about), pool=1 << 20))
+    planned, inside = session_build._require_plan, list[bool]()
+    monkeypatch.setattr(session_build, "_require_plan", lambda *about: replace(planned(*about), pool=1 << 20))
     check = session_warm_up.machine_check.check
 
     def noted(*about: Any) -> Any:
@@ -116,7 +118,7 @@ def test_the_check_copies_nothing_of_what_others_left_in_it(monkeypatch: pytest.
 
     for module in (comparison, against_eager):
         monkeypatch.setattr(module, "Snapshot", Noted)
-    cache = made(monkeypatch, config_of(shallow, "strict"), lent=True).engine.cache
+    cache = made(monkeypatch, config_of(shallow, "strict"), lends_cache=True).engine.cache
     ends = [(memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in (cache.k, cache.v)]
     copied = [
         sum(part.nbytes for part, _ in one._kept if any(begin <= part.data_ptr() < end for begin, end in ends))
@@ -130,7 +132,7 @@ def test_nothing_is_found_again_that_the_trainer_has_overwritten(
     monkeypatch: pytest.MonkeyPatch, shallow: Path, taken_back: bool
 ) -> None:
     """Of the same weights a prompt's pages would be; where they are, another token follows."""
-    run = made(monkeypatch, config_of(shallow, "off"), lent=True)
+    run = made(monkeypatch, config_of(shallow, "off"), lends_cache=True)
     prompt, sampling = [*range(1, 40)], SamplingParams(temperature=0.0, max_completion_length=4, ignore_eos=True)
     asked = [prompt], [sampling], [SampleIdentity(0, 0, 0, 0)]
     first = run.engine.generate(*asked)[0][0]
@@ -142,7 +144,7 @@ def test_nothing_is_found_again_that_the_trainer_has_overwritten(
 
 
 def test_the_trainer_does_not_run_while_pages_are_held(monkeypatch: pytest.MonkeyPatch, shallow: Path) -> None:
-    run = made(monkeypatch, config_of(shallow, "off"), lent=True)
+    run = made(monkeypatch, config_of(shallow, "off"), lends_cache=True)
     cache = run.engine.cache
     pages = cache.allocate(1)
     cache.borrower.pool_used = True

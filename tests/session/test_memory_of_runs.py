@@ -26,7 +26,7 @@ from lockstep.config import (
 from lockstep.distributed import World
 from lockstep.errors import InputError
 from lockstep.session.build import build
-from lockstep.session.memory import running_out_named, used
+from lockstep.session.memory import explain_out_of_memory, measure_memory
 
 PLANNING = """
 import sys
@@ -34,7 +34,7 @@ from lockstep.session import build
 from lockstep.config import RunConfig
 traced = "sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"
 assert not any(name in sys.modules for name in traced)
-build.plan_of(RunConfig(device="cpu"), 1, 141)
+build.plan_memory(RunConfig(device="cpu"), 1, 141)
 print([name for name in traced if name in sys.modules])
 """
 
@@ -58,14 +58,17 @@ RUN = RunConfig(
 def test_a_run_computes_again_what_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     session = build(replace(RUN, loss=LossConfig(beta=0.1)))
     assert session.plan.recomputed == (0, False, False) and session.config.compile.recompute == ()
-    shown, taken = session.plan.to_dict()["terms_gib"], used(session.trainer, session.engine.cache, session.runtime)
+    shown, taken = (
+        session.plan.to_dict()["terms_gib"],
+        measure_memory(session.trainer, session.engine.cache, session.runtime),
+    )
     for name in ("weights", "moments", "gradients", "reference or teacher", "KV cache"):
         assert taken[name] == pytest.approx(shown[name], rel=0.02, abs=1e-3), name
-    monkeypatch.setattr("lockstep.session.build.memory_at_hand", lambda *_: session.plan.total - 1000)
+    monkeypatch.setattr("lockstep.session.build.available_memory", lambda *_: session.plan.total - 1000)
     tight = build(session.config)
     assert tight.plan.fits and tight.plan.recomputed == (0, True, False) and tight.plan.cache_tokens == 256
     assert tight.config.compile.recompute == tight.runtime.config.recompute == ("elementwise",)
-    monkeypatch.setattr("lockstep.session.build.memory_at_hand", lambda *_: 1 << 20)
+    monkeypatch.setattr("lockstep.session.build.available_memory", lambda *_: 1 << 20)
     with pytest.raises(InputError, match="may take 0.0:(.|\n)*What would fit"):
         build(RUN)
 
@@ -83,21 +86,21 @@ def test_running_out_is_answered_with_the_plan(
     said = capsys.readouterr().err
     assert "memory ran out: CUDA out of memory. Tried to allocate 2.00 GiB" in said and "Traceback" not in said
     assert "it was planned as\n" in said and "--trainer.max-tokens-per-micro-batch" in said
-    with pytest.raises(InputError, match=r"memory ran out on rank 1 \("), running_out_named(str, World(1, 2)):
+    with pytest.raises(InputError, match=r"memory ran out on rank 1 \("), explain_out_of_memory(str, World(1, 2)):
         raise RuntimeError("CUDA error: out of memory")
     for error in (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), MemoryError()):
         with (
             pytest.raises(InputError, match="memory ran out: (Default|MemoryError)"),
-            running_out_named(str, World(0, 1)),
+            explain_out_of_memory(str, World(0, 1)),
         ):
             raise error
     monkeypatch.setattr("lockstep.session.memory.usage.address_space_limit", lambda: 3 << 29)
     with (
         pytest.raises(InputError, match=r"This process may address 1\.50 GiB \(ulimit -v\): raise that"),
-        running_out_named(str, World(0, 1)),
+        explain_out_of_memory(str, World(0, 1)),
     ):
         raise MemoryError
-    with pytest.raises(RuntimeError, match="something else"), running_out_named(str, World(0, 1)):
+    with pytest.raises(RuntimeError, match="something else"), explain_out_of_memory(str, World(0, 1)):
         raise RuntimeError("something else")
 
 

@@ -1,4 +1,4 @@
-"""What is accepted, adapted, proposed and refused."""
+"""What is accepted, adapt_config, proposed and refused."""
 
 from __future__ import annotations
 
@@ -19,73 +19,80 @@ from lockstep.models.checks import memory_bytes
 from lockstep.models.init import architecture
 from lockstep.session.memory import (
     Workload,
-    adapted,
-    holds_copy,
-    in_larger_groups,
-    memory_at_hand,
+    adapt_config,
+    available_memory,
+    enlarge_generator_groups,
+    has_room_for_copy,
     plan,
-    refusal,
-    remedies,
+    refusal_message,
     require_host_room,
+    suggest_remedies,
     terms,
     usage,
 )
-from lockstep.session.memory.plan import CACHE, CHECK, KEPT, WORKING, _pool
+from lockstep.session.memory.plan import ACTIVATIONS, CACHE, CHECK, WORKSPACE, _pool_terms
 from lockstep.session.memory.terms import NOTHING, Recomputed
 
 
 def test_the_default_settings_fit_eight_gpus() -> None:
     small = plan(workload("qwen3-8b", 8), H200)
     assert small.fits and small.recomputed == NOTHING and small.cache_tokens == 64 * (1024 + 16)
-    assert small.terms[KEPT] > 70 * GIB and small.total < H200
+    assert small.terms[ACTIVATIONS] > 70 * GIB and small.total < H200
     large = workload("qwen3-14b", 8)
     memory = H200 - terms.masters(large) // 2
     found = plan(large, memory)
     assert found.fits and 0 < found.recomputed.layers < 5 and found.recomputed.elementwise and found.total <= memory
-    one_less = terms.kept(large, found.recomputed._replace(layers=found.recomputed.layers - 1)) - terms.kept(
-        large, found.recomputed
-    )
+    one_less = terms.activations(
+        large, found.recomputed._replace(layers=found.recomputed.layers - 1)
+    ) - terms.activations(large, found.recomputed)
     assert found.total + one_less > memory - GIB  # no more than needed
     names = tuple(f"layers.{i}" for i in range(found.recomputed.layers))
-    assert adapted(large, found).compile.recompute == ("elementwise", "logits", *names)
+    assert adapt_config(large, found).compile.recompute == ("elementwise", "logits", *names)
     assert f", {len(names)} layers and norms and activations and logits computed again" in found.table()
     roomier = plan(large, memory + 4 * GIB)
-    assert roomier.fits and adapted(large, roomier).compile.recompute == ("elementwise", "logits")
+    assert roomier.fits and adapt_config(large, roomier).compile.recompute == ("elementwise", "logits")
     most = plan(large, memory + 14 * GIB)
     assert most.fits and most.recomputed == (0, True, False) and "computed again" in most.table()
 
 
 def test_the_trainer_has_the_caches_memory_where_layers_would_be_computed_again() -> None:
     w = workload("qwen3-14b", 8)
-    apart = plan(w.having("compile", cudagraph_mode="piecewise"), H200)
+    apart = plan(w.with_settings("compile", cudagraph_mode="piecewise"), H200)
     found = plan(w, H200)
-    assert found.fits and found.lent and not apart.lent and found.recomputed < apart.recomputed
+    assert found.fits and found.lends_cache and not apart.lends_cache and found.recomputed < apart.recomputed
     tight = plan(workload("qwen3-0.6b", 1), 20 * GIB)
-    assert tight.pool == tight.terms[CACHE] > tight.terms[KEPT] == 0 and found.pool > found.terms[CACHE]
+    assert tight.pool == tight.terms[CACHE] > tight.terms[ACTIVATIONS] == 0 and found.pool > found.terms[CACHE]
     assert found.total <= H200 and found.cache_tokens >= apart.cache_tokens
-    in_turn = terms.kept(w, found.recomputed) + terms.working(w, found.recomputed) + terms.transit(w)
-    beside = sum(found.terms[name] for name in (KEPT, "head and backward", "in transit"))
+    in_turn = terms.activations(w, found.recomputed) + terms.workspace(w, found.recomputed) + terms.transit(w)
+    beside = sum(found.terms[name] for name in (ACTIVATIONS, "head and backward", "in transit"))
     assert beside == in_turn - found.terms[CACHE] and found.terms["generation"] == terms.prefill(w)
     assert "in whose memory the trainer computes in between" in found.table() and found.to_dict()["lent"]
-    assert not plan(workload("qwen3-8b", 8), H200).lent  # there is room for both
+    assert not plan(workload("qwen3-8b", 8), H200).lends_cache  # there is room for both
 
 
 def test_what_fits_with_the_caches_memory_alone_is_not_refused() -> None:
-    w = workload("qwen3-30b-a3b", 8, max_tokens_per_micro_batch=4096).having("generator", kv_cache_tokens=100_000)
+    w = workload("qwen3-30b-a3b", 8, max_tokens_per_micro_batch=4096).with_settings(
+        "generator", kv_cache_tokens=100_000
+    )
     found = plan(w, 148 * GIB)
-    assert found.fits and found.lent and NOTHING < found.recomputed < (w.model.num_layers, True)
-    assert not plan(w.having("compile", cudagraph_mode="piecewise"), 148 * GIB).fits
-    set_by_hand = w.having("compile", recompute=("full",))
-    assert plan(set_by_hand, 148 * GIB).lent and not plan(set_by_hand, 153 * GIB).lent  # as much is computed again
+    assert found.fits and found.lends_cache and NOTHING < found.recomputed < (w.model.num_layers, True)
+    assert not plan(w.with_settings("compile", cudagraph_mode="piecewise"), 148 * GIB).fits
+    set_by_hand = w.with_settings("compile", recompute=("full",))
+    assert (
+        plan(set_by_hand, 148 * GIB).lends_cache and not plan(set_by_hand, 153 * GIB).lends_cache
+    )  # as much is computed again
 
 
 def test_with_the_caches_memory_a_teachers_scores_are_beside_the_generators_pool() -> None:
     """What they take beyond what the trainer's graphs do, where a student is small."""
     w = replace(workload("qwen3-0.6b", 1), frozen=(architecture("qwen3-32b"),))
     layers = Recomputed(w.model.num_layers, logits=True)
-    beyond = terms.scoring(w, True) - terms.kept(w, layers) - terms.working(w, layers) - terms.transit(w)
+    beyond = terms.scoring(w, True) - terms.activations(w, layers) - terms.workspace(w, layers) - terms.transit(w)
     assert beyond > terms.prefill(w) > 0
-    assert [_pool(w, layers, lent)[0]["generation"] for lent in (False, True)] == [beyond, terms.prefill(w) + beyond]
+    assert [_pool_terms(w, layers, lent)[0]["generation"] for lent in (False, True)] == [
+        beyond,
+        terms.prefill(w) + beyond,
+    ]
 
 
 def test_a_graph_that_gathers_weights_takes_more_than_one_that_reads_them_whole() -> None:
@@ -105,21 +112,23 @@ def test_what_does_not_fit_is_refused_and_every_remedy_fits() -> None:
     w = workload("qwen3-32b", 8)
     found = plan(w, H200)
     assert not found.fits
-    message = refusal(w, found)
+    message = refusal_message(w, found)
     assert "16 GPUs" in message and "weights" in message and "of 141.00 GiB" in message
     more = resolve_parallel(replace(w.config, parallel=replace(w.config.parallel, batch_shards=16)), 16)
     assert plan(replace(w, config=more, ranks=16), H200).fits
     of_two = workload("qwen3-32b", 2)
     of_two = replace(of_two, config=replace(of_two.config, parallel=ParallelConfig(tp=2, batch_shards=1)))
     for memory in (40 * GIB, 56 * GIB):  # more pairs of GPUs, each with a shard
-        assert (said := list(remedies(of_two, memory))) and all(fits_with(of_two, one, memory) for one in said)
+        assert (said := list(suggest_remedies(of_two, memory))) and all(fits_with(of_two, one, memory) for one in said)
     w = replace(w, config=resolve_parallel(replace(w.config, parallel=ParallelConfig(fsdp=8)), 8))
-    assert all(fits_with(w, one, H200) for one in remedies(w, H200)) and "--parallel.fsdp 16" in refusal(w, found)
+    assert all(
+        fits_with(w, one, H200) for one in suggest_remedies(w, H200)
+    ) and "--parallel.fsdp 16" in refusal_message(w, found)
     crowded = workload("qwen3-8b", 8, CompileConfig(activation_memory_gib=100.0), max_tokens_per_micro_batch=40960)
-    offered = list(remedies(crowded, H200))
+    offered = list(suggest_remedies(crowded, H200))
     assert offered[0] == "--trainer.max-tokens-per-micro-batch 20480" and "--compile.recompute full" in offered
     without = CompileConfig(passes=("canonicalize", "keep_logits"))  # where it would be refused
-    offered = list(remedies(workload("qwen3-8b", 8, without, max_tokens_per_micro_batch=40960), H200))
+    offered = list(suggest_remedies(workload("qwen3-8b", 8, without, max_tokens_per_micro_batch=40960), H200))
     assert offered and not any("recompute" in one for one in offered)
 
 
@@ -137,10 +146,10 @@ def test_plans_agree_with_one_another(seed: int) -> None:
     found = plan(w, memory)
     if not found.fits:
         assert not plan(w, memory * 19 // 20).fits
-        assert all(fits_with(w, said, memory) for said in remedies(w, memory))
+        assert all(fits_with(w, said, memory) for said in suggest_remedies(w, memory))
         return
     assert found.total <= memory and found.cache_tokens >= w.sequence_tokens and min(found.terms.values()) >= 0
-    assert plan(w, found.total).fits and plan(replace(w, config=adapted(w, found)), memory) == found
+    assert plan(w, found.total).fits and plan(replace(w, config=adapt_config(w, found)), memory) == found
     more = plan(w, memory + 8 * GIB)
     assert more.fits and (more.recomputed, -more.cache_tokens) <= (found.recomputed, -found.cache_tokens)
     half = replace(c, trainer=replace(c.trainer, max_tokens_per_micro_batch=c.trainer.max_tokens_per_micro_batch // 2))
@@ -159,7 +168,7 @@ def fits_with(w: Workload, said: str, memory: int) -> bool:
     if more := re.search(r"^(\d+) GPUs", said):
         alone = replace(w.config, parallel=replace(w.config.parallel, batch_shards=0))
         w = replace(w, ranks=int(more[1]), config=resolve_parallel(alone, int(more[1])))
-    return plan(w, memory).fits or in_larger_groups(w, memory) is not w
+    return plan(w, memory).fits or enlarge_generator_groups(w, memory) is not w
 
 
 def test_several_processes_have_a_part_of_a_reference_each_and_whole_layers_at_a_time() -> None:
@@ -169,15 +178,17 @@ def test_several_processes_have_a_part_of_a_reference_each_and_whole_layers_at_a
     assert found.terms[CHECK] == plan(workload("qwen3-8b", 8), H200).terms[CHECK]
     larger = replace(w, config=replace(w.config, parallel=replace(w.config.parallel, generator_tp=2)))
     whole = 2 * PARAMETERS["qwen3-8b"]
-    assert 0 < terms.eager(larger) - terms.eager(w) < whole / 4  # a layer's that nobody has whole, and both tables
+    assert (
+        0 < terms.eager_check(larger) - terms.eager_check(w) < whole / 4
+    )  # a layer's that nobody has whole, and both tables
     assert terms.scoring(w, False) - terms.scoring(w, True) > whole / 2  # called eagerly it is gathered at once
 
 
 def test_a_state_on_the_host_is_planned_there_and_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage, "memory_at_hand", lambda _: 128 << 30)
+    monkeypatch.setattr(usage, "available_memory", lambda _: 128 << 30)
     w = workload("qwen3-8b", 1, max_tokens_per_micro_batch=4096)
     refused = plan(w, H200)
-    (offered,) = (one for one in remedies(w, H200) if "offload" in one)
+    (offered,) = (one for one in suggest_remedies(w, H200) if "offload" in one)
     assert not refused.fits and offered == "--optimizer.offload, with 91.5 GiB of the host's memory a GPU"
     config = replace(w.config, optimizer=OptimizerConfig(offload=True), checkpoint=CheckpointConfig(interval=5))
     found = plan(replace(w, config=config), H200)
@@ -195,26 +206,28 @@ def test_a_state_on_the_host_is_planned_there_and_proposed(monkeypatch: pytest.M
     assert "on the host: masters and moments 91.5" in found.table()
     with pytest.raises(InputError, match=r"optimizer.offload needs 1024.0 GiB of the host's memory a process, and th"):
         require_host_room(replace(found, host={terms.STATE_ON_HOST: 1 << 40}))
-    assert not holds_copy(found, torch.device("cuda")) and holds_copy(replace(found, host={}), torch.device("cuda"))
+    assert not has_room_for_copy(found, torch.device("cuda")) and has_room_for_copy(
+        replace(found, host={}), torch.device("cuda")
+    )
 
 
 def test_a_process_may_take_no_more_than_its_limit_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = memory_at_hand(torch.device("cpu"))
+    whole = available_memory(torch.device("cpu"))
     monkeypatch.setattr(resource, "getrlimit", {resource.RLIMIT_AS: (GIB, resource.RLIM_INFINITY)}.__getitem__)
-    assert memory_at_hand(torch.device("cpu")) == GIB < whole
+    assert available_memory(torch.device("cpu")) == GIB < whole
 
 
 def test_the_processes_of_a_container_share_what_it_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     for limit, share in ((1 << 62, memory_bytes("cpu") // 8), (560 << 20, 70 << 20)):
         monkeypatch.setattr(usage, "cgroup_memory_limit", lambda limit=limit: limit)
-        assert memory_at_hand(torch.device("cpu")) == share
+        assert available_memory(torch.device("cpu")) == share
 
 
 def test_nothing_that_the_user_chose_is_changed() -> None:
     for chosen in (CompileConfig(recompute=("silu_mul",)), CompileConfig(activation_memory_gib=8.0)):
         w = workload("qwen3-14b", 8, chosen)
-        assert adapted(w, plan(w, 2 * H200)) is w.config
+        assert adapt_config(w, plan(w, 2 * H200)) is w.config
     given = replace(workload("qwen3-8b", 8), config=workload("qwen3-8b", 8).config)
     fixed = replace(given.config, generator=replace(given.config.generator, kv_cache_tokens=4096))
     assert plan(replace(given, config=fixed), H200).cache_tokens == 4096
@@ -231,21 +244,21 @@ def test_nothing_that_the_user_chose_is_changed() -> None:
 def test_logits_are_counted_where_they_are_kept_and_computed_again_beside_what_the_user_chose(
     chosen: CompileConfig, beside: tuple[str, ...] | None
 ) -> None:
-    w = workload("qwen3-4b", 1, chosen).having("compile", cudagraph_mode="none")
+    w = workload("qwen3-4b", 1, chosen).with_settings("compile", cudagraph_mode="none")
     kept = plan(w, 2 * H200)
     assert (
         kept.fits
         and not kept.recomputed.logits
-        and kept.terms[WORKING] == terms.head(w, recomputed=False) > terms.logits(w)
+        and kept.terms[WORKSPACE] == terms.head(w, recomputed=False) > terms.logits(w)
     )
-    assert adapted(w, kept) is w.config
+    assert adapt_config(w, kept) is w.config
     tight = plan(w, kept.total - GIB - kept.terms[CACHE])
     if beside is None:  # no pass that would be told
-        assert tight.recomputed == kept.recomputed and adapted(w, tight) is w.config
+        assert tight.recomputed == kept.recomputed and adapt_config(w, tight) is w.config
         return
     assert tight.fits and tight.recomputed == kept.recomputed._replace(logits=True)
-    assert adapted(w, tight).compile.recompute == (*beside, "logits")
-    assert plan(replace(w, config=adapted(w, tight)), tight.memory) == tight
+    assert adapt_config(w, tight).compile.recompute == (*beside, "logits")
+    assert plan(replace(w, config=adapt_config(w, tight)), tight.memory) == tight
 
 
 def test_the_cache_takes_what_is_left() -> None:
@@ -259,8 +272,10 @@ def test_the_cache_takes_what_is_left() -> None:
     beside = plan(replace(w, config=replace(w.config, parity="off")), H200).terms[CHECK]
     assert terms.MOST_COPIED <= beside == plan(w, H200).terms[CHECK], "the machine's is within the pool"
     small = workload("qwen3-0.6b", 1, CompileConfig(recompute=("full",)))
-    small = small.having("trainer", max_tokens_per_micro_batch=2048).having("generator", max_num_batched_tokens=256)
+    small = small.with_settings("trainer", max_tokens_per_micro_batch=2048).with_settings(
+        "generator", max_num_batched_tokens=256
+    )
     for mode, whole in (("full", True), ("full_and_piecewise", False), ("piecewise", False), ("none", False)):
-        assert bool(plan(small.having("compile", cudagraph_mode=mode), H200).pool) == whole
+        assert bool(plan(small.with_settings("compile", cudagraph_mode=mode), H200).pool) == whole
     more = plan(small, H200)
     assert more.pool == terms.machine_check(small, more.recomputed) and more.terms[CHECK] > beside

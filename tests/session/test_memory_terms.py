@@ -34,7 +34,7 @@ from lockstep.models import Decoder, PackedAttention
 from lockstep.models.config import MLAConfig, MoEConfig
 from lockstep.models.init import ARCHITECTURES, architecture, initialize
 from lockstep.ops.logprobs import operator as logprobs
-from lockstep.session.memory import Workload, adapted, memory_at_hand, plan, terms
+from lockstep.session.memory import Workload, adapt_config, available_memory, plan, terms
 from lockstep.session.memory.terms import Recomputed
 from lockstep.trainer import BatchShape, Trainer
 from lockstep.trainer.packing import blank_batch
@@ -59,7 +59,7 @@ def test_what_stays_is_so_many_bytes_a_parameter(arch: str, ranks: int) -> None:
         assert 0 <= term(w) - bytes_each * count / ranks <= bytes_each * (padding + 1024)
     in_cells = replace(w.config, parallel=replace(w.config.parallel, batch_shards=32, cell=16))  # of several rounds
     assert terms.gradients(replace(w, config=in_cells)) == 2 * terms.gradients(w)
-    assert terms.shard(w) == 0 and terms.shard(w.having("optimizer", offload=True)) == terms.masters(w) // 2 * (
+    assert terms.shard(w) == 0 and terms.shard(w.with_settings("optimizer", offload=True)) == terms.masters(w) // 2 * (
         ranks > 1
     )
     assert terms.frozen(replace(w, frozen=[w.model])) == (2 * count if ranks == 1 else terms.masters(w) // 2)
@@ -72,7 +72,10 @@ def test_supports_are_of_what_later_updates_read(iterations: int, parts: int, qu
     updates = {"num_iterations": iterations, "num_mini_batches": parts}
     w = workload("qwen3-0.6b", 8, max_tokens_per_micro_batch=1 << 20, **updates)
     quarter = 64 // 8 * 8 * 512 * 151936 // 8 // 4
-    assert terms.supports(w.having("sampling", top_p=0.9)) == quarters * quarter and terms.supports(w) == 0
+    assert (
+        terms.sampling_supports(w.with_settings("sampling", top_p=0.9)) == quarters * quarter
+        and terms.sampling_supports(w) == 0
+    )
     groups = 64 // 8 // parts  # of a micro-batch
     assert w.shape[:3] == (groups * (256 + 8 * 511), groups * 8 * 512, groups * 9)
 
@@ -84,8 +87,8 @@ def test_what_a_micro_batch_keeps(arch: str) -> None:
     assert tokens == 16384
     hidden = w.model.hidden_size
     ends = tokens * (2 * hidden + 512) + scored * (2 * hidden + 40)
-    assert terms.kept(w) == tokens * KEPT_A_TOKEN[arch] + ends
-    assert terms.kept(w, Recomputed(w.model.num_layers)) == tokens * w.model.num_layers * 2 * hidden + ends
+    assert terms.activations(w) == tokens * KEPT_A_TOKEN[arch] + ends
+    assert terms.activations(w, Recomputed(w.model.num_layers)) == tokens * w.model.num_layers * 2 * hidden + ends
     backward = 151936 * hidden * 2 + scored * hidden * 6 + terms.GRADIENT_CHUNK
     assert terms.head(w) >= backward and terms.logits(w) == scored * 151936 * 4
     assert terms.head(w, recomputed=False) == terms.logits(w) + backward + tokens * hidden * 2
@@ -104,10 +107,10 @@ def test_a_trace_keeps_as_much(family: str) -> None:
     for recomputed in (
         Recomputed(*of) for of in itertools.product(range(model.num_layers + 1), (False, True), (False, True))
     ):
-        found = adapted(w, replace(plan(w, H200), recomputed=recomputed)).compile
+        found = adapt_config(w, replace(plan(w, H200), recomputed=recomputed)).compile
         graph = keep_logits(traced)[0] if found.keeps_logits else traced
-        bytes_kept = saved_bytes(recompute(graph, found.made_again)[0] if found.made_again else graph)
-        own = terms.kept(w, recomputed) - statistics * (model.num_layers - recomputed.layers)
+        bytes_kept = saved_bytes(recompute(graph, found.recompute_patterns)[0] if found.recompute_patterns else graph)
+        own = terms.activations(w, recomputed) - statistics * (model.num_layers - recomputed.layers)
         own += terms.logits(w) * (not recomputed.logits)
         assert own == pytest.approx(bytes_kept, rel=0.03), recomputed
 
@@ -177,10 +180,10 @@ def test_each_family_keeps_what_its_layers_do_when_they_are_called_without_memor
     rel = 0.01 if model.moe is None else 0.03  # the numbers of routes are left out
     w = replace(workload("tiny", 1), model=model)
     two = replace(w, config=replace(w.config, parallel=ParallelConfig(tp=2)), ranks=2)
-    for of, decoder in (w, w.decoder), (two, Decoder(model, w.dtype, "meta", two.training)):
+    for of, decoder in (w, w.decoder), (two, Decoder(model, w.dtype, "meta", two.trainer_mesh)):
         for layer in range(model.num_layers):
             found = kept_by_layer(decoder, layer)
-            assert [terms.layer_kept(of, layer, recomputed) for recomputed in (False, True)] == pytest.approx(
+            assert [terms.layer_activations(of, layer, recomputed) for recomputed in (False, True)] == pytest.approx(
                 found, rel=rel
             )
 
@@ -241,14 +244,16 @@ def test_every_axis_has_a_communicator_that_is_planned_once(monkeypatch: pytest.
         found.append([axis.size for axis in w.axes])
         talking = terms.communicators(w.axes)
         assert terms.context(w) == terms.CONTEXT + talking
-        taken = terms.BEGUN + talking + GIB - 5_000_000  # by another process, or by buffers that nobody planned
+        taken = (
+            terms.CONTEXT_AT_START + talking + GIB - 5_000_000
+        )  # by another process, or by buffers that nobody planned
         free, kept = H200 - taken, [GIB]  # one of the allocator's
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free, kept=kept: (free - sum(kept), H200))
         monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
         world = World(
             size=16, tp=w.tp, generator_tp=w.config.parallel.generator_tp, ranks_per_cell=w.cells.ranks_per_cell
         )
-        assert memory_at_hand(torch.device("cuda"), world) == H200 - GIB
+        assert available_memory(torch.device("cuda"), world) == H200 - GIB
         buffers.append(talking / GIB)
     assert found == [[16], [8, 2], [8, 2, 4], [16], [16, 4, 4]]
     assert buffers == [4, 4 + 1, 4 + 1 + 2, 4, 0.5 + 2 + 2]  # in cells no parts are exchanged among all sixteen

@@ -134,11 +134,11 @@ def test_ranks_make_graphs_side_by_side_where_nothing_is_gathered_between_them(
 
 
 def precompile(run: TrainingSession) -> None:
-    path = kernel_lists.kernel_list(run.shapes, *kernel_lists.of_steps(run.config))
+    path = kernel_lists.kernel_list(run.shapes, *kernel_lists.step_settings(run.config))
     parts = [
         partial(make, run) for make in (session_warm_up._make_trainer_graphs, session_warm_up._make_generator_graphs)
     ]
-    session_warm_up._precompile(run, path, parts, partial(session_warm_up._rehearse_check, run))
+    session_warm_up._prepare_kernels(run, path, parts, partial(session_warm_up._rehearse_check, run))
 
 
 def test_kernels_are_listed_for_each_layout_of_processes() -> None:
@@ -243,7 +243,7 @@ def test_of_a_hosts_processes_the_first_compiles_and_the_others_load(monkeypatch
     policy = SimpleNamespace(model=SimpleNamespace(embed=torch.zeros(1)))
     world, runtime = Others(1, 2, local_rank=local_rank), SimpleNamespace(warm_up=warm_up, eager=True)
     session = SimpleNamespace(runtime=runtime, world=world, policy=policy)
-    session_warm_up._precompile(session, tmp_path / "list", [list], lambda: None)
+    session_warm_up._prepare_kernels(session, tmp_path / "list", [list], lambda: None)
     assert done == [[], "met", not local_rank, torch.int64, "met", *[["a kernel"]] * local_rank]
 
 
@@ -270,7 +270,7 @@ def test_what_was_made_apart_is_rehearsed_by_all_where_kernels_come_from_outside
     policy = SimpleNamespace(model=SimpleNamespace(embed=torch.zeros(1)))
     session = SimpleNamespace(world=Others(0, 2), runtime=SimpleNamespace(warm_up=warm_up), policy=policy)
     parts = [partial(done.append, "part")]
-    session_warm_up._precompile(session, tmp_path / "list", parts, lambda: done.append("check"))  # type: ignore[arg-type]
+    session_warm_up._prepare_kernels(session, tmp_path / "list", parts, lambda: done.append("check"))  # type: ignore[arg-type]
     assert done == [*(["part"] if offered else [["own"], ["own"]]), "check"]
 
 
@@ -293,7 +293,7 @@ def test_kernels_of_the_last_start_are_loaded_beside_the_weights(loaded: list) -
     path = kernel_lists.kernel_list("what is known after the weights are read")
     assert kernel_lists.preload_async(config, "cuda", 1, timings)() is None and not loaded  # there was no start
     user_folder.write(path, LISTED)
-    kernel_lists.remember(config, path)
+    kernel_lists.remember_kernel_list(config, path)
     for device, ranks in (("cpu", 1), ("cuda", 2)):
         assert kernel_lists.preload_async(config, device, ranks, timings)() is None and not loaded
     changed = replace(config, generator=replace(config.generator, page_size=32))
@@ -308,7 +308,7 @@ def test_a_list_that_cannot_be_loaded_is_left_to_the_warm_up(listed: object, mon
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
     config, path = config_of(captured=True), kernel_lists.kernel_list()
     user_folder.write(path, listed)
-    kernel_lists.remember(config, path)
+    kernel_lists.remember_kernel_list(config, path)
     assert kernel_lists.preload_async(config, "cuda", 1, Timings())() is None
 
 
@@ -319,7 +319,7 @@ def test_a_failure_beside_the_weights_is_left_to_the_warm_up(loaded: list, monke
     monkeypatch.setattr("lockstep.ops.precompile.preload", fails)
     config, path = config_of(captured=True), kernel_lists.kernel_list()
     user_folder.write(path, LISTED)
-    kernel_lists.remember(config, path)
+    kernel_lists.remember_kernel_list(config, path)
     assert kernel_lists.preload_async(config, "cuda", 1, Timings())() is None
 
 

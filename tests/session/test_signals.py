@@ -17,7 +17,13 @@ import pytest
 from processes import DEADLINE, running, wait_for
 
 from lockstep.errors import Terminated
-from lockstep.session.signals import Delay, Ending, ended_by_signals, interrupts_in_imports, raise_received
+from lockstep.session.signals import (
+    EndRequest,
+    SignalDelay,
+    exit_on_interrupts_in_imports,
+    raise_on_signals,
+    reraise_received,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +36,7 @@ def hangup_is_not_ignored() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_is_an_exception_and_the_next_ends_the_process(number: signal.Signals) -> None:
-    with pytest.raises(Terminated) as ended, ended_by_signals():
+    with pytest.raises(Terminated) as ended, raise_on_signals():
         try:
             signal.raise_signal(number)
         finally:
@@ -42,7 +48,7 @@ def test_the_first_signal_is_an_exception_and_the_next_ends_the_process(number: 
 @pytest.fixture(autouse=True)
 def this_process_may_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine it ends by itself no sooner."""
-    monkeypatch.setattr("lockstep.session.signals._SOON", DEADLINE)
+    monkeypatch.setattr("lockstep.session.signals._RETURN_SECONDS", DEADLINE)
 
 
 class Beside:
@@ -58,33 +64,33 @@ class Beside:
         self.know = True
 
 
-def delayed(seconds: float = DEADLINE, gone: bool = False) -> tuple[Delay, list[str], Beside]:
+def delayed(seconds: float = DEADLINE, gone: bool = False) -> tuple[SignalDelay, list[str], Beside]:
     told, others = list[str](), Beside(gone)
-    return Delay(seconds, told.append, others, lambda _: None), told, others
+    return SignalDelay(seconds, told.append, others, lambda _: None), told, others
 
 
 def test_a_signal_waits_for_who_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.session.signals._ONE", DEADLINE)
+    monkeypatch.setattr("lockstep.session.signals._SAME_SIGNAL", DEADLINE)
     delay, told, others = delayed()
-    with pytest.raises(KeyboardInterrupt) as ended, ended_by_signals(), delay:
-        assert delay.asked(rewards_given=True) == Ending(False, 0)
+    with pytest.raises(KeyboardInterrupt) as ended, raise_on_signals(), delay:
+        assert delay.poll(rewards_given=True) == EndRequest(False, 0)
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)  # as one that was sent to a launcher, too
         assert delay.number == signal.SIGTERM  # at once
         wait_for(lambda: told == ["SIGTERM"])
-        raise_received()  # nothing
-        assert delay.asked() == delay.asked(rewards_given=True) == Ending(True, signal.SIGTERM) and not others.know
+        reraise_received()  # nothing
+        assert delay.poll() == delay.poll(rewards_given=True) == EndRequest(True, signal.SIGTERM) and not others.know
         delay.end(signal.SIGTERM)
     assert others.know and ended.value.args == (signal.SIGTERM,)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1
-    with pytest.raises(Terminated), ended_by_signals(), delayed()[0]:
+    with pytest.raises(Terminated), raise_on_signals(), delayed()[0]:
         signal.raise_signal(signal.SIGTERM)  # for which nobody looks
     delay, told, others = delayed()
-    with pytest.raises(Terminated), ended_by_signals(), delay:
-        delay.asked(rewards_given=True)
+    with pytest.raises(Terminated), raise_on_signals(), delay:
+        delay.poll(rewards_given=True)
         time.sleep(0.2)  # until what rewards have started would have been told, too
         signal.raise_signal(signal.SIGTERM)
-        assert delay.asked() == Ending(False, signal.SIGTERM)
+        assert delay.poll() == EndRequest(False, signal.SIGTERM)
         wait_for(lambda: told == ["SIGTERM"])
         others.gone = True
         signal.raise_signal(signal.SIGTERM)  # of a launcher that finds a process dead
@@ -95,13 +101,13 @@ def test_a_signal_waits_for_who_looks_for_it(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_signal_waits_once_and_for_so_long(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
     raised = KeyboardInterrupt if number == signal.SIGINT else Terminated
     read = threading.Event()  # of a standard error, which nobody does
-    with pytest.raises(raised), ended_by_signals(), Delay(0.01, lambda _: read.wait(), Beside(), lambda _: None):
+    with pytest.raises(raised), raise_on_signals(), SignalDelay(0.01, lambda _: read.wait(), Beside(), lambda _: None):
         signal.raise_signal(number)
         time.sleep(DEADLINE)  # which its end interrupts
     read.set()
-    monkeypatch.setattr("lockstep.session.signals._ONE", 0.0)
+    monkeypatch.setattr("lockstep.session.signals._SAME_SIGNAL", 0.0)
     for other, times in ((delayed()[0], 2), (delayed(gone=True)[0], 1), (delayed(0.0)[0], 1)):
-        with pytest.raises(raised), ended_by_signals(), other:
+        with pytest.raises(raised), raise_on_signals(), other:
             for seconds in (0.1, DEADLINE)[-times:]:
                 with pytest.raises(raised) if seconds == DEADLINE else nullcontext() as ended:
                     signal.raise_signal(number)
@@ -112,7 +118,7 @@ def test_a_signal_waits_once_and_for_so_long(monkeypatch: pytest.MonkeyPatch, nu
     before = signal.getsignal(number)
     with delayed()[0]:  # others handle it
         assert signal.getsignal(number) is before
-    with ended_by_signals(), ThreadPoolExecutor(1) as pool:  # a run in a thread beside one in the main thread
+    with raise_on_signals(), ThreadPoolExecutor(1) as pool:  # a run in a thread beside one in the main thread
         assert pool.submit(lambda: delayed()[0].__enter__().number).result() == 0
 
 
@@ -123,7 +129,7 @@ def test_what_rewards_do_with_signals_is_no_matter_to_a_run() -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, print)
 
     delay, *_ = delayed()
-    with pytest.raises(Terminated), ended_by_signals(), delay:
+    with pytest.raises(Terminated), raise_on_signals(), delay:
         if (child := os.fork()) == 0:
             time.sleep(60)
             os._exit(3)
@@ -141,10 +147,10 @@ import ctypes, signal, sys
 from lockstep.session import signals
 class Others:
     def lost(self): return False
-signals._SOON, mutex, c = 0.2, ctypes.create_string_buffer(64), ctypes.CDLL(None)
+signals._RETURN_SECONDS, mutex, c = 0.2, ctypes.create_string_buffer(64), ctypes.CDLL(None)
 c.pthread_mutex_lock(mutex)
 told = lambda number: print("ends by", number, file=sys.stderr)
-with signals.ended_by_signals(), signals.Delay(float(sys.argv[1]), lambda _: None, Others(), told):
+with signals.raise_on_signals(), signals.SignalDelay(float(sys.argv[1]), lambda _: None, Others(), told):
     print("ready", file=sys.stderr, flush=True)
     c.pthread_mutex_lock(mutex)
 """
@@ -164,7 +170,7 @@ def test_a_main_thread_that_is_in_c_ends_with_its_process(seconds: float, count:
 def test_an_ignored_signal_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with ended_by_signals():
+        with raise_on_signals():
             signal.raise_signal(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
@@ -179,11 +185,11 @@ def test_an_interrupt_that_was_lost_before_a_run_is_raised_when_it_begins() -> N
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        interrupts_in_imports()
+        exit_on_interrupts_in_imports()
         Drops()
-        with pytest.raises(KeyboardInterrupt), ended_by_signals():
+        with pytest.raises(KeyboardInterrupt), raise_on_signals():
             pytest.fail("the run began")
-        with ended_by_signals():
+        with raise_on_signals():
             pass  # it was told once
     finally:
         signal.signal(signal.SIGINT, before)
@@ -191,7 +197,7 @@ def test_an_interrupt_that_was_lost_before_a_run_is_raised_when_it_begins() -> N
 
 def test_other_threads_change_nothing() -> None:
     def handler() -> object:
-        with ended_by_signals():
+        with raise_on_signals():
             return signal.getsignal(signal.SIGTERM)
 
     with ThreadPoolExecutor(1) as pool:

@@ -107,7 +107,7 @@ def test_what_is_no_call_stays_text(form: ToolFormat, text: str) -> None:
     assert form.parser(text, [TOOL]) == (text, [])
 
 
-THINKING = replace(HERMES, thinks=True)
+THINKING = replace(HERMES, opens_thought=True)
 CALL = '<tool_call>{"name":"f"}</tool_call>'
 
 
@@ -142,7 +142,7 @@ def test_a_call_within_a_thought_is_none(form: ToolFormat, text: str, kept: str,
 )  # fmt: skip
 def test_without_tools_nothing_is_called(form: ToolFormat, text: str) -> None:
     assert form.parser(text, []) == (text, []) and form.parser(text, [TOOL])[1]
-    assert HERMES.reading([]) is None and form.reading([]) == form
+    assert HERMES.for_tools([]) is None and form.for_tools([]) == form
 
 
 CALL_TEXTS = (
@@ -155,7 +155,7 @@ CALL_TEXTS = (
 
 
 @given(
-    st.sampled_from([HERMES, CODER, LLAMA, GLM, replace(HERMES, thinks=True), HARMONY, MISTRAL]),
+    st.sampled_from([HERMES, CODER, LLAMA, GLM, replace(HERMES, opens_thought=True), HARMONY, MISTRAL]),
     st.lists(st.sampled_from(CALL_TEXTS), max_size=12),
     st.sampled_from([(), (TOOL,)]),
     st.integers(1, 7),
@@ -186,7 +186,7 @@ PUBLISHED: dict[str, ToolFormat | None] = {
     "qwen3": HERMES,
     "qwen3_instruct_2507": HERMES,
     "qwen3_vl": HERMES,
-    "qwen3_6": replace(CODER, thinks=True),
+    "qwen3_6": replace(CODER, opens_thought=True),
     "llama3_1": LLAMA,
     "llama3_2": LLAMA,
     "llama3": None,
@@ -226,7 +226,7 @@ def test_what_a_template_renders_is_read_back_and_gone_on_from(name: str) -> Non
     tokenizer = tokenizer_of(name)
     found = tool_format(tokenizer)
     assert found is not None
-    form = replace(found, tools=(TOOL,), thinks=False)
+    form = replace(found, tools=(TOOL,), opens_thought=False)
     made = {"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
     calls = [{**made, "id": f"{i:09d}"} for i in range(1 if name in ("gptoss",) or name.startswith("llama") else 2)]
     answer = {"role": "assistant", "content": "", "tool_calls": calls}

@@ -20,7 +20,7 @@ class CheckpointConfig(Section):
     export_interval: int = at_least(0, default=0)
     """Also export the model every this many steps, as a Hugging Face folder models/step_N; 0 is off. All are kept."""
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
+    def ineffective_fields(self) -> Iterator[tuple[str, str]]:
         if self.interval == 0:
             for name in ("keep_last", "grace"):
                 yield name, "without checkpoints; set checkpoint.interval above 0, or remove it"

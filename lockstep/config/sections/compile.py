@@ -62,13 +62,11 @@ def recordings(mode: str) -> tuple[str, str]:
 
 def cudagraph_modes(capture: str, backend: str) -> tuple[str, ...] | str:
     """The CUDA graph modes that work with these two, or why none does; docs/compile.md shows them all."""
-    captured, run = bool(CAPTURES[capture].hook), bool(BACKENDS[backend].hook)
-    if captured != run:
-        return (
-            "nothing would run what is captured; set compile.backend to eager, or compile.capture to none"
-            if captured
-            else "it has no graph to run; set compile.capture to step, or compile.backend to none"
-        )
+    captures, runs_graphs = bool(CAPTURES[capture].hook), bool(BACKENDS[backend].hook)
+    if captures and not runs_graphs:
+        return "nothing would run what is captured; set compile.backend to eager, or compile.capture to none"
+    if runs_graphs and not captures:
+        return "it has no graph to run; set compile.capture to step, or compile.backend to none"
     return (*RECORDINGS, "full_and_piecewise") if CAPTURES[capture].graphs else ("none",)
 
 
@@ -131,28 +129,32 @@ class CompileConfig(Section):
     @property
     def keeps_logits(self) -> bool:
         """Whether the backward pass of a captured graph reads the logits of the forward pass."""
-        again = self.activation_memory_gib > 0 or not {FULL, LOGITS}.isdisjoint(self.recompute)
-        return "keep_logits" in self.pass_names and not again
+        recomputed = self.activation_memory_gib > 0 or FULL in self.recompute or LOGITS in self.recompute
+        return "keep_logits" in self.pass_names and not recomputed
 
     @property
-    def made_again(self) -> tuple[str, ...]:
+    def recompute_patterns(self) -> tuple[str, ...]:
         """`recompute` without the logits, which an operator recomputes by itself."""
         return tuple(pattern for pattern in self.recompute if pattern != LOGITS)
 
     @property
     def pass_names(self) -> tuple[str, ...]:
         """`passes` with `default` expanded."""
-        return tuple(n for name in self.passes or ("default",) for n in (PASSES if name == "default" else (name,)))
+        names: list[str] = []
+        for name in self.passes or ("default",):
+            names += PASSES if name == "default" else [name]
+        return tuple(names)
 
     @property
-    def chosen(self) -> tuple[Plugin, Plugin]:
+    def plugins(self) -> tuple[Plugin, Plugin]:
         """The capture and the backend of a resolved configuration."""
         return CAPTURES[self.capture or "none"], BACKENDS[self.backend_name]
 
     @property
     def backend_name(self) -> str:
-        captured = CAPTURES[self.capture or "none"].hook
-        return self.backend if self.backend != "auto" else "eager" if captured else "none"
+        if self.backend != "auto":
+            return self.backend
+        return "eager" if CAPTURES[self.capture or "none"].hook else "none"
 
 
 def resolve_compile(c: CompileConfig, on_gpu: bool) -> CompileConfig:
@@ -181,8 +183,8 @@ def _check_known(name: str, value: str, known: Iterable[str]) -> None:
 
 def _check_passes(c: CompileConfig) -> None:
     """Raise `InputError` for options of passes that will not run."""
-    default, graphs = CompileConfig(), c.chosen[0].graphs
-    if c.inductor != default.inductor and not (c.backend == "inductor" and graphs):
+    default, captures_graphs = CompileConfig(), c.plugins[0].graphs
+    if c.inductor != default.inductor and not (c.backend == "inductor" and captures_graphs):
         raise InputError(
             "compile.inductor chooses regions of captured graphs; set compile.backend to inductor and compile.capture "
             "to step or joint"
@@ -191,20 +193,20 @@ def _check_passes(c: CompileConfig) -> None:
         raise InputError(
             f"compile.inductor is {list(c.inductor)}; name what to compile: backward, all, or modules such as layers.*"
         )
-    same = replace(c, capture=None, cudagraph_mode=None, backend="auto", inductor=default.inductor)
-    if not graphs and same != default:
+    options = replace(c, capture=None, cudagraph_mode=None, backend="auto", inductor=default.inductor)
+    if not captures_graphs and options != default:
         raise InputError(
             "compile: canonicalize, recompute, activation_memory_gib, verify, passes, dump, reshard_after_forward, "
             "bucket_collectives and reorder_collectives act on captured graphs; set compile.capture to step or joint"
         )
 
 
-OF_GENERATION = "capture", "cudagraph_mode", "canonicalize", "verify", "passes", "dump", "backend"
+GENERATION_FIELDS = "capture", "cudagraph_mode", "canonicalize", "verify", "passes", "dump", "backend"
 
 
-def of_generation(c: CompileConfig) -> CompileConfig:
+def without_trainer_settings(c: CompileConfig) -> CompileConfig:
     """`c` without what matters only with a trainer: the backward pass, and regions that both roles share."""
-    kept = {name: getattr(c, name) for name in OF_GENERATION}
+    kept = {name: getattr(c, name) for name in GENERATION_FIELDS}
     if c.backend == "inductor" and c.capture != "layer":
         kept["backend"] = "auto"
     if c.capture == "joint":
@@ -214,9 +216,9 @@ def of_generation(c: CompileConfig) -> CompileConfig:
 
 def check_generation(c: CompileConfig) -> None:
     """Raise `InputError` naming the first setting that has no effect, or no counterpart, without a trainer."""
-    does = of_generation(c)
+    effective = without_trainer_settings(c)
     for item in fields(c):
-        if getattr(does, item.name) != getattr(c, item.name):
+        if getattr(effective, item.name) != getattr(c, item.name):
             raise InputError(
                 f"compile.{item.name} is {getattr(c, item.name)}: it is for the trainer's graphs, and there is no "
                 "trainer here; remove it"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...errors import did_you_mean_note, refuse
-from ..algorithms import LOSS_TYPES, OF_THE_RATIO, READ_BY, SHIPPED
+from ..algorithms import ALGORITHM_TABLE, LOSS_TYPES, RATIO_SETTINGS, READ_BY
 from .section import Section, at_least, between
 
 ImportanceSampling = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -89,14 +89,14 @@ class LossConfig(Section):
         return "gspo" if self.importance_sampling_level == "sequence" else self.loss_type
 
     @property
-    def of_groups(self) -> bool:
+    def group_relative(self) -> bool:
         """Whether advantages compare a prompt's samples with each other; assumed of a user's algorithm."""
-        return self.algorithm not in SHIPPED or SHIPPED[self.algorithm].of_groups
+        return self.algorithm not in ALGORITHM_TABLE or ALGORITHM_TABLE[self.algorithm].group_relative
 
     @property
     def needs_rewards(self) -> bool:
         """Whether there is nothing to learn from without reward functions; assumed of a user's algorithm."""
-        return self.algorithm not in SHIPPED or SHIPPED[self.algorithm].rewarded
+        return self.algorithm not in ALGORITHM_TABLE or ALGORITHM_TABLE[self.algorithm].uses_rewards
 
     @property
     def kl_in_loss(self) -> bool:
@@ -114,22 +114,22 @@ class LossConfig(Section):
             f"loss.importance_sampling_level is sequence, which makes gspo of grpo, and loss.loss_type is "
             f"{self.loss_type}; use loss_type gspo, or remove it",
         )
-        high, clips = self.epsilon_high, self.algorithm in READ_BY["epsilon"]
-        low = SHIPPED[self.algorithm].epsilon if clips and self.epsilon is None else self.epsilon
-        refuse(
-            clips and high is not None and low is not None and high < low,
-            f"loss.epsilon_high is below loss.epsilon, which is {low}; it must be at least as large",
-        )
+        if self.epsilon_high is not None and self.algorithm in READ_BY["epsilon"]:
+            low = ALGORITHM_TABLE[self.algorithm].epsilon if self.epsilon is None else self.epsilon
+            refuse(
+                self.epsilon_high < low,
+                f"loss.epsilon_high is below loss.epsilon, which is {low}; it must be at least as large",
+            )
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
+    def ineffective_fields(self) -> Iterator[tuple[str, str]]:
         if self.overlong_buffer == 0:
             yield "overlong_penalty", "without loss.overlong_buffer; set that above 0, or remove the penalty"
         for name, readers in READ_BY.items():
-            if self.algorithm in SHIPPED and self.algorithm not in readers:
+            if self.algorithm in ALGORITHM_TABLE and self.algorithm not in readers:
                 yield name, f"on loss_type {self.algorithm}; use {' or '.join(readers)}, or remove it"
-        if self.algorithm in SHIPPED and self.importance_sampling_mode is not None:
+        if self.algorithm in ALGORITHM_TABLE and self.importance_sampling_mode is not None:
             mode = "loss.importance_sampling_mode"
-            for name in OF_THE_RATIO:
+            for name in RATIO_SETTINGS:
                 yield name, f"beside {mode}, which is in place of the loss's own ratio; remove one"
         if self.beta == 0:
             yield "kl_estimator", "without loss.beta; set that above 0, or remove it"
@@ -141,7 +141,7 @@ class LossConfig(Section):
         if self.importance_sampling_mode is None:
             yield "importance_sampling_clip_max", "without loss.importance_sampling_mode; give one, or remove it"
 
-    def unread(self) -> Iterator[tuple[str, str]]:
-        yield from super().unread()
-        if self.beta == 0:  # not in `without_effect`: runs from before this setting have it off with any beta
+    def ineffective_if_given(self) -> Iterator[tuple[str, str]]:
+        yield from super().ineffective_if_given()
+        if self.beta == 0:  # not in `ineffective_fields`: runs from before this setting have it off with any beta
             yield "use_bias_correction_kl", "without loss.beta; set that above 0, or remove it"

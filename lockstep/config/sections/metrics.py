@@ -24,6 +24,6 @@ class MetricsConfig(Section):
     def check(self) -> None:
         refuse(len(set(self.trackers)) < len(self.trackers), "metrics.trackers names one twice; give each once")
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
+    def ineffective_fields(self) -> Iterator[tuple[str, str]]:
         if not {"wandb", "trackio"} & {*self.trackers}:
             yield "project", "without wandb or trackio among metrics.trackers; add one or remove the project"

@@ -39,7 +39,6 @@ class OptimizerConfig(Section):
     """Balance experts that are chosen with a bias (DeepSeek-V3): each update raises an expert's bias by this if it got
     fewer of the tokens trained on than the mean, and lowers it if it got more. A prompt's tokens count once for each of
     its samples. 0 leaves the biases unchanged."""
-
     offload: bool = False
     """Keep the masters and moments in host memory, 12 bytes per parameter, and copy them to the GPU in chunks for an
     update. Saves GPU memory with the same bits, but an update takes as long as the copies."""

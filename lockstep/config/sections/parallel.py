@@ -51,14 +51,14 @@ class ParallelConfig(Section):
                 "the weights, which lie whole nowhere; leave parallel.zero_stage out, or set it to 3",
             )
 
-    def unread(self) -> Iterator[tuple[str, str]]:
-        yield from super().unread()
+    def ineffective_if_given(self) -> Iterator[tuple[str, str]]:
+        yield from super().ineffective_if_given()
         if self.generator_tp == 1:
             yield "symmetric_memory", "with parallel.generator_tp 1: no process generates together with another"
 
 
-LAYOUT_OF_GENERATION = "generator_tp", "symmetric_memory", "timeout"
-LAYOUT_OF_PARITY = *LAYOUT_OF_GENERATION, "fsdp", "tp"
+GENERATION_LAYOUT_FIELDS = "generator_tp", "symmetric_memory", "timeout"
+PARITY_LAYOUT_FIELDS = *GENERATION_LAYOUT_FIELDS, "fsdp", "tp"
 
 
 def check_layout(c: ParallelConfig, *read: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ...errors import refuse
 from .section import Section, at_least, between
 
-LEAST_TEMPERATURE = 1e-6  # except 0: logits divided by less may not be finite
+MIN_TEMPERATURE = 1e-6  # except 0: logits divided by less may not be finite
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class SamplingConfig(Section):
 
     def check(self) -> None:
         refuse(
-            0 < self.temperature < LEAST_TEMPERATURE,
-            f"sampling.temperature is {self.temperature}; it must be at least {LEAST_TEMPERATURE}, or 0 for greedy",
+            0 < self.temperature < MIN_TEMPERATURE,
+            f"sampling.temperature is {self.temperature}; it must be at least {MIN_TEMPERATURE}, or 0 for greedy",
         )
         refuse(
             not isinstance(self.stop, (list, tuple)) or not all(isinstance(text, str) for text in self.stop),

@@ -22,26 +22,26 @@ def at_least(low: float, *, default: _T) -> _T:
     return between(low, math.inf, default=default)
 
 
-def check_range(path: str, value: object, low: float, high: float, whole: bool = False, more: str = "") -> None:
-    """Raise `InputError`, ending with `more`, unless `value` is a finite number (`whole`: an integer) in the range."""
+def check_range(path: str, value: object, low: float, high: float, whole: bool = False, note: str = "") -> None:
+    """Raise `InputError`, ending with `note`, unless `value` is a finite number (`whole`: an integer) in the range."""
     if not isinstance(value, int if whole else (int, float)):
         kind = "a whole number" if whole else "a number"
         raise InputError(f"{path} is {value!r}, a {type(value).__name__}; it must be {kind}")
     finite = abs(value) <= sys.float_info.max  # `math.isfinite` raises for an integer beyond the range of floats
     if not finite or not low <= value <= high:
         bounds = f"at least {low}{'' if finite else ' and finite'}" if math.isinf(high) else f"between {low} and {high}"
-        raise InputError(f"{path} is {value!r}; it must be {bounds}{more}")
+        raise InputError(f"{path} is {value!r}; it must be {bounds}{note}")
 
 
-def require_kind(name: str, given: object, kind: type) -> None:
+def require_type(name: str, given: object, kind: type) -> None:
     """Raise `InputError` naming the argument or field unless it is of this type."""
     refuse(type(given) is not kind, f"{name} is of type {type(given).__name__}; give a {kind.__name__}")
 
 
 def given_or_default(name: str, given: _T | None, kind: type[_T]) -> _T:
-    """The value of the argument `name`, by default a section with default settings. Raises as `require_kind`."""
+    """The value of the argument `name`, by default a section with default settings. Raises as `require_type`."""
     section = kind() if given is None else given
-    require_kind(name, section, kind)
+    require_type(name, section, kind)
     return section
 
 
@@ -65,18 +65,19 @@ class Section:
             if "range" in item.metadata and not (value is item.default is None):
                 (low, high), off = item.metadata["range"], item.metadata["off"]
                 check_range(self.path(item.name), value, low, high, type(item.default) is int, off)
-        for name, why in self.without_effect():
-            refuse(getattr(self, name) != getattr(type(self)(), name), f"{self.path(name)} has no effect {why}")
+        for name, why in self.ineffective_fields():
+            is_set = getattr(self, name) != getattr(type(self)(), name)
+            refuse(is_set, f"{self.path(name)} has no effect {why}")
         self.check()
 
     def check(self) -> None:
         """Raise `InputError` for values that contradict each other."""
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
+    def ineffective_fields(self) -> Iterator[tuple[str, str]]:
         """(field, why) of each setting that nothing reads because of other settings; any value but its default is an
         error. The reason continues the sentence "FIELD has no effect"."""
         yield from ()
 
-    def unread(self) -> Iterator[tuple[str, str]]:
-        """As `without_effect`, plus settings that recipes may set, which are an error only if the user gives them."""
-        yield from self.without_effect()
+    def ineffective_if_given(self) -> Iterator[tuple[str, str]]:
+        """As `ineffective_fields`, and settings that recipes may set, an error only if the user gives them."""
+        yield from self.ineffective_fields()

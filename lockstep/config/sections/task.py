@@ -8,13 +8,14 @@ from typing import Any, Literal
 from ...errors import InputError, refuse
 from .section import MAX_SEED, Section, at_least, between
 
-DATA_TASKS = ("gsm8k", "dataset")  # the tasks that read data rows; next, the fields for these
+DATA_TASKS = ("gsm8k", "dataset")  # the tasks that read data rows
+# The fields that only these tasks read.
 _DATA_FIELDS = (
     *("data", "split", "validation_data", "validation_split", "prompt_column", "system_prompt", "chat_template_kwargs"),
     *("shuffle", "filter_overlong_prompts"),
 )
 # The task's fields that `lockstep eval` has a flag of the same name for.
-OF_EVALUATION = (
+EVALUATION_FIELDS = (
     *("data", "split", "prompt_column", "system_prompt", "chat_template_kwargs", "reward", "reward_weights"),
     *("environment", "tools", "allow_unsandboxed", "environment_timeout", "max_turns", "max_response_length"),
 )
@@ -113,11 +114,11 @@ class TaskConfig(Section):
         """The most completions that a trajectory may have."""
         return self.max_turns if self.environment or self.tools else 1
 
-    def without_effect(self) -> Iterator[tuple[str, str]]:
+    def ineffective_fields(self) -> Iterator[tuple[str, str]]:
         if self.environment is None and not self.tools:
             for name in ("max_turns", "max_response_length", "environment_timeout"):
-                one = " (one completion's is sampling.max_completion_length)" * (name == "max_response_length")
-                yield name, f"without task.environment{one}; remove it, or name one"
+                hint = " (one completion's is sampling.max_completion_length)" if name == "max_response_length" else ""
+                yield name, f"without task.environment{hint}; remove it, or name one"
         if "python" not in self.tools:
             yield "allow_unsandboxed", "without the tool python; remove it, or name it in task.tools"
         if self.name not in DATA_TASKS:

@@ -57,7 +57,7 @@ class TrainerConfig(Section):
             f"least one prompt, so use at most {prompts}",
         )
 
-    def unread(self) -> Iterator[tuple[str, str]]:
+    def ineffective_if_given(self) -> Iterator[tuple[str, str]]:
         if self.warmup_steps == 0:
             for name in _WARMUP_FIELDS:
                 yield f"warmup_{name}", "with trainer.warmup_steps 0, which turns supervised steps off; remove it"

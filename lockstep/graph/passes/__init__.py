@@ -39,11 +39,11 @@ class Pass:
 def pipeline(config: CompileConfig, sharded: bool = False, on_gpu: bool = False) -> list[Pass]:
     """The passes of `config.passes` that the rest of the configuration enables, in order. `sharded`: graphs have
     collectives. `InputError`: a user's function cannot be found."""
-    c, budget = config, int(config.activation_memory_gib * 2**30)
+    c, budget, patterns = config, int(config.activation_memory_gib * 2**30), config.recompute_patterns
     shipped = {
         "canonicalize": _make_pass("canonicalize", canonicalize) if c.canonicalize else None,
         "keep_logits": _make_pass("keep_logits", keep_logits) if c.keeps_logits else None,
-        "recompute": _make_pass("recompute", recompute, patterns=c.made_again) if c.made_again else None,
+        "recompute": _make_pass("recompute", recompute, patterns=patterns) if patterns else None,
         "fit": _make_pass("fit", fit, budget=budget) if c.activation_memory_gib > 0 else None,
         "reshard": _make_pass("reshard", reshard) if sharded and c.reshard_after_forward else None,
         "bucket": _make_pass("bucket", bucket) if sharded and c.bucket_collectives else None,

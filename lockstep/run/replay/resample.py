@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...config import EARLIER, RunConfig, yaml_file
+from ...config import LEGACY_CONFIG, RunConfig, yaml_file
 from ...errors import refuse
 from ...rl.loop import Loop
 from ...rl.sample_again import sample_again
 from ...rl.sft_warmup import sft_warmup
 from ...serve.rollouts import serve_rollouts
 from ...session.build import TrainingSession, resolve
-from ...session.signals import ended_by_signals, raise_received
+from ...session.signals import raise_on_signals, reraise_received
 from ...session.warm_up import warm_up
 from ...types import TRAIN_DOMAIN, SampleIdentity
 from .. import checkpoint
@@ -50,7 +50,7 @@ class ReplayResult:
         return f"{what}: bitwise identical ({compared})"
 
 
-@ended_by_signals()
+@raise_on_signals()
 def replay(run_dir: Path, trajectory: str, call_tools: bool = False, note: Note = lambda text: None) -> ReplayResult:
     """Sample trajectory STEP/GROUP/SAMPLE of `rollouts.jsonl` again with the weights of that step, taken from a
     checkpoint or remade by training from an earlier one or from the beginning. With `call_tools` the environment is
@@ -58,7 +58,7 @@ def replay(run_dir: Path, trajectory: str, call_tools: bool = False, note: Note 
     there is no such trajectory or the run cannot be continued as it was. Writes nothing."""
     step, group, sample = parse_trajectory(trajectory)
     record, recorded = recorded_sample(run_dir, step, group, sample)
-    config = resolve(yaml_file.load(run_dir / "config.yaml", begin=EARLIER))
+    config = resolve(yaml_file.load(run_dir / "config.yaml", base=LEGACY_CONFIG))
     refuse(
         call_tools and config.loss.dynamic_sampling,
         "--call-tools needs to know the data row, which loss.dynamic_sampling does not record; leave it out",
@@ -92,7 +92,7 @@ def _loop_at_step(config: RunConfig, run_dir: Path, step: int, note: Note) -> tu
     warm_up(loop.run)
     with serve_rollouts(loop.run):
         for redone in range(start, step):
-            raise_received()
+            reraise_received()
             note(f"step {redone + 1} is done again, of {step} before the trajectory's")
             loop.step(redone)
     return loop, step - start

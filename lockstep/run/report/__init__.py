@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...config.yaml_file import flat
+from ...config.yaml_file import flatten
 from ..display import PHASE_NAMES
 from ..metrics import format_number, success_metric
 from ..timeline import TIMELINE_FILE
@@ -153,7 +153,7 @@ def _figure_rows(records: Sequence[Record]) -> list[list[str]]:
 
 
 def _differences(records: Sequence[Record]) -> list[list[Any]]:
-    flats = [flat(r.config) if r.config is not None else {} for r in records]
+    flats = [flatten(r.config) if r.config is not None else {} for r in records]
     names = {name: None for values in flats for name in values}
     rows = [[name, *(values.get(name, "-") for values in flats)] for name in names]
     return [row for row in rows if any(value != row[1] for value in row[2:])]

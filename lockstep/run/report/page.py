@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...config.yaml_file import dotted
+from ...config.yaml_file import dotted_items
 from ...errors import InputError
 from ..metrics import atomic_write, format_number
 from .charts import COLOURS
@@ -42,7 +42,12 @@ def _templates() -> Any:
         lstrip_blocks=True,
     )
     found.globals["COLOURS"] = COLOURS
-    found.filters |= {"text": format_text, "duration": format_duration, "preformatted": preformatted, "dotted": dotted}
+    found.filters |= {
+        "text": format_text,
+        "duration": format_duration,
+        "preformatted": preformatted,
+        "dotted": dotted_items,
+    }
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...config import RunConfig
 from ...config.recipes import RECIPES
-from ...config.yaml_file import flat, load
+from ...config.yaml_file import flatten, load
 from ...errors import InputError, refuse
 from ...json_file import read_json
 from ..metrics import METRICS_FILE, ROLLOUTS_FILE, SUMMARY_FILE, WAITS_FILE, name_read_errors, read_records
@@ -151,8 +151,8 @@ def changed_fields(record: Record) -> list[tuple[str, Any, Any]]:
         return []
     name = record.config.recipe
     begin = RECIPES.get(name, lambda model: RunConfig(recipe=name, model=None))
-    default = flat(begin(record.config.model)) | {"model": begin(None).model}
-    return [(name, value, default[name]) for name, value in flat(record.config).items() if value != default[name]]
+    default = flatten(begin(record.config.model)) | {"model": begin(None).model}
+    return [(name, value, default[name]) for name, value in flatten(record.config).items() if value != default[name]]
 
 
 def as_float(value: Any) -> float | None:

@@ -8,10 +8,10 @@ from typing import Any
 from ...environments.remote import Remote
 from ...errors import InputError
 from ...session.build import TrainingSession
-from ...session.evaluation import Played
+from ...session.evaluation import EvaluationContext
 
 
-def serve_rollouts(run: TrainingSession | Played) -> AbstractContextManager[Any]:
+def serve_rollouts(run: TrainingSession | EvaluationContext) -> AbstractContextManager[Any]:
     """A context in which the rollouts of a run with a `Remote` environment are served; with any other environment it
     does nothing. `InputError`: the extra `serve` is not installed, or the address cannot be listened on."""
     if not issubclass(run.environment, Remote):

@@ -16,7 +16,7 @@ from fastapi import Request
 from ...environments.environment import Turn
 from ...environments.remote import BUSY, LIMIT, OVER, Remote, TurnRefused
 from ...session.build import TrainingSession
-from ...session.evaluation import Played
+from ...session.evaluation import EvaluationContext
 from ...types import SampleIdentity, Segment, Trajectory
 from ..batcher import Job, Update
 from ..bodies import SamplingFields, TokenSampling
@@ -26,7 +26,7 @@ from ..service import Service
 from ..settings import Settings
 from ..ticket import Ticket
 
-Playing = TrainingSession | Played  # whose rollouts are played
+Playing = TrainingSession | EvaluationContext  # whose rollouts are played
 _STATUS = {OVER: 410, LIMIT: 400, BUSY: 409}  # by the code of `TurnRefused`
 _CODES = {OVER: "rollout_over", LIMIT: "context_length_exceeded"}
 
@@ -35,7 +35,7 @@ class RolloutService(Service):
     def __init__(self, run: Playing, environment: type[Remote], settings: Settings) -> None:
         super().__init__(run.policy, run.engine, settings, run.context, run.config.seed)
         self.desk, self.sampling, self._seed = environment.desk, replace(run.sampling, n=1), run.config.seed
-        self._most_prompt_tokens = run.most_prompt_tokens
+        self._max_prompt_tokens = run.max_prompt_tokens
         self._stops = {*self.sampling.stop_token_ids, *run.policy.model.config.eos_token_ids}
         self._given: WeakKeyDictionary[Remote, int] = WeakKeyDictionary()  # assistant messages in the first prompt
         self._turns: dict[Job, asyncio.Task[None]] = {}
@@ -83,7 +83,7 @@ class RolloutService(Service):
         return found
 
     def open_ticket(self, request: Request, jobs: list[Job], stream: bool = False) -> Ticket:
-        begun, most = bool(self.rollout(request).turns), self._most_prompt_tokens
+        begun, most = bool(self.rollout(request).turns), self._max_prompt_tokens
         if len(jobs) > 1:
             raise bad_field("prompt", f"there are {len(jobs)} prompts; a turn of a rollout has one")
         if not begun and most is not None and (count := len(jobs[0].prompt_ids)) > most:

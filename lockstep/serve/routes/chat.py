@@ -11,8 +11,8 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
-from ...session.text.messages import BESIDE_TOOLS, check_variables, checked_chat, checked_tools
-from ...session.text.tool_calls import CALL_ID, ToolCall, ToolFormat
+from ...session.text.messages import RESERVED_WITH_TOOLS, check_variables, normalize_chat, validate_tools
+from ...session.text.tool_calls import CALL_ID_LENGTH, ToolCall, ToolFormat
 from ...types import Trajectory
 from ..batcher import Update
 from ..bodies import ChatBody, read_body
@@ -29,7 +29,7 @@ async def complete_chat(service: Service, request: Request) -> Response:
     service.check_model(body.model)
     if body.top_logprobs:
         raise bad_field("top_logprobs", "top_logprobs must be 0: there are log-probabilities of sampled tokens alone")
-    messages = service.with_sampled_tokens(request, checked_chat(body.messages))
+    messages = service.with_sampled_tokens(request, normalize_chat(body.messages))
     form = _tool_format(service, body)
     variables = {**service.policy.template_variables, **_template_variables(service, body)}
     if form is not None and form.tools:
@@ -39,7 +39,7 @@ async def complete_chat(service: Service, request: Request) -> Response:
     service.metrics.turns.labels("kept").inc(prompt.kept)
     service.metrics.turns.labels("encoded_again").inc(prompt.encoded_again)
     if form is not None:
-        form = replace(form, thinks=prompt.thinks)
+        form = replace(form, opens_thought=prompt.thinks)
     service.ensure_seed(body)
     job = service.job(prompt.token_ids, body, _max_tokens(service, body, prompt), "messages")
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
@@ -50,7 +50,7 @@ async def complete_chat(service: Service, request: Request) -> Response:
 def _template_variables(service: Service, body: ChatBody) -> dict[str, Any]:
     effort = {"reasoning_effort": body.reasoning_effort} if body.reasoning_effort else {}
     template = service.policy.tokenizer.chat_template
-    check_variables(template, body.chat_template_kwargs, "chat_template_kwargs", BESIDE_TOOLS)
+    check_variables(template, body.chat_template_kwargs, "chat_template_kwargs", RESERVED_WITH_TOOLS)
     check_variables(template, effort, "")
     return {**body.chat_template_kwargs, **effort}
 
@@ -59,12 +59,12 @@ def _tool_format(service: Service, body: ChatBody) -> ToolFormat | None:
     """How tool calls and thoughts are read from the answer; None: the template has no known format."""
     if body.tool_choice not in ("auto", "none"):
         raise bad_field("tool_choice", 'tool_choice must be "auto" or "none": sampling is not constrained')
-    tools = checked_tools(body.tools)
+    tools = validate_tools(body.tools)
     tools = tools if body.tool_choice == "auto" else []
     if service.tool_format is None and tools:
         message = "the model's chat template has no tools, or calls them in a form that is not known here"
         raise bad_field("tools", message)
-    return service.tool_format and service.tool_format.reading(tools)
+    return service.tool_format and service.tool_format.for_tools(tools)
 
 
 def _max_tokens(service: Service, body: ChatBody, prompt: ChatPrompt) -> int:
@@ -90,13 +90,13 @@ def _extra_fields(text_request: TextRequest, said: str, calls: list[ToolCall]) -
     """The fields of an answer's message besides its content: tool calls, and thoughts that are not part of it."""
     assert text_request.form is not None or not calls
     shown = [_call(call) for call in calls]
-    thought = text_request.form.thoughts(said) if text_request.form is not None else ""
+    thought = text_request.form.extract_thinking(said) if text_request.form is not None else ""
     return ({"tool_calls": shown} if shown else {}) | ({"reasoning": thought} if thought else {})
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": call.id or uuid.uuid4().hex[:CALL_ID], "type": "function", "function": function}
+    return {"id": call.id or uuid.uuid4().hex[:CALL_ID_LENGTH], "type": "function", "function": function}
 
 
 def _logprobs(text_request: TextRequest, sampled: Trajectory | Update) -> dict[str, Any] | None:

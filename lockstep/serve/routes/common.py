@@ -53,7 +53,9 @@ class TextRequest:
     def decode(self, token_ids: list[int]) -> str:
         """Sampled tokens as text, as `form` reads it; with special tokens if the client asks for them."""
         policy = self.service.policy
-        return policy.as_read(token_ids, self.form) if self.body.skip_special_tokens else policy.with_special(token_ids)
+        if self.body.skip_special_tokens:
+            return policy.decode_for(token_ids, self.form)
+        return policy.decode_with_special_tokens(token_ids)
 
     @property
     def stops(self) -> StopStrings:

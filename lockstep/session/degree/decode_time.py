@@ -12,7 +12,7 @@ from ..memory import MemoryPlan, Workload
 
 
 @dataclass(frozen=True)
-class Exchanged:
+class CollectiveTimes:
     """Seconds that tensor-parallel ranks spend on collectives: per layer, and once per step in the head."""
 
     layer: float = 0.0
@@ -58,18 +58,18 @@ class DecodeTime:
     exchanges: float
 
     @staticmethod
-    def of(w: Workload, load: Load, bandwidth: float, exchanged: Exchanged) -> DecodeTime:
+    def of(w: Workload, load: Load, bandwidth: float, collectives: CollectiveTimes) -> DecodeTime:
         """The time for a workload, from measured memory bandwidth (bytes per second) and times of collectives.
 
         Assumes that every expert is read, the embedding table only if it is the head, and completions are half done.
         """
         c, ranks = w.model, load.ranks
-        table = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
+        unread = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
         tokens = w.longest_prompt + w.config.max_response_length / 2
-        cached = load.rows * tokens * bytes_per_token(c.per_rank(ranks), w.dtype)
-        read = (num_parameters(c) - table) * w.b / ranks
-        waited = c.num_layers * exchanged.layer + exchanged.head
-        return DecodeTime(load, read / bandwidth, cached / bandwidth, waited)
+        cache_bytes = load.rows * tokens * bytes_per_token(c.per_rank(ranks), w.dtype)
+        weight_bytes = (num_parameters(c) - unread) * w.b / ranks
+        exchanges = c.num_layers * collectives.layer + collectives.head
+        return DecodeTime(load, weight_bytes / bandwidth, cache_bytes / bandwidth, exchanges)
 
     @property
     def step(self) -> float:
@@ -85,7 +85,7 @@ class DecodeTime:
         parts = {f"{n}_ms": 1e3 * getattr(self, n) for n in ("step", "weights", "cache", "exchanges", "of_all")}
         return asdict(self.load) | {name: float(f"{value:.4g}") for name, value in parts.items()}
 
-    def line(self) -> str:
+    def describe(self) -> str:
         load = self.load
         waves = f" in {load.waves} waves" if load.waves > 1 else ""
         parts = ", ".join(f"{n} {1e3 * getattr(self, n):.3g}" for n in ("weights", "cache", "exchanges"))

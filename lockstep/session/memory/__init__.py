@@ -1,16 +1,22 @@
 """The plan of a run's GPU memory, term by term, before anything is loaded, and what to change if it does not fit."""
 
 from .plan import MemoryPlan, plan
-from .remedies import adapted, as_run, in_larger_groups, refusal, remedies
+from .remedies import (
+    adapt_config,
+    enlarge_generator_groups,
+    fit_generator_groups,
+    refusal_message,
+    suggest_remedies,
+)
 from .terms import GIB, STATE_ON_HOST
 from .usage import (
-    holds_copy,
-    memory_at_hand,
+    available_memory,
+    explain_out_of_memory,
+    has_room_for_copy,
+    measure_memory,
     model_config,
     require_host_room,
     require_room,
-    running_out_named,
-    used,
     workload,
 )
 from .workload import Workload

@@ -3,7 +3,7 @@
 Letters: N parameters, R ranks, S and G the tensor-parallel sizes of trainer and generator, b bytes of an element of the
 compute dtype (2 on a GPU), L layers, T packed tokens and C scored ones of the largest micro-batch, D hidden, E fused
 projection, A query heads, K key/value heads, H head dim, F feed-forward, V vocabulary, X experts, k experts of a token.
-`kept` and what a backward pass writes in addition are those of the captured graph;
+`activations` and what a backward pass writes in addition are those of the captured graph;
 `tests/session/test_memory_terms.py` compares them with the bytes that a trace of each model family keeps.
 """
 
@@ -28,7 +28,7 @@ LOGIT_ROWS = 1024  # rows of logits in a chunk (`ops.logprobs.operator.CHUNK`)
 GRADIENT_CHUNK = 256 << 20  # bytes of the logits' gradients in a chunk (`ops.logprobs.triton_backward.CHUNK_BYTES`)
 CONTEXT = int(0.9 * GIB)  # CUDA's context, the libraries' workspaces, loaded kernels
 # The part of it before anything is loaded; an estimate, below the final size (0.78 GiB on an H200).
-BEGUN = int(0.7 * GIB)
+CONTEXT_AT_START = int(0.7 * GIB)
 RING = PEER = int(0.5 * GIB)  # NCCL's buffers for an axis; and, with all-to-alls, for each other rank on it
 MOST_PEERS = 7  # other ranks of a host
 ALLOCATOR = 1 / 64  # fraction of what is allocated
@@ -43,7 +43,7 @@ HASHES = 256 << 20  # bytes that `graph.check.fingerprints` works in
 
 def weights(w: Workload) -> int:
     """`N b`: the generator's weights, whole or its tensor-parallel part. The trainer's `shard` is in addition to it."""
-    return num_parameters(w.model, w.generating) * w.b
+    return num_parameters(w.model, w.generator_mesh) * w.b
 
 
 def shard(w: Workload) -> int:
@@ -71,15 +71,19 @@ def host(w: Workload, checks: bool) -> dict[str, int]:
     """What a process takes of the host's memory, by name: `12 n` for offloaded masters and moments, and `12 n` for the
     copy that a checkpoint is written from; at the start what `reading` takes, and where graphs are checked, the part of
     `state_copies` that is not on the device."""
-    taken = {STATE_ON_HOST: w.offloads, SAVED_COPY: w.config.checkpoint.interval > 0}
-    found = {READING: reading(w)} | {name: 12 * w.layout.size for name, there in taken.items() if there}
-    copied = max(0, state_copies(w) - copies_here(w)) if checks and w.on_gpu else 0
-    return found | ({COPIED: copied} if copied else {})
+    found = {READING: reading(w)}
+    if w.offloads:
+        found[STATE_ON_HOST] = 12 * w.layout.size
+    if w.config.checkpoint.interval > 0:
+        found[SAVED_COPY] = 12 * w.layout.size
+    if checks and w.on_gpu and (copied := max(0, state_copies(w) - device_copies(w))):
+        found[COPIED] = copied
+    return found
 
 
 def reading(w: Workload) -> int:
     """A chunk of a model's files, or the largest random tensor, drawn in float32."""
-    return CHUNK_BYTES if w.config.model is not None else 4 * w.largest
+    return CHUNK_BYTES if w.config.model is not None else 4 * w.largest_parameter
 
 
 def gradients(w: Workload) -> int:
@@ -101,7 +105,7 @@ def cache(w: Workload, tokens: int) -> int:
     return (tokens // page + 1) * page * (each + 4 * (w.model.moe_layers > 0))
 
 
-def supports(w: Workload) -> int:
+def sampling_supports(w: Workload) -> int:
     """`V / 8` for each completion token of a step whose sampling support is kept for later updates: with one iteration
     not those of the first mini-batch, with a single update or no filter none."""
     c = w.config
@@ -128,7 +132,7 @@ class Recomputed(NamedTuple):
 NOTHING = Recomputed()
 
 
-def layer_kept(w: Workload, layer: int, recomputed: bool = False) -> int:
+def layer_activations(w: Workload, layer: int, recomputed: bool = False) -> int:
     """Bytes per token that a layer's forward pass keeps for its backward pass; `recomputed`: if it is.
 
     These are the residual stream twice and each norm's input or output, `(2 + norms) D b`; attention; and `(2 / S + 1)
@@ -137,18 +141,18 @@ def layer_kept(w: Workload, layer: int, recomputed: bool = False) -> int:
     c, experts = w.model, w.model.is_moe(layer)
     if recomputed:
         latent = c.num_heads * c.mla.v_dim * w.b if c.mla is not None and w.tp == 1 else 0
-        return c.hidden_size * w.b + latent + (_routed_outside(w) if experts else 0)
-    of_heads = "q_norm", "k_norm"  # counted by `_attention_kept`
-    norms = sum(name.endswith("norm") and name not in of_heads for name in w.vectors[layer])
-    attention = _attention_kept(w, layer) if c.mla is None else _latent_kept(w)
-    feed_forward = _experts_kept(w) if experts else _gated(w, c.intermediate_size)
+        return c.hidden_size * w.b + latent + (_expert_module_outputs(w) if experts else 0)
+    of_heads = "q_norm", "k_norm"  # counted by `_attention_activations`
+    norms = sum(name.endswith("norm") and name not in of_heads for name in w.layer_parameters[layer])
+    attention = _attention_activations(w, layer) if c.mla is None else _latent_activations(w)
+    feed_forward = _expert_activations(w) if experts else _gated_activations(w, c.intermediate_size)
     return (2 + norms) * c.hidden_size * w.b + attention + feed_forward
 
 
 def layer_elementwise(w: Workload, layer: int) -> int:
-    """The part of `layer_kept` that elementwise operators recompute, without tensor parallelism: outputs of norms that
-    products read, `D b` each; rotated queries and keys, `(A + K) H b`, or normed latents; and `F b` of a dense
-    feed-forward, or the experts' activations."""
+    """The part of `layer_activations` that elementwise operators recompute, without tensor parallelism: outputs of
+    norms that products read, `D b` each; rotated queries and keys, `(A + K) H b`, or normed latents; and `F b` of a
+    dense feed-forward, or the experts' activations."""
     c, m, width = w.model, w.model.mla, w.model.intermediate_size
     if m is None:
         rotated = (c.num_heads + c.num_kv_heads) * c.head_dim
@@ -160,24 +164,24 @@ def layer_elementwise(w: Workload, layer: int) -> int:
     return (block.num_pre_norms * c.hidden_size + rotated + width) * w.b
 
 
-def _gated(w: Workload, width: int) -> int:
+def _gated_activations(w: Workload, width: int) -> int:
     """Kept by a feed-forward: this rank's columns of both projections, and the whole gated activation."""
     return (2 * width // w.tp + width) * w.b
 
 
-def _attention_kept(w: Workload, layer: int) -> int:
+def _attention_activations(w: Workload, layer: int) -> int:
     """`((E + (A + K) H + A H) b + 4 A) / S`: the projection, rotated queries and keys, the output, and log-sum-exps.
     With norms that span the heads the projection again, `E b`; with tensor parallelism instead the gathered queries and
     keys, `(A + K) H b`. With tensor parallelism also the gathered output, `A H b`."""
     c = w.model
     heads, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    spanning = w.vectors[layer].get("q_norm", 0) > c.head_dim
+    spanning = w.layer_parameters[layer].get("q_norm", 0) > c.head_dim
     own = ((heads + 2 * keys) + (heads + keys) + heads) * w.b + 4 * c.num_heads
     normed = heads + (2 if w.tp == 1 else 1) * keys
     return own // w.tp + normed * spanning * w.b + heads * w.b * (w.tp > 1)
 
 
-def _latent_kept(w: Workload) -> int:
+def _latent_activations(w: Workload) -> int:
     """The same for latent attention: both latents before and after their norms, queries projected and absorbed, the
     rotated parts before and after, and the weighted sums of latents and values."""
     c, m = w.model, w.model.mla
@@ -191,7 +195,7 @@ def _latent_queries(c: ModelConfig, m: MLAConfig) -> int:
     return c.num_heads * (m.nope_dim + m.rope_dim + 2 * m.rope_dim + 2 * m.kv_rank)
 
 
-def _routed_outside(w: Workload) -> int:
+def _expert_module_outputs(w: Workload) -> int:
     """The outputs of the modules of a mixture of experts: of the norm before them, the router and its plan, and the
     experts' rows before and after, `(D + (1 + 1 / S) k D) b + 28 k`."""
     c, moe = w.model, w.model.moe
@@ -200,24 +204,24 @@ def _routed_outside(w: Workload) -> int:
     return (c.hidden_size + slots * (c.hidden_size + c.hidden_size // w.tp)) * w.b + 28 * slots
 
 
-def _experts_kept(w: Workload) -> int:
-    """All that a mixture of experts keeps except for the norm's output: `_routed_outside`, its activations (shared
-    experts' too) of `(2 / S + 1) k F b`, and `4 X` of the router."""
+def _expert_activations(w: Workload) -> int:
+    """All that a mixture of experts keeps except for the norm's output: `_expert_module_outputs`, its activations
+    (shared experts' too) of `(2 / S + 1) k F b`, and `4 X` of the router."""
     c, moe = w.model, w.model.moe
     assert moe is not None
     width = (moe.num_experts_per_token + moe.shared_experts) * moe.intermediate_size
-    return _routed_outside(w) + _gated(w, width) - c.hidden_size * w.b + 4 * moe.num_experts
+    return _expert_module_outputs(w) + _gated_activations(w, width) - c.hidden_size * w.b + 4 * moe.num_experts
 
 
-def kept(w: Workload, recomputed: Recomputed = NOTHING) -> int:
-    """What the forward pass keeps of T tokens besides what is `recomputed`: the layers' (`layer_kept`), the
+def activations(w: Workload, recomputed: Recomputed = NOTHING) -> int:
+    """What the forward pass keeps of T tokens besides what is `recomputed`: the layers' (`layer_activations`), the
     embedded tokens, the rotary table, and for C rows the head's input and results."""
     c, tokens = w.model, w.shape.tokens
     rope = c.mla.rope_dim if c.mla is not None else c.head_dim
     layers = 0
     for layer in range(c.num_layers):
         whole = layer < recomputed.layers
-        layers += layer_kept(w, layer, whole)
+        layers += layer_activations(w, layer, whole)
         if recomputed.elementwise:  # in layers that are recomputed whole, the norm's output before experts
             layers -= c.hidden_size * w.b * c.is_moe(layer) if whole else layer_elementwise(w, layer)
     scored = w.shape.completion_tokens * (c.hidden_size * w.b + 40)
@@ -232,10 +236,10 @@ def head(w: Workload, recomputed: bool = True) -> int:
     c, rows = w.model, -(-w.shape.completion_tokens // w.tp)
     chunk = min(GRADIENT_CHUNK, rows * c.vocab_size * w.b)
     if recomputed:
-        forward, there = min(rows, 2 * LOGIT_ROWS) * c.vocab_size * 4, chunk * 4 // w.b
+        forward, in_backward = min(rows, 2 * LOGIT_ROWS) * c.vocab_size * 4, chunk * 4 // w.b
     else:
-        forward = there = logits(w)
-    backward = table(w) + there + chunk + rows * c.hidden_size * (4 + w.b)
+        forward = in_backward = logits(w)
+    backward = head_weight(w) + in_backward + chunk + rows * c.hidden_size * (4 + w.b)
     return max(forward, backward) + w.shape.tokens * c.hidden_size * w.b
 
 
@@ -244,7 +248,7 @@ def logits(w: Workload) -> int:
     return -(-w.shape.completion_tokens // w.tp) * w.model.vocab_size * 4
 
 
-def table(w: Workload) -> int:
+def head_weight(w: Workload) -> int:
     """`V D b`: the weights of the LM head."""
     return w.model.vocab_size * w.model.hidden_size * w.b
 
@@ -265,19 +269,19 @@ def layer_weights(w: Workload, model: ModelConfig | None = None) -> int:
     """The mean bytes of a layer's parameters on this rank, before sharding along `fsdp`; of `w.model` or of `model`."""
     c = model or w.model
     tables = c.vocab_size * c.hidden_size * (1 if c.tie_word_embeddings else 1 + 1 / w.tp)
-    return (num_parameters(c, w.training) - int(tables)) // c.num_layers * w.b
+    return (num_parameters(c, w.trainer_mesh) - int(tables)) // c.num_layers * w.b
 
 
-def working(w: Workload, recomputed: Recomputed = NOTHING) -> int:
-    """The most in addition to `kept` at one time: the head's, or the backward pass of a layer with what it recomputes.
-    A tied head's gradient lives until the embedding's."""
+def workspace(w: Workload, recomputed: Recomputed = NOTHING) -> int:
+    """The most in addition to `activations` at one time: the head's, or the backward pass of a layer with what it
+    recomputes. A tied head's gradient lives until the embedding's."""
     c = w.model
-    last, anew = c.num_layers - 1, 0
+    last, recomputed_bytes = c.num_layers - 1, 0
     if recomputed.layers > last:
-        anew = layer_kept(w, last) - layer_kept(w, last, True)
+        recomputed_bytes = layer_activations(w, last) - layer_activations(w, last, recomputed=True)
     elif recomputed.elementwise:
-        anew = layer_elementwise(w, last)
-    layer = layer_backward(w) + anew * w.shape.tokens + table(w) * c.tie_word_embeddings
+        recomputed_bytes = layer_elementwise(w, last)
+    layer = layer_backward(w) + recomputed_bytes * w.shape.tokens + head_weight(w) * c.tie_word_embeddings
     return max(head(w, recomputed.logits), layer)
 
 
@@ -287,7 +291,7 @@ def transit(w: Workload) -> int:
     if not w.sharded:
         return 0
     gathered = (1 + 1 / w.groups) * (w.zero_stage == 3)
-    return int((4 + 2 * gathered) * layer_weights(w) + (1 + gathered) * table(w))
+    return int((4 + 2 * gathered) * layer_weights(w) + (1 + gathered) * head_weight(w))
 
 
 # ---- what the graphs' pool holds at other times, one of these at a time ----
@@ -297,13 +301,13 @@ def prefill(w: Workload) -> int:
     """A mixed step of prompt tokens and a row per sequence: `(4 D + (1 + 2 / G) F) b` per token, `2 k D b` more with
     experts, and the queries of latent attention; and the logits of every row, twice, or three times a rank's columns of
     them where they are exchanged between tensor-parallel ranks."""
-    c, g, together = w.model, w.config.generator, w.config.parallel.generator_tp
+    c, g, tp = w.model, w.config.generator, w.config.parallel.generator_tp
     rows = min(w.sequences, g.max_num_seqs)
     slots = 0 if c.moe is None else c.moe.num_experts_per_token
     wide = c.intermediate_size if c.moe is None else slots * c.moe.intermediate_size
-    queries = 0 if c.mla is None else _latent_queries(c, c.mla) // together
-    per_token = ((4 + 2 * slots) * c.hidden_size + wide + 2 * wide // together + queries) * w.b
-    logits = (2 if together == 1 else 3) * rows * c.vocab_size * 4 // together
+    queries = 0 if c.mla is None else _latent_queries(c, c.mla) // tp
+    per_token = ((4 + 2 * slots) * c.hidden_size + wide + 2 * wide // tp + queries) * w.b
+    logits = (2 if tp == 1 else 3) * rows * c.vocab_size * 4 // tp
     return (rows + g.max_num_batched_tokens) * per_token + logits
 
 
@@ -311,26 +315,26 @@ def scoring(w: Workload, by_layer: bool) -> int:
     """Scoring a micro-batch by the reference or teacher: `(3 D + 3 F) b` per token, and the head's logits; with several
     ranks the gathered weights: two layers' and both tables (`by_layer`), or all at once, `M b / S`."""
 
-    def of(c: ModelConfig) -> int:
+    def bytes_for(c: ModelConfig) -> int:
         tables = 2 * c.vocab_size * c.hidden_size * w.b
         wide = c.intermediate_size if c.moe is None else c.moe.num_experts_per_token * c.moe.intermediate_size
         logits = min(w.shape.completion_tokens, 2 * LOGIT_ROWS) * c.vocab_size * 4
-        most = num_parameters(c, w.training if is_divisible(c, w.tp) else ONE_RANK) * w.b
-        gathered = min(most, 2 * layer_weights(w, c) + tables if by_layer else most) * w.sharded
+        whole = num_parameters(c, w.trainer_mesh if is_divisible(c, w.tp) else ONE_RANK) * w.b
+        gathered = min(whole, 2 * layer_weights(w, c) + tables if by_layer else whole) * w.sharded
         return w.shape.tokens * 3 * (c.hidden_size + wide) * w.b + logits + gathered
 
-    return max(map(of, w.frozen), default=0)
+    return max(map(bytes_for, w.frozen), default=0)
 
 
-def eager(w: Workload) -> int:
+def eager_check(w: Workload) -> int:
     """The largest eager call of the start-up check, which recomputes every layer in the backward pass and accumulates
     gradients one by one: `T D b` per layer, and the head's or a layer's work; with several ranks a gradient in transit
     and, unless ranks hold whole weights, the gathered weights of a layer and both tables."""
     c, tokens = w.model, w.shape.tokens
     layers = tokens * c.hidden_size * w.b * (c.num_layers + 1)
-    layer = layer_kept(w, c.num_layers - 1) * tokens + layer_backward(w)
-    gathered = (layer_weights(w) + 2 * table(w)) * (w.sharded and not w.reads_own)
-    return layers + max(head(w), table(w) + layer) + 2 * table(w) * w.sharded + gathered
+    layer = layer_activations(w, c.num_layers - 1) * tokens + layer_backward(w)
+    gathered = (layer_weights(w) + 2 * head_weight(w)) * (w.sharded and not w.holds_whole_weights)
+    return layers + max(head(w), head_weight(w) + layer) + 2 * head_weight(w) * w.sharded + gathered
 
 
 def machine_check(w: Workload, recomputed: Recomputed) -> int:
@@ -339,11 +343,11 @@ def machine_check(w: Workload, recomputed: Recomputed) -> int:
     feed-forward: its weight, and its inputs and outputs twice."""
     c = w.model
     wide = 2 * c.intermediate_size if c.moe is None else 2 * c.moe.intermediate_size
-    of_head = table(w) + 2 * LOGIT_ROWS * c.vocab_size * 4
+    of_head = head_weight(w) + 2 * LOGIT_ROWS * c.vocab_size * 4
     if not recomputed.logits:
         rows = -(-w.shape.completion_tokens // w.tp)
         chain = min(rows, CHAIN_ROWS) * c.vocab_size * 4
-        of_head = max(of_head, table(w) + rows * c.hidden_size * w.b + logits(w) + chain)
+        of_head = max(of_head, head_weight(w) + rows * c.hidden_size * w.b + logits(w) + chain)
     of_rows = w.shape.tokens * (2 * wide + 2 * c.hidden_size) * w.b + wide * c.hidden_size * w.b
     return max(of_head, of_rows) + DRAWN * 4
 
@@ -354,12 +358,12 @@ def state_copies(w: Workload) -> int:
     that hold whole weights remake all from these before the first update. Gradients are 0, and so are moments except
     for a checkpoint's, whose graphs have mostly passed before. With offloading nothing is copied. What exceeds
     `MOST_COPIED` is copied to the host."""
-    if w.offloads or w.sharded and w.reads_own and not w.config.trainer.warmup_steps:
+    if w.offloads or w.sharded and w.holds_whole_weights and not w.config.trainer.warmup_steps:
         return 0
     return masters(w) // (1 if w.config.trainer.warmup_steps else 2) or w.layout.size * w.b
 
 
-def copies_here(w: Workload) -> int:
+def device_copies(w: Workload) -> int:
     """The part of `state_copies` on the device. A new run plans for what it would copy if it were resumed."""
     return 0 if w.offloads else min(state_copies(w) or masters(w), MOST_COPIED)
 

@@ -21,11 +21,12 @@ from ...models.hf.folder import read_config
 from ...models.init import architecture
 from ...trainer import Trainer
 from .plan import MemoryPlan, plan
-from .remedies import refusal
-from .terms import BEGUN, GIB, STATE_ON_HOST, communicators
+from .remedies import refusal_message
+from .terms import CONTEXT_AT_START, GIB, STATE_ON_HOST, communicators
 from .workload import Workload
 
-STEP = GIB // 8  # unavailable memory is rounded up to this, so that plans, and thus stored graphs, do not vary with it
+# Unavailable memory is rounded up to a multiple of this, so that plans, and thus stored graphs, do not vary with it.
+ROUNDING = GIB // 8
 
 
 def model_config(config: RunConfig) -> ModelConfig:
@@ -46,49 +47,49 @@ def workload(config: RunConfig, ranks: int, on_gpu: bool, model: ModelConfig, **
     return Workload(model, config, ranks, dtype, frozen=frozen, on_gpu=on_gpu, **prompts)
 
 
-def memory_at_hand(device: torch.device, world: World = ONE_PROCESS) -> int:
+def available_memory(device: torch.device, world: World = ONE_PROCESS) -> int:
     """The bytes that this process may take. Of a GPU: all that others do not use, measured before anything but CUDA and
     NCCL is loaded (what these take beyond their plan counts as others'). Of a host, or of what a container may use of
     it: an equal share for each process of the machine, or less where the address space is limited."""
     if device.type != "cuda":
-        whole, of_group, limit = memory_bytes(device), cgroup_memory_limit(), address_space_limit()
-        share = (whole if of_group is None else min(whole, of_group)) // local_world_size()
-        return share if limit is None else min(share, limit)
+        whole, group_limit, address_limit = memory_bytes(device), cgroup_memory_limit(), address_space_limit()
+        share = (whole if group_limit is None else min(whole, group_limit)) // local_world_size()
+        return share if address_limit is None else min(share, address_limit)
     if torch.cuda.memory_allocated(device):
         gc.collect()  # earlier models are in reference cycles with the programs that ran them
         clear_matmul_workspaces()  # which keep the pools of failed runs alive
     torch.cuda.empty_cache()  # frees what measuring the links left
     free, total = torch.cuda.mem_get_info(device)
-    beyond = max(0, total - free - BEGUN - communicators(world.axes))
-    return total - -(-beyond // STEP) * STEP
+    unavailable = max(0, total - free - CONTEXT_AT_START - communicators(world.axes))
+    return total - -(-unavailable // ROUNDING) * ROUNDING
 
 
 def require_room(w: Workload, memory: int) -> MemoryPlan:
     """The plan of a workload. If it does not fit, raises an `InputError` that says what would."""
     found = plan(w, memory)
     if not found.fits:
-        raise InputError(refusal(w, found))
+        raise InputError(refusal_message(w, found))
     return found
 
 
 def require_host_room(found: MemoryPlan) -> None:
     """Raise `InputError` if this process's share of the host's memory does not hold the plan's offloaded state."""
-    needed, there = found.host.get(STATE_ON_HOST, 0), memory_at_hand(torch.device("cpu"))
-    if needed > there:
+    needed, available = found.host.get(STATE_ON_HOST, 0), available_memory(torch.device("cpu"))
+    if needed > available:
         raise InputError(
             f"optimizer.offload needs {needed / GIB:.1f} GiB of the host's memory a process, and there are "
-            f"{there / GIB:.1f}; use more GPUs, over which masters and moments are sharded, or leave it off"
+            f"{available / GIB:.1f}; use more GPUs, over which masters and moments are sharded, or leave it off"
         )
 
 
-def holds_copy(found: MemoryPlan, device: torch.device) -> bool:
+def has_room_for_copy(found: MemoryPlan, device: torch.device) -> bool:
     """Whether the host terms, including the copy that a checkpoint is written from, fit in four fifths of the host
     memory at hand; the rest is for all else, above all the page cache."""
     taken = sum(found.host.values()) + (found.total if device.type == "cpu" else 0)
-    return taken <= 0.8 * memory_at_hand(torch.device("cpu"))
+    return taken <= 0.8 * available_memory(torch.device("cpu"))
 
 
-def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]:
+def measure_memory(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]:
     """GiB that the plan's terms take now, as far as known, and the totals that the device's driver reports."""
     optimizer, flat, device = trainer.optimizer, trainer.flat, trainer.flat.data.device
     rounded = flat.data.dtype != flat.dtype  # the shard is the masters, rounded when gathered
@@ -96,10 +97,11 @@ def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]
     def on_device(tensor: torch.Tensor) -> int:
         return tensor.nbytes if tensor.device == device else 0
 
-    kept = {p.data.untyped_storage().data_ptr(): p.data.untyped_storage().nbytes() for p in trainer.model.parameters()}
+    storages = [parameter.data.untyped_storage() for parameter in trainer.model.parameters()]
+    weights = {storage.data_ptr(): storage.nbytes() for storage in storages}
     sizes = {
-        "weights": sum(kept.values()),
-        "shard of the weights": 0 if flat.data.untyped_storage().data_ptr() in kept or rounded else flat.data.nbytes,
+        "weights": sum(weights.values()),
+        "shard of the weights": 0 if flat.data.untyped_storage().data_ptr() in weights or rounded else flat.data.nbytes,
         "masters": 0 if optimizer.master is flat.data and not rounded else on_device(optimizer.master),
         "moments": on_device(optimizer.exp_avg) + on_device(optimizer.exp_avg_sq),
         "gradients": flat.grad.nbytes + (0 if flat.cells is None else flat.cells.nbytes),
@@ -118,7 +120,7 @@ def used(trainer: Trainer, cache: KVCache, runtime: Runtime) -> dict[str, float]
 
 
 @contextmanager
-def running_out_named(table: Callable[[], str], world: World) -> Iterator[None]:
+def explain_out_of_memory(table: Callable[[], str], world: World) -> Iterator[None]:
     """A context that turns an out-of-memory error into an `InputError` with the process, its plan and the remedy."""
     try:
         yield
@@ -128,12 +130,12 @@ def running_out_named(table: Callable[[], str], world: World) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         where = f" on rank {world.rank} ({socket.gethostname()})" if world.size > 1 else ""
-        said = (str(error) or type(error).__name__).splitlines()[0].split(". ")
+        sentences = (str(error) or type(error).__name__).splitlines()[0].split(". ")
         planned = f"; it was planned as\n{terms}\n" if (terms := table()) else ". "
         if (limit := address_space_limit()) is not None:
             planned += f"This process may address {limit / GIB:.2f} GiB (ulimit -v): raise that where it ran out. "
         raise InputError(
-            f"memory ran out{where}: {'. '.join(said[:2])}{planned}Lower --trainer.max-tokens-per-micro-batch or "
+            f"memory ran out{where}: {'. '.join(sentences[:2])}{planned}Lower --trainer.max-tokens-per-micro-batch or "
             "--generator.kv-cache-tokens, set --compile.recompute full, or use more GPUs; `lockstep plan` shows what "
             "fits"
         ) from error

@@ -39,7 +39,7 @@ class Workload:
     frozen: Sequence[ModelConfig] = ()
     on_gpu: bool = True
 
-    def having(self, section: str, **settings: Any) -> Workload:
+    def with_settings(self, section: str, **settings: Any) -> Workload:
         """The workload with other settings in a section of the configuration."""
         changed = replace(getattr(self.config, section), **settings)
         return replace(self, config=replace(self.config, **{section: changed}))
@@ -64,16 +64,16 @@ class Workload:
     @property
     def sequences(self) -> int:
         """The most completions that this process's group generates at once, for training or validation."""
-        return max(self.trained_sequences, -(-self.config.task.validation_prompts // self.generating_groups))
+        return max(self.trained_sequences, -(-self.config.task.validation_prompts // self.generator_groups))
 
     @property
     def trained_sequences(self) -> int:
         """The completions that this process's group generates for a step."""
         c = self.config
-        return -(-c.trainer.prompts_per_step // self.generating_groups) * c.sampling.num_generations
+        return -(-c.trainer.prompts_per_step // self.generator_groups) * c.sampling.num_generations
 
     @property
-    def generating_groups(self) -> int:
+    def generator_groups(self) -> int:
         """The number of groups of processes that generate together, to which prompts are dealt."""
         return self.ranks // self.config.parallel.generator_tp or 1
 
@@ -96,18 +96,18 @@ class Workload:
     def zero_stage(self) -> int:
         """What processes shard. 2: gradients and optimizer state, as the generator's whole weights are trained on.
         3: the weights too."""
-        return self.config.parallel.zero_stage or (2 if self.reads_own else 3)
+        return self.config.parallel.zero_stage or (2 if self.holds_whole_weights else 3)
 
     @property
-    def reads_own(self) -> bool:
+    def holds_whole_weights(self) -> bool:
         """Whether a rank holds the weights whole, and generates with and trains on the same ones."""
         return self.config.parallel.tp == self.config.parallel.generator_tp == 1
 
     @property
     def axes(self) -> Sequence[Axis]:
         """The axes that graphs have collectives along."""
-        together, lanes = self.config.parallel.generator_tp, self.cells.ranks_per_cell
-        return World(size=self.ranks, tp=self.tp, generator_tp=together, ranks_per_cell=lanes).axes
+        generator_tp, lanes = self.config.parallel.generator_tp, self.cells.ranks_per_cell
+        return World(size=self.ranks, tp=self.tp, generator_tp=generator_tp, ranks_per_cell=lanes).axes
 
     @property
     def cells(self) -> Cells:
@@ -132,22 +132,22 @@ class Workload:
         return _decoder(self.model, self.dtype)
 
     @cached_property
-    def vectors(self) -> Sequence[Mapping[str, int]]:
+    def layer_parameters(self) -> Sequence[Mapping[str, int]]:
         """For each layer, the sizes of its own parameters (not those of its modules), by name."""
         return [{name: p.numel() for name, p in layer.named_parameters(recurse=False)} for layer in self.decoder.layers]
 
     @cached_property
-    def largest(self) -> int:
+    def largest_parameter(self) -> int:
         """The number of elements of the largest parameter."""
         return max(parameter.numel() for parameter in self.decoder.parameters())
 
     @property
-    def training(self) -> Mesh:
+    def trainer_mesh(self) -> Mesh:
         """The mesh that the trained model is sharded over (`fsdp` aside)."""
         return Mesh(tp=Axis("tp", self.tp))
 
     @property
-    def generating(self) -> Mesh:
+    def generator_mesh(self) -> Mesh:
         """The mesh that the generator's model is sharded over."""
         return Mesh(tp=Axis("tp", self.config.parallel.generator_tp))
 
@@ -156,20 +156,26 @@ class Workload:
         """The number of parameters, padded, that this rank has of the models that are only read."""
         if not self.sharded:
             return sum(map(num_parameters, self.frozen))
-        alone = [not is_divisible(model, self.tp) for model in self.frozen]  # these are replicated over `tp`
-        meshes = [Mesh() if whole else self.training for whole in alone]
-        decoders = [_decoder(model, self.dtype) for model in self.frozen]
-        return sum(self._laid_out(decoder, on=mesh).size for decoder, mesh in zip(decoders, meshes, strict=True))
+        count = 0
+        for model in self.frozen:
+            mesh = self.trainer_mesh if is_divisible(model, self.tp) else Mesh()  # replicated over `tp`
+            count += self._layout_of(_decoder(model, self.dtype), mesh).size
+        return count
 
     @cached_property
     def layout(self) -> Layout:
         """The layout of the trained parameters in a rank's flat buffer."""
-        return self._laid_out(self.decoder, frozen_parameters(self.decoder, self.config.optimizer))
+        return self._layout_of(
+            self.decoder, self.trainer_mesh, without=frozen_parameters(self.decoder, self.config.optimizer)
+        )
 
-    def _laid_out(self, decoder: Decoder, without: Collection[str] = (), on: Mesh | None = None) -> Layout:
-        named = [(name, tuple(p.shape)) for name, p in decoder.named_parameters() if name not in without]
-        placed, mesh = decoder.placements, on or self.training
-        return Layout.of([placed[name].part_shape(mesh, shape) for name, shape in named], self.groups)
+    def _layout_of(self, decoder: Decoder, mesh: Mesh, without: Collection[str] = ()) -> Layout:
+        shapes = [
+            decoder.placements[name].part_shape(mesh, tuple(parameter.shape))
+            for name, parameter in decoder.named_parameters()
+            if name not in without
+        ]
+        return Layout.of(shapes, self.groups)
 
 
 @cache

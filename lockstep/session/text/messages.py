@@ -12,19 +12,19 @@ from ...errors import FieldError
 from .tool_calls import Tool
 
 Message = dict[str, Any]
-BESIDE_TOOLS = (*TEMPLATE_ARGUMENTS, "tools")  # reserved variable names where a request has tools of its own
+RESERVED_WITH_TOOLS = (*TEMPLATE_ARGUMENTS, "tools")  # reserved variable names where a request has tools of its own
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
 
 
-def checked_chat(messages: Any, where: str = "messages") -> list[Message]:
+def normalize_chat(messages: Any, where: str = "messages") -> list[Message]:
     """The messages as chat templates take them: text as one string, arguments of tool calls as objects. Raises
     `FieldError` naming the invalid part."""
     if not isinstance(messages, list) or not messages:
         raise FieldError(where, f"{where} must be a list of at least one message")
-    return [_message(message, f"{where}[{i}]") for i, message in enumerate(messages)]
+    return [_normalize_message(message, f"{where}[{i}]") for i, message in enumerate(messages)]
 
 
-def checked_tools(tools: Sequence[Any]) -> list[Tool]:
+def validate_tools(tools: Sequence[Any]) -> list[Tool]:
     """The tools, checked to have the form of OpenAI's API. Raises `FieldError` for one that does not."""
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
@@ -48,7 +48,7 @@ def check_variables(template: Any, variables: Any, where: str, fixed: Sequence[s
             raise FieldError(field, f"{field} has no effect: the model's chat template does not read it")
 
 
-def _message(message: Any, where: str) -> Message:
+def _normalize_message(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
         raise FieldError(where, f"{where} must be an object with role and content")
     role = message.get("role")
@@ -56,22 +56,22 @@ def _message(message: Any, where: str) -> Message:
         raise FieldError(
             f"{where}.role", f"{where}.role is {role!r:.40}; it must be one of {', '.join(sorted(_ROLES))}"
         )
-    given = {name: value for name, value in message.items() if value is not None}
-    given["role"] = "system" if role == "developer" else role
-    if "content" not in given and not (role == "assistant" and given.get("tool_calls")):
+    result = {name: value for name, value in message.items() if value is not None}
+    result["role"] = "system" if role == "developer" else role
+    calls, calls_field = result.get("tool_calls", []), f"{where}.tool_calls"
+    if "content" not in result and not (role == "assistant" and calls):
         raise FieldError(f"{where}.content", f"{where}.content is missing")
-    given["content"] = _text(given.get("content", ""), f"{where}.content")
-    calls, place = given.get("tool_calls", []), f"{where}.tool_calls"
+    result["content"] = _join_text(result.get("content", ""), f"{where}.content")
     if not isinstance(calls, list):
-        raise FieldError(place, f"{place} must be a list")
+        raise FieldError(calls_field, f"{calls_field} must be a list")
     if calls:
-        given["tool_calls"] = [_tool_call(call, f"{place}[{i}]") for i, call in enumerate(calls)]
+        result["tool_calls"] = [_normalize_tool_call(call, f"{calls_field}[{i}]") for i, call in enumerate(calls)]
     else:
-        given.pop("tool_calls", None)
-    return given
+        result.pop("tool_calls", None)
+    return result
 
 
-def _text(content: Any, where: str) -> str:
+def _join_text(content: Any, where: str) -> str:
     """The content as one string; a list of parts, which must be text, is joined."""
     if isinstance(content, str):
         return content
@@ -83,20 +83,19 @@ def _text(content: Any, where: str) -> str:
     return "".join(part["text"] for part in content)
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _normalize_tool_call(call: Any, where: str) -> dict[str, Any]:
     """The call with its arguments as an object, which each template formats in its own way."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise FieldError(f"{where}.function", f"{where}.function must be an object with a name")
-    arguments = function.get("arguments") if function.get("arguments") is not None else {}
+    field, arguments = f"{where}.function.arguments", function.get("arguments")
+    if arguments is None:
+        arguments = {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise FieldError(
-                f"{where}.function.arguments", f"{where}.function.arguments is no JSON: {error}"
-            ) from error
+            raise FieldError(field, f"{field} is no JSON: {error}") from error
     if not isinstance(arguments, dict):
-        what = f"must be an object, or one as JSON text; it is {arguments!r:.40}"
-        raise FieldError(f"{where}.function.arguments", f"{where}.function.arguments {what}")
+        raise FieldError(field, f"{field} must be an object, or one as JSON text; it is {arguments!r:.40}")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}

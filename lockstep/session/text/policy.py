@@ -16,9 +16,9 @@ from ...models.tokenizer import encode_following, encode_prompt, encode_text, ma
 from ...types import Segment
 from .messages import check_variables
 from .tool_calls import Tool, ToolFormat
-from .tool_formats import FORMATS, may_be_special, tool_format
+from .tool_formats import FORMATS, may_use_special_tokens, tool_format
 
-PROBED_GROUPS = 1024  # at most so many prompts of the first step are measured to plan the KV cache
+MAX_PROBED_GROUPS = 1024  # at most so many prompts of the first step are measured to plan the KV cache
 
 
 @dataclass
@@ -40,9 +40,9 @@ class Policy:
     ) -> list[int]:
         """Token ids of a prompt: text, or messages shown by the chat template with these tools and `more` variables."""
         require_prompt_fits(prompt, self.model.config.max_position_embeddings, self.max_token_bytes)
-        return encode_prompt(self.tokenizer, prompt, self._variables(tools) | (more or {}))
+        return encode_prompt(self.tokenizer, prompt, self._variables_with(tools) | (more or {}))
 
-    def _variables(self, tools: Sequence[Tool]) -> dict[str, Any]:
+    def _variables_with(self, tools: Sequence[Tool]) -> dict[str, Any]:
         return self.template_variables | ({"tools": list(tools)} if tools else {})
 
     @cached_property
@@ -65,27 +65,30 @@ class Policy:
         if messages is None:
             raise InputError("the environment gave messages after a text prompt; give text, or begin with messages")
         ends = [self.tokenizer.decode([token]) for token in self.model.config.eos_token_ids]
-        return encode_following(self.tokenizer, messages, given, self._variables(tools), ends)
+        return encode_following(self.tokenizer, messages, given, self._variables_with(tools), ends)
 
     @property
     def tokens(self) -> Tokens:
         return self.tokens_with(())
 
-    def _said(self, turn: Segment, tools: Sequence[Tool] = ()) -> Said:
+    def _parse_turn(self, turn: Segment, tools: Sequence[Tool] = ()) -> Said:
         assert self.tool_format is not None
         form = replace(self.tool_format, tools=tuple(tools))
-        text = self.as_read(turn.token_ids, form) if form.special else turn.text
+        text = self.decode_for(turn.token_ids, form) if form.special_token else turn.text
         message, malformed = form.message(text)
         return Said(message, malformed, form.in_chat(text, message, malformed))
 
-    def as_read(self, token_ids: list[int], form: ToolFormat | None) -> str:
+    def decode_for(self, token_ids: list[int], form: ToolFormat | None) -> str:
         """Text of a completion as `form` parses it: with special tokens if the format uses them."""
-        return self.decode(token_ids) if form is None or not form.special else self.with_special(token_ids)
+        if form is not None and form.special_token:
+            return self.decode_with_special_tokens(token_ids)
+        return self.decode(token_ids)
 
-    def with_special(self, token_ids: list[int]) -> str:
+    def decode_with_special_tokens(self, token_ids: list[int]) -> str:
         """Text of a completion with special tokens, except a final end-of-sequence token."""
-        ended = token_ids[-1:] != [] and token_ids[-1] in self.model.config.eos_token_ids
-        return self.tokenizer.decode(token_ids[: len(token_ids) - ended], skip_special_tokens=False)
+        if token_ids and token_ids[-1] in self.model.config.eos_token_ids:
+            token_ids = token_ids[:-1]
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
@@ -94,31 +97,32 @@ class Policy:
 
     def tokens_with(self, tools: Sequence[Tool]) -> Tokens:
         """`tokens` for a model that may call these tools. Raises `InputError` if its template has no known format."""
-        form = self.tool_format if tools or may_be_special(self.tokenizer) else None
+        form = self.tool_format if tools or may_use_special_tokens(self.tokenizer) else None
         if tools and form is None:
             raise InputError(
                 f"the model's chat template teaches no form of tool calls that is known ({', '.join(FORMATS)}), so it "
                 "cannot call tools; use another model, or an environment that reads calls itself"
             )
         encode, following = partial(self.encode, tools=tools), partial(self.encode_following, tools=tools)
-        said = partial(self._said, tools=tools) if tools or (form is not None and form.special) else plain
+        said = partial(self._parse_turn, tools=tools) if tools or (form is not None and form.special_token) else plain
         return Tokens(encode, following, self.tokenizer.decode, said, self.tokens_with, self.tokenizer)
 
-    def shown_with(self, tools: Sequence[Tool]) -> Encode:
+    def prompt_encoder(self, tools: Sequence[Tool]) -> Encode:
         """An encoder of a task's prompts with these tools; text is then made a chat, for the template to show tools."""
         encode = self.tokens_with(tools).prompt
         return (lambda prompt: encode(as_chat(prompt))) if tools else encode
 
-    def least(self, environment: type[Environment]) -> Encode:
+    def shortest_prompt_encoder(self, environment: type[Environment]) -> Encode:
         """The same with whichever of the environment's sets of tools takes the fewest tokens."""
-        shown = list(map(self.shown_with, environment.toolsets()))
-        return lambda prompt: min((encode(prompt) for encode in shown), key=len)
+        encoders = list(map(self.prompt_encoder, environment.toolsets()))
+        return lambda prompt: min((encode(prompt) for encode in encoders), key=len)
 
     def longest_prompt(self, task: Task, environment: type[Environment], groups: int) -> tuple[int, str]:
         """The longest prompt of the first step and of validation: tokens, tools included, and its problem's origin."""
-        problems = [task.train_problem(0, g) for g in range(min(groups, PROBED_GROUPS))] + task.validation_problems()
-        shown = map(self.shown_with, environment.toolsets())
-        return max((_length(encode, problem), problem.origin) for encode in shown for problem in problems)
+        problems = [task.train_problem(0, group) for group in range(min(groups, MAX_PROBED_GROUPS))]
+        problems += task.validation_problems()
+        encoders = map(self.prompt_encoder, environment.toolsets())
+        return max((_length(encode, problem), problem.origin) for encode in encoders for problem in problems)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a completion, without special tokens."""

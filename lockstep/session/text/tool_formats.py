@@ -11,38 +11,41 @@ from typing import Any
 from ...errors import InputError
 from ...models.tokenizer import render_chat
 from .tool_calls import (
-    CALL_ID,
+    CALL_ID_LENGTH,
     Parsed,
     Tool,
     ToolCall,
     ToolFormat,
-    before,
     begins_thought,
-    call_of,
-    loads,
+    length_before,
+    parse_call,
+    parse_json,
     refuse_constant,
 )
 
-_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+_OPEN_TAG, _CLOSE_TAG = "<tool_call>", "</tool_call>"
 
 
-def _between(text: str, read: Callable[[str], ToolCall | None]) -> Parsed:
+def _parse_between_tags(text: str, read: Callable[[str], ToolCall | None]) -> Parsed:
     """Calls between `<tool_call>` and `</tool_call>`, any number of them."""
     calls: list[ToolCall] = []
     kept, place = "", 0
-    while (start := text.find(_OPENING, place)) >= 0 and (end := text.find(_CLOSING, start)) >= 0:
-        start = text.rfind(_OPENING, start, end)  # a second opening mark restarts the call
-        call = read(text[start + len(_OPENING) : end])
-        end += len(_CLOSING)
-        kept += text[place:start] if call else text[place:end]
-        calls += [call] if call else []
+    while (start := text.find(_OPEN_TAG, place)) >= 0 and (end := text.find(_CLOSE_TAG, start)) >= 0:
+        start = text.rfind(_OPEN_TAG, start, end)  # a second opening mark restarts the call
+        call = read(text[start + len(_OPEN_TAG) : end])
+        end += len(_CLOSE_TAG)
+        if call is None:
+            kept += text[place:end]
+        else:
+            kept += text[place:start]
+            calls.append(call)
         place = end
     return kept + text[place:], calls
 
 
-def _hermes(text: str, _: Sequence[Tool]) -> Parsed:
+def _parse_hermes(text: str, _: Sequence[Tool]) -> Parsed:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen2.5, Qwen3)."""
-    return _between(text, lambda inner: call_of(loads(inner), ("arguments",)))
+    return _parse_between_tags(text, lambda inner: parse_call(parse_json(inner), ("arguments",)))
 
 
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]+)>(.*)</function>\s*", re.DOTALL)
@@ -51,29 +54,29 @@ _NAME = re.compile(r"\s*([^<>\s]+)(.*)", re.DOTALL)
 _ARGUMENT = re.compile(r"<arg_key>([^<>]+)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 
 
-def _coder(text: str, tools: Sequence[Tool]) -> Parsed:
+def _parse_coder(text: str, tools: Sequence[Tool]) -> Parsed:
     """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>` (Qwen3-Coder, Qwen3.5)."""
-    return _between(text, lambda inner: _typed(_FUNCTION.fullmatch(inner), _PARAMETER, tools))
+    return _parse_between_tags(text, lambda inner: _build_call(_FUNCTION.fullmatch(inner), _PARAMETER, tools))
 
 
-def _glm(text: str, tools: Sequence[Tool]) -> Parsed:
+def _parse_glm(text: str, tools: Sequence[Tool]) -> Parsed:
     """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...</tool_call>` (GLM-4.5)."""
-    return _between(text, lambda inner: _typed(_NAME.fullmatch(inner), _ARGUMENT, tools))
+    return _parse_between_tags(text, lambda inner: _build_call(_NAME.fullmatch(inner), _ARGUMENT, tools))
 
 
-def _typed(call: re.Match[str] | None, argument: re.Pattern[str], tools: Sequence[Tool]) -> ToolCall | None:
+def _build_call(call: re.Match[str] | None, argument: re.Pattern[str], tools: Sequence[Tool]) -> ToolCall | None:
     """A call from its name and arguments; None if there is other text among them. A value is a string if the tool's
     schema says so or it is not valid JSON, else the JSON value."""
     if call is None or argument.sub("", call[2]).strip():
         return None
-    types, arguments = _types(call[1], tools), dict[str, Any]()
+    types, arguments = _argument_types(call[1], tools), dict[str, Any]()
     for key, value in argument.findall(call[2]):
-        read_value = None if types.get(key) == "string" else loads(value)
+        read_value = None if types.get(key) == "string" else parse_json(value)
         arguments[key] = value if read_value is None and value.strip() != "null" else read_value
     return ToolCall(call[1], json.dumps(arguments, ensure_ascii=False))
 
 
-def _types(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
+def _argument_types(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
     for tool in tools:
         if tool["function"]["name"] == name:
             schema = tool["function"].get("parameters")
@@ -86,7 +89,7 @@ def _types(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
 _PYTHON_TAG = "<|python_tag|>"
 
 
-def _llama(text: str, _: Sequence[Tool]) -> Parsed:
+def _parse_llama(text: str, _: Sequence[Tool]) -> Parsed:
     """The whole text is `{"name": ..., "parameters": {...}}`, or several separated by semicolons (Llama 3)."""
     decoder = json.JSONDecoder(parse_constant=refuse_constant)
     calls: list[ToolCall] = []
@@ -96,7 +99,7 @@ def _llama(text: str, _: Sequence[Tool]) -> Parsed:
             value, end = decoder.raw_decode(rest)
         except (ValueError, RecursionError):
             return text, []
-        call = call_of(value, ("parameters", "arguments"))
+        call = parse_call(value, ("parameters", "arguments"))
         if call is None:
             return text, []
         calls.append(call)
@@ -117,7 +120,7 @@ _PARTS = re.compile("|".join(map(re.escape, _BETWEEN)))
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
 
 
-def _harmony(text: str, tools: Sequence[Tool]) -> Parsed:
+def _parse_harmony(text: str, tools: Sequence[Tool]) -> Parsed:
     """Messages in channels: one in `commentary` to `functions.NAME` is a call; `analysis` is a thought and left out
     (gpt-oss)."""
     calls: list[ToolCall] = []
@@ -129,11 +132,14 @@ def _harmony(text: str, tools: Sequence[Tool]) -> Parsed:
             continue
         name = _callee(found)
         if name is None:
-            kept += [found["body"]] * (found["channel"] != "analysis")
+            if found["channel"] != "analysis":
+                kept.append(found["body"])
             continue
-        call = call_of({"name": name, "arguments": loads(found["body"])}, ("arguments",)) if tools else None
-        calls += [call] if call else []
-        kept += [] if call else [part]
+        call = parse_call({"name": name, "arguments": parse_json(found["body"])}, ("arguments",)) if tools else None
+        if call is None:
+            kept.append(part)
+        else:
+            calls.append(call)
     return "".join(kept), calls
 
 
@@ -142,49 +148,55 @@ def _callee(message: re.Match[str]) -> str | None:
     return recipient[1] if recipient is not None and message["channel"] == "commentary" else None
 
 
-def _settled(text: str) -> int:
+def _harmony_stable_length(text: str) -> int:
     """The length of all finished messages, and of the last one before any possible end mark unless it is a call."""
     start = max((part.end() for part in _PARTS.finditer(text)), default=0)
     found = _MESSAGE.fullmatch(text, start)
     if found is None or _callee(found) is not None:
         return start
-    return start + min(before(text[start:], mark) for mark in _BETWEEN)
+    return start + min(length_before(text[start:], mark) for mark in _BETWEEN)
 
 
 _CALLS = "[TOOL_CALLS]"
 _NAMED_CALL = re.compile(r"\s*([^\s\[{]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(\{.*)", re.DOTALL)
 
 
-def _mistral(text: str, tools: Sequence[Tool]) -> Parsed:
+def _parse_mistral(text: str, tools: Sequence[Tool]) -> Parsed:
     """`[TOOL_CALLS] [{"name": ..., "arguments": {...}, "id": ...}, ...]`, or with newer tokenizers one
     `[TOOL_CALLS]NAME[ARGS]{...}` per call (Mistral)."""
     said, *parts = text.split(_CALLS)
     values: list[Any] = []
     for part in parts:
         if (named := _NAMED_CALL.fullmatch(part)) is not None:
-            values.append({"name": named[1], "id": named[2], "arguments": loads(named[3])})
+            values.append({"name": named[1], "id": named[2], "arguments": parse_json(named[3])})
         else:
-            found = loads(part)
+            found = parse_json(part)
             values += found if isinstance(found, list) and found else [found]
-    calls = [call_of(value, ("arguments",)) for value in values]
-    well = [call for call in calls if call is not None]
-    return (said, well) if tools and well and len(well) == len(calls) else (text, [])
+    calls = [call for value in values if (call := parse_call(value, ("arguments",))) is not None]
+    return (said, calls) if tools and calls and len(calls) == len(values) else (text, [])
 
 
-def _analysis(text: str) -> str:
-    found = map(_MESSAGE.fullmatch, _PARTS.split(text))
-    return "\n".join(one["body"] for one in found if one is not None and one["channel"] == "analysis")
+def _extract_analysis(text: str) -> str:
+    messages = map(_MESSAGE.fullmatch, _PARTS.split(text))
+    return "\n".join(found["body"] for found in messages if found is not None and found["channel"] == "analysis")
 
 
-_HARMONY = ToolFormat(("to=functions.",), False, _harmony, special="<|channel|>", thinking=_analysis, settled=_settled)
+_HARMONY = ToolFormat(
+    ("to=functions.",),
+    only_at_start=False,
+    parser=_parse_harmony,
+    special_token="<|channel|>",
+    thinking=_extract_analysis,
+    stable_length=_harmony_stable_length,
+)
 
 FORMATS = {
-    "Hermes and Qwen": ToolFormat((_OPENING,), False, _hermes),
-    "Qwen-Coder": ToolFormat((_OPENING,), False, _coder),
-    "GLM": ToolFormat((_OPENING,), False, _glm),
-    "Llama 3": ToolFormat(("{", _PYTHON_TAG), True, _llama),
+    "Hermes and Qwen": ToolFormat((_OPEN_TAG,), False, _parse_hermes),
+    "Qwen-Coder": ToolFormat((_OPEN_TAG,), False, _parse_coder),
+    "GLM": ToolFormat((_OPEN_TAG,), False, _parse_glm),
+    "Llama 3": ToolFormat(("{", _PYTHON_TAG), True, _parse_llama),
     "gpt-oss": _HARMONY,
-    "Mistral": ToolFormat((_CALLS,), False, _mistral, special=_CALLS),
+    "Mistral": ToolFormat((_CALLS,), False, _parse_mistral, special_token=_CALLS),
 }
 
 _PROBE: Tool = {
@@ -195,31 +207,33 @@ _PROBE: Tool = {
         "parameters": {"type": "object", "properties": {"x": {"type": "integer", "description": "A number."}}},
     },
 }
-_ASKED, _CALLED = "What is the question?", {"name": "probe", "arguments": {"x": 1}}
+_PROBE_QUESTION, _PROBE_CALL = "What is the question?", {"name": "probe", "arguments": {"x": 1}}
 
 
-def may_be_special(tokenizer: Any) -> bool:
+def may_use_special_tokens(tokenizer: Any) -> bool:
     """Whether the chat template names a special token of a format. Does not render it, which would import Jinja."""
     template = str(tokenizer.chat_template or "")
-    return any(form.special in template for form in FORMATS.values() if form.special)
+    return any(form.special_token in template for form in FORMATS.values() if form.special_token)
 
 
 def tool_format(tokenizer: Any, variables: dict[str, Any] | None = None) -> ToolFormat | None:
     """The format of the tokenizer's chat template with these variables: the one whose parser recovers a call that the
     template rendered. None if the template shows no tools or its format is not known here."""
-    user = {"role": "user", "content": _ASKED}
-    calls = [{"type": "function", "id": "0" * CALL_ID, "function": _CALLED}]
+    user = {"role": "user", "content": _PROBE_QUESTION}
+    calls = [{"type": "function", "id": "0" * CALL_ID_LENGTH, "function": _PROBE_CALL}]
     call = {"role": "assistant", "content": "", "tool_calls": calls}
+    variables = {**(variables or {}), "tools": [_PROBE]}
     try:
-        shown = render_chat(tokenizer, [user], {**(variables or {}), "tools": [_PROBE]})
-        text = render_chat(tokenizer, [user, call], {**(variables or {}), "tools": [_PROBE]})
+        shown = render_chat(tokenizer, [user], variables)
+        text = render_chat(tokenizer, [user, call], variables)
     except InputError:
         return None
     if "A number." not in shown:
         return None
-    said = text[len(shown) :] if text.startswith(shown) else text[text.rfind(_ASKED) + len(_ASKED) :]
+    said = text[len(shown) :] if text.startswith(shown) else text[text.rfind(_PROBE_QUESTION) + len(_PROBE_QUESTION) :]
     parts = said.split(tokenizer.eos_token) if tokenizer.eos_token else [said]
     wanted = [ToolCall("probe", '{"x": 1}')]
-    read = (form for form in FORMATS.values() if any(form.parser(part, (_PROBE,))[1] == wanted for part in parts))
-    form = next(read, None)
-    return form and replace(form, thinks=begins_thought(shown))
+    for form in FORMATS.values():
+        if any(form.parser(part, (_PROBE,))[1] == wanted for part in parts):
+            return replace(form, opens_thought=begins_thought(shown))
+    return None

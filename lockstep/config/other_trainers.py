@@ -1,6 +1,6 @@
 """The flags here for other trainers' flags and keys; `docs/porting.md` has a complete list."""
 
-NAMES: dict[str, str] = {
+EQUIVALENT_FLAGS: dict[str, str] = {
     "adam-beta1": "--optimizer.beta1",
     "adam-beta2": "--optimizer.beta2",
     "adv-estimator": "--loss.loss-type",
@@ -42,7 +42,7 @@ NAMES: dict[str, str] = {
 }
 
 # Flags of other trainers without a counterpart here, and why.
-ABSENT = {
+UNSUPPORTED_FLAGS = {
     **dict.fromkeys(("lora-r", "lora-alpha", "use-peft"), "there is no LoRA here: all weights are trained"),
     **dict.fromkeys(("push-to-hub", "hub-model-id"), "nothing is uploaded: the run's model/ is a Hugging Face folder"),
     **dict.fromkeys(("n-gpus-per-node", "nnodes"), "as many as torchrun starts processes of lockstep"),
