@@ -147,10 +147,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "environments": (
         "rewards sandbox",
         "base calls environment",
-        "tokens",
+        "codec",
         "episodes remote tools",
         "adapters ranks",
-        "collect data tasks worked",
+        "collect data tasks worked_examples",
         "loading",
         ".",
     ),
@@ -161,7 +161,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "generate parity_check precompile",
         "evaluation",
     ),
-    "rl": ("dealing dynamic_sampling step_checks step_metrics token_advantages", "loop", "sample_again sft_warmup"),
+    "rl": ("batching dynamic_sampling step_checks step_metrics token_advantages", "loop", "resample sft_warmup"),
     "run": (
         "checkpoint.retention metrics",
         "checkpoint.files",

@@ -75,7 +75,7 @@ class Products(ToolEnvironment):
         a, b = self.numbers
         return Next(followed, {"called": CALLED * (turn.text == f"{CALL[0]}{a}{CALL[1]}{b}{CALL[2]}")})
 
-    def ended(self) -> End:
+    def make_end(self) -> End:
         product = str(multiply(*self.numbers))
         right = sum(a == b for a, b in zip(self.answer, product, strict=False)) / max(len(product), len(self.answer))
         return End({"solved": float(self.answer == product), "digits": DIGITS * right})

@@ -30,8 +30,8 @@ import torch
 from common import Report, random_model, seconds
 
 from lockstep.config import CompileConfig, GeneratorConfig
-from lockstep.environments import End, Environment, Failures, Limits, Problem, Tokens, Turn
-from lockstep.environments.episodes import Asked, Episode, Play, Round
+from lockstep.environments import ChatCodec, End, Environment, Failures, Limits, Problem, Turn
+from lockstep.environments.episodes import Episode, EpisodeContext, EpisodeRunner, GroupRequest
 from lockstep.generator import Engine, SharedWeights, plan_cache_tokens
 from lockstep.generator.sizes import row_buckets
 from lockstep.graph import Runtime
@@ -153,11 +153,11 @@ class Rounds:
         draw, case = random.Random(number), case or self.case
         made = type(kind.__name__, (kind,), {"case": case, "answers": self.answers})
         prompts = [draw.choices(range(256), k=case.prompt) for _ in range(case.prompts)]
-        asked = [Asked(g, Problem(prompt), g, f"group {g}") for g, prompt in enumerate(prompts)]
+        requests = [GroupRequest(g, Problem(prompt), g, f"group {g}") for g, prompt in enumerate(prompts)]
         sampler, limits = WholeTurns(self.engine), Limits(turns=case.turns)
-        tokens = Tokens(list, lambda messages, given: list(given))
-        play = Play(Round(made, tokens, lambda *_: sampler, limits, Failures(), self.timings))
-        found = play.run(asked, self.sampling(case.new), SampleIdentity(0, TRAIN_DOMAIN, number, 0))
+        codec = ChatCodec(list, lambda messages, given: list(given))
+        play = EpisodeRunner(EpisodeContext(made, codec, lambda *_: sampler, limits, Failures(), self.timings))
+        found = play.run(requests, self.sampling(case.new), SampleIdentity(0, TRAIN_DOMAIN, number, 0))
         return [episode for episodes in found for episode in episodes]
 
     def one_turn(self, number: int) -> None:

@@ -17,19 +17,20 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 }
 
 
-def algorithm_of(config: LossConfig) -> Algorithm:
+def make_algorithm(config: LossConfig) -> Algorithm:
     """The algorithm that `loss.loss_type` names, with the settings of `config`. A user's algorithm is tried on a few
     tokens. `InputError`: it cannot be loaded, violates `Algorithm`'s interface, lacks its teacher, or does not read a
     setting that was given."""
-    found = user_algorithm(config) if ":" in config.loss_type else ALGORITHMS[config.algorithm].of(config)
+    is_user_defined = ":" in config.loss_type
+    algorithm = user_algorithm(config) if is_user_defined else ALGORITHMS[config.algorithm].from_config(config)
     refuse(
-        found.has_teacher and config.teacher is None,
+        algorithm.has_teacher and config.teacher is None,
         f"loss.teacher is missing: loss_type {config.loss_type} learns from a model; give its folder or hub id",
     )
-    return found
+    return algorithm
 
 
-def supervised(config: LossConfig) -> Algorithm:
+def supervised_algorithm(config: LossConfig) -> Algorithm:
     """The algorithm of supervised steps, with the settings of `config` but without importance sampling, as no policy
     sampled the examples."""
-    return ALGORITHMS[SUPERVISED].of(replace(config, importance_sampling_mode=None))
+    return ALGORITHMS[SUPERVISED].from_config(replace(config, importance_sampling_mode=None))

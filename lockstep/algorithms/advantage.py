@@ -7,20 +7,21 @@ from collections.abc import Sequence
 from itertools import chain
 from statistics import mean, stdev
 
-# They keep quotients finite.
+# Added to divisors, which may be 0.
 _STD_EPSILON = 1e-4  # as in TRL's GRPO
 _VARIANCE_EPSILON = 1e-8  # for per-token advantages, as in TRL's PPO
 
 Rewards = Sequence[Sequence[float]]
 
 
-def whitened(values: Rewards) -> list[list[float]]:
+def normalize_over_step(values: Rewards) -> list[list[float]]:
+    """Values less their mean over all groups of the step, divided by their standard deviation."""
     flat = list(chain.from_iterable(values))
     center, scale = mean(flat), _std(flat) + _STD_EPSILON
     return [[(value - center) / scale for value in group] for group in values]
 
 
-def whiten(advantages: Rewards) -> list[list[float]]:
+def whiten_tokens(advantages: Rewards) -> list[list[float]]:
     """Per-token advantages of all samples, normalized to mean 0 and deviation 1, as in TRL's `PPOTrainer`."""
     flat = list(chain.from_iterable(advantages))
     center = math.fsum(flat) / max(len(flat), 1)
@@ -28,7 +29,7 @@ def whiten(advantages: Rewards) -> list[list[float]]:
     return [[(a - center) / math.sqrt(variance + _VARIANCE_EPSILON) for a in sample] for sample in advantages]
 
 
-def scaled(rewards: Rewards) -> list[list[float]]:
+def group_centered_advantages(rewards: Rewards) -> list[list[float]]:
     """Rewards less their group's mean, divided by the standard deviation of all these differences; exactly 0 in a group
     whose rewards are all equal."""
     found = group_advantages(rewards, "none")

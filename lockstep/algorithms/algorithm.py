@@ -38,7 +38,8 @@ class Algorithm:
     whole_sequences: ClassVar[bool] = False  # the loss has sums over sequences (`TokenValues.sequence_sum`)
 
     @classmethod
-    def of(cls, config: LossConfig) -> Self:
+    def from_config(cls, config: LossConfig) -> Self:
+        """The algorithm with the settings of `config` that are fields of it."""
         given = {f.name: getattr(config, f.name, None) for f in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
@@ -57,7 +58,8 @@ class Algorithm:
     def estimate(
         self, config: LossConfig, rewards: Rewards, values: Sequence[Sequence[float]]
     ) -> tuple[list[list[float]], list[list[float]]]:
-        """Per-token advantages (if `of_tokens`) and returns, which a critic learns, for each of a step's samples.
+        """For each of a step's samples, per-token advantages (if `has_token_advantages`), and returns, which a critic
+        learns.
 
         Args:
             rewards: the reward of each token, for all samples of the step that are trained on, on every rank: a turn's
@@ -105,7 +107,7 @@ class Algorithm:
         return weight_C * loss_C, clipped_C | cut_C
 
     @cached_property
-    def of_tokens(self) -> bool:
+    def has_token_advantages(self) -> bool:
         """Whether advantages are per token, by `estimate`; `advantages` then only decides what is trained on."""
         return self.has_critic
 
@@ -138,16 +140,16 @@ def mean_over_tokens(
     return [1.0 / total for _ in lengths]
 
 
-def any_group(_: Algorithm, rewards: Sequence[float]) -> bool:
+def keep_every_group(_: Algorithm, rewards: Sequence[float]) -> bool:
     """`Algorithm.keep` for algorithms that learn from every group."""
     return True
 
 
-def every_sample(_: Algorithm, config: LossConfig, rewards: Rewards) -> list[list[float]]:
+def unit_advantages(_: Algorithm, config: LossConfig, rewards: Rewards) -> list[list[float]]:
     """`Algorithm.advantages`, all 1, for algorithms that get them from the loss or from `estimate`."""
     return [[1.0] * len(group) for group in rewards]
 
 
-def nowhere(like_C: Tensor) -> Tensor:
+def not_clipped(like_C: Tensor) -> Tensor:
     """False for each token, for losses without clipping."""
     return torch.zeros_like(like_C, dtype=torch.bool)

@@ -24,6 +24,6 @@ class CISPO(Algorithm):
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
         cap = math.log(self.epsilon_high) if self.epsilon_high > 0 else -math.inf
         log_ratio_C = (values.logprob_C - values.old_logprob_C).detach()
-        weight_C = torch.exp(log_ratio_C.clamp(max=cap))
+        ratio_C = torch.exp(log_ratio_C.clamp(max=cap))
         clipped_C = (log_ratio_C > cap) & (values.advantage_C != 0)
-        return -weight_C * values.advantage_C * values.logprob_C, clipped_C
+        return -ratio_C * values.advantage_C * values.logprob_C, clipped_C

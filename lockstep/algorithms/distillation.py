@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .algorithm import Algorithm, any_group, every_sample, mean_over_tokens, nowhere
+from .algorithm import Algorithm, keep_every_group, mean_over_tokens, not_clipped, unit_advantages
 from .policy_terms import TokenValues
 
 
@@ -27,12 +27,12 @@ class Distillation(Algorithm):
     has_kl: ClassVar[bool] = False
     has_teacher: ClassVar[bool] = True
 
-    advantages = every_sample
-    keep = any_group
+    advantages = unit_advantages
+    keep = keep_every_group
     weights = mean_over_tokens
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
         assert values.ref_logprob_C is not None
         weight_C = torch.exp(values.model_logprob_C - values.old_logprob_C)
         divergence_C = (values.model_logprob_C - values.ref_logprob_C).detach()
-        return weight_C * divergence_C, nowhere(weight_C)
+        return weight_C * divergence_C, not_clipped(weight_C)

@@ -13,7 +13,7 @@ from .algorithm import mean_over_tokens
 from .grpo import GRPO
 from .policy_terms import TokenValues
 
-_MOST = 1 - 2**-24  # keeps the logarithm of 1 - p finite
+_MAX_PROBABILITY = 1 - 2**-24  # keeps the logarithm of 1 - p finite
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,14 @@ class DPPO(GRPO):
         above_C = (advantage_C > 0) & (log_ratio_C > 0) & (divergence_C > self.upper)
         below_C = (advantage_C < 0) & (log_ratio_C < 0) & (divergence_C > self.epsilon)
         masked_C = above_C | below_C
-        weight_C = torch.exp(log_ratio_C.clamp(max=math.log(self.clip_ratio_c)))
-        return -advantage_C * torch.where(masked_C, 0.0, weight_C) * values.logprob_C, masked_C
+        ratio_C = torch.exp(log_ratio_C.clamp(max=math.log(self.clip_ratio_c)))
+        return -advantage_C * torch.where(masked_C, 0.0, ratio_C) * values.logprob_C, masked_C
 
     def divergence(self, values: TokenValues) -> Tensor:
         """The divergence between the binary distributions, without gradient, [C]."""
-        now_C, then_C = (x.detach().exp().clamp(max=_MOST) for x in (values.logprob_C, values.old_logprob_C))
+        p_C = values.logprob_C.detach().exp().clamp(max=_MAX_PROBABILITY)
+        q_C = values.old_logprob_C.detach().exp().clamp(max=_MAX_PROBABILITY)
         if self.divergence_type == "binary_tv":
-            return (now_C - then_C).abs()
+            return (p_C - q_C).abs()
         log_ratio_C = (values.logprob_C - values.old_logprob_C).detach()
-        return -then_C * log_ratio_C + (1 - then_C) * (torch.log1p(-then_C) - torch.log1p(-now_C))
+        return -q_C * log_ratio_C + (1 - q_C) * (torch.log1p(-q_C) - torch.log1p(-p_C))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..config import LossConfig
-from .advantage import Rewards, generalized_advantages, whiten
-from .algorithm import any_group, every_sample, mean_over_tokens
+from .advantage import Rewards, generalized_advantages, whiten_tokens
+from .algorithm import keep_every_group, mean_over_tokens, unit_advantages
 from .grpo import GRPO
 from .policy_terms import TokenValues
 
@@ -34,17 +34,20 @@ class PPO(GRPO):
 
     has_critic: ClassVar[bool] = True
 
-    advantages = every_sample
-    keep = any_group
+    advantages = unit_advantages
+    keep = keep_every_group
     weights = mean_over_tokens
 
     def estimate(
         self, config: LossConfig, rewards: Rewards, values: Sequence[Sequence[float]]
     ) -> tuple[list[list[float]], list[list[float]]]:
-        pairs = zip(rewards, values, strict=True)
-        found = [generalized_advantages(r, v, config.gamma, config.lam) for r, v in pairs]
-        returns = [[a + v for a, v in zip(*pair, strict=True)] for pair in zip(found, values, strict=True)]
-        return whiten(found), returns
+        advantages: list[list[float]] = []
+        returns: list[list[float]] = []
+        for rewards_of_sample, values_of_sample in zip(rewards, values, strict=True):
+            estimates = generalized_advantages(rewards_of_sample, values_of_sample, config.gamma, config.lam)
+            advantages.append(estimates)
+            returns.append([a + v for a, v in zip(estimates, values_of_sample, strict=True)])
+        return whiten_tokens(advantages), returns
 
     def corrected_loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
         loss_C, clipped_C = super().corrected_loss(values)
@@ -54,5 +57,5 @@ class PPO(GRPO):
         """The critic's loss, [C]."""
         value_C, old_C, return_C = values.value_C, values.old_value_C, values.return_C
         assert value_C is not None and old_C is not None and return_C is not None
-        near_C = torch.clamp(value_C, old_C - self.cliprange_value, old_C + self.cliprange_value)
-        return 0.5 * torch.maximum((value_C - return_C).square(), (near_C - return_C).square())
+        clipped_C = torch.clamp(value_C, old_C - self.cliprange_value, old_C + self.cliprange_value)
+        return 0.5 * torch.maximum((value_C - return_C).square(), (clipped_C - return_C).square())

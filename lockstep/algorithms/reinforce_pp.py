@@ -8,8 +8,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from ..config import LossConfig
-from .advantage import Rewards, scaled, whiten, whitened
-from .algorithm import any_group, every_sample, mean_over_tokens
+from .advantage import Rewards, group_centered_advantages, normalize_over_step, whiten_tokens
+from .algorithm import keep_every_group, mean_over_tokens, unit_advantages
 from .grpo import GRPO
 
 
@@ -22,19 +22,19 @@ class ReinforcePP(GRPO):
     length; in verl it counts once per token."""
 
     @cached_property
-    def of_tokens(self) -> bool:
+    def has_token_advantages(self) -> bool:
         return self.kl_in_reward
 
     def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
-        return every_sample(self, config, rewards) if self.of_tokens else whitened(rewards)
+        return unit_advantages(self, config, rewards) if self.has_token_advantages else normalize_over_step(rewards)
 
     def estimate(
         self, config: LossConfig, rewards: Rewards, values: Sequence[Sequence[float]]
     ) -> tuple[list[list[float]], list[list[float]]]:
-        to_come = [list(accumulate(reversed(of_sample)))[::-1] for of_sample in rewards]
-        return whiten(to_come), to_come
+        returns = [list(accumulate(reversed(of_sample)))[::-1] for of_sample in rewards]
+        return whiten_tokens(returns), returns
 
-    keep = any_group
+    keep = keep_every_group
     weights = mean_over_tokens
 
 
@@ -44,6 +44,6 @@ class ReinforcePPBaseline(GRPO):
     in the step. The paper's KL term is in the loss, with `kl_estimator` k2."""
 
     def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
-        return scaled(rewards)
+        return group_centered_advantages(rewards)
 
     weights = mean_over_tokens

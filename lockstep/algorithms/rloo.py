@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..config import LossConfig
-from .advantage import Rewards, leave_one_out, whitened
+from .advantage import Rewards, leave_one_out, normalize_over_step
 from .grpo import GRPO
 from .policy_terms import TokenValues, clipped_surrogate
 
@@ -23,8 +23,8 @@ class RLOO(GRPO):
     whole_sequences: ClassVar[bool] = True
 
     def advantages(self, config: LossConfig, rewards: Rewards) -> list[list[float]]:
-        found = [[leave_one_out(reward, group) for reward in group] for group in rewards]
-        return whitened(found) if config.normalize_advantages else found
+        advantages = [[leave_one_out(reward, group) for reward in group] for group in rewards]
+        return normalize_over_step(advantages) if config.normalize_advantages else advantages
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
         log_ratio_C = values.sequence_sum(values.logprob_C - values.old_logprob_C)

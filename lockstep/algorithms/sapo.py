@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .algorithm import Algorithm, nowhere
+from .algorithm import Algorithm, not_clipped
 from .policy_terms import TokenValues
 
-SATURATED = 100.0  # well beyond where a float32 sigmoid becomes exactly 1, with a gradient of 0
+_SATURATION = 100.0  # well beyond where a float32 sigmoid becomes exactly 1, with a gradient of 0
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class SAPO(Algorithm):
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
         log_ratio_C, positive_C = values.logprob_C - values.old_logprob_C, values.advantage_C > 0
-        ends = [math.log1p(SATURATED / t) for t in (self.sapo_temperature_pos, self.sapo_temperature_neg)]
         # Beyond these bounds the gate is flat, and within them the exponential cannot overflow.
-        log_ratio_C = torch.where(positive_C, log_ratio_C.clamp(max=ends[0]), log_ratio_C.clamp(max=ends[1]))
+        bound_pos = math.log1p(_SATURATION / self.sapo_temperature_pos)
+        bound_neg = math.log1p(_SATURATION / self.sapo_temperature_neg)
+        log_ratio_C = torch.where(positive_C, log_ratio_C.clamp(max=bound_pos), log_ratio_C.clamp(max=bound_neg))
         tau_C = torch.where(positive_C, self.sapo_temperature_pos, self.sapo_temperature_neg)
         gate_C = torch.sigmoid(tau_C * torch.expm1(log_ratio_C)) * 4 / tau_C
-        return -gate_C * values.advantage_C, nowhere(gate_C)
+        return -gate_C * values.advantage_C, not_clipped(gate_C)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from .algorithm import Algorithm, mean_over_tokens, nowhere
+from .algorithm import Algorithm, mean_over_tokens, not_clipped
 from .policy_terms import TokenValues
 
 
@@ -20,4 +20,4 @@ class SFT(Algorithm):
     weights = mean_over_tokens
 
     def loss(self, values: TokenValues) -> tuple[Tensor, Tensor]:
-        return -values.model_logprob_C, nowhere(values.model_logprob_C)
+        return -values.model_logprob_C, not_clipped(values.model_logprob_C)

@@ -24,12 +24,12 @@ from .tasks.sum_digits import REWARDS, SumDigits
 from .tasks.word_arithmetic import WordArithmetic
 
 if TYPE_CHECKING:
+    from .codec import ChatCodec, TurnMessage, parse_plain_turn
     from .collect import Collector
     from .environment import Branch, End, Environment, Next, Turn
     from .episodes import Failures, Limits
     from .loading import make_environment
-    from .tokens import Said, Tokens, plain
-    from .worked import worked_trajectories
+    from .worked_examples import worked_trajectories
 
 _log = logging.getLogger("lockstep.environments")
 _WITH_TORCH = {
@@ -37,8 +37,8 @@ _WITH_TORCH = {
     "environment": {"Branch", "End", "Environment", "Next", "Turn"},
     "episodes": {"Failures", "Limits"},
     "loading": {"make_environment"},
-    "tokens": {"Said", "Tokens", "plain"},
-    "worked": {"worked_trajectories"},
+    "codec": {"TurnMessage", "ChatCodec", "parse_plain_turn"},
+    "worked_examples": {"worked_trajectories"},
 }
 
 

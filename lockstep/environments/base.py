@@ -32,7 +32,7 @@ class Problem:
     origin: str = ""
 
 
-class Source:
+class RowSource:
     """Data rows, read one at a time; `data` names them in messages."""
 
     def __init__(self, data: str, rows: Sequence[Any]) -> None:
@@ -88,7 +88,7 @@ class Task(ABC):
         """Refuse or leave out prompts with more tokens than `limit`. Called once, before the first step."""
 
 
-def setting(text: str, label: str, form: str) -> tuple[str, Any]:
+def parse_setting(text: str, label: str, form: str) -> tuple[str, Any]:
     """The name, which may be dotted, and the value of NAME=VALUE, where the value is JSON. Raises `InputError` for
     anything else, naming `label`, which the text is a part of, and the expected `form`."""
     name, _, value = text.partition("=")

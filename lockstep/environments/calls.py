@@ -36,41 +36,40 @@ class Answer:
     seconds: float
 
 
-_HERE = 0  # instead of a call's number, marks a function to run in the thread that takes answers
-_own = threading.local()  # in the thread of a call: its `Calls`, and its number there
+_FOR_MAIN_THREAD = 0  # instead of a call's number, marks a function to run in the thread that takes answers
+_current = threading.local()  # `call`, in the thread of a call: its `ConcurrentCalls`, and its number there
 
 
-def in_the_main_thread(function: Callable[[], Any]) -> Any:
+def run_in_main_thread(function: Callable[[], Any]) -> Any:
     """The result of `function`, or its exception, when run in the thread that takes answers, which is the main thread,
     where alone signal handlers can be set. The generator waits for it."""
-    calls, _ = getattr(_own, "call", (None, 0))
+    calls, _ = getattr(_current, "call", (None, 0))
     if calls is None:  # already in that thread
         return function()
     outcome: Future[Any] = Future()
 
-    def here() -> None:
+    def run() -> None:
         try:
             outcome.set_result(function())
         except BaseException as error:
             outcome.set_exception(error)
-            _raise_a_signals(error)
+            _raise_if_interrupt(error)
 
-    calls.bring(_HERE, here)
+    calls.deliver(_FOR_MAIN_THREAD, run)
     return outcome.result()
 
 
-def awaited(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine, or its exception, for code in the thread of a call. The coroutine ends with the call:
     it is cancelled once nobody waits for the call's answer."""
-    calls, number = getattr(_own, "call", (None, 0))
-    begun = (
-        asyncio.run_coroutine_threadsafe(coroutine, event_loop()) if calls is None else calls.begin(number, coroutine)
-    )
-    return begun.result()
+    calls, number = getattr(_current, "call", (None, 0))
+    if calls is None:
+        return asyncio.run_coroutine_threadsafe(coroutine, event_loop()).result()
+    return calls.start_coroutine(number, coroutine).result()
 
 
-class Calls:
-    """Calls functions concurrently: plain ones in a thread each, coroutine functions in one event loop.
+class ConcurrentCalls:
+    """ConcurrentCalls functions concurrently: plain ones in a thread each, coroutine functions in one event loop.
 
     A call that takes longer than `timeout` seconds (0: no limit) has failed: a coroutine is cancelled, and a thread is
     abandoned, as nothing can end it. If all are `instant`, plain functions are called at once, by the caller.
@@ -96,20 +95,21 @@ class Calls:
         self._number = number = self._number + 1
         self._open[number] = (key, began)
         if is_async:
-            future = self.begin(number, _outcome_of_coroutine(function, arguments))
-            future.add_done_callback(lambda done: None if done.cancelled() else self.bring(number, done.result()))
+            future = self.start_coroutine(number, _outcome_of_coroutine(function, arguments))
+            future.add_done_callback(lambda done: None if done.cancelled() else self.deliver(number, done.result()))
         else:
-            threading.Thread(target=self._beside, args=(number, function, arguments), daemon=True).start()
+            threading.Thread(target=self._call_in_thread, args=(number, function, arguments), daemon=True).start()
 
-    def _beside(self, number: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        _own.call = self, number
-        self.bring(number, _outcome(function, arguments))
+    def _call_in_thread(self, number: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        _current.call = self, number
+        self.deliver(number, _outcome(function, arguments))
 
-    def bring(self, number: int, value: Any) -> None:
-        """Hand `answers` the value of a call or, with `_HERE`, a function to run there. Any thread may call this."""
+    def deliver(self, number: int, value: Any) -> None:
+        """Hand `answers` the value of a call or, with `_FOR_MAIN_THREAD`, a function to run there. Any thread may call
+        this."""
         self._answers.put((number, value, time.monotonic()))
 
-    def begin(self, number: int, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def start_coroutine(self, number: int, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run a coroutine for a call, until the call is closed at the latest. Any thread may call this."""
         self._running[number] = future = asyncio.run_coroutine_threadsafe(coroutine, event_loop())
         if number not in self._open:
@@ -118,18 +118,18 @@ class Calls:
 
     def answers(self, wait: bool) -> list[Answer]:
         """New answers, including those of overdue calls; with `wait`, at least one if any call is open."""
-        found, self._instant = self._instant, []
+        answers, self._instant = self._instant, []
         while self._open:
-            while (taken := self._next(wait and not found)) is not None:
-                number, value, came = taken
-                if number == _HERE:
+            while (delivered := self._next(wait and not answers)) is not None:
+                number, value, came = delivered
+                if number == _FOR_MAIN_THREAD:
                     value()
                 elif number in self._open:  # else it is late
-                    found.append(self._close(number, value, came))
-            found += self._overdue()
-            if found or not wait:
+                    answers.append(self._close(number, value, came))
+            answers += self._close_overdue()
+            if answers or not wait:
                 break
-        return found
+        return answers
 
     def abandon(self) -> None:
         """Drop all open calls, cancelling coroutines."""
@@ -141,25 +141,26 @@ class Calls:
 
     def _next(self, wait: bool) -> tuple[int, Any, float] | None:
         """The next answer in the queue, or None; with `wait`, wait for one until the first call is overdue."""
-        patience = None
+        timeout = None
         if wait and self._timeout:
             first = min(began for _, began in self._open.values())
-            patience = max(0.0, first + self._timeout - time.monotonic())
+            timeout = max(0.0, first + self._timeout - time.monotonic())
         with suppress(Empty):
-            return self._answers.get(wait, patience)
+            return self._answers.get(wait, timeout)
         return None
 
-    def _overdue(self) -> list[Answer]:
+    def _close_overdue(self) -> list[Answer]:
         if not self._timeout:
             return []
         now = time.monotonic()
-        late = [number for number, (_, began) in self._open.items() if now - began >= self._timeout]
+        overdue = [number for number, (_, began) in self._open.items() if now - began >= self._timeout]
         reason = f"it took longer than task.environment_timeout, {self._timeout:g} s"
-        return [self._close(number, Failure(reason), now) for number in late]
+        return [self._close(number, Failure(reason), now) for number in overdue]
 
     def _close(self, number: int, value: Any, came: float) -> Answer:
         key, began = self._open.pop(number)
-        if (future := self._running.pop(number, None)) is not None:
+        future = self._running.pop(number, None)
+        if future is not None:
             future.cancel()  # no effect if it is done
         return Answer(key, value, came - began)
 
@@ -168,11 +169,11 @@ def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     try:
         return function(*arguments)
     except BaseException as error:  # including what would only end this thread, such as SystemExit
-        _raise_a_signals(error)
-        return _failed(error)
+        _raise_if_interrupt(error)
+        return _failure(error)
 
 
-def _raise_a_signals(error: BaseException) -> None:
+def _raise_if_interrupt(error: BaseException) -> None:
     """Raise a `KeyboardInterrupt` of the main thread: signals reach it anywhere, through no fault of what it called."""
     if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
         raise error
@@ -184,13 +185,13 @@ async def _outcome_of_coroutine(function: Callable[..., Any], arguments: tuple[A
     except asyncio.CancelledError:
         raise
     except BaseException as error:
-        return _failed(error)
+        return _failure(error)
 
 
-def _failed(error: BaseException) -> Failure:
+def _failure(error: BaseException) -> Failure:
     """The failure, with a traceback unless the error is this package's own, whose message says all."""
-    told = [] if isinstance(error, LockstepError) else traceback.format_exception(error)
-    return Failure(f"{type(error).__name__}: {safe_str(error)}", "".join(told))
+    lines = [] if isinstance(error, LockstepError) else traceback.format_exception(error)
+    return Failure(f"{type(error).__name__}: {safe_str(error)}", "".join(lines))
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,17 +14,17 @@ from ..errors import InputError, LockstepError
 from ..timings import Timings
 from ..types import TRAIN_DOMAIN, RolloutGroup, SampleIdentity, SamplingParams
 from .base import Problem, draw
-from .environment import PLAIN, Environment, SingleTurn
-from .episodes import Asked, Episode, Failures, Limits, Play, Round, Sampler
-from .ranks.led import follow, leading
+from .codec import ChatCodec
+from .environment import UNNAMED_REWARD, Environment, SingleTurn
+from .episodes import Episode, EpisodeContext, EpisodeRunner, Failures, GroupRequest, Limits, MakeSampler
+from .ranks.leader import broadcast_calls, repeat_calls
 from .ranks.rollouts import outline
 from .rewards.calls import Logged
 from .rewards.reward_set import Completions, RewardSet, Scoring
-from .tokens import Tokens
 
-LOGGED = "logged/"  # prefix of metrics that reward functions logged
+LOGGED_PREFIX = "logged/"  # of metrics that reward functions logged
 
-Problems = Sequence[tuple[int, Problem]]  # each with its group's number
+NumberedProblems = Sequence[tuple[int, Problem]]  # each with its group's number
 
 
 class Collected(NamedTuple):
@@ -46,16 +46,17 @@ class Collected(NamedTuple):
         return Collected(list(map(outline, self.groups)), list(map(outline, self.without_reward)), self.counts)
 
 
-def added(parts: Sequence[Collected]) -> dict[str, float]:
+def merge_counts(parts: Sequence[Collected]) -> dict[str, float]:
     """The sums of the parts' counts; for what reward functions logged, the mean over trajectories."""
     sizes = [sum(len(group.rollouts) for group in part.groups + part.without_reward) for part in parts]
-    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
     for name in dict.fromkeys(name for part in parts for name in part.counts):
-        told = [(part.counts[name], size) for part, size in zip(parts, sizes, strict=True) if name in part.counts]
-        found[name] = sum(value for value, _ in told)
-        if len(told) > 1 and name.startswith(LOGGED):
-            found[name] = sum(value * size for value, size in told) / sum(size for _, size in told)
-    return found
+        values = [(part.counts[name], size) for part, size in zip(parts, sizes, strict=True) if name in part.counts]
+        if len(values) > 1 and name.startswith(LOGGED_PREFIX):
+            counts[name] = sum(value * size for value, size in values) / sum(size for _, size in values)
+        else:
+            counts[name] = sum(value for value, _ in values)
+    return counts
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,8 @@ class Collector:
     of the random key (`SampleIdentity`). With `needs_rewards`, an `End` without a reward is refused if there are no
     reward functions."""
 
-    tokens: Tokens
-    sampler: Callable[[list[list[int]], list[SamplingParams]], Sampler]
+    codec: ChatCodec
+    make_sampler: MakeSampler
     rewards: RewardSet
     seed: int
     environment: type[Environment] = SingleTurn
@@ -76,7 +77,7 @@ class Collector:
     needs_rewards: bool = False
 
     def collect(
-        self, problems: Problems, sampling: SamplingParams, domain: int, step: int, required: bool = True
+        self, problems: NumberedProblems, sampling: SamplingParams, domain: int, step: int, required: bool = True
     ) -> Collected:
         """Sample `sampling.n` completions of each (group, problem) and score them. Each set of ranks that generate
         together takes a share of the problems, which the first of them plays; at the end, every rank has all groups, of
@@ -86,66 +87,74 @@ class Collector:
         where = f"step {step + 1}" if domain == TRAIN_DOMAIN else "validation"
         own = self.world.generator_mesh.fsdp.local_items(problems)
         shared = self.world.gather_results(
-            lambda: (self._of(own, sampling, domain, step, where), self.failures.told),
+            lambda: (self._collect_own(own, sampling, domain, step, where), self.failures.messages),
             lambda of_rank: (of_rank[0].outline(), of_rank[1]),
         )
-        found = [of_rank for of_rank, _ in shared]
-        self.failures.told = [told for _, of_rank in shared for told in of_rank] if self.world.rank == 0 else []
-        for rank, of_rank in enumerate(found):
+        collected = [of_rank for of_rank, _ in shared]
+        is_first = self.world.rank == 0
+        self.failures.messages = [message for _, messages in shared for message in messages] if is_first else []
+        for rank, of_rank in enumerate(collected):
             for group in of_rank.groups + of_rank.without_reward:
                 group.sampled_by = rank
-        groups = sorted((group for of_rank in found for group in of_rank.groups), key=attrgetter("group"))
-        without = sorted((group for of_rank in found for group in of_rank.without_reward), key=attrgetter("group"))
-        counts = added(found)
+        groups = sorted((g for of_rank in collected for g in of_rank.groups), key=attrgetter("group"))
+        without_reward = sorted((g for of_rank in collected for g in of_rank.without_reward), key=attrgetter("group"))
+        counts = merge_counts(collected)
         if self.environment is not SingleTurn:
-            _name_alike(groups, self.rewards.names)
+            _unify_reward_names(groups, self.rewards.names)
         if problems and not groups and required:
-            raise self.world.report_on_first(InputError(self._nothing_scored(where, counts)))
-        return Collected(groups, without, counts)
+            raise self.world.report_on_first(InputError(self._no_reward_message(where, counts)))
+        return Collected(groups, without_reward, counts)
 
-    def _of(self, problems: Problems, sampling: SamplingParams, domain: int, step: int, where: str) -> Collected:
+    def _collect_own(
+        self, problems: NumberedProblems, sampling: SamplingParams, domain: int, step: int, where: str
+    ) -> Collected:
         """`collect` for this rank's problems; of ranks that generate together, only the first returns groups."""
         nothing = Collected([], [], {})
         if not problems:
             return nothing
         if not self.world.leads_group:
-            follow(self.world, self.sampler([], []))
+            repeat_calls(self.world, self.make_sampler([], []))
             return nothing
-        asked = [self._asked(*item, domain, step, where) for item in problems]
-        known = self.limits.turns == 1 and self.environment.plays is None
-        samples = len(problems) * sampling.n if known else None
-        about = Scoring(
-            f"{where}, groups {asked[0].group} to {asked[-1].group}",
+        requests = [self._request(*item, domain, step, where) for item in problems]
+        is_single_turn = self.limits.turns == 1 and self.environment.plays is None
+        total_samples = len(problems) * sampling.n if is_single_turn else None
+        scoring = Scoring(
+            f"{where}, groups {requests[0].group} to {requests[-1].group}",
             step=step if domain == TRAIN_DOMAIN else 0,
             tell=self.timings.report_progress,
         )
+        on_group_end = None
+        if self.rewards.in_workers:
+            problems_by_group = {request.group: request.problem for request in requests}
+            on_group_end = partial(self._begin_scoring, problems_by_group, sampling.n, scoring)
         with ExitStack() as stack:
-            with leading(self.world, self.sampler, samples) as sampler:
-                by = Round(self.environment, self.tokens, sampler, self.limits, self.failures, self.timings)
-                if self.rewards.in_workers:
-                    problems_of = {a.group: a.problem for a in asked}
-                    by = by._replace(ended=partial(self._begin_scoring, problems_of, sampling.n, about))
+            with broadcast_calls(self.world, self.make_sampler, total_samples) as make_sampler:
+                shared = self.limits, self.failures, self.timings, on_group_end
+                context = EpisodeContext(self.environment, self.codec, make_sampler, *shared)
                 stack.callback(self.rewards.abandon)
-                play = stack.enter_context(closing((self.environment.plays or Play)(by)))
-                played = play.run(asked, sampling, SampleIdentity(self.seed, domain, step, 0))
-            return self._played(played, play.sampled_tokens, asked, sampling, about, where)
+                runner = stack.enter_context(closing((self.environment.plays or EpisodeRunner)(context)))
+                played = runner.run(requests, sampling, SampleIdentity(self.seed, domain, step, 0))
+            return self._score_played(played, runner.sampled_tokens, requests, sampling, scoring, where)
 
-    def _played(
+    def _score_played(
         self,
         played: list[list[Episode]],
         sampled_tokens: int,
-        asked: list[Asked],
+        requests: list[GroupRequest],
         sampling: SamplingParams,
-        about: Scoring,
+        scoring: Scoring,
         where: str,
     ) -> Collected:
         groups: list[RolloutGroup] = []
         failed: list[RolloutGroup] = []
-        for a, episodes in zip(asked, played, strict=True):
-            well = _well(episodes, sampling.n)
-            for into, some in (groups, well), (failed, [episode for episode in episodes if episode not in well]):
+        for request, episodes in zip(requests, played, strict=True):
+            usable = _usable(episodes, sampling.n)
+            others = [episode for episode in episodes if episode not in usable]
+            for into, some in (groups, usable), (failed, others):
                 if rollouts := [e.trajectory for e in some if e.trajectory is not None]:
-                    into.append(RolloutGroup(rollouts, sampling, a.group, some[0].prompt, a.problem.columns))
+                    into.append(
+                        RolloutGroup(rollouts, sampling, request.group, some[0].prompt, request.problem.columns)
+                    )
         kept = sum(r.length for group in groups + failed for r in group.rollouts)
         if kept != sampled_tokens:  # some would not be compared
             raise LockstepError(f"{where}: {sampled_tokens} tokens were sampled, and trajectories have {kept}")
@@ -154,29 +163,31 @@ class Collector:
                 f"{where}: the environment ended with End(), which leaves the reward to reward functions, and there "
                 "are none; give End(REWARD), or name one: --reward MODULE:FUNCTION"
             )
+        all_episodes = [episode for episodes in played for episode in episodes]
         with self.timings.measure("rewards"):
-            scored = _score(groups, self.rewards, [e for episodes in played for e in episodes], asked, about)
-        failed_in = [e.environment.variant for episodes in played for e in episodes if e.failure is not None]
-        counts = scored.counts | ({"environment/errors": len(failed_in)} if failed_in else {})
+            scored = _score(groups, self.rewards, all_episodes, requests, scoring)
+        counts, failed_in = scored.counts, [e.environment.variant for e in all_episodes if e.failure is not None]
+        if failed_in:
+            counts["environment/errors"] = len(failed_in)
         counts |= {f"environment/{name}/errors": failed_in.count(name) for name in failed_in if name}
-        without = [replace(group, without_reward=True) for group in scored.without_reward + failed]
-        return Collected(scored.groups, without, counts)
+        without_reward = [replace(group, without_reward=True) for group in scored.without_reward + failed]
+        return Collected(scored.groups, without_reward, counts)
 
     def _begin_scoring(
-        self, problems: Mapping[int, Problem], samples: int, about: Scoring, episodes: list[Episode]
+        self, problems: Mapping[int, Problem], samples: int, scoring: Scoring, episodes: list[Episode]
     ) -> None:
         """Begin to score a prompt's episodes in worker processes, while other prompts are still being played."""
         group, others = episodes[0].group, problems.values()
         own = problems[group].columns.items()
         columns = {name: value for name, value in own if all(name in other.columns for other in others)}
-        rows = [(columns, episode) for episode in _well(episodes, samples) if _for_functions(episode)]
-        self.rewards.begin(_completions(rows), about._replace(groups=[group]))
+        rows = [(columns, episode) for episode in _usable(episodes, samples) if _needs_functions(episode)]
+        self.rewards.begin(_completions(rows), scoring._replace(groups=[group]))
 
-    def _asked(self, group: int, problem: Problem, domain: int, step: int, where: str) -> Asked:
+    def _request(self, group: int, problem: Problem, domain: int, step: int, where: str) -> GroupRequest:
         where = f"{where} group {group}" + (f" ({problem.origin})" if problem.origin else "")
-        return Asked(group, problem, draw("environment", self.seed, domain, step, group), where)
+        return GroupRequest(group, problem, draw("environment", self.seed, domain, step, group), where)
 
-    def _nothing_scored(self, where: str, counts: Mapping[str, float]) -> str:
+    def _no_reward_message(self, where: str, counts: Mapping[str, float]) -> str:
         if errors := counts.get("environment/errors"):
             return f"{where}: the environment failed for {errors:g} trajectories, and no group is left; see the log"
         names = ", ".join(reward.name for reward in self.rewards.rewards)
@@ -186,27 +197,27 @@ class Collector:
         )
 
 
-def _name_alike(groups: Sequence[RolloutGroup], functions: Sequence[str]) -> None:
+def _unify_reward_names(groups: Sequence[RolloutGroup], functions: Sequence[str]) -> None:
     """Give trajectories that their environment rewarded the same reward names: a name that only some have counts 0 for
     the others, as rewards are summed. Functions' rewards come first, and a number without a name last."""
     rewarded = [r for group in groups for r in group.rollouts if r.rewards.keys() - {*functions}]
-    of_environment = dict[str, dict[str, None]]()
+    names_of: dict[str, dict[str, None]] = {}  # by environment; dicts, for their order
     for r in sorted(rewarded, key=lambda r: -len(r.rewards)):  # in the order of those with the most names
         own = (name for name in r.rewards if name not in functions)
-        of_environment.setdefault(r.environment, {}).update(dict.fromkeys(own))
+        names_of.setdefault(r.environment, {}).update(dict.fromkeys(own))
     for r in rewarded:
-        named = sorted(of_environment[r.environment], key=PLAIN.__eq__)
+        names = sorted(names_of[r.environment], key=lambda name: name == UNNAMED_REWARD)
         of_functions = {name: r.rewards[name] for name in functions if name in r.rewards}
-        r.rewards = of_functions | {name: r.rewards.get(name, 0.0) for name in named}
+        r.rewards = of_functions | {name: r.rewards.get(name, 0.0) for name in names}
 
 
-def _well(episodes: Sequence[Episode], samples: int) -> list[Episode]:
+def _usable(episodes: Sequence[Episode], samples: int) -> list[Episode]:
     """A prompt's episodes that ended; none if only one of several samples did, as it could not be compared."""
-    well = [episode for episode in episodes if episode.end is not None]
-    return well if len(well) >= min(2, samples) else []
+    usable = [episode for episode in episodes if episode.end is not None]
+    return usable if len(usable) >= min(2, samples) else []
 
 
-def _for_functions(episode: Episode) -> bool:
+def _needs_functions(episode: Episode) -> bool:
     """Whether the environment left the reward, or some of it, to reward functions."""
     end = episode.end
     return end is not None and (end.functions or end.reward in (None, {}))
@@ -224,42 +235,47 @@ def _completions(rows: Sequence[tuple[dict[str, Any], Episode]]) -> Completions:
 
 
 def _score(
-    groups: list[RolloutGroup], rewards: RewardSet, played: Sequence[Episode], asked: Sequence[Asked], about: Scoring
+    groups: list[RolloutGroup],
+    rewards: RewardSet,
+    episodes: Sequence[Episode],
+    requests: Sequence[GroupRequest],
+    scoring: Scoring,
 ) -> Collected:
     """Fill in `rewards` and `reward` of every rollout whose environment left them, or some of them, to functions."""
-    of = {id(episode.trajectory): episode for episode in played}
-    all_rows = [(group, rollout) for group in groups for rollout in group.rollouts]
-    rows = [(group, rollout) for group, rollout in all_rows if _for_functions(of[id(rollout)])]
-    numbers, origins = [group.group for group, _ in rows], {a.group: a.problem.origin for a in asked}
+    episode_of = {id(episode.trajectory): episode for episode in episodes}
+    all_rows = [(group, rollout, episode_of[id(rollout)]) for group in groups for rollout in group.rollouts]
+    rows = [row for row in all_rows if _needs_functions(row[2])]
+    numbers = [group.group for group, _, _ in rows]
+    origins = {request.group: request.problem.origin for request in requests}
     scores = rewards.score(
-        _completions([(group.columns, of[id(rollout)]) for group, rollout in rows]),
-        about._replace(
+        _completions([(group.columns, episode) for group, _, episode in rows]),
+        scoring._replace(
             origins=[origins[number] for number in numbers],
             groups=numbers,
-            environments=[of[id(rollout)].environment.exposed for _, rollout in rows],
+            environments=[episode.environment.exposed for _, _, episode in rows],
         ),
     )
     logged = rewards.logged if rows else Logged(0)
     for name, column in logged.extra.items():
-        for (_, rollout), value in zip(rows, column, strict=True):
+        for (_, rollout, _), value in zip(rows, column, strict=True):
             rollout.extra[name] = value
-    without = set()
-    found = zip(rows, scores.values, scores.totals, scores.unknown, strict=True)
-    for (group, rollout), values, total, unknown in found:
+    unscored: set[int] = set()
+    for (group, rollout, _), values, total, unknown in zip(
+        rows, scores.values, scores.totals, scores.unknown, strict=True
+    ):
         given = rollout.rewards
         if twice := values.keys() & given.keys():
             raise InputError(
-                f"{about.where}: the environment and a reward function both name a reward {min(twice)!r}; rename one"
+                f"{scoring.where}: the environment and a reward function both name a reward {min(twice)!r}; rename one"
             )
         rollout.rewards = {**values, **given}
         if unknown or (total is None and not given):
-            without.add(group.group)
+            unscored.add(group.group)
         else:
             rollout.reward += total or 0.0
-    split: tuple[list[RolloutGroup], list[RolloutGroup]] = [], []
-    for group in groups:
-        split[group.group in without].append(group)
     counts: dict[str, float] = {f"reward_errors/{name}": count for name, count in scores.errors.items()}
-    counts |= {f"{LOGGED}{name}": value for name, value in logged.metrics.items()}
-    counts["groups_without_reward"] = len(without)
-    return Collected(*split, counts)
+    counts |= {f"{LOGGED_PREFIX}{name}": value for name, value in logged.metrics.items()}
+    counts["groups_without_reward"] = len(unscored)
+    with_reward = [group for group in groups if group.group not in unscored]
+    without_reward = [group for group in groups if group.group in unscored]
+    return Collected(with_reward, without_reward, counts)

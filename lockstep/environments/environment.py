@@ -16,7 +16,7 @@ from ..user_functions import is_unicode, one_line
 Given = str | list[dict[str, Any]] | list[int]
 Message = dict[str, Any]
 Reward = float | Mapping[str, float]  # a number, or several by name, which are summed
-PLAIN = "reward"  # the name of a reward given as a number
+UNNAMED_REWARD = "reward"  # the name of a reward given as a number
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,13 @@ class End:
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
-def by_name(reward: Reward | None) -> dict[str, float]:
+def named_rewards(reward: Reward | None) -> dict[str, float]:
     """A reward as it is recorded, by name; empty for None."""
-    named = reward if isinstance(reward, Mapping) else {} if reward is None else {PLAIN: reward}
-    return {name: float(value) for name, value in named.items()}
+    if reward is None:
+        return {}
+    if isinstance(reward, Mapping):
+        return {name: float(value) for name, value in reward.items()}
+    return {UNNAMED_REWARD: float(reward)}
 
 
 class Environment:
@@ -84,7 +87,7 @@ class Environment:
     instant: ClassVar[bool] = False  # `start` and `step` never block: they are called between the generator's launches
     begin_alike: ClassVar[bool] = True  # `start` must return the same for all samples of a prompt
     begin_together: ClassVar[bool] = True  # sampling of a prompt begins once `start` has returned for all its samples
-    plays: ClassVar[Any] = None  # a class that replaces `episodes.Play`
+    plays: ClassVar[Any] = None  # a class that replaces `episodes.EpisodeRunner`
     variant: str = ""  # for metrics: the name among several environments in one run, set once `start` has returned
 
     @property
@@ -143,19 +146,19 @@ class Environment:
         }
 
 
-def metrics_of(kind: type[Environment], trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def environment_metrics(kind: type[Environment], trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """`Environment.metrics`. Raises `InputError` if that raises, or returns anything but numbers by name."""
     what = f"task.environment: {kind.__name__}.metrics"
     try:  # without `as_input_error`, as this runs in every step
-        found = kind.metrics(trajectories)
+        metrics = kind.metrics(trajectories)
     except Exception as error:
         raise InputError(f"{what} raised {type(error).__name__}: {one_line(error)}") from error
-    named = isinstance(found, Mapping) and all(isinstance(name, str) and is_unicode(name) for name in found)
-    if not named or "step" in found or not all(isinstance(value, Real) for value in found.values()):
+    named = isinstance(metrics, Mapping) and all(isinstance(name, str) and is_unicode(name) for name in metrics)
+    if not named or "step" in metrics or not all(isinstance(value, Real) for value in metrics.values()):
         raise InputError(
-            f"{what} returned {one_line(found, repr)}; it must return numbers by name, none of them `step`"
+            f"{what} returned {one_line(metrics, repr)}; it must return numbers by name, none of them `step`"
         )
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in metrics.items()}
 
 
 class SingleTurn(Environment):

@@ -34,7 +34,7 @@ class TurnRefused(LockstepError):
 
 
 @dataclass(eq=False)
-class _Ask:
+class _TurnRequest:
     """A turn that a player has asked for: all tokens before it, and what ends it besides the run's own limits."""
 
     token_ids: list[int]
@@ -43,20 +43,20 @@ class _Ask:
     turn: asyncio.Future[Turn] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class Desk:
+class RolloutRegistry:
     """Where players find rollouts: `rollouts` that are not over, by each of their names. `address` is the host and port
-    to serve at (port 0: any free one), `url` the server's (empty: there is none), `model` the model's name."""
+    to serve at (port 0: any free one), `url` the server's (empty: none is running), `model` the model's name."""
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         self.address, self.url, self.model = address, "", ""
-        self.rollouts: dict[str, Remote] = {}
-        self._offered: asyncio.Queue[Remote] = asyncio.Queue()
+        self.rollouts: dict[str, RemoteEnvironment] = {}
+        self._offered: asyncio.Queue[RemoteEnvironment] = asyncio.Queue()
 
-    def offer(self, rollout: Remote) -> None:
+    def offer(self, rollout: RemoteEnvironment) -> None:
         """Queue a rollout for `take`."""
         self._offered.put_nowait(rollout)
 
-    async def take(self, seconds: float) -> Remote | None:
+    async def take(self, seconds: float) -> RemoteEnvironment | None:
         """The next offered rollout that is not over; None if there is none within `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -66,24 +66,24 @@ class Desk:
         return None
 
 
-class Remote(Environment):
+class RemoteEnvironment(Environment):
     """One rollout. The tokens of its first request are its prompt; a later request whose tokens do not continue the
     trajectory begins a branch."""
 
     begin_alike = False
     begin_together = False  # a single player may play them one after another
-    desk: ClassVar[Desk]
+    registry: ClassVar[RolloutRegistry]
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
-        self.names: list[str] = []  # further names in `Desk.rollouts`
+        self.names: list[str] = []  # further names in `RolloutRegistry.rollouts`
         self.row: dict[str, Any] = {}
         self.seed = 0
         self.over = ""  # once it is over: the code
-        self._inbox: asyncio.Queue[_Ask | End | LockstepError] = asyncio.Queue()
+        self._inbox: asyncio.Queue[_TurnRequest | End | LockstepError] = asyncio.Queue()
         self.turns: list[list[int]] = []  # the tokens of each sampled turn
-        self._asked: _Ask | None = None  # the turn that the run is sampling
-        self._answered: tuple[list[int], Turn] | None = None  # the last turn, and the tokens before it
+        self._pending: _TurnRequest | None = None  # the turn that the run is sampling
+        self._last_turn: tuple[list[int], Turn] | None = None  # and the tokens before it
         self._tokens: list[int] = []  # of the current branch so far
 
     @classmethod
@@ -94,15 +94,15 @@ class Remote(Environment):
 
     async def begin(self) -> None:
         """Have the rollout played: by default, by the next player that asks for one."""
-        self.desk.offer(self)
+        self.registry.offer(self)
 
     # ---- called by the run ----
 
     async def start(self, row: dict[str, Any], seed: int) -> list[int]:
-        if not self.desk.url:
+        if not self.registry.url:
             raise LockstepError("its rollouts are played over HTTP, and nothing answers there now")
         self.row, self.seed = row, seed
-        self.desk.rollouts[self.id] = self
+        self.registry.rollouts[self.id] = self
         await self.begin()
         given = await self._next()
         if isinstance(given, End):
@@ -111,59 +111,63 @@ class Remote(Environment):
         return given
 
     async def step(self, turn: Turn) -> list[int] | Branch | End:
-        asked, self._asked = self._asked, None
-        assert asked is not None, "a turn is sampled when it was asked for"
-        self._answered, self._tokens = (asked.token_ids, turn), asked.token_ids + turn.token_ids
+        request, self._pending = self._pending, None
+        assert request is not None, "a turn is sampled when it was asked for"
+        self._last_turn, self._tokens = (request.token_ids, turn), request.token_ids + turn.token_ids
         self.turns.append(turn.token_ids)
-        asked.turn.set_result(turn)
+        request.turn.set_result(turn)
         return await self._next()
 
     def until(self, sampling: SamplingParams) -> SamplingParams:
-        asked = self._asked
-        if asked is None:  # refused meanwhile
+        request = self._pending
+        if request is None:  # refused meanwhile
             return sampling
-        most = min(sampling.max_completion_length, asked.max_tokens or sampling.max_completion_length)
-        stops = (*sampling.stop_token_ids, *asked.stop_token_ids)
-        return replace(sampling, max_completion_length=most, stop_token_ids=stops)
+        max_tokens = min(sampling.max_completion_length, request.max_tokens or sampling.max_completion_length)
+        stops = (*sampling.stop_token_ids, *request.stop_token_ids)
+        return replace(sampling, max_completion_length=max_tokens, stop_token_ids=stops)
 
     async def cut(self) -> End:
-        message = "the trajectory is at a limit of the run (turns, or tokens); nothing more is sampled for it"
-        self._refuse(LIMIT, message)
+        self._refuse(
+            LIMIT, "the trajectory is at a limit of the run (turns, or tokens); nothing more is sampled for it"
+        )
         item: Any = None
         while not isinstance(item, (End, LockstepError)):  # a player that fails, perhaps because of the limit, gets 0
             item = await self._inbox.get()
         return item if isinstance(item, End) else End(0.0)
 
     def close(self) -> None:
-        event_loop().call_soon_threadsafe(self._leave, "the rollout is over: it was scored, or left out")
+        event_loop().call_soon_threadsafe(self._withdraw, "the rollout is over: it was scored, or left out")
 
     async def _next(self) -> list[int] | Branch | End:
         """What is given next, or the end. Raises the `LockstepError` of a player that failed."""
         try:
             item = await self._inbox.get()
         except asyncio.CancelledError:
-            self._leave("the rollout is over: its player took longer than task.environment_timeout, or the run ended")
+            self._withdraw(
+                "the rollout is over: its player took longer than task.environment_timeout, or the run ended"
+            )
             raise
         if isinstance(item, LockstepError):
             raise item
         if isinstance(item, End):
             return item
-        held = len(self._tokens)
-        goes_on = item.token_ids[:held] == self._tokens and len(item.token_ids) > held
-        return item.token_ids[held:] if goes_on else Branch(item.token_ids)
+        known = len(self._tokens)
+        continues = item.token_ids[:known] == self._tokens and len(item.token_ids) > known
+        return item.token_ids[known:] if continues else Branch(item.token_ids)
 
     def _refuse(self, code: str, why: str) -> None:
         """Sample nothing more, and refuse the turn that a player waits for, if any."""
         self.over = self.over or code
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            asked.turn.set_exception(TurnRefused(code, why))
-            asked.turn.exception()  # marks it as retrieved, as perhaps nobody waits for it
+        request, self._pending = self._pending, None
+        if request is not None:
+            request.turn.set_exception(TurnRefused(code, why))
+            request.turn.exception()  # marks it as retrieved, as perhaps nobody waits for it
 
-    def _leave(self, why: str) -> None:
+    def _withdraw(self, why: str) -> None:
+        """Sample nothing more, and let players no longer find the rollout."""
         self._refuse(OVER, why)
         for name in (self.id, *self.names):
-            self.desk.rollouts.pop(name, None)
+            self.registry.rollouts.pop(name, None)
 
     # ---- called by the player ----
 
@@ -172,40 +176,40 @@ class Remote(Environment):
     ) -> Turn:
         """The turn after these tokens, sampled with the run's settings; `max_tokens` and `stop_token_ids` may end it
         earlier. A turn that is asked for twice is sampled once. Raises `TurnRefused`."""
-        if self._answered is not None and token_ids == self._answered[0]:
-            return self._answered[1]
+        if self._last_turn is not None and token_ids == self._last_turn[0]:
+            return self._last_turn[1]
         if self.over:
             raise TurnRefused(self.over, "the rollout is over; nothing more is sampled for it")
-        if self._asked is None:
-            self._asked = _Ask(token_ids, max_tokens, stop_token_ids)
-            self._inbox.put_nowait(self._asked)
-        elif token_ids != self._asked.token_ids:
+        if self._pending is None:
+            self._pending = _TurnRequest(token_ids, max_tokens, stop_token_ids)
+            self._inbox.put_nowait(self._pending)
+        elif token_ids != self._pending.token_ids:
             raise TurnRefused(BUSY, "another turn of this rollout is under way; ask for one after another")
-        return await asyncio.shield(self._asked.turn)
+        return await asyncio.shield(self._pending.turn)
 
     def end(self, reward: float | Mapping[str, float] | None) -> None:
         """End the rollout with this reward; None leaves it to reward functions. Raises `TurnRefused` if it is over."""
-        self._told(End(reward))
+        self._report(End(reward))
 
     def fail(self, reason: str) -> None:
         """Report a failure: the run leaves the rollout out, and logs the reason. Raises `TurnRefused` if it is over."""
-        self._told(LockstepError(reason))
+        self._report(LockstepError(reason))
 
-    def _told(self, item: End | LockstepError) -> None:
+    def _report(self, item: End | LockstepError) -> None:
         if self.over == OVER:
             raise TurnRefused(OVER, "the rollout is over")
         self.over = OVER
         self._inbox.put_nowait(item)
 
 
-def remote_environment(address: str, what: str) -> type[Remote]:
+def remote_environment(address: str, what: str) -> type[RemoteEnvironment]:
     """An environment that is played at `http://HOST:PORT`. Raises `InputError` naming `what` for another address."""
     host, port = None, None
     with suppress(ValueError):  # an invalid port or IPv6 address
         parts = urlsplit(address)
-        more = parts.netloc.rpartition("@")[0], parts.path.strip("/"), parts.query, parts.fragment
-        if parts.scheme == "http" and not any(more):
+        extras = parts.netloc.rpartition("@")[0], parts.path.strip("/"), parts.query, parts.fragment
+        if parts.scheme == "http" and not any(extras):
             host, port = parts.hostname, parts.port
     if not host or not port:
         raise InputError(f"{what}: an address must be http://HOST:PORT, as in http://127.0.0.1:8000")
-    return type("Http", (Remote,), {"desk": Desk((host, port))})
+    return type("Http", (RemoteEnvironment,), {"registry": RolloutRegistry((host, port))})

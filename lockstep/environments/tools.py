@@ -10,37 +10,37 @@ from typing import Any, ClassVar
 
 from ..errors import InputError, ToolUnavailable, refuse
 from ..user_functions import is_unicode, safe_str
-from .calls import awaited, in_the_main_thread
+from .calls import run_coroutine, run_in_main_thread
 from .environment import End, Environment, Message, Turn
 
 Tool = Callable[..., Any]
 
 _MALFORMED = {"error": "the call is malformed: it is not in the form that was asked for"}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")  # in the default repr of an object
-_OF_MAIN = "signal only works in main thread"  # the beginning of Python's error
+_NOT_MAIN_THREAD = "signal only works in main thread"  # the beginning of Python's error
 
-_in_main: set[Tool] = set()  # functions that raised that error
+_need_main_thread: set[Tool] = set()  # functions that raised that error
 
 
-def schema(tool: Tool, what: str) -> dict[str, Any]:
+def tool_schema(tool: Tool, what: str) -> dict[str, Any]:
     """The JSON schema of a function, from its type hints and its Google style docstring. `InputError`, naming `what`:
     they are incomplete."""
     from transformers.utils import get_json_schema
 
     try:
-        described = get_json_schema(tool)
+        schema = get_json_schema(tool)
     except Exception as error:  # the library raises several types, and the function's own annotations may
         raise InputError(
             f"{what}: {_name(tool)} cannot be described to the model: {error}; give each argument a type hint and a "
             "line under Args in the docstring"
         ) from error
-    taken = inspect.signature(tool).parameters.values()
-    unnamed = [p.name for p in taken if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
-    if unnamed:
-        raise InputError(f"{what}: {_name(tool)} takes {unnamed[0]!r} by position; calls give arguments by name")
+    parameters = inspect.signature(tool).parameters.values()
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
+    if positional:
+        raise InputError(f"{what}: {_name(tool)} takes {positional[0]!r} by position; calls give arguments by name")
     yields = inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool)
     refuse(yields, f"{what}: {_name(tool)} yields; it must return what the model is to see")
-    return described
+    return schema
 
 
 class ToolEnvironment(Environment):
@@ -52,7 +52,7 @@ class ToolEnvironment(Environment):
     schemas: ClassVar[Sequence[Mapping[str, Any]]] = ()
 
     def __init__(self) -> None:
-        self.said: list[Message] = []  # all messages after the prompt
+        self.completion: list[Message] = []  # all messages after the prompt
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
@@ -70,62 +70,61 @@ class ToolEnvironment(Environment):
         return as_chat(row["prompt"])
 
     def step(self, turn: Turn) -> Any:
-        self.said.append(turn.message)
+        self.completion.append(turn.message)
         calls = turn.message.get("tool_calls", [])
         if not calls and not turn.malformed:
-            return self.ended()
+            return self.make_end()
         if turn.last:
             return ""  # the trajectory is cut, so the model reads no answer
-        answers = self._results([call["function"] for call in calls]) + [("", str(_MALFORMED))] * turn.malformed
-        said = [{"role": "tool", "name": name, "content": content} for name, content in answers]
-        self.said += said
-        return [{**message, "content": _text(message["content"])} for message in said]
+        results = self._call_tools([call["function"] for call in calls])
+        if turn.malformed:
+            results.append(("", str(_MALFORMED)))
+        messages = [{"role": "tool", "name": name, "content": content} for name, content in results]
+        self.completion += messages
+        return [{**message, "content": _text(message["content"])} for message in messages]
 
     def cut(self) -> Any:
-        while self.said and self.said[-1]["role"] == "tool":  # these did not fit
-            self.said.pop()
-        return self.ended()
+        while self.completion and self.completion[-1]["role"] == "tool":  # these did not fit
+            self.completion.pop()
+        return self.make_end()
 
-    def ended(self) -> End:
-        return End(completion=self.said)
+    def make_end(self) -> End:
+        """The end of the trajectory, with the conversation for the reward functions."""
+        return End(completion=self.completion)
 
-    def _results(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    def _call_tools(self, calls: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
         """The name and result of each call, in order; coroutines run concurrently."""
-        known = self.callables()
-        results = [_called(known.get(call["name"]), call) for call in calls]
-        waiting = [i for i, result in enumerate(results) if inspect.iscoroutine(result)]
+        tools = self.callables()
+        results = [_call_tool(tools.get(call["name"]), call) for call in calls]
+        coroutines = {i: result for i, result in enumerate(results) if inspect.iscoroutine(result)}
 
-        async def gathered() -> list[Any]:
-            return await asyncio.gather(*(results[i] for i in waiting), return_exceptions=True)
+        async def gather() -> list[Any]:
+            return await asyncio.gather(*coroutines.values(), return_exceptions=True)
 
-        if waiting:
-            found = awaited(gathered())
-            for i, result in zip(waiting, found, strict=True):
+        if coroutines:
+            for i, result in zip(coroutines, run_coroutine(gather()), strict=True):
                 if isinstance(result, ToolUnavailable):
                     raise result
                 results[i] = {"error": safe_str(result)} if isinstance(result, BaseException) else result
         return [(call["name"], _content(call["name"], result)) for call, result in zip(calls, results, strict=True)]
 
 
-def _called(tool: Tool | None, call: Mapping[str, Any]) -> Any:
+def _call_tool(tool: Tool | None, call: Mapping[str, Any]) -> Any:
+    """What the tool returns, or its coroutine, or its error in the form that the model sees."""
     if tool is None:
         return {"error": f"Tool {call['name']} not found."}
+    function = getattr(tool, "__func__", tool)  # of a bound method
     try:
-        if _of(tool) in _in_main:
-            return in_the_main_thread(lambda: tool(**call["arguments"]))
+        if function in _need_main_thread:
+            return run_in_main_thread(lambda: tool(**call["arguments"]))
         return tool(**call["arguments"])
     except ToolUnavailable:
         raise
     except Exception as error:
-        if not safe_str(error).startswith(_OF_MAIN) or _of(tool) in _in_main:
+        if not safe_str(error).startswith(_NOT_MAIN_THREAD) or function in _need_main_thread:
             return {"error": safe_str(error)}
-        _in_main.add(_of(tool))
-        return _called(tool, call)
-
-
-def _of(tool: Tool) -> Tool:
-    """The function behind a bound method."""
-    return getattr(tool, "__func__", tool)
+        _need_main_thread.add(function)
+        return _call_tool(tool, call)
 
 
 def _name(tool: Tool) -> str:
@@ -137,7 +136,8 @@ def _content(tool: str, result: Any) -> Any:
     differ from run to run."""
     try:
         text = str(result)
-        if (kind := _unlike_itself(result)) is not None:
+        kind = _varying_type(result)
+        if kind is not None:
             may = "text, numbers, lists or dicts of these, or an object whose __str__ says what is in it"
             return str({"error": f"{tool} returned a {kind}, shown in other words in each run; it may return {may}"})
     except Exception as error:
@@ -148,14 +148,14 @@ def _content(tool: str, result: Any) -> Any:
     return result if isinstance(result, list) else text
 
 
-def _unlike_itself(result: Any) -> str | None:
+def _varying_type(result: Any) -> str | None:
     """The type of a result, or part of one, whose text differs from run to run: it has an address, or is a set, whose
     order depends on hashes."""
     if isinstance(result, str):
         return None
     if isinstance(result, (list, tuple, dict)):
         parts = result.items() if isinstance(result, dict) else result
-        return next((kind for part in parts if (kind := _unlike_itself(part)) is not None), None)
+        return next((kind for part in parts if (kind := _varying_type(part)) is not None), None)
     varies = isinstance(result, (set, frozenset)) or _ADDRESS.search(str(result))
     return type(result).__name__ if varies else None
 
@@ -177,8 +177,8 @@ def as_chat(prompt: Any) -> list[Message]:
 
 
 def tool_environment(tools: Sequence[Tool], what: str) -> type[ToolEnvironment]:
-    """A `ToolEnvironment` with these functions. Raises `InputError` as `schema` does, and for two of one name."""
-    schemas, names = [schema(tool, what) for tool in tools], list(map(_name, tools))
+    """A `ToolEnvironment` with these functions. `InputError`: as from `tool_schema`, or two have the same name."""
+    schemas, names = [tool_schema(tool, what) for tool in tools], list(map(_name, tools))
     twice = sorted({name for name in names if names.count(name) > 1})
     refuse(bool(twice), f"{what}: there are several tools of the name {', '.join(twice)}; rename one")
     return type("Tools", (ToolEnvironment,), {"functions": tuple(tools), "schemas": schemas})

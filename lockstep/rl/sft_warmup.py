@@ -12,9 +12,8 @@ from ..session.signals import reraise_received
 from ..session.warm_up import prepare_validation
 from .loop import Loop
 
-_SHOWN = 25  # steps between messages about the loss
-_RECENT = 10  # steps whose mean loss is compared with `trainer.warmup_loss`
-REWARD = "validation/reward/mean"
+_NOTE_INTERVAL = 25  # steps between messages about the loss
+_LOSS_WINDOW = 10  # steps whose mean loss is compared with `trainer.warmup_loss`
 
 
 def sft_warmup(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
@@ -29,21 +28,25 @@ def sft_warmup(loop: Loop, note: Callable[[str], None]) -> dict[str, Any]:
     validation: dict[str, dict[str, float]] = {}
     if t.warmup_reward:
         prepare_validation(loop.run)
-    while len(losses) < t.warmup_steps and not (len(losses) >= _RECENT and mean(losses[-_RECENT:]) < t.warmup_loss):
+    for step in range(t.warmup_steps):
         reraise_received()
-        losses.append(loop.warmup_step(len(losses)).loss)
-        done = len(losses)
-        left = (time.monotonic() - began) / done * (t.warmup_steps - done)
-        told = f"step {done} of at most {t.warmup_steps}, loss {losses[-1]:.3f}"
-        loop.run.timings.report_progress(f"{told}, at most {timedelta(seconds=round(left))} to go")
-        if done % _SHOWN == 0:
+        losses.append(loop.warmup_step(step).loss)
+        done = step + 1
+        seconds_left = (time.monotonic() - began) / done * (t.warmup_steps - done)
+        progress = f"step {done} of at most {t.warmup_steps}, loss {losses[-1]:.3f}"
+        loop.run.timings.report_progress(f"{progress}, at most {timedelta(seconds=round(seconds_left))} to go")
+        if done % _NOTE_INTERVAL == 0:
             note(f"warm-up step {done}: loss {losses[-1]:.3f}")
         if t.warmup_reward and done % t.warmup_interval == 0:
             with loop.run.timings.measure("validation"):
-                found = validation[str(done)] = loop.validate(selection=True)
-            note(f"warm-up step {done}: " + ", ".join(f"{k.split('/', 1)[1]} {v:.3f}" for k, v in found.items()))
-            if found[REWARD] >= t.warmup_reward:
+                metrics = validation[str(done)] = loop.validate(selection=True)
+            note(f"warm-up step {done}: " + ", ".join(f"{k.split('/', 1)[1]} {v:.3f}" for k, v in metrics.items()))
+            if metrics["validation/reward/mean"] >= t.warmup_reward:
                 break
+        if done >= _LOSS_WINDOW and mean(losses[-_LOSS_WINDOW:]) < t.warmup_loss:
+            break
     loop.run.trainer.optimizer.reset()
-    measures: dict[str, Any] = {"steps": len(losses), "loss_first": losses[0], "loss_last": losses[-1]}
-    return measures | ({"validation": validation} if validation else {})
+    summary: dict[str, Any] = {"steps": len(losses), "loss_first": losses[0], "loss_last": losses[-1]}
+    if validation:
+        summary["validation"] = validation
+    return summary

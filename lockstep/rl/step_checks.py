@@ -9,7 +9,7 @@ from ..session.certificate import Certificate
 from ..trainer import StepResult
 
 
-def verify(parity: str, certificate: Certificate, step: int, result: StepResult, sampled: int) -> None:
+def check_step_result(parity: str, certificate: Certificate, step: int, result: StepResult, sampled: int) -> None:
     """Check a step's first result and, unless `parity` is "off", add it to the certificate with the `sampled` tokens to
     be compared. Raises as `require_finite` and, if `parity` is "strict", as `raise_mismatch`."""
     if parity != "off":
@@ -35,11 +35,11 @@ def raise_mismatch(step: int, result: StepResult) -> None:
         f"{m.request}, completion token {m.position}, {m.kind}: generator {m.generator!r}, trainer {m.trainer!r}"
         for m in result.mismatches
     ]
-    found = f"{result.tokens_different} of {result.tokens_checked} tokens differ between generator and trainer"
+    counts = f"{result.tokens_different} of {result.tokens_checked} tokens differ between generator and trainer"
     if result.routing is not None and result.routing.tokens_different:
-        found += f", of which {result.routing.tokens_different} went to other experts (digests of the choices differ)"
+        counts += f", of which {result.routing.tokens_different} went to other experts (digests of the choices differ)"
     if result.routing is not None and result.routing.prompt_tokens_different:
-        found += f"; {result.routing.prompt_tokens_different} prompt tokens went to other experts"
+        counts += f"; {result.routing.prompt_tokens_different} prompt tokens went to other experts"
     if result.tokens_not_covered:
-        found += f"; {result.tokens_sampled} were sampled"
-    raise ParityError("\n  ".join([f"step {step + 1}: {found}; the weights were not changed", *lines]))
+        counts += f"; {result.tokens_sampled} were sampled"
+    raise ParityError("\n  ".join([f"step {step + 1}: {counts}; the weights were not changed", *lines]))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 from statistics import mean, pstdev
 from typing import Any
 
 import torch
 
 from ..environments import Environment
-from ..environments.environment import metrics_of
+from ..environments.environment import environment_metrics
 from ..session.build import TrainingSession
 from ..session.signals import EndRequest
 from ..timings import Span, seconds_by_name
@@ -17,7 +18,7 @@ from ..trainer import StepResult, count_slots
 from ..types import PackedBatch, RolloutGroup, Trajectory
 
 # Phases whose seconds are reported as `time/<name>`.
-_TIMED = ("step", "generate", "environment", "rewards", "critic", "forward_backward", "optim_step", "sync")
+_REPORTED_PHASES = ("step", "generate", "environment", "rewards", "critic", "forward_backward", "optim_step", "sync")
 
 
 def step_metrics(
@@ -25,7 +26,7 @@ def step_metrics(
     groups: list[RolloutGroup],
     result: StepResult,
     batches: list[PackedBatch],
-    version: int,
+    weights_version: int,
     spans: Sequence[Span],
 ) -> dict[str, Any]:
     """The metrics that every step has, by name, the same on every rank. Padding is that of all ranks' batches; for
@@ -34,39 +35,41 @@ def step_metrics(
     Args:
         groups: those of all ranks, complete on the first rank only.
         batches, spans: those of this rank.
-        version: the version of the weights that sampled the step.
+        weights_version: that of the weights that sampled the step.
     """
-    spent = {"sync": 0.0} | seconds_by_name(spans)  # in one process the generator reads the trainer's weights
-    seconds = {f"time/{name}": value for name, value in spent.items() if name in _TIMED}
-    own: dict[str, Any] = {**seconds, "memory/peak_gib": peak_memory_gib(run.policy.model.embed.device)}
-    own |= run.runtime.metrics() | {"ending": EndRequest() if run.delay is None else run.delay.poll()}
-    ranks = run.world.gather((*count_slots(batches), own))
-    slots, used = sum(rank[0] for rank in ranks), sum(rank[1] for rank in ranks)
-    names = dict.fromkeys(name for *_, of_rank in ranks for name in of_rank)  # not every rank scores rollouts
-    largest = {name: max(of_rank[name] for *_, of_rank in ranks if name in of_rank) for name in names}
-    measured = {"padding_waste": 1.0 - used / slots if slots else 0.0, **largest}
-    return run.world.broadcast_from_first(lambda: _of_the_step(run, groups, result, version, measured))
+    seconds = {"sync": 0.0} | seconds_by_name(spans)  # in one process the generator reads the trainer's weights
+    own: dict[str, Any] = {f"time/{name}": seconds[name] for name in seconds if name in _REPORTED_PHASES}
+    own["memory/peak_gib"] = peak_memory_gib(run.policy.model.embed.device)
+    own |= run.runtime.metrics()
+    own["ending"] = EndRequest() if run.delay is None else run.delay.poll()
+    all_slots, all_used, measured_by_rank = zip(*run.world.gather((*count_slots(batches), own)), strict=True)
+    slots, used = sum(all_slots), sum(all_used)
+    measured: dict[str, Any] = {"padding_waste": 1.0 - used / slots if slots else 0.0}
+    for name in dict.fromkeys(chain.from_iterable(measured_by_rank)):  # not every rank scores rollouts
+        measured[name] = max(of_rank[name] for of_rank in measured_by_rank if name in of_rank)
+    return run.world.broadcast_from_first(lambda: _complete_metrics(run, groups, result, weights_version, measured))
 
 
-def _of_the_step(
-    run: TrainingSession, groups: list[RolloutGroup], result: StepResult, version: int, measured: dict[str, Any]
+def _complete_metrics(
+    run: TrainingSession, groups: list[RolloutGroup], result: StepResult, weights_version: int, measured: dict[str, Any]
 ) -> dict[str, Any]:
     rollouts = [r for g in groups for r in g.rollouts]
-    turns = [r.turns for r in rollouts]
-    lengths = [sum(len(turn.token_ids) for turn in of_one) for of_one in turns]
-    several = {r.environment for r in rollouts} - {""}
+    turns_of = [r.turns for r in rollouts]
+    lengths = [sum(len(turn.token_ids) for turn in turns) for turns in turns_of]
+    versions = [v for turns in turns_of for turn in turns for v in turn.weight_versions or ()]
+    environments = {r.environment for r in rollouts} - {""}  # empty unless the run has several
     zero_std = [all(r.reward == g.rollouts[0].reward for r in g.rollouts) for g in groups]
     tokens = sum(len(s.token_ids) for r in rollouts for s in r.segments)
     return {
         **reward_metrics(groups),
-        **metrics_of(run.environment, rollouts),
-        **(_by_environment(run.environment, rollouts, several) if several else {}),
+        **environment_metrics(run.environment, rollouts),
+        **(_metrics_by_environment(run.environment, rollouts, environments) if environments else {}),
         "frac_reward_zero_std": mean(map(float, zero_std)),
         **{name: getattr(result, name) for name in ("loss", "grad_norm", "kl", "entropy", "clip_ratio")},
         "response_length/mean": mean(lengths),
         "response_length/max": max(lengths),
         "response_length/clip_ratio": mean(float(r.cut_off) for r in rollouts),
-        "policy_age": version - min(v for of_one in turns for turn in of_one for v in turn.weight_versions or ()),
+        "policy_age": weights_version - min(versions),
         "logprob_diff/max": result.logprob_diff_max,
         **{f"parity/tokens_{how}": getattr(result, f"tokens_{how}") for how in ("checked", "different", "not_covered")},
         **(result.routing.metrics() if result.routing else {}),
@@ -75,18 +78,18 @@ def _of_the_step(
     }
 
 
-def _by_environment(
+def _metrics_by_environment(
     kind: type[Environment], rollouts: Sequence[Trajectory], names: Collection[str]
 ) -> dict[str, float]:
     """For each of a run's several environments: its trajectories, their mean reward, and `Environment.metrics`."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name in sorted(names):
         own = [r for r in rollouts if r.environment == name]
-        before = f"environment/{name}"
-        found |= {f"{before}/trajectories": len(own), f"{before}/reward/mean": mean(r.reward for r in own)}
-        measured = {key.removeprefix("environment/"): value for key, value in metrics_of(kind, own).items()}
-        found |= {f"{before}/{key}": value for key, value in measured.items()}
-    return found
+        prefix = f"environment/{name}"
+        metrics |= {f"{prefix}/trajectories": len(own), f"{prefix}/reward/mean": mean(r.reward for r in own)}
+        for key, value in environment_metrics(kind, own).items():
+            metrics[f"{prefix}/{key.removeprefix('environment/')}"] = value
+    return metrics
 
 
 def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
@@ -97,7 +100,7 @@ def reward_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
         "reward/std": mean(pstdev([r.reward for r in g.rollouts]) for g in groups),
     }
     for name in dict.fromkeys(name for r in rollouts for name in r.rewards):
-        values = [v for r in rollouts if (v := r.rewards.get(name)) is not None]
+        values = [value for r in rollouts if (value := r.rewards.get(name)) is not None]
         if values:
             metrics |= {f"rewards/{name}/mean": mean(values), f"rewards/{name}/std": pstdev(values)}
     return metrics

@@ -345,7 +345,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self._loop is None or not self.world.is_first:
             return
         path = self.run_dir / ENVIRONMENT_ERRORS
-        if tracebacks := self._loop.failures.take():
+        if tracebacks := self._loop.failures.take_messages():
             with name_write_errors(path), path.open("a", encoding="utf-8", errors="replace") as file:
                 file.writelines(f"{traceback}\n\n" for traceback in tracebacks)
 

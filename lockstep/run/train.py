@@ -144,7 +144,7 @@ def _run_steps(recorder: Recorder, loop: Loop, display: Display, start: int, del
                 display.note(_STEP_REDONE.format(step + 1))
                 end_if(ending)
             with loop.run.timings.measure("log"):
-                recorder.record_step(step, metrics, groups + loop.left_out)
+                recorder.record_step(step, metrics, groups + loop.excluded_groups)
                 display.update(step, metrics)
             recorder.checkpoint(loop, step + 1, last=ending.number > 0)
             if is_recorded(step + 1):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..algorithms import algorithm_of
+from ..algorithms import make_algorithm
 from ..config import (
     CompileConfig,
     RunConfig,
@@ -172,7 +172,7 @@ class TrainingSession(Session):
         if (config := adapt_config(w, self.plan)) is not self.config or self.plan.lends_cache:
             self.config = config
             self.reset_runtime(self.plan.lends_cache)
-        if algorithm_of(config.loss).has_critic:
+        if make_algorithm(config.loss).has_critic:
             model.add_value_head()
             if (source := self.policy.source) is not None:
                 world.run_on_all(lambda: source.fill({"value_head": ranges_of(model)["value_head"]}))
@@ -357,7 +357,7 @@ def resolve(config: RunConfig, ranks: int = 1, steps: bool = True) -> RunConfig:
 
 def resolve_for_device(config: RunConfig, ranks: int, device: torch.device, steps: bool = True) -> RunConfig:
     """`resolve` for a device that need not be present."""
-    algorithm_of(config.loss)  # load and try a user's algorithm before anything slow
+    make_algorithm(config.loss)  # load and try a user's algorithm before anything slow
     resolve_dtype(config.dtype, device)
     compile = resolve_compile(config.compile, device.type == "cuda")
     refuse(

@@ -13,9 +13,9 @@ from typing import IO, Any, NamedTuple
 from ..config import RunConfig, template_variables, validate, without_trainer_settings, yaml_file
 from ..distributed import World
 from ..environments import Collector, Environment, Limits, Problem, Task, make_environment, make_task
-from ..environments.environment import SingleTurn, metrics_of
-from ..environments.episodes import NewTokens, Sampler
-from ..environments.ranks.rollouts import Holders
+from ..environments.environment import SingleTurn, environment_metrics
+from ..environments.episodes import SampleOutput, Sampler
+from ..environments.ranks.rollouts import RolloutHolders
 from ..errors import refuse
 from ..generator import Engine
 from ..trainer.shapes import PROMPT_MARGIN
@@ -118,14 +118,14 @@ def run_evaluation(
         with serving(context):
             groups, _, counts = collector.collect(problems, sampling, VALIDATION_DOMAIN, 0)
             if environment is not SingleTurn:  # its metrics may read the text of the turns
-                Holders(world).bring_to_first(groups)()
+                RolloutHolders(world).send_to_first(groups)()
             rollouts = [rollout for group in groups for rollout in group.rollouts]
-            environment_metrics = world.broadcast_from_first(lambda: metrics_of(environment, rollouts))
+            metrics = world.broadcast_from_first(lambda: environment_metrics(environment, rollouts))
     names = list(dict.fromkeys(name for rollout in rollouts for name in rollout.rewards))
     decides = names[0] if settings.pass_reward is None else settings.pass_reward
     refuse(decides not in names, f"pass_reward {decides}: the rewards are {', '.join(names)}")
     result = {"task": config.task.name, "prompts": len(problems), "n": n, "temperature": temperature}
-    result |= _summarize(groups, ks, decides, settings.pass_threshold, names) | environment_metrics
+    result |= _summarize(groups, ks, decides, settings.pass_threshold, names) | metrics
     return result | {name: counts[name] for name in ("environment/errors", "groups_without_reward") if counts.get(name)}
 
 
@@ -177,7 +177,7 @@ class _ReportingEngine:
         self._finished, self._reported_at = 0, time.monotonic()
         self.add_request, self.abort = engine.add_request, engine.abort
 
-    def advance(self) -> Sequence[NewTokens]:
+    def advance(self) -> Sequence[SampleOutput]:
         """As `Engine.advance`. Raises `NonFiniteError` for log-probabilities that are not finite."""
         new_tokens = self._engine.advance()
         for item in new_tokens:

@@ -28,7 +28,7 @@ from ..config import (
     validate,
 )
 from ..environments import checked_messages
-from ..environments.tools import schema
+from ..environments.tools import tool_schema
 from ..errors import InputError, LockstepError, NonFiniteError, refuse
 from ..generator import Engine, pays_to_group
 from ..models.tokenizer import TextStream
@@ -225,7 +225,7 @@ class LLM(Session):
 
     def message(self, completion: Trajectory, tools: Sequence[Tool | Callable[..., Any]] = ()) -> Message:
         """The completion as a chat message, with `tool_calls` if it calls any of these tools."""
-        return self.policy.tokens_with(_tool_schemas(tools)).said(completion.turns[-1]).message
+        return self.policy.tokens_with(_tool_schemas(tools)).parse_turn(completion.turns[-1]).message
 
     def _pieces(self, engine: Engine, requests: Requests) -> Iterator[TextPiece]:
         texts: dict[tuple[int, int], TextStream] = {}
@@ -350,7 +350,7 @@ class LLM(Session):
 
 
 def _tool_schemas(tools: Sequence[Tool | Callable[..., Any]]) -> list[Tool]:
-    return validate_tools([schema(tool, "tools") if callable(tool) else tool for tool in tools])
+    return validate_tools([tool_schema(tool, "tools") if callable(tool) else tool for tool in tools])
 
 
 def _power_of_two(number: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .. import graph
-from ..algorithms import SUPERVISED, Algorithm, algorithm_of, supervised
+from ..algorithms import SUPERVISED, Algorithm, make_algorithm, supervised_algorithm
 from ..config import LossConfig
 from ..models import Decoder
 from ..types import COMPARED_OUTPUTS, PackedBatch
@@ -74,7 +74,8 @@ class TrainerPrograms:
         state: UpdateState,
     ) -> None:
         self.model, self.reference, self.optimizer, self.state = model, reference, optimizer, state
-        self.loss_type, self.algorithm, self.supervised = loss.loss_type, algorithm_of(loss), supervised(loss)
+        self.loss_type = loss.loss_type
+        self.algorithm, self.supervised = make_algorithm(loss), supervised_algorithm(loss)
         self.algorithms: dict[str, Algorithm] = {SUPERVISED: self.supervised, loss.loss_type: self.algorithm}
         self.flat = flat = optimizer.flat
         moe = model.config.moe if model.config.moe_layers else None

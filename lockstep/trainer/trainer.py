@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..algorithms import algorithm_of
+from ..algorithms import make_algorithm
 from ..config import LossConfig, OptimizerConfig
 from ..distributed import ONE_PROCESS, World
 from ..distributed.cells import ONE_CELL, Cells
@@ -72,7 +72,7 @@ class Trainer:
         zero_stage: int | None = None,
         reference_source: WeightSource | None = None,
     ) -> None:
-        algorithm = algorithm_of(loss)
+        algorithm = make_algorithm(loss)
         if loss.beta > 0 and reference is None:
             raise ValueError(f"loss.beta is {loss.beta}: the KL term needs a reference model")
         if algorithm.has_teacher and reference is None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import lockstep
-from lockstep.algorithms import ALGORITHMS, SUPERVISED, Algorithm, TokenValues, algorithm_of, supervised
+from lockstep.algorithms import ALGORITHMS, SUPERVISED, Algorithm, TokenValues, make_algorithm, supervised_algorithm
 from lockstep.algorithms.advantage import generalized_advantages
 from lockstep.algorithms.grpo import GRPO
 from lockstep.config import LOSS_TYPES, READ_BY, LossConfig
@@ -91,7 +91,7 @@ class Case:
         logp = rows(self.logp, -3.0)
         values = TokenValues(logp, logp, rows(self.old), per_token[0], cu, rows(self.ref))
         self.criticized = algorithm.has_critic
-        if algorithm.of_tokens:
+        if algorithm.has_token_advantages:
             values = self.of_tokens(algorithm, config, values, rows)
         loss, clipped = algorithm.corrected_loss(values)
         assert not clipped[-5:].any(), "padding is clipped"
@@ -230,7 +230,7 @@ def config_of(name: str, **changes: Any) -> LossConfig:
 @pytest.mark.parametrize("name", LOSS_TYPES)
 def test_the_loss_is_the_papers(transformers_logits: Tensor, name: str, seed: int) -> None:
     c, config = Case(transformers_logits, seed), config_of(name)
-    ours = c.ours(algorithm_of(config), config)
+    ours = c.ours(make_algorithm(config), config)
     assert_same(c, ours, plain(name, c, config, plain_advantages(name, c.rewards)))
     assert c.clipped.any() == (name not in ("sapo", "distillation"))
 
@@ -240,14 +240,14 @@ def test_supervised_steps_have_the_cross_entropy(transformers_logits: Tensor, se
     c = Case(transformers_logits, seed)
     labels = torch.where(c.mask, c.ids, -100)  # what `transformers` leaves out
     plain = torch.nn.functional.cross_entropy(c.logits.flatten(0, 1), labels.flatten())
-    assert_same(c, c.ours(supervised(LossConfig()), LossConfig()), plain)
+    assert_same(c, c.ours(supervised_algorithm(LossConfig()), LossConfig()), plain)
 
 
 @pytest.mark.parametrize("name", ["ppo", "reinforce_pp"])
 def test_a_token_is_credited_with_the_divergence_from_there_on(transformers_logits: Tensor, name: str) -> None:
     """In the reward, for what has an advantage a token; the second sample's rewards are not those of the first."""
     c, config = Case(transformers_logits, 1), config_of(name, beta=0.4, use_kl_in_reward=True, kl_estimator="k1")
-    ours = c.ours(algorithm_of(config), config)
+    ours = c.ours(make_algorithm(config), config)
     assert_same(c, ours, plain(name, c, config, plain_advantages(name, c.rewards)))
     without = plain(name, c, replace(config, beta=0.0), plain_advantages(name, c.rewards))
     assert abs(without - ours) > 1e-3
@@ -255,7 +255,9 @@ def test_a_token_is_credited_with_the_divergence_from_there_on(transformers_logi
 
 def test_dppo_by_kl(transformers_logits: Tensor) -> None:
     c, config = Case(transformers_logits, 0), config_of("dppo", divergence_type="binary_kl")
-    assert_same(c, c.ours(algorithm_of(config), config), plain("dppo", c, config, plain_advantages("dppo", c.rewards)))
+    assert_same(
+        c, c.ours(make_algorithm(config), config), plain("dppo", c, config, plain_advantages("dppo", c.rewards))
+    )
 
 
 def trl_loss(c: Case, config: LossConfig, name: str, advantage: Tensor) -> Tensor:
@@ -302,7 +304,7 @@ def test_the_loss_is_trls(transformers_logits: Tensor, name: str, seed: int, bet
     theirs = trl_loss(c, config, name, advantage)
     if name == "rloo":  # in whose value a masked sequence is one with a ratio of 1
         theirs = theirs + advantage[c.masked].sum().float() / len(LENGTHS)
-    assert_same(c, c.ours(algorithm_of(config), config), theirs)
+    assert_same(c, c.ours(make_algorithm(config), config), theirs)
 
 
 def test_names_and_defaults_are_trls() -> None:
@@ -324,7 +326,7 @@ def test_names_and_defaults_are_trls() -> None:
 
 def test_normalized_advantages_are_trls() -> None:
     config = LossConfig("rloo", normalize_advantages=True)
-    found = torch.tensor(algorithm_of(config).advantages(config, [[1.0, 0.0, 0.5], [0.0, 0.0, 1.0]])).flatten()
+    found = torch.tensor(make_algorithm(config).advantages(config, [[1.0, 0.0, 0.5], [0.0, 0.0, 1.0]])).flatten()
     plain = plain_advantages("rloo", torch.tensor([1.0, 0.0, 0.5, 0.0, 0.0, 1.0]))
     torch.testing.assert_close(found, (plain - plain.mean()) / (plain.std() + 1e-4))
 
@@ -337,7 +339,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient(name: str) -> None:
     cu = torch.tensor([0, 2, 4, 4], dtype=torch.int32)
     teacher = logp.detach() + advantage
     values = TokenValues(logp, logp, logp.detach(), advantage, cu, teacher)
-    loss, clipped = algorithm_of(config_of(name)).loss(values)
+    loss, clipped = make_algorithm(config_of(name)).loss(values)
     weight = torch.tensor([0.5, 0.5, 0.5, 0.5]) if name == "rloo" else torch.ones(4)  # the sum, in the mean of two
     (gradient,) = torch.autograd.grad((weight * loss).sum(), logp)
     assert torch.equal(gradient, -advantage) and not clipped.any()
@@ -350,7 +352,7 @@ def test_a_huge_ratio_never_gives_a_gradient_that_is_no_number(name: str) -> Non
     cu = torch.tensor([0, 1, 2], dtype=torch.int32)
     advantage = torch.tensor([1.0, -1.0])
     values = TokenValues(logp, logp, old, advantage, cu, logp.detach() + advantage)
-    loss, _ = algorithm_of(config_of(name)).loss(values)
+    loss, _ = make_algorithm(config_of(name)).loss(values)
     (gradient,) = torch.autograd.grad(loss.sum(), logp)
     if name == "distillation":  # an estimate that nothing cuts
         assert loss.tolist() == gradient.tolist() == [-math.inf, 0.0]
@@ -415,7 +417,7 @@ def test_settings_that_do_not_go_together_are_named(config: LossConfig, message:
 def test_trls_sequence_level_is_gspo() -> None:
     config = LossConfig(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)
     config.validate()
-    assert algorithm_of(config) == algorithm_of(LossConfig("gspo", epsilon=3e-4, epsilon_high=4e-4))
+    assert make_algorithm(config) == make_algorithm(LossConfig("gspo", epsilon=3e-4, epsilon_high=4e-4))
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
@@ -439,10 +441,10 @@ def test_truncated_importance_sampling(transformers_logits: Tensor, name: str, m
     else:  # one ratio a sequence, whose gradient is of all its tokens
         whole = ((now * c.real).sum(1) / c.lengths).exp()
         plain = ((scale * whole[:, None]).sum(1) / c.lengths).mean()
-    assert_same(c, c.ours(algorithm_of(weighed), weighed), plain)
+    assert_same(c, c.ours(make_algorithm(weighed), weighed), plain)
     assert c.clipped.any()
     c.old = c.logp.detach()
-    one, other = (c.ours(algorithm_of(x), x) for x in (weighed, config))
+    one, other = (c.ours(make_algorithm(x), x) for x in (weighed, config))
     assert torch.equal(one, other) and not c.clipped.any()
     assert torch.equal(*(torch.autograd.grad(x, c.logits, retain_graph=True)[0] for x in (one, other)))
 
@@ -455,7 +457,7 @@ def test_estimates_of_the_divergence(estimator: Any) -> None:
     model, ref = torch.log_softmax(logits, 0), torch.randn(9, dtype=torch.float64, generator=draw).log_softmax(0)
     drawn = torch.log_softmax(logits.detach() / 0.7, 0)
     exact = (model.exp() * (model - ref)).sum()
-    algorithm = algorithm_of(LossConfig(beta=0.1, kl_estimator=estimator))
+    algorithm = make_algorithm(LossConfig(beta=0.1, kl_estimator=estimator))
     found = (drawn.exp() * algorithm.kl(TokenValues(model, model, drawn, torch.zeros(9)), ref)).sum()
     if estimator != "k2":
         torch.testing.assert_close(found, exact)
@@ -468,7 +470,7 @@ def test_worked_examples_are_not_weighed_by_how_likely_they_are(mode: Any) -> No
     """Their log-probs of when they were sampled are 0, as nothing sampled them."""
     model = torch.tensor([-3.0, -0.1], requires_grad=True)
     values = TokenValues(model, model, torch.zeros(2), torch.ones(2))
-    loss, _ = supervised(LossConfig(importance_sampling_mode=mode)).corrected_loss(values)
+    loss, _ = supervised_algorithm(LossConfig(importance_sampling_mode=mode)).corrected_loss(values)
     assert torch.equal(loss, -model)
 
 
@@ -481,7 +483,7 @@ def test_in_the_mean_distillation_is_trls_reverse_kl(temperature: float, moved: 
     sampled, change, teacher = torch.randn(3, 11, dtype=torch.float64, generator=draw)
     logits = (sampled + moved * change).requires_grad_()
     model, drawn = torch.log_softmax(logits, 0), torch.log_softmax(sampled / temperature, 0)
-    algorithm = algorithm_of(LossConfig("distillation", teacher="a folder"))
+    algorithm = make_algorithm(LossConfig("distillation", teacher="a folder"))
     values = TokenValues(drawn, model, drawn, torch.ones(11), None, torch.log_softmax(teacher, 0))
     found = (drawn.exp() * algorithm.loss(values)[0]).sum()
     exact = gkd.GKDTrainer.generalized_jsd_loss(logits[None, None], teacher[None, None], beta=1, reduction="sum")
@@ -494,16 +496,16 @@ def test_the_bound_above_is_not_below_the_one_below() -> None:
         with pytest.raises(InputError, match=f"loss.epsilon_high is below loss.epsilon, which is {low}; it must be"):
             LossConfig(name, epsilon_high=low - 0.01).validate()
         LossConfig(name, epsilon_high=low).validate()
-        assert getattr(algorithm_of(LossConfig(name)), "epsilon", None) == low
-    assert algorithm_of(LossConfig("dppo", epsilon_high=0.15)) == replace(
-        algorithm_of(LossConfig("dppo")), epsilon_high=0.15
+        assert getattr(make_algorithm(LossConfig(name)), "epsilon", None) == low
+    assert make_algorithm(LossConfig("dppo", epsilon_high=0.15)) == replace(
+        make_algorithm(LossConfig("dppo")), epsilon_high=0.15
     )
 
 
 def test_a_ratio_of_dppo_is_cut_at_its_cap() -> None:
     logp = torch.tensor([-0.1, -0.1]).requires_grad_()
     values = TokenValues(logp, logp, torch.tensor([-0.1 - math.log(8), -9.0]), torch.tensor([-1.0, -1.0]))
-    loss, masked = algorithm_of(LossConfig("dppo")).loss(values)
+    loss, masked = make_algorithm(LossConfig("dppo")).loss(values)
     (gradient,) = torch.autograd.grad(loss.sum(), logp)
     torch.testing.assert_close(gradient, torch.tensor([8.0, 20.0]))
     assert not masked.any()  # both come back to what sampled them
@@ -511,7 +513,7 @@ def test_a_ratio_of_dppo_is_cut_at_its_cap() -> None:
 
 def test_a_teacher_that_is_not_there_is_missed() -> None:
     with pytest.raises(InputError, match="loss.teacher is missing: loss_type distillation learns from a model; give"):
-        algorithm_of(LossConfig("distillation"))
+        make_algorithm(LossConfig("distillation"))
 
 
 def test_generalized_advantages_by_hand() -> None:
@@ -526,5 +528,5 @@ def test_generalized_advantages_by_hand() -> None:
     assert rewards == [-0.5, 1.0, 0.0]
     assert generalized_advantages(rewards, values, 1.0, 1.0) == [0.0, 0.75, -1.0]
     config = LossConfig("ppo", lam=1.0)
-    advantages, returns = algorithm_of(config).estimate(config, [[2.0], [0.0]], [[1.0], [0.5]])
+    advantages, returns = make_algorithm(config).estimate(config, [[2.0], [0.0]], [[1.0], [0.5]])
     assert returns == [[2.0], [0.0]] and advantages == [[pytest.approx(0.5**0.5)], [pytest.approx(-(0.5**0.5))]]

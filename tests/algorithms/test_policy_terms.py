@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lockstep.algorithms import algorithm_of, supervised
+from lockstep.algorithms import make_algorithm, supervised_algorithm
 from lockstep.algorithms.policy_terms import TokenValues, corrected_kl, kl_k3
 from lockstep.config import LossConfig
 
@@ -15,7 +15,7 @@ def evaluate(loss_type, log_ratio, advantage, **config):
     model = torch.linspace(-3, -1, len(log_ratio), requires_grad=True)
     values = TokenValues(logprob, model, old, torch.tensor(advantage))
     settings = LossConfig(**config) if loss_type == "sft" else LossConfig(loss_type, **config)
-    algorithm = supervised(settings) if loss_type == "sft" else algorithm_of(settings)
+    algorithm = supervised_algorithm(settings) if loss_type == "sft" else make_algorithm(settings)
     loss, clipped = algorithm.loss(values)
     target = model if loss_type == "sft" else logprob
     (grad,) = torch.autograd.grad(loss.sum(), target)

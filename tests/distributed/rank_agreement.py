@@ -15,7 +15,7 @@ from lockstep.cache import tensor_file
 from lockstep.config import LossConfig
 from lockstep.distributed import World
 from lockstep.distributed.mesh import ONE_RANK
-from lockstep.environments.ranks.rollouts import COLUMNS, Holders, outline
+from lockstep.environments.ranks.rollouts import COLUMNS, RolloutHolders, outline
 from lockstep.errors import InputError, LockstepError
 from lockstep.models import Decoder, FolderWeights, all_gather_shares, load_part, parts, save_model
 from lockstep.trainer import Trainer
@@ -94,16 +94,16 @@ def brought_rollouts(world: World) -> Any:
         lambda: [g for g in whole if g.sampled_by == world.rank], lambda own: list(map(outline, own))
     )
     groups = sorted((group for of_rank in sampled for group in of_rank), key=lambda group: group.group)
-    holders, found = Holders(world), []
+    holders, found = RolloutHolders(world), []
     for _ in range(2):  # the second time nothing travels
-        holders.bring((group, [group.group // 2 % 2]) for group in groups)
+        holders.send_missing((group, [group.group // 2 % 2]) for group in groups)
     for group, expected in zip(groups, whole, strict=True):
         try:
             here: Any = words_of(group) == words_of(expected)
         except RuntimeError as error:
             here = str(error)
         found.append([world.rank in (group.sampled_by, group.group // 2 % 2), here])
-    holders.bring_to_first(groups)()
+    holders.send_to_first(groups)()
     return on_all(world, [found, [asdict(a) == asdict(b) for a, b in zip(groups, whole, strict=True)]])
 
 

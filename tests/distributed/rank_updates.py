@@ -277,7 +277,7 @@ def stepped(config: RunConfig, world: World, whole: bool) -> list[Any]:
         found, groups = loop.step(step)
         metrics.append({k: v for k, v in found.items() if k.partition("/")[0] not in ("time", "perf", "memory")})
         metrics[-1].pop("padding_waste")
-        replaced.append([of_group(group, whole) for group in loop.left_out])
+        replaced.append([of_group(group, whole) for group in loop.excluded_groups])
         sampled.append([of_group(group, whole) for group in groups])
     return [metrics, replaced, sampled, *(p.detach().cpu() for p in loop.run.policy.model.parameters())]
 

@@ -11,10 +11,10 @@ import torch
 from small import CONFIG, FAMILIES, compare, make_model
 from test_episodes import LIMITS, PROBLEMS, SAMPLING, Talk, bits, collect, engine_of
 
-from lockstep.environments import Branch, End, Environment, Limits, Problem, Tokens, Turn, worked_trajectories
+from lockstep.environments import Branch, ChatCodec, End, Environment, Limits, Problem, Turn, worked_trajectories
 from lockstep.models import ModelConfig
 from lockstep.models.tokenizer import byte_tokenizer, encode_following, encode_prompt
-from lockstep.rl.sample_again import Recorded
+from lockstep.rl.resample import RecordedEnvironment
 from lockstep.run.metrics import rollout_records
 from lockstep.types import Trajectory
 
@@ -75,14 +75,15 @@ def test_bits_do_not_depend_on_who_answers_first_and_a_record_repeats_them() -> 
             answer = super().step(turn)
             return "" if self.turns == 1 and not isinstance(answer, End) else answer
 
-    class ReplayResult(Recorded):
+    class Replayed(RecordedEnvironment):
         def __init__(self) -> None:
             segments = next(played).segments
-            self._left, self._ends = [(s.token_ids, s.begins_branch) for s in segments if not s.sampled], []
+            self._given = iter([(s.token_ids, s.begins_branch) for s in segments if not s.sampled])
+            self._turns = iter(())
 
     for made in (groups[:1], collect(engine_of(model), SaysNothing, problems=PROBLEMS[:1]).groups):
         played = iter(all_of(made))
-        found = collect(engine_of(model), ReplayResult, problems=PROBLEMS[:1]).groups
+        found = collect(engine_of(model), Replayed, problems=PROBLEMS[:1]).groups
         assert [[(s.token_ids, s.logprobs, s.begins_branch) for s in t.segments] for t in all_of(found)] == [
             [(s.token_ids, s.logprobs, s.begins_branch) for s in t.segments] for t in all_of(made)
         ]
@@ -140,7 +141,7 @@ class Asks(Environment):
 def test_a_template_that_rewrites_its_past_makes_branches() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = THINKING
-    tokens = Tokens(
+    tokens = ChatCodec(
         lambda prompt: encode_prompt(tokenizer, prompt),
         lambda messages, given: encode_following(tokenizer, messages, given),
         tokenizer.decode,

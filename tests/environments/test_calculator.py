@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep.config import TaskConfig
-from lockstep.environments import End, Environment, Limits, Tokens, Turn, make_environment, worked_trajectories
+from lockstep.environments import ChatCodec, End, Environment, Limits, Turn, make_environment, worked_trajectories
 from lockstep.environments.tasks.calculator import Calculator
 from lockstep.environments.tasks.sum_digits import SumDigits
 from lockstep.environments.tasks.word_arithmetic import WordArithmetic
@@ -50,7 +50,7 @@ def test_worked_examples_ask_for_their_sums() -> None:
 def test_a_worked_example_that_a_limit_cuts_is_refused(limits: Limits, cut: str) -> None:
     """What is left of it would be learned as the whole."""
     problem = WordArithmetic(1, 2, 3).warmup_problem(0, 0)
-    tokens = Tokens(lambda prompt: list(str(prompt).encode()), lambda messages, given: list(str(given).encode()))
+    tokens = ChatCodec(lambda prompt: list(str(prompt).encode()), lambda messages, given: list(str(given).encode()))
     closed: list[Environment] = []
 
     class Closing(Calculator):

@@ -13,7 +13,7 @@ import pytest
 from processes import wait_for
 
 from lockstep.distributed import World
-from lockstep.environments import Environment, Limits, Tokens
+from lockstep.environments import ChatCodec, Environment, Limits
 from lockstep.environments.base import Problem
 from lockstep.environments.collect import Collected, Collector
 from lockstep.environments.rewards.loading import load_rewards
@@ -70,8 +70,8 @@ def _completion(prompt_ids: list[int], text: str, identity: SampleIdentity) -> T
     return Trajectory([Segment(prompt_ids), turn], "stop", identity)
 
 
-def tokens(encode: Any) -> Tokens:
-    return Tokens(encode, lambda messages, given: encode(given))
+def tokens(encode: Any) -> ChatCodec:
+    return ChatCodec(encode, lambda messages, given: encode(given))
 
 
 def run(problems: list[tuple[int, Problem]], texts: list[str], rewards: RewardSet, **options: Any):
@@ -284,7 +284,7 @@ def test_the_first_rank_keeps_what_failed_on_any(rank: int) -> None:
         world=Beside(rank, 2, timeout=60.0),
     )
     found = collector.collect(problems, sampling, TRAIN_DOMAIN, 3, required=False)
-    told = collector.failures.take()
+    told = collector.failures.take_messages()
     assert found.counts["environment/errors"] > 1
     assert [line.splitlines()[-1] for line in told][-1:] == ["group 1: failed there"] * (rank == 0)
     assert any("no tool" in line for line in told) == (rank == 0)

@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.config import RunConfig, TaskConfig, validate
 from lockstep.environments import PromptLimit, make_task
-from lockstep.environments.data.dataset import permuted
+from lockstep.environments.data.dataset import permute
 from lockstep.environments.rewards.reward_set import Completions
 from lockstep.environments.tasks.gsm8k import final_number, gsm8k_reward
 from lockstep.errors import InputError
@@ -47,12 +47,12 @@ def test_the_order_needs_no_state_and_follows_the_seed() -> None:
 
 
 def test_the_permutations_bits_do_not_change() -> None:
-    assert [permuted(i, 8, 42, 0) for i in range(8)] == [7, 5, 1, 4, 6, 3, 2, 0]
+    assert [permute(i, 8, 42, 0) for i in range(8)] == [7, 5, 1, 4, 6, 3, 2, 0]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 16, 17, 1000])
 def test_every_length_is_permuted(length: int) -> None:
-    orders = [[permuted(i, length, 7, epoch) for i in range(length)] for epoch in range(3)]
+    orders = [[permute(i, length, 7, epoch) for i in range(length)] for epoch in range(3)]
     assert all(sorted(order) == list(range(length)) for order in orders)
     assert length < 5 or orders[0] != orders[1] != orders[2]
 
@@ -60,7 +60,7 @@ def test_every_length_is_permuted(length: int) -> None:
 def test_a_permutation_leaves_no_trend() -> None:
     """Rank correlation of the order with itself, and the mean distance of neighbours, as for a random order."""
     length = 2000
-    order = [permuted(i, length, 3, 0) for i in range(length)]
+    order = [permute(i, length, 3, 0) for i in range(length)]
     middle = (length - 1) / 2
     correlation = sum((i - middle) * (x - middle) for i, x in enumerate(order)) / (length * (length**2 - 1) / 12)
     distance = sum(abs(a - b) for a, b in itertools.pairwise(order)) / (length - 1) / length
@@ -68,7 +68,7 @@ def test_a_permutation_leaves_no_trend() -> None:
 
 
 def test_a_place_in_data_of_any_size_costs_the_same() -> None:
-    assert len({permuted(i, 10**12, 0, 0) for i in range(100)}) == 100
+    assert len({permute(i, 10**12, 0, 0) for i in range(100)}) == 100
 
 
 def test_the_last_rows_are_held_out() -> None:

@@ -25,6 +25,7 @@ from small import CONFIG, FAMILIES, compare, make_model
 from lockstep.config import GeneratorConfig
 from lockstep.environments import (
     Branch,
+    ChatCodec,
     Collector,
     End,
     Environment,
@@ -33,16 +34,15 @@ from lockstep.environments import (
     Next,
     Problem,
     RewardSet,
-    Tokens,
     Turn,
 )
 from lockstep.environments import collect as collecting
-from lockstep.environments.calls import in_the_main_thread
+from lockstep.environments.calls import run_in_main_thread
 from lockstep.environments.collect import Collected
-from lockstep.environments.environment import by_name, metrics_of
-from lockstep.environments.episodes import FAILURES
-from lockstep.environments.episodes.answers import wrong_reward
-from lockstep.environments.ranks.led import leading
+from lockstep.environments.environment import environment_metrics, named_rewards
+from lockstep.environments.episodes import MAX_FAILURES_IN_A_ROW
+from lockstep.environments.episodes.answers import reward_error
+from lockstep.environments.ranks.leader import broadcast_calls
 from lockstep.environments.rewards.reward_set import Reward
 from lockstep.errors import InputError, LockstepError
 from lockstep.generator import Engine, SharedWeights
@@ -57,7 +57,7 @@ STOPS = tuple(range(0, 256, 3))  # ends a turn soon
 SAMPLING = SamplingParams(0.9, n=3, max_completion_length=20, ignore_eos=True, stop_token_ids=STOPS)
 LIMITS = Limits(response_tokens=400, turns=8)
 PROBLEMS = [(0, Problem("a prompt that is longer than a page of the cache holds")), (4, Problem("short"))]
-TOKENS = Tokens(lambda prompt: list(str(prompt).encode()), lambda messages, given: list(str(given).encode()))
+TOKENS = ChatCodec(lambda prompt: list(str(prompt).encode()), lambda messages, given: list(str(given).encode()))
 
 
 class Talk(Environment):
@@ -485,16 +485,16 @@ def test_many_failures_in_a_row_end_the_run_with_the_first_ones_traceback(model:
 
     failures, engine = Failures(), engine_of(model)
     rounds = 0
-    pattern = f"failed for {FAILURES} trajectories in a row(.|\n)*return self.nothing"
+    pattern = f"failed for {MAX_FAILURES_IN_A_ROW} trajectories in a row(.|\n)*return self.nothing"
     with pytest.raises(LockstepError, match=pattern) as ended:
-        while rounds < FAILURES:
+        while rounds < MAX_FAILURES_IN_A_ROW:
             assert collect(engine, Broken, failures=failures).counts["environment/errors"] == 6
             rounds += 1
     assert rounds == 2 and not engine.scheduler.busy
     (traceback,) = ended.value.__notes__
     assert "return self.nothing" in traceback and len(str(ended.value).splitlines()) == 1
-    told = failures.take()
-    assert len(told) == FAILURES and traceback in told[0] and failures.take() == []
+    told = failures.take_messages()
+    assert len(told) == MAX_FAILURES_IN_A_ROW and traceback in told[0] and failures.take_messages() == []
     assert all(" sample " in one.splitlines()[-1] for one in told), "what happened stands last"
 
 
@@ -544,8 +544,8 @@ def test_a_cut_trajectory_whose_worth_is_unknown_is_left_out(model: Decoder, cut
 
     failures = Failures()
     found = collect(engine_of(model), Uncut, replace(LIMITS, turns=1), failures=failures)
-    assert found.groups == [] and found.counts["environment/errors"] == 6 == len(failures.told)
-    assert sum(len(g.rollouts) for g in found.without_reward) == 6 and message in failures.told[0]
+    assert found.groups == [] and found.counts["environment/errors"] == 6 == len(failures.messages)
+    assert sum(len(g.rollouts) for g in found.without_reward) == 6 and message in failures.messages[0]
 
 
 def test_rewards_of_turns_add_up_and_stand_at_their_tokens(model: Decoder, expected: list[Any]) -> None:
@@ -678,7 +678,7 @@ def test_messages_go_on_from_the_sampled_tokens(model: Decoder) -> None:
 
     stops = replace(SAMPLING, n=4, ignore_eos=False, stop_token_ids=(258, *STOPS), temperature=3.0)
     problems = [(g, Problem([{"role": "user", "content": f"hi {g}"}])) for g in range(4)]
-    parts = Tokens(lambda prompt: encode_prompt(tokenizer, prompt), following), lambda *_: engine_of(model)
+    parts = ChatCodec(lambda prompt: encode_prompt(tokenizer, prompt), following), lambda *_: engine_of(model)
     collector = Collector(*parts, RewardSet([]), 7, Chat, LIMITS)
     groups = collector.collect(problems, stops, TRAIN_DOMAIN, 3).groups
     after = [r.segments[i : i + 2] for g in groups for r in g.rollouts for i in range(1, len(r.segments) - 1, 2)]
@@ -712,11 +712,11 @@ def test_messages_that_cannot_be_given_leave_their_trajectory_out(model: Decoder
         reasons = [r.finish_reason for g in found.groups + found.without_reward for r in g.rollouts]
         assert len(reasons) == 6
         if "parts" in str(says):
-            (told,) = failures.told
+            (told,) = failures.messages
             assert found.counts["environment/errors"] == 1 and "sample 1: its environment failed" in told
             assert "what step returned cannot be given: the tokenizer's chat template refuses the messages" in told
         else:
-            assert not failures.told and reasons.count("truncated") == 1
+            assert not failures.messages and reasons.count("truncated") == 1
 
 
 def test_what_contains_itself_is_named(model: Decoder) -> None:
@@ -745,7 +745,7 @@ def test_what_contains_itself_is_named(model: Decoder) -> None:
         failures, environment.made = Failures(), 0
         found = Collector(*parts, environment, LIMITS, failures).collect(PROBLEMS, SAMPLING, TRAIN_DOMAIN, 3)
         assert found.counts["environment/errors"] == number
-        assert [told.rpartition("failed: ")[2] for told in failures.told] == [reason] * number
+        assert [told.rpartition("failed: ")[2] for told in failures.messages] == [reason] * number
     problems = [(0, Problem("x", {"facts": cyclic()}, origin="rows line 2"))]
     with pytest.raises(
         InputError, match=r"^step 4 group 0 \(rows line 2\): facts contains itself, or is nested too deep"
@@ -829,7 +829,7 @@ def test_a_signal_ends_the_run_wherever_it_comes(model: Decoder) -> None:
         instant = False
 
         def step(self, turn: Turn) -> Any:
-            return in_the_main_thread(lambda: signal.raise_signal(signal.SIGINT))
+            return run_in_main_thread(lambda: signal.raise_signal(signal.SIGINT))
 
     for environment in (Instant, InMain):
         with pytest.raises(KeyboardInterrupt):
@@ -871,13 +871,13 @@ def test_metrics_of_an_environment_are_numbers_by_name(found: Any, said: str) ->
             return found
 
     with pytest.raises(InputError, match=re.escape(said)) as raised:
-        metrics_of(Measured, [])
+        environment_metrics(Measured, [])
     assert str(raised.value).startswith("task.environment: Measured.metrics r")
 
 
 def test_a_number_of_numpy_is_a_reward() -> None:
-    assert wrong_reward(np.float32(0.5)) == wrong_reward({"a": np.int64(1)}) == "" and wrong_reward("1")
-    assert type(by_name(np.float32(0.5))["reward"]) is float
+    assert reward_error(np.float32(0.5)) == reward_error({"a": np.int64(1)}) == "" and reward_error("1")
+    assert type(named_rewards(np.float32(0.5))["reward"]) is float
 
 
 @pytest.mark.parametrize(("ends", "told"), [(KeyboardInterrupt, []), (OSError, ["abort", "end"]), (None, ["end"])])
@@ -888,7 +888,7 @@ def test_nobody_is_told_by_a_leader_that_was_interrupted(model: Decoder, ends: A
         generator_group=object(), broadcast_in_group=lambda calls: heard.extend(name for name, *_ in calls)
     )
     world.rolling_deadline = lambda doing: nullcontext(lambda: None)
-    with suppress(KeyboardInterrupt, OSError), leading(world, lambda *_: engine_of(model), 3) as sampler:  # type: ignore[arg-type]
+    with suppress(KeyboardInterrupt, OSError), broadcast_calls(world, lambda *_: engine_of(model), 3) as sampler:  # type: ignore[arg-type]
         leader = sampler([], [])
         request = leader.add_request([1, 2], replace(SAMPLING, n=3), SampleIdentity(0, TRAIN_DOMAIN, 0, 0))
         leader.advance()

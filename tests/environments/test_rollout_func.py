@@ -13,7 +13,7 @@ from scripted import scripted_folder
 
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.environments import make_environment
-from lockstep.environments.adapters.rollout_func import Generation
+from lockstep.environments.adapters.rollout_func import TrlGeneration
 from lockstep.errors import InputError, LockstepError
 from lockstep.run.train import train
 from lockstep.types import SampleIdentity, SamplingParams, Segment, Trajectory
@@ -248,7 +248,7 @@ def test_the_draws_do_not_depend_on_how_prompts_are_shared_and_asked(in_pieces: 
 
     def drawn(groups: list[int], pieces: int) -> dict[int, list[Any]]:
         owners = {SampleIdentity(0, 0, 0, g, s): prompts[g] for g in groups for s in range(3)}
-        generation = Generation(Drawing(), SamplingParams(max_completion_length=8), owners)  # type: ignore[arg-type]
+        generation = TrlGeneration(Drawing(), SamplingParams(max_completion_length=8), owners)  # type: ignore[arg-type]
         asked = [(g, prompts[g]) for g in groups for _ in range(3)]
         found: dict[int, list[Any]] = {g: [] for g in groups}
         for _ in range(2):
@@ -274,7 +274,7 @@ def test_tokens_that_are_no_samples_are_drawn_anew_for_each_who_asks() -> None:
         play, found = Drawing(), list[SampleIdentity]()
         complete, play.complete = play.complete, lambda *given: found.extend(given[2]) or complete(*given)  # type: ignore
         owners = {SampleIdentity(0, 0, 0, group, s): [1, 2] for s in range(3)}
-        generation = Generation(play, SamplingParams(max_completion_length=8), owners)  # type: ignore[arg-type]
+        generation = TrlGeneration(play, SamplingParams(max_completion_length=8), owners)  # type: ignore[arg-type]
         for asked in ([[4, 4]] * 3, [[4, 4]] * 2, [[1, 2]] * 3, [[1, 2]]):
             generation.single_turn(asked)
         return found

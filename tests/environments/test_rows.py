@@ -258,19 +258,19 @@ def test_overlong_prompts_are_refused_by_name(tmp_path: Path) -> None:
         "them out with task.filter_overlong_prompts"
     )
     with pytest.raises(InputError, match=message):
-        read_problems(data).limited(encode, LIMIT, leave_out=False)
+        read_problems(data).filter_overlong(encode, LIMIT, leave_out=False)
 
 
 def test_overlong_prompts_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = long_rows(tmp_path)
-    kept = read_problems(data).limited(encode, LIMIT, leave_out=True)
+    kept = read_problems(data).filter_overlong(encode, LIMIT, leave_out=True)
     assert [(p.columns["n"], p.origin) for p in kept] == [
         (n, f"{data} line {line}") for n, line in ((3, 1), (10, 3), (1, 5))
     ]
     assert [p.columns["n"] for p in kept[1:]] == [10, 1]
     assert "left out 3 of 6 training prompts" in caplog.text
     with pytest.raises(InputError, match="6 of 6 training prompts .*; none is left"):
-        read_problems(data).limited(encode, PromptLimit(0, "a test"), leave_out=True)
+        read_problems(data).filter_overlong(encode, PromptLimit(0, "a test"), leave_out=True)
 
 
 def test_prompts_far_below_the_limit_are_not_encoded(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_prompts_far_below_the_limit_are_not_encoded(tmp_path: Path) -> None:
         encoded.append(prompt)
         return encode(prompt)
 
-    assert problems.limited(counting, PromptLimit(1000, "the context"), leave_out=False) is problems
+    assert problems.filter_overlong(counting, PromptLimit(1000, "the context"), leave_out=False) is problems
     assert encoded == ["", "p" * 400]  # what the tools take, and what may be too long
 
 
@@ -291,7 +291,7 @@ def test_a_prompt_that_the_template_refuses_is_named(tmp_path: Path) -> None:
 
     data = long_rows(tmp_path)
     with pytest.raises(InputError, match=f"^{data} line 1: no template"):
-        read_problems(data).limited(refuse, LIMIT, leave_out=True)
+        read_problems(data).filter_overlong(refuse, LIMIT, leave_out=True)
 
 
 @pytest.mark.parametrize("name", ["", "nothing", "deep"])
@@ -414,8 +414,8 @@ def test_a_prompt_of_megabytes_is_refused_without_its_tokens(tmp_path: Path) -> 
     problems = read_problems(data)
     message = "1 of 2 training prompts of .* have more than 90 tokens .*rows.jsonl line 1 \\(4,000,000 bytes\\)"
     with pytest.raises(InputError, match=message):
-        problems.limited(encode, PromptLimit(90, "a test"), leave_out=False)
-    kept = problems.limited(encode, PromptLimit(90, "a test"), leave_out=True)
+        problems.filter_overlong(encode, PromptLimit(90, "a test"), leave_out=False)
+    kept = problems.filter_overlong(encode, PromptLimit(90, "a test"), leave_out=True)
     assert [problem.prompt for problem in kept] == ["b"]
 
 

@@ -21,7 +21,7 @@ from small import CONFIG, make_model
 
 from lockstep.config import TaskConfig
 from lockstep.environments import Environment, Limits, Problem, Turn, make_environment, worked_trajectories
-from lockstep.environments.sandbox import Ran, SandboxLimits, python_tool, run_python
+from lockstep.environments.sandbox import ProgramResult, SandboxLimits, python_tool, run_python
 from lockstep.environments.sandbox import python as module
 from lockstep.environments.tools import tool_environment
 from lockstep.errors import InputError, ToolUnavailable
@@ -32,7 +32,7 @@ LIMITS = SandboxLimits(seconds=20.0, cpu_seconds=1, memory_mib=128, files_mib=1,
 SHORT = SandboxLimits(seconds=1.0, cpu_seconds=3, memory_mib=128, processes=6)
 UNHURRIED = replace(SHORT, seconds=2.0)  # in which Python starts and answers on a busy machine too
 
-needs_namespaces = pytest.mark.skipif(module.can_cut_off() != "", reason=module.can_cut_off())
+needs_namespaces = pytest.mark.skipif(module.isolation_failure() != "", reason=module.isolation_failure())
 
 # A template that shows tools and calls as Qwen3's does, in short.
 CHAT = (
@@ -93,7 +93,7 @@ def together(calls: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("cut_off", [pytest.param(True, marks=needs_namespaces), False], ids=["cut off", "limited"])
 def test_every_limit_ends_its_bomb(cut_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not cut_off:
-        monkeypatch.setattr(module, "can_cut_off", lambda: "not asked for")
+        monkeypatch.setattr(module, "isolation_failure", lambda: "not asked for")
     bombs = dict(BOMBS) if cut_off else {name: BOMBS[name] for name in ("waiting", "output", "memory", "one file")}
     if not cut_off and limited_processes():
         bombs["processes"] = BOMBS["processes"]
@@ -110,13 +110,13 @@ def limited_processes() -> bool:
 
 
 def test_where_the_system_has_namespaces_they_cut_off() -> None:
-    assert not module.can_cut_off().startswith("a program"), "only the system may say no"
+    assert not module.isolation_failure().startswith("a program"), "only the system may say no"
 
 
 @needs_namespaces
 def test_whether_processes_are_limited_is_found_with_16_of_them() -> None:
-    ran = run_python(module._ATTEMPTS, replace(LIMITS, processes=17))
-    assert ran == Ran("any number of processes\n", "exit")
+    ran = run_python(module._ESCAPE_ATTEMPTS, replace(LIMITS, processes=17))
+    assert ran == ProgramResult("any number of processes\n", "exit")
 
 
 @needs_namespaces
@@ -128,12 +128,12 @@ def test_what_is_cut_off_is_not_there(listening: int, monkeypatch: pytest.Monkey
     for (name, (_, expected)), ran in zip(OUTSIDE.items(), found, strict=True):
         assert expected in ran.output and "SECRET" not in ran.output, (name, ran)
     again = run_python("import os\nprint(os.listdir(), os.getcwd())", LIMITS)
-    assert again == Ran("[] /tmp\n", "exit"), "nothing of another program is left"
+    assert again == ProgramResult("[] /tmp\n", "exit"), "nothing of another program is left"
 
 
 def test_a_program_that_is_not_cut_off_leaves_no_process(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
     """Those too that have left its session; and what is cut off elsewhere is there."""
-    monkeypatch.setattr(module, "can_cut_off", lambda: "not asked for")
+    monkeypatch.setattr(module, "isolation_failure", lambda: "not asked for")
     code = (
         "import os, socket, time\n"
         f"socket.create_connection(('127.0.0.1', {listening}), 1)\n"
@@ -155,7 +155,7 @@ def test_a_program_that_is_not_cut_off_leaves_no_process(monkeypatch: pytest.Mon
 
 def test_a_program_ends_with_the_run() -> None:
     """Its watcher looks whether its own parent is there."""
-    numbers = ("60", "9", str(1 << 28), "8", "99", "1048576", str(int(module.can_cut_off() == "")))
+    numbers = ("60", "9", str(1 << 28), "8", "99", "1048576", str(int(module.isolation_failure() == "")))
     command = [sys.executable, "-I", "-S", str(Path(module.__file__).with_name("confine.py")), *numbers]
     program = "import time; time.sleep(60)"
     script = (
@@ -182,7 +182,7 @@ def test_signals_for_all_processes_are_the_runs() -> None:
             assert not ran.done()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             os.kill(watching[0], number)
-        assert ran.result() == Ran("done\n", "exit")
+        assert ran.result() == ProgramResult("done\n", "exit")
 
 
 def children(process: int) -> list[int]:
@@ -202,7 +202,7 @@ def test_programs_repeat_and_show_their_last_value() -> None:
     wrong = run_python("x = 1\nx / 0", allow_unsandboxed=True)
     assert wrong.code == 1 and wrong.output.startswith('Traceback (most recent call last):\n  File "<program>", line 2')
     assert "SyntaxError" in run_python("if", allow_unsandboxed=True).output
-    assert run_python("import sys; sys.exit(3)", allow_unsandboxed=True) == Ran("", "exit", 3)
+    assert run_python("import sys; sys.exit(3)", allow_unsandboxed=True) == ProgramResult("", "exit", 3)
     assert run_python("print('é', '\udcff')", allow_unsandboxed=True).output == "é ?\n"
 
 
@@ -261,7 +261,7 @@ def test_it_is_a_tool_like_others() -> None:
 
 def test_a_sandbox_that_cannot_start_is_told_early(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TaskConfig(tools=("python",))
-    monkeypatch.setattr(module, "can_cut_off", lambda: "unshare: Operation not permitted")
+    monkeypatch.setattr(module, "isolation_failure", lambda: "unshare: Operation not permitted")
     with pytest.raises(InputError, match=r"task.tools python: .*unshare: Operation not permitted.* task.allow_unsand"):
         make_environment(config)
     allowed = make_environment(TaskConfig(tools=("python",), allow_unsandboxed=True, environment_timeout=20.0))

@@ -11,7 +11,7 @@ from lockstep.config import TaskConfig
 from lockstep.environments import make_task
 from lockstep.environments.base import Problem
 from lockstep.environments.rewards.reward_set import Completions
-from lockstep.environments.tasks.sum_digits import REWARDS, SumDigits, share_of_numbers
+from lockstep.environments.tasks.sum_digits import REWARDS, SumDigits, split_of_numbers
 
 
 def task(easy: bool, seed: int = 42, validation_seed: int = 99) -> SumDigits:
@@ -76,7 +76,7 @@ def test_no_validation_problem_is_trained_on_in_any_order_of_its_numbers(easy: b
     assert not validation & (training | warmup)
     selection = {tuple(sorted(numbers(p))) for seed in range(20) for p in task(easy, 0, seed).selection_problems()}
     assert len(selection) > 100 and not selection & (training | warmup | validation)
-    assert all(share_of_numbers(list(reversed(combination))) != "train" for combination in validation)
+    assert all(split_of_numbers(list(reversed(combination))) != "train" for combination in validation)
 
 
 def test_prompts_hold_the_rule_and_one_worked_example() -> None:
@@ -87,7 +87,7 @@ def test_prompts_hold_the_rule_and_one_worked_example() -> None:
     assert example is not None
     total = sum(int(digit) for digit in re.findall(r"[0-9]", example[1]))
     assert total == int(example[2]) == int(example[3])
-    assert share_of_numbers([int(text) for text in example[1].split(", ")]) == "train"
+    assert split_of_numbers([int(text) for text in example[1].split(", ")]) == "train"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from scripted import scripted_folder
 
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.environments import End, Turn, make_environment
-from lockstep.environments.calls import Calls, event_loop
+from lockstep.environments.calls import ConcurrentCalls, event_loop
 from lockstep.environments.tools import tool_environment
 from lockstep.errors import InputError
 from lockstep.run.train import train
@@ -137,10 +137,13 @@ def test_calls_are_answered_and_what_is_wrong_with_them_is() -> None:
     assert told[:3] == ["now 6", "waited", "{'error': 'Tool none not found.'}"] and "missing 1 required" in told[3]
     assert told[4] == "{'error': 'Too far.'}"
     (malformed,) = environment.step(turn(malformed=True))
-    assert "malformed" in malformed["content"] and environment.step(turn()) == End(completion=environment.said)
-    assert [message["role"] for message in environment.said] == ["assistant", *["tool"] * 5, "assistant", "tool"] + [
-        "assistant"
-    ]
+    assert "malformed" in malformed["content"] and environment.step(turn()) == End(completion=environment.completion)
+    assert [message["role"] for message in environment.completion] == [
+        "assistant",
+        *["tool"] * 5,
+        "assistant",
+        "tool",
+    ] + ["assistant"]
 
 
 def test_an_environment_that_rewards_itself_and_instances_are_reset() -> None:
@@ -150,12 +153,12 @@ def test_an_environment_that_rewards_itself_and_instances_are_reset() -> None:
         environment: Any = kind()
         environment.start({"prompt": "p", "environment": "judge", "start": start}, 0)
         environment.step(turn(call("add", a=0, b=4)))
-        assert environment.cut() == End({"Judge": (4 + start) / 10}, True, environment.said)
-        assert [message["role"] for message in environment.said] == ["assistant"], (
+        assert environment.cut() == End({"Judge": (4 + start) / 10}, True, environment.completion)
+        assert [message["role"] for message in environment.completion] == ["assistant"], (
             "an answer without room is taken back"
         )
         environment.instance.get_reward = lambda: None
-        assert environment.cut() == End(completion=environment.said), "a reward that does not apply"
+        assert environment.cut() == End(completion=environment.completion), "a reward that does not apply"
         del environment.instance.get_reward
         environment.close()
     assert Judge.made == before, "one was made to learn its tools, and is reset"
@@ -164,12 +167,12 @@ def test_an_environment_that_rewards_itself_and_instances_are_reset() -> None:
 
 
 def test_a_function_that_needs_signals_is_called_in_the_main_thread() -> None:
-    environment, calls = made("", (f"{__file__}:timed",)), Calls(5.0, False)
+    environment, calls = made("", (f"{__file__}:timed",)), ConcurrentCalls(5.0, False)
     for i in range(2):
         calls.call(i, environment.step, turn(call("timed", query="abc")))
         (answer,) = calls.answers(wait=True)
         assert [message["content"] for message in answer.value] == ["[('abc', 3)]"]
-    assert environment.said[1]["content"] == [("abc", 3)], "for reward functions as it is"
+    assert environment.completion[1]["content"] == [("abc", 3)], "for reward functions as it is"
 
 
 def test_a_coroutine_that_hangs_is_cancelled_and_leaves_no_thread() -> None:
@@ -183,7 +186,7 @@ def test_a_coroutine_that_hangs_is_cancelled_and_leaves_no_thread() -> None:
             ended.set()
 
     event_loop()
-    before, calls = set(threading.enumerate()), Calls(1.0, False)
+    before, calls = set(threading.enumerate()), ConcurrentCalls(1.0, False)
     calls.call("late", tool_environment([stuck], "task.tools")().step, turn(call("stuck")))
     calls.call("first", lambda: None)
     assert [answer.key for answer in calls.answers(wait=True)] == ["first"]
@@ -214,7 +217,7 @@ def test_what_a_tool_returns_can_be_shown_or_is_an_error() -> None:
 
     environment = tool_environment([odd], "task.tools")()
     calls = [{"name": "odd", "arguments": {"kind": kind}} for kind in range(5)]
-    found = [content for _, content in environment._results(calls)]
+    found = [content for _, content in environment._call_tools(calls)]
     unicode = "{'error': 'the result is no valid Unicode'}"
     raised = "{'error': '(a WithoutText that has no text)'}"
     assert found == ["{'error': 'KeyError when the result was shown'}", unicode, "3", unicode, raised]
@@ -249,7 +252,7 @@ def test_what_would_be_shown_in_other_words_in_each_run_is_an_error(result: Any,
         """Odd."""
         return result
 
-    ((_, found),) = tool_environment([odd], "task.tools")()._results([{"name": "odd", "arguments": {}}])
+    ((_, found),) = tool_environment([odd], "task.tools")()._call_tools([{"name": "odd", "arguments": {}}])
     if kind is None:
         assert found == str(result)
     else:

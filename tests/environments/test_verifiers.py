@@ -13,7 +13,7 @@ import pytest
 
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.environments import make_environment
-from lockstep.environments.adapters.verifiers import _asked
+from lockstep.environments.adapters.verifiers import _parse_spec
 from lockstep.environments.data.sources import has_splits, open_source
 from lockstep.errors import InputError
 
@@ -35,16 +35,16 @@ __all__ = ["EchoTaskset"]
 
 
 def test_what_follows_the_name_is_read() -> None:
-    asked = _asked('verifiers:echo,game="a",env.agent.harness.id="bash",size=3,renderer="qwen3"', "task.data x")
-    assert (asked.taskset, asked.settings, asked.size, asked.renderer) == ("echo", {"game": "a"}, 3, "qwen3")
-    assert asked.environment == {"agent": {"harness": {"id": "bash"}}} and not has_splits("verifiers:echo")
+    spec = _parse_spec('verifiers:echo,game="a",env.agent.harness.id="bash",size=3,renderer="qwen3"', "task.data x")
+    assert (spec.taskset, spec.settings, spec.size, spec.renderer) == ("echo", {"game": "a"}, 3, "qwen3")
+    assert spec.environment == {"agent": {"harness": {"id": "bash"}}} and not has_splits("verifiers:echo")
     for wrong in ("game", "game=a", "a-b=1"):
         with pytest.raises(InputError, match=f"task.data x has the setting '{wrong}'; each must be KEY=VALUE"):
-            _asked(f"verifiers:echo,{wrong}", "task.data x")
+            _parse_spec(f"verifiers:echo,{wrong}", "task.data x")
     with pytest.raises(InputError, match="has the setting 'a.b.c=2' beside another value of b"):
-        _asked("verifiers:echo,a.b=1,a.b.c=2", "task.data x")
+        _parse_spec("verifiers:echo,a.b=1,a.b.c=2", "task.data x")
     with pytest.raises(InputError, match="size must be a whole number"):
-        _asked("verifiers:echo,size=true", "task.data x")
+        _parse_spec("verifiers:echo,size=true", "task.data x")
 
 
 def test_what_cannot_be_played_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from lockstep.environments.rewards.reward_set import Completions
-from lockstep.environments.tasks.word_arithmetic import WordArithmetic, share_of_steps
+from lockstep.environments.tasks.word_arithmetic import WordArithmetic, split_of_steps
 
 TASK = WordArithmetic(42, 99, 200)
 
@@ -46,11 +46,11 @@ def test_no_validation_story_is_ever_trained_on() -> None:
         lines = (problem.worked_example or "").splitlines()[:-1]
         return [int(lines[0].split()[0])] + [int(line.split()[1] + line.split()[2]) for line in lines]
 
-    assert all(share_of_steps(changes(p)) != "train" for p in TASK.validation_problems())
+    assert all(split_of_steps(changes(p)) != "train" for p in TASK.validation_problems())
     selection = [changes(p) for p in TASK.selection_problems()]
-    assert len(selection) == len(TASK.validation_problems()) and all(share_of_steps(s) != "train" for s in selection)
+    assert len(selection) == len(TASK.validation_problems()) and all(split_of_steps(s) != "train" for s in selection)
     validation = list(map(changes, TASK.validation_problems()))
     assert not [s for s in selection if s in validation]
     trained = [TASK.train_problem(s, g) for s in range(20) for g in range(10)]
     trained += [TASK.warmup_problem(s, g) for s in range(5) for g in range(10)]
-    assert all(share_of_steps(changes(p)) == "train" for p in trained)
+    assert all(split_of_steps(changes(p)) == "train" for p in trained)

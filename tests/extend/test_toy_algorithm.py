@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import lockstep
-from lockstep.algorithms import Algorithm, TokenValues, algorithm_of
+from lockstep.algorithms import Algorithm, TokenValues, make_algorithm
 from lockstep.config import (
     CheckpointConfig,
     CompileConfig,
@@ -63,7 +63,7 @@ def config(tmp_path: Path, shallow: Path) -> RunConfig:
 
 
 def test_it_has_its_own_settings_and_those_of_the_run(config: RunConfig) -> None:
-    algorithm: Any = algorithm_of(config.loss)
+    algorithm: Any = make_algorithm(config.loss)
     assert (algorithm.epsilon, algorithm.strength, algorithm.beta) == (0.25, 1.0, 0.0)
 
 
@@ -216,7 +216,7 @@ def test_what_is_wrong_with_one_is_said_at_once(tmp_path: Path, name: str, messa
     config = LossConfig(f"{tmp_path / 'wrong.py'}:{name}")
     config.validate()
     with pytest.raises(InputError, match=rf"loss\.loss_type '.*wrong\.py:{name}'.*{message}"):
-        algorithm_of(config)
+        make_algorithm(config)
 
 
 OWN = """
@@ -233,13 +233,13 @@ class Pupil(Distillation):
 
 def test_one_may_have_a_critic_or_a_teacher(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    assert algorithm_of(LossConfig(f"{tmp_path / 'own.py'}:Critic")).has_critic
+    assert make_algorithm(LossConfig(f"{tmp_path / 'own.py'}:Critic")).has_critic
     pupil = LossConfig(f"{tmp_path / 'own.py'}:Pupil", teacher="a folder")
-    assert algorithm_of(pupil).has_teacher
+    assert make_algorithm(pupil).has_teacher
     with pytest.raises(InputError, match=r"loss\.teacher is missing: loss_type .*own\.py:Pupil learns from a model"):
-        algorithm_of(replace(pupil, teacher=None))
+        make_algorithm(replace(pupil, teacher=None))
     with pytest.raises(InputError, match=r"loss\.teacher has no effect: loss_type .*own\.py:Critic learns from none"):
-        algorithm_of(replace(pupil, loss_type=f"{tmp_path / 'own.py'}:Critic"))
+        make_algorithm(replace(pupil, loss_type=f"{tmp_path / 'own.py'}:Critic"))
 
 
 UNREAD = """
@@ -299,14 +299,14 @@ def test_settings_that_one_cannot_read_are_refused(
 ) -> None:
     (tmp_path / "unread.py").write_text(UNREAD)
     for recipe in RECIPES.values():  # what one has set for its own algorithm is not in the way
-        assert algorithm_of(replace(recipe(None).loss, loss_type=f"{tmp_path / 'unread.py'}:Plain"))
+        assert make_algorithm(replace(recipe(None).loss, loss_type=f"{tmp_path / 'unread.py'}:Plain"))
     config = LossConfig(f"{tmp_path / 'unread.py'}:{name}", **given)
     config.validate()
     if message:
         with pytest.raises(InputError, match=message):
-            algorithm_of(config)
+            make_algorithm(config)
     else:
-        algorithm = algorithm_of(config)
+        algorithm = make_algorithm(config)
         assert not algorithm.kl_in_loss or given["beta"] > 0
         assert all(getattr(algorithm, key, value) == value for key, value in given.items())
 
@@ -314,5 +314,5 @@ def test_settings_that_one_cannot_read_are_refused(
 def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     page = (Path(lockstep.__file__).parents[1] / "docs" / "algorithms.md").read_text()
     (tmp_path / "my_algorithm.py").write_text(page.split("```python\n")[1].split("```")[0])
-    algorithm: Any = algorithm_of(LossConfig(f"{tmp_path / 'my_algorithm.py'}:Mine", epsilon=0.3))
+    algorithm: Any = make_algorithm(LossConfig(f"{tmp_path / 'my_algorithm.py'}:Mine", epsilon=0.3))
     assert (algorithm.epsilon, algorithm.strength, algorithm.indexes_sequences) == (0.3, 0.5, True)

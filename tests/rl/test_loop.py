@@ -148,7 +148,7 @@ def test_what_is_launched_is_measured_by_the_device(config: RunConfig) -> None:
 def test_without_advantages_nothing_is_learned(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     run = build(replace(config, trainer=replace(config.trainer, skip_zero_variance=False)))
     loop = Loop(replace(config, trainer=replace(config.trainer, skip_zero_variance=False)), run)
-    monkeypatch.setattr(loop, "_advantages", lambda *_: None)
+    monkeypatch.setattr(loop, "_set_advantages", lambda *_: None)
     before = weights(run)
     assert all(m["grad_norm"] == 0 for m in steps(loop, 3))
     assert all(map(torch.equal, before, weights(run)))

@@ -125,8 +125,8 @@ def test_kl_in_the_reward(config: RunConfig, monkeypatch: pytest.MonkeyPatch, na
     loss = LossConfig(name, beta=0.5, use_kl_in_reward=True, kl_estimator="k1")
     made = replace(config, loss=loss, parallel=replace(config.parallel, batch_shards=3))
     loop, found = Loop(made, build(made)), dict[str, list[float]]()
-    of_groups = loop._kl_of
-    monkeypatch.setattr(loop, "_kl_of", lambda groups: found.update(kl := of_groups(groups)) or kl)
+    of_groups = loop._estimate_kl
+    monkeypatch.setattr(loop, "_estimate_kl", lambda groups: found.update(kl := of_groups(groups)) or kl)
     first, groups = loop.step(0)
     assert first["kl"] == 0 and not any(x for kl in found.values() for x in kl)
     found.clear()

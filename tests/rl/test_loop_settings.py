@@ -84,7 +84,7 @@ def test_the_overlong_penalty_is_in_the_reward_and_the_advantage(config: Callabl
     """Lengths 2, 6, 7 and 8 of at most 8, and a buffer of 4: 0, a half, three quarters and all of the penalty."""
     loop = Loop(made := config(loss=LossConfig("dapo", overlong_buffer=4, overlong_penalty=0.5)), build(made))
     group = rollouts([2, 6, 7, 8])
-    loop._advantages([group], {})
+    loop._set_advantages([group], {})
     assert [r.reward for r in group.rollouts] == [1.0, 0.75, 0.625, 0.5]
     assert [r.advantage for r in group.rollouts] == [0.28125, 0.03125, -0.09375, -0.21875]
     assert loop.step(0)[0]["reward/mean"] == 0.5 - 0.5  # every second has 1, and all are cut off
@@ -120,7 +120,7 @@ def test_masked_completions_weigh_nothing_and_the_means_are_trls(
     """TRL 1.16: grpo's and dr_grpo's means count masked sequences, dapo's does not count their tokens."""
     made = config(loss=LossConfig(loss_type, mask_truncated_completions=masked))  # type: ignore[arg-type]
     group, loop = rollouts([2, 4, 8, 8]), Loop(made, build(made))
-    weights = loop._weights([group])
+    weights = loop._loss_weights([group])
     assert [weights.get(id(r), 0.0) for r in group.rollouts] == pytest.approx(expected)
     for r, advantage in zip(group.rollouts, (1.0, -1.0, 2.0, -2.0), strict=True):
         r.advantage = advantage

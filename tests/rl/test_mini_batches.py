@@ -22,7 +22,7 @@ from lockstep.config import (
     validate,
 )
 from lockstep.errors import InputError, ParityError
-from lockstep.rl.dealing import mini_batches
+from lockstep.rl.batching import split_mini_batches
 from lockstep.rl.loop import Loop
 from lockstep.session.build import TrainingSession, build
 from lockstep.trainer import StepResult, learning_rate
@@ -63,10 +63,10 @@ def weights(run: TrainingSession) -> list[torch.Tensor]:
 @pytest.mark.parametrize("number", [1, 2, 5, 7, 9])
 def test_a_cut_is_in_order_and_even(number: int) -> None:
     groups = [RolloutGroup([], SamplingParams(), i) for i in range(7)]
-    parts = mini_batches(groups, number)
+    parts = split_mini_batches(groups, number)
     assert [g.group for part in parts for g in part] == list(range(7)) and len(parts) == min(number, 7)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert mini_batches([], number) == []
+    assert split_mini_batches([], number) == []
 
 
 def by_hand(config: RunConfig, iterations: int) -> tuple[list[StepResult], TrainingSession]:
@@ -74,8 +74,11 @@ def by_hand(config: RunConfig, iterations: int) -> tuple[list[StepResult], Train
     loop = Loop(config, run := build(config))
     groups, without_reward, _ = loop._collect(0)
     assert not without_reward
-    loop._advantages(groups, {})
-    trainer, halves = run.trainer, [loop._batches(half, loop._weights(half)) for half in (groups[:1], groups[1:])]
+    loop._set_advantages(groups, {})
+    trainer, halves = (
+        run.trainer,
+        [loop._pack_groups(half, loop._loss_weights(half)) for half in (groups[:1], groups[1:])],
+    )
     for batch in halves[1]:  # of the weights that sampled it: its support
         trainer.forward_backward(batch, keep_support=True)
         batch.check_parity = False

@@ -105,8 +105,8 @@ def test_a_group_that_is_not_packed_stops_it_too(
     made = config("odd")
     run = build(made)
     loop, before = Loop(made, run), weights(run)
-    batches = loop._batches
-    monkeypatch.setattr(loop, "_batches", lambda groups, weights: batches(groups[:1], weights))
+    batches = loop._pack_groups
+    monkeypatch.setattr(loop, "_pack_groups", lambda groups, weights: batches(groups[:1], weights))
     with pytest.raises(
         ParityError, match=r"^step 1: 0 of 32 tokens .*; 64 were sampled; the weights were not changed$"
     ):
@@ -147,9 +147,9 @@ def test_groups_without_a_reward_are_compared(config: Callable[..., RunConfig]) 
     found = loop.certificate.to_dict()
     assert (found["identical"], found["tokens_checked"], found["tokens_not_covered"]) == (True, 64, 0)
     assert len(loop.evidence()["groups"]) == 2
-    trained, left_out = rollout_records(0, groups + loop.left_out)
-    assert "without_reward" not in trained and left_out["without_reward"] is True
-    of_sample = {(s["reward"], s["advantage"], *s["rewards"].values()) for s in left_out["samples"]}
+    trained, excluded_groups = rollout_records(0, groups + loop.excluded_groups)
+    assert "without_reward" not in trained and excluded_groups["without_reward"] is True
+    of_sample = {(s["reward"], s["advantage"], *s["rewards"].values()) for s in excluded_groups["samples"]}
     assert (None, None, None) in of_sample and {advantage for _, advantage, _ in of_sample} == {None}
 
 

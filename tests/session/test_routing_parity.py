@@ -291,7 +291,7 @@ def test_balancing_weighs_as_much_when_groups_are_skipped(
 
     monkeypatch.setattr(trainer, "forward_backward", recorded)
     for step, uniform in enumerate((0, 3)):
-        monkeypatch.setattr(loop, "_advantages", partial(reward, uniform))
+        monkeypatch.setattr(loop, "_set_advantages", partial(reward, uniform))
         metrics, _ = loop.step(step)
         assert len(found) == step + 1 and metrics["moe/aux_loss"] == pytest.approx(found[-1], rel=1e-5)
         assert metrics["moe/aux_loss"] > 1.5 and metrics["parity/tokens_different"] == 0

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted import MISTRALS, templates
 
-from lockstep.environments.tokens import answering
+from lockstep.environments.codec import with_call_ids
 from lockstep.errors import HistoryRewritten
 from lockstep.models.tokenizer import byte_tokenizer, encode_following, render_chat
 from lockstep.serve.batcher import Update
@@ -232,7 +232,7 @@ def test_what_a_template_renders_is_read_back_and_gone_on_from(name: str) -> Non
     answer = {"role": "assistant", "content": "", "tool_calls": calls}
     results = [{"role": "tool", "name": "weather", "content": f"rain {i}"} for i in range(len(calls))]
     shown = render_chat(tokenizer, ASK, {"tools": [TOOL]})
-    whole = render_chat(tokenizer, [*ASK, answer, *answering(answer, results)], {"tools": [TOOL]})
+    whole = render_chat(tokenizer, [*ASK, answer, *with_call_ids(answer, results)], {"tools": [TOOL]})
     said = whole[len(shown) :] if whole.startswith(shown) else whole.rpartition("And?")[2].partition("assistant")[2]
     end = min((place, end) for end in ENDS if (place := said.find(end)) >= 0)
     sampled = said[: end[0]]
@@ -240,7 +240,7 @@ def test_what_a_template_renders_is_read_back_and_gone_on_from(name: str) -> Non
     told = [call["function"] for call in message["tool_calls"]]
     assert told == [call["function"] for call in calls] and not malformed
     chat = [*ASK, form.in_chat(sampled, message, malformed)]
-    following = encode_following(tokenizer, chat, answering(chat[-1], results), {"tools": [TOOL]}, ENDS)
+    following = encode_following(tokenizer, chat, with_call_ids(chat[-1], results), {"tools": [TOOL]}, ENDS)
     assert tokenizer.decode(following) == said[end[0] :]
 
 
@@ -277,7 +277,7 @@ def test_a_malformed_call_is_answered_where_templates_want_calls(name: str) -> N
     text = {"gptoss": " to=functions.f<|channel|>commentary<|message|>{", "mistral": "[TOOL_CALLS]f"}[name]
     message, malformed = form.message(text)
     chat = [*ASK, form.in_chat(text, message, malformed)]
-    error = answering(chat[-1], [{"role": "tool", "name": "", "content": "malformed"}])
+    error = with_call_ids(chat[-1], [{"role": "tool", "name": "", "content": "malformed"}])
     after = tokenizer.decode(encode_following(tokenizer, chat, error, {"tools": [TOOL]}, ENDS))
     assert (
         malformed and after.startswith(("<|call|><|start|>functions.", "</s>[TOOL_RESULTS]")) and "malformed" in after

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from ...errors import InputError, refuse
-from ..calls import awaited
+from ..calls import run_coroutine
 from ..environment import End
-from ..tools import Tool, ToolEnvironment, as_chat, schema
+from ..tools import Tool, ToolEnvironment, as_chat, tool_schema
 
 Factory = Callable[[], Any]
 
@@ -24,22 +24,22 @@ class TrlEnvironment(ToolEnvironment):
 
     begin_alike: ClassVar[bool] = False  # `reset` may be random
     factories: ClassVar[Mapping[str | None, Factory]]
-    described: ClassVar[Mapping[str | None, Sequence[Mapping[str, Any]]]]
+    schemas_of: ClassVar[Mapping[str | None, Sequence[Mapping[str, Any]]]]
     free: ClassVar[Mapping[str | None, deque[Any]]]  # instances that are not in use
 
     def __init__(self) -> None:
         super().__init__()
         self.instance: Any = None
         self._name: str | None = None
-        self._ended = False
+        self._has_ended = False
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        return self.described[self._name]
+        return self.schemas_of[self._name]
 
     @classmethod
     def toolsets(cls) -> Sequence[Sequence[Mapping[str, Any]]]:
-        return list(cls.described.values())
+        return list(cls.schemas_of.values())
 
     @property
     def exposed(self) -> Any:
@@ -68,18 +68,18 @@ class TrlEnvironment(ToolEnvironment):
             raise InputError(f"reset returned {type(observation).__name__}; it must be text or None")
         return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + observation}]
 
-    def ended(self) -> End:
-        end = super().ended()
+    def make_end(self) -> End:
+        end = super().make_end()
         if hasattr(type(self.instance), "get_reward"):
             reward = self.instance.get_reward()
-            reward = awaited(reward) if inspect.iscoroutine(reward) else reward
+            reward = run_coroutine(reward) if inspect.iscoroutine(reward) else reward
             if reward is not None:  # None: it does not apply
-                end = End({type(self.instance).__name__: reward}, functions=True, completion=self.said)
-        self._ended = True
+                end = End({type(self.instance).__name__: reward}, functions=True, completion=self.completion)
+        self._has_ended = True
         return end
 
     def close(self) -> None:
-        if self._ended:  # otherwise a call may still hang in it
+        if self._has_ended:  # otherwise a call may still hang in it
             self.free[self._name].append(self.instance)
 
 
@@ -95,8 +95,8 @@ def trl_environment(factory: Any, tools: Sequence[Tool], what: str) -> type[TrlE
     tools. Each factory is called once here, to describe its tools. `InputError` names `what`, which is invalid."""
     factories = dict(factory) if isinstance(factory, Mapping) else {None: factory}
     refuse(not factories, f"{what} is an empty dict; it must have a factory for each environment that rows name")
-    standalone = [schema(tool, what) for tool in tools]
-    described, free = {}, {}
+    standalone = [tool_schema(tool, what) for tool in tools]
+    schemas_of, free = {}, {}
     for name, make in factories.items():
         try:
             instance = make()
@@ -107,7 +107,7 @@ def trl_environment(factory: Any, tools: Sequence[Tool], what: str) -> type[TrlE
                 f"{what} must be a subclass of lockstep.environments.Environment, or make objects with a method reset, "
                 "as TRL's environment_factory does"
             )
-        described[name] = [*standalone, *(schema(tool, what) for _, tool in _methods(instance))]
+        schemas_of[name] = [*standalone, *(tool_schema(tool, what) for _, tool in _methods(instance))]
         free[name] = deque([instance])
-    fields = {"factories": factories, "described": described, "free": free, "functions": tuple(tools)}
+    fields = {"factories": factories, "schemas_of": schemas_of, "free": free, "functions": tuple(tools)}
     return type("Trl", (TrlEnvironment,), fields)

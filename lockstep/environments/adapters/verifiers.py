@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 
 from ...errors import InputError, refuse
 from ...user_functions import as_input_error
-from ..base import Source, setting
-from ..remote import Desk, Remote, TurnRefused
+from ..base import RowSource, parse_setting
+from ..remote import RemoteEnvironment, RolloutRegistry, TurnRefused
 
 SCHEME, NAME = "verifiers:", "verifiers"
 _SIZE = 1000  # tasks to read of an infinite taskset
@@ -28,7 +28,7 @@ _SESSION = "/rollouts/session/v1"  # for requests that name their rollout by the
 
 
 @dataclass
-class _Asked:
+class _TasksetSpec:
     """The parsed text after `verifiers:`."""
 
     taskset: str
@@ -38,47 +38,48 @@ class _Asked:
     renderer: str = ""
 
 
-def _asked(data: str, label: str) -> _Asked:
+def _parse_spec(data: str, label: str) -> _TasksetSpec:
     name, *settings = data.removeprefix(SCHEME).split(",")
-    asked = _Asked(name)
+    spec = _TasksetSpec(name)
     for text in settings:
-        key, given = setting(text, label, 'KEY=VALUE in JSON, as in game="Wordle-v0"')
-        parts = key.split(".")
+        key, given = parse_setting(text, label, 'KEY=VALUE in JSON, as in game="Wordle-v0"')
         if key in ("size", "renderer"):
-            setattr(asked, key, given)
+            setattr(spec, key, given)
             continue
-        into = asked.environment if parts[0] == "env" else asked.settings
-        for part in parts[parts[0] == "env" : -1]:
-            into = into.setdefault(part, {})
-            refuse(not isinstance(into, dict), f"{label} has the setting {text!r} beside another value of {part}")
-        into[parts[-1]] = given
-    if type(asked.size) is not int or asked.size < 0 or not isinstance(asked.renderer, str):
+        settings_of = spec.environment if key.startswith("env.") else spec.settings
+        *parents, leaf = key.removeprefix("env.").split(".")
+        for parent in parents:
+            settings_of = settings_of.setdefault(parent, {})
+            is_value = not isinstance(settings_of, dict)
+            refuse(is_value, f"{label} has the setting {text!r} beside another value of {parent}")
+        settings_of[leaf] = given
+    if type(spec.size) is not int or spec.size < 0 or not isinstance(spec.renderer, str):
         raise InputError(f'{label}: size must be a whole number, and renderer a name, as in renderer="qwen3"')
-    return asked
+    return spec
 
 
-def _config(asked: _Asked, max_turns: int | None = None) -> Any:
+def _config(spec: _TasksetSpec, max_turns: int | None = None) -> Any:
     """The package's configuration of an environment. Programs run as subprocesses on this machine. A harness that lets
-    the model run code is used only if it is asked for, or the taskset brings it."""
+    the model run code is used only if it is spec for, or the taskset brings it."""
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import default_harness_id, env_config_type, resolve_env_config
 
-    given = json.loads(json.dumps(asked.environment))
-    kind = env_config_type(asked.taskset, given.get("id", ""))
+    given = json.loads(json.dumps(spec.environment))
+    kind = env_config_type(spec.taskset, given.get("id", ""))
     for name, about in kind.model_fields.items():
         if isinstance(about.default, AgentConfig):
             seat = given.setdefault(name, {})
             seat.setdefault("runtime", {"type": "subprocess"})
             seat.setdefault("max_turns", max_turns)
-            if about.default.harness is None and default_harness_id(asked.taskset) == "bash":
+            if about.default.harness is None and default_harness_id(spec.taskset) == "bash":
                 seat.setdefault("harness", {"id": "null"})
-    return resolve_env_config({**given, "taskset": {"id": asked.taskset, **asked.settings}})
+    return resolve_env_config({**given, "taskset": {"id": spec.taskset, **spec.settings}})
 
 
 @cache
 def _tasks(data: str, label: str) -> list[Any]:
     """The tasks of a taskset, in its order."""
-    asked = _asked(data, label)
+    spec = _parse_spec(data, label)
     try:
         import verifiers.v1  # noqa: F401
     except ImportError as error:
@@ -86,11 +87,11 @@ def _tasks(data: str, label: str) -> list[Any]:
     with as_input_error(f"{label} cannot be loaded:"):  # a taskset may raise anything
         from verifiers.v1.utils.loaders import load_taskset
 
-        taskset = load_taskset(_config(asked).taskset)
-        return list(islice(taskset, asked.size or (None if taskset.bounded else _SIZE)))
+        taskset = load_taskset(_config(spec).taskset)
+        return list(islice(taskset, spec.size or (None if taskset.bounded else _SIZE)))
 
 
-class TasksetRows(Source):
+class TasksetRows(RowSource):
     """Rows with `task`, the task's number, and `prompt`, which is for people: the environment makes the model's."""
 
     def __init__(self, data: str, label: str) -> None:
@@ -105,7 +106,7 @@ class TasksetRows(Source):
         }
 
 
-class VerifiersEnvironment(Remote):
+class VerifiersEnvironment(RemoteEnvironment):
     """An episode that the package plays."""
 
     package: ClassVar[Any]  # the package's environment
@@ -127,24 +128,24 @@ class VerifiersEnvironment(Remote):
 
         # Equal for all rollouts, as the package keeps every client that it makes; a header names the rollout.
         client = TrainClientConfig(
-            base_url=self.desk.url + _SESSION,
+            base_url=self.registry.url + _SESSION,
             api_key_var="LOCKSTEP_API_KEY",
-            renderer=_renderer(self.renderer, self.desk.model),
-            renderer_model_name=self.desk.model,
+            renderer=_renderer(self.renderer, self.registry.model),
+            renderer_model_name=self.registry.model,
         )
         task = self.tasks[self.row["task"]]
         with suppress(TurnRefused):  # the run has dropped the rollout meanwhile
             try:
-                context = ModelContext(self.desk.model, client)
-                self._ended(await self.package.run_episode(task, context, on_trace=self._traced))
+                context = ModelContext(self.registry.model, client)
+                self._report_episode(await self.package.run_episode(task, context, on_trace=self._register_trace))
             except Exception as error:
                 self.fail(f"{type(error).__name__}: {error}")
 
-    def _traced(self, trace: Any) -> None:
+    def _register_trace(self, trace: Any) -> None:
         self.names.append(trace.id)
-        self.desk.rollouts[trace.id] = self
+        self.registry.rollouts[trace.id] = self
 
-    def _ended(self, episode: Any) -> None:
+    def _report_episode(self, episode: Any) -> None:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if not episode.ok:
             self.fail("\n".join(f"{e.traceback or ''}{e.type}: {e.message}" for e in errors) or "the episode failed")
@@ -152,8 +153,8 @@ class VerifiersEnvironment(Remote):
         rewards = {name: r.value for t in episode.traces for name, r in t.rewards.items() if r is not None}
         self.end(rewards or None)
 
-    def _leave(self, why: str) -> None:
-        super()._leave(why)
+    def _withdraw(self, why: str) -> None:
+        super()._withdraw(why)
         if self._episode is not None:
             self._episode.cancel()
 
@@ -171,14 +172,14 @@ def verifiers_environment(data: str | None, max_turns: int, what: str) -> type[V
     if data is None or not data.startswith(SCHEME):
         raise InputError(f"{what} plays tasks of that package; name them with --task.data verifiers:NAME")
     label = f"task.data {data}"
-    tasks, asked = _tasks(data, label), _asked(data, label)
+    tasks, spec = _tasks(data, label), _parse_spec(data, label)
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils.loaders import load_environment
 
     with as_input_error(f"{label} cannot be played:"):
-        config = _config(asked, max_turns)
+        config = _config(spec, max_turns)
         if len(seats := agent_config_fields(config)) > 1:
             raise InputError(f"it has {len(seats)} agents ({', '.join(seats)}), and a rollout is one agent's")
         package = load_environment(config)
-    fields = {"desk": Desk(), "package": package, "tasks": tasks, "renderer": asked.renderer}
+    fields = {"registry": RolloutRegistry(), "package": package, "tasks": tasks, "renderer": spec.renderer}
     return type("Verifiers", (VerifiersEnvironment,), fields)

@@ -8,7 +8,7 @@ from ..base import Encode, Problem, PromptLimit, Task, draw
 from ..rewards.reward_set import RewardSet
 from .rows import Problems
 
-_ROUNDS = 6
+_FEISTEL_ROUNDS = 6
 
 
 class DatasetTask(Task):
@@ -36,7 +36,7 @@ class DatasetTask(Task):
     def train_problem(self, step: int, group: int) -> Problem:
         epoch, offset = divmod(step * self._prompts_per_step + group, len(self._train))
         if self._config.shuffle:
-            offset = permuted(offset, len(self._train), self._config.seed, epoch)
+            offset = permute(offset, len(self._train), self._config.seed, epoch)
         return self._train[offset]
 
     def warmup_problem(self, step: int, index: int) -> Problem:
@@ -51,10 +51,10 @@ class DatasetTask(Task):
     def check_lengths(self, encode: Encode, limit: PromptLimit) -> None:
         """Refuse over-long prompts, or leave them out with `task.filter_overlong_prompts`."""
         leave_out = self._config.filter_overlong_prompts
-        self._train = self._train.limited(encode, limit, leave_out)
+        self._train = self._train.filter_overlong(encode, limit, leave_out)
         self.rows = len(self._train)
         if self._validation:
-            self._validation = self._validation.limited(encode, limit, leave_out, "validation")
+            self._validation = self._validation.filter_overlong(encode, limit, leave_out, "validation")
 
 
 def hold_out(problems: Problems, count: int) -> tuple[Problems, Problems | None]:
@@ -71,7 +71,7 @@ def hold_out(problems: Problems, count: int) -> tuple[Problems, Problems | None]
     return problems[:cut], problems[cut:]
 
 
-def permuted(index: int, length: int, seed: int, epoch: int) -> int:
+def permute(index: int, length: int, seed: int, epoch: int) -> int:
     """The image of `index` under a permutation of `range(length)` keyed by (seed, epoch), without state or table.
 
     A Feistel network over the next even number of bits, with cycle walking until the value is below `length` (Black and
@@ -81,7 +81,7 @@ def permuted(index: int, length: int, seed: int, epoch: int) -> int:
     mask = (1 << half) - 1
     while True:
         left, right = index >> half, index & mask
-        for turn in range(_ROUNDS):
+        for turn in range(_FEISTEL_ROUNDS):
             left, right = right, left ^ (draw("order", seed, epoch, turn, right) & mask)
         index = left << half | right
         if index < length:

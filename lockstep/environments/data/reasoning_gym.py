@@ -10,14 +10,14 @@ from typing import Any
 
 from ...errors import InputError
 from ...user_functions import as_input_error
-from ..base import Source, setting
+from ..base import RowSource, parse_setting
 
 SCHEME = "reasoning_gym:"
 _SIZE, _SEED = 1000, 42
 _FORM = "NAME=VALUE with a value in JSON, as in size=500"
 
 
-class ProceduralRows(Source):
+class ProceduralRows(RowSource):
     """Rows with `prompt`, the question; `answer`; and `metadata`, which the reward `reasoning_gym` scores by."""
 
     def __init__(self, data: str, label: str) -> None:
@@ -27,7 +27,7 @@ class ProceduralRows(Source):
         except ImportError as error:
             raise InputError(f"{label} needs a package: pip install 'lockstep-rl[reasoning-gym]' ({error})") from error
         name, *settings = data.removeprefix(SCHEME).split(",")
-        given = {"size": _SIZE, "seed": _SEED} | dict(setting(one, label, _FORM) for one in settings)
+        given = {"size": _SIZE, "seed": _SEED} | dict(parse_setting(one, label, _FORM) for one in settings)
         if type(given["size"]) is not int or given["size"] < 1:
             raise InputError(f"{label}: size is {given['size']!r}; it must be a whole number of at least 1")
         self._size = given["size"]

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from ...config import TaskConfig
 from ...errors import InputError, PromptTooLong, did_you_mean, refuse
 from ...user_functions import is_unicode
-from ..base import Encode, Problem, Prompt, PromptLimit, Source
+from ..base import Encode, Problem, Prompt, PromptLimit, RowSource
 from ..rewards.calls import RESERVED_NAMES
 from .sources import Row, open_source
 
@@ -40,20 +40,20 @@ class RowFormat:
             hidden = {"prompt", *RESERVED_NAMES} & {self.prompt_column}  # functions get it as `prompts`
             columns = {name: value for name, value in row.items() if name not in hidden}
             prompt = _checked_prompt(row[self.prompt_column], f"{origin}: {self.prompt_column}")
-        elif self.asks(row):
+        elif self.asks_question(row):
             if not _is_text(row["question"]):
                 raise InputError(f"{origin}: question must be a text that is not empty")
             columns = row
             prompt = [{"role": "user", "content": f"{row['question']}\n\n{GSM8K_INSTRUCTION}"}]
         else:
-            perhaps = next((f", perhaps {name}," for name in USUAL_PROMPT_COLUMNS if name in row), "")
+            guess = next((f", perhaps {name}," for name in USUAL_PROMPT_COLUMNS if name in row), "")
             raise InputError(
                 f"{origin} has {', '.join(row) or 'no columns'}; it needs {self.prompt_column}, or question and answer "
-                f"(name the prompt's column{perhaps} with task.prompt_column or --prompt-column)"
+                f"(name the prompt's column{guess} with task.prompt_column or --prompt-column)"
             )
         return Problem(self.with_system(prompt), columns, origin=origin)
 
-    def asks(self, row: Row) -> bool:
+    def asks_question(self, row: Row) -> bool:
         """Whether the row has no prompt, but a question to ask (GSM8K)."""
         return self.prompt_column not in row and "question" in row and "answer" in row
 
@@ -70,7 +70,7 @@ class RowFormat:
 class Problems(Sequence[Problem]):
     """Problems of some rows of a source, in order, each read on access."""
 
-    def __init__(self, source: Source, form: RowFormat, columns: tuple[str, ...], rows: Sequence[int], label: str):
+    def __init__(self, source: RowSource, form: RowFormat, columns: tuple[str, ...], rows: Sequence[int], label: str):
         self.label, self.columns = label, columns  # "task.data rows.jsonl"
         self._source, self._form, self._rows = source, form, rows
 
@@ -85,28 +85,27 @@ class Problems(Sequence[Problem]):
         problem = self._form.problem(self._source.row(row), self._source.origin(row))
         return Problem(problem.prompt, {name: problem.columns.get(name) for name in self.columns}, None, problem.origin)
 
-    def limited(self, encode: Encode, limit: PromptLimit, leave_out: bool, use: str = "training") -> Problems:
+    def filter_overlong(self, encode: Encode, limit: PromptLimit, leave_out: bool, use: str = "training") -> Problems:
         """These problems without those whose prompts exceed the limit. A warning counts and names them; without
         `leave_out`, or if none is left, that is an `InputError`. `use` says in messages what the problems are for."""
-        kept, over, beside = array("Q"), 0, _beside(encode, limit.tokens)
-        named: list[str] = []
+        kept, examples = array("Q"), list[str]()
+        template_tokens = _template_tokens(encode, limit.tokens)
         for row, problem in zip(self._rows, self, strict=True):
-            size = _size_if_over(encode, problem, limit.tokens, beside)
+            size = _size_if_over(encode, problem, limit.tokens, template_tokens)
             if size is None:
                 kept.append(row)
-                continue
-            over += 1
-            if len(named) < 3:
-                named.append(f"{problem.origin} ({size})")
-        if not over:
+            elif len(examples) < 3:
+                examples.append(f"{problem.origin} ({size})")
+        overlong = len(self) - len(kept)
+        if not overlong:
             return self
-        found = (
-            f"{over} of {len(self)} {use} prompts of {self.label} have more than {limit.tokens} tokens "
-            f"({limit.reason}): {', '.join(named)}{', ...' if over > len(named) else ''}"
+        message = (
+            f"{overlong} of {len(self)} {use} prompts of {self.label} have more than {limit.tokens} tokens "
+            f"({limit.reason}): {', '.join(examples)}{', ...' if overlong > len(examples) else ''}"
         )
-        refuse(not leave_out, f"{found}; shorten them, or leave them out with task.filter_overlong_prompts")
-        refuse(not kept, f"{found}; none is left")
-        _log.warning("left out %s", found)
+        refuse(not leave_out, f"{message}; shorten them, or leave them out with task.filter_overlong_prompts")
+        refuse(not kept, f"{message}; none is left")
+        _log.warning("left out %s", message)
         return Problems(self._source, self._form, self.columns, kept, self.label)
 
 
@@ -120,23 +119,23 @@ def read_problems(
     form = RowFormat(config.prompt_column, config.system_prompt)
     source = open_source(data, config.split, field)
     refuse(not len(source), f"{field} {data} has no rows")
-    names: dict[str, None] = {}
-    asks = form.asks(source.row(0))
+    columns: dict[str, None] = {}
+    first_asks = form.asks_question(source.row(0))
     for index, row in enumerate(source):
         problem = form.problem(row, source.origin(index))
-        if form.asks(row) != asks:
-            both = (form.prompt_column, "question and answer")
-            raise InputError(
-                f"{problem.origin} has {both[not asks]} and the first row {both[asks]}; all rows must have the same"
-            )
+        if form.asks_question(row) != first_asks:
+            this, first = form.prompt_column, "question and answer"
+            if not first_asks:
+                this, first = first, this
+            raise InputError(f"{problem.origin} has {this} and the first row {first}; all rows must have the same")
         check(problem)
-        names |= dict.fromkeys(problem.columns)
-    if asks and config.name != "gsm8k":
+        columns |= dict.fromkeys(problem.columns)
+    if first_asks and config.name != "gsm8k":
         _log.warning("%s %s has question and answer, which are asked as in GSM8K: %r", field, data, GSM8K_INSTRUCTION)
-    return Problems(source, form, tuple(names), range(len(source)), f"{field} {data}")
+    return Problems(source, form, tuple(columns), range(len(source)), f"{field} {data}")
 
 
-def _beside(encode: Encode, limit: int) -> int:
+def _template_tokens(encode: Encode, limit: int) -> int:
     """The tokens of an empty prompt, which are those of tools and the template; `limit` if the template refuses it,
     although it may accept others."""
     try:
@@ -145,13 +144,14 @@ def _beside(encode: Encode, limit: int) -> int:
         return limit
 
 
-def _size_if_over(encode: Encode, problem: Problem, limit: int, beside: int) -> str | None:
+def _size_if_over(encode: Encode, problem: Problem, limit: int, template_tokens: int) -> str | None:
     """The size of a prompt, in words, if it has more tokens than `limit`, else None.
 
     A text cannot have many more tokens than bytes, so short ones are not encoded: twice the bytes allow for
-    normalization, 512 for the chat template, `beside` for tools. What this misses is refused when the prompt is played.
+    normalization, 512 for the chat template, `template_tokens` for tools. What this misses is refused when the prompt
+    is played.
     """
-    if 2 * _bytes(problem.prompt) + 512 + beside <= limit:
+    if 2 * _bytes(problem.prompt) + 512 + template_tokens <= limit:
         return None
     try:
         count = len(encode(problem.prompt))
@@ -184,12 +184,13 @@ def checked_messages(messages: list[Any], where: str) -> list[dict[str, Any]]:
     """Chat messages, at least one, as templates take them. Raises `InputError`, naming `where` and the message, if one
     lacks a role or a text, or if the last is the assistant's, so that there is nothing to answer."""
     for index, message in enumerate(messages):
-        texts = ["role"] if _is_silent(message) else ["role", "content"]
-        if not isinstance(message, dict) or not all(_is_text(message.get(key)) for key in texts):
-            content = message.get("content") if isinstance(message, dict) else None
-            found = "; its content is empty" * (content == "") + "; its content is a list of parts" * isinstance(
-                content, list
-            )
+        required = ["role"] if _is_silent(message) else ["role", "content"]
+        if not isinstance(message, dict) or not all(_is_text(message.get(key)) for key in required):
+            content, found = message.get("content") if isinstance(message, dict) else None, ""
+            if content == "":
+                found = "; its content is empty"
+            elif isinstance(content, list):
+                found = "; its content is a list of parts"
             raise InputError(f"{where} message {index} must be an object with role and content, both texts{found}")
         role = message["role"]
         if role not in ROLES and (question := did_you_mean(role, ROLES)):

@@ -4,5 +4,15 @@ The generator never waits for an environment while there is anything to sample. 
 answers first: random numbers are keyed by a token's trajectory and position, and cached pages are found by tokens.
 """
 
-from .episode import FAILURES, Asked, Episode, Failures, Limits, NewTokens, Round, Sampler
-from .play import Play
+from .episode import (
+    MAX_FAILURES_IN_A_ROW,
+    Episode,
+    EpisodeContext,
+    Failures,
+    GroupRequest,
+    Limits,
+    MakeSampler,
+    SampleOutput,
+    Sampler,
+)
+from .runner import EpisodeRunner

@@ -10,7 +10,7 @@ from ...errors import InputError
 from ...types import Trajectory
 from ...user_functions import copy_nested, is_unicode, one_line
 from ..calls import Failure
-from ..environment import PLAIN, Branch, End, Reward, by_name
+from ..environment import UNNAMED_REWARD, Branch, End, Reward, named_rewards
 from ..rewards.calls import MAX_VALUE, RESERVED_NAMES
 
 
@@ -30,54 +30,59 @@ def is_tokens(given: Any) -> bool:
     return isinstance(given, list) and set(map(type, given)) == {int}
 
 
-def is_given(given: Any) -> bool:
+def _is_given(given: Any) -> bool:
     return isinstance(given, str) or is_chat(given) or is_tokens(given)
 
 
-def wrong_step(given: Any) -> str:
+def _described(value: Any) -> str:
+    return f"{type(value).__name__} {one_line(value, repr)}"
+
+
+def step_error(given: Any) -> str:
     """What is wrong with a result of `step` other than an end; "" if it is valid."""
     given = given.given if isinstance(given, Branch) else given
-    if not is_given(given):
-        kind = f"{type(given).__name__} {one_line(given, repr)}"
+    if not _is_given(given):
         forms = "text, messages with role and content, token ids, a Branch of these, Next(given, reward) or an End"
-        return f"step returned {kind}; it must be {forms}"
+        return f"step returned {_described(given)}; it must be {forms}"
     texts = [given] if isinstance(given, str) else [str(m.get("content")) for m in given if isinstance(m, dict)]
     return "" if all(map(is_unicode, texts)) else "step returned text that is no valid Unicode (half a surrogate pair)"
 
 
-def unlike(given: list[Any], alike: bool) -> Failure | None:
+def prompt_failure(prompts: list[Any], alike: bool) -> Failure | None:
     """What is wrong with the prompts of a group's samples, which must be equal if `alike`; None if they are valid."""
-    for one in given:
-        if not is_given(one):
-            kind = f"{type(one).__name__} {one_line(one, repr)}"
-            return Failure(f"start returned {kind}; it must be text, messages with role and content, or token ids")
-    if alike and any(other != given[0] for other in given):
+    for prompt in prompts:
+        if not _is_given(prompt):
+            forms = "text, messages with role and content, or token ids"
+            return Failure(f"start returned {_described(prompt)}; it must be {forms}")
+    if alike and any(other != prompts[0] for other in prompts):
         return Failure("start returned other prompts for samples of one group; it may depend on row and seed alone")
     return None
 
 
-def wrong_end(end: Any) -> str:
+def end_error(end: Any) -> str:
     """What is wrong with an end; "" if it is valid."""
     if not isinstance(end, End):
-        return f"cut returned {type(end).__name__} {one_line(end, repr)}; it must be an End"
+        return f"cut returned {_described(end)}; it must be an End"
     if not isinstance(end.columns, Mapping) or not all(isinstance(name, str) for name in end.columns):
         return f"its End has columns={one_line(end.columns, repr)}; they must be values by name"
-    if taken := [name for name in RESERVED_NAMES if name in end.columns]:
-        return f"its End has the column {taken[0]!r}, which is the name of a reward argument; rename it"
-    said = end.completion
-    if not (said is None or isinstance(said, str) or (isinstance(said, list) and all(map(_has_role, said)))):
-        return f"its End has completion={one_line(said, repr)}; it must be messages with role and content"
+    reserved = next((name for name in RESERVED_NAMES if name in end.columns), None)
+    if reserved:
+        return f"its End has the column {reserved!r}, which is the name of a reward argument; rename it"
+    completion = end.completion
+    is_messages = isinstance(completion, list) and all(map(_has_role, completion))
+    if not (completion is None or isinstance(completion, str) or is_messages):
+        return f"its End has completion={one_line(completion, repr)}; it must be messages with role and content"
     try:
         copy_nested(end.completion, "its End's completion")
         copy_nested(dict(end.columns), "one of its End's columns")
     except InputError as error:
         return str(error)
-    return "" if end.reward is None else wrong_reward(end.reward)
+    return "" if end.reward is None else reward_error(end.reward)
 
 
-def wrong_reward(reward: Any) -> str:
+def reward_error(reward: Any) -> str:
     """What is wrong with a reward; "" if it is valid."""
-    named = reward if isinstance(reward, Mapping) else {PLAIN: reward}
+    named = reward if isinstance(reward, Mapping) else {UNNAMED_REWARD: reward}
     if all(isinstance(name, str) and is_unicode(name) for name in named) and all(map(_is_value, named.values())):
         return ""
     what = f"a finite number, or several by name (at most {MAX_VALUE:g})"
@@ -92,15 +97,18 @@ def _is_value(value: Any) -> bool:
         return False
 
 
-def count(last: Reward | None, trajectory: Trajectory) -> None:
-    """Set the reward of the last turn, and the trajectory's, which is the sum over turns."""
-    turn, total = trajectory.turns[-1], dict[str, float]()
+def set_rewards(trajectory: Trajectory, last: Reward | None) -> None:
+    """Add `last` to the rewards of the last turn, and set the trajectory's, which are the sums over turns."""
+    turns, totals = trajectory.turns, dict[str, float]()
     if last is not None:
-        turn.rewards = _added(turn.rewards or {}, by_name(last))
-    for turn in trajectory.turns:
-        total = _added(total, turn.rewards or {})
-    trajectory.rewards, trajectory.reward = dict(total), sum(total.values())
+        turns[-1].rewards = _sum_by_name(turns[-1].rewards or {}, named_rewards(last))
+    for turn in turns:
+        totals = _sum_by_name(totals, turn.rewards or {})
+    trajectory.rewards, trajectory.reward = dict(totals), sum(totals.values())
 
 
-def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
-    return {**one, **{name: one[name] + value if name in one else value for name, value in other.items()}}
+def _sum_by_name(rewards: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    sums = dict(rewards)
+    for name, value in others.items():
+        sums[name] = sums[name] + value if name in sums else value
+    return sums

@@ -1,4 +1,4 @@
-"""`Episode`, a trajectory in progress, and `Round`, what a number of them are played with."""
+"""`Episode`, a trajectory in progress, and `EpisodeContext`, what a number of them are played with."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ...types import SampleIdentity, SamplingParams, Trajectory
 from ...user_functions import IMMUTABLE_TYPES, copy_nested, one_line
 from ..base import Problem
 from ..calls import Failure
+from ..codec import ChatCodec, Messages
 from ..environment import End, Environment
-from ..tokens import Messages, Tokens
 
-FAILURES = 16  # environments that fail in a row, which end the run
+MAX_FAILURES_IN_A_ROW = 16  # as many environments that fail in a row end the run
 
 _log = logging.getLogger("lockstep")
 
 
-class NewTokens(Protocol):
+class SampleOutput(Protocol):
     """A sample with new tokens and, once it is finished, its trajectory."""
 
     @property
@@ -36,8 +36,11 @@ class Sampler(Protocol):
     """The generator's interface, which `generator.Engine` implements."""
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int: ...
-    def advance(self) -> Sequence[NewTokens]: ...
+    def advance(self) -> Sequence[SampleOutput]: ...
     def abort(self, request_id: int) -> list[Trajectory]: ...
+
+
+MakeSampler = Callable[[list[list[int]], list[SamplingParams]], Sampler]
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Episode:
     environment: Environment
     group: int
     sample: int
-    tokens: Tokens
+    codec: ChatCodec
     trajectory: Trajectory | None = None
     prompt: str | Messages = ""
     messages: Messages | None = None
@@ -88,19 +91,19 @@ class Episode:
 
 @dataclass
 class Failures:
-    """Counts environments that fail in a row; more than `allowed` end the run. `first` is the first of them, `told` the
-    messages since the last `take`."""
+    """Counts environments that fail in a row; more than `allowed` end the run. `first` is the first of them; `messages`
+    are those since the last `take_messages`."""
 
-    allowed: int = FAILURES - 1
+    allowed: int = MAX_FAILURES_IN_A_ROW - 1
     in_a_row: int = 0
     first: Failure | None = None
-    told: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     def add(self, where: str, failure: Failure) -> None:
         """Count and log a failure. `LockstepError`, with the first one's traceback as a note: there were too many."""
         message = f"{where}: its environment failed: {failure.reason}"
-        self.told.append(f"{failure.traceback}{message}")
-        _log.warning("%s", self.told[-1])
+        self.messages.append(f"{failure.traceback}{message}")
+        _log.warning("%s", self.messages[-1])
         if not self.in_a_row or self.first is None:
             self.first = failure
         self.in_a_row += 1
@@ -113,13 +116,13 @@ class Failures:
                 error.add_note(self.first.traceback.rstrip())
             raise error
 
-    def take(self) -> list[str]:
+    def take_messages(self) -> list[str]:
         """The messages since the last call."""
-        taken, self.told = self.told, []
+        taken, self.messages = self.messages, []
         return taken
 
 
-class Asked(NamedTuple):
+class GroupRequest(NamedTuple):
     """A problem to play: its group's number, and what its environments start from; `where` names it in messages."""
 
     group: int
@@ -130,25 +133,25 @@ class Asked(NamedTuple):
     @property
     def row(self) -> dict[str, Any]:
         """The problem's columns and prompt, copied at each access. `InputError`: a value contains itself."""
-        columns = {**self.problem.columns, "prompt": self.problem.prompt}
-        return {
-            name: value if type(value) in IMMUTABLE_TYPES else copy_nested(value, f"{self.where}: {name}")
-            for name, value in columns.items()
-        }
+        row = {**self.problem.columns, "prompt": self.problem.prompt}
+        for name, value in row.items():
+            if type(value) not in IMMUTABLE_TYPES:
+                row[name] = copy_nested(value, f"{self.where}: {name}")
+        return row
 
 
-class Round(NamedTuple):
+class EpisodeContext(NamedTuple):
     """What the samples of several prompts are played with.
 
     Attributes:
-        sampler: makes the generator, given the token ids and sampling parameters of the first prompts.
-        ended: called with a prompt's episodes once all of them have ended or failed, while others continue.
+        make_sampler: makes the generator, given the token ids and sampling parameters of the first prompts.
+        on_group_end: called with a prompt's episodes once all of them have ended or failed, while others continue.
     """
 
     environment: type[Environment]
-    tokens: Tokens
-    sampler: Callable[[list[list[int]], list[SamplingParams]], Sampler]
+    codec: ChatCodec
+    make_sampler: MakeSampler
     limits: Limits
     failures: Failures
     timings: Timings
-    ended: Callable[[list[Episode]], None] | None = None
+    on_group_end: Callable[[list[Episode]], None] | None = None

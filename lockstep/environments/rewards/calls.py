@@ -27,8 +27,7 @@ Arguments = dict[str, Any]  # by name: lists with one entry per completion, and 
 # Larger values do not fit float32, in which the loss is computed; weighted sums must fit float64.
 MAX_VALUE, MAX_WEIGHT = 1e38, 1e6
 
-_HERE = Path(__file__).parents[1]
-
+_PACKAGE = Path(__file__).parents[1]  # whose frames are not the function's
 
 # Arguments that every reward is offered in addition to the data's columns, which may not have these names.
 RESERVED_NAMES = ("prompts", "completions", "completion_ids")
@@ -59,26 +58,26 @@ class Logged:
 
     def log_metric(self, name: str, value: float) -> None:
         """Raises `ValueError` for a value that is not a finite number, or a name that cannot be recorded."""
-        number = _value(value)
+        number = _check_value(value)
         if not isinstance(number, float):
             raise ValueError(f"log_metric({name!r}, ...) takes a finite number, not {one_line(value, repr)}")
-        self._values.setdefault(_recorded(str(name), "log_metric", name), []).append(number)
+        self._values.setdefault(_json_copy(str(name), "log_metric", name), []).append(number)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
         """Raises `ValueError` unless there is a value for each completion, and JSON can hold them."""
         if len(values) != self._count:
             raise ValueError(f"log_extra({column!r}, ...) has {len(values)} values for {self._count} completions")
-        name = _recorded(str(column), "log_extra", column)
-        self.extra[name] = [_recorded(value, "log_extra", column) for value in values]
+        name = _json_copy(str(column), "log_extra", column)
+        self.extra[name] = [_json_copy(value, "log_extra", column) for value in values]
 
 
-def _recorded(value: Any, method: str, name: Any) -> Any:
+def _json_copy(value: Any, method: str, name: Any) -> Any:
     """A copy of what a function logged, in a form that JSON can hold. `ValueError`: text that is not valid Unicode,
     numbers of thousands of digits, or a value that contains itself."""
     try:
-        recorded = to_plain(value)
-        to_json(recorded).encode()
-        return recorded
+        copy = to_plain(value)
+        to_json(copy).encode()
+        return copy
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deep" if isinstance(error, RecursionError) else one_line(error)
         raise ValueError(f"{method}({name!a}, ...) cannot be recorded: {reason}") from None
@@ -100,7 +99,7 @@ Values = list[float | None | Failed]
 Outcome = Values | Failed
 
 
-def accepted(name: str, function: RewardFunction, columns: Iterable[str]) -> list[str]:
+def accepted_arguments(name: str, function: RewardFunction, columns: Iterable[str]) -> list[str]:
     """The arguments to pass: those of the reserved names, `columns` and `TRAINER_NAMES` that the function takes by
     name. `InputError`: it requires another one, or takes none by name."""
     offered = [*RESERVED_NAMES, *columns]
@@ -120,48 +119,48 @@ def accepted(name: str, function: RewardFunction, columns: Iterable[str]) -> lis
         )
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return offered
-    taken = [p.name for p in named if p.name in offered]
-    refuse(not taken, f"reward {name} takes no argument by name; write it as def reward(completions, **columns)")
-    return taken
+    arguments = [p.name for p in named if p.name in offered]
+    refuse(not arguments, f"reward {name} takes no argument by name; write it as def reward(completions, **columns)")
+    return arguments
 
 
 def call_all(
-    calls: Sequence[tuple[RewardFunction, Arguments, int]], began: Callable[[list[int]], None] = lambda calls: None
+    calls: Sequence[tuple[RewardFunction, Arguments, int]], on_begin: Callable[[list[int]], None] = lambda calls: None
 ) -> list[Outcome]:
     """Call each (function, arguments, number of completions): plain functions one after the other, then all async ones
-    concurrently. `began` is called with the indices of the calls that begin."""
+    concurrently. `on_begin` is called with the indices of the calls that begin."""
     results: list[Any] = []
     for index, (function, arguments, _) in enumerate(calls):
-        began([index])
-        results.append(started(function, arguments))
-    waiting = [index for index, result in enumerate(results) if inspect.iscoroutine(result)]
-    if waiting:
-        began(waiting)
-        values = _run([finished(results[index], calls[index][0]) for index in waiting])
-        for index, result in zip(waiting, values, strict=True):
+        on_begin([index])
+        results.append(call_function(function, arguments))
+    async_calls = [index for index, result in enumerate(results) if inspect.iscoroutine(result)]
+    if async_calls:
+        on_begin(async_calls)
+        values = _run_concurrently([await_result(results[index], calls[index][0]) for index in async_calls])
+        for index, result in zip(async_calls, values, strict=True):
             results[index] = result
     return [
-        result if isinstance(result, Failed) else _values(result, count)
+        result if isinstance(result, Failed) else _check_values(result, count)
         for result, (_, _, count) in zip(results, calls, strict=True)
     ]
 
 
-def started(function: RewardFunction, arguments: Arguments) -> Any:
+def call_function(function: RewardFunction, arguments: Arguments) -> Any:
     """The function's result, its coroutine, or its failure."""
     try:
         with ending_forks():
             return function(**{name: copy_nested(value, f"argument {name}") for name, value in arguments.items()})
     except BaseException as error:
-        return raised(error, function)
+        return failure_from(error, function)
 
 
-async def finished(coroutine: Any, function: RewardFunction) -> Any:
+async def await_result(coroutine: Any, function: RewardFunction) -> Any:
     """The result of the function's coroutine, or its failure."""
     try:
         with ending_forks():
             return await coroutine
     except BaseException as error:
-        return raised(error, function)
+        return failure_from(error, function)
 
 
 @contextlib.contextmanager
@@ -195,13 +194,13 @@ def _exit_code(error: BaseException) -> int:
     return 1
 
 
-def _run(coroutines: list[Any]) -> list[Any]:
-    async def gathered() -> list[Any]:
+def _run_concurrently(coroutines: list[Any]) -> list[Any]:
+    async def gather() -> list[Any]:
         return await asyncio.gather(*coroutines)
 
     def run() -> list[Any]:
         try:
-            return asyncio.run(gathered())
+            return asyncio.run(gather())
         except RuntimeError as error:  # not raised by a function, as those are results
             reason = f"did not finish, as an async reward stopped the event loop that they share ({error})"
             return [Failed(reason, fatal=True)] * len(coroutines)
@@ -214,7 +213,7 @@ def _run(coroutines: list[Any]) -> list[Any]:
         return pool.submit(run).result()
 
 
-def raised(error: BaseException, function: RewardFunction) -> Failed:
+def failure_from(error: BaseException, function: RewardFunction) -> Failed:
     """An exception as a failure, with the line in the function's own file where it arose. An `InputError` keeps its
     message. `KeyboardInterrupt` (Ctrl-C) is raised again."""
     if isinstance(error, KeyboardInterrupt):
@@ -223,14 +222,14 @@ def raised(error: BaseException, function: RewardFunction) -> Failed:
         return Failed(str(error), fatal=True)
     frames = traceback.extract_tb(error.__traceback__)
     source = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
-    outside = [f for f in frames if f.filename != contextlib.__file__ and _HERE not in Path(f.filename).parents]
-    own = [frame for frame in frames if frame.filename == source] or outside
+    others = [f for f in frames if f.filename != contextlib.__file__ and _PACKAGE not in Path(f.filename).parents]
+    own = [frame for frame in frames if frame.filename == source] or others
     place = f" in {Path(own[-1].filename).name} line {own[-1].lineno}" if own else ""
     text = one_line(error)
     return Failed(f"raised {type(error).__name__}{': ' if text else ''}{text}{place}")
 
 
-def _values(result: Any, count: int) -> Outcome:
+def _check_values(result: Any, count: int) -> Outcome:
     result = result.tolist() if hasattr(result, "tolist") else result  # an array or tensor
     if not isinstance(result, (list, tuple)):
         reason = f"returned {type(result).__name__}; it must return a list with a number or None for each completion"
@@ -238,10 +237,10 @@ def _values(result: Any, count: int) -> Outcome:
     if len(result) != count:
         reason = f"returned {len(result)} values for {count} completions; it must return one for each"
         return Failed(reason, fatal=True)
-    return [_value(value) for value in result]
+    return [_check_value(value) for value in result]
 
 
-def _value(value: Any) -> float | None | Failed:
+def _check_value(value: Any) -> float | None | Failed:
     if value is None or isinstance(value, Failed):
         return value
     number = value.tolist() if hasattr(value, "tolist") else value  # an array's or tensor's scalar

@@ -12,7 +12,7 @@ from .verl import has_verl_signature, verl_reward
 from .workers import RewardWorkers
 
 # Built-in rewards, by their names on the command line.
-READY = {
+BUILT_IN_REWARDS = {
     "math": "lockstep.environments.rewards.mathematics:math_reward",
     "gsm8k": "lockstep.environments.tasks.gsm8k:gsm8k_reward",
     "reasoning_gym": "lockstep.environments.rewards.reasoning_gym:reasoning_gym",
@@ -40,7 +40,8 @@ def load_rewards(
 def load_reward(spec: str) -> RewardFunction:
     """The reward function that `spec` names; verl's signature is adapted. `InputError` as from
     `user_functions.load_function`, or if the function has an attribute `require` that raises it."""
-    function = load_function(READY.get(spec, spec), f"reward {spec!r}", f" or a ready one ({', '.join(READY)})")
+    built_in = f" or a ready one ({', '.join(BUILT_IN_REWARDS)})"
+    function = load_function(BUILT_IN_REWARDS.get(spec, spec), f"reward {spec!r}", built_in)
     try:
         getattr(function, "require", lambda: None)()
     except InputError as error:
@@ -49,4 +50,4 @@ def load_reward(spec: str) -> RewardFunction:
 
 
 def _name(spec: str, function: RewardFunction) -> str:
-    return spec if spec in READY else getattr(function, "__name__", spec.rpartition(":")[2])
+    return spec if spec in BUILT_IN_REWARDS else getattr(function, "__name__", spec.rpartition(":")[2])

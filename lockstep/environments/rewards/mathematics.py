@@ -13,7 +13,7 @@ from .verl import ground_truth as verl_ground_truth
 # Columns that may hold the answer, in the order they are looked for.
 ANSWER_COLUMNS = ("solution", "answer", "ground_truth", "reward_model")
 
-_SECONDS = 5  # for parsing one text, or comparing two
+_TIMEOUT_SECONDS = 5  # for parsing one text, or comparing two
 
 
 def math_reward(
@@ -32,7 +32,7 @@ def math_reward(
     given = next((column for column in (solution, answer, ground_truth, verl) if column is not None), None)
     if given is None:
         raise InputError(f"needs a column with the answer: {', '.join(ANSWER_COLUMNS)}")
-    _require()
+    _require_package()
     return [_score(completion_text(c), str(a)) for c, a in zip(completions, given, strict=True)]
 
 
@@ -41,12 +41,12 @@ def _check_row(columns: dict[str, Any]) -> None:
         verl_ground_truth(columns["reward_model"])
 
 
-def _require() -> None:
+def _require_package() -> None:
     if importlib.util.find_spec("math_verify") is None:
         raise InputError("needs the package math-verify: pip install 'lockstep-rl[math]'")
 
 
-math_reward.check_row, math_reward.require = _check_row, _require  # type: ignore[attr-defined]
+math_reward.check_row, math_reward.require = _check_row, _require_package  # type: ignore[attr-defined]
 
 
 def _score(completion: str, answer: str) -> float | None:
@@ -55,7 +55,7 @@ def _score(completion: str, answer: str) -> float | None:
     expected = _parse_answer(answer)
     if not expected:
         return None
-    return float(verify(expected, _parse(completion.rpartition("</think>")[2]), timeout_seconds=_seconds()))
+    return float(verify(expected, _parse(completion.rpartition("</think>")[2]), timeout_seconds=_timeout()))
 
 
 def _parse_answer(answer: str) -> list[Any]:
@@ -67,9 +67,9 @@ def _parse_answer(answer: str) -> list[Any]:
 def _parse(text: str) -> list[Any]:
     from math_verify import parse
 
-    return parse(text, parsing_timeout=_seconds())
+    return parse(text, parsing_timeout=_timeout())
 
 
-def _seconds() -> int | None:
+def _timeout() -> int | None:
     """The time limit, if this is the main thread: the library uses an alarm signal, which no other thread receives."""
-    return _SECONDS if threading.current_thread() is threading.main_thread() else None
+    return _TIMEOUT_SECONDS if threading.current_thread() is threading.main_thread() else None

@@ -25,7 +25,7 @@ from .calls import (
     RewardFunction,
     TrainerState,
     Values,
-    accepted,
+    accepted_arguments,
     call_all,
 )
 from .workers import RewardWorkers
@@ -159,10 +159,10 @@ class RewardSet:
         """Raise `InputError` if a function requires a column that is missing, or an argument that workers lack."""
         columns = list(columns)
         for reward in self.rewards:
-            logs = {"log_metric", "log_extra", "environments"} & set(accepted(reward.name, reward.function, columns))
-            logs -= {*columns}
-            if logs and self._workers is not None:
-                raise InputError(f"reward {reward.name} takes {min(logs)}, which needs task.reward_workers 0")
+            arguments = accepted_arguments(reward.name, reward.function, columns)
+            local_only = {"log_metric", "log_extra", "environments"}.intersection(arguments).difference(columns)
+            if local_only and self._workers is not None:
+                raise InputError(f"reward {reward.name} takes {min(local_only)}, which needs task.reward_workers 0")
 
     def check_row(self, columns: dict[str, Any], origin: str) -> None:
         """Raise `InputError` if a function has an attribute `check_row` that refuses the columns of a data row."""
@@ -172,22 +172,22 @@ class RewardSet:
             except InputError as error:
                 raise InputError(f"{origin}: reward {reward.name} {error}") from error
 
-    def begin(self, made: Completions, about: Scoring) -> None:
+    def begin(self, completions: Completions, scoring: Scoring) -> None:
         """Have workers call the functions on one prompt's completions, before the rest of the batch is there. `score`
         uses the results if it would pass the same arguments."""
         assert self._workers is not None
-        if not made.prompts:
+        if not completions.prompts:
             return
-        columns, arguments = made.arguments()
-        offered = arguments | {"trainer_state": TrainerState(about.step)}
+        columns, arguments = completions.arguments()
+        offered = arguments | {"trainer_state": TrainerState(scoring.step)}
         for reward in self.rewards:
             try:
-                names = accepted(reward.name, reward.function, columns)
+                names = accepted_arguments(reward.name, reward.function, columns)
             except InputError:  # `score` raises it, if it holds for the whole batch
                 continue
             given = {name: offered.get(name) for name in names}
-            outcome = self._workers.begin((reward.spec or "", given, len(made.prompts)))
-            self._begun[reward.name, about.groups[0]] = names, outcome
+            outcome = self._workers.begin((reward.spec or "", given, len(completions.prompts)))
+            self._begun[reward.name, scoring.groups[0]] = names, outcome
 
     def abandon(self) -> None:
         """Stop calls that were begun but not scored."""
@@ -195,47 +195,49 @@ class RewardSet:
             self._workers.abandon([outcome for _, outcome in self._begun.values()])
         self._begun.clear()
 
-    def score(self, made: Completions, about: Scoring | None = None) -> Scores:
+    def score(self, completions: Completions, scoring: Scoring = Scoring()) -> Scores:  # noqa: B008
         """Score completions. Functions are given the columns that every row has. `InputError`: a function does not
         return a list, or one of the wrong length; or, if `on_error` is "raise", it raises, or returns something that
         is not a finite number."""
-        count, about = len(made.prompts), about or Scoring()
+        count = len(completions.prompts)
         if not count:
             return Scores([], [], [], {})
         self.logged = Logged(count)
         if not self.rewards:
             return Scores([{} for _ in range(count)], [0.0] * count, [False] * count, {})
         offered = {
-            "trainer_state": TrainerState(about.step),
+            "trainer_state": TrainerState(scoring.step),
             "log_metric": self.logged.log_metric,
             "log_extra": self.logged.log_extra,
-            "environments": about.environments,
+            "environments": scoring.environments,
         }
-        columns, arguments = made.arguments()
-        batches = self._batches(arguments, count, about)
+        columns, arguments = completions.arguments()
+        batches = self._batches(arguments, count, scoring)
         errors: Counter[str] = Counter()
         values: dict[str, list[float | None | Failed]] = {reward.name: [] for reward in self.rewards}
         calls = list(itertools.product(self.rewards, batches))
-        for (reward, batch), outcome in zip(calls, self._call(calls, columns, offered, about.tell), strict=True):
-            values[reward.name] += self._accept(reward, batch, outcome, errors)
-        given = list(zip(*values.values(), strict=True))
-        known = [[None if isinstance(value, Failed) else value for value in row] for row in given]
-        rows = [dict(zip(values, row, strict=True)) for row in known]
-        totals = [self._total(row) for row in rows]
-        failed = (any(isinstance(value, Failed) for value in row) for row in given)
-        unknown = [total is None and one for total, one in zip(totals, failed, strict=True)]
-        return Scores(rows, totals, unknown, dict(errors))
+        outcomes = self._call(calls, columns, offered, scoring.tell)
+        for (reward, batch), outcome in zip(calls, outcomes, strict=True):
+            values[reward.name] += self._handle_failures(reward, batch, outcome, errors)
+        scores = Scores([], [], [], dict(errors))
+        for of_completion in zip(*values.values(), strict=True):
+            row = {n: None if isinstance(v, Failed) else v for n, v in zip(values, of_completion, strict=True)}
+            total = self._total(row)
+            scores.values.append(row)
+            scores.totals.append(total)
+            scores.unknown.append(total is None and any(isinstance(value, Failed) for value in of_completion))
+        return scores
 
-    def _batches(self, arguments: Arguments, total: int, about: Scoring) -> list[_Batch]:
+    def _batches(self, arguments: Arguments, total: int, scoring: Scoring) -> list[_Batch]:
         """All completions as one batch or, for workers, as a batch per prompt."""
-        groups, origins = about.groups, about.origins or [""] * total
+        groups, origins = scoring.groups, scoring.origins or [""] * total
         cuts = [0, total]
         if self._workers is not None and groups:
             cuts = [0, *(i for i in range(1, total) if groups[i] != groups[i - 1]), total]
         return [
             _Batch(
                 {name: values[start:end] for name, values in arguments.items()},
-                f"{end - start} completions" + (f" of {about.where}" if about.where else ""),
+                f"{end - start} completions" + (f" of {scoring.where}" if scoring.where else ""),
                 origins[start:end],
                 groups[start] if self._workers is not None and groups else None,
             )
@@ -249,17 +251,17 @@ class RewardSet:
         offered: dict[str, Any],
         tell: Callable[[str], None],
     ) -> list[Outcome]:
-        def began(indices: Iterable[int]) -> None:
+        def on_begin(indices: Iterable[int]) -> None:
             tell(", ".join(dict.fromkeys(calls[i][0].name for i in indices)))
 
-        taken = {reward.name: accepted(reward.name, reward.function, columns) for reward in self.rewards}
+        taken = {reward.name: accepted_arguments(reward.name, reward.function, columns) for reward in self.rewards}
         given = [
             {name: batch.arguments.get(name, offered.get(name)) for name in taken[reward.name]}
             for reward, batch in calls
         ]
         counts = [len(batch.origins) for _, batch in calls]
         if self._workers is not None:
-            began(range(len(calls)))
+            on_begin(range(len(calls)))
             begun, self._begun = self._begun, {}
             running: list[Future[Outcome]] = []
             for (reward, batch), arguments, count in zip(calls, given, counts, strict=True):
@@ -274,10 +276,10 @@ class RewardSet:
         from . import torch_settings  # not in workers, which need no torch
 
         functions = [reward.function for reward, _ in calls]
-        with torch_settings.kept():
-            return call_all(list(zip(functions, given, counts, strict=True)), began)
+        with torch_settings.preserve():
+            return call_all(list(zip(functions, given, counts, strict=True)), on_begin)
 
-    def _accept(self, reward: Reward, batch: _Batch, outcome: Outcome, errors: Counter[str]) -> Values:
+    def _handle_failures(self, reward: Reward, batch: _Batch, outcome: Outcome, errors: Counter[str]) -> Values:
         """The call's values, with `on_error` applied to the failures among them."""
         count = len(batch.origins)
         if isinstance(outcome, Failed):

@@ -19,12 +19,12 @@ def _determinism() -> tuple[bool, bool]:
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _let_split_products(may: bool) -> None:
+def _allow_split_products(allow: bool) -> None:
     """Set both halves of the setting, reductions in bfloat16 and split-K; the attribute reads only the former."""
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (may, may)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (allow, allow)
 
 
-_C = ctypes.CDLL(None)  # the C library, whose rounding mode interval arithmetic libraries change
+_libc = ctypes.CDLL(None)  # whose rounding mode libraries of interval arithmetic change
 
 # How to read and write each setting.
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
@@ -39,13 +39,13 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (lambda: torch.backends.mkldnn.enabled, lambda enabled: setattr(torch.backends.mkldnn, "enabled", enabled)),
     (_flushes_denormals, torch.set_flush_denormal),
     (torch.backends.cuda.preferred_blas_library, torch.backends.cuda.preferred_blas_library),
-    (lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction, _let_split_products),
-    (_C.fegetround, _C.fesetround),
+    (lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction, _allow_split_products),
+    (_libc.fegetround, _libc.fesetround),
 ]
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def preserve() -> Iterator[None]:
     """Restore all settings at the end of the context."""
     before, grad = [read() for read, _ in _SETTINGS], torch.is_grad_enabled()
     try:

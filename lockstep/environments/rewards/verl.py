@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...user_functions import one_line
-from .calls import Failed, RewardFunction, completion_text, finished, started
+from .calls import Failed, RewardFunction, await_result, call_function, completion_text
 
 MAX_CONCURRENT_CALLS = 64
 
@@ -30,8 +30,8 @@ def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = {p.name for p in parameters}
 
-    def called(arguments: dict[str, Any]) -> Any:
-        return started(compute_score, {k: v for k, v in arguments.items() if takes_all or k in names})
+    def call(arguments: dict[str, Any]) -> Any:
+        return call_function(compute_score, {k: v for k, v in arguments.items() if takes_all or k in names})
 
     def reward(
         completions: list[Any],
@@ -41,7 +41,7 @@ def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT
         **_: Any,
     ) -> list[Any] | Coroutine[Any, Any, list[Any]]:
         results = [
-            called(
+            call(
                 {
                     "data_source": data_source[index] if data_source else None,
                     "solution_str": completion_text(completion),
@@ -52,7 +52,7 @@ def verl_reward(compute_score: RewardFunction, concurrency: int = MAX_CONCURRENT
             for index, completion in enumerate(completions)
         ]
         if any(inspect.iscoroutine(result) for result in results):
-            return _gathered(results, compute_score, concurrency)
+            return _gather_scores(results, compute_score, concurrency)
         return [_score(result) for result in results]
 
     reward.__name__ = getattr(compute_score, "__name__", "compute_score")
@@ -68,20 +68,19 @@ def ground_truth(value: Any) -> Any:
     return value["ground_truth"]
 
 
-async def _gathered(results: list[Any], compute_score: RewardFunction, concurrency: int) -> list[Any]:
-    gate = asyncio.Semaphore(concurrency)
+async def _gather_scores(results: list[Any], compute_score: RewardFunction, concurrency: int) -> list[Any]:
+    semaphore = asyncio.Semaphore(concurrency)
 
-    async def awaited(result: Any) -> Any:
+    async def awaited_score(result: Any) -> Any:
         if not inspect.iscoroutine(result):
             return _score(result)
-        async with gate:
-            return _score(await finished(result, compute_score))
+        async with semaphore:
+            return _score(await await_result(result, compute_score))
 
-    return await asyncio.gather(*map(awaited, results))
+    return await asyncio.gather(*map(awaited_score, results))
 
 
 def _score(result: Any) -> Any:
     if not isinstance(result, dict):
         return result
-    without = Failed(f"returned a dict without score: {sorted(map(str, result))}")
-    return result.get("score", without)
+    return result.get("score", Failed(f"returned a dict without score: {sorted(map(str, result))}"))

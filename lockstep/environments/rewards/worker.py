@@ -20,16 +20,16 @@ def main(descriptor: int) -> None:
     """Answer ("load", spec) and ("call", spec, arguments, count) on the connection of this file descriptor."""
     _leave_signals_to_the_parent()
     os.dup2(2, 1)  # what functions print must not mix with the parent's standard output
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     channel = Connection(descriptor)
     functions: dict[str, RewardFunction] = {}
     with contextlib.suppress(EOFError, ConnectionError):  # the parent is gone
         while True:
             kind, spec, *call = channel.recv()
-            channel.send(_loaded(spec, functions) if kind == "load" else _called(functions[spec], *call))
+            channel.send(_load(spec, functions) if kind == "load" else _call(functions[spec], *call))
 
 
-def _loaded(spec: str, functions: dict[str, RewardFunction]) -> Any:
+def _load(spec: str, functions: dict[str, RewardFunction]) -> Any:
     try:
         functions[spec] = load_reward(spec)
     except InputError as error:
@@ -37,7 +37,7 @@ def _loaded(spec: str, functions: dict[str, RewardFunction]) -> Any:
     return True
 
 
-def _called(function: RewardFunction, arguments: Arguments, count: int) -> Outcome:
+def _call(function: RewardFunction, arguments: Arguments, count: int) -> Outcome:
     try:
         return call_all([(function, arguments, count)])[0]
     except KeyboardInterrupt:  # raised by the function itself
@@ -48,15 +48,15 @@ def _leave_signals_to_the_parent() -> None:
     """Ignore Ctrl-C and signals that a launcher sends to all processes: this process ends with its parent. Processes
     that functions start or fork have the default handlers."""
 
-    def all_be(handler: Any) -> None:
+    def set_handlers(handler: Any) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, handler)
 
-    all_be(lambda *_: None)
-    os.register_at_fork(after_in_child=lambda: all_be(signal.SIG_DFL))
+    set_handlers(lambda *_: None)
+    os.register_at_fork(after_in_child=lambda: set_handlers(signal.SIG_DFL))
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """End this process once the parent is gone, even within a function that never returns."""
     while os.getppid() == parent:
         time.sleep(1)

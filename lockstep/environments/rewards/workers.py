@@ -43,17 +43,17 @@ class RewardWorkers:
         """Begin a call (spec, arguments, number of completions)."""
         return self._threads.submit(self._call, call)
 
-    def outcomes(self, begun: Sequence[Future[Outcome]]) -> list[Outcome]:
+    def outcomes(self, futures: Sequence[Future[Outcome]]) -> list[Outcome]:
         """The outcomes of these calls, once all have finished."""
         try:
-            return [future.result() for future in begun]
+            return [future.result() for future in futures]
         except BaseException:  # Ctrl-C or a signal: a call that hangs would hold up the run's end
-            self.abandon(begun)
+            self.abandon(futures)
             raise
 
-    def abandon(self, begun: Sequence[Future[Outcome]]) -> None:
+    def abandon(self, futures: Sequence[Future[Outcome]]) -> None:
         """Cancel these calls, killing the processes that run them."""
-        while wait([future for future in begun if not future.cancel()], 0.1).not_done:
+        while wait([future for future in futures if not future.cancel()], 0.1).not_done:
             self.close()
 
     def close(self) -> None:
@@ -72,14 +72,14 @@ class _Worker:
     """A worker process, which is started at the first call."""
 
     def __init__(self) -> None:
-        self._used = threading.RLock()  # held by the thread of a call
+        self._lock = threading.RLock()  # held by the thread of a call
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Connection | None = None
         self._loaded: set[str] = set()
 
     def call(self, spec: str, arguments: Arguments, count: int, timeout: float | None) -> Outcome:
         """The function's outcome; `Failed` if the process died, or was killed for taking too long."""
-        with self._used:
+        with self._lock:
             if self._process is None:
                 self._start()
             if spec not in self._loaded:
@@ -91,7 +91,7 @@ class _Worker:
 
     def stop(self) -> None:
         """Kill the process. Another thread's call fails first, before the connection that it reads is closed."""
-        while not self._used.acquire(timeout=0.05):
+        while not self._lock.acquire(timeout=0.05):
             if (process := self._process) is not None:
                 process.kill()
         try:
@@ -103,7 +103,7 @@ class _Worker:
             if self._channel is not None:
                 self._channel.close()
         finally:
-            self._used.release()
+            self._lock.release()
 
     def _start(self) -> None:
         ours, theirs = Pipe()
@@ -126,16 +126,16 @@ class _Worker:
         except (PicklingError, AttributeError, TypeError) as error:  # what pickle raises, before anything is sent
             return Failed(f"cannot be sent to its process: {error}", fatal=True)
         except OSError:
-            return self._ended()
+            return self._failure_of_exit()
         try:
             if not self._channel.poll(timeout):
                 self.stop()
                 return Failed(f"gave no answer within {timeout:g} s and was stopped")
             return self._channel.recv()
         except (EOFError, OSError):
-            return self._ended()
+            return self._failure_of_exit()
 
-    def _ended(self) -> Failed:
+    def _failure_of_exit(self) -> Failed:
         """The failure of a call whose process closed its connection."""
         assert self._process is not None
         how = "closed its connection"

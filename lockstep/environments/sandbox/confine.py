@@ -54,13 +54,13 @@ class Confinement:
     def __init__(self, arguments: list[str]) -> None:
         numbers = list(map(int, arguments[1:8]))
         self.seconds = float(arguments[0])
-        self.cpu_seconds, self.memory, self.processes, self.output, self.files, self.cut_off, self.parent = numbers
+        self.cpu_seconds, self.memory, self.processes, self.output, self.files, self.isolated, self.parent = numbers
         self.runner = arguments[8]
         self.root = os.geteuid() == 0
         self.changes_user = self.root
         self.python = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]
-        self.folder = FOLDER if self.cut_off else tempfile.mkdtemp()
-        if self.root and not self.cut_off:
+        self.folder = FOLDER if self.isolated else tempfile.mkdtemp()
+        if self.root and not self.isolated:
             os.seteuid(NOBODY)
             self.changes_user = os.access(self.python, os.X_OK, effective_ids=True)
             os.seteuid(0)
@@ -68,13 +68,13 @@ class Confinement:
     def run(self) -> tuple[str, bytes]:
         """Run the program. Returns how it ended, and its output."""
         out, failed = os.pipe(), os.pipe()
-        if self.cut_off:
-            self._leave_namespaces()
+        if self.isolated:
+            self._enter_namespaces()
         elif sys.platform == "linux":
             _call("prctl", SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopts orphans, so that they can be killed
         child = os.fork()
         if child == 0:
-            self._become(out[1], failed[1])
+            self._exec_program(out[1], failed[1])
         os.close(out[1])
         os.close(failed[1])
         try:
@@ -83,108 +83,109 @@ class Confinement:
                 return f"unable {reason.decode()}", b""
             return self._watch(child, out[0])
         finally:
-            if not self.cut_off:
-                _end_all(child)
+            if not self.isolated:
+                _kill_descendants(child)
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def _watch(self, child: int, out: int) -> tuple[str, bytes]:
         """Wait for the program to end, or kill it at a limit."""
-        until, written, why, status, open_ = time.monotonic() + self.seconds, bytearray(), "", None, True
-        while status is None or (open_ and self.cut_off):  # if cut off, all writers end with it
+        deadline, written, limit = time.monotonic() + self.seconds, bytearray(), ""
+        status, is_open = None, True  # the program's exit status, and whether the pipe has writers
+        while status is None or (is_open and self.isolated):  # if isolated, all writers end with it
             if status is None:
                 pid, found, used = os.wait4(child, os.WNOHANG)
                 status = found if pid else None
-            if not open_:
+            if not is_open:
                 time.sleep(0.005)
             elif select.select([out], [], [], 0.02 if status is None else 0)[0]:
                 piece = os.read(out, 1 << 16)
                 written += piece
-                open_ = bool(piece)
+                is_open = bool(piece)
             if len(written) > self.output:
-                why = "output"
-            elif status is None:
-                why = "time" if time.monotonic() > until else "parent" if os.getppid() != self.parent else ""
-            if why:
+                limit = "output"
+            elif status is None and time.monotonic() > deadline:
+                limit = "time"
+            elif status is None and os.getppid() != self.parent:
+                limit = "parent"
+            if limit:
                 break
         if status is None:
             os.kill(child, signal.SIGKILL)
             _, status, used = os.wait4(child, 0)
         code = os.waitstatus_to_exitcode(status)
-        if (
-            not why and code == -signal.SIGKILL and used.ru_utime + used.ru_stime > self.cpu_seconds / 2
-        ):  # half, as RLIMIT_CPU overcounts
-            why = "cpu"
-        return why or f"exit {code}", bytes(written[: self.output])
+        used_up = used.ru_utime + used.ru_stime > self.cpu_seconds / 2  # half, as RLIMIT_CPU overcounts
+        if not limit and code == -signal.SIGKILL and used_up:
+            limit = "cpu"
+        return limit or f"exit {code}", bytes(written[: self.output])
 
-    def _leave_namespaces(self) -> None:
+    def _enter_namespaces(self) -> None:
         """Enter separate namespaces, for which a process that stays outside maps users."""
         if self.root:
             with contextlib.suppress(PermissionError):
                 os.setgroups([])
-        ready, answer, mine = os.pipe(), os.pipe(), os.getpid()
+        ready, answer, own_pid = os.pipe(), os.pipe(), os.getpid()
         helper = os.fork()
         if helper == 0:
             os.close(ready[1])
             os.read(ready[0], 1)
-            os._exit(self._map_users(mine, answer[1]))
+            os._exit(self._map_users(own_pid, answer[1]))
         os.close(answer[1])
         _call("unshare", NEW_USER | NEW_NS | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS)
         os.close(ready[1])
-        told = os.read(answer[0], 4096).decode()
+        mapped = os.read(answer[0], 4096).decode()
         os.waitpid(helper, 0)
-        if told not in ("two", "one"):
-            raise OSError(errno.EPERM, told)
-        self.changes_user = told == "two"
+        if mapped not in ("two", "one"):
+            raise OSError(errno.EPERM, mapped)
+        self.changes_user = mapped == "two"
         with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as limit:
             limit.write("0")  # no nested namespaces
 
     def _map_users(self, pid: int, answer: int) -> int:
         """Map the users of process `pid`: for root, whom RLIMIT_NPROC does not limit, both root, which mounts, and
         nobody; otherwise only nobody. Writes "two", "one" or an error to `answer`."""
-        one = f"{NOBODY} {{}} 1"
-        told = ""
+        mapped = ""
         with contextlib.suppress(OSError):
             _write(f"/proc/{pid}/setgroups", "deny")
-        for name, text in (("two", f"0 0 1\n{NOBODY} {NOBODY} 1"), ("one", one)):
+        for name, text in (("two", f"0 0 1\n{NOBODY} {NOBODY} 1"), ("one", f"{NOBODY} {{}} 1")):
             if name == "two" and not self.root:
                 continue
             try:
                 _write(f"/proc/{pid}/uid_map", text.format(os.geteuid()))
                 _write(f"/proc/{pid}/gid_map", text.format(os.getegid()))
-                told = name
+                mapped = name
                 break
             except OSError as error:
-                told = f"users cannot be mapped: {error.strerror}"
-        os.write(answer, told.encode())
+                mapped = f"users cannot be mapped: {error.strerror}"
+        os.write(answer, mapped.encode())
         return 0
 
-    def _become(self, out: int, failed: int) -> None:
+    def _exec_program(self, out: int, failed: int) -> None:
         """Turn the forked child into the program."""
         try:
             os.setsid()
-            if self.cut_off:
-                self._cut_files()
+            if self.isolated:
+                self._isolate_files()
                 _call("sethostname", "sandbox", 7)
-            self._give_up_rights()
-            self._limit()
+            self._drop_privileges()
+            self._set_limits()
             os.chdir(self.folder)
             for descriptor in (1, 2):
                 os.dup2(out, descriptor)
             os.set_inheritable(failed, False)
-            own = {"HOME": self.folder, "TMPDIR": self.folder, "LANG": "C.UTF-8", "TZ": "UTC"}
-            own |= {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONUNBUFFERED": "1"}  # the same at every call
-            os.execve(self.python, [self.python, "-s", "-S", "-B", "-c", self.runner], own)
+            environment = {"HOME": self.folder, "TMPDIR": self.folder, "LANG": "C.UTF-8", "TZ": "UTC"}
+            environment |= {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONUNBUFFERED": "1"}  # the same at every call
+            os.execve(self.python, [self.python, "-s", "-S", "-B", "-c", self.runner], environment)
         except BaseException as error:
             os.write(failed, f"{type(error).__name__}: {error}".encode()[:4000])
         os._exit(1)
 
-    def _cut_files(self) -> None:
+    def _isolate_files(self) -> None:
         """Leave only Python and libraries in the file system, read-only, and a folder in memory."""
         _call("mount", None, "/", None, RECURSIVE | PRIVATE, None)
         paths = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), self.python, *LIBRARIES, *DEVICES}
         paths.add(os.path.join(sys.base_prefix, "lib"))
-        within = [path for path in paths if any(path.startswith(f"{other}/") for other in paths)]
-        opened = {path: os.open(path, os.O_PATH) for path in paths.difference(within) if os.path.exists(path)}
+        nested = [path for path in paths if any(path.startswith(f"{other}/") for other in paths)]
+        opened = {path: os.open(path, os.O_PATH) for path in paths.difference(nested) if os.path.exists(path)}
         _call("mount", "tmpfs", FOLDER, "tmpfs", NO_SUID, f"size=1m,nr_inodes={len(opened) * 8 + 64},mode=755")
         for path, descriptor in opened.items():
             _bind(descriptor, f"{FOLDER}{path}", read_only=path not in DEVICES)
@@ -197,9 +198,9 @@ class Confinement:
         _call("umount2", ".", DETACH)
         _call("mount", None, "/", None, REMOUNT | BIND | READ_ONLY | NO_SUID, None)
 
-    def _give_up_rights(self) -> None:
+    def _drop_privileges(self) -> None:
         if self.changes_user:
-            if not self.cut_off:
+            if not self.isolated:
                 os.chown(self.folder, NOBODY, NOBODY)
                 os.setgroups([])
             os.setresgid(NOBODY, NOBODY, NOBODY)
@@ -208,7 +209,7 @@ class Confinement:
             _call("prctl", SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
             _call("prctl", SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
 
-    def _limit(self) -> None:
+    def _set_limits(self) -> None:
         limits = {
             resource.RLIMIT_AS: self.memory,
             resource.RLIMIT_CPU: self.cpu_seconds,
@@ -243,7 +244,7 @@ def _bind(descriptor: int, target: str, read_only: bool) -> None:
     os.close(descriptor)
 
 
-def _end_all(child: int) -> None:
+def _kill_descendants(child: int) -> None:
     """Kill what a program has left behind: its process group, and orphans that this process has adopted."""
     with contextlib.suppress(OSError):
         os.killpg(child, signal.SIGKILL)

@@ -44,10 +44,10 @@ class SandboxLimits:
     @classmethod
     def within(cls, timeout: float) -> SandboxLimits:
         """The default limits, lowered such that a call takes less than `timeout` seconds (0: any time)."""
-        most = cls()
+        limits = cls()
         if not timeout:
-            return most
-        return replace(most, seconds=min(most.seconds, timeout / 4), patience=min(most.patience, timeout / 2))
+            return limits
+        return replace(limits, seconds=min(limits.seconds, timeout / 4), patience=min(limits.patience, timeout / 2))
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -55,7 +55,7 @@ class SandboxLimits:
 
 
 @dataclass(frozen=True)
-class Ran:
+class ProgramResult:
     """A program's output, including standard error, and how it ended: "exit", or the limit that it hit ("time", "cpu"
     or "output"). `code` is its exit code, or the negative number of the signal that ended it."""
 
@@ -64,13 +64,18 @@ class Ran:
     code: int = 0
 
 
-def run_python(code: str, limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool = False) -> Ran:  # noqa: B008
+def run_python(
+    code: str,
+    limits: SandboxLimits = SandboxLimits(),  # noqa: B008
+    allow_unsandboxed: bool = False,
+) -> ProgramResult:
     """Run a program and wait for it. `ToolUnavailable`: it cannot be started or, without `allow_unsandboxed`, cannot be
     cut off."""
-    numbers = (limits.cpu_seconds, limits.memory_mib * MIB, limits.processes, limits.output_bytes)
-    flags = (*numbers, limits.files_mib * MIB, int(not allow_unsandboxed or can_cut_off() == ""), os.getpid())
+    isolate = not allow_unsandboxed or isolation_failure() == ""
+    sizes = limits.memory_mib * MIB, limits.processes, limits.output_bytes, limits.files_mib * MIB
+    arguments = (limits.seconds, limits.cpu_seconds, *sizes, int(isolate), os.getpid())
     script, runner = Path(__file__).with_name("confine.py"), Path(__file__).with_name("runner.py")
-    command = [sys.executable, "-I", "-S", str(script), str(limits.seconds), *map(str, flags), runner.read_text()]
+    command = [sys.executable, "-I", "-S", str(script), *map(str, arguments), runner.read_text()]
     try:
         done = subprocess.run(
             command,
@@ -85,13 +90,15 @@ def run_python(code: str, limits: SandboxLimits = SandboxLimits(), allow_unsandb
     head, _, output = done.stdout.partition(b"\n")
     ended, _, about = head.decode().partition(" ")
     if ended not in ("exit", "time", "cpu", "output"):
-        told = about or done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"code {done.returncode}"
-        raise ToolUnavailable(f"the Python tool cannot start a program: {told}")
-    return Ran(output.decode(errors="replace"), ended, int(about or 0))
+        last_line = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ToolUnavailable(
+            f"the Python tool cannot start a program: {about or last_line or f'code {done.returncode}'}"
+        )
+    return ProgramResult(output.decode(errors="replace"), ended, int(about or 0))
 
 
 # A program that tries what must not succeed, and prints what does.
-_ATTEMPTS = """
+_ESCAPE_ATTEMPTS = """
 import os, socket, time
 found = [] if os.getppid() == 0 else ["other processes"]
 found += ["files"] * any(map(os.path.exists, ("/etc/passwd", "/proc/self", "/home")))
@@ -115,31 +122,32 @@ print(*found, sep=", ")
 
 
 @cache
-def can_cut_off() -> str:
+def isolation_failure() -> str:
     """Why programs cannot be cut off from this machine, found by one that tries to get out; "" if they can."""
     try:
-        ran = run_python(_ATTEMPTS)
+        result = run_python(_ESCAPE_ATTEMPTS)
     except ToolUnavailable as error:
         return str(error)
-    if ran.ended != "exit" or ran.code:
-        return f"a program that tries to get out failed: {ran.output.strip()[-300:]}"
-    return f"a program gets at {ran.output.strip()}" if ran.output.strip() else ""
+    if result.ended != "exit" or result.code:
+        return f"a program that tries to get out failed: {result.output.strip()[-300:]}"
+    return f"a program gets at {result.output.strip()}" if result.output.strip() else ""
 
 
 def python_tool(limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool = False) -> PythonTool:  # noqa: B008
     """A function `python(code)` for `task.tools`. Programs of different calls share nothing. `InputError`: programs
     cannot be started, or cannot be cut off although that is required."""
-    if (reason := can_cut_off()) and not allow_unsandboxed:
+    if (reason := isolation_failure()) and not allow_unsandboxed:
         raise InputError(
             f"task.tools python: programs cannot be cut off from this machine: {reason}. It needs Linux with user "
             "namespaces that users may have (in a container often a setting of its own), or task.allow_unsandboxed, "
             "with which what the model writes has the network and all files that this user has"
         )
     try:
-        ran = run_python("6 * 7", limits, allow_unsandboxed)
+        result = run_python("6 * 7", limits, allow_unsandboxed)
     except ToolUnavailable as error:
         raise InputError(f"task.tools python: {error}") from error
-    refuse(ran.output != "42\n", f"task.tools python: {limits} do not let Python start: {shown(ran, limits)}")
+    shown = format_result(result, limits)
+    refuse(result.output != "42\n", f"task.tools python: {limits} do not let Python start: {shown}")
 
     async def python(code: str) -> str:
         """Run a Python program and return what it prints, and the value of its last line if that is an expression.
@@ -148,29 +156,30 @@ def python_tool(limits: SandboxLimits = SandboxLimits(), allow_unsandboxed: bool
         Args:
             code: The program.
         """
-        asked = time.monotonic()
+        called = time.monotonic()
 
         def run() -> str:
-            if time.monotonic() - asked > limits.patience:
+            if time.monotonic() - called > limits.patience:
                 return "[not run: too many programs were waiting]"
-            return shown(run_python(code, limits, allow_unsandboxed), limits)
+            return format_result(run_python(code, limits, allow_unsandboxed), limits)
 
-        return await asyncio.get_running_loop().run_in_executor(_pool(), run)
+        return await asyncio.get_running_loop().run_in_executor(_thread_pool(), run)
 
     return python
 
 
-def shown(ran: Ran, limits: SandboxLimits) -> str:
+def format_result(result: ProgramResult, limits: SandboxLimits) -> str:
     """The answer that the model sees."""
-    cut = {
+    endings = {
         "time": f"[stopped: it ran longer than {limits.seconds:g} s]",
         "cpu": f"[stopped: it used more than {limits.cpu_seconds} s of processor time]",
         "output": f"[stopped: it wrote more than {limits.output_bytes} bytes]",
-        "exit": f"[ended by signal {-ran.code}]" if ran.code < 0 else "" if ran.output else "[no output]",
+        "exit": "" if result.output else "[no output]",
     }
-    return "\n".join(part for part in (ran.output.rstrip("\n"), cut[ran.ended]) if part)
+    ending = f"[ended by signal {-result.code}]" if result.code < 0 else endings[result.ended]
+    return "\n".join(part for part in (result.output.rstrip("\n"), ending) if part)
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
+def _thread_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="python-tool")

@@ -9,7 +9,7 @@ from typing import Any
 from ..base import Problem, draw
 from ..rewards.calls import completion_text
 from ..rewards.reward_set import Reward, RewardSet
-from .drawn import DrawnTask, Share, share_of
+from .generated import GeneratedTask, Split, split_of
 
 # 146 to 154 tokens with a Qwen tokenizer, including the numbers.
 PROMPT = """\
@@ -35,7 +35,7 @@ TAG_REWARD = 0.3  # on top of 1.0 for the right answer
 _TAGGED_INTEGER = re.compile(r"<answer>\s*(-?[0-9]+)\s*</answer>")
 
 
-class SumDigits(DrawnTask):
+class SumDigits(GeneratedTask):
     """Two to four numbers, or always two if `easy`. The numbers alone, in any order, decide what is held out."""
 
     name = "sum-digits"
@@ -46,9 +46,9 @@ class SumDigits(DrawnTask):
         super().__init__(seed, validation_seed, validation_prompts, rewards or RewardSet(list(REWARDS)))
         self._easy = easy
 
-    def draw_problem(self, share: Share, *key: int | str) -> Problem:
+    def draw_problem(self, split: Split, *key: int | str) -> Problem:
         draws = (self._numbers(*key, attempt) for attempt in itertools.count())
-        numbers = next(numbers for numbers in draws if share_of_numbers(numbers) == share)
+        numbers = next(numbers for numbers in draws if split_of_numbers(numbers) == split)
         digits = "".join(map(str, numbers))
         answer = str(sum(map(int, digits)))
         tag = f"<answer>{answer}</answer>"
@@ -62,9 +62,9 @@ class SumDigits(DrawnTask):
         return [10 + draw(*key, index) % 90 for index in range(count)]
 
 
-def share_of_numbers(numbers: list[int]) -> Share:
-    """The share of problems with these numbers, in any order."""
-    return share_of(draw("held out", *sorted(numbers)))
+def split_of_numbers(numbers: list[int]) -> Split:
+    """The split of problems with these numbers, in any order."""
+    return split_of(draw("held out", *sorted(numbers)))
 
 
 def correct(completions: list[Any], answer: list[str | int], **_: Any) -> list[float]:

@@ -6,7 +6,7 @@ import itertools
 
 from ..base import Problem, draw
 from ..rewards.reward_set import RewardSet
-from .drawn import DrawnTask, Share, share_of
+from .generated import GeneratedTask, Split, split_of
 from .sum_digits import REWARDS
 
 _NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gwen", "Hugo")
@@ -20,7 +20,7 @@ _ANSWER_RULE = "End with <answer>N</answer>."
 Steps = list[int]  # the first amount, then the changes
 
 
-class WordArithmetic(DrawnTask):
+class WordArithmetic(GeneratedTask):
     """An amount up to 60 and two or three changes, never below 0. The numbers alone decide what is held out."""
 
     name = "word-arithmetic"
@@ -30,9 +30,9 @@ class WordArithmetic(DrawnTask):
     ) -> None:
         super().__init__(seed, validation_seed, validation_prompts, rewards or RewardSet(list(REWARDS)))
 
-    def draw_problem(self, share: Share, *key: int | str) -> Problem:
+    def draw_problem(self, split: Split, *key: int | str) -> Problem:
         candidates = (_steps(*key, attempt) for attempt in itertools.count())
-        steps = next(steps for steps in candidates if share_of_steps(steps) == share)
+        steps = next(steps for steps in candidates if split_of_steps(steps) == split)
         amounts = list(itertools.accumulate(steps))
         sums = [
             f"{before} {'+' if change > 0 else '-'} {abs(change)} = {after}"
@@ -42,9 +42,9 @@ class WordArithmetic(DrawnTask):
         return Problem(_story(steps, *key), {"answer": str(amounts[-1])}, worked)
 
 
-def share_of_steps(steps: Steps) -> Share:
-    """The share of stories with these numbers."""
-    return share_of(draw("word arithmetic", *steps))
+def split_of_steps(steps: Steps) -> Split:
+    """The split of stories with these numbers."""
+    return split_of(draw("word arithmetic", *steps))
 
 
 def _steps(*key: int | str) -> Steps:

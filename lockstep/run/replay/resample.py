@@ -10,7 +10,7 @@ from typing import Any
 from ...config import LEGACY_CONFIG, RunConfig, yaml_file
 from ...errors import refuse
 from ...rl.loop import Loop
-from ...rl.sample_again import sample_again
+from ...rl.resample import resample_trajectory
 from ...rl.sft_warmup import sft_warmup
 from ...serve.rollouts import serve_rollouts
 from ...session.build import TrainingSession, resolve
@@ -67,7 +67,7 @@ def replay(run_dir: Path, trajectory: str, call_tools: bool = False, note: Note 
     identity = SampleIdentity(config.seed, TRAIN_DOMAIN, step, group, sample)
     given = None if call_tools else given_tokens(loop, record, recorded)
     with serve_rollouts(loop.run):
-        found = sample_again(loop, identity, given, sampled_turns(recorded))
+        found = resample_trajectory(loop, identity, given, sampled_turns(recorded))
     return ReplayResult(
         trajectory,
         len(found.turns),

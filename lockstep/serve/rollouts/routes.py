@@ -8,7 +8,7 @@ from fastapi import Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from ...environments.episodes.answers import wrong_reward
+from ...environments.episodes.answers import reward_error
 from ...environments.remote import TurnRefused
 from ..bodies import read_body
 from ..errors import ApiError, shutting_down
@@ -30,7 +30,7 @@ class TakeBody(BaseModel):
 
 
 def _require_reward(reward: Any) -> Any:
-    if reward is not None and (wrong := wrong_reward(reward)):
+    if reward is not None and (wrong := reward_error(reward)):
         raise ValueError(wrong)
     return reward
 
@@ -48,13 +48,13 @@ async def take_rollout(service: Service, request: Request) -> Response:
     """Answer with a rollout to play, once there is one; with status 503 if there is none in time."""
     assert isinstance(service, RolloutService)
     body = await read_body(request, TakeBody, service.settings.max_body_mib << 20)
-    rollout = None if service.stopping else await service.desk.take(body.wait)
+    rollout = None if service.stopping else await service.registry.take(body.wait)
     if rollout is None:
         if service.stopping:
             raise shutting_down()
         raise ApiError(503, "there is no rollout to play now", code="no_rollout")
     if await request.is_disconnected():
-        service.desk.offer(rollout)
+        service.registry.offer(rollout)
         raise ClientLeft
     base = str(request.base_url).rstrip("/")
     answer = {"id": rollout.id, "base_url": f"{base}/rollouts/{rollout.id}/v1", "model": service.settings.name}

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Self
 
 from ...environments.calls import event_loop
-from ...environments.remote import Remote
+from ...environments.remote import RemoteEnvironment
 from ...machine import server_api_key
 from ..app import make_app
 from ..server import SEND_TIMEOUT_S, listen, make_http_server, socket_url
@@ -21,14 +21,15 @@ START_TIMEOUT_S = 60.0  # seconds for the server, and what plays rollouts, to st
 
 
 class RolloutServer:
-    """Serves the desk of `environment` within a `with` block. Each of several ranks serves its own rollouts, rank r at
-    the port of the desk's address plus r.
+    """Serves the rollouts in the registry of `environment` within a `with` block. Each of several ranks serves its own,
+    rank r at the port of the registry's address plus r.
 
-    Raises `InputError` if the address cannot be listened on, and what `Remote.playing` raises when it is entered.
+    Raises `InputError` if the address cannot be listened on, and what `RemoteEnvironment.playing` raises when it is
+    entered.
     """
 
-    def __init__(self, run: Playing, environment: type[Remote]) -> None:
-        host, port = environment.desk.address
+    def __init__(self, run: Playing, environment: type[RemoteEnvironment]) -> None:
+        host, port = environment.registry.address
         key = server_api_key() or None
         name, port = run.config.model or run.config.arch, port + run.world.rank * (port > 0)
         self._settings = Settings(served_model_name=name, host=host, port=port, api_key=key)
@@ -38,8 +39,8 @@ class RolloutServer:
         self._stop = asyncio.Event()
 
     def __enter__(self) -> Self:
-        self._socket, desk = listen(self._settings.host, self._settings.port), self._environment.desk
-        desk.url, desk.model = socket_url(self._socket), self._settings.name
+        self._socket, registry = listen(self._settings.host, self._settings.port), self._environment.registry
+        registry.url, registry.model = socket_url(self._socket), self._settings.name
         self._served = asyncio.run_coroutine_threadsafe(self._serve(), event_loop())
         self._served.add_done_callback(self._ended)
         try:
@@ -47,12 +48,12 @@ class RolloutServer:
         except BaseException:
             self.__exit__()
             raise
-        if desk.address[1]:
-            print(f"rollouts are played at {desk.url}{self._settings.warning}", file=sys.stderr, flush=True)
+        if registry.address[1]:
+            print(f"rollouts are played at {registry.url}{self._settings.warning}", file=sys.stderr, flush=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._environment.desk.url = ""
+        self._environment.registry.url = ""
         event_loop().call_soon_threadsafe(self._stop.set)
         with contextlib.suppress(Exception):  # what it raised while starting was reported
             self._served.result(START_TIMEOUT_S)

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from fastapi import Request
 
 from ...environments.environment import Turn
-from ...environments.remote import BUSY, LIMIT, OVER, Remote, TurnRefused
+from ...environments.remote import BUSY, LIMIT, OVER, RemoteEnvironment, TurnRefused
 from ...session.build import TrainingSession
 from ...session.evaluation import EvaluationContext
 from ...types import SampleIdentity, Segment, Trajectory
@@ -32,12 +32,14 @@ _CODES = {OVER: "rollout_over", LIMIT: "context_length_exceeded"}
 
 
 class RolloutService(Service):
-    def __init__(self, run: Playing, environment: type[Remote], settings: Settings) -> None:
+    def __init__(self, run: Playing, environment: type[RemoteEnvironment], settings: Settings) -> None:
         super().__init__(run.policy, run.engine, settings, run.context, run.config.seed)
-        self.desk, self.sampling, self._seed = environment.desk, replace(run.sampling, n=1), run.config.seed
+        self.registry, self.sampling, self._seed = environment.registry, replace(run.sampling, n=1), run.config.seed
         self._max_prompt_tokens = run.max_prompt_tokens
         self._stops = {*self.sampling.stop_token_ids, *run.policy.model.config.eos_token_ids}
-        self._given: WeakKeyDictionary[Remote, int] = WeakKeyDictionary()  # assistant messages in the first prompt
+        self._given: WeakKeyDictionary[RemoteEnvironment, int] = (
+            WeakKeyDictionary()
+        )  # assistant messages in the first prompt
         self._turns: dict[Job, asyncio.Task[None]] = {}
 
     def ensure_seed(self, body: SamplingFields) -> int:
@@ -73,11 +75,11 @@ class RolloutService(Service):
             message.setdefault("token_ids", token_ids)
         return messages
 
-    def rollout(self, request: Request) -> Remote:
+    def rollout(self, request: Request) -> RemoteEnvironment:
         """The rollout that a request belongs to, by its path or its session header. Raises `ApiError` if it is over, or
         never existed."""
         name = request.path_params["rollout"]
-        found = self.desk.rollouts.get(request.headers.get("x-session-id", "") if name == "session" else name)
+        found = self.registry.rollouts.get(request.headers.get("x-session-id", "") if name == "session" else name)
         if found is None:
             raise ApiError(410, "this rollout is over, or never was", code="rollout_over")
         return found

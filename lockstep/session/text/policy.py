@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from ...environments import Environment, Problem, Said, Task, Tokens, plain
+from ...environments import ChatCodec, Environment, Problem, Task, TurnMessage, parse_plain_turn
 from ...environments.base import Encode
 from ...environments.tools import as_chat
 from ...errors import InputError
@@ -68,15 +68,15 @@ class Policy:
         return encode_following(self.tokenizer, messages, given, self._variables_with(tools), ends)
 
     @property
-    def tokens(self) -> Tokens:
+    def tokens(self) -> ChatCodec:
         return self.tokens_with(())
 
-    def _parse_turn(self, turn: Segment, tools: Sequence[Tool] = ()) -> Said:
+    def _parse_turn(self, turn: Segment, tools: Sequence[Tool] = ()) -> TurnMessage:
         assert self.tool_format is not None
         form = replace(self.tool_format, tools=tuple(tools))
         text = self.decode_for(turn.token_ids, form) if form.special_token else turn.text
         message, malformed = form.message(text)
-        return Said(message, malformed, form.in_chat(text, message, malformed))
+        return TurnMessage(message, malformed, form.in_chat(text, message, malformed))
 
     def decode_for(self, token_ids: list[int], form: ToolFormat | None) -> str:
         """Text of a completion as `form` parses it: with special tokens if the format uses them."""
@@ -95,7 +95,7 @@ class Policy:
         """The format of tool calls in the model's chat template; None if it has no known one."""
         return tool_format(self.tokenizer, self.template_variables)
 
-    def tokens_with(self, tools: Sequence[Tool]) -> Tokens:
+    def tokens_with(self, tools: Sequence[Tool]) -> ChatCodec:
         """`tokens` for a model that may call these tools. Raises `InputError` if its template has no known format."""
         form = self.tool_format if tools or may_use_special_tokens(self.tokenizer) else None
         if tools and form is None:
@@ -104,12 +104,14 @@ class Policy:
                 "cannot call tools; use another model, or an environment that reads calls itself"
             )
         encode, following = partial(self.encode, tools=tools), partial(self.encode_following, tools=tools)
-        said = partial(self._parse_turn, tools=tools) if tools or (form is not None and form.special_token) else plain
-        return Tokens(encode, following, self.tokenizer.decode, said, self.tokens_with, self.tokenizer)
+        parse = parse_plain_turn
+        if tools or (form is not None and form.special_token):
+            parse = partial(self._parse_turn, tools=tools)
+        return ChatCodec(encode, following, self.tokenizer.decode, parse, self.tokens_with, self.tokenizer)
 
     def prompt_encoder(self, tools: Sequence[Tool]) -> Encode:
         """An encoder of a task's prompts with these tools; text is then made a chat, for the template to show tools."""
-        encode = self.tokens_with(tools).prompt
+        encode = self.tokens_with(tools).encode_prompt
         return (lambda prompt: encode(as_chat(prompt))) if tools else encode
 
     def shortest_prompt_encoder(self, environment: type[Environment]) -> Encode:

@@ -10,23 +10,25 @@ from ..errors import InputError, refuse
 from ..timings import Timings
 from ..types import WARMUP_DOMAIN, SampleIdentity, SamplingParams, Segment, Trajectory
 from .base import Problem
+from .codec import ChatCodec
 from .environment import Environment
-from .episodes import Asked, Episode, Failures, Limits, Play, Round
-from .tokens import Tokens
+from .episodes import Episode, EpisodeContext, EpisodeRunner, Failures, GroupRequest, Limits
 
 
 @dataclass(frozen=True)
-class _Told:
+class _ScriptedOutput:
     request_id: int
     identity: SampleIdentity
     completion: Trajectory
 
 
-class _Script:
+class _ScriptedSampler:
     """Replaces the generator: returns each group's turns one after another."""
 
     def __init__(self, turns: dict[int, list[Segment]]) -> None:
-        self._turns, self._waiting, self._requests = turns, list[_Told](), 0
+        self._turns = turns
+        self._waiting: list[_ScriptedOutput] = []
+        self._requests = 0
 
     def add_request(self, prompt_ids: list[int], sampling: SamplingParams, identity: SampleIdentity) -> int:
         turns = self._turns[identity.group]
@@ -35,12 +37,12 @@ class _Script:
                 f"worked example {identity.group}: the environment goes on after its last turn; its worked_turns must "
                 "be all that is to be sampled"
             )
-        made = Trajectory([Segment(prompt_ids), turns.pop(0)], "stop", identity, f"example {identity.group}")
+        completion = Trajectory([Segment(prompt_ids), turns.pop(0)], "stop", identity, f"example {identity.group}")
         self._requests += 1
-        self._waiting.append(_Told(self._requests, identity, made))
+        self._waiting.append(_ScriptedOutput(self._requests, identity, completion))
         return self._requests
 
-    def advance(self) -> Sequence[_Told]:
+    def advance(self) -> Sequence[_ScriptedOutput]:
         waiting, self._waiting = self._waiting, []
         return waiting
 
@@ -51,27 +53,27 @@ class _Script:
 def worked_trajectories(
     environment: type[Environment],
     problems: Sequence[Problem],
-    tokens: Tokens,
+    codec: ChatCodec,
     encode_completion: Callable[[str], list[int]],
     limits: Limits,
 ) -> list[Trajectory]:
     """The trajectory of each problem's worked example, with what its environment gives between turns. `InputError`: the
     environment continues after the last turn, or `limits` cut the trajectory."""
-    asked = [Asked(i, p, 0, f"worked example {i}") for i, p in enumerate(problems)]
+    requests = [GroupRequest(i, p, 0, f"worked example {i}") for i, p in enumerate(problems)]
     turns: dict[int, list[Segment]] = {}
-    for a in asked:
-        texts = environment.worked_turns(a.row, a.problem.worked_example or "")
-        refuse(
-            not any(texts), f"{a.where}: its worked_turns are none; name what is to be learned, or leave the row out"
-        )
-        turns[a.group] = [Segment(encode_completion(text), sampled=True, text=text) for text in texts]
-    script, failures = _Script(turns), Failures(allowed=0)
-    sampling = SamplingParams(max_completion_length=max(len(t.token_ids) for of in turns.values() for t in of))
-    with closing(Play(Round(environment, tokens, lambda *_: script, limits, failures, Timings()))) as play:
-        found = play.run(asked, sampling, SampleIdentity(0, WARMUP_DOMAIN, 0, 0))
-    for (episode,) in found:
+    for request in requests:
+        texts = environment.worked_turns(request.row, request.problem.worked_example or "")
+        reason = "its worked_turns are none; name what is to be learned, or leave the row out"
+        refuse(not any(texts), f"{request.where}: {reason}")
+        turns[request.group] = [Segment(encode_completion(text), sampled=True, text=text) for text in texts]
+    longest = max(len(turn.token_ids) for turns_of_one in turns.values() for turn in turns_of_one)
+    sampler, sampling = _ScriptedSampler(turns), SamplingParams(max_completion_length=longest)
+    context = EpisodeContext(environment, codec, lambda *_: sampler, limits, Failures(allowed=0), Timings())
+    with closing(EpisodeRunner(context)) as runner:
+        episodes = [e for (e,) in runner.run(requests, sampling, SampleIdentity(0, WARMUP_DOMAIN, 0, 0))]
+    for episode in episodes:
         _require_whole(episode, limits)
-    return [episode.trajectory for (episode,) in found if episode.trajectory is not None]
+    return [episode.trajectory for episode in episodes if episode.trajectory is not None]
 
 
 def _require_whole(episode: Episode, limits: Limits) -> None:

@@ -8,41 +8,45 @@ from typing import Any, ClassVar
 
 from ..environments import Branch, End, Environment, Failures, Problem, Turn
 from ..environments.base import draw
-from ..environments.episodes import Asked, Play, Round
+from ..environments.episodes import EpisodeContext, EpisodeRunner, GroupRequest
 from ..errors import LockstepError
 from ..types import SampleIdentity, SamplingParams, Trajectory
 from .loop import Loop
 
 
-class Recorded(Environment):
+class RecordedEnvironment(Environment):
     """An environment that gives the recorded tokens."""
 
     instant: ClassVar[bool] = True
     given: ClassVar[list[tuple[list[int], bool]]]
-    ends: ClassVar[list[list[int]]]  # the sampled turns, if the environment may have ended them early
+    turns: ClassVar[list[list[int]]]  # as sampled, if the environment may have ended them early; else empty
 
     def __init__(self) -> None:
-        self._left, self._ends = list(self.given), list(self.ends)
+        self._given, self._turns = iter(self.given), iter(self.turns)
 
     def start(self, row: dict[str, Any], seed: int) -> Any:
-        return self._left.pop(0)[0]
+        prompt, _ = next(self._given)
+        return prompt
 
     def step(self, turn: Turn) -> Any:
-        if not self._left:
+        tokens, begins_branch = next(self._given, (None, False))
+        if tokens is None:
             return End(0.0)
-        tokens, anew = self._left.pop(0)
-        return Branch(tokens) if anew else tokens or ""  # "": the environment gave nothing
+        if begins_branch:
+            return Branch(tokens)
+        return tokens or ""  # "": the environment gave nothing
 
     def until(self, sampling: SamplingParams) -> SamplingParams:
-        if not self._ends:
+        turn = next(self._turns, None)
+        if turn is None:
             return sampling
-        turn = self._ends.pop(0)
-        further = turn[-1:] if turn.count(turn[-1]) == 1 else []  # an earlier occurrence did not end it
-        stops = (*sampling.stop_token_ids, *further)
+        stops = sampling.stop_token_ids
+        if turn.count(turn[-1]) == 1:  # otherwise an earlier occurrence did not end it
+            stops = (*stops, turn[-1])
         return replace(sampling, max_completion_length=len(turn), stop_token_ids=stops)
 
 
-def sample_again(
+def resample_trajectory(
     loop: Loop, identity: SampleIdentity, given: list[tuple[list[int], bool]] | None, turns: list[list[int]]
 ) -> Trajectory:
     """Sample the trajectory of `identity` with the current weights. `given`: the tokens of the prompt and of what was
@@ -53,12 +57,16 @@ def sample_again(
     if given is None:
         problem = run.task.train_problem(identity.step, identity.group)
     else:
-        ends = [] if kind.until is Environment.until else turns  # the run's own settings ended the turns
-        kind = type("Again", (Recorded,), {"given": given, "ends": ends})
-    by = Round(kind, run.policy.tokens, lambda *_: run.engine, loop.limits, Failures(allowed=0), run.timings)
+        if kind.until is Environment.until:  # the run's own settings ended the turns
+            turns = []
+        kind = type("Recorded", (RecordedEnvironment,), {"given": given, "turns": turns})
+    context = EpisodeContext(
+        kind, run.policy.tokens, lambda *_: run.engine, loop.limits, Failures(allowed=0), run.timings
+    )
     seed = draw("environment", identity.seed, identity.domain, identity.step, identity.group)
-    with closing(Play(by)) as play:
-        ((episode,),) = play.run([Asked(identity.group, problem, seed, where)], replace(run.sampling, n=1), identity)
+    with closing(EpisodeRunner(context)) as runner:
+        request = GroupRequest(identity.group, problem, seed, where)
+        ((episode,),) = runner.run([request], replace(run.sampling, n=1), identity)
     if episode.trajectory is None:
         raise LockstepError(f"{where}: nothing was sampled")
     return episode.trajectory

@@ -8,20 +8,20 @@ from typing import Literal
 from ..base import Problem, Task
 from ..rewards.reward_set import RewardSet
 
-Share = Literal["train", "selection", "validation"]
+Split = Literal["train", "selection", "validation"]
 
-_SHARES: dict[int, Share] = {0: "validation", 8: "selection"}  # by hash modulo 16; the rest is for training
-
-
-def share_of(hashed: int) -> Share:
-    """The share that problems with this hash belong to."""
-    return _SHARES.get(hashed % 16, "train")
+_SPLITS: dict[int, Split] = {0: "validation", 8: "selection"}  # by hash modulo 16; the rest is for training
 
 
-class DrawnTask(Task):
+def split_of(hashed: int) -> Split:
+    """The split that problems with this hash belong to."""
+    return _SPLITS.get(hashed % 16, "train")
+
+
+class GeneratedTask(Task):
     """Training, selection, validation and warm-up problems, each with separate random keys.
 
-    The problem alone, whatever the seeds, decides its share: no held-out problem is trained on, and no problem is used
+    The problem alone, whatever the seeds, decides its split: no held-out problem is trained on, and no problem is used
     both for selection and validation.
     """
 
@@ -30,8 +30,8 @@ class DrawnTask(Task):
         self.rewards = rewards
 
     @abstractmethod
-    def draw_problem(self, share: Share, *key: int | str) -> Problem:
-        """The problem with this key, from the problems of the share."""
+    def draw_problem(self, split: Split, *key: int | str) -> Problem:
+        """The problem with this key, from the problems of the split."""
 
     def train_problem(self, step: int, group: int) -> Problem:
         return self.draw_problem("train", "train", self._seed, step, group)
@@ -42,8 +42,8 @@ class DrawnTask(Task):
     def selection_problems(self) -> list[Problem]:
         return self._held_out("selection")
 
-    def _held_out(self, share: Share) -> list[Problem]:
-        return [self.draw_problem(share, share, self._validation_seed, i) for i in range(self._validation_prompts)]
+    def _held_out(self, split: Split) -> list[Problem]:
+        return [self.draw_problem(split, split, self._validation_seed, i) for i in range(self._validation_prompts)]
 
     def warmup_problem(self, step: int, index: int) -> Problem:
         return self.draw_problem("train", "warmup", self._seed, step, index)
