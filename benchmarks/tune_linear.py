@@ -81,7 +81,7 @@ Configuration = dict[str, Choice]
 def product(kind: Kind, choice: Choice, x: Tensor, weight: Tensor, norm: Tensor, residual: Tensor) -> Tensor:
     """The product after the norm."""
     if DEVICE == "cpu":  # to try the search
-        return torch.nn.functional.linear(x, weight)[:, : weight.shape[0] // linear_choice.tiles_of_weight(kind)]
+        return torch.nn.functional.linear(x, weight)[:, : weight.shape[0] // linear_choice.weight_tiles(kind)]
     if kind.startswith("norm"):
         x = norm_triton.rms_norm(x, norm, EPS)
     return KERNELS[choice.kernel].run(kind, choice, x, weight, residual if kind == "linear_add" else None)
@@ -145,7 +145,7 @@ class LayerProblem:
         best = self.present()
         for name, shape in self.shapes.items():
             if best[name] == LIBRARY and not self.library_is_even(name):
-                best[name] = linear_choice.by_rule(LAYER[name], min(m, linear_choice.MAX_ROWS), *shape)
+                best[name] = linear_choice.choose_by_rule(LAYER[name], min(m, linear_choice.MAX_ROWS), *shape)
         time = self.us(best)
         tries = {name: list(dict.fromkeys([best[name], *self._tiles(name)])) for name in self.shapes}
         for _ in range(2):
@@ -302,7 +302,7 @@ def compile_one(job: tuple[Kind, int, int, int, Choice]) -> None:
     """Put a kernel into Triton's cache. Runs in a process of its own."""
     kind, rows_, columns, depth, choice = job
     if choice.kernel == "pipelined":
-        rows_, depth, columns = 16, choice.block_k, choice.block_n * linear_choice.tiles_of_weight(kind)
+        rows_, depth, columns = 16, choice.block_k, choice.block_n * linear_choice.weight_tiles(kind)
     shapes = (columns, depth), (rows_, depth), (rows_, columns)
     weight, x, residual = (torch.zeros(shape, device=DEVICE, dtype=DTYPE) for shape in shapes)
     product(kind, choice, x, weight, weight[0], residual)
@@ -358,7 +358,7 @@ class Table:
         """One line a shape."""
         if not self.told:
             return
-        gpu, capability = linear_choice.this_gpu()
+        gpu, capability = linear_choice.current_gpu()
         parts = [f'  "gpu": {json.dumps(gpu)}', f'  "capability": {json.dumps(capability)}']
         for kind, shapes in self.entries.items():
             lines = ",\n".join(self._line(name, found) for name, found in shapes.items())
@@ -431,7 +431,7 @@ def tune_alone(
     problem, ratios, floor = PlainProblem(kind, columns, depth, kernels, few=True), [], 2 * columns * depth / BANDWIDTH
     for bucket in bounds:
         rows = PROBES[bucket][-1]
-        rule = linear_choice.by_rule(kind, rows, columns, depth)
+        rule = linear_choice.choose_by_rule(kind, rows, columns, depth)
         times = problem.tune(bucket)
         ruled = times.get(rule) or sum(problem.us(m, rule) for m in PROBES[bucket]) / len(PROBES[bucket])
         choice, us = next(iter(times.items()))
@@ -447,7 +447,7 @@ def main() -> int:
     parser = arguments(__doc__.splitlines()[0])
     names = ARCHITECTURES if DEVICE == "cuda" else ("tiny",)
     parser.add_argument("--arch", nargs="*", default=list(names), help=f"default: {' '.join(names)}")
-    table_path = linear_choice.path_of(linear_choice.this_gpu()[0])
+    table_path = linear_choice.table_path(linear_choice.current_gpu()[0])
     parser.add_argument("--out", type=Path, default=table_path, help="default: this GPU's table in the package")
     parser.add_argument("--layers", action="store_true", help="leave the plain products as they are")
     parser.add_argument("--alone", action="store_true", help="products one by one, without plain ones")

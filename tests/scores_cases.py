@@ -34,7 +34,9 @@ class ScoresCase(Case):
         return ops.attention_packed(q, k, v, ops.Packed(*args[:4]), AttentionScores(*args[4:]))
 
     def _paged(self, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
-        return ops.attention_paged(q, ops.KVPages(k, v), ops.Paged(*args[:5]), ops.ALONE, AttentionScores(*args[5:]))
+        return ops.attention_paged(
+            q, ops.KVPages(k, v), ops.Paged(*args[:5]), ops.NO_GROUPS, AttentionScores(*args[5:])
+        )
 
     def exact(self, scores: Any) -> Tensor:
         return dense(self.q.double(), self.k.double(), self.v.double(), scores)

@@ -195,7 +195,7 @@ LONG_SIGNATURES = {
     "api.train",
     "ops.attention.operator.attention_decode",
     "ops.attention.triton_decode.attention_decode",
-    "ops.attention.triton_flex._attending.attend",
+    "ops.attention.triton_flex._make_attend.attend",
     "run.evaluate.evaluate",
     "session.generate.LLM.__init__",
     "session.parity_check.check_model",

@@ -261,7 +261,7 @@ def _machine(model: Any) -> list[str]:
     from lockstep.ops.machine_check import check
 
     before = dict(choice.overrides)
-    check.check(check.used(), [], model.embed.device, model.embed.dtype)
+    check.check(check.computed_products(), [], model.embed.device, model.embed.dtype)
     return sorted(str(key) for key in choice.overrides.keys() - before.keys())
 
 

@@ -47,7 +47,7 @@ class Native:
         return lambda q, k, v, *sinks: ops.attention_packed(q, k, v, by, self._with(*sinks))
 
     def paged(self, by: ops.Paged, shape: Shape, cache: ops.KVPages, rows: int) -> Callable[[Tensor], Tensor]:
-        return lambda q: ops.attention_paged(q, cache, by, ops.ALONE, self.scores)
+        return lambda q: ops.attention_paged(q, cache, by, ops.NO_GROUPS, self.scores)
 
     def _with(self, *sinks: Tensor) -> ops.AttentionScores:
         return self.scores._replace(sinks_N=sinks[0]) if sinks else self.scores

@@ -46,7 +46,7 @@ GROUPS = {  # by what they do: patterns of kernels' names
     "gradient of the logits": r"_grad_logits",
     "sums of exponentials": r"_block_sums|_fold_sums|_kept_sums|_fold_kept|_scores",
     "top-p": r"_bracket|_tally|_threshold",
-    "norms, rotation, cache write": r"_rms_norm|_qk_norm_rope|_write_kv|_fold_kernel",
+    "norms, rotation, cache write": r"_rms_norm|_qk_norm_rope|_write_kv|_sum_partials_kernel",
     "SiLU": r"_silu",
     "AdamW": r"_adamw",
     "gradient norm": r"_square_sums",

@@ -77,9 +77,9 @@ def linear(bench: Bench, models: dict[str, ModelConfig]) -> None:
 
 def compile_linear(models: dict[str, ModelConfig]) -> None:
     """The kernels that the table names, side by side."""
-    from lockstep.ops.precompile import compiling_only
+    from lockstep.ops.precompile import compile_only
 
-    with compiling_only():
+    with compile_only():
         for n, k in {shape for config in models.values() for shape in projections(config).values()}:
             weight = normal(n, k)
             for m in ROWS:

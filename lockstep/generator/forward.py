@@ -51,7 +51,7 @@ def decode_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool,
     b, kv = inputs.buffer, inputs.kv
     position, table = b["position"], b["table"]
     slots, context = ops.decode_slots(position, b["remaining"], table, paging.page_size, paging.null_page)
-    groups = ops.PrefixGroups(b["groups"], b["shared_len"]) if grouped else ops.ALONE
+    groups = ops.PrefixGroups(b["groups"], b["shared_len"]) if grouped else ops.NO_GROUPS
     paged = ops.Paged(table, b["cu_seqlens"], context, 1, paging.max_context)
     contexts = ops.Contexts(table, context, paging.max_context)
     attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, contexts, groups, model.masks)
@@ -82,7 +82,7 @@ def mixed_step(model: Decoder, inputs: Inputs, paging: Paging, truncated: bool, 
         SEGMENT,
         paging.max_context,
     )
-    groups = ops.PrefixGroups(b["groups"], b["shared_len"]) if grouped else ops.ALONE
+    groups = ops.PrefixGroups(b["groups"], b["shared_len"]) if grouped else ops.NO_GROUPS
     attend = PagedAttention(ops.KVPages(kv["k"], kv["v"]), slots, paged, groups=groups, masks=model.masks)
     tokens = torch.cat((b["token"], prompt["token"]))
     hidden, route = _forward(model, tokens, position, attend, kv.get("routes"), prompt["source"])
@@ -117,7 +117,7 @@ def _sample_and_advance(
     filters = ops.Filters(b["temperature"], b["top_k"], b["top_p"], b["min_p"])
     keys = ops.SampleKeys(b["key"], b["position"] + 1)
     drawn = _sample(model, hidden, keys, filters, truncated, greedy)
-    ops.decode_advance(ops.Drawn(*drawn), ops.DecodeRows(*_ROWS(b)), route)
+    ops.decode_advance(ops.SampledTokens(*drawn), ops.DecodeRows(*_ROWS(b)), route)
 
 
 def _sample(

@@ -14,7 +14,7 @@ from .launch.launcher import GraphLauncher
 from .torch_private.trace import import_tracer
 
 if TYPE_CHECKING:
-    from ..ops.precompile import Kernels
+    from ..ops.precompile import MissingKernels
 
 Launch = Callable[[GraphLauncher, Mapping[str, Tensor], int], dict[str, Tensor]]
 
@@ -54,13 +54,13 @@ class WarmUp:
         self.recompiles += self.ended
 
     @contextmanager
-    def rehearsal(self, compiles: bool = True) -> Iterator[Kernels]:
+    def rehearsal(self, compiles: bool = True) -> Iterator[MissingKernels]:
         """Within, programs make their graphs but launch nothing (they return zeros), and no other Triton kernel is
         launched either; at the end the graphs' kernels have been compiled in parallel. Yields these kernels, for
         `preload`; unless `compiles`, they are only listed."""
-        from ..ops.precompile import compiling_only
+        from ..ops.precompile import compile_only
 
-        with self._timings.measure("compile"), compiling_only(compiles) as kernels, self.launch_with(rehearse):
+        with self._timings.measure("compile"), compile_only(compiles) as kernels, self.launch_with(rehearse):
             with self._timings.measure("import_tracer"):  # on every rank at once
                 import_tracer()
             yield kernels

@@ -49,7 +49,7 @@ from .native.library import cpu_backend, cpu_build
 from .norm.operator import norm_add, rms_norm
 from .records import (
     ACTIVATIONS,
-    ALONE,
+    NO_GROUPS,
     PLAIN,
     AdamWSettings,
     AdamWState,
@@ -57,7 +57,6 @@ from .records import (
     AttentionScores,
     Contexts,
     DecodeRows,
-    Drawn,
     Filters,
     FlexMask,
     FlexSizes,
@@ -68,6 +67,7 @@ from .records import (
     PrefixGroups,
     Rotation,
     RouteSettings,
+    SampledTokens,
     SampleKeys,
 )
 from .rope.operator import qk_norm_rope, rope_table

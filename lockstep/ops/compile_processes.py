@@ -26,17 +26,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 PACKAGE = __package__.partition(".")[0] + "."
-LIMIT_S = 120.0  # the longest wait for a kernel; after that no other is requested
+TIMEOUT_S = 120.0  # the longest wait for a kernel; after that no other is requested
 MAX_WORKERS = 32  # threads, and processes, that compile in parallel
-FEW_CORES = 4  # fewer than this are busy without more processes
-PIPE = 1 << 19  # bytes: enough that no thread blocks on its request, as each has at most one pending
+MIN_CORES = 4  # fewer than this are busy without more processes
+PIPE_BYTES = 1 << 19  # bytes: enough that no thread blocks on its request, as each has at most one pending
 NICE = 5  # tracing, which all else waits for, takes precedence
-LOOK_S = 1.0  # seconds between checks that the parent is alive
+POLL_S = 1.0  # seconds between checks that the parent is alive
 
 Kernel = tuple[str, str, str]  # module, name, and Triton's own description of its arguments, constants and options
 
 
-def workers() -> int:
+def worker_count() -> int:
     """How many threads or processes compile in parallel."""
     return min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
@@ -56,14 +56,14 @@ class CompileProcesses:
             [sys.executable, "-P", "-m", __name__, about],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pipesize=PIPE,
+            pipesize=PIPE_BYTES,
             stderr=subprocess.DEVNULL,  # the caller compiles what failed, and reports the error
             text=True,
             env=os.environ | {"PYTHONPATH": path},
             start_new_session=True,  # Ctrl-C goes to the parent, and these end with it
         )
-        self._numbers, self._sending = itertools.count(), threading.Lock()
-        self._asked: dict[int, threading.Event] = {}
+        self._request_numbers, self._write_lock = itertools.count(), threading.Lock()
+        self._pending: dict[int, threading.Event] = {}
         self._ended = False
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -71,26 +71,26 @@ class CompileProcesses:
         """Wait until a kernel of this package has been compiled or has failed to."""
         if self._ended or not kernel[0].startswith(PACKAGE):
             return
-        done, number = threading.Event(), next(self._numbers)
-        self._asked[number] = done
+        done, number = threading.Event(), next(self._request_numbers)
+        self._pending[number] = done
         assert self._process.stdin is not None
-        with self._sending, suppress(OSError, ValueError):  # the process has ended, or was closed
+        with self._write_lock, suppress(OSError, ValueError):  # the process has ended, or was closed
             print(json.dumps([number, *kernel]), file=self._process.stdin, flush=True)
-        if not self._ended and not done.wait(LIMIT_S):
+        if not self._ended and not done.wait(TIMEOUT_S):
             self._ended = True
 
     def close(self) -> None:
         assert self._process.stdin is not None
-        with self._sending, suppress(OSError):
+        with self._write_lock, suppress(OSError):
             self._process.stdin.close()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with suppress(ValueError, KeyError):  # something that an import printed
-                self._asked.pop(int(line)).set()
+                self._pending.pop(int(line)).set()
         self._ended = True
-        for done in list(self._asked.values()):
+        for done in list(self._pending.values()):
             done.set()
         self._process.wait()
 
@@ -100,13 +100,14 @@ def _serve(count: int, *target: Any) -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # for anything else that prints
     os.nice(NICE)
-    asked = {"get_current_device": lambda: 0, "get_current_target": lambda: GPUTarget(*target)}
-    driver.set_active(SimpleNamespace(**asked))  # all that compilation asks of a driver
+    stub = SimpleNamespace(get_current_device=lambda: 0, get_current_target=lambda: GPUTarget(*target))
+    driver.set_active(stub)  # has all that compilation asks of a driver
     with suppress(ImportError):  # if it is elsewhere, each worker computes it
         from triton.runtime.cache import triton_key
 
         triton_key()  # a hash of all of Triton, cached for the forked workers
-    pool = ProcessPoolExecutor(count, mp_context=get_context("fork"), initializer=_begin, initargs=(os.getpid(),))
+    fork = get_context("fork")
+    pool = ProcessPoolExecutor(count, mp_context=fork, initializer=_start_worker, initargs=(os.getpid(),))
     try:
         for line in sys.stdin:
             number, *kernel = json.loads(line)
@@ -120,14 +121,14 @@ def _answer(answers: int, number: int, _: Future[None]) -> None:
         os.write(answers, f"{number}\n".encode())
 
 
-def _begin(parent: int) -> None:
+def _start_worker(parent: int) -> None:
     gc.disable()  # each collection would walk all of torch
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     os._exit(1)
 
 

@@ -44,7 +44,7 @@ class Declaration(TypedDict, total=False):
 
 
 NAMESPACE = "lockstep"
-OF_OTHERS = "lockstep_user"  # the namespace of operators that are defined outside the package
+USER_NAMESPACE = "lockstep_user"  # the namespace of operators that are defined outside the package
 SAME = ":"
 _OPERATORS: list[Operator] = []
 MISSING = object()
@@ -64,26 +64,26 @@ class Operator:
         functools.update_wrapper(self, reference)
         gpu_only, mutates = declared.get("gpu_only", False), declared.get("mutates", ())
         layout = ArgumentLayout(reference)
-        self._fields = layout.fields if layout.records else None
-        self._leads = layout.leads
+        self._flatten = layout.flatten if layout.has_records else None
+        self._starts_with_record = layout.starts_with_record
         self._composed = declared.get("composed")
-        self._direct = () if gpu_only else (torch.Tensor, torch.nn.Parameter)
-        self.on_cpu = ByDtype(reference, declared.get("native"))
+        self._direct_types = () if gpu_only else (torch.Tensor, torch.nn.Parameter)
+        self.on_cpu = CpuImplementations(reference, declared.get("native"))
         cuda = declared.get("cuda")
-        launch = _found(cuda, reference) if cuda and cuda != SAME else reference
+        launch = _resolve(cuda, reference) if cuda and cuda != SAME else reference
         self._op = torch.library.custom_op(
             name,
-            layout.of_fields(launch if gpu_only else self._compute if "native" in declared else reference),
+            layout.accept_fields(launch if gpu_only else self._compute if "native" in declared else reference),
             mutates_args=mutates,
             device_types="cuda" if gpu_only else "cpu",
             schema=torch.library.infer_schema(layout.prototype, mutates_args=mutates),
         )
         if cuda and not gpu_only:
-            self._op.register_kernel("cuda", layout.of_fields(launch))
-        self._op.register_fake(layout.of_fields(_found(declared.get("fake", _nothing), reference)))
+            self._op.register_kernel("cuda", layout.accept_fields(launch))
+        self._op.register_fake(layout.accept_fields(_resolve(declared.get("fake", lambda *_: None), reference)))
         if backward := declared.get("backward"):
             setup = declared.get("setup", save)
-            self._op.register_autograd(_filled(backward, layout.count), setup_context=setup)
+            self._op.register_autograd(_pad_gradients(backward, layout.count), setup_context=setup)
         self._name = name
         self._registered = self._registration()
         if name.partition("::")[0] == NAMESPACE:
@@ -95,15 +95,15 @@ class Operator:
             return self._composed(*args)
         if (
             torch.compiler.is_dynamo_compiling()  # first: Dynamo cannot trace the other conditions
-            or type(x := args[0][0] if self._leads else args[0]) not in self._direct
+            or type(x := args[0][0] if self._starts_with_record else args[0]) not in self._direct_types
             or not x.is_cpu
             or torch.is_grad_enabled()
             or torch._C._len_torch_dispatch_stack() != 0
         ):
-            return self._op(*(self._fields(args) if self._fields else args))
+            return self._op(*(self._flatten(args) if self._flatten else args))
         return self.on_cpu[x.dtype](*args)
 
-    def replaced(self) -> str | None:
+    def describe_replacement(self) -> str | None:
         """A message if another implementation has been registered since, else None."""
         same = self._registration() == self._registered
         return None if same else f"operator {self._name} is not what was registered"
@@ -114,15 +114,15 @@ class Operator:
         return *own, dict(op._torch_dispatch_fns), torch._C._dispatch_dump(self._name)
 
     def _compute(self, *args: Any) -> Any:
-        return self.on_cpu[(args[0][0] if self._leads else args[0]).dtype](*args)
+        return self.on_cpu[(args[0][0] if self._starts_with_record else args[0]).dtype](*args)
 
 
-def in_c(x: torch.Tensor) -> bool:
+def uses_native(x: torch.Tensor) -> bool:
     """Whether a helper of an operator, not an operator itself, runs in C for x."""
     return x.is_cpu and x.dtype is torch.float32 and library.current is not None
 
 
-class ByDtype(dict[torch.dtype, Callable[..., Any]]):
+class CpuImplementations(dict[torch.dtype, Callable[..., Any]]):
     """CPU implementations: chosen when a dtype is first seen, and again when the C library changes."""
 
     def __init__(self, reference: Callable[..., Any], native: Callable[..., Any] | None) -> None:
@@ -130,8 +130,9 @@ class ByDtype(dict[torch.dtype, Callable[..., Any]]):
         library.when_changed.append(self.clear)
 
     def __missing__(self, dtype: torch.dtype) -> Callable[..., Any]:
-        in_c = self._native and library.current is not None and (dtype is torch.float32 or not dtype.is_floating_point)
-        self[dtype] = self._native if self._native and in_c else self._reference
+        supported = dtype is torch.float32 or not dtype.is_floating_point
+        native = self._native if supported and library.current is not None else None
+        self[dtype] = native or self._reference
         return self[dtype]
 
 
@@ -140,8 +141,8 @@ class ArgumentLayout:
 
     Attributes:
         prototype: a function with the signature of the schema.
-        records: whether any argument is a record.
-        leads: whether the first argument is a record.
+        has_records: whether any argument is a record.
+        starts_with_record: whether the first argument is one.
         count: how many arguments the schema has.
     """
 
@@ -150,12 +151,12 @@ class ArgumentLayout:
         if hints["return"] is type(None):
             hints["return"] = None
         signature = inspect.signature(function)
-        self._kinds = [getattr(hints[name], "_make", None) and hints[name] for name in signature.parameters]
-        self.records, self.leads = any(self._kinds), bool(self._kinds[0])
-        for parameter, record in zip(signature.parameters.values(), self._kinds, strict=True):
-            given = get_type_hints(record) if record else {parameter.name: hints[parameter.name]}
+        self._records = [hints[name] if hasattr(hints[name], "_make") else None for name in signature.parameters]
+        self.has_records, self.starts_with_record = any(self._records), bool(self._records[0])
+        for parameter, record in zip(signature.parameters.values(), self._records, strict=True):
+            fields = get_type_hints(record) if record else {parameter.name: hints[parameter.name]}
             defaults = record._field_defaults if record else {parameter.name: parameter.default}
-            for name, kind in given.items():
+            for name, kind in fields.items():
                 default = defaults.get(name, parameter.empty)
                 flat.append(parameter.replace(name=name, annotation=kind, default=default))
         self.count = len(flat)
@@ -163,46 +164,46 @@ class ArgumentLayout:
         vars(self.prototype)["__signature__"] = signature.replace(parameters=flat, return_annotation=hints["return"])
 
     @staticmethod
-    def fields(args: Iterable[Any]) -> Iterator[Any]:
+    def flatten(args: Iterable[Any]) -> Iterator[Any]:
         """The arguments as the schema has them, given as records or already as their fields."""
         return itertools.chain.from_iterable(x if hasattr(x, "_fields") else (x,) for x in args)
 
-    def of_fields(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def accept_fields(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, callable with the schema's arguments. Trailing ones may be omitted."""
-        if not self.records:
+        if not self.has_records:
             return function
 
-        def together(*flat: Any) -> Any:
+        def call_with_records(*flat: Any) -> Any:
             rest = iter(flat)
             args = [
                 record(*itertools.islice(rest, len(record._fields))) if record else next(rest, MISSING)
-                for record in self._kinds
+                for record in self._records
             ]
             return function(*(x for x in args if x is not MISSING))
 
-        return together
+        return call_with_records
 
 
 def operator(name: str = "", **declared: Unpack[Declaration]) -> Callable[[Callable[..., Any]], Operator]:
     """Decorate the reference of operator "namespace::name". By default it has the reference's own name, in the
-    package's namespace or, outside the package, in `OF_OTHERS`. Its first argument is a tensor or a record that begins
-    with one."""
+    package's namespace or, outside the package, in `USER_NAMESPACE`. Its first argument is a tensor, or a record that
+    begins with one."""
 
-    def made(reference: Callable[..., Any]) -> Operator:
-        space = NAMESPACE if reference.__module__.partition(".")[0] == __package__.partition(".")[0] else OF_OTHERS
+    def register(reference: Callable[..., Any]) -> Operator:
+        space = NAMESPACE if reference.__module__.partition(".")[0] == __package__.partition(".")[0] else USER_NAMESPACE
         return Operator(name or f"{space}::{reference.__name__.lstrip('_')}", reference, declared)
 
-    return made
+    return register
 
 
-def _replaced() -> str | None:
-    return next(filter(None, (made.replaced() for made in _OPERATORS)), None)
+def _find_replaced_operator() -> str | None:
+    return next(filter(None, (op.describe_replacement() for op in _OPERATORS)), None)
 
 
-loaded_code.FURTHER_CHECKS.append(_replaced)
+loaded_code.FURTHER_CHECKS.append(_find_replaced_operator)
 
 
-def _found(function: Callable[..., Any] | str, beside: Callable[..., Any]) -> Callable[..., Any]:
+def _resolve(function: Callable[..., Any] | str, beside: Callable[..., Any]) -> Callable[..., Any]:
     """`function`; if it is given by name, it is imported when it is first called."""
     if not isinstance(function, str):
         return function
@@ -212,31 +213,27 @@ def _found(function: Callable[..., Any] | str, beside: Callable[..., Any]) -> Ca
     return lambda *args: getattr(imported(), name)(*args)
 
 
-def _nothing(*_: Any) -> None:
-    return None
-
-
 def like(*places: int, contiguous: bool = False) -> Callable[..., Any]:
     """For `Declaration.fake`: an empty result for each argument at these places, with its shape and dtype, and with its
     strides unless `contiguous`."""
     form = torch.contiguous_format if contiguous else torch.preserve_format
 
-    def results(*args: Any) -> Any:
-        made = tuple(torch.empty_like(args[place], memory_format=form) for place in places)
-        return made if len(made) > 1 else made[0]
+    def fake(*args: Any) -> Any:
+        results = tuple(torch.empty_like(args[place], memory_format=form) for place in places)
+        return results if len(results) > 1 else results[0]
 
-    return results
+    return fake
 
 
 def save(ctx: Any, inputs: Sequence[Any], output: Any = None) -> None:
-    """Keep values of any kind for `saved`; as a setup, all inputs."""
+    """Keep values of any kind for `saved_values`; as a setup, all inputs."""
     ctx.save_for_backward(*[x if isinstance(x, torch.Tensor) else None for x in inputs])
-    ctx.others = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+    ctx.non_tensors = [None if isinstance(x, torch.Tensor) else x for x in inputs]
 
 
-def saved(ctx: Any) -> list[Any]:
+def saved_values(ctx: Any) -> list[Any]:
     """What `save` kept. Read it once: under activation checkpointing, each read unpacks the tensors anew."""
-    return [other if x is None else x for x, other in zip(ctx.saved_tensors, ctx.others, strict=True)]
+    return [value if x is None else x for x, value in zip(ctx.saved_tensors, ctx.non_tensors, strict=True)]
 
 
 def save_inputs_and_results(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -245,19 +242,19 @@ def save_inputs_and_results(ctx: Any, inputs: tuple[Any, ...], output: Any) -> N
     ctx.set_materialize_grads(False)
 
 
-def _filled(backward: Callable[..., Any], count: int) -> Callable[..., tuple[Any, ...]]:
+def _pad_gradients(backward: Callable[..., Any], count: int) -> Callable[..., tuple[Any, ...]]:
     """`backward`, returning None for the remaining arguments too."""
 
-    def filled(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        found = backward(ctx, *grads)
-        found = found if isinstance(found, tuple) else (found,)
-        return *found, *[None] * (count - len(found))
+    def padded_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        results = backward(ctx, *grads)
+        results = results if isinstance(results, tuple) else (results,)
+        return *results, *[None] * (count - len(results))
 
-    return filled
+    return padded_backward
 
 
 @contextmanager
-def recording_gradients() -> Iterator[None]:
+def enable_autograd() -> Iterator[None]:
     """Enable autograd within an operator's implementation, where the dispatcher has excluded its keys."""
     keys = [torch._C.DispatchKey.AutogradCPU, torch._C.DispatchKey.AutogradCUDA, torch._C.DispatchKey.ADInplaceOrView]
     before = [torch._C._dispatch_tls_is_dispatch_key_excluded(key) for key in keys]
@@ -271,7 +268,7 @@ def recording_gradients() -> Iterator[None]:
             torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
 
 
-def sizes_apart() -> AbstractContextManager[None]:
+def disable_duck_shapes() -> AbstractContextManager[None]:
     """Within it, `torch.compile` does not unify dynamic sizes that happen to be equal at compile time."""
     patched: AbstractContextManager[None] = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore
     return patched

@@ -25,7 +25,7 @@ HOPPER = (9, 0)
 
 
 @triton.jit
-def begin(PDL: tl.constexpr):
+def release_and_wait(PDL: tl.constexpr):
     """With PDL, release the dependents, then wait for the previous kernel."""
     if PDL:
         gdc_launch_dependents()
@@ -39,7 +39,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if usable else (0, 0)
 
 
-def supported(x: Tensor) -> bool:
+def is_supported(x: Tensor) -> bool:
     """Whether kernels on the device of `x` are launched with PDL."""
     return _capability(x.device) >= HOPPER
 
@@ -52,6 +52,5 @@ def has_wgmma(x: Tensor) -> bool:
 def options(x: Tensor, **others: int) -> dict[str, Any]:
     """Launch options of a forward kernel with a `PDL` constant on the device of `x`, and `others`. Multiplications and
     additions are fused only where `tl.fma` says so."""
-    if supported(x):
-        return {"PDL": True, "launch_pdl": True, "enable_fp_fusion": False, **others}
-    return {"PDL": False, "enable_fp_fusion": False, **others}
+    pdl = {"PDL": True, "launch_pdl": True} if is_supported(x) else {"PDL": False}
+    return {**pdl, "enable_fp_fusion": False, **others}

@@ -17,34 +17,36 @@ from triton import AsyncCompileMode, knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from .compile_processes import FEW_CORES, PACKAGE, CompileProcesses, Kernel, workers
+from .compile_processes import MIN_CORES, PACKAGE, CompileProcesses, Kernel, worker_count
 
 
-class _Pool(ThreadPoolExecutor):
+class _CompilePool(ThreadPoolExecutor):
     """Threads that also prepare each kernel for launch: some versions of Triton build a launcher with a C compiler,
     which takes as long as compiling the kernel.
 
     Attributes:
-        noted: the kernel that is submitted next, if known.
+        next_kernel: the kernel that is submitted next, if known.
     """
 
     def __init__(self, processes: CompileProcesses | None = None) -> None:
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        super().__init__(workers(), initializer=_use, initargs=(device,))
+        super().__init__(worker_count(), initializer=_set_device, initargs=(device,))
         self._processes = processes
-        self.noted: Kernel | None = None
+        self.next_kernel: Kernel | None = None
 
     def submit(self, compile_kernel: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
-        kernel, self.noted = self.noted, None
-        return super().submit(_ready, compile_kernel, self._processes, kernel)
+        kernel, self.next_kernel = self.next_kernel, None
+        return super().submit(_compile_and_load, compile_kernel, self._processes, kernel)
 
 
-def _use(device: int | None) -> None:
+def _set_device(device: int | None) -> None:
     if device is not None:
         torch.cuda.set_device(device)
 
 
-def _ready(compile_kernel: Callable[[], Any], processes: CompileProcesses | None, kernel: Kernel | None) -> Any:
+def _compile_and_load(
+    compile_kernel: Callable[[], Any], processes: CompileProcesses | None, kernel: Kernel | None
+) -> Any:
     if processes is not None and kernel is not None:
         processes.compile(kernel)
     compiled = compile_kernel()  # from the cache, or here if it is not there
@@ -61,16 +63,16 @@ def hash_compiler() -> None:
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """`named`: the kernels that launches have lacked so far, each once, for `preload` in another process. `take`: name
-    and compile those kernels of this package that another process has named."""
+class MissingKernels:
+    """`listed`: the kernels that launches have lacked so far, each once, for `preload` in another process. `add`: list
+    and compile those kernels of this package that another process has listed."""
 
-    named: dict[Kernel, None]
-    take: Callable[[Iterable[Kernel]], None]
+    listed: dict[Kernel, None]
+    add: Callable[[Iterable[Kernel]], None]
 
 
 @contextmanager
-def compiling_only(compiles: bool = True) -> Iterator[Kernels]:
+def compile_only(compiles: bool = True) -> Iterator[MissingKernels]:
     """Within this context a launch only compiles and loads its kernel, on any core; on exit all of them are loaded.
     Without `compiles`, kernels are only listed. With enough cores, other processes compile this package's kernels.
 
@@ -80,49 +82,53 @@ def compiling_only(compiles: bool = True) -> Iterator[Kernels]:
     Returns:
         the record to which kernels are added as they are launched.
     """
-    run, named = JITFunction.run, dict[Kernel, None]()
+    run, listed = JITFunction.run, dict[Kernel, None]()
 
-    def compile_only(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        pool.noted = None
+    def compile_kernel(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        pool.next_kernel = None
         try:
-            with _noted(note):
+            with _jit_cache_hook(list_kernel):
                 return run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        except TypeError:  # one of its constants cannot be described, so it cannot be named either
+        except TypeError:  # one of its constants cannot be described, so it cannot be listed
             return run(kernel, *args, grid=grid, warmup=True, **kwargs)
 
-    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        pool.noted = fn.module, fn.name, compile["specialization_data"]
-        named[pool.noted] = None
+    def list_kernel(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        pool.next_kernel = fn.module, fn.name, compile["specialization_data"]
+        listed[pool.next_kernel] = None
         return not compiles
 
-    def take(kernels: Iterable[Kernel]) -> None:
-        with _noted(note):
+    def add(kernels: Iterable[Kernel]) -> None:
+        with _jit_cache_hook(list_kernel):
             for kernel in kernels:
-                if kernel not in named:
-                    pool.noted = None
+                if kernel not in listed:
+                    pool.next_kernel = None
                     _preload(kernel)
 
-    JITFunction.run = compile_only
+    JITFunction.run = compile_kernel
     try:
-        with _processes(compiles) as processes, _Pool(processes) as pool, AsyncCompileMode(pool, ignore_errors=True):
-            yield Kernels(named, take)
+        with (
+            _start_processes(compiles) as processes,
+            _CompilePool(processes) as pool,
+            AsyncCompileMode(pool, ignore_errors=True),
+        ):
+            yield MissingKernels(listed, add)
     finally:
         JITFunction.run = run
 
 
-def _processes(compiles: bool) -> AbstractContextManager[CompileProcesses | None]:
+def _start_processes(compiles: bool) -> AbstractContextManager[CompileProcesses | None]:
     """Processes that compile kernels, if they are of use and can be started."""
-    if compiles and workers() >= FEW_CORES:
+    if compiles and worker_count() >= MIN_CORES:
         with suppress(Exception):
-            return closing(CompileProcesses(workers()))
+            return closing(CompileProcesses(worker_count()))
     return nullcontext()
 
 
 @contextmanager
-def _noted(note: Callable[..., bool]) -> Iterator[None]:
-    """Report kernels that this process does not have yet to `note`, unless another hook is installed."""
+def _jit_cache_hook(hook: Callable[..., bool]) -> Iterator[None]:
+    """Report kernels that this process does not have yet to `hook`, unless another one is installed."""
     before = knobs.runtime.jit_cache_hook
-    knobs.runtime.jit_cache_hook = before or note
+    knobs.runtime.jit_cache_hook = before or hook
     try:
         yield
     finally:
@@ -134,7 +140,7 @@ def preload(kernels: Iterable[Kernel]) -> int:
 
     The list is a hint: a kernel that no longer exists or is for another device is skipped, and compiled at its launch.
     """
-    with _Pool() as pool, AsyncCompileMode(pool, ignore_errors=True):
+    with _CompilePool() as pool, AsyncCompileMode(pool, ignore_errors=True):
         return sum(map(_preload, kernels))
 
 
@@ -145,19 +151,19 @@ def _preload(kernel: Kernel) -> bool:
     with suppress(Exception):
         if module.startswith(PACKAGE):
             function = getattr(import_module(module), name)
-            if not _is_here(function, description):
+            if not _is_loaded(function, description):
                 function.preload(description)
             return True
     return False
 
 
-def _is_here(function: JITFunction, description: str) -> bool:
+def _is_loaded(function: JITFunction, description: str) -> bool:
     with suppress(Exception):  # some versions of Triton keep them elsewhere
         return json.loads(description)["key"] in function.device_caches[driver.active.get_current_device()][0]
     return False
 
 
-def preload_beside(kernels: Iterable[Kernel]) -> Future[int]:
+def preload_in_background(kernels: Iterable[Kernel]) -> Future[int]:
     """Run `preload` on a thread of its own. The calling thread must launch none of these kernels before they are
     loaded. Their modules are imported here, so that no two threads import the same one."""
     kernels = list(kernels)
@@ -166,7 +172,7 @@ def preload_beside(kernels: Iterable[Kernel]) -> Future[int]:
             with suppress(ImportError):
                 import_module(module)
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    thread = ThreadPoolExecutor(1, initializer=_use, initargs=(device,))
+    thread = ThreadPoolExecutor(1, initializer=_set_device, initargs=(device,))
     loading = thread.submit(preload, kernels)
     thread.shutdown(wait=False)  # the thread ends when its work is done
     return loading

@@ -84,13 +84,13 @@ class Paged(NamedTuple):
     max_query_len: int
     max_context_len: int
 
-    def decoding(self, tokens: int) -> Contexts | None:
+    def decode_contexts(self, tokens: int) -> Contexts | None:
         """`Contexts` if every sequence has one new token; None if that is not certain."""
         if self.max_query_len == 1 and tokens == self.context_len_S.shape[0]:
             return Contexts(self.block_table, self.context_len_S, self.max_context_len)
         return None
 
-    def divided(self, single: int) -> tuple[Contexts, Paged]:
+    def split_decodes(self, single: int) -> tuple[Contexts, Paged]:
         """The first `single` sequences, which have one new token each, and the others, whose rows keep their places."""
         table, starts, context_len_S, _, max_context_len = self
         first = Contexts(table[:single], context_len_S[:single], max_context_len)
@@ -120,7 +120,7 @@ class PrefixGroups(NamedTuple):
         return 0 if self.shared_len_S is None else self.shared_len_S.shape[0]
 
 
-ALONE = PrefixGroups()
+NO_GROUPS = PrefixGroups()
 
 
 class AttentionScores(NamedTuple):
@@ -244,7 +244,7 @@ class ScoredRows(NamedTuple):
     truncated: bool
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """What a step drew: int64 tokens, and their float32 log-probabilities under the sampled distribution and under the
     model's own."""
 
@@ -328,5 +328,5 @@ class RouteSettings(NamedTuple):
 Record = TypeVar("Record", Filters, ScoredRows)
 
 
-def cut(record: Record, rows: slice) -> Record:
+def slice_rows(record: Record, rows: slice) -> Record:
     return type(record)(*(x[rows] if isinstance(x, Tensor) else x for x in record))  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FOLD_ROWS, FOLD_BLOCK, FOLD_WARPS = 512, 8, 8
+SUM_ROWS, SUM_BLOCK, SUM_WARPS = 512, 8, 8
 LOG2_E, LN_2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
 ALIGNMENT = 16  # Triton specializes kernels on whether pointers and strides are multiples of this
 
@@ -37,7 +37,7 @@ def aligned_rows(x: Tensor) -> Tensor:
     return x if in_place else x.clone(memory_format=torch.contiguous_format)
 
 
-def warps(elements: int, per_thread: int) -> int:
+def num_warps(elements: int, per_thread: int) -> int:
     return min(max(triton.next_power_of_2(elements) // (32 * per_thread), 1), 16)
 
 
@@ -55,7 +55,7 @@ def store_halves(ptr, first, second, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def eighths(x):
+def split_eight(x):
     """The eight slices of [..., 2, 2, 2], ordered by their index read as a binary number."""
     even, odd = tl.split(x)
     x04, x26 = tl.split(even)
@@ -68,7 +68,7 @@ def eighths(x):
 
 
 @triton.jit
-def _fold_kernel(partial_ptr, out_ptr, programs, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_partials_kernel(partial_ptr, out_ptr, programs, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, programs, ROWS):
@@ -79,11 +79,11 @@ def _fold_kernel(partial_ptr, out_ptr, programs, width, stride, ROWS: tl.constex
     tl.store(out_ptr + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=column < width)
 
 
-def fold(partial_PD: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_partials(partial_PD: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum over programs, [D] in `dtype`."""
     programs, width = partial_PD.shape
     out_D = torch.empty(width, dtype=dtype, device=partial_PD.device)
-    _fold_kernel[(triton.cdiv(width, FOLD_BLOCK),)](
-        partial_PD, out_D, programs, width, partial_PD.stride(0), ROWS=FOLD_ROWS, BLOCK=FOLD_BLOCK, num_warps=FOLD_WARPS
+    _sum_partials_kernel[(triton.cdiv(width, SUM_BLOCK),)](
+        partial_PD, out_D, programs, width, partial_PD.stride(0), ROWS=SUM_ROWS, BLOCK=SUM_BLOCK, num_warps=SUM_WARPS
     )
     return out_D

@@ -36,12 +36,12 @@ def compute_words(device: torch.device, dtype: torch.dtype, config: ModelConfig 
     """A hash for each kind of computation on this device in this compute dtype, 16 hexadecimal digits each. On a CPU,
     where libraries choose their instructions in each process, this includes sampled tokens and gradients of whole
     decoders, among them those that the family of `config` names (`Family.golden`)."""
-    used = set(linear_choice.used)
+    used = set(linear_choice.requested)
     with torch.no_grad():
         found = {name: _hash(tensors) for name, tensors in _results(device, dtype)}
         if device.type == "cpu":
             found |= {name: _hash(tensors) for name, tensors in _cpu_results(dtype, config)}
-    linear_choice.used.intersection_update(used)  # forget the kernels used here: the run may not use them
+    linear_choice.requested.intersection_update(used)  # forget the kernels used here: the run may not use them
     return found
 
 

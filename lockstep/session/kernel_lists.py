@@ -28,10 +28,10 @@ def preload_async(config: RunConfig, device: str, ranks: int, timings: Timings) 
         return lambda: None
     path, loading = _folder() / str(user_folder.read(_note(config))), None
     with timings.measure("compile"), suppress(Exception):
-        from ..ops.precompile import hash_compiler, preload_beside
+        from ..ops.precompile import hash_compiler, preload_in_background
 
         if ranks == 1 and (listed := user_folder.read(path)):
-            loading = preload_beside(listed)
+            loading = preload_in_background(listed)
         else:
             hash_compiler()
 

@@ -24,7 +24,7 @@ from .build import Session, TrainingSession
 from .kernel_lists import KEPT_LISTS, remember_kernel_list, step_settings
 
 if TYPE_CHECKING:
-    from ..ops.precompile import Kernels  # imports Triton, which a CPU does not need
+    from ..ops.precompile import MissingKernels  # imports Triton, which a CPU does not need
 
 _log = logging.getLogger("lockstep")
 
@@ -46,7 +46,7 @@ def prepare_machine(session: Session) -> None:
     """Replace the kernels that an earlier machine check replaced, so that a model computes as it did in the run that
     made the check. All processes replace what any one of them does."""
     embed = session.policy.model.embed
-    machine_check.restore(embed.device, embed.dtype)
+    machine_check.restore_overrides(embed.device, embed.dtype)
     _share_overrides(session)
 
 
@@ -135,7 +135,7 @@ def make_ready(
     verdicts = []
     if verify != "off":
         # The keys of passed checks do not cover kernels from outside the package.
-        passed = None if linear_choice.offers else PassedChecks()
+        passed = None if linear_choice.registered else PassedChecks()
         verdicts = check_against_eager(runtime, trust_cases(), verify, passed, spare())
     runtime.end_warm_up()
     return verdicts
@@ -187,12 +187,12 @@ def _prepare_kernels(
             _note_kernels_loaded(session)
             return
 
-        def rehearse(kernels: Kernels) -> None:
+        def rehearse(kernels: MissingKernels) -> None:
             divided = build_in_parallel(runtime, parts)  # each rank launches what it makes
-            if divided and not any(world.gather(bool(linear_choice.offers))):  # outside kernels are not exchanged
-                for named, used in world.gather(([*kernels.named], {*linear_choice.used})):
-                    kernels.take(named)
-                    linear_choice.used.update(used)
+            if divided and not any(world.gather(bool(linear_choice.registered))):  # outside kernels are not exchanged
+                for listed, used in world.gather(([*kernels.listed], {*linear_choice.requested})):
+                    kernels.add(listed)
+                    linear_choice.requested.update(used)
             else:
                 _make_all(parts)
             fingerprint(session.policy.model.embed.new_zeros(2, dtype=torch.int64))  # a kernel of the check of graphs
@@ -207,7 +207,7 @@ def _prepare_kernels(
         _log.warning("kernels are compiled one by one, which takes longer (%s: %s)", type(error).__name__, error)
 
 
-def _compile_kernels(session: Session, launch: Callable[[Kernels], None]) -> list[Any]:
+def _compile_kernels(session: Session, launch: Callable[[MissingKernels], None]) -> list[Any]:
     """Compile what `launch` launches or adds to its argument, in each host's first process; the others load it."""
     warm_up, world = session.runtime.warm_up, session.world
     compiles = world.local_rank == 0
@@ -215,14 +215,14 @@ def _compile_kernels(session: Session, launch: Callable[[Kernels], None]) -> lis
         launch(kernels)
     world.gather(None)  # wait until they are compiled
     if not compiles:
-        warm_up.preload(kernels.named)
+        warm_up.preload(kernels.listed)
     _note_kernels_loaded(session)
-    return [*kernels.named]
+    return [*kernels.listed]
 
 
 def _note_kernels_loaded(session: Session) -> None:
     """Let graphs be recorded without a launch before, unless a kernel from outside the package may autotune at it."""
-    session.runtime.warm_up.kernels_loaded = not linear_choice.offers
+    session.runtime.warm_up.kernels_loaded = not linear_choice.registered
 
 
 def _rehearse_check(run: TrainingSession) -> None:
@@ -259,7 +259,7 @@ def _shapes_to_check(run: TrainingSession) -> _ShapesToCheck:
     a CPU it is one row of each product, whose bits any number of rows must reproduce."""
     c, embed = run.policy.model.config, run.policy.model.embed
     if embed.is_cuda:
-        return machine_check.used(), [] if c.mla else [_head_shape(c)], embed.device, embed.dtype
+        return machine_check.computed_products(), [] if c.mla else [_head_shape(c)], embed.device, embed.dtype
     # Either role's model may be a tensor-parallel part, with fewer columns.
     of_both_roles = {*products(run.trainer.programs.model), *products(run.policy.model)}
     return sorted(of_both_roles), [_head_shape(c)], embed.device, embed.dtype

@@ -242,7 +242,7 @@ def kernels_named_side_by_side(world: World) -> Any:
     def noted(request: Any, *arguments: Any) -> Any:
         made.append(request.title)
         named[request.title] = None
-        linear_choice.used.add(("linear", len(named), 8 + world.rank, 8))
+        linear_choice.requested.add(("linear", len(named), 8 + world.rank, 8))
         return once(request, *arguments)
 
     @contextmanager
@@ -259,10 +259,10 @@ def kernels_named_side_by_side(world: World) -> Any:
         patch.setattr(session.runtime.builder, "_make_once", noted)
         patch.setattr(session.runtime.warm_up, "rehearsal", rehearsal)
         patch.setattr(session.runtime.warm_up, "preload", lambda kernels: loaded.append([*kernels]))
-        patch.setattr(linear_choice, "used", set())
+        patch.setattr(linear_choice, "requested", set())
         session.runtime.begin_warm_up(world)
         parts = [partial(make, session) for make in makers]
-        check = lambda: products.append(len(linear_choice.used))  # noqa: E731
+        check = lambda: products.append(len(linear_choice.requested))  # noqa: E731
         session_warm_up._precompile(session, folder / "kernels", parts, check)
         world.gather(None)  # nobody needs the folder
     return on_all(world, [made, named, loaded, products])

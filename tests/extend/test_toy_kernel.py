@@ -58,7 +58,7 @@ class Interpreted:
     def registered(self):
         kernels.register("toy", sys.modules[__name__])
         yield
-        del kernels.KERNELS["toy"], linear_choice.offers["toy"]
+        del kernels.KERNELS["toy"], linear_choice.registered["toy"]
         linear_choice.overrides.clear()
 
     def test_it_computes_the_shapes_that_it_has_candidates_for(self):
@@ -69,7 +69,7 @@ class Interpreted:
             chain += x[:, k : k + 1].float() * weight[:, k].float()
         assert torch.equal(kernels.linear_fp32(x, weight).view(torch.int32), chain.view(torch.int32))
         assert kernels.choose("linear_fp32", 5, weight) == Choice("toy", block_n=16)
-        assert ("linear_fp32", 5, 40, 48) in linear_choice.used, "the machine check looks at it"
+        assert ("linear_fp32", 5, 40, 48) in linear_choice.requested, "the machine check looks at it"
 
     def test_other_shapes_are_the_package_s(self):
         weight = torch.empty(40, 48, dtype=torch.bfloat16)
@@ -84,7 +84,7 @@ class Interpreted:
         assert kernels.choose("linear_fp32", 5, weight) == linear_choice.CHAIN
         product = machine_check.Product("linear_fp32", 5, 40, 48)
         checked = []
-        monkeypatch.setattr(machine_check, "_check", lambda shape, *_: checked.append(shape) or "kept")
+        monkeypatch.setattr(machine_check, "_check_shape", lambda shape, *_: checked.append(shape) or "kept")
         for _ in range(2):
             machine_check.check([product], [], cpu, torch.float32, tmp_path / "cache")
         assert checked == [product, product]

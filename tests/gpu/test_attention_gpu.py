@@ -117,11 +117,15 @@ def test_tiles_warps_and_stages_change_no_bit(census, monkeypatch):
     members = [i for i, row in enumerate(rows) if row >= 256]
     shared = torch.tensor([members], device=DEVICE).int(), int32(*[256 * (row >= 256) for row in rows])
     for tile in ((16, 1, 2), (32, 2, 3), (64, 4, 1), (128, 8, 2)):
-        monkeypatch.setattr(attention_triton, "_tile", lambda *_, tile=tile: attention_triton.AttentionTile(*tile))
+        monkeypatch.setattr(
+            attention_triton, "_choose_tile", lambda *_, tile=tile: attention_triton.AttentionTile(*tile)
+        )
         assert census("attention: other tiles", packed(q, k, v, [length]), whole) == 0
-        monkeypatch.setattr(triton_decode, "_tile", lambda *_, tile=tile: attention_triton.AttentionTile(*tile))
+        monkeypatch.setattr(triton_decode, "_choose_tile", lambda *_, tile=tile: attention_triton.AttentionTile(*tile))
         assert census("attention: other tiles, decode", decoded(q, k, v, 16, rows), whole[rows]) == 0
-        monkeypatch.setattr(triton_decode, "_group_tile", lambda *_, tile=tile: attention_triton.AttentionTile(*tile))
+        monkeypatch.setattr(
+            triton_decode, "_choose_group_tile", lambda *_, tile=tile: attention_triton.AttentionTile(*tile)
+        )
         assert census("attention: other tiles, groups", decoded(q, k, v, 16, rows, *shared), whole[rows]) == 0
 
 
@@ -155,7 +159,7 @@ def test_rows_beside_prompts_have_their_bits(census, shared):
     inputs = torch.cat((q[rows], q[cuts[0] : cuts[-1]], q[:7]))
     out, alone = (
         ops.attention_paged(inputs, cache, ops.Paged(tables, starts, context, 64, length), by)
-        for by in (ops.PrefixGroups(groups.to(DEVICE), shared_len), ops.ALONE)
+        for by in (ops.PrefixGroups(groups.to(DEVICE), shared_len), ops.NO_GROUPS)
     )
     busy = [i for i, row in enumerate(rows) if row]
     assert census("attention: rows beside a prompt, grouped = alone", out[busy], alone[busy]) == 0

@@ -16,7 +16,7 @@ from lockstep.ops.linear.operator import linear_fp32
 from lockstep.ops.logprobs import operator as logprobs_operator
 from lockstep.ops.logprobs import reference as logprobs_reference
 from lockstep.ops.logprobs import triton_backward as logprobs_triton_backward
-from lockstep.ops.records import ScoredRows, cut
+from lockstep.ops.records import ScoredRows, slice_rows
 
 DEVICE = "cuda"
 TOKENS, SCORED, VOCABULARY, DIM, FEED_FORWARD = 4685, 4000, 151_936, 1024, 3072
@@ -154,7 +154,7 @@ def scored_by(s: Inputs, stats: tuple[Tensor, ...]) -> ScoredRows:
 def grad_logits(s: Inputs, rows: slice, stats: tuple[Tensor, ...]) -> Tensor:
     """Of the torch formula, float32."""
     return logprobs_operator.grad_logits(
-        linear_fp32(s.hidden[rows], s.weight), cut(scored_by(s, stats), rows), *(x[rows] for x in s.grads)
+        linear_fp32(s.hidden[rows], s.weight), slice_rows(scored_by(s, stats), rows), *(x[rows] for x in s.grads)
     )
 
 

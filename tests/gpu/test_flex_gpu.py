@@ -69,11 +69,11 @@ def test_other_tiles_are_caught(census, monkeypatch):
 
     case = case_of(300)
     whole = case.packed(Mask())
-    triton_flex._attend.cache_clear()
+    triton_flex._compiled_attend.cache_clear()
     torch.compiler.reset()
-    monkeypatch.setitem(triton_flex.OPTIONS, "fwd_BLOCK_N", 32)
+    monkeypatch.setitem(triton_flex.KERNEL_OPTIONS, "fwd_BLOCK_N", 32)
     assert census("CONTROL flex: key tiles of 32", case.packed(Mask()), whole) > 0
-    triton_flex._attend.cache_clear()
+    triton_flex._compiled_attend.cache_clear()
 
 
 @pytest.mark.parametrize("name", CHOSEN)

@@ -100,9 +100,9 @@ def forms(x: Tensor, weight: Tensor, residual: Tensor, tile: Choice) -> dict[str
 def are_one_chain(census, name: str, cases: list, x: Tensor, weight: Tensor, residual: Tensor) -> None:
     """All forms of all cases, of a number of rows and a tile each."""
     from lockstep.ops.linear import triton as linear_triton
-    from lockstep.ops.precompile import compiling_only
+    from lockstep.ops.precompile import compile_only
 
-    with compiling_only():  # side by side
+    with compile_only():  # side by side
         for m, tile in cases:
             forms(x[:m], weight, residual[:m], tile)
     for m, tile in cases:
@@ -135,17 +135,17 @@ def test_what_the_rule_chooses_is_one_chain(census, n, k):
     from lockstep.ops.linear import choice as linear_choice
     from lockstep.ops.linear import triton as linear_triton
     from lockstep.ops.linear.kernels import KERNELS
-    from lockstep.ops.precompile import compiling_only
+    from lockstep.ops.precompile import compile_only
 
     rows = 1, 8, 9, 16, 17, 31, 32, 33, 40, 64, 65, 128
     x, weight, residual = wide(max(rows), k), wide(n, k) * 0.02, wide(max(rows), n)
     cases = list(itertools.product(rows, ("linear", "linear_add", "norm_linear", "norm_gate_up", "linear_fp32")))
 
     def made(m: int, kind: str) -> Tensor:
-        tile = linear_choice.by_rule(kind, m, n, k)
+        tile = linear_choice.choose_by_rule(kind, m, n, k)
         return KERNELS[tile.kernel].run(kind, tile, x[:m], weight, residual[:m] if kind == "linear_add" else None)
 
-    with compiling_only():
+    with compile_only():
         for case in cases:
             made(*case)
     for m, kind in cases:
@@ -251,7 +251,7 @@ def test_decode_is_its_parts(census, heads, kv_heads, head_dim, norms, offset):
             own = ops.Rotation(*weights, rotation[2][:rows], *rotation[3:])
             with torch.no_grad():
                 contexts = ops.Contexts(table[:rows], context[:rows], bound)
-                cache, scores = ops.KVPages(*caches), (ops.ALONE, ops.PLAIN, offset)
+                cache, scores = ops.KVPages(*caches), (ops.NO_GROUPS, ops.PLAIN, offset)
                 out = ops.attention_decode(qkv[:rows], own, cache, slots[:rows], contexts, *scores)
                 q = ops.qk_norm_rope_write_kv(qkv[:rows], own, ops.KVPages(*expected), slots[:rows], offset)
                 apart = ops.attention_paged(

@@ -44,7 +44,7 @@ def test_rows_move_on_as_on_a_cpu(rows: int) -> None:
         found = ops.decode_slots(on_gpu[5], on_gpu[6], table.to(DEVICE), 16, 1000)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
         for x in (state, on_gpu):
-            ops.decode_advance(ops.Drawn(*x[:3]), ops.DecodeRows(*x[3:9]), *x[9:])
+            ops.decode_advance(ops.SampledTokens(*x[:3]), ops.DecodeRows(*x[3:9]), *x[9:])
         assert all(torch.equal(a.cpu(), b) for a, b in zip(on_gpu, state, strict=True))
 
 

@@ -50,7 +50,7 @@ def test_a_result_has_a_fourth_word_for_the_experts(rows: int) -> None:
     on_gpu = [t.to(DEVICE) for t in state]
     for _ in range(3):
         for x in (state, on_gpu):
-            ops.decode_advance(ops.Drawn(*x[:3]), ops.DecodeRows(*x[3:9]), *x[9:])
+            ops.decode_advance(ops.SampledTokens(*x[:3]), ops.DecodeRows(*x[3:9]), *x[9:])
         assert all(torch.equal(a.cpu(), b) for a, b in zip(on_gpu, state, strict=True))
 
 

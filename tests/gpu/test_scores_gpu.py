@@ -81,7 +81,7 @@ def test_groups_and_pages_that_are_gone(census, name):
     assert census("scores: decode in groups = packed", grouped, whole[rows]) == 0
     for pages, row in zip(tables, rows, strict=True):
         pages[: scores.first_key(row) // page_size] = 1 << 20
-    gone = ops.attention_paged(case.q[rows], cache, by, ops.ALONE, scores)
+    gone = ops.attention_paged(case.q[rows], cache, by, ops.NO_GROUPS, scores)
     assert census("scores: without the pages before a window", gone, whole[rows]) == 0
 
 
@@ -99,10 +99,10 @@ def test_decode_is_its_parts(census, bound):
     rotation = ops.Rotation(*weights, torch.randn(count, head_dim, device=DEVICE), heads, kv_heads, 1e-6)
     with torch.no_grad():
         by = ops.Contexts(table, context, bound)
-        out = ops.attention_decode(qkv, rotation, ops.KVPages(*caches), slots, by, ops.ALONE, scores)
+        out = ops.attention_decode(qkv, rotation, ops.KVPages(*caches), slots, by, ops.NO_GROUPS, scores)
         q = ops.qk_norm_rope_write_kv(qkv, rotation, ops.KVPages(*expected), slots)
         paged = ops.Paged(table, starts, context, 1, bound)
-        apart = ops.attention_paged(q, ops.KVPages(*expected), paged, ops.ALONE, scores)
+        apart = ops.attention_paged(q, ops.KVPages(*expected), paged, ops.NO_GROUPS, scores)
     assert census("scores: attention_decode = its parts", out, apart) == 0
     assert census("scores: attention_decode: cache", caches, expected) == 0
 

@@ -175,7 +175,7 @@ class Interpreted:
         out = rope_triton.qk_norm_rope(qkv_TE, by)
         torch.testing.assert_close(out, ops.qk_norm_rope.__wrapped__(qkv_TE, by))
         more = by._replace(q_weight_H=weights[0].float() + 1, k_weight_H=weights[1].float() + 1) if norm else by
-        assert same_bits(rope_triton.rotated(qkv_TE, by, 1.0), rope_triton.rotated(qkv_TE, more))
+        assert same_bits(rope_triton.qk_norm_rope(qkv_TE, by, 1.0), rope_triton.qk_norm_rope(qkv_TE, more))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_silu_mul(self, dtype):

@@ -21,7 +21,7 @@ import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from lockstep.ops.precompile import compiling_only
+from lockstep.ops.precompile import compile_only
 
 class Hopper:  # all that compiling and loading ask of a driver
     get_current_device = get_current_stream = lambda self, *_: 0
@@ -58,14 +58,14 @@ def broken(out):
     tl.store(out, undefined_name)
 
 run, out = JITFunction.run, torch.zeros(256)
-with compiling_only():
+with compile_only():
     for block in (64, 128):
         for n in (256, 256, 7):  # a multiple of 16, again, and none
             fill[(4,)](out, n, BLOCK=block)
     broken[(1,)](out)
 assert len(threads) == 4 and threading.get_ident() not in threads
 loads = False
-with compiling_only():
+with compile_only():
     fill[(4,)](out, 256, BLOCK=256)
 assert JITFunction.run is run and not out.any()
 
@@ -102,7 +102,7 @@ LISTED = (
 from lockstep.distributed.push import triton as push
 from lockstep.distributed.push.memory import SharedMemory
 from lockstep.ops.gradient_norm import triton as gradient_norm
-from lockstep.ops.precompile import preload, preload_beside
+from lockstep.ops.precompile import preload, preload_in_background
 
 def launch(warp_count):
     if warp_count == 8:  # one of another wing
@@ -110,47 +110,47 @@ def launch(warp_count):
     gradient_norm._square_sums_kernel[(4,)](x, x, 4096, ROWS=8, WIDTH=128, num_warps=warp_count)
 
 def listed():
-    with compiling_only(compiles=False) as named:
+    with compile_only(compiles=False) as named:
         for warp_count in (*warps, 4):
             launch(warp_count)
-        assert len(named.named) == 2
+        assert len(named.listed) == 2
         launch(16)
-        named.take([*named.named, *elsewhere])
-    assert [*named.named][3:] == elsewhere and not threads
-    with compiling_only() as kernels:
+        named.add([*named.listed, *elsewhere])
+    assert [*named.listed][3:] == elsewhere and not threads
+    with compile_only() as kernels:
         for warp_count in (*warps, 4):
             launch(warp_count)
-    assert [*named.named][:2] == [*kernels.named] and len(threads) == 2
-    return [*kernels.named]
+    assert [*named.listed][:2] == [*kernels.listed] and len(threads) == 2
+    return [*kernels.listed]
 
 def named_elsewhere():
-    with compiling_only(compiles=False) as kernels:
+    with compile_only(compiles=False) as kernels:
         launch(1)
-    return [*kernels.named]
+    return [*kernels.listed]
 
 def taken(kernels):
     "What this process launches, and what it takes from another one besides: all are compiled, and listed once."
     others = [("os", "system", "{}"), ("lockstep.ops.adamw.triton", "absent", "{}")]
-    with compiling_only() as found:
+    with compile_only() as found:
         launch(4)
-        found.take([*kernels, *others])
+        found.add([*kernels, *others])
         launch(4)
         launch(1)
-    assert [*found.named] == [*kernels] and len(threads) == 3, (found.named, threads)
-    with compiling_only() as again:
-        again.take(kernels)
-    assert preload(kernels) == len(kernels) and not again.named and len(threads) == 3  # nothing is loaded twice
-    return len(found.named)
+    assert [*found.listed] == [*kernels] and len(threads) == 3, (found.listed, threads)
+    with compile_only() as again:
+        again.add(kernels)
+    assert preload(kernels) == len(kernels) and not again.listed and len(threads) == 3  # nothing is loaded twice
+    return len(found.listed)
 
 def loaded(kernels, beside):
     others = [["os", "system", "{}"], ["lockstep.ops.adamw.triton", "absent", "{}"]]
     changed = [[module, name, text.replace("f32", "f64")[:-9]] for module, name, text in kernels]
-    load = preload if not beside else lambda kernels: preload_beside(kernels).result()
+    load = preload if not beside else lambda kernels: preload_in_background(kernels).result()
     assert load([*others, *changed]) == 0 and load([*kernels, *others]) == 2
     assert len(threads) == 2 and threading.get_ident() not in threads
     missed = []
     triton.knobs.runtime.jit_cache_hook = lambda *, compile, **_: missed.append(compile["constants"]) or True
-    with compiling_only():
+    with compile_only():
         for warp_count in (*warps, 2):
             launch(warp_count)
     return len(missed)
@@ -182,12 +182,12 @@ from lockstep.ops.gradient_norm import triton as gradient_norm
 def made(*warps, rows=8):
     "How many of these kernels this process had to compile, and how many it has."
     hits.clear()
-    with compiling_only() as kernels:
+    with compile_only() as kernels:
         for count in warps:
             gradient_norm._square_sums_kernel[(4,)](x, x, 4096, ROWS=rows, WIDTH=128, num_warps=count)
             if then := after.get(count):
                 then()
-    return [hits.count(False), len(kernels.named)]
+    return [hits.count(False), len(kernels.listed)]
 
 class Known(compile_processes.CompileProcesses):
     def __init__(self, count):
@@ -221,12 +221,12 @@ def began_by_one_that_is_killed():
 gone = [ended(began_by_one_that_is_killed())]
 x, hits, begun, after = torch.zeros(4096), [], [], {}
 triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-precompile.workers, precompile.CompileProcesses = lambda: 4, Known
+precompile.worker_count, precompile.CompileProcesses = lambda: 4, Known
 whole = made(1, 2)
 gone.append(ended(begun[-1]))
 after = {4: lambda: hit(signal.SIGKILL)}
 without = made(4, 8)
-compile_processes.LIMIT_S, after = 2.0, {16: lambda: hit(signal.SIGSTOP)}
+compile_processes.TIMEOUT_S, after = 2.0, {16: lambda: hit(signal.SIGSTOP)}
 begun_at, waiting = time.monotonic(), made(16, 32)
 waited = time.monotonic() - begun_at
 hit(signal.SIGKILL)
@@ -262,15 +262,15 @@ def three():
     by_tma(64, 32, 128, 4, 3)
 
 def listed():
-    with compiling_only() as kernels:
+    with compile_only() as kernels:
         three()
-    return [*kernels.named]
+    return [*kernels.listed]
 
 def loaded(kernels):
     assert preload(kernels) == 3
     missed = []
     triton.knobs.runtime.jit_cache_hook = lambda *, compile, **_: missed.append(compile["constants"]) or True
-    with compiling_only():
+    with compile_only():
         three()
         launch(64, 16, 128, 4, 4, 4)
     return len(missed)

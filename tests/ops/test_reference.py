@@ -16,7 +16,7 @@ from lockstep import ops
 from lockstep.ops.attention import reference as attention_reference
 from lockstep.ops.linear.operator import linear, linear_fp32
 from lockstep.ops.logprobs.philox import sample_key
-from lockstep.ops.machine_check.inputs import cancel
+from lockstep.ops.machine_check.inputs import make_products_cancel
 from lockstep.session.parity_check import CHECK_DOMAIN
 from lockstep.types import GENERATE_DOMAIN, TRAIN_DOMAIN, VALIDATION_DOMAIN, WARMUP_DOMAIN
 
@@ -47,7 +47,7 @@ def changed_rows(
         rows, depth, columns = (draw.randint(1, size) for size in sizes)
         x, weight = wide(rows, depth).to(dtype), wide(columns, depth).to(dtype)
         if depth > 1 and draw.random() < 0.5:
-            cancel(x, weight)
+            make_products_cancel(x, weight)
         whole, order = product(x, weight), torch.randperm(rows)
         start = draw.randrange(rows)
         end, offset = draw.randint(start + 1, rows), draw.randint(1, 16)

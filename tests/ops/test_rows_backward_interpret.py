@@ -167,14 +167,14 @@ class Interpreted:
         assert result.flatten().tolist() == [0.0, tokens, 0.0]
 
     def test_partial_sums_of_more_programs_than_are_added_at_a_time(self):
-        partial = torch.randn(2 * row_kernels.FOLD_ROWS + 1, 9)
-        assert_near((row_kernels.fold(partial, torch.float32),), (partial.double().sum(0),))
+        partial = torch.randn(2 * row_kernels.SUM_ROWS + 1, 9)
+        assert_near((row_kernels.sum_partials(partial, torch.float32),), (partial.double().sum(0),))
 
     def test_partial_sums_further_apart_than_an_int32_counts(self):
         programs, stride = 520, 1 << 22
         apart = torch.from_numpy(np.empty(programs * stride, np.float32))  # what is not touched takes no memory
         partial_PD = apart.as_strided((programs, 4), (stride, 1)).copy_(torch.arange(programs * 4).view(-1, 4))
-        assert torch.equal(row_kernels.fold(partial_PD, torch.float32), partial_PD.sum(0))
+        assert torch.equal(row_kernels.sum_partials(partial_PD, torch.float32), partial_PD.sum(0))
 
     @pytest.mark.parametrize("shape", [(1,), (3, 5), (4097,)])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -67,12 +67,12 @@ def twins() -> Decoder:
 
 
 def higher_index_wins(values: torch.Tensor, count: int) -> torch.Tensor:
-    """A mutant of `routing._top` that breaks ties the other way."""
+    """A mutant of `routing._top_indices` that breaks ties the other way."""
     last = values.shape[-1] - 1
     return last - top(values.flip(-1), count)
 
 
-top = routing._top
+top = routing._top_indices
 
 
 @pytest.mark.parametrize("capture", ["none", "step"])
@@ -87,7 +87,7 @@ def test_other_experts_stop_a_strict_run_though_log_probs_are_equal(
     prompts, sampling = requests(3, length=8)
     with monkeypatch.context() as patch:
         if mutant == "ties":
-            patch.setattr(routing, "_top", higher_index_wins)
+            patch.setattr(routing, "_top_indices", higher_index_wins)
         completions = generate(Engine(weights, GeneratorConfig(), 16384, runtime=runtime), prompts, sampling)
     trainer = of_one_shape(Trainer(model, OptimizerConfig(), LossConfig(), runtime=runtime))
     before = trainer.flat.data.clone()

@@ -47,7 +47,7 @@ def config_of(parity: str = "strict", captured: bool = False, model: Path | None
 def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine on which every shape breaks the contract."""
     monkeypatch.setenv("LOCKSTEP_CACHE", str(tmp_path))
-    monkeypatch.setattr(machine_check, "_check", lambda *_: "broken")
+    monkeypatch.setattr(machine_check, "_check_shape", lambda *_: "broken")
 
 
 def test_strict_parity_does_not_start_on_a_machine_that_breaks_the_contract(broken: None) -> None:
@@ -70,8 +70,8 @@ def test_beside_a_kernel_from_outside_graphs_are_checked_anew(monkeypatch: pytes
     monkeypatch.setattr(session_warm_up, "check_against_eager", lambda *given: kept.append(given[3]) or [])
     monkeypatch.setattr("lockstep.cache.loaded_code.find_difference", lambda: None)  # of what the line before replaced
     config = replace(config_of(captured=True, model=shallow), compile=CompileConfig("step"))
-    for offers in ({}, {"toy": lambda *_: []}):
-        monkeypatch.setattr(linear_choice, "offers", offers)
+    for registered in ({}, {"toy": lambda *_: []}):
+        monkeypatch.setattr(linear_choice, "registered", registered)
         session_warm_up.warm_up(build(config))
     assert isinstance(kept[0], PassedChecks) and kept[1] is None
 
@@ -95,7 +95,7 @@ def traced(made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_graphs_are_made_again_with_what_the_check_replaced(monkeypatch, traced: None, shallow: Path) -> None:
     monkeypatch.setattr(linear_choice, "overrides", {})
-    monkeypatch.setattr(machine_check, "_check", lambda *_: "replaced")
+    monkeypatch.setattr(machine_check, "_check_shape", lambda *_: "replaced")
     config = config_of(captured=True, model=shallow)
     run = build(config)
     launches = warm_up(run)

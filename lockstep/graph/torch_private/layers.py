@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ...ops.operator import sizes_apart
+from ...ops.operator import disable_duck_shapes
 
 
 def compiled_call(
@@ -36,7 +36,7 @@ def compiled_call(
     run = torch.compile(own, fullgraph=True, dynamic=True, backend=backend)
 
     def guarded(module: nn.Module, *args: Any) -> Any:
-        with dynamo.patch(specialize_float=True, recompile_limit=limit), sizes_apart():  # floats stay constants
+        with dynamo.patch(specialize_float=True, recompile_limit=limit), disable_duck_shapes():  # floats stay constants
             try:
                 return run(module, *args)
             except (FailOnRecompileLimitHit, Unsupported, UserError) as error:

@@ -86,7 +86,7 @@ class PagedAttention:
     slots_T: Tensor
     paged: ops.Paged
     contexts: ops.Contexts | None = None
-    groups: ops.PrefixGroups = ops.ALONE
+    groups: ops.PrefixGroups = ops.NO_GROUPS
     masks: Masks | None = None
     tiles: dict[int, list[Tensor]] = field(default_factory=dict)  # by window
 

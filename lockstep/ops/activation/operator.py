@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..operator import like, operator, saved
+from ..operator import like, operator, saved_values
 from ..records import ACTIVATIONS, SILU
 
 GELU_LINEAR, GELU_CUBIC = 1.5957691216057308, 0.07135481627159843
@@ -28,7 +28,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     """Gradient of `silu_mul` for its input, [T, 2F], given that of its result, [T, F]."""
     (gate, up), grad = _factors(gate_up_TE, activation), grad_TF.float()
-    sigmoid = torch.sigmoid(_exponent(gate, activation))
+    sigmoid = torch.sigmoid(_sigmoid_argument(gate, activation))
     active = gate * sigmoid
     rising = active * (1 - sigmoid)
     if activation == "gelu_tanh":
@@ -46,7 +46,7 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SIL
     native=native.silu_mul,
     cuda="triton:silu_mul",
     fake=lambda gate_up_TE, *_: gate_up_TE.new_empty(gate_up_TE.shape[0], gate_up_TE.shape[1] // 2),
-    backward=lambda ctx, grad_TF: silu_mul_backward(grad_TF, *saved(ctx)),
+    backward=lambda ctx, grad_TF: silu_mul_backward(grad_TF, *saved_values(ctx)),
 )
 def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     """`silu(gate) * up` of a fused [T, 2F] projection (gate first), [T, F] in its dtype; or the same with another of
@@ -55,7 +55,7 @@ def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     It is written `x / (1 + exp(-x))` since torch's own silu differs between its vector body and its scalar tail.
     """
     gate, up = _factors(gate_up_TE, activation)
-    return (gate / (torch.exp(-_exponent(gate, activation)) + 1.0) * up).to(gate_up_TE.dtype)
+    return (gate / (torch.exp(-_sigmoid_argument(gate, activation)) + 1.0) * up).to(gate_up_TE.dtype)
 
 
 def _factors(gate_up_TE: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ def _factors(gate_up_TE: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def _exponent(gate: Tensor, activation: str) -> Tensor:
+def _sigmoid_argument(gate: Tensor, activation: str) -> Tensor:
     """The argument of the sigmoid."""
     if activation == "gelu_tanh":
         return gate * (gate * gate * GELU_CUBIC + GELU_LINEAR)

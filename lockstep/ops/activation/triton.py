@@ -30,7 +30,7 @@ def _factors(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _exponent(gate, ACTIVATION: tl.constexpr):
+def _sigmoid_argument(gate, ACTIVATION: tl.constexpr):
     """The argument of the sigmoid."""
     if ACTIVATION == "gelu_tanh":
         gate = gate * (gate * gate * GELU_CUBIC + GELU_LINEAR)
@@ -42,7 +42,7 @@ def _exponent(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _rising(gate, active, sigmoid, ACTIVATION: tl.constexpr):
+def _gate_slope(gate, active, sigmoid, ACTIVATION: tl.constexpr):
     """The gate times the derivative of the sigmoid with respect to the gate."""
     rising = active * (1.0 - sigmoid)
     if ACTIVATION == "gelu_tanh":
@@ -53,10 +53,10 @@ def _rising(gate, active, sigmoid, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def gated(gate, up, ACTIVATION: tl.constexpr):
+def apply_gate(gate, up, ACTIVATION: tl.constexpr):
     """`activation(gate) * up` in float32."""
     gate, up = _factors(gate, up, ACTIVATION)
-    return tl.div_rn(gate, tl.exp(-_exponent(gate, ACTIVATION)) + 1.0) * up
+    return tl.div_rn(gate, tl.exp(-_sigmoid_argument(gate, ACTIVATION)) + 1.0) * up
 
 
 @triton.jit
@@ -72,9 +72,9 @@ def _silu_mul_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < WIDTH
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     gate, up = load_halves(gate_up_ptr + row * gate_up_stride + column, mask, WIDTH)
-    out = gated(gate, up, ACTIVATION)
+    out = apply_gate(gate, up, ACTIVATION)
     tl.store(out_ptr + row * WIDTH + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -106,9 +106,9 @@ def _silu_mul_backward_kernel(
     grad = tl.load(grad_ptr + row * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
     given_gate, given_up = load_halves(gate_up_ptr + row * stride + column, mask, WIDTH)
     gate, up = _factors(given_gate, given_up, ACTIVATION)
-    sigmoid = tl.div_rn(1.0, tl.exp(-_exponent(gate, ACTIVATION)) + 1.0)
+    sigmoid = tl.div_rn(1.0, tl.exp(-_sigmoid_argument(gate, ACTIVATION)) + 1.0)
     active = gate * sigmoid
-    grad_gate = grad * up * (sigmoid + _rising(gate, active, sigmoid, ACTIVATION))
+    grad_gate = grad * up * (sigmoid + _gate_slope(gate, active, sigmoid, ACTIVATION))
     if ACTIVATION == "swiglu_clamped":
         grad_gate = tl.where(given_gate <= SWIGLU_LIMIT, grad_gate, 0.0)
         grad = tl.where(tl.abs(given_up) <= SWIGLU_LIMIT, grad, 0.0)

@@ -25,7 +25,7 @@ from torch import Tensor
 from .. import native
 from ..embedding.operator import accumulate_rows
 from ..linear.operator import MIN_COLUMNS
-from ..operator import in_c
+from ..operator import uses_native
 from ..records import PLAIN, AttentionScores, Contexts, KVPages, Packed, Paged
 from .masks import MaskFunction, visibility
 
@@ -35,7 +35,7 @@ MAX_SEQUENCES = 65_534  # per call: a GPU grid's limit along the sequence axis, 
 QUERY_BLOCK = 32
 ROW_BLOCK = 16  # measured: batched products of 16, 32, 48 ... rows agree bit for bit; of 4 they do not at a depth of 96
 SCORE_BUDGET, BACKWARD_BUDGET = 1 << 23, 1 << 27  # score elements in flight
-LENGTHS = 32  # segments whose lengths round up to the same multiples of this run together in the backward
+LENGTH_STEP = 32  # segments whose lengths round up to the same multiples of this run together in the backward
 
 
 class _Block(NamedTuple):
@@ -62,14 +62,15 @@ def packed(
     q_TNH: Tensor,
     k_TKH: Tensor,
     v_TKH: Tensor,
-    by: Packed,
+    layout: Packed,
     scores: AttentionScores = PLAIN,
     visible: MaskFunction | None = None,
 ) -> Tensor:
     """See `attention.operator.attention_packed`; with `visible`, `flex.flex_packed`."""
-    starts, prefix_len = by.cu_seqlens.tolist(), by.prefix_len_S.tolist()
+    starts, prefix_len = layout.cu_seqlens.tolist(), layout.prefix_len_S.tolist()
     queries = [(starts[s], starts[s + 1] - starts[s], prefix_len[s]) for s in range(len(prefix_len))]
-    start_S, prefix_start, prefix = by.cu_seqlens[:-1].long(), by.prefix_start_S.long(), by.prefix_len_S.long()
+    start_S, prefix = layout.cu_seqlens[:-1].long(), layout.prefix_len_S.long()
+    prefix_start = layout.prefix_start_S.long()
 
     def rows(sequence_B: Tensor, position_BL: Tensor) -> Tensor:
         own = (start_S - prefix)[sequence_B].unsqueeze(1)
@@ -80,19 +81,19 @@ def packed(
 
 
 def paged(
-    q_TNH: Tensor, cache: KVPages, by: Paged, scores: AttentionScores = PLAIN, visible: MaskFunction | None = None
+    q_TNH: Tensor, cache: KVPages, layout: Paged, scores: AttentionScores = PLAIN, visible: MaskFunction | None = None
 ) -> Tensor:
     """See `attention.operator.attention_paged`; with `visible`, `flex.flex_paged`."""
-    contexts = by.decoding(q_TNH.shape[0])
+    contexts = layout.decode_contexts(q_TNH.shape[0])
     if contexts and not scores.window:  # with a window, each sequence has a first tile of its own
         return _decode(q_TNH, cache, contexts, scores, visible)
-    starts, context = by.cu_seqlens.tolist(), by.context_len_S.tolist()
+    starts, context = layout.cu_seqlens.tolist(), layout.context_len_S.tolist()
     lengths = [starts[s + 1] - starts[s] for s in range(len(context))]
     queries = [(starts[s], n, context[s] - n) for s, n in enumerate(lengths)]
     page_size = cache.k_cache.shape[1]
 
     def rows(sequence_B: Tensor, position_BL: Tensor) -> Tensor:
-        pages = by.block_table[sequence_B].gather(1, position_BL // page_size).long()
+        pages = layout.block_table[sequence_B].gather(1, position_BL // page_size).long()
         return pages * page_size + position_BL % page_size
 
     k_RKH, v_RKH = (pages.flatten(0, 1) for pages in cache)
@@ -100,14 +101,14 @@ def paged(
 
 
 def _decode(
-    q_SNH: Tensor, cache: KVPages, by: Contexts, scores: AttentionScores, visible: MaskFunction | None
+    q_SNH: Tensor, cache: KVPages, contexts: Contexts, scores: AttentionScores, visible: MaskFunction | None
 ) -> Tensor:
     """One new token per sequence, which is a block; all are padded with masked tiles, which change no bit."""
-    length = -(-by.max_context_len // KEY_TILE) * KEY_TILE
+    length = -(-contexts.max_context_len // KEY_TILE) * KEY_TILE
     page_size = cache.k_cache.shape[1]
-    keys_L, page_L, offset_L = _page_offsets(length, page_size, by.block_table.shape[1])
-    last_S1 = by.context_len_S.unsqueeze(1) - 1
-    rows_SL = by.block_table.index_select(1, page_L) * page_size + offset_L
+    keys_L, page_L, offset_L = _page_offsets(length, page_size, contexts.block_table.shape[1])
+    last_S1 = contexts.context_len_S.unsqueeze(1) - 1
+    rows_SL = contexts.block_table.index_select(1, page_L) * page_size + offset_L
     visible_SL = keys_L <= last_S1
     rows_SL = torch.where(visible_SL, rows_SL, rows_SL[:, :1])
     if visible is not None:
@@ -178,12 +179,12 @@ def _softmax_attention(q_BWNH: Tensor, keys: _Keys, key_rows_BL: Tensor, bias_BW
     padding = -q.shape[1] % ROW_BLOCK
     q = F.pad(q, (0, 0, 0, padding)) if padding else q
 
-    rows = (key_rows_BL.unsqueeze(1) * kv_heads + _heads(kv_heads)).flatten()
+    rows = (key_rows_BL.unsqueeze(1) * kv_heads + _head_indices(kv_heads)).flatten()
     k = k_RKH.reshape(-1, head_dim).index_select(0, rows).float().view(-1, length, head_dim)
     v = v_RKH.reshape(-1, head_dim).index_select(0, rows).float().view(-1, length, head_dim)
     v = F.pad(v, (0, MIN_COLUMNS - head_dim)) if head_dim < MIN_COLUMNS else v
 
-    scores = soft_capped(torch.bmm(q, k.transpose(1, 2)), scoring.softcap)
+    scores = soft_cap(torch.bmm(q, k.transpose(1, 2)), scoring.softcap)
     scores[:, : width * group].view(blocks, kv_heads, width, group, length).add_(bias_BWL[:, None, :, None])
     if masked:
         out, _ = _attend_split(scores, v)
@@ -207,9 +208,9 @@ def _attend_splits(scores: Tensor, v: Tensor, first: int, sinks: Tensor | None) 
     """The output over keys from position `first` on, with the sinks joined."""
     if first // KEY_SPLIT == (first + v.shape[1] - 1) // KEY_SPLIT:
         out, p = _attend_split(scores, v)
-        return out if sinks is None else out * _beside_sinks(*_statistics(scores, p), sinks)
+        return out if sinks is None else out * _share_of_keys(*_statistics(scores, p), sinks)
     out, exp_sum, maximum = _merge_splits(scores, v, first)
-    return out if sinks is None else out * _beside_sinks(exp_sum, maximum, sinks)
+    return out if sinks is None else out * _share_of_keys(exp_sum, maximum, sinks)
 
 
 def _attend_split(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,21 +245,22 @@ def _merge_splits(scores: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor
         seen, new_sum = maximum != -torch.inf, before + after
         merged = (total * (before / new_sum) + out * (after / new_sum), new_sum, new_max)
         first_seen = total_max == -torch.inf  # splits before a window are NaN
-        state, of_split = (total, total_sum, total_max), (out, exp_sum, maximum)
+        state, split_state = (total, total_sum, total_max), (out, exp_sum, maximum)
         total, total_sum, total_max = (
-            torch.where(first_seen, y, torch.where(seen, z, x)) for x, y, z in zip(state, of_split, merged, strict=True)
+            torch.where(first_seen, y, torch.where(seen, z, x))
+            for x, y, z in zip(state, split_state, merged, strict=True)
         )
     return total, total_sum, total_max
 
 
-def _beside_sinks(exp_sum: Tensor, maximum: Tensor, sinks: Tensor) -> Tensor:
+def _share_of_keys(exp_sum: Tensor, maximum: Tensor, sinks: Tensor) -> Tensor:
     """The share that keys have in the sum of exponentials once the sinks' are added."""
     highest = torch.maximum(maximum, sinks)
-    of_keys = exp_sum * torch.exp(maximum - highest)
-    return of_keys / (of_keys + torch.exp(sinks - highest))
+    key_sum = exp_sum * torch.exp(maximum - highest)
+    return key_sum / (key_sum + torch.exp(sinks - highest))
 
 
-def soft_capped(x: Tensor, cap: float) -> Tensor:
+def soft_cap(x: Tensor, cap: float) -> Tensor:
     """`cap * tanh(x / cap)`; x if the cap is 0. The tanh is that of Cephes (`tanhf`), since torch's own has other bits
     in a vector's tail."""
     if not cap:
@@ -273,12 +275,12 @@ def soft_capped(x: Tensor, cap: float) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def _heads(count: int) -> Tensor:
+def _head_indices(count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int32).unsqueeze(1)
 
 
 def packed_backward(
-    tensors: Sequence[Tensor], by: Packed, scores: AttentionScores = PLAIN, visible: MaskFunction | None = None
+    tensors: Sequence[Tensor], layout: Packed, scores: AttentionScores = PLAIN, visible: MaskFunction | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `attention.operator.attention_packed` (with `visible`, of `flex.flex_packed`) for q, k, v and the
     sinks (empty if there are none), accumulated in float32 in a fixed order. `tensors` are the output's gradient, q, k
@@ -292,26 +294,26 @@ def packed_backward(
     grad_q = torch.zeros_like(q_TNH, dtype=torch.float32)
     grad_k = torch.zeros_like(k_TKH, dtype=torch.float32)
     grad_v = torch.zeros_like(v_TKH, dtype=torch.float32)
-    starts, prefix_start, prefix_len = (x.tolist() for x in by[:3])
+    starts, prefix_start, prefix_len = (x.tolist() for x in layout[:3])
     batches: dict[tuple[int, int], list[tuple[int, int, int, int]]] = defaultdict(list)
     for s, (p_start, p_len) in enumerate(zip(prefix_start, prefix_len, strict=True)):
         length = starts[s + 1] - starts[s]
         if length:
-            shape = (-(-length // LENGTHS) * LENGTHS, -(-(length + p_len) // LENGTHS) * LENGTHS)
+            shape = (-(-length // LENGTH_STEP) * LENGTH_STEP, -(-(length + p_len) // LENGTH_STEP) * LENGTH_STEP)
             batches[shape].append((starts[s], length, p_start, p_len))
     for (queries, keys), segments in batches.items():
         size = max(1, BACKWARD_BUDGET // (q_TNH.shape[1] * queries * keys))
         for i in range(0, len(segments), size):
             table = torch.tensor(segments[i : i + size]).to(q_TNH.device)
-            layout = _layout(table, queries, keys, visible)
-            dq, dk, dv, dsinks_BN = _dense(grad_TNH, q_TNH, k_TKH, v_TKH, layout, scores)
+            padded = _pad_segments(table, queries, keys, visible)
+            dq, dk, dv, dsinks_BN = _batch_gradients(grad_TNH, q_TNH, k_TKH, v_TKH, padded, scores)
             grad_sinks += dsinks_BN.sum(0)
-            accumulate_heads(layout.token_BQ, (grad_q, dq))
-            accumulate_heads(layout.row_BL, (grad_k, dk), (grad_v, dv))
+            accumulate_heads(padded.token_BQ, (grad_q, dq))
+            accumulate_heads(padded.row_BL, (grad_k, dk), (grad_v, dv))
     return grad_q.to(q_TNH.dtype), grad_k.to(k_TKH.dtype), grad_v.to(v_TKH.dtype), grad_sinks.to(sinks_N.dtype)
 
 
-class _Padded(NamedTuple):
+class _PaddedSegments(NamedTuple):
     """Rows of the padded queries and keys, and the mask as a bias; padding refers to the segment's first row."""
 
     token_BQ: Tensor
@@ -319,7 +321,7 @@ class _Padded(NamedTuple):
     bias_BQL: Tensor
 
 
-def _layout(table: Tensor, queries: int, keys: int, visible: MaskFunction | None) -> _Padded:
+def _pad_segments(table: Tensor, queries: int, keys: int, visible: MaskFunction | None) -> _PaddedSegments:
     start, length, prefix_start, prefix_len = (column.unsqueeze(1) for column in table.unbind(1))
     q = torch.arange(queries, device=table.device)
     k = torch.arange(keys, device=table.device)
@@ -329,25 +331,25 @@ def _layout(table: Tensor, queries: int, keys: int, visible: MaskFunction | None
     position_BQ1 = (prefix_len + q).unsqueeze(2)
     seen = k <= position_BQ1 if visible is None else visible(position_BQ1.int(), k.int())
     hidden = ~(seen & (q < length).unsqueeze(2))
-    return _Padded(token_BQ, row_BL, torch.zeros(1, device=table.device).masked_fill(hidden, -torch.inf))
+    return _PaddedSegments(token_BQ, row_BL, torch.zeros(1, device=table.device).masked_fill(hidden, -torch.inf))
 
 
-def _dense(
-    grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: _Padded, scoring: AttentionScores
+def _batch_gradients(
+    grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: _PaddedSegments, scoring: AttentionScores
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients for q [B, N, Q, H], k and v [B, K, L, H], and the sinks [B, N] or [0], float32; padded rows are exactly
     zero."""
-    token_BQ, row_BL, bias_BQL = layout
+    token_BQ, row_BL, bias_BQL = segments
     batch, queries = token_BQ.shape
     heads, head_dim = q_TNH.shape[1:]
     kv_heads = k_TKH.shape[1]
     scale, cap = scoring.scale or head_dim**-0.5, scoring.softcap
-    rows, many = (batch * kv_heads, -1, head_dim), (batch, kv_heads, heads // kv_heads, queries, -1)
-    q, grad = (x.view(rows) for x in gather_heads(token_BQ, q_TNH, grad_TNH))  # [B * K, G * Q, H]
-    k, v = (x.view(rows) for x in gather_heads(row_BL, k_TKH, v_TKH))  # [B * K, L, H]
-    scores = soft_capped(torch.bmm(q, k.transpose(1, 2)).float().mul_(scale).view(many), cap)
+    shape, score_shape = (batch * kv_heads, -1, head_dim), (batch, kv_heads, heads // kv_heads, queries, -1)
+    q, grad = (x.view(shape) for x in gather_heads(token_BQ, q_TNH, grad_TNH))  # [B * K, G * Q, H]
+    k, v = (x.view(shape) for x in gather_heads(row_BL, k_TKH, v_TKH))  # [B * K, L, H]
+    scores = soft_cap(torch.bmm(q, k.transpose(1, 2)).float().mul_(scale).view(score_shape), cap)
     slope = (1.0 - (scores / cap) ** 2).view(*q.shape[:2], -1) if cap else None
-    p, p_sink = _softmax_beside(scores.add_(bias_BQL[:, None, None]), scoring.sinks_N)
+    p, p_sink = _softmax_with_sinks(scores.add_(bias_BQL[:, None, None]), scoring.sinks_N)
     p = p.nan_to_num_(0.0).view(*q.shape[:2], -1)
     dp = torch.bmm(grad, v.transpose(1, 2)).float()
     delta = (p * dp).sum(-1, keepdim=True)
@@ -356,11 +358,11 @@ def _dense(
     ds = (ds if slope is None else ds.mul_(slope)).mul_(scale).to(q.dtype)
     dq, dk = torch.bmm(ds, k).float(), torch.bmm(ds.transpose(1, 2), q).float()
     dv = torch.bmm(p.to(q.dtype).transpose(1, 2), grad).float()
-    of_kv = (batch, kv_heads, -1, head_dim)
-    return dq.view(batch, heads, queries, head_dim), dk.view(of_kv), dv.view(of_kv), dsinks
+    kv_shape = (batch, kv_heads, -1, head_dim)
+    return dq.view(batch, heads, queries, head_dim), dk.view(kv_shape), dv.view(kv_shape), dsinks
 
 
-def _softmax_beside(scores: Tensor, sinks_N: Tensor | None) -> tuple[Tensor, Tensor]:
+def _softmax_with_sinks(scores: Tensor, sinks_N: Tensor | None) -> tuple[Tensor, Tensor]:
     """Probabilities of keys, [B, K, G, Q, L], and of the sinks, [B, K, G, Q] or [0]."""
     if sinks_N is None:
         return torch.softmax(scores, dim=-1), scores.new_empty(0)
@@ -371,7 +373,7 @@ def _softmax_beside(scores: Tensor, sinks_N: Tensor | None) -> tuple[Tensor, Ten
 
 def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
     """Each segment's rows of each tensor [T, N, H], grouped by head: [B, N, I, H]. All tensors have one dtype."""
-    if in_c(tensors[0]):
+    if uses_native(tensors[0]):
         return native.gather_heads(rows_BI, *tensors)
     return [x[rows_BI.flatten()].view(*rows_BI.shape, *x.shape[1:]).transpose(1, 2).contiguous() for x in tensors]
 
@@ -379,7 +381,7 @@ def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
 def accumulate_heads(rows_BI: Tensor, *sums: tuple[Tensor, Tensor]) -> None:
     """For each total [T, N, H] and its values [B, N, I, H]: `total[rows[b, i], n] += values[b, n, i]` in place, in the
     order of (b, i)."""
-    if in_c(sums[0][0]):
+    if uses_native(sums[0][0]):
         native.accumulate_heads(rows_BI, *sums)
         return
     for total_TNH, values_BNIH in sums:

@@ -18,20 +18,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..records import ALONE, PLAIN, AttentionScores, KVPages, Packed, Paged, PrefixGroups
+from ..records import NO_GROUPS, PLAIN, AttentionScores, KVPages, Packed, Paged, PrefixGroups
 from ..rows import unit_inner
 from . import triton_decode, triton_scores
 from .reference import KEY_SPLIT
-from .triton_scores import beside_sinks
+from .triton_scores import add_sinks
 from .triton_tiles import (
     BLOCK_L,
-    LONG,
+    LONG_CONTEXT,
     AttentionForm,
     AttentionTile,
     Keys,
     Queries,
     attend,
-    block,
+    block_size,
     empty_state,
     load_query_parts,
     merge_states,
@@ -39,7 +39,7 @@ from .triton_tiles import (
 )
 
 TILE = AttentionTile(64, 4, 3)
-LONG_TILE = AttentionTile(128, 8, 3)  # above `LONG` keys, or `PAGED_LONG`
+LONG_TILE = AttentionTile(128, 8, 3)  # above `LONG_CONTEXT` keys, or `PAGED_LONG`
 PAIRED_TILE = AttentionTile(128, 8, 2, registers=128)  # likewise, with two programs per multiprocessor
 PAGED_LONG = 4096  # for a paged cache, where decode rows of one token each run beside prompts
 SMALL_TILE = AttentionTile(64, 4, 1)  # for float32 and for head dims above 128
@@ -176,12 +176,12 @@ def _attention_kernel(
         state = empty_state(BLOCK_M, BLOCK_H)
         for begin in range(lowest // SPLIT * SPLIT, end, SPLIT):
             stop = tl.minimum(begin + SPLIT, end)
-            found = _attend_causal(q, last_M, begin, unmasked_end, stop, keys, scale, IS_LONG, FORM, lowest, highest)
-            state = merge_states(state, found)
+            split = _attend_causal(q, last_M, begin, unmasked_end, stop, keys, scale, IS_LONG, FORM, lowest, highest)
+            state = merge_states(state, split)
     else:
         state = _attend_causal(q, last_M, 0, unmasked_end, end, keys, scale, IS_LONG, FORM, lowest, highest)
     if sinks_ptr is not None:
-        state = beside_sinks(state, sinks_ptr, head_M, inside_M)
+        state = add_sinks(state, sinks_ptr, head_M, inside_M)
 
     shift_M, sum_M, acc_MH = state
     offset_M = (first + token_M).to(tl.int64) * out_stride + head_M * HEAD_DIM
@@ -189,30 +189,34 @@ def _attention_kernel(
     tl.store(lse_ptr + row_M, shift_M + tl.log2(sum_M), mask=inside_M)
 
 
-def _tile(max_context: int, head_dim: int, dtype: torch.dtype, roomy: bool, long: int = LONG) -> AttentionTile:
-    """`roomy`: with pages or a window, for which half of the registers are too few if heads are wide."""
+def _choose_tile(
+    max_context: int, head_dim: int, dtype: torch.dtype, many_registers: bool, long: int = LONG_CONTEXT
+) -> AttentionTile:
+    """`many_registers`: with pages or a window, for which half of them are too few if heads are wide."""
     if dtype.itemsize > 2 or head_dim > 128:
         return SMALL_TILE
     if max_context <= long:
         return TILE
-    return LONG_TILE if roomy and head_dim > 64 else PAIRED_TILE
+    return LONG_TILE if many_registers and head_dim > 64 else PAIRED_TILE
 
 
 def launch(
     qkv: tuple[Tensor, Tensor, Tensor],
     scale: float,
-    by: Packed | Paged,
+    layout: Packed | Paged,
     page_size: int,
     tile: AttentionTile,
-    **others: Any,
+    **extra: Any,
 ) -> tuple[Tensor, Tensor]:
     """Output, and each row's log2-sum-exp2 of scaled scores, float32 [K, T, G], from q [T, N, H] and k and v [R, K, H].
-    `page_size` is 0 for packed segments; `others` are the kernel's arguments for latents' rotated parts and for
+    `page_size` is 0 for packed segments; `extra` are the kernel's arguments for latents' rotated parts and for
     `AttentionScores`."""
-    if isinstance(by, Packed):
-        at, max_queries, max_context = (by.cu_seqlens, by.prefix_len_S, by.prefix_start_S), by.max_len, by.max_len
+    if isinstance(layout, Packed):
+        at = layout.cu_seqlens, layout.prefix_len_S, layout.prefix_start_S
+        max_queries = max_context = layout.max_len
     else:
-        at, max_queries, max_context = (by.cu_seqlens, by.context_len_S, by.block_table), *by[3:]
+        at = layout.cu_seqlens, layout.context_len_S, layout.block_table
+        max_queries, max_context = layout.max_query_len, layout.max_context_len
     q_TNH, k_RKH, v_RKH = map(unit_inner, qkv)
     (tokens, heads, head_dim), kv_heads = q_TNH.shape, k_RKH.shape[1]
     group = heads // kv_heads
@@ -223,35 +227,36 @@ def launch(
         q_TNH, k_RKH, v_RKH, out_TNH, lse_KTG, *at, tokens, at[2].stride(0),
         *(stride for x in (q_TNH, k_RKH, v_RKH) for stride in x.stride()[:2]), scale * math.log2(math.e),
         PAGE_SIZE=page_size, SPLIT=KEY_SPLIT if max_context > KEY_SPLIT else 0,
-        IS_LONG=max_context > LONG and "ROPE_DIM" not in others, GROUP=group, HEAD_DIM=head_dim,
-        BLOCK_M=tile.query_rows, BLOCK_H=block(head_dim), **others, num_warps=tile.warps, num_stages=tile.stages,
+        IS_LONG=max_context > LONG_CONTEXT and "ROPE_DIM" not in extra, GROUP=group, HEAD_DIM=head_dim,
+        BLOCK_M=tile.query_rows, BLOCK_H=block_size(head_dim), **extra, num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers, enable_fp_fusion=False,
     )  # fmt: skip
     return out_TNH, lse_KTG
 
 
 def packed(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: Packed, scores: AttentionScores = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """See `attention.operator.attention_packed`; also returns `launch`'s log-sum-exp."""
     head_dim = q_TNH.shape[2]
-    tile = _tile(by.max_len, head_dim, q_TNH.dtype, scores.window > 0)
-    scale, others = triton_scores.arguments(scores, head_dim)
-    return launch((q_TNH, k_TKH, v_TKH), scale, by, 0, tile, **others, **triton_scores.sinks(scores))
+    tile = _choose_tile(layout.max_len, head_dim, q_TNH.dtype, scores.window > 0)
+    scale, constants = triton_scores.score_arguments(scores, head_dim)
+    return launch((q_TNH, k_TKH, v_TKH), scale, layout, 0, tile, **constants, **triton_scores.sink_arguments(scores))
 
 
 def paged(
-    q_TNH: Tensor, cache: KVPages, by: Paged, groups: PrefixGroups = ALONE, scores: AttentionScores = PLAIN
+    q_TNH: Tensor, cache: KVPages, layout: Paged, groups: PrefixGroups = NO_GROUPS, scores: AttentionScores = PLAIN
 ) -> Tensor:
-    if contexts := by.decoding(q_TNH.shape[0]):
+    if contexts := layout.decode_contexts(q_TNH.shape[0]):
         return triton_decode.decode(q_TNH, cache, contexts, groups, scores)
     _, page_size, _, head_dim = cache.k_cache.shape
     k_RKH, v_RKH = (pages.view(-1, *pages.shape[2:]) for pages in cache)
-    tile = _tile(by.max_context_len, head_dim, q_TNH.dtype, True, PAGED_LONG)
-    scale, others = triton_scores.arguments(scores, head_dim)
-    single, pieces = by.divided(groups.sequences)
-    out_TNH, _ = launch((q_TNH, k_RKH, v_RKH), scale, pieces, page_size, tile, **others, **triton_scores.sinks(scores))
+    tile = _choose_tile(layout.max_context_len, head_dim, q_TNH.dtype, True, PAGED_LONG)
+    scale, constants = triton_scores.score_arguments(scores, head_dim)
+    decodes, rest = layout.split_decodes(groups.sequences)
+    sinks = triton_scores.sink_arguments(scores)
+    out_TNH, _ = launch((q_TNH, k_RKH, v_RKH), scale, rest, page_size, tile, **constants, **sinks)
     if groups.sequences:
         out_SNH = out_TNH[: groups.sequences]
-        triton_decode.decode(q_TNH[: groups.sequences], cache, single, groups, scores, out_SNH)
+        triton_decode.decode(q_TNH[: groups.sequences], cache, decodes, groups, scores, out_SNH)
     return out_TNH

@@ -33,15 +33,15 @@ from torch import Tensor
 from ..records import PLAIN, AttentionGradient, AttentionScores, Packed
 from ..rows import LN_2, unit_inner
 from . import triton_scores
-from .triton_gradient_tiles import Rows, find_tile, over_keys, over_queries, store_keys
+from .triton_gradient_tiles import Rows, add_to_dk_dv, add_to_dq, find_tile, store_keys
 from .triton_scores import first_tile, sinks_gradient
 from .triton_tiles import (
-    LONG,
+    LONG_CONTEXT,
     AttentionForm,
     AttentionTile,
     Keys,
     Queries,
-    block,
+    block_size,
     load_key_parts,
     load_query_parts,
     load_rows,
@@ -49,7 +49,8 @@ from .triton_tiles import (
 )
 
 DQ_TILE, DKV_TILE = AttentionTile(64, 4, 2, keys=32), AttentionTile(64, 4, 2, keys=64)
-LONG_DQ_TILE, LONG_DKV_TILE = AttentionTile(128, 8, 3, keys=64), AttentionTile(64, 8, 2, keys=128)  # above `LONG` keys
+LONG_DQ_TILE = AttentionTile(128, 8, 3, keys=64)  # above `LONG_CONTEXT` keys, like the next
+LONG_DKV_TILE = AttentionTile(64, 8, 2, keys=128)
 SMALL_TILE = AttentionTile(32, 4, 1, keys=32)  # for both kernels, for float32 and for head dims above 128
 
 
@@ -145,14 +146,14 @@ def _query_kernel(
         if IS_LONG:
             entered = tl.cdiv(tl.maximum(seen - WINDOW, 0), BLOCK_L) * BLOCK_L  # from here on, all windows have begun
             entered = tl.maximum(begin, tl.minimum(entered, seen_by_all))
-            dq = over_keys(dq, q, grad_MH, lse_M, delta_M, position_M, begin, entered, keys, scale, True, BLOCK_L, FORM)
+            dq = add_to_dq(dq, q, grad_MH, lse_M, delta_M, position_M, begin, entered, keys, scale, True, BLOCK_L, FORM)
             begin = entered
     if IS_LONG:
-        dq = over_keys(
+        dq = add_to_dq(
             dq, q, grad_MH, lse_M, delta_M, position_M, begin, seen_by_all, keys, scale, False, BLOCK_L, FORM
         )
         begin = seen_by_all
-    dq_MH, dq_MP = over_keys(dq, q, grad_MH, lse_M, delta_M, position_M, begin, seen, keys, scale, True, BLOCK_L, FORM)
+    dq_MH, dq_MP = add_to_dq(dq, q, grad_MH, lse_M, delta_M, position_M, begin, seen, keys, scale, True, BLOCK_L, FORM)
     if FACTOR > 0:
         dq_MH = dq_MH * FACTOR
     store_rows(dq_ptr, dq_MH * (scale * LN_2), dq_offset_M, inside_M, HEAD_DIM)
@@ -243,15 +244,15 @@ def _key_kernel(
     if IS_LONG:
         after = begin + tl.cdiv(BLOCK_L * GROUP, BLOCK_M) * BLOCK_M  # from here on, rows see the whole tile
         stop = tl.minimum(after, rows_end)
-    grads = over_queries(grads, keys, row_L, visible_L, begin, stop, rows_end, rows, scale, "causal", BLOCK_M, FORM)
+    grads = add_to_dk_dv(grads, keys, row_L, visible_L, begin, stop, rows_end, rows, scale, "causal", BLOCK_M, FORM)
     if IS_LONG:
         stop = rows_end
         if WINDOW > 0:  # rows that see the tile's first key see them all
             stop = tl.minimum(rows_end, tl.maximum(after, begin + WINDOW * GROUP // BLOCK_M * BLOCK_M))
-        grads = over_queries(grads, keys, row_L, visible_L, after, stop, rows_end, rows, scale, "none", BLOCK_M, FORM)
+        grads = add_to_dk_dv(grads, keys, row_L, visible_L, after, stop, rows_end, rows, scale, "none", BLOCK_M, FORM)
         if WINDOW > 0:
             stop = tl.maximum(after, begin + WINDOW * GROUP // BLOCK_M * BLOCK_M)
-            grads = over_queries(
+            grads = add_to_dk_dv(
                 grads, keys, row_L, visible_L, stop, rows_end, rows_end, rows, scale, "causal", BLOCK_M, FORM
             )
 
@@ -277,7 +278,7 @@ def _key_kernel(
             shift = shared + length - run // GROUP
             rows_end = tl.minimum(rows_end, (tl.minimum(last, shared + length) - 1 + WINDOW - shift) * GROUP)
         rows_end = tl.where((shared < last) & (shared + length > first), rows_end, run)
-        grads = over_queries(
+        grads = add_to_dk_dv(
             grads, keys, row_L, visible_L, run, rows_end, rows_end, rows, scale, "visible", BLOCK_M, FORM, shift
         )
         child = run_end
@@ -290,61 +291,66 @@ def _key_kernel(
     store_keys(dv_ptr, dv_LX, kv_head, row_L, row_L < end, tokens, dv_stride, WIDTH, ROPE_DIM)
 
 
-def _tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionTile, AttentionTile]:
+def _choose_tiles(max_len: int, head_dim: int, dtype: torch.dtype) -> tuple[AttentionTile, AttentionTile]:
     """For dQ, and for dK and dV."""
     if dtype.itemsize > 2 or head_dim > 128:
         return SMALL_TILE, SMALL_TILE
-    return (LONG_DQ_TILE, LONG_DKV_TILE) if max_len > LONG else (DQ_TILE, DKV_TILE)
+    return (LONG_DQ_TILE, LONG_DKV_TILE) if max_len > LONG_CONTEXT else (DQ_TILE, DKV_TILE)
 
 
-def packed(x: AttentionGradient, by: Packed, scores: AttentionScores = PLAIN) -> tuple[Tensor, ...]:
+def packed(x: AttentionGradient, layout: Packed, scores: AttentionScores = PLAIN) -> tuple[Tensor, ...]:
     """Gradients of q, k, v and, if there are any, the sinks."""
     grads = tuple(torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in x[1:4])
-    delta_KTG = packed_into(grads, x, by, scores)
-    return grads if scores.sinks_N is None else (*grads, sinks_gradient(x, by, scores.sinks_N, delta_KTG))
+    delta_KTG = packed_into(grads, x, layout, scores)
+    return grads if scores.sinks_N is None else (*grads, sinks_gradient(x, layout, scores.sinks_N, delta_KTG))
 
 
-def packed_into(grads: tuple[Tensor, ...], x: AttentionGradient, by: Packed, scores: AttentionScores = PLAIN) -> Tensor:
+def packed_into(
+    grads: tuple[Tensor, ...], x: AttentionGradient, layout: Packed, scores: AttentionScores = PLAIN
+) -> Tensor:
     """`packed`, written to `grads` of q, k and v, in each of which a token's heads are contiguous. Returns what
     `launch` does."""
     head_dim = x.q_TNH.shape[2]
-    scale, others = triton_scores.arguments(scores, head_dim)
-    return launch(grads, x, by, scale, _tiles(by.max_len, head_dim, x.q_TNH.dtype), (others, others))
+    scale, constants = triton_scores.score_arguments(scores, head_dim)
+    tiles = _choose_tiles(layout.max_len, head_dim, x.q_TNH.dtype)
+    return launch(grads, x, layout, scale, tiles, (constants, constants))
 
 
 def launch(
     grads: tuple[Tensor, ...],
     x: AttentionGradient,
-    by: Packed,
+    layout: Packed,
     scale: float,
     tiles: tuple[AttentionTile, AttentionTile],
-    others: tuple[dict[str, Any], dict[str, Any]],
+    extra: tuple[dict[str, Any], dict[str, Any]],
 ) -> Tensor:
-    """Run both kernels, each with its tile and with its `others`, the arguments for latents and for `AttentionScores`;
+    """Run both kernels, each with its tile and with its `extra`, the arguments for latents and for `AttentionScores`;
     for latents, the second's include GROUP. Returns `delta`, float32 [K, T, G], which is not set in padding."""
     read = q_TNH, k_TKH, _ = tuple(map(unit_inner, x[1:4]))
-    (tokens, heads, head_dim), kv_heads, segments = q_TNH.shape, k_TKH.shape[1], by.prefix_len_S.shape[0]
+    (tokens, heads, head_dim), kv_heads, segments = q_TNH.shape, k_TKH.shape[1], layout.prefix_len_S.shape[0]
     grad_TNH, out_TNH = x.grad_TNH.contiguous(), x.out_TNH.contiguous()
     (dq_TNH, dk_TKH, dv_TKH), lse_KTG, delta_KTG = grads, x.lse_KTG, torch.empty_like(x.lse_KTG)
-    of_read = (stride for part in read for stride in part.stride()[:2])
-    shared = (*by[:3], tokens, segments, *of_read, scale * math.log2(math.e))
+    strides = (stride for part in read for stride in part.stride()[:2])
+    shared = (*layout[:3], tokens, segments, *strides, scale * math.log2(math.e))
 
-    def options(tile: AttentionTile, more: dict[str, Any]) -> dict[str, Any]:
+    def options(tile: AttentionTile, own: dict[str, Any]) -> dict[str, Any]:
         return {
-            **{"HEADS": heads, "GROUP": heads // kv_heads, "HEAD_DIM": head_dim, "BLOCK_H": block(head_dim)},
+            **{"HEADS": heads, "GROUP": heads // kv_heads, "HEAD_DIM": head_dim, "BLOCK_H": block_size(head_dim)},
             **{"BLOCK_M": tile.query_rows, "BLOCK_L": tile.keys, "BLOCK_S": triton.next_power_of_2(segments + 1)},
-            "IS_LONG": by.max_len > LONG and "ROPE_DIM" not in more,
+            "IS_LONG": layout.max_len > LONG_CONTEXT and "ROPE_DIM" not in own,
             **{"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True},
-            **more,
+            **own,
         }
 
-    of_queries, of_keys = map(options, tiles, others)
-    rows = tokens * of_queries["GROUP"]
-    tiles_of_queries = triton.cdiv(rows, tiles[0].query_rows) + segments + 1  # a segment's last tile may be short
-    tiles_of_keys = triton.cdiv(tokens, tiles[1].keys) + segments + 1
-    grid = (kv_heads * tiles_of_queries,)  # the limit of a grid's second axis is too small
-    _query_kernel[grid](grad_TNH, *read, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, dq_TNH.stride(0), **of_queries)
-    grid = (heads // of_keys["GROUP"] * tiles_of_keys,)
-    strides = dk_TKH.stride(0), dv_TKH.stride(0)
-    _key_kernel[grid](grad_TNH, *read, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, *strides, **of_keys)
+    query_options, key_options = map(options, tiles, extra)
+    rows = tokens * query_options["GROUP"]
+    query_tiles = triton.cdiv(rows, tiles[0].query_rows) + segments + 1  # a segment's last tile may be short
+    key_tiles = triton.cdiv(tokens, tiles[1].keys) + segments + 1
+    grid = (kv_heads * query_tiles,)  # the limit of a grid's second axis is too small
+    _query_kernel[grid](
+        grad_TNH, *read, out_TNH, lse_KTG, delta_KTG, dq_TNH, *shared, dq_TNH.stride(0), **query_options
+    )
+    grid = (heads // key_options["GROUP"] * key_tiles,)
+    grad_strides = dk_TKH.stride(0), dv_TKH.stride(0)
+    _key_kernel[grid](grad_TNH, *read, lse_KTG, delta_KTG, dk_TKH, dv_TKH, *shared, *grad_strides, **key_options)
     return delta_KTG

@@ -26,12 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
-from ..records import ALONE, PLAIN, AttentionScores, Contexts, KVPages, PrefixGroups, Rotation
-from ..rope.triton import qk_norm_rope, rotated_heads
+from ..records import NO_GROUPS, PLAIN, AttentionScores, Contexts, KVPages, PrefixGroups, Rotation
+from ..rope.triton import qk_norm_rope_write_kv, rotate_heads
 from ..rows import aligned_rows, unit_inner
 from . import triton_prefetch, triton_scores
 from .reference import KEY_SPLIT, KEY_TILE
-from .triton_scores import beside_sinks, first_tile
+from .triton_scores import add_sinks, first_tile
 from .triton_tiles import (
     BLOCK_L,
     MIN_BLOCK,
@@ -39,7 +39,7 @@ from .triton_tiles import (
     AttentionTile,
     Keys,
     attend,
-    block,
+    block_size,
     empty_state,
     load_queries,
     load_state,
@@ -50,7 +50,7 @@ from .triton_tiles import (
 
 MAX_GROUP_ROWS = 64  # query rows of a tile; a larger group takes several tiles
 MULTIPROCESSORS = 132  # of an H100 or an H200
-FEW = 32  # up to this many programs, three pipeline stages suffice
+FEW_PROGRAMS = 32  # up to this many programs, three pipeline stages suffice
 SHARED_BYTES = 200 << 10  # shared memory of a multiprocessor for tiles in flight
 
 
@@ -98,7 +98,7 @@ def _group_kernel(
     FACTOR: tl.constexpr = 0.0,
 ):
     """Store the states of a group's rows after the whole key tiles of one split that the group shares."""
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     kv_head, split = tl.program_id(0), tl.program_id(2)
     tiles = tl.cdiv(WIDTH * GROUP, BLOCK_M)
     group_rows_ptr += tl.program_id(1) // tiles * WIDTH
@@ -192,12 +192,12 @@ def _decode_kernel(
         if WINDOW > 0:
             wanted = tl.maximum(begin, first_tile(stored, WINDOW, BLOCK_L))
         last = tl.minimum(stored, begin + SPLIT)
-        triton_prefetch.paged(keys, wanted, last, table_width, cache_rows, PAGE_SIZE, HEAD_DIM, AHEAD)
+        triton_prefetch.prefetch_positions(keys, wanted, last, table_width, cache_rows, PAGE_SIZE, HEAD_DIM, AHEAD)
         if q_weight_ptr is not None:
             lane = tl.arange(0, AHEAD)
-            triton_prefetch.rows(q_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
-            triton_prefetch.rows(k_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
-    pdl.begin(PDL)
+            triton_prefetch.prefetch_rows(q_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
+            triton_prefetch.prefetch_rows(k_weight_ptr + lane * 0, lane == 0, HEAD_DIM)
+    pdl.release_and_wait(PDL)
     context = tl.load(context_len_ptr + sequence)
     end = context
     if SPLITS:
@@ -217,7 +217,7 @@ def _decode_kernel(
         is_key_M = row_M == GROUP
         head_M = tl.where(is_key_M, heads + kv_head, head_M)
         qkv_ptr = q_ptr + sequence.to(tl.int64) * q_stride
-        q_MH = rotated_heads(
+        q_MH = rotate_heads(
             qkv_ptr, cos_sin_ptr + sequence.to(tl.int64) * cos_sin_stride, head_M, is_key_M, mask_M | is_key_M,
             q_weight_ptr, k_weight_ptr, eps, HEAD_DIM, BLOCK_M, BLOCK_H, OFFSET,
         )  # fmt: skip
@@ -240,7 +240,7 @@ def _decode_kernel(
     FORM: tl.constexpr = AttentionForm(HEAD_DIM, BLOCK_H, 0, 0, WINDOW, FACTOR, PAGE_SIZE)
     state = attend(state, (q_MH, q_MH), last_M, start, end, keys, scale, True, FORM, lowest)
     if sinks_ptr is not None:
-        state = beside_sinks(state, sinks_ptr, head_M, mask_M)
+        state = add_sinks(state, sinks_ptr, head_M, mask_M)
     if SPLITS:
         store_state(acc_ptr, statistics_ptr, state_M, mask_M, states, state, HEAD_DIM)
     else:
@@ -265,7 +265,7 @@ def _merge_kernel(
     WINDOW: tl.constexpr = 0,
 ):
     """Merge a sequence's splits, left to right, for the heads of one kv head."""
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     kv_head, sequence = tl.program_id(0), tl.program_id(1)
     sequences, heads = tl.num_programs(1), tl.num_programs(0) * GROUP
     row_M = tl.arange(0, BLOCK_M)
@@ -278,43 +278,48 @@ def _merge_kernel(
         begin = tl.maximum(context - WINDOW, 0) // SPLIT * SPLIT
         split_M += (begin // SPLIT).to(tl.int64) * sequences * heads
     for _ in range(begin, context, SPLIT):
-        found = load_state(acc_ptr, statistics_ptr, split_M, mask_M, states, HEAD_DIM, BLOCK_H)
-        state = merge_states(state, found)
+        split = load_state(acc_ptr, statistics_ptr, split_M, mask_M, states, HEAD_DIM, BLOCK_H)
+        state = merge_states(state, split)
         split_M += sequences * heads
     if sinks_ptr is not None:
-        state = beside_sinks(state, sinks_ptr, kv_head * GROUP + row_M, mask_M)
+        state = add_sinks(state, sinks_ptr, kv_head * GROUP + row_M, mask_M)
     _, sum_M, acc_MH = state
     store_rows(out_ptr, acc_MH / sum_M[:, None], state_M * HEAD_DIM, mask_M, HEAD_DIM)
 
 
-def _tile(rows: int, programs: int, key_bytes: int) -> AttentionTile:
+def _choose_tile(rows: int, programs: int, key_bytes: int) -> AttentionTile:
     """The tile for `rows` query rows in each of `programs` programs; `key_bytes` is the size of a tile of keys and
     values.
 
     A program waits for one tile after another. With few programs per multiprocessor, more tiles are in flight; with
     many, a program has fewer warps, which then wait less for each other, if their registers suffice.
     """
-    together = triton.cdiv(programs, MULTIPROCESSORS)
-    warps = 2 if together > 1 and key_bytes <= 32 << 10 else 4
-    stages = 3 if together > 2 or programs <= FEW else 4 if together > 1 else 5
-    return AttentionTile(block(rows), max(block(rows) // 16, warps), max(_fitting(stages, together * key_bytes), 3))
+    resident = triton.cdiv(programs, MULTIPROCESSORS)  # programs per multiprocessor
+    warps = 2 if resident > 1 and key_bytes <= 32 << 10 else 4
+    stages = 5
+    if resident > 2 or programs <= FEW_PROGRAMS:
+        stages = 3
+    elif resident > 1:
+        stages = 4
+    size = block_size(rows)
+    return AttentionTile(size, max(size // 16, warps), max(_fit_stages(stages, resident * key_bytes), 3))
 
 
-def _group_tile(rows: int, groups: int, key_bytes: int) -> AttentionTile:
+def _choose_group_tile(rows: int, groups: int, key_bytes: int) -> AttentionTile:
     """The tile for up to `groups` groups, counted per kv head and split, of `rows` query rows each; usually half of
     the groups are empty. Tiles are small as long as all of them run at once."""
     if groups * triton.cdiv(rows, MIN_BLOCK) <= 2 * MULTIPROCESSORS:
-        return AttentionTile(MIN_BLOCK, 4, max(_fitting(5, key_bytes), 3))
-    size = block(min(rows, MAX_GROUP_ROWS))
+        return AttentionTile(MIN_BLOCK, 4, max(_fit_stages(5, key_bytes), 3))
+    size = block_size(min(rows, MAX_GROUP_ROWS))
     return AttentionTile(size, max(size // 16, 4), 3)
 
 
-def _fitting(stages: int, key_bytes: int) -> int:
+def _fit_stages(stages: int, key_bytes: int) -> int:
     """`stages`, or as many as fit in shared memory, which holds one tile fewer than there are stages."""
     return min(stages, 1 + SHARED_BYTES // key_bytes)
 
 
-class Projected(NamedTuple):
+class FusedProjection(NamedTuple):
     """Fused projections of the tokens, [S, (N + 2K) * H], and what rotates and stores them (`attention_decode`)."""
 
     qkv_SE: Tensor
@@ -324,65 +329,66 @@ class Projected(NamedTuple):
 
 
 def decode(
-    queries: Tensor | Projected,
+    queries: Tensor | FusedProjection,
     cache: KVPages,
-    by: Contexts,
-    groups: PrefixGroups = ALONE,
+    contexts: Contexts,
+    groups: PrefixGroups = NO_GROUPS,
     scores: AttentionScores = PLAIN,
     out_SNH: Tensor | None = None,
 ) -> Tensor:
     """See `attention.operator.attention_paged`, for queries [S, N, H] whose row s is sequence s's last token; for
-    `Projected`, see `operator.attention_decode`. The result goes to `out_SNH`, contiguous, if it is given."""
-    projected = isinstance(queries, Projected)
+    `FusedProjection`, see `operator.attention_decode`. The result goes to `out_SNH`, contiguous, if it is given."""
+    projected = isinstance(queries, FusedProjection)
     q, rotation, slots_S, offset = queries if projected else (queries, None, None, 0.0)
-    (sequences, *_), (_, page_size, kv_heads, head_dim) = q.shape, cache.k_cache.shape
-    group_rows_CW = groups.group_rows_CW
+    sequences, (_, page_size, kv_heads, head_dim) = q.shape[0], cache.k_cache.shape
     heads, device = rotation.num_heads if rotation else q.shape[1], q.device
-    group, splits = heads // kv_heads, max(triton.cdiv(by.max_context_len, KEY_SPLIT), 1)
+    group, splits = heads // kv_heads, max(triton.cdiv(contexts.max_context_len, KEY_SPLIT), 1)
+    programs, block_h = kv_heads * sequences * splits, block_size(head_dim)
     k_RKH, v_RKH = (unit_inner(pages.view(-1, *pages.shape[2:])) for pages in cache)
     q = aligned_rows(q).view(sequences, -1, head_dim) if projected else unit_inner(q)
-    block_table = unit_inner(by.block_table)
+    block_table, group_rows_CW = unit_inner(contexts.block_table), groups.group_rows_CW
     grouped = group_rows_CW is not None and group_rows_CW.numel() > 0
     assert not (grouped and projected), "what groups read is rotated before"
-    stored = (splits, sequences, heads) if grouped or splits > 1 else (0,)
+    state_shape = (splits, sequences, heads) if grouped or splits > 1 else (0,)
     if out_SNH is None:
         out_SNH = torch.empty((sequences, heads, head_dim), dtype=q.dtype, device=device)
-    acc = torch.empty((*stored, head_dim), dtype=torch.float32, device=device)
-    statistics = torch.empty((2, *stored), dtype=torch.float32, device=device)
+    acc = torch.empty((*state_shape, head_dim), dtype=torch.float32, device=device)
+    statistics = torch.empty((2, *state_shape), dtype=torch.float32, device=device)
     strides = (block_table.stride(0), *(stride for x in (q, k_RKH, v_RKH) for stride in x.stride()[:2]))
-    factor, others = triton_scores.arguments(scores, head_dim)
-    scale, at_end = factor * math.log2(math.e), triton_scores.sinks(scores)
-    merged = {name: x for name, x in others.items() if name == "WINDOW"}
-    dims = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block(head_dim), "SPLIT": KEY_SPLIT, **pdl.options(q)}
-    tiles, key_bytes = {**dims, "PAGE_SIZE": page_size}, 2 * KEY_TILE * dims["BLOCK_H"] * q.element_size()
+    factor, options = triton_scores.score_arguments(scores, head_dim)
+    scale, sinks = factor * math.log2(math.e), triton_scores.sink_arguments(scores)
+    dims = {"GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block_h, "SPLIT": KEY_SPLIT, **pdl.options(q)}
+    options |= {**dims, "PAGE_SIZE": page_size}
+    key_bytes = 2 * KEY_TILE * block_h * q.element_size()
     if grouped:
         count, width = group_rows_CW.shape
-        rows, warps, stages = _group_tile(width * group, kv_heads * count * splits, key_bytes)[:3]
+        rows, warps, stages = _choose_group_tile(width * group, kv_heads * count * splits, key_bytes)[:3]
         grid = (kv_heads, count * triton.cdiv(width * group, rows), splits)
         members = (group_rows_CW.contiguous(), groups.shared_len_S, sequences)
         _group_kernel[grid](
             q, k_RKH, v_RKH, acc, statistics, block_table, *members, *strides, scale, WIDTH=width,
-            BLOCK_M=rows, num_warps=warps, num_stages=stages, **tiles, **others,
-            **({"context_len_ptr": by.context_len_S} if scores.window else {}),
+            BLOCK_M=rows, num_warps=warps, num_stages=stages, **options,
+            **({"context_len_ptr": contexts.context_len_S} if scores.window else {}),
         )  # fmt: skip
-    rows, warps, stages = _tile(group + projected, kv_heads * sequences * splits, key_bytes)[:3]
-    lengths = (by.context_len_S, groups.shared_len_S if grouped else None)
+    rows, warps, stages = _choose_tile(group + projected, programs, key_bytes)[:3]
+    lengths = (contexts.context_len_S, groups.shared_len_S if grouped else None)
     bounds = block_table.shape[1], k_RKH.shape[0]
-    ahead = triton_prefetch.keys(kv_heads * sequences * splits, k_RKH, v_RKH) if dims["PDL"] and not grouped else 0
+    ahead = triton_prefetch.keys_per_program(programs, k_RKH, v_RKH) if dims["PDL"] and not grouped else 0
     _decode_kernel[kv_heads, sequences, splits](
-        q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *_rotation(rotation, slots_S), *bounds,
-        *strides, scale, AHEAD=ahead, SPLITS=splits > 1, BLOCK_M=rows, num_warps=warps, num_stages=stages, **tiles,
-        **others, **({} if splits > 1 else at_end), **({"OFFSET": offset} if offset else {}),
+        q, k_RKH, v_RKH, out_SNH, acc, statistics, block_table, *lengths, *_rotation_arguments(rotation, slots_S),
+        *bounds, *strides, scale, AHEAD=ahead, SPLITS=splits > 1, BLOCK_M=rows, num_warps=warps, num_stages=stages,
+        **options, **({} if splits > 1 else sinks), **({"OFFSET": offset} if offset else {}),
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[kv_heads, sequences](
-            out_SNH, acc, statistics, by.context_len_S, statistics.numel() // 2, BLOCK_M=triton.next_power_of_2(group),
-            num_warps=1, **dims, **merged, **at_end,
+            out_SNH, acc, statistics, contexts.context_len_S, statistics.numel() // 2,
+            BLOCK_M=triton.next_power_of_2(group), num_warps=1, **dims, **sinks,
+            **({"WINDOW": scores.window} if scores.window else {}),
         )  # fmt: skip
     return out_SNH
 
 
-def _rotation(x: Rotation | None, slots_S: Tensor | None) -> tuple[Tensor | float | None, ...]:
+def _rotation_arguments(x: Rotation | None, slots_S: Tensor | None) -> tuple[Tensor | float | None, ...]:
     """`_decode_kernel`'s arguments from `slots_ptr` to `eps`."""
     if x is None:
         return (None,) * 6
@@ -393,15 +399,15 @@ def _rotation(x: Rotation | None, slots_S: Tensor | None) -> tuple[Tensor | floa
 
 def attention_decode(
     qkv_SE: Tensor,
-    by: Rotation,
+    rotation: Rotation,
     cache: KVPages,
     slots_S: Tensor,
     contexts: Contexts,
-    groups: PrefixGroups = ALONE,
+    groups: PrefixGroups = NO_GROUPS,
     scores: AttentionScores = PLAIN,
     weight_offset: float = 0.0,
 ) -> Tensor:
     if groups.group_rows_CW is None or groups.group_rows_CW.numel() == 0:
-        return decode(Projected(qkv_SE, by, slots_S, weight_offset), cache, contexts, ALONE, scores)
-    q_SNH = qk_norm_rope(qkv_SE, by, cache, slots_S, weight_offset)  # two programs read each query
+        return decode(FusedProjection(qkv_SE, rotation, slots_S, weight_offset), cache, contexts, NO_GROUPS, scores)
+    q_SNH = qk_norm_rope_write_kv(qkv_SE, rotation, cache, slots_S, weight_offset)  # two programs read each query
     return decode(q_SNH, cache, contexts, groups, scores)

@@ -29,26 +29,26 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from ..embedding.operator import accumulate_rows
-from ..operator import recording_gradients, sizes_apart
+from ..operator import disable_duck_shapes, enable_autograd
 from ..records import FlexMask, FlexSizes, KVPages, Packed, Paged
 from .masks import visibility
 from .reference import KEY_TILE
 
-OPTIONS = {
+KERNEL_OPTIONS = {
     "FORCE_USE_FLEX_ATTENTION": True,
     **{"fwd_BLOCK_M": 64, "fwd_BLOCK_N": KEY_TILE, "fwd_num_warps": 4, "fwd_num_stages": 2},
 }
 
 
-class Size(NamedTuple):
+class BlockSize(NamedTuple):
     """Rows per block of queries, and per tile of keys and values."""
 
     rows: int
     tile: int
 
 
-FORWARD = Size(64, KEY_TILE)
-BACKWARD = Size(128, 128)  # divisible by the tiles that torch chooses for the backward kernel, on every GPU
+FORWARD = BlockSize(64, KEY_TILE)
+BACKWARD = BlockSize(128, 128)  # divisible by the tiles that torch chooses for the backward kernel, on every GPU
 
 
 class Tiles(NamedTuple):
@@ -77,7 +77,7 @@ class Tiles(NamedTuple):
     key_targets: Tensor
 
 
-class _Blocks(NamedTuple):
+class _QueryBlocks(NamedTuple):
     """Blocks of queries: how many tokens fit in one; each one's sequence, absolute position of its first token, and
     number of tokens; and three fields of `Tiles`."""
 
@@ -90,22 +90,22 @@ class _Blocks(NamedTuple):
     position: Tensor
 
 
-def tiles_packed(by: Packed, sizes: FlexSizes, window: int) -> list[Tensor]:
+def tiles_packed(layout: Packed, sizes: FlexSizes, window: int) -> list[Tensor]:
     """`Tiles` of packed segments, first for the forward pass, then for the backward pass."""
-    return [*_tiles_packed(by, sizes, window, FORWARD), *_tiles_packed(by, sizes, window, BACKWARD)]
+    return [*_tiles_packed(layout, sizes, window, FORWARD), *_tiles_packed(layout, sizes, window, BACKWARD)]
 
 
-def _tiles_packed(by: Packed, sizes: FlexSizes, window: int, size: Size) -> Tiles:
+def _tiles_packed(layout: Packed, sizes: FlexSizes, window: int, size: BlockSize) -> Tiles:
     """A prefix's whole tiles are shared with the segment that it begins."""
-    segments, device, tokens = by.prefix_len_S.shape[0], by.cu_seqlens.device, sizes.tokens
-    (start_S, length_S), prefix_S = _spans(by.cu_seqlens, segments), by.prefix_len_S.long()
+    segments, device, tokens = layout.prefix_len_S.shape[0], layout.cu_seqlens.device, sizes.tokens
+    (start_S, length_S), prefix_S = _segment_spans(layout.cu_seqlens, segments), layout.prefix_len_S.long()
     context_S = torch.where(length_S > 0, prefix_S + length_S, 0)
     shared_S = prefix_S // size.tile
     own_S = ((context_S + size.tile - 1) // size.tile - shared_S).clamp(min=0)
     end_S = own_S.cumsum(0)
     begin_S = end_S - own_S
-    owner_S = (torch.searchsorted(start_S, by.prefix_start_S.long(), right=True) - 1).clamp(0, segments - 1)
-    tile_L = torch.arange(max(-(-by.max_len // size.tile), 2), device=device)
+    owner_S = (torch.searchsorted(start_S, layout.prefix_start_S.long(), right=True) - 1).clamp(0, segments - 1)
+    tile_L = torch.arange(max(-(-layout.max_len // size.tile), 2), device=device)
     is_shared_SL = tile_L < shared_S.unsqueeze(1)
     table_SL = torch.where(is_shared_SL, begin_S[owner_S].unsqueeze(1), (begin_S - shared_S).unsqueeze(1)) + tile_L
 
@@ -116,16 +116,16 @@ def _tiles_packed(by: Packed, sizes: FlexSizes, window: int, size: Size) -> Tile
     key_position, real = position.int(), position < context_S[sequence]
     position = torch.minimum(position, context_S[sequence] - 1)
     in_prefix = position < prefix_S[sequence]
-    key_rows = position + torch.where(in_prefix, by.prefix_start_S.long()[sequence], (start_S - prefix_S)[sequence])
+    key_rows = position + torch.where(in_prefix, layout.prefix_start_S.long()[sequence], (start_S - prefix_S)[sequence])
     key_rows = key_rows.clamp(0, tokens - 1)
 
-    blocks = _blocks(start_S, length_S, prefix_S, sizes, size.rows)
-    lists = _lists(blocks, table_SL, physical, window, size.tile)
+    blocks = _query_blocks(start_S, length_S, prefix_S, sizes, size.rows)
+    lists = _tile_lists(blocks, table_SL, physical, window, size.tile)
     targets = torch.where(real, key_rows, tokens + row % size.tile)
     return Tiles(*blocks[-3:], key_position, *lists, key_rows, targets)
 
 
-def tiles_paged(by: Paged, sizes: FlexSizes, pages: int, page_size: int, window: int) -> list[Tensor]:
+def tiles_paged(layout: Paged, sizes: FlexSizes, pages: int, page_size: int, window: int) -> list[Tensor]:
     """`Tiles` of a cache of `pages` pages, which is read in place.
 
     Sequences that share a page have it at the same positions. An idle row may still refer to a page that belongs to
@@ -133,12 +133,12 @@ def tiles_paged(by: Paged, sizes: FlexSizes, pages: int, page_size: int, window:
     """
     if page_size % KEY_TILE:
         raise ValueError(f"pages have {page_size} positions; flex attention reads multiples of {KEY_TILE}")
-    each, context_S = page_size // KEY_TILE, by.context_len_S.long()
-    table = by.block_table[:, : -(-by.max_context_len // page_size)].long()
+    each, context_S = page_size // KEY_TILE, layout.context_len_S.long()
+    table = layout.block_table[:, : -(-layout.max_context_len // page_size)].long()
     table_SL = (table.unsqueeze(2) * each + torch.arange(each, device=table.device)).flatten(1)
-    start_S, length_S = _spans(by.cu_seqlens, context_S.shape[0])
-    blocks = _blocks(start_S, length_S, context_S - length_S, sizes, FORWARD.rows)
-    lists = _lists(blocks, table_SL, pages * each, window, KEY_TILE)
+    start_S, length_S = _segment_spans(layout.cu_seqlens, context_S.shape[0])
+    blocks = _query_blocks(start_S, length_S, context_S - length_S, sizes, FORWARD.rows)
+    lists = _tile_lists(blocks, table_SL, pages * each, window, KEY_TILE)
     tile_L = torch.arange(table_SL.shape[1], device=table.device).expand_as(table_SL)
     place_SL = torch.where(tile_L * KEY_TILE < context_S.unsqueeze(1), table_SL, pages * each)
     tile_R = table.new_full((pages * each + 1,), -1).scatter_reduce(0, place_SL.flatten(), tile_L.flatten(), "amax")
@@ -147,14 +147,14 @@ def tiles_paged(by: Paged, sizes: FlexSizes, pages: int, page_size: int, window:
     return [*blocks[-3:], key_position.flatten().int(), *lists, *none]
 
 
-def _spans(cu_seqlens: Tensor, segments: int) -> tuple[Tensor, Tensor]:
+def _segment_spans(cu_seqlens: Tensor, segments: int) -> tuple[Tensor, Tensor]:
     """First rows and lengths. To a trace the two sizes are unrelated, so neither is derived from the other."""
     s = torch.arange(segments, device=cu_seqlens.device)
     start_S = cu_seqlens[s].long()
     return start_S, cu_seqlens[s + 1] - start_S
 
 
-def _blocks(start_S: Tensor, length_S: Tensor, before_S: Tensor, sizes: FlexSizes, rows: int) -> _Blocks:
+def _query_blocks(start_S: Tensor, length_S: Tensor, before_S: Tensor, sizes: FlexSizes, rows: int) -> _QueryBlocks:
     """Cut sequences into blocks; `before_S` is the number of positions before each one's tokens. There is one block
     more than can be needed, which sees nothing."""
     tokens, heads, kv_heads = sizes
@@ -185,10 +185,10 @@ def _blocks(start_S: Tensor, length_S: Tensor, before_S: Tensor, sizes: FlexSize
     first_B, token_R = before_S[sequence_B] + offset_B, r // group
     inside_BR = token_R < count_B.unsqueeze(1)  # a block may end early, and the group may not divide the rows
     position = torch.where(inside_BR, first_B.unsqueeze(1) + token_R, -1).flatten().int()
-    return _Blocks(width, sequence_B, first_B, count_B, query_rows, out_rows, position)
+    return _QueryBlocks(width, sequence_B, first_B, count_B, query_rows, out_rows, position)
 
 
-def _lists(blocks: _Blocks, table_SL: Tensor, physical: int, window: int, tile: int) -> tuple[Tensor, Tensor]:
+def _tile_lists(blocks: _QueryBlocks, table_SL: Tensor, physical: int, window: int, tile: int) -> tuple[Tensor, Tensor]:
     """`Tiles.count_B` and `list_BL`, from each sequence's physical tiles."""
     begin_B = torch.zeros_like(blocks.first_B)
     listed = table_SL.shape[1]
@@ -203,56 +203,56 @@ def _lists(blocks: _Blocks, table_SL: Tensor, physical: int, window: int, tile: 
     return count_B.int(), list_BL.int()
 
 
-def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMask) -> Tensor:
-    if not _real(q_TNH):
+def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: Packed, mask: FlexMask) -> Tensor:
+    if not _is_real(q_TNH):
         return q_TNH.new_empty(q_TNH.shape)
-    where = Tiles(*mask.tiles[: len(Tiles._fields)])
-    k, v = (_as_tiles(x.index_select(0, where.key_rows)) for x in (k_TKH, v_TKH))
-    return _forward(q_TNH, k, v, where, mask)
+    tiles = Tiles(*mask.tiles[: len(Tiles._fields)])
+    k, v = (_as_tiles(x.index_select(0, tiles.key_rows)) for x in (k_TKH, v_TKH))
+    return _forward(q_TNH, k, v, tiles, mask)
 
 
-def paged(q_TNH: Tensor, cache: KVPages, by: Paged, mask: FlexMask) -> Tensor:
-    if not _real(q_TNH):
+def paged(q_TNH: Tensor, cache: KVPages, layout: Paged, mask: FlexMask) -> Tensor:
+    if not _is_real(q_TNH):
         return q_TNH.new_empty(q_TNH.shape)
     k, v = (_as_tiles(pages.flatten(0, 1)) for pages in cache)
     return _forward(q_TNH, k, v, Tiles(*mask.tiles), mask)
 
 
 def packed_backward(
-    grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, mask: FlexMask
+    grad_TNH: Tensor, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: Packed, mask: FlexMask
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `flex.flex_packed_backward`. Recomputes the forward, then runs torch's own backward, which uses no atomics
     here."""
-    if not _real(q_TNH):
+    if not _is_real(q_TNH):
         return q_TNH.new_empty(q_TNH.shape), k_TKH.new_empty(k_TKH.shape), v_TKH.new_empty(v_TKH.shape)
-    where = Tiles(*mask.tiles[len(Tiles._fields) :])
-    k, v = (_as_tiles(x.index_select(0, where.key_rows)) for x in (k_TKH, v_TKH))
-    q, grad = (_to_blocks(x, k, where) for x in (q_TNH, grad_TNH))
-    grad = grad.masked_fill((where.position < 0).view(1, 1, -1, 1), 0.0)
-    with recording_gradients():
+    tiles = Tiles(*mask.tiles[len(Tiles._fields) :])
+    k, v = (_as_tiles(x.index_select(0, tiles.key_rows)) for x in (k_TKH, v_TKH))
+    q, grad = (_to_blocks(x, k, tiles) for x in (q_TNH, grad_TNH))
+    grad = grad.masked_fill((tiles.position < 0).view(1, 1, -1, 1), 0.0)
+    with enable_autograd():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = _attend(mask.window, mask.mask, True)(*leaves, *where[2:6])
+        out = _compiled_attend(mask.window, mask.mask, True)(*leaves, *tiles[2:6])
         dq, dk, dv = torch.autograd.grad(out, leaves, grad)
-    dq_TNH = _from_blocks(dq, q_TNH, where)
-    padding_T = torch.arange(len(q_TNH), device=q_TNH.device) >= by.cu_seqlens[-1]
-    dk_TKH, dv_TKH = (_from_tiles(x, where, len(k_TKH)) for x in (dk, dv))
+    dq_TNH = _from_blocks(dq, q_TNH, tiles)
+    padding_T = torch.arange(len(q_TNH), device=q_TNH.device) >= layout.cu_seqlens[-1]
+    dk_TKH, dv_TKH = (_from_tiles(x, tiles, len(k_TKH)) for x in (dk, dv))
     return dq_TNH.masked_fill_(padding_T[:, None, None], 0.0), dk_TKH, dv_TKH
 
 
-def _forward(q_TNH: Tensor, k: Tensor, v: Tensor, where: Tiles, mask: FlexMask) -> Tensor:
+def _forward(q_TNH: Tensor, k: Tensor, v: Tensor, tiles: Tiles, mask: FlexMask) -> Tensor:
     """The queries' results, [T, N, H], from keys and values in tiles."""
-    out = _attend(mask.window, mask.mask, False)(_to_blocks(q_TNH, k, where), k, v, *where[2:6])
-    return _from_blocks(out, q_TNH, where)
+    out = _compiled_attend(mask.window, mask.mask, False)(_to_blocks(q_TNH, k, tiles), k, v, *tiles[2:6])
+    return _from_blocks(out, q_TNH, tiles)
 
 
-def _to_blocks(x_TNH: Tensor, k: Tensor, where: Tiles) -> Tensor:
+def _to_blocks(x_TNH: Tensor, k: Tensor, tiles: Tiles) -> Tensor:
     """Token rows as blocks, [1, K, B * rows, H]."""
-    return x_TNH.flatten(0, 1).index_select(0, where.query_rows).view(1, k.shape[1], -1, k.shape[3])
+    return x_TNH.flatten(0, 1).index_select(0, tiles.query_rows).view(1, k.shape[1], -1, k.shape[3])
 
 
-def _from_blocks(x: Tensor, like_TNH: Tensor, where: Tiles) -> Tensor:
+def _from_blocks(x: Tensor, like_TNH: Tensor, tiles: Tiles) -> Tensor:
     """Blocks as token rows, [T, N, H]."""
-    return x.contiguous().view(-1, x.shape[3]).index_select(0, where.out_rows).view(like_TNH.shape)
+    return x.contiguous().view(-1, x.shape[3]).index_select(0, tiles.out_rows).view(like_TNH.shape)
 
 
 def _as_tiles(x_RKH: Tensor) -> Tensor:
@@ -260,32 +260,32 @@ def _as_tiles(x_RKH: Tensor) -> Tensor:
     return x_RKH.transpose(0, 1).unsqueeze(0)
 
 
-def _from_tiles(x: Tensor, where: Tiles, tokens: int) -> Tensor:
+def _from_tiles(x: Tensor, tiles: Tiles, tokens: int) -> Tensor:
     """Sums of the tiles' rows by source row, [T, K, H]: a prefix's last rows may be in several tiles."""
     values = x.squeeze(0).transpose(0, 1).flatten(1).float()
-    total = accumulate_rows(values.new_zeros(tokens + BACKWARD.tile, values.shape[1]), where.key_targets, values)
+    total = accumulate_rows(values.new_zeros(tokens + BACKWARD.tile, values.shape[1]), tiles.key_targets, values)
     return total[:tokens].to(x.dtype).view(tokens, x.shape[1], -1)
 
 
 @functools.cache
-def _attend(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]:
+def _compiled_attend(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]:
     """Attention of blocks over tiles, in the blocks' layout, compiled once for all sizes.
 
     Torch limits how often one code object is compiled, so each of these has its own.
     """
-    made = _attending(window, mask, for_backward)
-    own = types.FunctionType(made.__code__.replace(), made.__globals__, made.__name__, None, made.__closure__)
+    attend = _make_attend(window, mask, for_backward)
+    own = types.FunctionType(attend.__code__.replace(), attend.__globals__, attend.__name__, None, attend.__closure__)
     compiled = torch.compile(own, dynamic=True, fullgraph=True)
 
     def attend(*tensors: Tensor) -> Tensor:
-        with sizes_apart():
+        with disable_duck_shapes():
             return compiled(*tensors)
 
     return attend
 
 
-def _attending(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]:
-    """The function that `_attend` compiles; its last arguments are fields of `Tiles`."""
+def _make_attend(window: int, mask: str, for_backward: bool) -> Callable[..., Tensor]:
+    """The function that `_compiled_attend` compiles; its last arguments are fields of `Tiles`."""
     window_text = str(window)  # text, because Dynamo would make a closed-over integer another dynamic size
 
     def attend(
@@ -304,11 +304,11 @@ def _attending(window: int, mask: str, for_backward: bool) -> Callable[..., Tens
             count_B[None, None], list_BL[None, None], BLOCK_SIZE=(size.rows, size.tile), mask_mod=mask_mod,
             seq_lengths=(q.shape[2], k.shape[2]), compute_q_blocks=for_backward,
         )  # fmt: skip
-        return flex_attention(q, k, v, block_mask=block_mask, kernel_options=OPTIONS)  # type: ignore[return-value]
+        return flex_attention(q, k, v, block_mask=block_mask, kernel_options=KERNEL_OPTIONS)  # type: ignore[return-value]
 
     return attend
 
 
-def _real(tensor: Tensor) -> bool:
+def _is_real(tensor: Tensor) -> bool:
     """Whether the tensor has real memory: a fake one must not reach code that launches kernels itself."""
     return type(tensor) in (Tensor, torch.nn.Parameter)

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 
 from ..rows import LN_2
-from .triton_tiles import Queries, key_rows, load_key_parts, load_queries, load_query_parts, scores, store_rows
+from .triton_tiles import Queries, compute_scores, key_rows, load_key_parts, load_queries, load_query_parts, store_rows
 
 
 @triton.jit
-def over_keys(
+def add_to_dq(
     dq,  # [M, H], and [M, P] if ROPE_DIM > 0, like q
     q,
     grad_MH,
@@ -36,7 +36,7 @@ def over_keys(
         position_L = start + tl.arange(0, BLOCK_L)
         row_L = key_rows(position_L, end, keys, FORM)
         k_LH, v_LH, k_LP = load_key_parts(keys, row_L, position_L < end, MASKED, FORM)
-        score_ML = scores(q, (k_LH, k_LP), FORM)
+        score_ML = compute_scores(q, (k_LH, k_LP), FORM)
         p_ML = tl.exp2(score_ML * scale - lse_M[:, None])
         if MASKED:
             p_ML = tl.where(position_L[None, :] <= position_M[:, None], p_ML, 0.0)
@@ -63,7 +63,7 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def over_queries(
+def add_to_dk_dv(
     grads,  # dK and dV; if ROPE_DIM > 0, dK and dK of the rotated part
     keys,  # [L, H], values [L, H], and the rotated part [L, P] if ROPE_DIM > 0
     row_L,
@@ -93,7 +93,7 @@ def over_queries(
         grad_MH = load_queries(rows.grad_ptr, token_M, head_M, FORM.HEADS * WIDTH, WIDTH, inside_M, WIDTH, FORM.BLOCK_H)
         lse_M = tl.load(rows.lse_ptr + statistic_M, mask=inside_M, other=float("inf"))  # no row: P is 0
         delta_M = tl.load(rows.delta_ptr + statistic_M, mask=inside_M, other=0.0)
-        score_LM = scores((k_LH, k_LP), (q_MH, q_MP), FORM)
+        score_LM = compute_scores((k_LH, k_LP), (q_MH, q_MP), FORM)
         p_LM = tl.exp2(score_LM * scale - lse_M[None, :])
         if MASK == "causal":
             p_LM = tl.where(row_L[:, None] <= token_M[None, :], p_LM, 0.0)

@@ -13,19 +13,19 @@ import triton.language as tl
 from torch import Tensor
 
 AHEAD = 256  # keys per program
-FEW = 16  # the most programs for which it pays; more of them keep the memory busy anyway
-BULK = 16  # bytes: an asynchronous copy's address and size must be multiples of this
+MAX_PROGRAMS = 16  # the most programs for which it pays; more of them keep the memory busy anyway
+BULK_BYTES = 16  # bytes: an asynchronous copy's address and size must be multiples of this
 
 
-def keys(programs: int, *caches: Tensor) -> int:
+def keys_per_program(programs: int, *caches: Tensor) -> int:
     """How many keys each of `programs` programs prefetches from caches [rows, K, H]: 0 or `AHEAD`."""
     sizes = (n * cache.element_size() for cache in caches for n in (*cache.stride()[:2], cache.shape[2]))
-    aligned = not any(size % BULK for size in (*sizes, *(cache.data_ptr() for cache in caches)))
-    return AHEAD if aligned and programs <= FEW else 0
+    aligned = not any(size % BULK_BYTES for size in (*sizes, *(cache.data_ptr() for cache in caches)))
+    return AHEAD if aligned and programs <= MAX_PROGRAMS else 0
 
 
 @triton.jit
-def paged(
+def prefetch_positions(
     keys, begin, end, table_width, cache_rows, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, AHEAD: tl.constexpr
 ):
     """Prefetch the keys and values at up to `AHEAD` positions from `begin` on, below `end`."""
@@ -33,12 +33,12 @@ def paged(
     wanted_L = position_L < tl.minimum(end, table_width * PAGE_SIZE)
     page_L = tl.load(keys.table_ptr + position_L // PAGE_SIZE, mask=wanted_L, other=0, cache_modifier=".cg")
     row_L = tl.minimum(tl.maximum(page_L * PAGE_SIZE + position_L % PAGE_SIZE, 0), cache_rows - 1).to(tl.int64)
-    rows(keys.k_ptr + row_L * keys.k_stride, wanted_L, HEAD_DIM)
-    rows(keys.v_ptr + row_L * keys.v_stride, wanted_L, HEAD_DIM)
+    prefetch_rows(keys.k_ptr + row_L * keys.k_stride, wanted_L, HEAD_DIM)
+    prefetch_rows(keys.v_ptr + row_L * keys.v_stride, wanted_L, HEAD_DIM)
 
 
 @triton.jit
-def rows(ptr_L, wanted_L, HEAD_DIM: tl.constexpr):
+def prefetch_rows(ptr_L, wanted_L, HEAD_DIM: tl.constexpr):
     """Prefetch rows of `HEAD_DIM` elements."""
     tl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0;}",

@@ -21,18 +21,18 @@ from ..records import AttentionGradient, AttentionScores, Packed
 from ..rows import LOG2_E
 
 
-def arguments(scores: AttentionScores, head_dim: int) -> tuple[float, dict[str, Any]]:
+def score_arguments(scores: AttentionScores, head_dim: int) -> tuple[float, dict[str, Any]]:
     """`scale`, without log2(e), and a kernel's constants, with no entry for what the layer lacks."""
     scale = scores.scale or head_dim**-0.5
-    others: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
     if scores.window:
-        others["WINDOW"] = scores.window
+        constants["WINDOW"] = scores.window
     if scores.softcap:
-        scale, others["FACTOR"] = scores.softcap, scale / scores.softcap
-    return scale, others
+        scale, constants["FACTOR"] = scores.softcap, scale / scores.softcap
+    return scale, constants
 
 
-def sinks(scores: AttentionScores) -> dict[str, Tensor]:
+def sink_arguments(scores: AttentionScores) -> dict[str, Tensor]:
     """The additional arguments of the kernels that finish a row."""
     return {} if scores.sinks_N is None else {"sinks_ptr": scores.sinks_N.contiguous()}
 
@@ -57,7 +57,7 @@ def tanh(x):
 
 
 @triton.jit
-def beside_sinks(state, sinks_ptr, head_M, inside_M):
+def add_sinks(state, sinks_ptr, head_M, inside_M):
     """The rows' state with their heads' sinks joined; a sink has no value."""
     shift_M, sum_M, acc_MH = state
     sink_M = tl.load(sinks_ptr + head_M, mask=inside_M, other=0.0).to(tl.float32) * LOG2_E
@@ -66,9 +66,9 @@ def beside_sinks(state, sinks_ptr, head_M, inside_M):
     return new_M, sum_M * alpha_M + tl.exp2(sink_M - new_M), acc_MH * alpha_M[:, None]
 
 
-def sinks_gradient(x: AttentionGradient, by: Packed, sinks_N: Tensor, delta_KTG: Tensor) -> Tensor:
+def sinks_gradient(x: AttentionGradient, layout: Packed, sinks_N: Tensor, delta_KTG: Tensor) -> Tensor:
     """The gradient for the sinks, [N]: the sum over rows of a sink's probability times -delta."""
     kv_heads, tokens, group = delta_KTG.shape
     took_KTG = torch.exp2(sinks_N.float().view(kv_heads, 1, group) * math.log2(math.e) - x.lse_KTG)
-    inside_T1 = (torch.arange(tokens, device=delta_KTG.device) < by.cu_seqlens[-1]).unsqueeze(1)
+    inside_T1 = (torch.arange(tokens, device=delta_KTG.device) < layout.cu_seqlens[-1]).unsqueeze(1)
     return torch.where(inside_T1, took_KTG * -delta_KTG, 0.0).sum(1).flatten().to(sinks_N.dtype)

@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..rows import eighths
+from ..rows import split_eight
 from .reference import KEY_TILE
 from .triton_scores import tanh
 
 MIN_BLOCK = 16  # tl.dot's smallest side
 BLOCK_L = tl.constexpr(KEY_TILE)
-LONG = 512  # above this many keys per sequence, larger query tiles pay
+LONG_CONTEXT = 512  # above this many keys per sequence, larger query tiles pay
 
 
 class AttentionTile(NamedTuple):
@@ -131,7 +131,7 @@ def row_sum(p_ML, BLOCK_M: tl.constexpr):
     """Sums over a tile's 64 keys: for each t, the keys 8 j + 2 t + b in the order of (j, b), then the four sums over t
     as (0 + 2) + (1 + 3). This follows the layout of MMA accumulators, so it costs no more than `tl.sum`."""
     p_M6 = tl.reshape(p_ML, (BLOCK_M, 2, 2, 2, 4, 2))  # M, the bits of j, t, b
-    by_j = eighths(tl.permute(p_M6, (0, 4, 5, 1, 2, 3)))  # j first, as warps may be laid out along it
+    by_j = split_eight(tl.permute(p_M6, (0, 4, 5, 1, 2, 3)))  # j first, as warps may be laid out along it
     even, odd = tl.split(by_j[0])
     sum_M4 = even + odd
     for j in tl.static_range(1, len(by_j)):
@@ -171,7 +171,7 @@ def load_key_parts(x, row_L, inside_L, MASKED: tl.constexpr, FORM: tl.constexpr)
 
 
 @triton.jit
-def scores(a, b, FORM: tl.constexpr):
+def compute_scores(a, b, FORM: tl.constexpr):
     """Products of query rows and keys, summed over both parts, float32 [M, L]; or of keys and query rows, [L, M]."""
     score_ML = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     if FORM.ROPE_DIM > 0:
@@ -207,7 +207,7 @@ def attend(
         visible_ML = position_L[None, :] <= last_M[:, None]
         if FORM.WINDOW > 0:
             visible_ML = visible_ML & (position_L[None, :] > last_M[:, None] - FORM.WINDOW)
-        score_ML = scores(q, (k_LH, k_LP), FORM)
+        score_ML = compute_scores(q, (k_LH, k_LP), FORM)
         if MASKED:
             score_ML = tl.where(visible_ML, score_ML, float("-inf"))
         new_M = tl.maximum(shift_M, tl.max(score_ML, axis=1) * scale)
@@ -255,6 +255,6 @@ def store_state(acc_ptr, statistics_ptr, row_M, mask_M, states, state, HEAD_DIM:
     store_rows(acc_ptr, acc_MH, row_M * HEAD_DIM, mask_M, HEAD_DIM)
 
 
-def block(width: int) -> int:
+def block_size(width: int) -> int:
     """The smallest power of two that holds `width` elements and that `tl.dot` accepts."""
     return max(triton.next_power_of_2(width), MIN_BLOCK)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..operator import like, operator
-from ..records import DecodeRows, Drawn
+from ..records import DecodeRows, SampledTokens
 
 
 @operator(cuda="triton:slots", fake=like(0, 1))
@@ -29,11 +29,8 @@ def decode_slots(
     return slots_R, (position_R + 1).int()
 
 
-@operator(
-    mutates=("token_R", "position_R", "remaining_R", "results_RMN", "next_result"),
-    cuda="triton:advance",
-)
-def decode_advance(drawn: Drawn, rows: DecodeRows, route_R: Tensor | None = None) -> None:
+@operator(mutates=("token_R", "position_R", "remaining_R", "results_RMN", "next_result"), cuda="triton:advance")
+def decode_advance(drawn: SampledTokens, rows: DecodeRows, route_R: Tensor | None = None) -> None:
     """Store what was drawn and prepare each row for its next token.
 
     A row whose token is its last (by count, or one of its stop ids) becomes idle: nothing remains, position 0. The
@@ -48,8 +45,8 @@ def decode_advance(drawn: Drawn, rows: DecodeRows, route_R: Tensor | None = None
     words = [drawn.logprob_R.view(torch.int32), drawn.model_logprob_R.view(torch.int32)]
     if route_R is not None:
         words.append(route_R)
-    told = [drawn.drawn_R.int().masked_fill_(idle_R, -1), *(word.masked_fill(idle_R, 0) for word in words)]
-    rows.results_RMN.index_copy_(2, rows.next_result, torch.stack(told, dim=1).unsqueeze(2))
+    results = [drawn.drawn_R.int().masked_fill_(idle_R, -1), *(word.masked_fill(idle_R, 0) for word in words)]
+    rows.results_RMN.index_copy_(2, rows.next_result, torch.stack(results, dim=1).unsqueeze(2))
     rows.next_result.add_(1)
     rows.token_R.copy_(torch.where(idle_R, rows.token_R, drawn.drawn_R))
     stopped_R = (rows.stop_RK == drawn.drawn_R.unsqueeze(1)).any(1)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
-from ..records import DecodeRows, Drawn
+from ..records import DecodeRows, SampledTokens
 
 BLOCK = 128
 NUM_WARPS = 4
@@ -73,7 +73,7 @@ def _advance_kernel(
     PDL: tl.constexpr,
 ):
     """One program handles all rows, so that it can increment the step's number after the last of them."""
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     step = tl.load(next_ptr)
     for first in range(0, rows, BLOCK):
         row_B = first + tl.arange(0, BLOCK)
@@ -100,7 +100,7 @@ def _advance_kernel(
     tl.store(next_ptr, step + 1)
 
 
-def advance(drawn: Drawn, rows: DecodeRows, route_R: Tensor | None = None) -> None:
+def advance(drawn: SampledTokens, rows: DecodeRows, route_R: Tensor | None = None) -> None:
     assert rows.stop_RK.is_contiguous() and rows.results_RMN.is_contiguous()
     assert rows.results_RMN.shape[1] == 3 + (route_R is not None)
     _advance_kernel[(1,)](

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..operator import SAME, operator, save, saved
+from ..operator import SAME, operator, save, saved_values
 
 
 def _gather_backward(ctx, grad_TD: Tensor):
-    rows_T, table_rows = saved(ctx)
+    rows_T, table_rows = saved_values(ctx)
     if grad_TD.is_cuda:
         return gather_rows_backward(grad_TD, rows_T, table_rows)
     total_RD = torch.zeros(table_rows, grad_TD.shape[1], dtype=torch.float32, device=grad_TD.device)

@@ -22,7 +22,7 @@ PIECES = 8  # pieces of a table row that are added at a time
 
 
 @triton.jit
-def _add(ptr, total, mask):
+def _round_and_add(ptr, total, mask):
     """Round float32 sums to the output's dtype and add them to it."""
     rounded = total.to(ptr.dtype.element_ty).to(tl.float32)
     there = tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
@@ -58,12 +58,10 @@ def _gather_pieces_kernel(
         limit = tl.where(place < tokens, width, 0)
         total += tl.load(grad_ptr + token * grad_stride + column, mask=column < limit, other=0.0).to(tl.float32)
         ends = row != tl.load(sorted_ptr + place + 1, mask=place + 1 < tokens, other=-1)
-        whole, part = (
-            tl.where(ends, tl.where(began_here, limit, 0), 0),
-            tl.where(ends, tl.where(began_here, 0, limit), 0),
-        )
+        whole = tl.where(ends, tl.where(began_here, limit, 0), 0)
+        part = tl.where(ends, tl.where(began_here, 0, limit), 0)
         out = out_ptr + row.to(tl.int64) * width + column
-        _add(out, total, column < whole)
+        _round_and_add(out, total, column < whole)
         tl.store(piece, total, mask=column < part)
         total = tl.where(ends, 0.0, total)
         began_here = began_here | ends
@@ -98,7 +96,7 @@ def _gather_whole_kernel(
         total += tl.sum(tl.load(piece_ptr + offset, mask=same[:, None] & inside[None, :], other=0.0), axis=0)
         count = tl.sum(same.to(tl.int32), axis=0)
         start += PIECES
-    _add(out_ptr + row.to(tl.int64) * width + column, total, inside)
+    _round_and_add(out_ptr + row.to(tl.int64) * width + column, total, inside)
 
 
 def gather_rows(grad_TD: Tensor, rows_T: Tensor, table_rows: int) -> Tensor:

@@ -23,10 +23,10 @@ def fold_rows(total: Tensor, rows_RN: Tensor, cell: int = 0) -> None:
             total.add_(row)
         return
     for own in rows.split(cell):
-        found = total.new_zeros(total.shape)
+        cell_total = total.new_zeros(total.shape)
         for row in own:
-            found.add_(row)
-        total.add_(found)
+            cell_total.add_(row)
+        total.add_(cell_total)
 
 
 @operator(cuda=SAME, fake=lambda rows_RN: rows_RN.new_empty(rows_RN.shape[1:], dtype=torch.float32))

@@ -17,16 +17,16 @@ def _fold_rows_kernel(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     total = tl.load(total_ptr + at, mask=inside, other=0.0)
-    found = tl.zeros([BLOCK], DTYPE)
+    cell_total = tl.zeros([BLOCK], DTYPE)
     row_ptr = rows_ptr + at
     for row in range(rows):
         x = tl.load(row_ptr, mask=inside, other=0.0).to(DTYPE)
         row_ptr += stride
         if HAS_CELLS:
-            found += x
+            cell_total += x
             if (row + 1) % cell == 0 or row == rows - 1:
-                total += found
-                found = tl.zeros([BLOCK], DTYPE)
+                total += cell_total
+                cell_total = tl.zeros([BLOCK], DTYPE)
         else:
             total += x
     tl.store(total_ptr + at, total, mask=inside)

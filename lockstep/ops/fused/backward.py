@@ -33,11 +33,11 @@ def rms_norm_add(  # type: ignore[empty-body]
     "lockstep::rotated_attention_packed_backward",
     gpu_only=True,
     cuda="triton_backward:rotated_attention",
-    fake=lambda x, by, qkv_TE, rotation, *_: torch.ops.lockstep.qk_norm_rope_backward(x.grad_TNH, qkv_TE, *rotation),
+    fake=lambda x, layout, qkv, rotation, *_: torch.ops.lockstep.qk_norm_rope_backward(x.grad_TNH, qkv, *rotation),
 )
 def rotated_attention_packed(  # type: ignore[empty-body]
     x: AttentionGradient,
-    by: Packed,
+    layout: Packed,
     qkv_TE: Tensor,
     rotation: Rotation,
     scores: AttentionScores = PLAIN,
@@ -49,11 +49,7 @@ def rotated_attention_packed(  # type: ignore[empty-body]
     can tell."""
 
 
-@operator(
-    mutates=("total_RD",),
-    gpu_only=True,
-    cuda=".embedding.triton_backward:add_gathered_rows",
-)
+@operator(mutates=("total_RD",), gpu_only=True, cuda=".embedding.triton_backward:add_gathered_rows")
 def add_gathered_rows(total_RD: Tensor, grad_TD: Tensor, rows_T: Tensor) -> None:
     """Add `embedding.operator.gather_rows_backward` to `total_RD`, another gradient of the table, of the same dtype;
     rows without a gradient are not touched. A row's own sum is rounded, and so is its total."""

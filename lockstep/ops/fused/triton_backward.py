@@ -16,7 +16,7 @@ ADD_BLOCK, ADD_WARPS = 4096, 8
 
 def rotated_attention(
     x: AttentionGradient,
-    by: Packed,
+    layout: Packed,
     qkv_TE: Tensor,
     rotation: Rotation,
     scores: AttentionScores = PLAIN,
@@ -29,7 +29,7 @@ def rotated_attention(
     grad_qk = torch.empty((tokens, num_heads + kv_heads, head_dim), dtype=x.q_TNH.dtype, device=qkv_TE.device)
     dq_TNH, dk_TKH = grad_qk.split((num_heads, kv_heads), dim=1)
     dv_TKH = grad_qkv_TE.unflatten(1, (-1, head_dim)).narrow(1, num_heads + kv_heads, kv_heads)
-    attention_triton_backward.packed_into((dq_TNH, dk_TKH, dv_TKH), x, by, scores)
+    attention_triton_backward.packed_into((dq_TNH, dk_TKH, dv_TKH), x, layout, scores)
     return rope_triton.qk_norm_rope_backward(grad_qk, qkv_TE, rotation, weight_offset, grad_qkv_TE)
 
 

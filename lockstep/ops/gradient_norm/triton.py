@@ -47,8 +47,8 @@ def _exact_sum_kernel(x_ptr, words_ptr, size, WORDS: tl.constexpr, NOT_FINITE: t
         total += tl.where(word == limb + 1, (spread >> 32)[None, :], 0)
         unit = tl.where(fraction == 0, 1, 1 << 32).to(tl.int64)
         total += tl.where(word == NOT_FINITE, tl.where(exponent < 255, 0, unit)[None, :], 0)
-    found = tl.sum(total, axis=1)
-    tl.atomic_add(words_ptr + tl.arange(0, WORDS), found, mask=found != 0)
+    sums = tl.sum(total, axis=1)
+    tl.atomic_add(words_ptr + tl.arange(0, WORDS), sums, mask=sums != 0)
 
 
 def exact_sum(x: Tensor) -> Tensor:

@@ -18,11 +18,11 @@ import torch
 Kind = Literal["linear", "linear_fp32", "linear_add", "norm_linear", "norm_gate_up"]
 
 FOLDER = Path(__file__).parents[1] / "tables"
-MEASURED = "NVIDIA H200", (9, 0)  # name and compute capability assumed on a machine without a GPU
-PROGRAMS = 96  # the least that a grid should have, if its tiles can be made small enough
+DEFAULT_GPU = "NVIDIA H200", (9, 0)  # name and compute capability assumed on a machine without a GPU
+MIN_PROGRAMS = 96  # the least that a grid should have, if its tiles can be made small enough
 SHARED_BYTES = 180 * 1024  # for the stages of a program's pipeline
 MAX_STAGES = 8
-ON_HOPPER = {"pipelined": (200 * 1024, MAX_STAGES), "tma": (220 * 1024, 12)}  # the most shared bytes and stages
+HOPPER_LIMITS = {"pipelined": (200 * 1024, MAX_STAGES), "tma": (220 * 1024, 12)}  # the most shared bytes and stages
 MAX_ROWS = 128  # above this the library's tiles are as good
 DEPTHS = (256, 128, 64)  # of a tile
 
@@ -52,26 +52,26 @@ Candidates = Callable[[Kind, Sequence[int], int, int], list[Choice]]
 LIBRARY = Choice("library")  # cuBLASLt, and row operators around it
 CHAIN = Choice("pipelined", 128, 128, 64, 8, 4)  # every other choice, the library included, must give its bits
 overrides: dict[tuple[int, int], Choice] = {}  # by (columns, depth), where the machine check found that others differ
-used: set[tuple[Any, ...]] = set()  # products requested so far: kind, rows, columns, depth and, with a bias, True
-offers: dict[str, Candidates] = {}  # by kernels from outside the package (`linear.kernels.register`)
+requested: set[tuple[Any, ...]] = set()  # products requested so far: kind, rows, columns, depth and, with a bias, True
+registered: dict[str, Candidates] = {}  # by kernels from outside the package (`linear.kernels.register`)
 
 
 def choose(kind: Kind, rows: int, columns: int, depth: int, biased: bool = False) -> Choice:
     """The kernel for `rows` x `depth` times `columns` x `depth`; `columns` counts the weight's rows, gate and up
     together."""
-    used.add((kind, rows, columns, depth, True) if biased else (kind, rows, columns, depth))
+    requested.add((kind, rows, columns, depth, True) if biased else (kind, rows, columns, depth))
     if (columns, depth) in overrides:
         return overrides[columns, depth]
-    for candidates in offers.values():
+    for candidates in registered.values():
         for choice in candidates(kind, (rows,), columns, depth):
             return choice
     for bound, choice in table()[kind].get((columns, depth), ()):
         if rows <= bound:
             return choice
-    return by_rule(kind, rows, columns, depth)
+    return choose_by_rule(kind, rows, columns, depth)
 
 
-def by_rule(kind: Kind, rows: int, columns: int, depth: int) -> Choice:
+def choose_by_rule(kind: Kind, rows: int, columns: int, depth: int) -> Choice:
     """The choice for shapes that are in no table. Over 48 shapes of nine models, at 8 to 128 rows on an H200, it takes
     1 % longer than the fastest tile on average and 29 % at most (`benchmarks/tune_linear.py --alone`).
 
@@ -81,78 +81,78 @@ def by_rule(kind: Kind, rows: int, columns: int, depth: int) -> Choice:
     if rows > MAX_ROWS:
         return LIBRARY if columns % 8 == depth % 8 == 0 else CHAIN
     if depth % min(DEPTHS) or columns % 8 or depth == min(DEPTHS):
-        return portable(kind, rows, columns, depth)
+        return choose_portable(kind, rows, columns, depth)
     if kind == "linear_fp32":
-        return _head(rows, depth)
-    return _gated(rows, columns // 2, depth) if kind == "norm_gate_up" else _plain(rows, columns, depth)
+        return _choose_head(rows, depth)
+    return _choose_gated(rows, columns // 2, depth) if kind == "norm_gate_up" else _choose_plain(rows, columns, depth)
 
 
-def _head(rows: int, depth: int) -> Choice:
+def _choose_head(rows: int, depth: int) -> Choice:
     """For the LM head, which has many columns."""
     if rows > 64:
         return LIBRARY
-    return _tile("pipelined", _at_least(rows), 128, 128 if rows <= 32 else 64, depth)
+    return _tile("pipelined", _block_rows(rows), 128, 128 if rows <= 32 else 64, depth)
 
 
-def _gated(rows: int, columns: int, depth: int) -> Choice:
+def _choose_gated(rows: int, columns: int, depth: int) -> Choice:
     """For gated products; `columns` are the result's."""
     if rows <= 16 or (rows <= 32 and columns < 3072):
-        width = _width(columns, 64, 64, 32)
+        width = _block_columns(columns, 64, 64, 32)
         return _tile("pipelined", 16, width, 256 if width == 32 else 128, depth, weights=2)
     if 32 < rows <= 64 and columns < 8192:
-        width = _width(columns, 32, 64)
+        width = _block_columns(columns, 32, 64)
         return _tile("tma", 64, width, 256 if width == 16 else 128, depth, weights=2)
     return LIBRARY
 
 
-def _plain(rows: int, columns: int, depth: int) -> Choice:
+def _choose_plain(rows: int, columns: int, depth: int) -> Choice:
     least = 32 if columns >= 1024 else 16
     if rows <= 16:
-        return _tile("pipelined", 16, _width(columns, 64, 64, least), 256, depth)
+        return _tile("pipelined", 16, _block_columns(columns, 64, 64, least), 256, depth)
     if rows <= 32:
         if columns > 4096:
             return LIBRARY if columns * depth >= 15e6 else _tile("pipelined", 32, 64, 128, depth)
-        return _tile("pipelined", 16, _width(columns, 64, 40, least), 256, depth)
+        return _tile("pipelined", 16, _block_columns(columns, 64, 40, least), 256, depth)
     if rows <= 64:
-        return _tile("tma", 64, _width(columns, 64, 65), 256 if columns <= 2304 else 128, depth)
+        return _tile("tma", 64, _block_columns(columns, 64, 65), 256 if columns <= 2304 else 128, depth)
     if columns > 4096 or columns * depth >= 20e6:
         return LIBRARY
-    width = _width(columns, 64, 40)
+    width = _block_columns(columns, 64, 40)
     return _tile("tma", 64, width, 128 if width == 64 else 256, depth)
 
 
 def _tile(kernel: str, block_m: int, block_n: int, block_k: int, depth: int, weights: int = 1) -> Choice:
     """A tile at most `block_k` deep, so that there are two steps or more, with as many stages as fit."""
     block_k = next(k for k in DEPTHS if k <= block_k and depth % k == 0 and depth > k)
-    shared, most = ON_HOPPER[kernel]
+    shared, most = HOPPER_LIMITS[kernel]
     stages = min(shared // (2 * block_k * (block_m + weights * block_n)), depth // block_k + 1, most)
     return Choice(kernel, block_m, block_n, block_k, 4, stages, early=kernel == "pipelined")
 
 
-def _width(columns: int, most: int, programs: int, least: int = 16) -> int:
+def _block_columns(columns: int, most: int, programs: int, least: int = 16) -> int:
     """A tile's columns: `most`, or fewer to have `programs` programs, but no fewer than `least`."""
     while most > least and columns < programs * most:
         most //= 2
     return most
 
 
-def _at_least(rows: int) -> int:
+def _block_rows(rows: int) -> int:
     """A tile's rows, 16 to 64, enough to hold `rows` if possible."""
     return next(block for block in (16, 32, 64) if rows <= block or block == 64)
 
 
-def portable(kind: Kind, rows: int, columns: int, depth: int) -> Choice:
+def choose_portable(kind: Kind, rows: int, columns: int, depth: int) -> Choice:
     """For any GPU that Triton supports: tiles small enough that the grid fills it, with as many stages as fit."""
-    weights = tiles_of_weight(kind)
-    block_m = _at_least(rows)
-    block_n = _width(-(-rows // block_m) * (columns // weights), 128, PROGRAMS)
+    weights = weight_tiles(kind)
+    block_m = _block_rows(rows)
+    block_n = _block_columns(-(-rows // block_m) * (columns // weights), 128, MIN_PROGRAMS)
     width = block_m + block_n * weights
     block_k = 128 if width <= 128 else 64
     stages = min(MAX_STAGES, SHARED_BYTES // (2 * width * block_k))
     return Choice("pipelined", block_m, block_n, block_k, 4, stages, early=True)
 
 
-def tiles_of_weight(kind: Kind) -> int:
+def weight_tiles(kind: Kind) -> int:
     """How many weight tiles a program multiplies by: two, of gate and up, or one."""
     return 2 if kind == "norm_gate_up" else 1
 
@@ -160,17 +160,17 @@ def tiles_of_weight(kind: Kind) -> int:
 @functools.cache
 def table() -> Table:
     """For each kind and (columns, depth): ascending bounds on the rows, and the fastest choice up to each; for this
-    process's GPU or, without one, `MEASURED`."""
-    return table_for(*this_gpu())
+    process's GPU or, without one, `DEFAULT_GPU`."""
+    return table_for(*current_gpu())
 
 
-def this_gpu() -> tuple[str, tuple[int, int]]:
+def current_gpu() -> tuple[str, tuple[int, int]]:
     if not torch.cuda.is_available():
-        return MEASURED
+        return DEFAULT_GPU
     return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
 
 
-def path_of(gpu: str) -> Path:
+def table_path(gpu: str) -> Path:
     return FOLDER / f"linear_{gpu.lower().removeprefix('nvidia ').replace(' ', '_')}.json"
 
 
@@ -181,14 +181,11 @@ def table_for(gpu: str, capability: tuple[int, int]) -> Table:
         major, minor = raw["capability"]
         return raw["gpu"] != gpu, abs(major - capability[0]), abs(minor - capability[1])
 
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("linear_*.json"))]
-    nearest = min(found, key=distance)
-    return {
-        kind: {_shape(n): [(bound, Choice(*c)) for bound, c in e] for n, e in nearest.get(kind, {}).items()}
-        for kind in get_args(Kind)
-    }
-
-
-def _shape(name: str) -> tuple[int, int]:
-    columns, depth = name.split("x")
-    return int(columns), int(depth)
+    raw_tables = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("linear_*.json"))]
+    nearest = min(raw_tables, key=distance)
+    table: Table = {kind: {} for kind in get_args(Kind)}
+    for kind, shapes in table.items():
+        for shape, entries in nearest.get(kind, {}).items():
+            columns, depth = map(int, shape.split("x"))
+            shapes[columns, depth] = [(bound, Choice(*choice)) for bound, choice in entries]
+    return table

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..activation.triton import silu_mul
 from ..records import PLAIN_EPILOGUE, Epilogue
 from .choice import LIBRARY, Choice, Kind
 from .triton import supports as supports
@@ -54,7 +55,5 @@ def run(
 ) -> Tensor:
     out_MN = cublaslt_linear(x_MK, weight_NK, torch.float32 if kind == "linear_fp32" else x_MK.dtype, epilogue.bias_N)
     if kind == "norm_gate_up":
-        from ..activation.triton import silu_mul
-
         return silu_mul(out_MN, epilogue.activation)
     return out_MN if residual_MN is None else out_MN.add_(residual_MN)

@@ -29,8 +29,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .. import pdl
 from ..records import PLAIN_EPILOGUE, Epilogue
-from .choice import Choice, Kind, tiles_of_weight
-from .hopper_common import STAGES_KIB, WGMMA_ROWS, asks_ahead, barrier, biased, operands, rounded_gated
+from .choice import Choice, Kind, weight_tiles
+from .hopper_common import STAGES_KIB, WGMMA_ROWS, add_bias, apply_gate_rounded, barrier, loads_weights_early, operands
 from .hopper_common import supports as supports
 
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # depends on Triton's version
@@ -40,7 +40,7 @@ MIN_COPIED = 8  # the fewest rows that are copied: the period of the shared layo
 
 
 @gluon.jit
-def _copy_columns(
+def _start_copy(
     to, ptr, stride, first, rows, start, BLOCK_R: gl.constexpr, BLOCK_K: gl.constexpr, PAIRED: gl.constexpr
 ):
     """Start loading `BLOCK_R` rows from `first` on, zeros past `rows`. PAIRED: each, then the one `rows` further on."""
@@ -61,7 +61,7 @@ def _copy_columns(
 
 
 @gluon.jit
-def _multiplied(a, b, acc):
+def _mma(a, b, acc):
     """`acc + a @ b.T` for tiles in shared memory."""
     left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, acc.type.layout, 2)
@@ -69,7 +69,7 @@ def _multiplied(a, b, acc):
 
 
 @gluon.jit
-def _begun(a, b, acc):
+def _start_wgmma(a, b, acc):
     """Begin the same asynchronously, by `wgmma`. The one begun before has completed in all warps, so its tiles may be
     overwritten."""
     hopper.fence_async_shared()
@@ -127,7 +127,7 @@ def _async_kernel(
         if ahead == 0:
             pdl.gdc_wait()
     for step in gl.static_range(w_lead):
-        _copy_columns(w_shared.index(step), w_ptr, w_stride, first_n, columns, step * BLOCK_K, WIDE, BLOCK_K, GATED)
+        _start_copy(w_shared.index(step), w_ptr, w_stride, first_n, columns, step * BLOCK_K, WIDE, BLOCK_K, GATED)
     async_copy.commit_group()
     if PDL:
         pdl.gdc_wait()
@@ -135,7 +135,7 @@ def _async_kernel(
     for step in gl.static_range(x_lead):
         if step < steps:
             to = x_shared.index(step).slice(0, COPIED, dim=0)
-            _copy_columns(to, x_ptr, x_stride, first_m, rows, step * BLOCK_K, COPIED, BLOCK_K, False)
+            _start_copy(to, x_ptr, x_stride, first_m, rows, step * BLOCK_K, COPIED, BLOCK_K, False)
         async_copy.commit_group()
     lanes: gl.constexpr = max(1, min(BLOCK_N // 8, 4))
     rowwise: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
@@ -150,28 +150,28 @@ def _async_kernel(
         async_copy.wait_group(x_lead - 1)
         x, w = x_shared.index(step % X_STAGES), w_shared.index(step % W_STAGES)
         if WGMMA:
-            acc = _begun(x, w, acc)
+            acc = _start_wgmma(x, w, acc)
         if w_lead < steps:
             next_w = step + w_lead
             if next_w < steps:
                 to_w = w_shared.index(next_w % W_STAGES)
-                _copy_columns(to_w, w_ptr, w_stride, first_n, columns, next_w * BLOCK_K, WIDE, BLOCK_K, GATED)
+                _start_copy(to_w, w_ptr, w_stride, first_n, columns, next_w * BLOCK_K, WIDE, BLOCK_K, GATED)
         if x_lead < steps:  # at compile time: Triton 3.6 fails on a branch that it finds dead only later
             next_x = step + x_lead
             if next_x < steps:
                 to_x = x_shared.index(next_x % X_STAGES).slice(0, COPIED, dim=0)
-                _copy_columns(to_x, x_ptr, x_stride, first_m, rows, next_x * BLOCK_K, COPIED, BLOCK_K, False)
+                _start_copy(to_x, x_ptr, x_stride, first_m, rows, next_x * BLOCK_K, COPIED, BLOCK_K, False)
         async_copy.commit_group()
         if not WGMMA:
-            acc = _multiplied(x, w, acc)
+            acc = _mma(x, w, acc)
     if WGMMA:
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
     if GATED:
         gate, up = gl.split(gl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
-        value = gl.convert_layout(rounded_gated(gate, up, ACTIVATION, dtype), rowwise)
+        value = gl.convert_layout(apply_gate_rounded(gate, up, ACTIVATION, dtype), rowwise)
     else:
         if bias_ptr is not None:
-            acc = biased(acc, bias_ptr, first_n, columns)
+            acc = add_bias(acc, bias_ptr, first_n, columns)
         value = gl.convert_layout(acc.to(dtype), rowwise)
     if ADD:
         value = (residual.to(gl.float32) + value.to(gl.float32)).to(dtype)
@@ -181,8 +181,8 @@ def _async_kernel(
 def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
     if kind == "linear_fp32":
         return []
-    found: dict[Choice, None] = {}
-    weights, most = tiles_of_weight(kind), rows[-1]
+    choices: dict[Choice, None] = {}
+    weights, most = weight_tiles(kind), rows[-1]
     for block_m, block_n, block_k in itertools.product(
         (16, 64) if most <= 64 else (64, 128), (8, 16, 32, 64, 128), STAGES
     ):
@@ -195,8 +195,8 @@ def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> lis
             stages = min((kib * 1024 - x_stages * row_stage) // weight_stage, steps)
             if stages >= min(x_stages, steps) and x_stages <= steps + 1:
                 warps = 4 if block_m <= 64 else 8
-                found[Choice("async", block_m, block_n, block_k, warps, stages, x_stages)] = None
-    return list(found)
+                choices[Choice("async", block_m, block_n, block_k, warps, stages, x_stages)] = None
+    return list(choices)
 
 
 def run(
@@ -216,7 +216,7 @@ def run(
     copied = max(MIN_COPIED, triton.next_power_of_2(min(rows, choice.block_m)))
     _async_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
         x_MK, weight_NK, residual, out_MN, epilogue.contiguous_bias, rows, columns, x_MK.stride(0), weight_NK.stride(0),
-        residual.stride(0), asks_ahead(kind),
+        residual.stride(0), loads_weights_early(kind),
         DEPTH=depth, GATED=kind == "norm_gate_up", ACTIVATION=epilogue.activation, ADD=residual_MN is not None,
         BLOCK_M=choice.block_m, BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, COPIED=copied, X_STAGES=choice.x_stages,
         W_STAGES=choice.num_stages, WGMMA=choice.block_m >= WGMMA_ROWS, **pdl.options(x_MK, num_warps=choice.num_warps),

@@ -11,9 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .. import pdl
-from ..activation.triton import gated
+from ..activation.triton import apply_gate
 from ..rows import aligned_rows
-from .choice import Choice, Kind, tiles_of_weight
+from .choice import Choice, Kind, weight_tiles
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -23,30 +23,30 @@ STAGES_KIB = (74, 110, 224)  # for three programs per multiprocessor, two, or on
 
 
 @gluon.jit
-def rounded_gated(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
-    """`gated` of two accumulators, rounded where the separate operators round."""
-    return gated(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), ACTIVATION).to(dtype)
+def apply_gate_rounded(gate, up, ACTIVATION: gl.constexpr, dtype: gl.constexpr):
+    """`apply_gate` of two accumulators, rounded where the separate operators round."""
+    return apply_gate(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), ACTIVATION).to(dtype)
 
 
 @gluon.jit
-def biased(acc, bias_ptr, first_n, columns):
+def add_bias(acc, bias_ptr, first_n, columns):
     """The accumulator plus the bias of its columns, from `first_n` on."""
     n = first_n + gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, acc.type.layout))
     return acc + gl.expand_dims(gl.load(bias_ptr + n, mask=n < columns, other=0.0).to(gl.float32), 0)
 
 
 def supports(choice: Choice, weight_NK: Tensor) -> bool:
-    has = pdl.has_wgmma(weight_NK) if choice.block_m >= WGMMA_ROWS else pdl.supported(weight_NK)
+    has = pdl.has_wgmma(weight_NK) if choice.block_m >= WGMMA_ROWS else pdl.is_supported(weight_NK)
     return has and weight_NK.is_contiguous() and weight_NK.data_ptr() % ALIGNMENT == 0
 
 
 def operands(kind: Kind, x_MK: Tensor, weight_NK: Tensor, residual_MN: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """The rows as kernels take them, memory for the result, and the residual; without a residual, that memory again."""
     x_MK = aligned_rows(x_MK)
-    out_MN = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0] // tiles_of_weight(kind))
+    out_MN = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0] // weight_tiles(kind))
     return x_MK, out_MN, out_MN if residual_MN is None else aligned_rows(residual_MN)
 
 
-def asks_ahead(kind: Kind) -> bool:
+def loads_weights_early(kind: Kind) -> bool:
     """Whether weights are loaded before the previous kernel has ended: in a captured graph, for kinds that allow it."""
     return kind != "linear" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -26,17 +26,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import pdl
 from ..records import PLAIN_EPILOGUE, Epilogue
-from .choice import Choice, Kind, tiles_of_weight
-from .hopper_common import STAGES_KIB, asks_ahead, barrier, biased, operands, rounded_gated
+from .choice import Choice, Kind, weight_tiles
+from .hopper_common import STAGES_KIB, add_bias, apply_gate_rounded, barrier, loads_weights_early, operands
 from .hopper_common import supports as supports
 
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # depends on Triton's version
 WEIGHTS, PIECES = gl.NVMMASharedLayout(128, 16, 2), gl.NVMMASharedLayout(128, 16, 4)
-FEWEST = 8  # rows for which it pays; fewer would take too many pieces
+MIN_ROWS = 8  # rows for which it pays; fewer would take too many pieces
 
 
 @gluon.jit
-def _ask_weights(w, columns, first_n, k, tiles, stage, ready, GATED: gl.constexpr):
+def _start_weights_copy(w, columns, first_n, k, tiles, stage, ready, GATED: gl.constexpr):
     """Start loading a step's weights; if GATED, both halves."""
     if GATED:
         _copy(w, [first_n, k], ready, tiles.index(2 * stage))
@@ -89,7 +89,7 @@ def _tma_kernel(
             pdl.gdc_wait()
     for i in gl.static_range(lead):
         mbarrier.expect(ready.index(i), size)
-        _ask_weights(w, columns, first_n, i * BLOCK_K, w_tiles, i, ready.index(i), GATED)
+        _start_weights_copy(w, columns, first_n, i * BLOCK_K, w_tiles, i, ready.index(i), GATED)
     if PDL:
         pdl.gdc_wait()
     for i in gl.static_range(lead):
@@ -122,15 +122,15 @@ def _tma_kernel(
         if after < steps:
             free = after % STAGES
             mbarrier.expect(ready.index(free), size)
-            _ask_weights(w, columns, first_n, after * BLOCK_K, w_tiles, free, ready.index(free), GATED)
+            _start_weights_copy(w, columns, first_n, after * BLOCK_K, w_tiles, free, ready.index(free), GATED)
             _copy(x, [0, 0, first_m, after * BLOCK_K], ready.index(free), x_tiles.index(free))
     if GATED:
         acc, up = hopper.warpgroup_mma_wait(0, deps=(acc, up))
-        value = gl.convert_layout(rounded_gated(acc, up, ACTIVATION, dtype), rowwise)
+        value = gl.convert_layout(apply_gate_rounded(acc, up, ACTIVATION, dtype), rowwise)
     else:
         acc = hopper.warpgroup_mma_wait(0, deps=(acc,))
         if bias_ptr is not None:
-            acc = biased(acc, bias_ptr, first_n, columns)
+            acc = add_bias(acc, bias_ptr, first_n, columns)
         value = gl.convert_layout(acc.to(dtype), rowwise)
     if ADD:
         value = (residual.to(gl.float32) + value.to(gl.float32)).to(dtype)
@@ -140,17 +140,17 @@ def _tma_kernel(
 def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
     if kind == "linear_fp32":
         return []
-    found: dict[Choice, None] = {}
-    parts = tiles_of_weight(kind)
+    choices: dict[Choice, None] = {}
+    parts = weight_tiles(kind)
     for block_m, block_n, block_k in itertools.product((64, 128), (16, 32, 64, 128), (64, 128, 256)):
         programs = -(-rows[0] // block_m) * (columns // parts // block_n)
-        if rows[0] < (FEWEST if block_m == 64 else 65) or not 28 <= programs <= 420 or depth % block_k:
+        if rows[0] < (MIN_ROWS if block_m == 64 else 65) or not 28 <= programs <= 420 or depth % block_k:
             continue
         for kib in STAGES_KIB:
             stages = min(kib * 1024 // (2 * block_k * (block_m + parts * block_n)), depth // block_k + 1, 12)
             if stages >= 3:
-                found[Choice("tma", block_m, block_n, block_k, block_m // 16, stages)] = None
-    return list(found)
+                choices[Choice("tma", block_m, block_n, block_k, block_m // 16, stages)] = None
+    return list(choices)
 
 
 def run(
@@ -172,7 +172,7 @@ def run(
     _tma_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](
         TensorDescriptor.from_tensor(pieces, [shape[0], 2, piece, choice.block_k], PIECES),
         TensorDescriptor.from_tensor(weight_NK, [choice.block_n, choice.block_k], WEIGHTS), residual, out_MN,
-        epilogue.contiguous_bias, rows, columns, residual.stride(0), asks_ahead(kind),
+        epilogue.contiguous_bias, rows, columns, residual.stride(0), loads_weights_early(kind),
         DEPTH=depth, GATED=kind == "norm_gate_up", ACTIVATION=epilogue.activation, ADD=residual_MN is not None,
         BLOCK_M=choice.block_m, PIECE=piece, BLOCK_N=choice.block_n, BLOCK_K=choice.block_k, STAGES=choice.num_stages,
         **pdl.options(x_MK, num_warps=choice.num_warps),

@@ -55,7 +55,7 @@ else:
 def register(name: str, kernel: ProductKernel) -> None:
     """Add a kernel from outside the package. It computes every shape for which it has candidates, by the first."""
     KERNELS[name] = kernel
-    linear_choice.offers[name] = kernel.candidates
+    linear_choice.registered[name] = kernel.candidates
 
 
 def choose(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> Choice:
@@ -63,7 +63,7 @@ def choose(kind: Kind, rows: int, weight_NK: Tensor, biased: bool = False) -> Ch
     choice = linear_choice.choose(kind, rows, *weight_NK.shape, biased=biased)
     if choice.kernel in KERNELS and KERNELS[choice.kernel].supports(choice, weight_NK):
         return choice
-    return linear_choice.portable(kind, rows, *weight_NK.shape)
+    return linear_choice.choose_portable(kind, rows, *weight_NK.shape)
 
 
 def product(
@@ -74,8 +74,8 @@ def product(
         raise TypeError(f"the GPU path computes in bfloat16, got {x_MK.dtype}")
     choice = choose(kind, x_MK.shape[0], weight_NK, epilogue.bias_N is not None)
     is_plain = epilogue.bias_N is None and epilogue.activation == SILU
-    given = () if is_plain else (epilogue,)  # kernels from outside may not take one
-    return KERNELS[choice.kernel].run(kind, choice, x_MK, weight_NK, residual_MN, *given)
+    extra = () if is_plain else (epilogue,)  # kernels from outside may not take one
+    return KERNELS[choice.kernel].run(kind, choice, x_MK, weight_NK, residual_MN, *extra)
 
 
 linear_fp32 = partial(product, "linear_fp32")

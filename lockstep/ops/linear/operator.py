@@ -65,11 +65,7 @@ def linear_fp32(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     return linear.on_cpu[torch.float32](x_TK.float(), weight_NK.float())
 
 
-@operator(
-    native=native.matmul,
-    cuda=SAME,
-    fake=lambda a_RD, b_DC: a_RD.new_empty(a_RD.shape[0], b_DC.shape[1]),
-)
+@operator(native=native.matmul, cuda=SAME, fake=lambda a_RD, b_DC: a_RD.new_empty(a_RD.shape[0], b_DC.shape[1]))
 def matmul(a_RD: Tensor, b_DC: Tensor) -> Tensor:
     """`a @ b`, [R, C], both of one dtype, for backward passes: under no contract, but deterministic."""
     return a_RD @ b_DC

@@ -27,10 +27,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
-from ..activation.triton import gated
+from ..activation.triton import apply_gate
 from ..records import PLAIN_EPILOGUE, Epilogue
 from ..rows import unit_inner
-from .choice import CHAIN, Choice, Kind, tiles_of_weight
+from .choice import CHAIN, Choice, Kind, weight_tiles
 
 SMALL, LARGE = Choice("per_head", 16, 128, 64, 4, 4), Choice("per_head", 128, 128, 64, 8, 3)
 MANY_ROWS = 64  # from this many rows on, per-head products use LARGE
@@ -39,7 +39,7 @@ SHARED_BYTES = 220 * 2**10
 
 
 @triton.jit
-def swizzled(program, blocks_m, blocks_n, GROUP: tl.constexpr = 8):
+def swizzle(program, blocks_m, blocks_n, GROUP: tl.constexpr = 8):
     """A program's block of rows and of columns, ordered so that `GROUP` successive programs, each with other rows,
     share the weights of a block of columns in the L2 cache."""
     first_m = program // (GROUP * blocks_n) * GROUP
@@ -49,7 +49,7 @@ def swizzled(program, blocks_m, blocks_n, GROUP: tl.constexpr = 8):
 
 
 @triton.jit
-def biased(acc, bias_ptr, n, columns):
+def add_bias(acc, bias_ptr, n, columns):
     """The accumulator plus the bias of its columns."""
     return acc + tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
 
@@ -77,7 +77,7 @@ def _linear_kernel(
     EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    block_m, block_n = swizzled(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N))
+    block_m, block_n = swizzle(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N))
     m, n = block_m * BLOCK_M + tl.arange(0, BLOCK_M), block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside = (m < rows)[:, None]
@@ -109,9 +109,9 @@ def _linear_kernel(
         pdl.gdc_launch_dependents()  # no effect if they were released early
     dtype = out_ptr.dtype.element_ty
     if bias_ptr is not None:
-        acc = biased(acc, bias_ptr, n, columns)
+        acc = add_bias(acc, bias_ptr, n, columns)
     if GATED:
-        acc = gated(acc.to(dtype).to(tl.float32), acc_up.to(dtype).to(tl.float32), ACTIVATION)
+        acc = apply_gate(acc.to(dtype).to(tl.float32), acc_up.to(dtype).to(tl.float32), ACTIVATION)
     if ADD:
         acc = residual.to(tl.float32) + acc.to(dtype).to(tl.float32)
     tl.store(out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :], acc.to(dtype), mask=inside_out)
@@ -124,8 +124,8 @@ def supports(choice: Choice, weight_NK: Tensor) -> bool:
 
 def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> list[Choice]:
     """See `kernels.ProductKernel`. Plain products are tried with and without the early release."""
-    found: dict[Choice, None] = {}
-    weights, most = tiles_of_weight(kind), rows[-1]
+    choices: dict[Choice, None] = {}
+    weights, most = weight_tiles(kind), rows[-1]
     heights = [m for m in (64, 32, 16) if m < 2 * most or m == 16] if most <= 64 else [64, 128]
     for block_m, block_n, block_k in itertools.product(heights, (16, 32, 64, 128, 256), (64, 128, 256)):
         programs = -(-rows[0] // block_m) * (columns // weights // block_n)
@@ -138,9 +138,9 @@ def candidates(kind: Kind, rows: Sequence[int], columns: int, depth: int) -> lis
             stages = min(kib * 1024 // stage, 8, depth // block_k + 1)
             if stages >= 3 and stages * stage <= SHARED_BYTES:
                 warps = 8 if tile >= 128 * 128 else 4
-                found[Choice("pipelined", block_m, block_n, block_k, warps, stages)] = None
+                choices[Choice("pipelined", block_m, block_n, block_k, warps, stages)] = None
     early = (True, False) if kind in ("linear", "linear_fp32") else (True,)
-    return [choice._replace(early=e) for choice in found for e in early]
+    return [choice._replace(early=e) for choice in choices for e in early]
 
 
 def run(
@@ -154,7 +154,7 @@ def run(
     """See `kernels.ProductKernel`; computes in the dtype of x."""
     x_MK, w_NK = unit_inner(x_MK), unit_inner(weight_NK)
     is_gated, dtype = kind == "norm_gate_up", torch.float32 if kind == "linear_fp32" else x_MK.dtype
-    (rows, depth), columns = x_MK.shape, w_NK.shape[0] // tiles_of_weight(kind)
+    (rows, depth), columns = x_MK.shape, w_NK.shape[0] // weight_tiles(kind)
     out_MN = torch.empty((rows, columns), dtype=dtype, device=x_MK.device)
     residual = out_MN if residual_MN is None else unit_inner(residual_MN)
     _linear_kernel[(triton.cdiv(rows, choice.block_m) * triton.cdiv(columns, choice.block_n),)](

@@ -20,15 +20,15 @@ from torch import Tensor
 from .. import native
 from ..linear.operator import linear_fp32, matmul
 from ..native import library
-from ..operator import SAME, operator, save, saved
-from ..records import Filters, SampleKeys, ScoredRows, cut
+from ..operator import SAME, operator, save, saved_values
+from ..records import Filters, SampleKeys, ScoredRows, slice_rows
 from . import reference
 from .reference import divisor, pack_support, unpack_support
 
 CHUNK = 1024  # rows of logits at a time
 
 
-def _rows(logits_CV: Tensor) -> ModuleType:
+def _implementation(logits_CV: Tensor) -> ModuleType:
     """The implementation of the row functions for this device."""
     if not logits_CV.is_cuda:
         return reference if library.current is None else native
@@ -49,7 +49,7 @@ def token_logprobs_backward(
     grad_model_C: Tensor | None,
     hidden_CD: Tensor,
     weight_VD: Tensor,
-    by: ScoredRows,
+    scored: ScoredRows,
     logits_CV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients for the hidden rows and the LM head, [C, D] and [V, D] in the inputs' dtype. `grad_logprob_C` is the
@@ -64,31 +64,31 @@ def token_logprobs_backward(
         c = slice(i, i + CHUNK)
         chunk_CV = linear_fp32(hidden_CD[c], weight_VD) if logits_CV is None else logits_CV[c]
         grads = (None if grad_C is None else grad_C[c] for grad_C in (grad_logprob_C, grad_model_C))
-        grad_CV = grad_logits(chunk_CV, cut(by, c), *grads).to(hidden_CD.dtype)
+        grad_CV = grad_logits(chunk_CV, slice_rows(scored, c), *grads).to(hidden_CD.dtype)
         grad_hidden[c] = matmul(grad_CV, weight_VD)
         grad_weight += matmul(grad_CV.t(), hidden_CD[c])
     return grad_hidden, grad_weight.to(weight_VD.dtype)
 
 
 def grad_logits(
-    logits_CV: Tensor, by: ScoredRows, grad_logprob_C: Tensor | None, grad_model_C: Tensor | None
+    logits_CV: Tensor, scored: ScoredRows, grad_logprob_C: Tensor | None, grad_model_C: Tensor | None
 ) -> Tensor:
     """`d/dlogits` of both log-probabilities: (one-hot - softmax), for the sampled one over its support and divided by
     the temperature."""
     if grad_logprob_C is None:
-        grad_logprob_C = torch.zeros_like(by.temperature_C)
-    slope_C = torch.where(by.temperature_C > 0, grad_logprob_C / divisor(by.temperature_C), 0.0)
-    z_CV = logits_CV / divisor(by.temperature_C).unsqueeze(1)
-    sampled_CV = torch.exp(z_CV - by.sampled_lse_C.unsqueeze(1))
-    if by.support_CB is not None:
-        sampled_CV *= unpack_support(by.support_CB, z_CV.shape[1])
-    elif by.truncated:
-        sampled_CV.masked_fill_(z_CV < by.threshold_C.unsqueeze(1), 0.0)
+        grad_logprob_C = torch.zeros_like(scored.temperature_C)
+    slope_C = torch.where(scored.temperature_C > 0, grad_logprob_C / divisor(scored.temperature_C), 0.0)
+    z_CV = logits_CV / divisor(scored.temperature_C).unsqueeze(1)
+    sampled_CV = torch.exp(z_CV - scored.sampled_lse_C.unsqueeze(1))
+    if scored.support_CB is not None:
+        sampled_CV *= unpack_support(scored.support_CB, z_CV.shape[1])
+    elif scored.truncated:
+        sampled_CV.masked_fill_(z_CV < scored.threshold_C.unsqueeze(1), 0.0)
     grad_CV = sampled_CV.mul_(-slope_C.unsqueeze(1))
     if grad_model_C is not None:
-        grad_CV.sub_(torch.exp(logits_CV - by.lse_C.unsqueeze(1)).mul_(grad_model_C.unsqueeze(1)))
+        grad_CV.sub_(torch.exp(logits_CV - scored.lse_C.unsqueeze(1)).mul_(grad_model_C.unsqueeze(1)))
         slope_C = slope_C + grad_model_C
-    return grad_CV.scatter_add_(1, by.targets_C.unsqueeze(1), slope_C.unsqueeze(1))
+    return grad_CV.scatter_add_(1, scored.targets_C.unsqueeze(1), slope_C.unsqueeze(1))
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -98,46 +98,49 @@ def _setup(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
+def _scores_fake(*args):
+    filters = args[-3]
+    return tuple(torch.empty_like(filters.temperature_C) for _ in range(6))
+
+
 def _backward(ctx, grad_logprob_C: Tensor | None, grad_model_C: Tensor | None, *_: Tensor):
-    hidden_CD, weight_VD, *scored = saved(ctx)
+    hidden_CD, weight_VD, *scored = saved_values(ctx)
     return token_logprobs_backward(grad_logprob_C, grad_model_C, hidden_CD, weight_VD, ScoredRows(*scored))
 
 
-@operator(
-    cuda=SAME,
-    fake=lambda hidden_CD, weight_VD, targets_C, by, *_: tuple(torch.empty_like(by.temperature_C) for _ in range(6)),
-    setup=_setup,
-    backward=_backward,
-)
+@operator(cuda=SAME, fake=_scores_fake, setup=_setup, backward=_backward)
 def _token_logprobs(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool
+    hidden_CD: Tensor,
+    weight_VD: Tensor,
+    targets_C: Tensor,
+    filters: Filters,
+    support_CB: Tensor | None,
+    truncated: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     chunks = map(linear_fp32, hidden_CD.split(CHUNK), itertools.repeat(weight_VD))
-    return _scored(chunks, targets_C, by, support_CB, truncated)
+    return _score_chunks(chunks, targets_C, filters, support_CB, truncated)
 
 
-@operator(
-    cuda=SAME,
-    fake=lambda logits_CV, targets_C, by, *_: tuple(torch.empty_like(by.temperature_C) for _ in range(6)),
-)
+@operator(cuda=SAME, fake=_scores_fake)
 def score_logits(
-    logits_CV: Tensor, targets_C: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool
+    logits_CV: Tensor, targets_C: Tensor, filters: Filters, support_CB: Tensor | None, truncated: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`_token_logprobs` from the head's products (logits), float32 [C, V]. No autograd."""
-    return _scored(logits_CV.split(CHUNK), targets_C, by, support_CB, truncated)
+    return _score_chunks(logits_CV.split(CHUNK), targets_C, filters, support_CB, truncated)
 
 
-def _scored(
-    chunks: Iterable[Tensor], targets_C: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool
+def _score_chunks(
+    chunks: Iterable[Tensor], targets_C: Tensor, filters: Filters, support_CB: Tensor | None, truncated: bool
 ) -> Any:
     """Both log-probabilities, entropies, and the first three of `RowStatistics`, from logits in chunks."""
     results = []
     for i, logits_CV in enumerate(chunks):
         c = slice(i * CHUNK, (i + 1) * CHUNK)
-        rows, filters, support = _rows(logits_CV), cut(by, c), None if support_CB is None else support_CB[c]
-        stats = rows.statistics(logits_CV, filters, support, truncated, True)
-        scored = rows.scores(logits_CV, targets_C[c], filters.temperature_C, stats)
-        results.append((*scored, stats.entropy_C, *stats[:3]))
+        rows, chunk_filters = _implementation(logits_CV), slice_rows(filters, c)
+        chunk_support_CB = None if support_CB is None else support_CB[c]
+        stats = rows.statistics(logits_CV, chunk_filters, chunk_support_CB, truncated, True)
+        scores = rows.scores(logits_CV, targets_C[c], chunk_filters.temperature_C, stats)
+        results.append((*scores, stats.entropy_C, *stats[:3]))
     return tuple(map(torch.cat, zip(*results, strict=True)))
 
 
@@ -155,7 +158,7 @@ def token_logprobs(
     hidden_CD: Tensor,
     weight_VD: Tensor,
     targets_C: Tensor,
-    by: Filters,
+    filters: Filters,
     support_CB: Tensor | None = None,
     truncated: bool = False,
 ) -> TokenLogprobs:
@@ -167,7 +170,7 @@ def token_logprobs(
 
     On a CPU, a target outside the vocabulary raises an IndexError; on a GPU nothing checks it.
     """
-    scored = _token_logprobs(hidden_CD, weight_VD, targets_C, by, support_CB, truncated)
+    scored = _token_logprobs(hidden_CD, weight_VD, targets_C, filters, support_CB, truncated)
     logprob, model, entropy, _, _, threshold = scored
     return TokenLogprobs(logprob, model, entropy, threshold)
 
@@ -183,33 +186,33 @@ def support_mask(hidden_CD: Tensor, weight_VD: Tensor, temperature_C: Tensor, th
     return torch.cat(masks)
 
 
-def _drawn_fake(*args):
-    keys, by, _, _ = args[-4:]
-    return torch.empty_like(keys.position_C), *(torch.empty_like(by.temperature_C) for _ in range(2))
+def _sample_fake(*args):
+    keys, filters, _, _ = args[-4:]
+    return torch.empty_like(keys.position_C), *(torch.empty_like(filters.temperature_C) for _ in range(2))
 
 
-@operator(cuda=SAME, fake=_drawn_fake)
+@operator(cuda=SAME, fake=_sample_fake)
 def sample(
-    hidden_CD: Tensor, weight_VD: Tensor, keys: SampleKeys, by: Filters, truncated: bool, greedy: bool
+    hidden_CD: Tensor, weight_VD: Tensor, keys: SampleKeys, filters: Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token per row and score it. Returns token ids, int64 [C], and their log-probabilities under the sampled
     distribution and under the model's own, float32 [C]. `truncated`, `greedy`: whether any row has a filter on, or
     temperature 0."""
-    return _drawn(linear_fp32(hidden_CD, weight_VD), keys, by, truncated, greedy)
+    return _draw_and_score(linear_fp32(hidden_CD, weight_VD), keys, filters, truncated, greedy)
 
 
-@operator(cuda=SAME, fake=_drawn_fake)
+@operator(cuda=SAME, fake=_sample_fake)
 def sample_logits(
-    logits_CV: Tensor, keys: SampleKeys, by: Filters, truncated: bool, greedy: bool
+    logits_CV: Tensor, keys: SampleKeys, filters: Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`sample` from the head's products (logits), float32 [C, V]."""
-    return _drawn(logits_CV, keys, by, truncated, greedy)
+    return _draw_and_score(logits_CV, keys, filters, truncated, greedy)
 
 
-def _drawn(
-    logits_CV: Tensor, keys: SampleKeys, by: Filters, truncated: bool, greedy: bool
+def _draw_and_score(
+    logits_CV: Tensor, keys: SampleKeys, filters: Filters, truncated: bool, greedy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows = _rows(logits_CV)
-    stats = rows.statistics(logits_CV, by, None, truncated, False)
-    token_C = rows.draw(logits_CV, by.temperature_C, stats.threshold_C, keys, greedy)
-    return token_C, *rows.scores(logits_CV, token_C, by.temperature_C, stats)
+    rows = _implementation(logits_CV)
+    stats = rows.statistics(logits_CV, filters, None, truncated, False)
+    token_C = rows.draw(logits_CV, filters.temperature_C, stats.threshold_C, keys, greedy)
+    return token_C, *rows.scores(logits_CV, token_C, filters.temperature_C, stats)

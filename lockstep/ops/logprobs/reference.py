@@ -15,18 +15,18 @@ MASS_SCALE = 2.0**42  # turns a probability relative to the largest into an inte
 
 
 def statistics(
-    logits_CV: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool, with_entropy: bool
+    logits_CV: Tensor, filters: Filters, support_CB: Tensor | None, truncated: bool, with_entropy: bool
 ) -> RowStatistics:
     """`RowStatistics` of the logits, float32 [C] each."""
     lse_C = torch.logsumexp(logits_CV, dim=1)
     threshold_C = torch.full_like(lse_C, -torch.inf)
     sampled_lse_C = lse_C
-    if truncated or support_CB is not None or bool((by.temperature_C != 1).any()):
-        z_CV = logits_CV / divisor(by.temperature_C).unsqueeze(1)
+    if truncated or support_CB is not None or bool((filters.temperature_C != 1).any()):
+        z_CV = logits_CV / divisor(filters.temperature_C).unsqueeze(1)
         if support_CB is not None:
             z_CV = z_CV.masked_fill(~unpack_support(support_CB, z_CV.shape[1]), -torch.inf)
         elif truncated:
-            threshold_C = support_threshold(z_CV, *by[1:])
+            threshold_C = support_threshold(z_CV, *filters[1:])
             z_CV = z_CV.masked_fill(z_CV < threshold_C.unsqueeze(1), -torch.inf)
         sampled_lse_C = torch.logsumexp(z_CV, dim=1)
     entropy_C = torch.zeros_like(lse_C)

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import pdl
 from ..records import Filters, RowStatistics, SampleKeys
 from ..rows import LN_2, aligned_rows
-from .triton_topk_topp import Mass, blocks_of, search, tempered, tempered_row
+from .triton_topk_topp import Mass, apply_temperature, apply_temperature_to_row, find_thresholds, row_blocks
 
 NUM_WARPS = 8  # of a program that sums a block; this and the block's size fix the order of the sum
 SCORES_BLOCK = 32
@@ -27,7 +27,7 @@ DRAW_BLOCK, DRAW_WARPS, DRAW_REGISTERS = 2048, 4, 80  # free: a row's maximum is
 
 
 @triton.jit
-def _finite(maximum):
+def _finite_shift(maximum):
     """A shift for exponentials: the maximum, or 0 if it is -inf."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
@@ -45,7 +45,7 @@ def _store_kept(z_L, partial_ptr, blocks):
     """Store the maximum of the kept tempered logits, and the sum of their exponentials relative to it."""
     maximum = tl.max(z_L, axis=0)
     tl.store(partial_ptr, maximum)
-    tl.store(partial_ptr + blocks, tl.sum(tl.exp(z_L - _finite(maximum)), axis=0))
+    tl.store(partial_ptr + blocks, tl.sum(tl.exp(z_L - _finite_shift(maximum)), axis=0))
 
 
 @triton.jit
@@ -59,11 +59,11 @@ def _block_sums_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     column_L, x_L = _load_block(logits_ptr, row, vocabulary, BLOCK)
     maximum = tl.max(x_L, axis=0)
-    shifted_L = x_L - _finite(maximum)
+    shifted_L = x_L - _finite_shift(maximum)
     p_L = tl.exp(shifted_L)
     total = tl.sum(p_L, axis=0)
     partial = partial_ptr + row * 5 * blocks + block
@@ -74,10 +74,11 @@ def _block_sums_kernel(
     if support_ptr is not None:
         byte_L = tl.load(support_ptr + row * support_stride + column_L // 8, mask=column_L < vocabulary, other=0)
         kept_L = ((byte_L.to(tl.int32) >> (column_L % 8)) & 1) != 0
-        _store_kept(tl.where(kept_L, tempered_row(x_L, temperature), float("-inf")), partial + 3 * blocks, blocks)
+        z_L = tl.where(kept_L, apply_temperature_to_row(x_L, temperature), float("-inf"))
+        _store_kept(z_L, partial + 3 * blocks, blocks)
     else:
         if (temperature > 0) & (temperature != 1.0):
-            _store_kept(tempered_row(x_L, temperature), partial + 3 * blocks, blocks)
+            _store_kept(apply_temperature_to_row(x_L, temperature), partial + 3 * blocks, blocks)
         else:  # the tempered logits are the logits
             tl.store(partial + 3 * blocks, maximum)
             tl.store(partial + 4 * blocks, total)
@@ -86,14 +87,14 @@ def _block_sums_kernel(
 @triton.jit
 def _fold_kept(block_maximum, block_total):
     maximum = tl.max(block_maximum, axis=0)
-    return maximum, tl.sum(block_total * tl.exp(block_maximum - _finite(maximum)), axis=0)
+    return maximum, tl.sum(block_total * tl.exp(block_maximum - _finite_shift(maximum)), axis=0)
 
 
 @triton.jit(do_not_specialize=["out_stride"])
 def _fold_sums_kernel(partial_ptr, out_ptr, out_stride, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """out [6, C]: log-sum-exp; entropy; log-sum-exp of the kept; the maximum; sum of exp(z - maximum) over the kept;
     the threshold of a row without a filter."""
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
     partial, inside = partial_ptr + row * 5 * blocks + b, b < blocks
@@ -104,7 +105,7 @@ def _fold_sums_kernel(partial_ptr, out_ptr, out_stride, blocks, BLOCKS: tl.const
     kept_block_total = tl.load(partial + 4 * blocks, mask=inside, other=0.0)
 
     maximum = tl.max(block_maximum, axis=0)
-    shifted = block_maximum - _finite(maximum)
+    shifted = block_maximum - _finite_shift(maximum)
     scale = tl.exp(shifted)
     total = tl.sum(block_total * scale, axis=0)
     moment = tl.sum(tl.where(scale > 0, (block_moment + block_total * shifted) * scale, 0.0), axis=0)
@@ -121,7 +122,7 @@ def _fold_sums_kernel(partial_ptr, out_ptr, out_stride, blocks, BLOCKS: tl.const
 def _row_sums(logits_CV: Tensor, temperature_C: Tensor, support_CB: Tensor | None) -> Tensor:
     """Float32 [6, C], in `_fold_sums_kernel`'s order. Kept logits are those in the support; without a support, all."""
     rows, vocabulary = logits_CV.shape
-    cut, device = blocks_of(vocabulary), logits_CV.device
+    cut, device = row_blocks(vocabulary), logits_CV.device
     partial = torch.empty((rows, 5, cut.count), dtype=torch.float32, device=device)
     padded_rows = triton.cdiv(rows, 4) * 4  # keeps each of the six aligned
     out = torch.empty((6, padded_rows), dtype=torch.float32, device=device)[:, :rows]
@@ -139,18 +140,18 @@ def _row_sums(logits_CV: Tensor, temperature_C: Tensor, support_CB: Tensor | Non
 def _kept_sums_kernel(
     logits_ptr, temperature_ptr, least_ptr, partial_ptr, vocabulary, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     least = tl.load(least_ptr + row)
     if least > float("-inf"):
         _, x_L = _load_block(logits_ptr, row, vocabulary, BLOCK)
-        z_L = tempered_row(x_L, tl.load(temperature_ptr + row))
+        z_L = apply_temperature_to_row(x_L, tl.load(temperature_ptr + row))
         _store_kept(tl.where(x_L >= least, z_L, float("-inf")), partial_ptr + row * 2 * blocks + block, blocks)
 
 
 @triton.jit
 def _fold_kept_kernel(partial_ptr, least_ptr, lse_ptr, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(least_ptr + row) > float("-inf"):
         b = tl.arange(0, BLOCKS)
@@ -160,10 +161,10 @@ def _fold_kept_kernel(partial_ptr, least_ptr, lse_ptr, blocks, BLOCKS: tl.conste
         tl.store(lse_ptr + row, maximum + tl.log(total))
 
 
-def _keep(logits_CV: Tensor, temperature_C: Tensor, least_C: Tensor, kept_lse_C: Tensor) -> None:
+def _update_kept_lse(logits_CV: Tensor, temperature_C: Tensor, least_C: Tensor, kept_lse_C: Tensor) -> None:
     """In rows with a finite `least_C`, replace `kept_lse_C` by the log-sum-exp of the tempered logits from it on."""
     rows, vocabulary = logits_CV.shape
-    cut = blocks_of(vocabulary)
+    cut = row_blocks(vocabulary)
     partial = torch.empty((rows, 2, cut.count), dtype=torch.float32, device=logits_CV.device)
     _kept_sums_kernel[(rows, cut.count)](
         logits_CV, temperature_C, least_C, partial, vocabulary,
@@ -175,18 +176,18 @@ def _keep(logits_CV: Tensor, temperature_C: Tensor, least_C: Tensor, kept_lse_C:
 
 
 def statistics(
-    logits_CV: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool, with_entropy: bool
+    logits_CV: Tensor, filters: Filters, support_CB: Tensor | None, truncated: bool, with_entropy: bool
 ) -> RowStatistics:
     """`RowStatistics` of the logits. The entropy comes from the same pass, so it is computed in any case."""
     logits_CV = aligned_rows(logits_CV)
-    sums = _row_sums(logits_CV, by.temperature_C, support_CB)
+    sums = _row_sums(logits_CV, filters.temperature_C, support_CB)
     lse_C, entropy_C, kept_lse_C, maximum_C, total_C, no_threshold_C = sums.unbind()
     if not truncated or support_CB is not None:
         return RowStatistics(lse_C, kept_lse_C, no_threshold_C, entropy_C)
-    _, top_k_least_C = search(logits_CV, by.temperature_C, by.top_k_C, maximum_C)
-    mass = Mass(total_C, by.min_p_C, top_k_least_C)
-    threshold_C, least_C = search(logits_CV, by.temperature_C, by.top_p_C, maximum_C, mass)
-    _keep(logits_CV, by.temperature_C, least_C, kept_lse_C)
+    _, top_k_least_C = find_thresholds(logits_CV, filters.temperature_C, filters.top_k_C, maximum_C)
+    mass = Mass(total_C, filters.min_p_C, top_k_least_C)
+    threshold_C, least_C = find_thresholds(logits_CV, filters.temperature_C, filters.top_p_C, maximum_C, mass)
+    _update_kept_lse(logits_CV, filters.temperature_C, least_C, kept_lse_C)
     return RowStatistics(lse_C, kept_lse_C, threshold_C, entropy_C)
 
 
@@ -204,12 +205,12 @@ def _scores_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     logit = tl.load(logits_ptr + row * vocabulary + tl.load(target_ptr + row, mask=inside, other=0), mask=inside)
     temperature = tl.load(temperature_ptr + row, mask=inside, other=1.0)
-    sampled = tempered(logit, temperature) - tl.load(sampled_lse_ptr + row, mask=inside)
+    sampled = apply_temperature(logit, temperature) - tl.load(sampled_lse_ptr + row, mask=inside)
     tl.store(sampled_ptr + row, tl.where(temperature > 0, sampled, 0.0), mask=inside)
     tl.store(model_ptr + row, logit - tl.load(lse_ptr + row, mask=inside), mask=inside)
 
@@ -257,7 +258,7 @@ def gumbel_bound(words):
 
 
 @triton.jit
-def _first(is_wanted_L, column_L, otherwise):
+def _first_column(is_wanted_L, column_L, otherwise):
     return tl.min(tl.where(is_wanted_L, column_L, otherwise), axis=0)
 
 
@@ -272,7 +273,7 @@ def _best_noisy(z_L, column_L, words_L, first, otherwise):
     top = tl.max(left_L, axis=0)
     best, column = tl.full((), float("-inf"), tl.float32), first
     while (top >= best) & (top > float("-inf")):
-        candidate = _first(left_L == top, column_L, otherwise)
+        candidate = _first_column(left_L == top, column_L, otherwise)
         is_it_L = column_L == candidate
         word = tl.sum(tl.where(is_it_L, words_L, 0), axis=0)
         noisy = tl.max(tl.where(is_it_L, z_L, float("-inf")), axis=0) + gumbel(word)
@@ -296,27 +297,27 @@ def _draw_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     column_L, z_L = _load_block(logits_ptr, row, vocabulary, BLOCK)
     temperature, otherwise = tl.load(temperature_ptr + row), vocabulary - 1
     if temperature > 0:
         if temperature != 1.0:
-            z_L = tempered_row(z_L, temperature)
+            z_L = apply_temperature_to_row(z_L, temperature)
         z_L = tl.where(z_L >= tl.load(threshold_ptr + row), z_L, float("-inf"))
         quad = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
         words_L = philox_words(key_ptr + row * 4, tl.load(position_ptr + row), quad)
         best, column = _best_noisy(z_L, column_L, words_L, block * BLOCK, otherwise)
     else:
         best = tl.max(z_L, axis=0)
-        column = _first(z_L == best, column_L, otherwise)
+        column = _first_column(z_L == best, column_L, otherwise)
     tl.store(score_ptr + row * blocks + block, best)
     tl.store(column_ptr + row * blocks + block, column)
 
 
 @triton.jit
 def _fold_draw_kernel(score_ptr, column_ptr, token_ptr, vocabulary, blocks, BLOCKS: tl.constexpr, PDL: tl.constexpr):
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKS)
     score = tl.load(score_ptr + row * blocks + b, mask=b < blocks, other=float("-inf"))

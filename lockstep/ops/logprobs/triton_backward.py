@@ -17,7 +17,7 @@ from torch import Tensor
 from ..linear.kernels import linear_fp32
 from ..records import ScoredRows
 from ..rows import LOG2_E
-from .triton_topk_topp import tempered, untempered
+from .triton_topk_topp import apply_temperature, undo_temperature
 
 CHUNK_BYTES = 256 << 20  # bytes of the logits' gradients at a time
 COLUMN_BLOCK = 2048  # chunks are ranges of the vocabulary, a multiple of this wide
@@ -54,7 +54,7 @@ def _grad_logits_kernel(
         grad_model = tl.load(grad_model_ptr + row)
     slope = 0.0
     if grad_logprob_ptr is not None:
-        slope = tl.where(temperature > 0, tempered(tl.load(grad_logprob_ptr + row), temperature), 0.0)
+        slope = tl.where(temperature > 0, apply_temperature(tl.load(grad_logprob_ptr + row), temperature), 0.0)
     if (slope == 0) & (grad_model == 0):  # such as padding, whose numbers may not be finite
         tl.store(out, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=inside_L)
         return
@@ -70,7 +70,7 @@ def _grad_logits_kernel(
             byte_L = tl.load(support_ptr + row * support_stride + column_L // 8, mask=inside_L, other=0).to(tl.int32)
             sampled_L = tl.where(((byte_L >> (column_L % 8)) & 1) != 0, sampled_L, 0.0)
         elif TRUNCATED:
-            sampled_L = tl.where(x_L >= untempered(tl.load(threshold_ptr + row), temperature), sampled_L, 0.0)
+            sampled_L = tl.where(x_L >= undo_temperature(tl.load(threshold_ptr + row), temperature), sampled_L, 0.0)
         grad_L -= sampled_L * slope
     if grad_model_ptr is not None:
         grad_L -= tl.exp2(x_L * LOG2_E - tl.load(lse_ptr + row) * LOG2_E) * grad_model
@@ -80,7 +80,7 @@ def _grad_logits_kernel(
 def grad_logits(
     logits_CV: Tensor,
     first_column: int,
-    by: ScoredRows,
+    scored: ScoredRows,
     grad_logprob_C: Tensor | None,
     grad_model_C: Tensor | None,
     dtype: torch.dtype,
@@ -90,10 +90,11 @@ def grad_logits(
     rows, columns = logits_CV.shape
     out_CV = torch.empty((rows, columns), dtype=dtype, device=logits_CV.device)
     _grad_logits_kernel[(rows, triton.cdiv(columns, BLOCK))](
-        logits_CV, by.targets_C, by.temperature_C, by.lse_C, by.sampled_lse_C, by.threshold_C, by.support_CB,
+        logits_CV, scored.targets_C, scored.temperature_C, scored.lse_C, scored.sampled_lse_C, scored.threshold_C,
+        scored.support_CB,
         *(None if grad_C is None else grad_C.contiguous() for grad_C in (grad_logprob_C, grad_model_C)), out_CV,
-        columns, first_column, logits_CV.stride(0), 0 if by.support_CB is None else by.support_CB.stride(0),
-        TRUNCATED=by.truncated, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
+        columns, first_column, logits_CV.stride(0), 0 if scored.support_CB is None else scored.support_CB.stride(0),
+        TRUNCATED=scored.truncated, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
     return out_CV
 
@@ -103,7 +104,7 @@ def token_logprobs_backward(
     grad_model_C: Tensor | None,
     hidden_CD: Tensor,
     weight_VD: Tensor,
-    by: ScoredRows,
+    scored: ScoredRows,
     logits_CV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `logprobs.operator.token_logprobs_backward`. A chunk is a range of the vocabulary over all rows. Two products
@@ -118,7 +119,7 @@ def token_logprobs_backward(
     for i in range(0, vocabulary, step):
         columns = slice(i, i + step)
         chunk_CV = linear_fp32(hidden_CD, weight_VD[columns]) if logits_CV is None else logits_CV[:, columns]
-        grad_CV = grad_logits(chunk_CV, i, by, grad_logprob_C, grad_model_C, hidden_CD.dtype)
+        grad_CV = grad_logits(chunk_CV, i, scored, grad_logprob_C, grad_model_C, hidden_CD.dtype)
         torch.mm(grad_CV.t(), hidden_CD, out=grad_weight[columns])
         torch.addmm(grad_hidden, grad_CV, weight_VD[columns], out_dtype=torch.float32, out=grad_hidden)
         del chunk_CV, grad_CV  # before the next chunk's are allocated

@@ -34,8 +34,8 @@ REGISTERS = 64  # per thread: two programs of 16 warps fit on a multiprocessor
 RUN = tl.constexpr(8)  # neighbours in the sample: a 32-byte sector
 HALVINGS = tl.constexpr(10)  # bisection steps over the sample's range, for each end of the bracket
 DEVIATIONS = tl.constexpr(4.0)  # standard deviations of the sample's estimate, either way
-UNSEEN = tl.constexpr(8.0)  # logits that a sample may miss where there are few
-AT_LEAST = tl.constexpr(16)  # sampled logits above the lower end
+MAX_UNSEEN = tl.constexpr(8.0)  # logits that a sample may miss where there are few
+MIN_SAMPLED = tl.constexpr(16)  # sampled logits above the lower end
 NEGATIVE_INFINITY_KEY = tl.constexpr(0x007FFFFF)
 
 
@@ -48,7 +48,7 @@ class Blocks(NamedTuple):
     padded_count: int
 
 
-def blocks_of(vocabulary: int) -> Blocks:
+def row_blocks(vocabulary: int) -> Blocks:
     """How a row of `vocabulary` logits is cut."""
     size = min(triton.next_power_of_2(vocabulary), MAX_BLOCK)
     count = triton.cdiv(vocabulary, size)
@@ -61,22 +61,22 @@ def _divisor(temperature):
 
 
 @triton.jit
-def _inverse(temperature):
+def _reciprocal(temperature):
     return tl.div_rn(1.0, _divisor(temperature))
 
 
 @triton.jit
-def tempered(logit, temperature):
+def apply_temperature(logit, temperature):
     """What the sampler sees: logits divided by the temperature, unchanged if it is 0. IEEE division, as in torch."""
     return tl.div_rn(logit, _divisor(temperature))
 
 
 @triton.jit
-def tempered_row(logit, temperature):
-    """`tempered` for many logits of one temperature, with the same bits: products with the divisor's reciprocal,
-    corrected twice by their remainders (Markstein 1990, "Computation of elementary functions on the IBM RISC
-    System/6000")."""
-    divisor, inverse = _divisor(temperature), _inverse(temperature)
+def apply_temperature_to_row(logit, temperature):
+    """`apply_temperature` for many logits of one temperature, with the same bits: products with the divisor's
+    reciprocal, corrected twice by their remainders (Markstein 1990, "Computation of elementary functions on the IBM
+    RISC System/6000")."""
+    divisor, inverse = _divisor(temperature), _reciprocal(temperature)
     z = logit * inverse
     z = tl.fma(tl.fma(-z, divisor, logit), inverse, z)
     z = tl.fma(tl.fma(-z, divisor, logit), inverse, z)
@@ -98,18 +98,18 @@ def from_key(key):
 
 
 @triton.jit
-def untempered(threshold, temperature):
+def undo_temperature(threshold, temperature):
     """The smallest logit whose tempered value reaches the threshold."""
     key = ordered_key(threshold * _divisor(temperature))
     result = threshold * 0 + float("inf")
     for i in tl.static_range(2 * NEIGHBOURS + 1):
         x = from_key(key + NEIGHBOURS - i)
-        result = tl.where(tempered(x, temperature) >= threshold, x, result)
+        result = tl.where(apply_temperature(x, temperature) >= threshold, x, result)
     return tl.where(threshold > float("-inf"), result, float("-inf"))
 
 
 @triton.jit
-def _active(amount, BY_MASS: tl.constexpr):
+def _is_active(amount, BY_MASS: tl.constexpr):
     """Whether the filter is on: p below 1, k above 0."""
     return amount < 1.0 if BY_MASS else amount > 0
 
@@ -130,7 +130,7 @@ def _weight(x, maximum, scale, BY_MASS: tl.constexpr):
 
 
 @triton.jit
-def _surely_kept(x_S, mass_S, v, mass_v, wanted, BY_MASS: tl.constexpr):
+def _is_surely_kept(x_S, mass_S, v, mass_v, wanted, BY_MASS: tl.constexpr):
     """Whether the threshold is v or more, as far as the sample can tell.
 
     Top-p: the mass below v is at most `wanted`, which may be cut off. Top-k: `wanted` logits are at or above v.
@@ -140,13 +140,13 @@ def _surely_kept(x_S, mass_S, v, mass_v, wanted, BY_MASS: tl.constexpr):
     if BY_MASS:
         below_S = tl.where(above_S, 0.0, mass_S)
         deviation = DEVIATIONS * tl.sqrt(tl.sum(below_S * below_S, axis=0))
-        return (tl.sum(below_S, axis=0) + UNSEEN * mass_v + deviation <= wanted) & (count >= AT_LEAST)
+        return (tl.sum(below_S, axis=0) + MAX_UNSEEN * mass_v + deviation <= wanted) & (count >= MIN_SAMPLED)
     else:
         return count - DEVIATIONS * tl.sqrt(count) >= wanted
 
 
 @triton.jit
-def _surely_cut(x_S, mass_S, v, wanted, BY_MASS: tl.constexpr):
+def _is_surely_cut(x_S, mass_S, v, wanted, BY_MASS: tl.constexpr):
     """Whether the threshold is below v, as far as the sample can tell."""
     above_S = x_S >= v
     if BY_MASS:
@@ -155,7 +155,7 @@ def _surely_cut(x_S, mass_S, v, wanted, BY_MASS: tl.constexpr):
         return tl.sum(below_S, axis=0) - deviation >= wanted
     else:
         count = tl.sum(above_S.to(tl.float32), axis=0)
-        return count + DEVIATIONS * tl.sqrt(count) + UNSEEN <= wanted
+        return count + DEVIATIONS * tl.sqrt(count) + MAX_UNSEEN <= wanted
 
 
 @triton.jit
@@ -174,17 +174,17 @@ def _bracket_kernel(
     PDL: tl.constexpr,
 ):
     """Store where the threshold probably is: at or above the first number and below the second. Clears the tally."""
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     row, is_high = tl.program_id(0).to(tl.int64), tl.program_id(1)
     tl.store(tally_ptr + row * 4 + is_high * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int64))
     amount, maximum = tl.load(amount_ptr + row), tl.load(maximum_ptr + row)
-    if _active(amount, BY_MASS):
+    if _is_active(amount, BY_MASS):
         temperature = tl.load(temperature_ptr + row)
         i = tl.arange(0, SAMPLES)
         column_S = i // RUN * tl.maximum(vocabulary // (SAMPLES // RUN), RUN) + i % RUN
         inside_S = column_S < vocabulary
         x_S = tl.load(logits_ptr + row * vocabulary + column_S, mask=inside_S, other=float("-inf"))
-        scale = LOG2_E * _inverse(temperature)
+        scale = LOG2_E * _reciprocal(temperature)
         mass_S = _probability(x_S, maximum, scale)
         share = tl.sum(inside_S.to(tl.float32), axis=0) / vocabulary  # of the row that is in the sample
         if BY_MASS:
@@ -201,13 +201,13 @@ def _bracket_kernel(
             end = float("inf")
             for _ in range(HALVINGS):
                 v = 0.5 * (left + right)
-                cut = _surely_cut(x_S, mass_S, v, wanted, BY_MASS)
+                cut = _is_surely_cut(x_S, mass_S, v, wanted, BY_MASS)
                 left, right, end = tl.where(cut, left, v), tl.where(cut, v, right), tl.where(cut, v, end)
         else:
             for _ in range(HALVINGS):
                 v = 0.5 * (left + right)
                 mass_v = _probability(v, maximum, scale)
-                kept = _surely_kept(x_S, mass_S, v, mass_v, wanted, BY_MASS)
+                kept = _is_surely_kept(x_S, mass_S, v, mass_v, wanted, BY_MASS)
                 left, right, end = tl.where(kept, v, left), tl.where(kept, right, v), tl.where(kept, v, end)
         if BY_MASS:
             least = tl.load(least_ptr + row)  # top-k kept few, which the sample hardly sees: they are the bracket
@@ -233,14 +233,14 @@ def _tally_kernel(
     PDL: tl.constexpr,
 ):
     """Sum up the weights outside the bracket and list the logits inside."""
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
-    if _active(tl.load(amount_ptr + row), BY_MASS):
+    if _is_active(tl.load(amount_ptr + row), BY_MASS):
         column = (tl.program_id(1) * RUNS + tl.arange(0, RUNS))[:, None] * RUN + tl.arange(0, RUN)[None, :]
         x = tl.load(logits_ptr + row * vocabulary + column, mask=column < vocabulary, other=float("nan"))  # not counted
         low, high = tl.load(bracket_ptr + row * 2), tl.load(bracket_ptr + row * 2 + 1)
         tally = tally_ptr + row * 4
-        scale = LOG2_E * _inverse(tl.load(temperature_ptr + row))
+        scale = LOG2_E * _reciprocal(tl.load(temperature_ptr + row))
         weight = _weight(x, tl.load(maximum_ptr + row), scale, BY_MASS)
         tl.atomic_add(tally, tl.sum(tl.where(x >= high, weight, 0)))
         if BY_MASS:
@@ -256,7 +256,7 @@ def _tally_kernel(
 
 
 @triton.jit
-def _target(amount, total, vocabulary, BY_MASS: tl.constexpr):
+def _target_weight(amount, total, vocabulary, BY_MASS: tl.constexpr):
     """What the kept logits' weights must reach, int64, at least 1."""
     if BY_MASS:
         return tl.maximum(tl.ceil(amount.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
@@ -271,7 +271,7 @@ def _first_key(x):
 
 
 @triton.jit
-def _chunk(x_ptr, length, start, first, last, CHUNK: tl.constexpr):
+def _load_chunk(x_ptr, length, start, first, last, CHUNK: tl.constexpr):
     """A chunk of logits, and whether their keys are from `first` to `last`."""
     i = start + tl.arange(0, CHUNK)
     x = tl.load(x_ptr + i, mask=i < length, other=float("-inf"))
@@ -280,22 +280,22 @@ def _chunk(x_ptr, length, start, first, last, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _weigh(x_ptr, length, first, last, maximum, scale, BY_MASS: tl.constexpr, CHUNK: tl.constexpr):
+def _sum_weights(x_ptr, length, first, last, maximum, scale, BY_MASS: tl.constexpr, CHUNK: tl.constexpr):
     """The weight, int64, and the number of logits with keys from `first` to `last`."""
     total, count = tl.zeros((), tl.int64), tl.zeros((), tl.int32)
     for start in range(0, length, CHUNK):
-        x, within = _chunk(x_ptr, length, start, first, last, CHUNK)
+        x, within = _load_chunk(x_ptr, length, start, first, last, CHUNK)
         total += tl.sum(tl.where(within, _weight(x, maximum, scale, BY_MASS), 0), axis=0)
         count += tl.sum(within.to(tl.int32), axis=0)
     return total, count
 
 
 @triton.jit
-def _list(x_ptr, length, first, last, list_ptr, CHUNK: tl.constexpr):
+def _compact(x_ptr, length, first, last, list_ptr, CHUNK: tl.constexpr):
     """List the logits with keys from `first` to `last`, in order, possibly in place over the list that is read."""
     count = tl.zeros((), tl.int32)
     for start in range(0, length, CHUNK):
-        x, within = _chunk(x_ptr, length, start, first, last, CHUNK)
+        x, within = _load_chunk(x_ptr, length, start, first, last, CHUNK)
         place = count + tl.cumsum(within.to(tl.int32), axis=0) - 1
         tl.debug_barrier()  # every warp has read its part of the chunk
         tl.store(list_ptr + place, x, mask=within)
@@ -305,7 +305,7 @@ def _list(x_ptr, length, first, last, list_ptr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _search(
+def _search_range(
     row_ptr, list_ptr, bracket_ptr, above, below, count, amount, maximum, scale, vocabulary,
     BY_MASS: tl.constexpr, CAPACITY: tl.constexpr, ROOM: tl.constexpr
 ):  # fmt: skip
@@ -316,8 +316,8 @@ def _search(
         x_ptr, length, room = row_ptr, vocabulary, ROOM
     highest = ordered_key(maximum + 0.0).to(tl.int64)  # if the maximum is -0, there may be a 0 too
     first, last = _first_key(tl.load(bracket_ptr)), tl.minimum(_first_key(tl.load(bracket_ptr + 1)) - 1, highest)
-    within, _ = _weigh(x_ptr, length, first, last, maximum, scale, BY_MASS, CAPACITY)
-    target = _target(amount, above + within + below, vocabulary, BY_MASS)
+    within, _ = _sum_weights(x_ptr, length, first, last, maximum, scale, BY_MASS, CAPACITY)
+    target = _target_weight(amount, above + within + below, vocabulary, BY_MASS)
     if (above >= target) | (above + within < target):
         x_ptr, length, room, count = row_ptr, vocabulary, ROOM, vocabulary
         if above >= target:
@@ -326,10 +326,12 @@ def _search(
             first, last, above = tl.zeros_like(first), first - 1, above + within
     while first < last:  # `above` is the weight of keys past `last`; the range holds at most `count` logits
         if (count <= room) & (length > room):
-            length = _list(x_ptr, length, first, last, list_ptr, CAPACITY // 4)  # larger chunks would spill registers
+            length = _compact(
+                x_ptr, length, first, last, list_ptr, CAPACITY // 4
+            )  # larger chunks would spill registers
             x_ptr, room = list_ptr, CAPACITY
         middle = last - (last - first) // 2
-        weight, counted = _weigh(x_ptr, length, middle, last, maximum, scale, BY_MASS, CAPACITY)
+        weight, counted = _sum_weights(x_ptr, length, middle, last, maximum, scale, BY_MASS, CAPACITY)
         if above + weight >= target:
             first, count = middle, counted
         else:
@@ -358,22 +360,22 @@ def _threshold_kernel(
 ):
     """Store top-k's threshold on logits; or, if BY_MASS, the largest of top-k's, top-p's and min-p's thresholds on
     tempered logits, and the smallest logit that reaches it."""
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     amount, maximum, temperature = tl.load(amount_ptr + row), tl.load(maximum_ptr + row), tl.load(temperature_ptr + row)
     threshold = tl.full((), float("-inf"), tl.float32)
     least = threshold
     if BY_MASS:
         least = tl.load(least_ptr + row)
-    if _active(amount, BY_MASS):
-        scale = LOG2_E * _inverse(temperature)
+    if _is_active(amount, BY_MASS):
+        scale = LOG2_E * _reciprocal(temperature)
         tally, listed_ptr = tally_ptr + row * 4, list_ptr + row * ROOM
         above, below, count = tl.load(tally), tl.load(tally + 1), tl.load(tally + 2).to(tl.int32)
         i = tl.arange(0, CAPACITY)
         x = tl.load(listed_ptr + i, mask=i < count, other=float("-inf"))
         weight = tl.where(i < count, _weight(x, maximum, scale, BY_MASS), 0)
         listed = tl.sum(weight, axis=0)
-        target = _target(amount, above + below + listed, vocabulary, BY_MASS)
+        target = _target_weight(amount, above + below + listed, vocabulary, BY_MASS)
         last = ordered_key(maximum).to(tl.int64)
         if (above < target) & (above + listed >= target) & (count <= CAPACITY):
             first = ordered_key(tl.load(bracket_ptr + row * 2)).to(tl.int64)
@@ -384,18 +386,18 @@ def _threshold_kernel(
                 reached = tl.sum(tl.where(key >= middle.to(tl.uint32), weight, 0), axis=0) >= missing
                 first, last = tl.where(reached, middle, first), tl.where(reached, last, middle - 1)
         else:
-            first = _search(
+            first = _search_range(
                 logits_ptr + row * vocabulary, listed_ptr, bracket_ptr + row * 2, above, below, count, amount, maximum,
                 scale, vocabulary, BY_MASS, CAPACITY, ROOM,
             )  # fmt: skip
         threshold = from_key(first.to(tl.uint32))
     if BY_MASS:
         min_p = tl.load(min_p_ptr + row)
-        highest = tempered(maximum, temperature)
+        highest = apply_temperature(maximum, temperature)
         min_p_threshold = tl.where(min_p > 0, highest + tl.log(min_p), float("-inf"))
-        threshold = tl.maximum(tempered(tl.maximum(threshold, least), temperature), min_p_threshold)
+        threshold = tl.maximum(apply_temperature(tl.maximum(threshold, least), temperature), min_p_threshold)
         threshold = tl.minimum(threshold, highest)  # the largest logit is always kept
-        tl.store(least_out_ptr + row, untempered(threshold, temperature))
+        tl.store(least_out_ptr + row, undo_temperature(threshold, temperature))
     tl.store(out_ptr + row, threshold)
 
 
@@ -408,7 +410,7 @@ class Mass(NamedTuple):
     least_C: Tensor
 
 
-def search(
+def find_thresholds(
     logits_CV: Tensor, temperature_C: Tensor, amount_C: Tensor, maximum_C: Tensor, mass: Mass | None = None
 ) -> tuple[Tensor, Tensor]:
     """Thresholds, float32 [C]: top-k's on logits, for `amount_C` = k (int32), twice; or with `mass`, for `amount_C` =
@@ -428,32 +430,11 @@ def search(
         **options,
     )  # fmt: skip
     _tally_kernel[(rows, triton.cdiv(vocabulary, TALLY_RUNS * TALLY_RUN))](
-        *row,
-        least_C,
-        bracket,
-        tally,
-        listed,
-        vocabulary,
-        RUNS=TALLY_RUNS,
-        RUN=TALLY_RUN,
-        ROOM=room,
-        num_warps=TALLY_WARPS,
-        **options,
-    )
+        *row, least_C, bracket, tally, listed, vocabulary,
+        RUNS=TALLY_RUNS, RUN=TALLY_RUN, ROOM=room, num_warps=TALLY_WARPS, **options,
+    )  # fmt: skip
     _threshold_kernel[(rows,)](
-        *row,
-        least_C,
-        min_p_C,
-        bracket,
-        tally,
-        listed,
-        threshold_C,
-        least_out_C,
-        vocabulary,
-        CAPACITY=CAPACITY,
-        ROOM=room,
-        num_warps=CAPACITY_WARPS,
-        maxnreg=REGISTERS,
-        **options,
-    )
+        *row, least_C, min_p_C, bracket, tally, listed, threshold_C, least_out_C, vocabulary,
+        CAPACITY=CAPACITY, ROOM=room, num_warps=CAPACITY_WARPS, maxnreg=REGISTERS, **options,
+    )  # fmt: skip
     return threshold_C, least_out_C if mass else threshold_C

@@ -27,7 +27,7 @@ from ..linear.operator import linear, linear_add, linear_fp32, norm_gate_up, nor
 from ..native.library import cpu_backend, cpu_build
 from ..norm.operator import rms_norm
 from .attention import attention_agrees, latent_agrees
-from .inputs import cancel, same_bits, scaled, wide
+from .inputs import make_products_cancel, same_bits, standardize, wide_normal
 from .shapes import HeadShape, LatentHeadShape, Product
 
 Outcome = Literal["kept", "replaced", "broken"]
@@ -46,7 +46,7 @@ class MachineReport(NamedTuple):
     checked: int
     replaced: tuple[str, ...]
     broken: tuple[str, ...]
-    cure: str
+    remedy: str
 
     @property
     def holds(self) -> bool:
@@ -56,21 +56,23 @@ class MachineReport(NamedTuple):
     def __str__(self) -> str:
         if self.broken:
             return (
-                f"this machine does not keep the bitwise contract for {_several(self.broken)}; "
-                f"use --parity warn or off, or {self.cure}"
+                f"this machine does not keep the bitwise contract for {_abbreviate(self.broken)}; "
+                f"use --parity warn or off, or {self.remedy}"
             )
         if self.replaced:
-            return f"{self.checked} shapes keep the contract; Triton replaces the library for {_several(self.replaced)}"
+            return (
+                f"{self.checked} shapes keep the contract; Triton replaces the library for {_abbreviate(self.replaced)}"
+            )
         return f"{self.checked} shapes keep the contract"
 
 
-def _several(names: tuple[str, ...]) -> str:
+def _abbreviate(names: tuple[str, ...]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def used() -> list[Product]:
+def computed_products() -> list[Product]:
     """The products that this process has computed on a GPU: after warm-up, exactly those that were captured."""
-    return sorted(Product(*key) for key in linear_choice.used)
+    return sorted(Product(*key) for key in linear_choice.requested)
 
 
 def check(
@@ -89,17 +91,18 @@ def check(
         folder: where verdicts are kept; default `user_folder.cache_folder()`.
     """
     wanted: dict[str, Shape] = {str(shape): shape for shape in (*products, *heads)}
-    path = _path(device, dtype, folder)
-    outcomes = _known(path)
-    if due := wanted.keys() - outcomes.keys():
-        outcomes |= {name: _check(wanted[name], device, dtype) for name in due}
+    path = _outcomes_path(device, dtype, folder)
+    outcomes = _load_outcomes(path)
+    if unknown := wanted.keys() - outcomes.keys():
+        outcomes |= {name: _check_shape(wanted[name], device, dtype) for name in unknown}
         user_folder.write(path, outcomes)
-    _replace(name for name in wanted if outcomes[name] == "replaced")
-    found = {outcome: tuple(n for n in wanted if outcomes[n] == outcome) for outcome in get_args(Outcome)}
-    return MachineReport(len(wanted), found["replaced"], found["broken"], _cure(device, dtype))
+    replaced = tuple(name for name in wanted if outcomes[name] == "replaced")
+    broken = tuple(name for name in wanted if outcomes[name] == "broken")
+    _override_kernels(replaced)
+    return MachineReport(len(wanted), replaced, broken, _remedy(device, dtype))
 
 
-def _cure(device: torch.device, dtype: torch.dtype) -> str:
+def _remedy(device: torch.device, dtype: torch.dtype) -> str:
     """What to use if this machine breaks the contract."""
     if device.type == "cuda":
         return "another torch, Triton or driver version"
@@ -109,11 +112,11 @@ def _cure(device: torch.device, dtype: torch.dtype) -> str:
     return f"{'' if dtype == torch.float32 else 'float32 and '}{operators}, or another torch version"
 
 
-def restore(device: torch.device, dtype: torch.dtype, folder: Path | None = None) -> None:
+def restore_overrides(device: torch.device, dtype: torch.dtype, folder: Path | None = None) -> None:
     """Replace the kernels that an earlier run on this machine found to differ. This is done before graphs are captured,
     since `check` of the products in them (`used`) comes after."""
-    outcomes = _known(_path(device, dtype, folder))
-    _replace(name for name, outcome in outcomes.items() if outcome == "replaced")
+    outcomes = _load_outcomes(_outcomes_path(device, dtype, folder))
+    _override_kernels(name for name, outcome in outcomes.items() if outcome == "replaced")
 
 
 def rehearse(
@@ -125,28 +128,28 @@ def rehearse(
 ) -> None:
     """Do what `check` does and discard the outcome: while launches only compile (`ops.precompile`), this compiles the
     kernels that it launches."""
-    outcomes = _known(_path(device, dtype, folder))
+    outcomes = _load_outcomes(_outcomes_path(device, dtype, folder))
     for shape in (*products, *heads):
         if str(shape) not in outcomes:
-            _check(shape, device, dtype)
+            _check_shape(shape, device, dtype)
 
 
-def _path(device: torch.device, dtype: torch.dtype, folder: Path | None) -> Path:
+def _outcomes_path(device: torch.device, dtype: torch.dtype, folder: Path | None) -> Path:
     return (folder or user_folder.cache_folder()) / f"gate-{fingerprint(device, dtype)}.json"
 
 
-def _known(path: Path) -> dict[str, Outcome]:
-    raw = None if linear_choice.offers else user_folder.read(path)  # the key does not cover code from outside
+def _load_outcomes(path: Path) -> dict[str, Outcome]:
+    raw = None if linear_choice.registered else user_folder.read(path)  # the key does not cover code from outside
     return raw if isinstance(raw, dict) and all(outcome in get_args(Outcome) for outcome in raw.values()) else {}
 
 
-def _replace(names: Iterable[str]) -> None:
+def _override_kernels(names: Iterable[str]) -> None:
     for name in names:
-        if found := re.fullmatch(r"\w+ \d+x(\d+)x(\d+)( with bias)?", name):
-            linear_choice.overrides[int(found[1]), int(found[2])] = CHAIN
+        if match := re.fullmatch(r"\w+ \d+x(\d+)x(\d+)( with bias)?", name):
+            linear_choice.overrides[int(match[1]), int(match[2])] = CHAIN
 
 
-def _check(shape: Shape, device: torch.device, dtype: torch.dtype) -> Outcome:
+def _check_shape(shape: Shape, device: torch.device, dtype: torch.dtype) -> Outcome:
     with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)
         if isinstance(shape, HeadShape):
@@ -154,22 +157,22 @@ def _check(shape: Shape, device: torch.device, dtype: torch.dtype) -> Outcome:
         if isinstance(shape, LatentHeadShape):
             return "kept" if latent_agrees(shape, device, dtype) else "broken"
         if device.type == "cuda":
-            return _cuda_product(shape, device)
-        return "kept" if _cpu_product(shape, dtype) else "broken"
+            return _check_cuda_product(shape, device)
+        return "kept" if _cpu_product_agrees(shape, dtype) else "broken"
 
 
-def _cuda_product(p: Product, device: torch.device) -> Outcome:
+def _check_cuda_product(p: Product, device: torch.device) -> Outcome:
     """Whether the kernel that would compute it has the chain's bits, and the chain's own do not depend on the number
     of rows."""
     from ..linear.triton import chain as chain_of
 
-    x, weight = (scaled(wide(n, p.depth, device=device, dtype=torch.bfloat16)) for n in (p.rows, p.columns))
+    x, weight = (standardize(wide_normal(n, p.depth, device=device, dtype=torch.bfloat16)) for n in (p.rows, p.columns))
     norm = 1 + 0.1 * torch.randn(p.depth, device=device).bfloat16()
-    residual = wide(p.rows, p.columns, device=device, dtype=torch.bfloat16) if p.kind == "linear_add" else x
+    residual = wide_normal(p.rows, p.columns, device=device, dtype=torch.bfloat16) if p.kind == "linear_add" else x
     rows = rms_norm(x, norm, 1e-6) if p.kind.startswith("norm") else x
-    bias = [wide(p.columns, device=device, dtype=torch.bfloat16)] if p.biased else []
+    bias = [wide_normal(p.columns, device=device, dtype=torch.bfloat16)] if p.biased else []
     plain: Kind = "linear_fp32" if p.kind == "linear_fp32" else "linear"
-    found = {
+    result = {
         "linear_add": lambda: linear_add(x, weight, residual, *bias),
         "norm_linear": lambda: norm_linear(x, norm, weight, 1e-6, *bias),
         "norm_gate_up": lambda: norm_gate_up(x, norm, weight, 1e-6),
@@ -186,19 +189,19 @@ def _cuda_product(p: Product, device: torch.device) -> Outcome:
             chain = silu_mul(chain)
         if p.kind == "linear_add":
             chain = residual[i : i + CHAIN_ROWS] + chain
-        if not same_bits(found[i : i + CHAIN_ROWS], chain):
+        if not same_bits(result[i : i + CHAIN_ROWS], chain):
             outcome = "replaced"
         del chain  # before the next one is allocated
     return outcome
 
 
-def _cpu_product(p: Product, dtype: torch.dtype) -> bool:
+def _cpu_product_agrees(p: Product, dtype: torch.dtype) -> bool:
     """Whether rows have the same bits among few rows as among many, wherever they are in memory."""
     operator = linear_fp32 if p.kind == "linear_fp32" else linear
     device, columns = torch.device("cpu"), min(p.columns, max(CPU_WEIGHTS // p.depth, 1))
     count = max(CPU_ROWS) + 2
-    x, weight = (wide(n, p.depth, device=device, dtype=dtype) for n in (count, columns))
-    cancel(x, weight)
+    x, weight = (wide_normal(n, p.depth, device=device, dtype=dtype) for n in (count, columns))
+    make_products_cancel(x, weight)
     whole = operator(x, weight)
     pieces = [(m, rows) for m in CPU_ROWS for rows in (x[-m:], x[-m:].clone())]
     return all(same_bits(operator(rows, weight), whole[-m:]) for m, rows in pieces)
@@ -208,4 +211,4 @@ def fingerprint(device: torch.device, dtype: torch.dtype) -> str:
     """A key of what the bits depend on: package, versions, machine, device, and on a CPU the build of the operators."""
     on_gpu = device.type == "cuda"
     about = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_build()}\n{torch.__config__.show()}"
-    return cache_fingerprint.key("machine check", dtype, about, *linear_choice.offers, device=device.type)
+    return cache_fingerprint.key("machine check", dtype, about, *linear_choice.registered, device=device.type)

@@ -27,10 +27,11 @@ class HeadShape(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
-    scored: bool = False
+    has_score_options: bool = False
 
     def __str__(self) -> str:
-        return f"attention {self.heads}/{self.kv_heads}x{self.head_dim}{', windows and sinks' if self.scored else ''}"
+        options = ", windows and sinks" if self.has_score_options else ""
+        return f"attention {self.heads}/{self.kv_heads}x{self.head_dim}{options}"
 
 
 class LatentHeadShape(NamedTuple):

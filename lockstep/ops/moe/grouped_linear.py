@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..linear.operator import linear, matmul
-from ..operator import like, operator, saved
+from ..operator import like, operator, saved_values
 
 
 @operator(cuda="triton_grouped:grouped_linear_backward", fake=like(1, 2))
@@ -28,8 +28,7 @@ def grouped_linear_backward(
 
 
 @operator(
-    cuda="triton_grouped:grouped_sum",
-    fake=lambda x_RN, offsets: x_RN.new_empty(offsets.shape[0] - 1, x_RN.shape[1]),
+    cuda="triton_grouped:grouped_sum", fake=lambda x_RN, offsets: x_RN.new_empty(offsets.shape[0] - 1, x_RN.shape[1])
 )
 def grouped_sum(x_RN: Tensor, offsets: Tensor) -> Tensor:
     """The sum of each group's rows, [G, N] in x's dtype, accumulated in float32 (zero for a group without rows);
@@ -39,7 +38,7 @@ def grouped_sum(x_RN: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _backward(ctx, grad_RN: Tensor):
-    x_RK, weight_GNK, offsets, bias_GN = saved(ctx)
+    x_RK, weight_GNK, offsets, bias_GN = saved_values(ctx)
     grad_RN = grad_RN.contiguous()
     grad_GN = None if bias_GN is None else grouped_sum(grad_RN, offsets)
     return *grouped_linear_backward(grad_RN, x_RK, weight_GNK, offsets), None, grad_GN

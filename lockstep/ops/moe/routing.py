@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..linear.operator import linear_fp32, matmul
-from ..operator import SAME, like, operator, save, saved
+from ..operator import SAME, like, operator, save, saved_values
 from ..records import RouteSettings
 
-_BASE = 0x2545F4F5  # 5 modulo 8: powers of it are odd, and two of them differ in their low bits
-_BITS = 31
+_DIGEST_BASE = 0x2545F4F5  # 5 modulo 8: powers of it are odd, and two of them differ in their low bits
+_DIGEST_BITS = 31
 
 
 def _router_backward(ctx, grad_TE: Tensor):
@@ -61,39 +61,39 @@ def _route_setup(ctx, inputs, output) -> None:
 
 @operator(
     cuda="triton_routing:route",
-    fake=lambda logits_TE, bias_E, by: tuple(
-        logits_TE.new_empty(logits_TE.shape[0], by.slots, dtype=dtype) for dtype in (torch.float32, torch.int64)
+    fake=lambda logits_TE, bias_E, settings: tuple(
+        logits_TE.new_empty(logits_TE.shape[0], settings.slots, dtype=dtype) for dtype in (torch.float32, torch.int64)
     ),
     setup=_route_setup,
-    backward=lambda ctx, grad_TK, _: route_backward(grad_TK.contiguous(), *saved(ctx)),
+    backward=lambda ctx, grad_TK, _: route_backward(grad_TK.contiguous(), *saved_values(ctx)),
 )
-def route(logits_TE: Tensor, bias_E: Tensor | None, by: RouteSettings) -> tuple[Tensor, Tensor]:
+def route(logits_TE: Tensor, bias_E: Tensor | None, settings: RouteSettings) -> tuple[Tensor, Tensor]:
     """The weights of each token's experts, float32 [T, K], and the experts' indices, int64 [T, K], best first.
 
     Scores are the softmax of the float32 logits (Shazeer et al. 2017), or their sigmoid. With a float32 bias, experts
     are chosen by score + bias and weighted by the score alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). On ties
     the lower index wins.
     """
-    scores_TE = _scores(logits_TE, by.sigmoid)
+    scores_TE = _scores(logits_TE, settings.sigmoid)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
-    if by.groups > 1:
-        grouped = choice_TE.unflatten(1, (by.groups, -1))
-        best_two = grouped.gather(2, _top(grouped, min(2, grouped.shape[2])))
-        kept = _top(best_two.sum(2), by.kept_groups)
+    if settings.groups > 1:
+        grouped = choice_TE.unflatten(1, (settings.groups, -1))
+        best_two = grouped.gather(2, _top_indices(grouped, min(2, grouped.shape[2])))
+        kept = _top_indices(best_two.sum(2), settings.kept_groups)
         outside = torch.ones_like(best_two[..., 0], dtype=torch.bool).scatter_(1, kept, False)
         choice_TE = grouped.masked_fill(outside.unsqueeze(2), float("-inf")).flatten(1)
-    experts_TK = _top(choice_TE, by.slots)
+    experts_TK = _top_indices(choice_TE, settings.slots)
     weights_TK = scores_TE.gather(1, experts_TK)
-    if by.normalize:
+    if settings.normalize:
         weights_TK = weights_TK / _sum_in_order(weights_TK)
-    return weights_TK * by.scale, experts_TK
+    return weights_TK * settings.scale, experts_TK
 
 
 def _scores(logits_TE: Tensor, sigmoid: bool) -> Tensor:
     return 1.0 / (1.0 + torch.exp(-logits_TE)) if sigmoid else torch.softmax(logits_TE, dim=1)
 
 
-def _top(values: Tensor, count: int) -> Tensor:
+def _top_indices(values: Tensor, count: int) -> Tensor:
     """Indices of the largest `count` values of the last dim, descending, ties in ascending order of index. Values are
     packed with their inverted index into one integer, so no two are equal and `torch.topk` has no choice."""
     bits = (values + 0.0).view(torch.int32).long()  # -0 becomes 0
@@ -135,7 +135,7 @@ def dispatch_plan(experts_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Ten
 
 
 def _dispatch_backward(ctx, grad_RD: Tensor):
-    (row_TK,) = saved(ctx)
+    (row_TK,) = saved_values(ctx)
     return combine(grad_RD, row_TK, torch.ones(row_TK.shape, device=row_TK.device))
 
 
@@ -186,10 +186,7 @@ def combine_backward(grad_TD: Tensor, y_RD: Tensor, order_R: Tensor, weights_TK:
     return (grad_RD * weight_R1).to(y_RD.dtype), (grad_RD * y_RD.float()).sum(1)
 
 
-@operator(
-    cuda=SAME,
-    fake=lambda experts_TN: experts_TN.new_empty(experts_TN.shape[0], dtype=torch.int32),
-)
+@operator(cuda=SAME, fake=lambda experts_TN: experts_TN.new_empty(experts_TN.shape[0], dtype=torch.int32))
 def route_digest(experts_TN: Tensor) -> Tensor:
     """A 31-bit digest of each token's experts (int64), in order, int32 [T]: the sum over n of `experts[t, n] * base **
     (n + 1)` modulo 2 ** 31.
@@ -197,16 +194,13 @@ def route_digest(experts_TN: Tensor) -> Tensor:
     With fewer than 2 ** 14 experts and choices, two rows that differ in one place, or in the exchange of two places,
     never have the same digest; other rows do with a probability of about 2 ** -31.
     """
-    mask = (1 << _BITS) - 1
-    base_N = torch.full((experts_TN.shape[1],), _BASE, dtype=torch.int64, device=experts_TN.device)
+    mask = (1 << _DIGEST_BITS) - 1
+    base_N = torch.full((experts_TN.shape[1],), _DIGEST_BASE, dtype=torch.int64, device=experts_TN.device)
     powers_N = base_N.cumprod(0) & mask  # wraps around modulo 2 ** 64
     return ((experts_TN * powers_N).sum(1) & mask).int()
 
 
-@operator(
-    cuda=SAME,
-    fake=lambda experts_TN, times_T, layers, experts: experts_TN.new_empty(layers, experts),
-)
+@operator(cuda=SAME, fake=lambda experts_TN, times_T, layers, experts: experts_TN.new_empty(layers, experts))
 def expert_loads(experts_TN: Tensor, times_T: Tensor, layers: int, experts: int) -> Tensor:
     """How many tokens chose each expert of each layer, int64 [L, E]. Token t counts `times_T[t]` times (int64 or bool);
     the choices of all layers (int64) are side by side."""
@@ -242,7 +236,7 @@ def router_probabilities_backward(grad_E: Tensor, logits_TE: Tensor, valid_T: Te
 @operator(
     cuda=SAME,
     fake=lambda logits_TE, valid_T: logits_TE.new_empty(logits_TE.shape[1]),
-    backward=lambda ctx, grad_E: router_probabilities_backward(grad_E.contiguous(), *saved(ctx)),
+    backward=lambda ctx, grad_E: router_probabilities_backward(grad_E.contiguous(), *saved_values(ctx)),
 )
 def router_probabilities(logits_TE: Tensor, valid_T: Tensor) -> Tensor:
     """The softmax of the router's float32 logits, summed over the valid tokens (bool), float32 [E], differentiable."""

@@ -21,18 +21,18 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..linear.choice import Choice
-from ..linear.triton import biased, swizzled
+from ..linear.triton import add_bias, swizzle
 
 _SMALL = Choice("grouped", 16, 128, 128, 4, 4)
 _MEDIUM = Choice("grouped", 64, 256, 64, 4, 4)
 _LARGE = Choice("grouped", 128, 256, 64, 8, 4)
-_ODD = Choice("grouped", 64, 128, 64, 4, 3)  # for operands that no descriptor can describe
+_WITHOUT_TMA = Choice("grouped", 64, 128, 64, 4, 3)  # for operands that no descriptor can describe
 _SMALL_ROWS, _MEDIUM_ROWS = 16, 96  # the most rows per group, on average, for _SMALL and _MEDIUM
 _SUM = Choice("grouped", 32, 128, 0, 4)  # block_m rows are added at a time, of block_n columns
 _OUTER = Choice("grouped", 64, 128, 128, 8, 3)  # contracts block_m rows at a time, for a tile of block_n x block_k
 
 
-def _config(rows: int, groups: int) -> Choice:
+def _choose_config(rows: int, groups: int) -> Choice:
     if rows <= _SMALL_ROWS * groups:
         return _SMALL
     return _MEDIUM if rows <= _MEDIUM_ROWS * groups else _LARGE
@@ -54,7 +54,7 @@ def _row_tiles(offsets_ptr, groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr)
 
 
 @triton.jit
-def _locate(tile, offsets_ptr, groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
+def _locate_tile(tile, offsets_ptr, groups, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
     """A row tile's group and first row, and the group's end row; the group is `groups` if there is no such tile."""
     start_G, end_G, tiles_G, last_G = _row_tiles(offsets_ptr, groups, BLOCK_M, GROUPS)
     g = tl.arange(0, GROUPS)
@@ -85,8 +85,8 @@ def _matmul_kernel(
     EVEN_K: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    tile_m, tile_n = swizzled(tl.program_id(0), tiles_m, tl.cdiv(columns, BLOCK_N))
-    group, first, end = _locate(tile_m, offsets_ptr, groups, BLOCK_M, GROUPS)
+    tile_m, tile_n = swizzle(tl.program_id(0), tiles_m, tl.cdiv(columns, BLOCK_N))
+    group, first, end = _locate_tile(tile_m, offsets_ptr, groups, BLOCK_M, GROUPS)
     if group >= groups:
         return
     m = first + tl.arange(0, BLOCK_M)
@@ -105,7 +105,7 @@ def _matmul_kernel(
         x += BLOCK_K
         w += BLOCK_K * w_k_stride
     if bias_ptr is not None:
-        acc = biased(acc, bias_ptr + group * columns, n, columns)
+        acc = add_bias(acc, bias_ptr + group * columns, n, columns)
     out = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < end)[:, None] & (n < columns)[None, :])
 
@@ -130,7 +130,7 @@ def _persistent_kernel(
     _, _, tiles_G, last_G = _row_tiles(offsets_ptr, groups, BLOCK_M, GROUPS)
     tiles_m, tiles_n = tl.sum(tiles_G, axis=0), tl.cdiv(columns, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        tile_m, tile_n = swizzled(tile, tiles_m, tiles_n)
+        tile_m, tile_n = swizzle(tile, tiles_m, tiles_n)
         passed_G = last_G <= tile_m
         group = tl.sum(passed_G.to(tl.int32), axis=0)
         before = tl.sum(tl.where(passed_G, tiles_G, 0), axis=0)
@@ -147,7 +147,7 @@ def _persistent_kernel(
         m = first + tl.arange(0, BLOCK_M)
         n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         if bias_ptr is not None:
-            acc = biased(acc, bias_ptr + group * columns, n, columns)
+            acc = add_bias(acc, bias_ptr + group * columns, n, columns)
         out = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(m < end)[:, None] & (n < columns)[None, :])
 
@@ -158,10 +158,10 @@ def grouped_matmul(x_RK: Tensor, w_GKN: Tensor, offsets: Tensor, bias_GN: Tensor
     (rows, depth), (groups, _, columns) = x_RK.shape, w_GKN.shape
     out_RN = torch.empty((rows, columns), dtype=x_RK.dtype, device=x_RK.device)
     bias_GN = None if bias_GN is None else bias_GN.contiguous()
-    c = _config(rows, groups)
-    described = None if c is _SMALL else _described(x_RK, w_GKN, c)
+    c = _choose_config(rows, groups)
+    described = None if c is _SMALL else _descriptors(x_RK, w_GKN, c)
     if not described and c is not _SMALL:
-        c = _ODD
+        c = _WITHOUT_TMA
     tiles, tiles_n = triton.cdiv(rows, c.block_m) + min(groups, rows), triton.cdiv(columns, c.block_n)
     constants = {
         **{"BLOCK_M": c.block_m, "BLOCK_N": c.block_n, "BLOCK_K": c.block_k},
@@ -177,7 +177,7 @@ def grouped_matmul(x_RK: Tensor, w_GKN: Tensor, offsets: Tensor, bias_GN: Tensor
     return out_RN
 
 
-def _described(x_RK: Tensor, w_GKN: Tensor, c: Choice) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+def _descriptors(x_RK: Tensor, w_GKN: Tensor, c: Choice) -> tuple[TensorDescriptor, TensorDescriptor] | None:
     """Descriptors of the rows and of all groups' weights, stacked, contiguous along K or N; None if there can be none.
 
     Weights contiguous along N need a depth of whole blocks: a block that reached into the next group would multiply

@@ -23,7 +23,7 @@ LOWEST = tl.constexpr(-(1 << 63))  # below every key
 
 
 @triton.jit
-def _key(value, index):
+def _sort_key(value, index):
     """int64 keys, no two equal: the largest belongs to the largest value, on ties to the lower index."""
     bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
@@ -31,23 +31,23 @@ def _key(value, index):
 
 
 @triton.jit
-def _value(key):
+def _key_value(key):
     """The value of a key."""
     ordered = (key >> 32).to(tl.int32)
     return tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _eligible(key_E, e, size, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK_G: tl.constexpr):
+def _mask_ineligible(key_E, e, size, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK_G: tl.constexpr):
     """Keys of the experts in the `KEPT` groups whose two best have the highest sum; `LOWEST` for the others."""
     g = tl.arange(0, BLOCK_G)
     inside_GE = (e // size)[None, :] == g[:, None]
     key_GE = tl.where(inside_GE, key_E[None, :], LOWEST)
     best_G = tl.max(key_GE, axis=1)
     second_G = tl.max(tl.where(key_GE == best_G[:, None], LOWEST, key_GE), axis=1)
-    score_G = _value(best_G)
-    score_G = tl.where(second_G == LOWEST, score_G, score_G + _value(second_G))
-    group_key_G = tl.where(g < GROUPS, _key(score_G, g), LOWEST)
+    score_G = _key_value(best_G)
+    score_G = tl.where(second_G == LOWEST, score_G, score_G + _key_value(second_G))
+    group_key_G = tl.where(g < GROUPS, _sort_key(score_G, g), LOWEST)
     kept_G = tl.zeros((BLOCK_G,), tl.int32)
     for _ in tl.static_range(KEPT):
         is_best_G = group_key_G == tl.max(group_key_G, axis=0)
@@ -86,9 +86,9 @@ def _route_kernel(
     choice_E = score_E
     if bias_ptr is not None:
         choice_E += tl.load(bias_ptr + e, mask=inside_E, other=0.0)
-    key_E = tl.where(inside_E, _key(choice_E, e), LOWEST)
+    key_E = tl.where(inside_E, _sort_key(choice_E, e), LOWEST)
     if GROUPS > 1:
-        key_E = _eligible(key_E, e, EXPERTS // GROUPS, GROUPS, KEPT, BLOCK_G)
+        key_E = _mask_ineligible(key_E, e, EXPERTS // GROUPS, GROUPS, KEPT, BLOCK_G)
     weight_K, expert_K = tl.zeros((BLOCK_K,), tl.float32), tl.zeros((BLOCK_K,), tl.int64)
     total = tl.sum(weight_K, axis=0)
     for slot in tl.static_range(SLOTS):
@@ -104,16 +104,16 @@ def _route_kernel(
     tl.store(experts_ptr + token * SLOTS + k, expert_K, mask=k < SLOTS)
 
 
-def route(logits_TE: Tensor, bias_E: Tensor | None, by: RouteSettings) -> tuple[Tensor, Tensor]:
+def route(logits_TE: Tensor, bias_E: Tensor | None, settings: RouteSettings) -> tuple[Tensor, Tensor]:
     logits_TE = logits_TE.contiguous()
     tokens, experts = logits_TE.shape
-    weights_TK = torch.empty((tokens, by.slots), dtype=torch.float32, device=logits_TE.device)
-    experts_TK = torch.empty((tokens, by.slots), dtype=torch.int64, device=logits_TE.device)
+    weights_TK = torch.empty((tokens, settings.slots), dtype=torch.float32, device=logits_TE.device)
+    experts_TK = torch.empty((tokens, settings.slots), dtype=torch.int64, device=logits_TE.device)
     _route_kernel[(tokens,)](
-        logits_TE, bias_E, weights_TK, experts_TK, by.scale,
-        EXPERTS=experts, SLOTS=by.slots, SIGMOID=by.sigmoid, GROUPS=by.groups, KEPT=by.kept_groups,
-        NORMALIZE=by.normalize, BLOCK_E=triton.next_power_of_2(experts),
-        BLOCK_G=triton.next_power_of_2(by.groups), BLOCK_K=triton.next_power_of_2(by.slots),
+        logits_TE, bias_E, weights_TK, experts_TK, settings.scale,
+        EXPERTS=experts, SLOTS=settings.slots, SIGMOID=settings.sigmoid, GROUPS=settings.groups,
+        KEPT=settings.kept_groups, NORMALIZE=settings.normalize, BLOCK_E=triton.next_power_of_2(experts),
+        BLOCK_G=triton.next_power_of_2(settings.groups), BLOCK_K=triton.next_power_of_2(settings.slots),
         num_warps=1 if experts <= 128 else NUM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return weights_TK, experts_TK

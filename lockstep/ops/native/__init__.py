@@ -18,7 +18,7 @@ from torch import Tensor
 from ..logprobs import reference as logprobs_reference
 from ..records import (
     ACTIVATIONS,
-    ALONE,
+    NO_GROUPS,
     PLAIN,
     SILU,
     AttentionScores,
@@ -42,17 +42,17 @@ TILE = 64  # keys that attention takes at a time (product.h)
 def _addresses(*tensors: Tensor | torch.dtype | None) -> list[int]:
     """Data addresses of contiguous tensors; 0 for None. A dtype among the arguments is required of the tensors after
     it, float32 of the first ones. The caller keeps the tensors alive."""
-    dtype, found = FLOAT, []
+    dtype, addresses = FLOAT, []
     for x in tensors:
         if x is None:
-            found.append(0)
+            addresses.append(0)
         elif isinstance(x, torch.dtype):
             dtype = x
         elif x.dtype is dtype and x.is_contiguous():
-            found.append(x.data_ptr())
+            addresses.append(x.data_ptr())
         else:
             raise TypeError(f"expected a contiguous {dtype} tensor, got {x.dtype} with strides {x.stride()}")
-    return found
+    return addresses
 
 
 def linear(a_RD: Tensor, b: Tensor, bias: Tensor | None = None, transposed: bool = True) -> Tensor:
@@ -64,7 +64,7 @@ def linear(a_RD: Tensor, b: Tensor, bias: Tensor | None = None, transposed: bool
     assert dim == inner
     out = a_RD.new_empty(rows, columns)
     at = out.data_ptr(), a_RD.data_ptr(), b.data_ptr()
-    if not _run("product", rows * columns * dim, *at, *a_RD.stride(), stride, transposed, rows, columns, dim):
+    if not _run_job("product", rows * columns * dim, *at, *a_RD.stride(), stride, transposed, rows, columns, dim):
         raise MemoryError(f"product of {rows} x {dim} and {dim} x {columns}")
     return out if bias is None else out.add_(bias)
 
@@ -72,16 +72,16 @@ def linear(a_RD: Tensor, b: Tensor, bias: Tensor | None = None, transposed: bool
 matmul = partial(linear, transposed=False)
 
 
-def _run(name: str, work: int, *arguments: float) -> bool:
+def _run_job(name: str, work: int, *arguments: float) -> bool:
     """Run a job of `library.JOBS` with these arguments, on as many threads as its work (multiplications) is worth;
     return whether it succeeded."""
     make, pack, error = library.JOBS[name]
     job, function = make(pack(*arguments)), getattr(library.current, name)
     threads = 1 if work < 2 * THREAD_WORK else min(torch.get_num_threads(), work // THREAD_WORK)
-    if threads == 1 or library.team is None:
+    if threads == 1 or library.openmp_parallel is None:
         function(ctypes.addressof(job))
     else:
-        library.team(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(job), threads, 0)
+        library.openmp_parallel(ctypes.cast(function, ctypes.c_void_p), ctypes.addressof(job), threads, 0)
     return job[error] == b"\0"
 
 
@@ -91,22 +91,24 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 
     x_TD = x_TD.contiguous()
     out, elements, dim = torch.empty_like(x_TD), x_TD.numel(), x_TD.shape[-1]
     assert weight_D.shape == (dim,)
-    _run("rms_norm", ELEMENT * elements, eps, elements // dim, dim, *_addresses(out, x_TD, weight_D))
+    _run_job("rms_norm", ELEMENT * elements, eps, elements // dim, dim, *_addresses(out, x_TD, weight_D))
     return out
 
 
-def qk_norm_rope(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Tensor:
-    if weight_offset and by.q_weight_H is not None and by.k_weight_H is not None:
-        weights = by.q_weight_H + weight_offset, by.k_weight_H + weight_offset
-        by = by._replace(q_weight_H=weights[0], k_weight_H=weights[1])
+def qk_norm_rope(qkv_TE: Tensor, rotation: Rotation, weight_offset: float = 0.0) -> Tensor:
+    if weight_offset and rotation.q_weight_H is not None and rotation.k_weight_H is not None:
+        weights = rotation.q_weight_H + weight_offset, rotation.k_weight_H + weight_offset
+        rotation = rotation._replace(q_weight_H=weights[0], k_weight_H=weights[1])
     qkv_TE = qkv_TE.contiguous()
-    (tokens, width), head_dim, heads = qkv_TE.shape, by.cos_sin_TH.shape[1], by.num_heads + by.num_kv_heads
-    assert by.cos_sin_TH.shape[0] == tokens and heads * head_dim <= width
-    for weight_H in by[:2]:
+    (tokens, width), head_dim = qkv_TE.shape, rotation.cos_sin_TH.shape[1]
+    heads = rotation.num_heads + rotation.num_kv_heads
+    assert rotation.cos_sin_TH.shape[0] == tokens and heads * head_dim <= width
+    for weight_H in rotation[:2]:
         assert weight_H is None or weight_H.shape == (head_dim,)
     out = qkv_TE.new_empty(tokens, heads, head_dim)
-    sizes, at = (tokens, width, by.num_heads, by.num_kv_heads, head_dim), _addresses(out, qkv_TE, *by[:3])
-    _run("qk_norm_rope", ELEMENT * out.numel(), by.eps, *sizes, *at)
+    sizes = tokens, width, rotation.num_heads, rotation.num_kv_heads, head_dim
+    addresses = _addresses(out, qkv_TE, *rotation[:3])
+    _run_job("qk_norm_rope", ELEMENT * out.numel(), rotation.eps, *sizes, *addresses)
     return out
 
 
@@ -116,7 +118,7 @@ def rotate_back(grad_TNH: Tensor, cos_sin_TH: Tensor, out_TE: Tensor) -> None:
     tokens, heads, head_dim = grad_TNH.shape
     assert cos_sin_TH.shape == (tokens, head_dim) and out_TE.shape[0] == tokens and out_TE.shape[1] >= heads * head_dim
     sizes, at = (tokens, out_TE.shape[1], heads, head_dim), _addresses(out_TE, grad_TNH, cos_sin_TH)
-    _run("rotate_back", ELEMENT * grad_TNH.numel(), 0.0, *sizes, *at)
+    _run_job("rotate_back", ELEMENT * grad_TNH.numel(), 0.0, *sizes, *at)
 
 
 def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float, out_TE: Tensor) -> Tensor:
@@ -130,33 +132,33 @@ def norm_backward(x_TE: Tensor, weight_NH: Tensor, grad_TNH: Tensor, eps: float,
     x_TNH = x_TE[:, :width].view(tokens, heads, head_dim)
     rstd = torch.rsqrt((x_TNH * x_TNH).mean(-1, keepdim=True) + eps)
     product, grad_weight = torch.empty_like(grad_TNH), torch.empty_like(grad_TNH)
-    given, sizes = (x_TE, weight_NH, grad_TNH, rstd), (x_TE.shape[1], heads, head_dim)
-    _run("norm_products", work, 0.0, tokens, *sizes, *_addresses(product, grad_weight, *given))
+    inputs, sizes = (x_TE, weight_NH, grad_TNH, rstd), (x_TE.shape[1], heads, head_dim)
+    _run_job("norm_products", work, 0.0, tokens, *sizes, *_addresses(product, grad_weight, *inputs))
     mean = product.mean(-1, keepdim=True)
-    _run("norm_gradient", work, 0.0, tokens, out_TE.shape[1], *sizes, *_addresses(out_TE, *given, mean))
+    _run_job("norm_gradient", work, 0.0, tokens, out_TE.shape[1], *sizes, *_addresses(out_TE, *inputs, mean))
     return grad_weight
 
 
 def gather_heads(rows_BI: Tensor, *tensors: Tensor) -> list[Tensor]:
     (segments, length), (rows,) = rows_BI.shape, _addresses(LONG, rows_BI)
-    found = []
+    gathered = []
     for x_TNH in _head_rows(*tensors):
         tokens, heads, head_dim = x_TNH.shape
-        found.append(x_TNH.new_empty(segments, heads, length, head_dim))
-        sizes, work = (x_TNH.stride(0), heads, length, head_dim, tokens), ELEMENT * found[-1].numel()
-        at = found[-1].data_ptr(), x_TNH.data_ptr(), rows
-        if not _run("gather_heads", work, 0.0, segments * heads, *sizes, *at):
+        out = x_TNH.new_empty(segments, heads, length, head_dim)
+        sizes, at = (x_TNH.stride(0), heads, length, head_dim, tokens), (out.data_ptr(), x_TNH.data_ptr(), rows)
+        if not _run_job("gather_heads", ELEMENT * out.numel(), 0.0, segments * heads, *sizes, *at):
             raise IndexError(f"gather_heads: a row lies outside {tokens}")
-    return found
+        gathered.append(out)
+    return gathered
 
 
 def accumulate_heads(rows_BI: Tensor, *sums: tuple[Tensor, Tensor]) -> None:
     (segments, length), at = rows_BI.shape, _addresses(LONG, rows_BI)
-    for on in sums:
-        tokens, heads, head_dim = on[0].shape
-        assert on[1].shape == (segments, heads, length, head_dim)
-        sizes = heads, segments, length, head_dim, tokens
-        if not _run("accumulate_heads", ELEMENT * on[1].numel(), 0.0, *sizes, *_addresses(*on), *at):
+    for total_TNH, values_BNIH in sums:
+        tokens, heads, head_dim = total_TNH.shape
+        assert values_BNIH.shape == (segments, heads, length, head_dim)
+        sizes, tensors = (heads, segments, length, head_dim, tokens), _addresses(total_TNH, values_BNIH)
+        if not _run_job("accumulate_heads", ELEMENT * values_BNIH.numel(), 0.0, *sizes, *tensors, *at):
             raise IndexError(f"accumulate_heads: a row lies outside {tokens}")
 
 
@@ -172,7 +174,7 @@ def silu_mul(gate_up_TE: Tensor, activation: str = SILU) -> Tensor:
     rows, width = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     out = gate_up_TE.new_empty(rows, width)
     sizes = rows, width, ACTIVATIONS.index(activation)
-    _run("silu_mul", EXPONENTIAL * rows * width, 0.0, *sizes, *_addresses(out, gate_up_TE))
+    _run_job("silu_mul", EXPONENTIAL * rows * width, 0.0, *sizes, *_addresses(out, gate_up_TE))
     return out
 
 
@@ -181,7 +183,7 @@ def silu_mul_backward(grad_TF: Tensor, gate_up_TE: Tensor, activation: str = SIL
     out, (rows, width) = torch.empty_like(gate_up_TE), grad_TF.shape
     assert gate_up_TE.shape == (rows, 2 * width)
     sizes = rows, width, ACTIVATIONS.index(activation)
-    _run("silu_mul_backward", EXPONENTIAL * rows * width, 0.0, *sizes, *_addresses(out, grad_TF, gate_up_TE))
+    _run_job("silu_mul_backward", EXPONENTIAL * rows * width, 0.0, *sizes, *_addresses(out, grad_TF, gate_up_TE))
     return out
 
 
@@ -206,15 +208,17 @@ def write_kv(k_TKH: Tensor, v_TKH: Tensor, cache: KVPages, slots_T: Tensor) -> N
         raise IndexError(f"write_kv: slots lie outside the cache's {pages * page_size}")
 
 
-def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, by: Packed, scores: AttentionScores = PLAIN) -> Tensor:
-    context_len_S = by.prefix_len_S + by.cu_seqlens.diff()
-    at = by.cu_seqlens.contiguous(), context_len_S, by.prefix_start_S.contiguous(), None
-    return _attention(q_TNH, k_TKH, v_TKH, at, by.max_len, scores)
+def packed(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: Packed, scores: AttentionScores = PLAIN) -> Tensor:
+    context_len_S = layout.prefix_len_S + layout.cu_seqlens.diff()
+    at = layout.cu_seqlens.contiguous(), context_len_S, layout.prefix_start_S.contiguous(), None
+    return _attention(q_TNH, k_TKH, v_TKH, at, layout.max_len, scores)
 
 
-def paged(q_TNH: Tensor, cache: KVPages, by: Paged, _: PrefixGroups = ALONE, scores: AttentionScores = PLAIN) -> Tensor:
-    at = by.cu_seqlens.contiguous(), by.context_len_S.contiguous(), None, by.block_table.contiguous()
-    return _attention(q_TNH, cache.k_cache.contiguous(), cache.v_cache.contiguous(), at, by.max_context_len, scores)
+def paged(
+    q_TNH: Tensor, cache: KVPages, layout: Paged, _: PrefixGroups = NO_GROUPS, scores: AttentionScores = PLAIN
+) -> Tensor:
+    at = layout.cu_seqlens.contiguous(), layout.context_len_S.contiguous(), None, layout.block_table.contiguous()
+    return _attention(q_TNH, cache.k_cache.contiguous(), cache.v_cache.contiguous(), at, layout.max_context_len, scores)
 
 
 def _head_rows(*tensors: Tensor) -> list[Tensor]:
@@ -245,7 +249,7 @@ def _attention(
     assert scores.sinks_N is None or scores.sinks_N.shape == (heads,)
     out = q_TNH.new_empty(tokens, heads, head_dim)
     *layout, sinks = _addresses(torch.int32, *at, FLOAT, scores.sinks_N)
-    given = (
+    arguments = (
         out.data_ptr(),
         q_TNH.data_ptr(),
         k.data_ptr(),
@@ -268,20 +272,20 @@ def _attention(
     )
     keys = -(-min(max_len, scores.window or max_len) // TILE) * TILE
     work = 4 * tokens * heads * head_dim * keys  # the softmax takes as long as the products
-    if not _run("attention", work, *given):
+    if not _run_job("attention", work, *arguments):
         raise IndexError("attention: a sequence, page or prefix lies outside its table")
     return out
 
 
 def statistics(
-    logits_CV: Tensor, by: Filters, support_CB: Tensor | None, truncated: bool, with_entropy: bool
+    logits_CV: Tensor, filters: Filters, support_CB: Tensor | None, truncated: bool, with_entropy: bool
 ) -> RowStatistics:
     """See `logprobs.reference.statistics`; the search for the threshold is the reference's."""
-    (rows, vocabulary), temperature_C = logits_CV.shape, by.temperature_C
+    (rows, vocabulary), temperature_C = logits_CV.shape, filters.temperature_C
     threshold_C = torch.full_like(temperature_C, -torch.inf)
     if truncated and support_CB is None:
         z_CV = logits_CV / logprobs_reference.divisor(temperature_C).unsqueeze(1)
-        threshold_C = logprobs_reference.support_threshold(z_CV, *by[1:])
+        threshold_C = logprobs_reference.support_threshold(z_CV, *filters[1:])
     lse_C, sampled_lse_C = torch.empty_like(temperature_C), torch.empty_like(temperature_C)
     entropy_C = torch.zeros_like(temperature_C)
     assert temperature_C.shape == threshold_C.shape == (rows,)

@@ -71,7 +71,7 @@ def load(path: Path) -> Any:
     return library
 
 
-def _team() -> Callable[..., None] | None:
+def _load_openmp_parallel() -> Callable[..., None] | None:
     """The function that runs another on torch's own threads, if torch has GNU OpenMP. Threads of our own would share
     the cores with torch's, which spin for milliseconds after each of its operators."""
     try:
@@ -82,7 +82,7 @@ def _team() -> Callable[..., None] | None:
     return run
 
 
-team = _team()
+openmp_parallel = _load_openmp_parallel()
 paths = [Path(__file__).parent / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES]
 built: Any = next(filter(None, map(load, paths)), None)
 current = built

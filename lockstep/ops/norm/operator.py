@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import native
-from ..operator import like, operator, saved
+from ..operator import like, operator, saved_values
 
 
 def _native_backward(
@@ -23,7 +23,7 @@ def _native_backward(
 
 
 def _backward(ctx, grad_TD: Tensor):
-    return rms_norm_backward(grad_TD, *saved(ctx))
+    return rms_norm_backward(grad_TD, *saved_values(ctx))
 
 
 @operator(native=native.rms_norm, cuda="triton:rms_norm", fake=like(0), backward=_backward)
@@ -33,7 +33,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, weight_offset: float = 
 
     With an offset of 1, weights are stored relative to 1 (Gemma, arXiv 2403.08295); the sum is float32.
     """
-    return normalized(x_TD, _factors(weight_D, weight_offset), eps).to(x_TD.dtype)
+    return normalize(x_TD, _factors(weight_D, weight_offset), eps).to(x_TD.dtype)
 
 
 @operator(
@@ -55,7 +55,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `rms_norm` for x, [T, D], and for the weight, [D]. Opaque to traces. Not under the forward's
     contract, but deterministic."""
-    grad_x, grad_w = normalized_backward(x_TD.float(), _factors(weight_D, weight_offset), grad_TD.float(), eps)
+    grad_x, grad_w = normalize_backward(x_TD.float(), _factors(weight_D, weight_offset), grad_TD.float(), eps)
     return grad_x.to(x_TD.dtype), grad_w.sum(0).to(weight_D.dtype)
 
 
@@ -64,13 +64,13 @@ def _factors(weight: Tensor, offset: float) -> Tensor:
     return weight.float() + offset if offset else weight.float()
 
 
-def normalized(x: Tensor, factors: Tensor, eps: float) -> Tensor:
+def normalize(x: Tensor, factors: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dim; float32 result."""
     x = x.float()
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * factors
 
 
-def normalized_backward(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def normalize_backward(x: Tensor, weight: Tensor, grad: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Gradients of RMSNorm for the input and, per row, not yet summed, for the weight (float32)."""
     rstd = torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
     normed = x * rstd

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import pdl
-from ..rows import aligned_rows, fold, unit_inner, warps
+from ..rows import aligned_rows, num_warps, sum_partials, unit_inner
 
 NORM_ROWS = 8  # rows whose weight gradients one program adds up
 NORM_TILE, NORM_THREAD = 2048, 16  # elements at a time, per program and per thread
@@ -35,7 +35,7 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     if OFFSET != 0.0:
@@ -65,7 +65,7 @@ def norm_add(
         x_TD, weight_D, residual_TD, out_TD, x_TD.stride(0), None if residual_TD is None else residual_TD.stride(0),
         eps,
         OFFSET=weight_offset, WIDTH=width, BLOCK=triton.next_power_of_2(width),
-        **pdl.options(x_TD, num_warps=warps(width, 8)),
+        **pdl.options(x_TD, num_warps=num_warps(width, 8)),
     )  # fmt: skip
     return out_TD
 
@@ -136,6 +136,6 @@ def rms_norm_backward_add(
         grad_TD, x_TD, weight_D, other_TD, grad_x_TD, partial_PD, rows, grad_TD.stride(0), x_TD.stride(0),
         None if other_TD is None else other_TD.stride(0), eps,
         OFFSET=weight_offset, WIDTH=width, BLOCK=block, ROWS=NORM_ROWS, TILE=tile,
-        num_warps=warps(tile * block, NORM_THREAD), enable_fp_fusion=True,
+        num_warps=num_warps(tile * block, NORM_THREAD), enable_fp_fusion=True,
     )  # fmt: skip
-    return grad_x_TD, fold(partial_PD, weight_D.dtype)
+    return grad_x_TD, sum_partials(partial_PD, weight_D.dtype)

@@ -14,7 +14,7 @@ from triton.language.extra import libdevice
 
 from .. import pdl
 from ..records import KVPages, Rotation
-from ..rows import aligned_rows, eighths, fold, load_halves, store_halves, unit_inner, warps
+from ..rows import aligned_rows, load_halves, num_warps, split_eight, store_halves, sum_partials, unit_inner
 
 RUN = tl.constexpr(8)  # neighbours that `sum_columns` adds one after another
 MAX_LEVELS = tl.constexpr(8)  # of halving: rows have at most `RUN << MAX_LEVELS` columns
@@ -26,7 +26,7 @@ def sum_columns(x_MB, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
     """Row sums, [M, 1]: first over each `RUN` neighbours from left to right; then the first half of these sums is added
     to the second half, and so on. The order is written out, so the compiler has no choice; zeros appended to a row
     change no bit."""
-    run = eighths(tl.reshape(x_MB, (BLOCK_M, BLOCK // RUN, 2, 2, 2)))
+    run = split_eight(tl.reshape(x_MB, (BLOCK_M, BLOCK // RUN, 2, 2, 2)))
     sum_MR = run[0]
     for i in tl.static_range(1, RUN):
         sum_MR += run[i]
@@ -38,7 +38,7 @@ def sum_columns(x_MB, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rotated_heads(
+def rotate_heads(
     qkv_ptr,  # of the token
     angle_ptr,  # of the token's row in the table
     head_M,
@@ -117,7 +117,7 @@ def _qk_norm_rope_kernel(
     mask = (head < HEADS) & inside
     offset = head * (2 * HALF) + column
     qkv_ptr += token * qkv_stride
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     first, second = load_halves(qkv_ptr + offset, mask, HALF)
     if k_cache_ptr is not None:
         kv_mask = (head < HEADS - NUM_HEADS) & inside
@@ -145,19 +145,19 @@ def _qk_norm_rope_kernel(
     store_halves(out, rotated_first, rotated_second, mask, HALF)
 
 
-def rotated(qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0) -> Tensor:
-    return qk_norm_rope(qkv_TE, by, None, None, weight_offset)
+def qk_norm_rope(qkv_TE: Tensor, rotation: Rotation, weight_offset: float = 0.0) -> Tensor:
+    return qk_norm_rope_write_kv(qkv_TE, rotation, None, None, weight_offset)
 
 
-def qk_norm_rope(
+def qk_norm_rope_write_kv(
     qkv_TE: Tensor,
-    by: Rotation,
+    rotation: Rotation,
     cache: KVPages | None = None,
     slots_T: Tensor | None = None,
     weight_offset: float = 0.0,
 ) -> Tensor:
     """See `rope.operator.qk_norm_rope`; with a cache, `attention.operator.qk_norm_rope_write_kv`."""
-    q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps = by
+    q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps = rotation
     qkv_TE, cos_sin_TH = aligned_rows(qkv_TE), aligned_rows(cos_sin_TH)
     tokens, head_dim = cos_sin_TH.shape
     heads, half = num_heads + num_kv_heads, head_dim // 2
@@ -169,7 +169,7 @@ def qk_norm_rope(
         qkv_TE.stride(0), cos_sin_TH.stride(0), eps,
         OFFSET=weight_offset, NUM_HEADS=num_heads, HEADS=heads, HALF=half, BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
-        **pdl.options(qkv_TE, num_warps=warps(2 * block_heads * block_half, 32)),
+        **pdl.options(qkv_TE, num_warps=num_warps(2 * block_heads * block_half, 32)),
     )  # fmt: skip
     return out
 
@@ -181,7 +181,7 @@ def _rope_table_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_HALF)
     mask = column < HALF
-    pdl.begin(PDL)
+    pdl.release_and_wait(PDL)
     angle = tl.load(position_ptr + token).to(tl.float32) * tl.load(inv_freq_ptr + column, mask=mask, other=0.0)
     out_ptr += token * (2 * HALF) + column
     tl.store(out_ptr, libdevice.cos(angle), mask=mask)
@@ -194,7 +194,7 @@ def rope_table(positions_T: Tensor, inv_freq: Tensor) -> Tensor:
     _rope_table_kernel[(tokens,)](
         positions_T.contiguous(), inv_freq.contiguous(), out_TH,
         HALF=half, BLOCK_HALF=triton.next_power_of_2(half),
-        **pdl.options(inv_freq, num_warps=warps(triton.next_power_of_2(half), 1)),
+        **pdl.options(inv_freq, num_warps=num_warps(triton.next_power_of_2(half), 1)),
     )  # fmt: skip
     return out_TH
 
@@ -265,11 +265,11 @@ def _qk_norm_rope_backward_kernel(
 
 
 def qk_norm_rope_backward(
-    grad: Tensor, qkv_TE: Tensor, by: Rotation, weight_offset: float = 0.0, grad_qkv_TE: Tensor | None = None
+    grad: Tensor, qkv_TE: Tensor, rotation: Rotation, weight_offset: float = 0.0, grad_qkv_TE: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `rope.operator.qk_norm_rope_backward`. A given `grad_qkv_TE` holds the values' gradients; the rest is written
     to it."""
-    q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps = by
+    q_weight_H, k_weight_H, cos_sin_TH, num_heads, num_kv_heads, eps = rotation
     grad, qkv_TE, cos_sin_TH = grad.contiguous(), unit_inner(qkv_TE), unit_inner(cos_sin_TH)
     (tokens, width), head_dim = qkv_TE.shape, cos_sin_TH.shape[1]
     heads, half = num_heads + num_kv_heads, head_dim // 2
@@ -290,4 +290,4 @@ def qk_norm_rope_backward(
     )  # fmt: skip
     if not norm:
         return grad_qkv_TE, qkv_TE.new_empty(0), qkv_TE.new_empty(0)
-    return grad_qkv_TE, fold(partial[:, 0], q_weight_H.dtype), fold(partial[:, 1], k_weight_H.dtype)
+    return grad_qkv_TE, sum_partials(partial[:, 0], q_weight_H.dtype), sum_partials(partial[:, 1], k_weight_H.dtype)

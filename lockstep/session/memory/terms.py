@@ -19,7 +19,7 @@ from ...models import ModelConfig, num_parameters
 from ...models.checks import is_divisible
 from ...models.config import MLAConfig
 from ...ops.machine_check.check import CHAIN_ROWS
-from ...ops.machine_check.inputs import DRAWN
+from ...ops.machine_check.inputs import CHUNK_ELEMENTS
 from ...trainer.optimizer import CHUNK
 from .workload import Workload
 
@@ -349,7 +349,7 @@ def machine_check(w: Workload, recomputed: Recomputed) -> int:
         chain = min(rows, CHAIN_ROWS) * c.vocab_size * 4
         of_head = max(of_head, head_weight(w) + rows * c.hidden_size * w.b + logits(w) + chain)
     of_rows = w.shape.tokens * (2 * wide + 2 * c.hidden_size) * w.b + wide * c.hidden_size * w.b
-    return max(of_head, of_rows) + DRAWN * 4
+    return max(of_head, of_rows) + CHUNK_ELEMENTS * 4
 
 
 def state_copies(w: Workload) -> int:

@@ -94,13 +94,13 @@ def test_a_rehearsal_makes_the_graphs_and_launches_none(monkeypatch: pytest.Monk
     within: list[bool] = []
 
     @contextmanager
-    def compiling_only(compiles: bool) -> Iterator[list[str]]:
+    def compile_only(compiles: bool) -> Iterator[list[str]]:
         within.append(True)
         yield ["a kernel"]
         within.append(False)
 
     precompile = pytest.importorskip("lockstep.ops.precompile")
-    monkeypatch.setattr(precompile, "compiling_only", compiling_only)
+    monkeypatch.setattr(precompile, "compile_only", compile_only)
     runtime = Runtime(CompileConfig(capture="step", cudagraph_mode="full"), CPU, recorder=FakeRecorder())
     inputs = inputs_of(4, torch.ones(3, 4))
     function = runtime.program("f", body, Inputs(inputs.param, buffer=inputs.buffer), {"buffer"})

@@ -24,7 +24,7 @@ from lockstep.models import ModelConfig
 from lockstep.ops.attention.operator import attention_packed_backward
 from lockstep.ops.linear import operator as linear_operator
 from lockstep.ops.norm import operator as norm_operator
-from lockstep.ops.operator import recording_gradients
+from lockstep.ops.operator import enable_autograd
 from lockstep.ops.records import AttentionGradient
 from lockstep.ops.rope import operator as rope_operator
 from lockstep.trainer import Trainer, pack
@@ -36,7 +36,7 @@ SEPARATE = ("lockstep.attention_packed_backward", "lockstep.qk_norm_rope_backwar
 
 def by_autograd(function, leaves: list[Tensor | None], grad: Tensor) -> list[Tensor]:
     own = [x.detach().requires_grad_() for x in leaves if x is not None]
-    with recording_gradients():
+    with enable_autograd():
         return list(torch.autograd.grad(function(*own), own, grad))
 
 

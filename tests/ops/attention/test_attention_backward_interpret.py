@@ -140,7 +140,7 @@ class Interpreted:
         qkv, cos_sin = torch.randn(tokens, heads + 2 * kv_heads, head_dim).flatten(1), torch.randn(tokens, head_dim)
         weights = (torch.randn(head_dim), torch.randn(head_dim)) if norm else (None, None)
         rotation = Rotation(*weights, cos_sin, heads, kv_heads, 1e-6)
-        q, k = rope_triton.rotated(qkv, rotation, offset).split((heads, kv_heads), 1)
+        q, k = rope_triton.qk_norm_rope(qkv, rotation, offset).split((heads, kv_heads), 1)
         v = qkv.unflatten(1, (-1, head_dim))[:, heads + kv_heads :]
         out, lse = attention_triton.packed(q, k, v, packed)
         gradient = AttentionGradient(torch.randn_like(out), q, k, v, out, lse)
@@ -154,12 +154,12 @@ class Interpreted:
 
     @pytest.mark.parametrize("name", ["a group", "parts of a prompt"])
     def test_long_sequences(self, name, monkeypatch):
-        monkeypatch.setattr(kernels, "LONG", 0)
+        monkeypatch.setattr(kernels, "LONG_CONTEXT", 0)
         self.run(name, 2, 1, 16)
 
     @pytest.mark.parametrize("long", [512, 0])
     def test_windows_sinks_and_caps(self, long, monkeypatch):
-        monkeypatch.setattr(kernels, "LONG", long)
+        monkeypatch.setattr(kernels, "LONG_CONTEXT", long)
         window = 20 if long else 2  # which begins with the last key of a tile, for the first row of a block
         self.run("groups, one of them split", 1, 1, 16, AttentionScores(window=window))
         self.run("parts of a prompt", 2, 1, 16, AttentionScores(SINKS[:2], 41, 0.4, 5.0))
@@ -185,7 +185,7 @@ class Interpreted:
 
     @pytest.mark.parametrize(("query_rows", "keys", "long"), [(64, 64, 0), (16, 64, 512), (64, 16, 0), (128, 32, 0)])
     def test_tiles(self, query_rows, keys, long, monkeypatch):
-        monkeypatch.setattr(kernels, "LONG", long)
+        monkeypatch.setattr(kernels, "LONG_CONTEXT", long)
         monkeypatch.setattr(kernels, "SMALL_TILE", kernels.AttentionTile(query_rows, 4, 1, keys))
         self.run("groups, one of them split", 1, 1, 16)
         self.run("parts of a prompt", 3, 1, 16)

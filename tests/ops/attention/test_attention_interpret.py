@@ -13,7 +13,17 @@ from processes import run_interpreted
 from torch import Tensor
 
 from lockstep.ops.attention import reference as attention_reference
-from lockstep.ops.records import ALONE, PLAIN, AttentionScores, Contexts, KVPages, Packed, Paged, PrefixGroups, Rotation
+from lockstep.ops.records import (
+    NO_GROUPS,
+    PLAIN,
+    AttentionScores,
+    Contexts,
+    KVPages,
+    Packed,
+    Paged,
+    PrefixGroups,
+    Rotation,
+)
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     import triton
@@ -145,7 +155,7 @@ class Interpreted:
         assert same_bits(pages.prefilled([]), whole)
         assert same_bits(pages.prefilled([100, 131, 256]), whole)
 
-        monkeypatch.setattr(attention_triton, "LONG", 0)  # tiles without masks have a loop of their own
+        monkeypatch.setattr(attention_triton, "LONG_CONTEXT", 0)  # tiles without masks have a loop of their own
         assert same_bits(pages.packed(), whole)
         assert same_bits(pages.prefilled([62, 190]), whole), "a first query that sees all keys of a tile but one"
         monkeypatch.setattr(attention_triton, "SMALL_TILE", attention_triton.AttentionTile(32, 4, 1))
@@ -164,7 +174,7 @@ class Interpreted:
         torch.testing.assert_close(whole, expected, atol=1e-5, rtol=1e-4)
         assert same_bits(pages.decoded([0] * len(ROWS), ROWS), whole[ROWS])
         assert same_bits(pages.prefilled([131, 190]), whole)
-        monkeypatch.setattr(attention_triton, "LONG", 0)  # tiles without masks have a loop of their own
+        monkeypatch.setattr(attention_triton, "LONG_CONTEXT", 0)  # tiles without masks have a loop of their own
         monkeypatch.setattr(attention_triton, "SMALL_TILE", attention_triton.AttentionTile(32, 4, 1))
         assert same_bits(pages.packed(), whole)
 
@@ -179,7 +189,7 @@ class Interpreted:
         groups = torch.tensor([[0, 2, 3, 1, 4, -1]], dtype=torch.int32), int32(*[270] * 5)
         assert same_bits(pages.decoded(sequences, rows, *groups), alone)
         beside = pages.beside_a_prompt(sequences, rows, PrefixGroups(*groups))
-        assert all(map(same_bits, beside, pages.beside_a_prompt(sequences, rows, ALONE)))
+        assert all(map(same_bits, beside, pages.beside_a_prompt(sequences, rows, NO_GROUPS)))
         assert same_bits(beside[0], alone)
 
     @pytest.mark.parametrize("scores", [PLAIN, SCORES["all"]])
@@ -189,7 +199,7 @@ class Interpreted:
         sequences, rows = [0, 3, 1, 2, 0], [270, 0, 285, 146, 20]  # the second and the last one are at rest
         groups = torch.tensor([[1, 0, 2, 3, -1], [-1] * 5], dtype=torch.int32), int32(144, 144, 144, 144, 0)
         singles, prompt = pages.beside_a_prompt(sequences, rows, PrefixGroups(*groups))
-        busy, alone = [0, 2, 3, 4], pages.beside_a_prompt(sequences, rows, ALONE)
+        busy, alone = [0, 2, 3, 4], pages.beside_a_prompt(sequences, rows, NO_GROUPS)
         assert same_bits(singles[busy], alone[0][busy]) and same_bits(prompt, alone[1])
         assert same_bits(singles[busy], pages.decoded(sequences, rows)[busy])
         assert same_bits(prompt[:110], pages.packed()[90:200]) and not prompt[110:].any()
@@ -197,7 +207,7 @@ class Interpreted:
     @pytest.mark.parametrize(("shared", "max_rows"), [(63, 64), (145, 16), (270, 64)])
     def test_groups_change_no_bit(self, shared, max_rows, monkeypatch):
         tile = triton_tiles.AttentionTile(max_rows, 4, 1)
-        monkeypatch.setattr(triton_decode, "_group_tile", lambda *_: tile)
+        monkeypatch.setattr(triton_decode, "_choose_group_tile", lambda *_: tile)
         pages = Pages(4, shared)
         sequences, rows = [0, 3, 1, 2, 0, 1, 3], [270, 299, 285, 271, 299, 276, 5]
         alone = pages.decoded(sequences, rows)
@@ -234,7 +244,7 @@ class Interpreted:
         caches, expected = ([pages.k_cache.clone(), pages.v_cache.clone()] for _ in range(2))
         for cache in (*caches, *expected):
             cache.view(-1, KV_HEADS, HEAD_DIM)[slots] = torch.nan
-        q = rope_triton.qk_norm_rope(qkv, rotation, expected, slots, offset)
+        q = rope_triton.qk_norm_rope_write_kv(qkv, rotation, expected, slots, offset)
         by = Paged(table, starts, context, 1, LENGTH)
         alone = attention_triton.paged(q, KVPages(*expected), by, PrefixGroups(), scores)
         cache, contexts = KVPages(*caches), Contexts(table, context, LENGTH)

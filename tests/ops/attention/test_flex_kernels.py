@@ -61,7 +61,7 @@ def _check_transposed(block_mask: BlockMask) -> None:
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(triton_flex, "_attend", triton_flex._attending)
+    monkeypatch.setattr(triton_flex, "_compiled_attend", triton_flex._make_attend)
     monkeypatch.setattr(triton_flex, "flex_attention", tiled)
 
 

@@ -52,13 +52,13 @@ def test_pages_before_the_window_may_be_gone(name: str, dtype: torch.dtype) -> N
         pages[: scores.first_key(row) // page_size] = -1
     steps, context = torch.arange(len(rows) + 1).int(), torch.tensor(rows).int() + 1
     by = ops.Paged(tables, steps, context, 1, 200)
-    out = ops.attention_paged(case.q[rows], ops.KVPages(k, v), by, ops.ALONE, scores)
+    out = ops.attention_paged(case.q[rows], ops.KVPages(k, v), by, ops.NO_GROUPS, scores)
     assert same_bits(out, whole[rows])
 
     page = scores.first_key(150) // page_size
     table[0, :page] = -1
     by = ops.Paged(table, torch.tensor([0, 50]).int(), torch.tensor([200]).int(), 50, 200)
-    out = ops.attention_paged(case.q[150:], ops.KVPages(k, v), by, ops.ALONE, scores)
+    out = ops.attention_paged(case.q[150:], ops.KVPages(k, v), by, ops.NO_GROUPS, scores)
     assert same_bits(out, whole[150:])
 
 
@@ -72,7 +72,7 @@ def test_windows_across_splits(window: int, dtype: torch.dtype) -> None:
     for start, end in ((4090, 4200), (8100, length)):
         lengths = (case.int32(0, end - start), case.int32(end), end - start, length)
         by = ops.Paged(table, *lengths)
-        chunk = ops.attention_paged(case.q[start:end], ops.KVPages(k, v), by, ops.ALONE, scores)
+        chunk = ops.attention_paged(case.q[start:end], ops.KVPages(k, v), by, ops.NO_GROUPS, scores)
         for i, row in enumerate(rows):
             if start <= row < end:
                 assert same_bits(chunk[row - start], decoded[i])

@@ -42,7 +42,7 @@ def rows(count: int, routed: bool = False) -> dict[str, torch.Tensor]:
 def arguments(r: dict[str, torch.Tensor]) -> tuple[Any, ...]:
     """Of `decode_advance`."""
     drawn, state = list(r.values())[:3], list(r.values())[3:9]
-    return ops.Drawn(*drawn), ops.DecodeRows(*state), *([r["route"]] if "route" in r else [])
+    return ops.SampledTokens(*drawn), ops.DecodeRows(*state), *([r["route"]] if "route" in r else [])
 
 
 def test_slots_are_of_the_rows_own_page_and_an_idle_rows_of_the_null_page() -> None:

@@ -75,7 +75,7 @@ class Interpreted:
         by = Rotation(*norms, torch.randn(tokens, head_dim), heads, kv_heads, 1e-6)
         caches = [torch.full((4, 3, kv_heads, head_dim), torch.nan) for _ in range(2)]
         slots = torch.tensor([7, 0, 11, 4, 3])
-        q = rope_triton.qk_norm_rope(qkv, by, caches, slots)
+        q = rope_triton.qk_norm_rope_write_kv(qkv, by, caches, slots)
         qk = rope_triton.qk_norm_rope(qkv, by)
         expected = [torch.full((12, kv_heads, head_dim), torch.nan) for _ in range(2)]
         expected[0][slots] = qk[:, heads:]
@@ -173,7 +173,7 @@ def test_a_gpu_has_its_own_table_or_the_nearest(monkeypatch, tmp_path):
 
 
 def test_the_measured_gpu_has_the_table_in_the_package():
-    name, capability = linear_choice.MEASURED
-    raw = json.loads(linear_choice.path_of(name).read_text())
+    name, capability = linear_choice.DEFAULT_GPU
+    raw = json.loads(linear_choice.table_path(name).read_text())
     assert raw["gpu"] == name and tuple(raw["capability"]) == capability
     assert linear_choice.table_for("NVIDIA H100 80GB HBM3", (9, 0)) == linear_choice.table_for(name, capability)

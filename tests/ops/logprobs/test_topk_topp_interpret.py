@@ -46,9 +46,11 @@ def found(z: Tensor, filters: Sequence[tuple[int, float, float]] = FILTERS) -> T
     top_k, top_p, min_p = (torch.tensor(column) for column in zip(*filters, strict=True))
     z, one, none = z.expand(rows, -1).contiguous(), torch.ones(rows), torch.full((rows,), -torch.inf)
     maximum, total = z.amax(1), torch.exp(z - z.amax(1, keepdim=True)).sum(1)
-    least, _ = triton_topk_topp.search(z, one, top_k.int(), maximum)
+    least, _ = triton_topk_topp.find_thresholds(z, one, top_k.int(), maximum)
     assert torch.equal(least == none, (top_k == 0) | (z.isfinite().sum(1) < top_k.clamp(max=z.shape[1])))
-    threshold, smallest = triton_topk_topp.search(z, one, top_p, maximum, triton_topk_topp.Mass(total, min_p, least))
+    threshold, smallest = triton_topk_topp.find_thresholds(
+        z, one, top_p, maximum, triton_topk_topp.Mass(total, min_p, least)
+    )
     assert torch.equal(smallest, threshold), "at temperature 1"
     return threshold
 

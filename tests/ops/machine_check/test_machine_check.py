@@ -45,10 +45,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_overrides() -> Iterator[None]:
-    before = set(linear_choice.used)
+    before = set(linear_choice.requested)
     yield
     linear_choice.overrides.clear()
-    linear_choice.used &= before
+    linear_choice.requested &= before
 
 
 def check(folder: Path, dtype: torch.dtype = torch.float32) -> machine_check.MachineReport:
@@ -83,7 +83,7 @@ def test_a_gpus_chain_is_there_for_a_part_of_the_rows_at_a_time(monkeypatch, dif
     monkeypatch.setattr(importlib.import_module("lockstep.ops.linear.triton"), "chain", chain)
     monkeypatch.setattr(machine_check, "linear_fp32", differing)
     monkeypatch.setattr(machine_check, "CHAIN_ROWS", 4)
-    found = machine_check._cuda_product(Product("linear_fp32", 11, 24, 40), CPU)
+    found = machine_check._check_cuda_product(Product("linear_fp32", 11, 24, 40), CPU)
     assert found == ("kept" if differs_at is None else "replaced") and len(parts) == 3
 
 
@@ -170,13 +170,13 @@ def test_products_in_another_order_are_found_behind_a_rounding_to_bfloat16(folde
 
 
 def test_a_cpu_without_c_operators_is_told_of_them(folder, monkeypatch):
-    monkeypatch.setattr(machine_check, "_check", lambda *_: "broken")
+    monkeypatch.setattr(machine_check, "_check_shape", lambda *_: "broken")
     with using(None):
         assert "or the C operators, which are built" in str(check(folder))
     assert "float32 and the C operators" in str(check(folder, torch.bfloat16))
     with using(SimpleNamespace(_name=__file__)):
         assert str(check(folder)).endswith("or another torch version")
-    assert machine_check._cure(torch.device("cuda"), torch.bfloat16) == "another torch, Triton or driver version"
+    assert machine_check._remedy(torch.device("cuda"), torch.bfloat16) == "another torch, Triton or driver version"
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -185,7 +185,7 @@ def test_a_replaced_product_is_computed_by_the_chain(folder, biased):
     file = folder / f"gate-{machine_check.fingerprint(CPU, torch.float32)[:32]}.json"
     user_folder.write(file, {str(p): "replaced", "another": "replaced"})
     assert linear_choice.choose("linear", 300, 64, 24) != linear_choice.CHAIN
-    machine_check.restore(CPU, torch.float32, folder)
+    machine_check.restore_overrides(CPU, torch.float32, folder)
     assert linear_choice.choose("linear", 300, 64, 24) == linear_choice.CHAIN
     linear_choice.overrides.clear()
     verdict = machine_check.check([p], [], CPU, torch.float32, folder)
@@ -193,12 +193,12 @@ def test_a_replaced_product_is_computed_by_the_chain(folder, biased):
     assert linear_choice.choose("linear", 300, 64, 24) == linear_choice.CHAIN
     assert linear_choice.choose("linear", 300, 64, 32) != linear_choice.CHAIN
     linear_choice.choose("linear", 300, 64, 24, biased)
-    assert {p, Product("linear", 300, 64, 32)} <= set(machine_check.used())
+    assert {p, Product("linear", 300, 64, 32)} <= set(machine_check.computed_products())
 
 
 def test_a_verdict_is_kept_for_these_versions_and_this_dtype(folder, monkeypatch):
     first = check(folder)
-    monkeypatch.setattr(machine_check, "_check", lambda *_: pytest.fail("checked again"))
+    monkeypatch.setattr(machine_check, "_check_shape", lambda *_: pytest.fail("checked again"))
     assert check(folder) == first
     with pytest.raises(pytest.fail.Exception):
         check(folder, torch.bfloat16)
@@ -226,7 +226,7 @@ def test_a_verdict_is_kept_for_these_sources(folder, monkeypatch, name):
     products, edited = PRODUCTS[:1], Path(machine_check.__file__).parents[1] / name
     assert edited.is_file()
     machine_check.check(products, [], CPU, torch.float32, folder)
-    monkeypatch.setattr(machine_check, "_check", lambda *_: pytest.fail("checked again"))
+    monkeypatch.setattr(machine_check, "_check_shape", lambda *_: pytest.fail("checked again"))
     machine_check.check(products, [], CPU, torch.float32, folder)
     planted(monkeypatch, edited)
     with pytest.raises(pytest.fail.Exception):
@@ -266,12 +266,12 @@ def test_an_unwritable_folder_is_no_error(tmp_path):
 
 def test_a_rehearsal_checks_what_is_due_and_keeps_nothing(folder, monkeypatch):
     seen: list[str] = []
-    monkeypatch.setattr(machine_check, "_check", lambda shape, *_: seen.append(str(shape)) or "broken")
+    monkeypatch.setattr(machine_check, "_check_shape", lambda shape, *_: seen.append(str(shape)) or "broken")
     machine_check.rehearse(PRODUCTS, HEADS, CPU, torch.float32, folder)
     assert seen == [*map(str, PRODUCTS), *map(str, HEADS)] and not folder.exists() and not linear_choice.overrides
     monkeypatch.undo()
     check(folder)
-    monkeypatch.setattr(machine_check, "_check", lambda *_: pytest.fail("checked again"))
+    monkeypatch.setattr(machine_check, "_check_shape", lambda *_: pytest.fail("checked again"))
     machine_check.rehearse(PRODUCTS, HEADS, CPU, torch.float32, folder)
 
 

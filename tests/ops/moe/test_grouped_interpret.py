@@ -44,7 +44,7 @@ class Interpreted:
         monkeypatch.setattr(triton_grouped, "_MEDIUM_ROWS", 100 if rows == 96 else 0)
         offsets = torch.tensor((0, *SIZES)).cumsum(0).int()
         x, w = torch.randn(sum(SIZES), depth).half(), weights(columns, depth, k_innermost=k_innermost)
-        found = triton_grouped._described(x, w, triton_grouped._config(len(x), len(SIZES)))
+        found = triton_grouped._descriptors(x, w, triton_grouped._choose_config(len(x), len(SIZES)))
         assert (found is not None) == described[0 if k_innermost else 1] or rows == 16
         own = torch.ones(len(x), dtype=torch.bool)
         for g in OTHERS:

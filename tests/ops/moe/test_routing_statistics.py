@@ -20,7 +20,7 @@ def experts() -> torch.Tensor:
 
 
 def test_the_digest_is_the_polynomial_it_is_said_to_be(experts: torch.Tensor) -> None:
-    base = routing._BASE
+    base = routing._DIGEST_BASE
     expected = [sum(e * base ** (n + 1) for n, e in enumerate(row)) % 2**31 for row in experts.tolist()]
     assert ops.route_digest(experts).tolist() == expected and len(set(expected)) == len(experts)
 
