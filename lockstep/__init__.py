@@ -15,6 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .api import evaluate as evaluate
     from .api import train as train
     from .config import CheckpointConfig as CheckpointConfig
     from .config import CompileConfig as CompileConfig
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from .errors import LockstepError as LockstepError
     from .errors import NonFiniteError as NonFiniteError
     from .errors import ParityError as ParityError
-    from .run.evaluate import evaluate as evaluate
     from .run.report import write_comparison as write_comparison
     from .run.report import write_report as write_report
     from .session.generate import LLM as LLM
@@ -49,13 +49,12 @@ limit_openmp_spinning()
 
 # Public names by the module that defines them.
 _EXPORTS: dict[str, tuple[str, ...]] = {
-    "api": ("train",),
+    "api": ("evaluate", "train"),
     "config": (
         *("CheckpointConfig", "CompileConfig", "GeneratorConfig", "LossConfig", "MetricsConfig", "OptimizerConfig"),
         *("ParallelConfig", "RunConfig", "SamplingConfig", "TaskConfig", "TrainerConfig"),
     ),
     "errors": ("InputError", "LockstepError", "NonFiniteError", "ParityError"),
-    "run.evaluate": ("evaluate",),
     "session.generate": ("LLM",),
     "session.parity_check": ("check_model",),
     "run.report": ("write_comparison", "write_report"),

@@ -10,15 +10,16 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from . import machine
 from .config import LEGACY_CONFIG, RunConfig, require_config, validate, yaml_file
-from .errors import InputError
+from .errors import InputError, refuse
 from .run import lock as run_lock
 from .run.outcome import describe_interrupted_run, relative_to_cwd
 
@@ -39,6 +40,7 @@ def train(
     rewards: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
     environment: Callable[[], Any] | None = None,
     tools: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+    trackers: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
 ) -> dict[str, Any]:
     """Train and return the summary, with the run folder as `run_dir`; the same as `lockstep train`.
 
@@ -58,6 +60,8 @@ def train(
         environment: an `Environment`, or TRL's `environment_factory`, defined likewise; replaces
             `config.task.environment`.
         tools: one or several functions that the model may call, defined likewise; replaces `config.task.tools`.
+        trackers: one or several functions, defined likewise, that the first process calls with each step's number and
+            a dictionary of its metrics that are numbers; beside those of `config.metrics.trackers`.
 
     Raises:
         InputError: an argument cannot be used.
@@ -66,20 +70,18 @@ def train(
     Under `torchrun` every process calls this with the same arguments, and returns the summary.
     """
     require_config(config)
-    task_fields: dict[str, Any] = {}
+    paths: dict[str, str] = {}
     rows: dict[str, Iterable[Mapping[str, Any]]] = {}
     for name, source in (("data", data), ("validation_data", validation_data)):
         if isinstance(source, (str, Path)):
-            task_fields[name] = str(source)
+            paths[name] = str(source)
         elif source is not None:
-            rows[name], task_fields[name] = source, _ROWS_FILE.format(name)  # a path once there is a folder
-    if functions := _as_functions("rewards", rewards):
-        task_fields["reward"] = tuple(_name_function("reward", function) for function in functions)
-    if environment is not None:
-        task_fields["environment"] = _name_function("environment", environment)
-    if functions := _as_functions("tools", tools):
-        task_fields["tools"] = tuple(_name_function("tool", tool) for tool in functions)
-    config = replace(config, task=replace(config.task, **task_fields))
+            rows[name], paths[name] = source, _ROWS_FILE.format(name)  # a path once there is a folder
+    config = _with_functions(config, rewards, environment, tools)
+    config = replace(config, task=replace(config.task, **paths))  # type: ignore[arg-type]
+    if functions := _as_functions("trackers", trackers):
+        own = tuple(_name_function("tracker", function) for function in functions)
+        config = replace(config, metrics=replace(config.metrics, trackers=config.metrics.trackers + own))
     config = validate(yaml_file.check_types(config))
     given_dir = None if run_dir is None else Path(run_dir)
     if resume and given_dir is None:
@@ -119,6 +121,80 @@ def train(
             raise
 
 
+def evaluate(
+    config: RunConfig,
+    *,
+    data: Rows | None = None,
+    rewards: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+    environment: Callable[[], Any] | None = None,
+    tools: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+    n: int = 1,
+    k: int | Sequence[int] = (),
+    temperature: float | None = None,
+    pass_reward: str | None = None,
+    pass_threshold: float = 1.0,
+    progress: IO[str] | None = None,
+) -> dict[str, Any]:
+    """Complete each of the task's validation problems `n` times and score the completions; the same as `lockstep eval`.
+
+    Args:
+        config: supplies the model, task (`validation_data`, `validation_prompts`, `reward`), sampling, seed, device,
+            dtype and `compile`, except what affects only the trainer's graphs.
+        data: rows to evaluate on, all of them, such as a `datasets.Dataset` or a list of dicts; or a path or hub id,
+            of which `config.task.validation_prompts` rows are taken. Replaces `config.task.data` and `validation_data`.
+        rewards, environment, tools: as for `train`.
+        k: which pass@k to estimate, each at most `n`; empty for the powers of two up to `n`.
+        temperature: None for 0 (greedy) if `n` is 1, else for `config.sampling.temperature`.
+        pass_reward: name of the reward function that decides whether a completion passes; None for the task's first.
+        pass_threshold: a completion passes if that function's value is at least this.
+        progress: where to report progress, for example `sys.stderr`.
+
+    Returns a dict: `reward/mean` and `pass@K`, each with its 95 % interval under `.../ci95`, the mean of each reward
+    function, lengths, and `per_problem` counts, each with the problem's number. A problem with a completion whose
+    `pass_reward` is None does not count for pass@k and has `passed` None; `pass_unknown` lists each k for which no
+    problem has k scored completions. Under `torchrun` all processes call this with the same arguments; problems are
+    dealt to groups of `config.parallel.generator_tp` processes, and each process returns the result for all problems.
+
+    Raises `InputError` for settings that cannot work and for a task without validation problems, and `NonFiniteError`
+    if a log-probability is not finite.
+    """
+    require_config(config)
+    config = _with_functions(config, rewards, environment, tools)
+    with contextlib.ExitStack() as stack:
+        if isinstance(data, (str, Path)):
+            config = replace(config, task=replace(config.task, data=str(data), validation_data=str(data)))
+        elif data is not None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            count = _write_rows({"data": data}, folder)["data"]
+            refuse(count == 0, "data has no rows")
+            path = str(folder / _ROWS_FILE.format("data"))
+            task = replace(config.task, data=path, validation_data=path, validation_prompts=count)
+            config = replace(config, task=task)
+        from .run.evaluate import evaluate as run
+
+        return run(
+            config,
+            n=n,
+            k=(k,) if isinstance(k, int) else tuple(k),
+            temperature=temperature,
+            pass_reward=pass_reward,
+            pass_threshold=pass_threshold,
+            progress=progress,
+        )
+
+
+def _with_functions(config: RunConfig, rewards: Any, environment: Any, tools: Any) -> RunConfig:
+    """The configuration with the names of the functions given; what is not given stays."""
+    given: dict[str, Any] = {}
+    if functions := _as_functions("rewards", rewards):
+        given["reward"] = tuple(_name_function("reward", function) for function in functions)
+    if environment is not None:
+        given["environment"] = _name_function("environment", environment)
+    if functions := _as_functions("tools", tools):
+        given["tools"] = tuple(_name_function("tool", tool) for tool in functions)
+    return replace(config, task=replace(config.task, **given))
+
+
 def _as_functions(argument: str, given: Any) -> list[Callable[..., Any]]:
     """The functions given, one or several, as a list."""
     if callable(given):
@@ -126,7 +202,7 @@ def _as_functions(argument: str, given: Any) -> list[Callable[..., Any]]:
     functions = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     for function in functions:
         if not callable(function):
-            field = "task.reward" if argument == "rewards" else f"task.{argument}"
+            field = {"rewards": "task.reward", "trackers": "metrics.trackers"}.get(argument, f"task.{argument}")
             hint = f" (names go into config's {field})" if isinstance(function, str) else ""
             raise InputError(f"{argument}: {function!r:.100} is no function; give one, or a list of them{hint}")
     return functions
@@ -184,8 +260,9 @@ def _with_rows_in(folder: Path, config: RunConfig, rows: Mapping[str, Any]) -> R
     return replace(config, task=replace(config.task, **paths))  # type: ignore[arg-type]
 
 
-def _write_rows(rows: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -> None:
-    """Save `rows` in the run folder; if they are there already, they must be equal."""
+def _write_rows(rows: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -> dict[str, int]:
+    """Save `rows` in the folder; if they are there already, they must be equal. Returns how many there are of each."""
+    counts = dict.fromkeys(rows, 0)
     for name, given in rows.items():
         path = folder / _ROWS_FILE.format(name)
         temporary = path.with_suffix(".new")
@@ -197,7 +274,9 @@ def _write_rows(rows: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -
             raise InputError(f"{name} is {given!r}; give rows, the path of a file or folder of them, or a hub id")
         try:
             with temporary.open("wb") as file:
-                file.writelines(_encode_row(f"{name} row {number}", row) for number, row in enumerate(given))
+                for row in given:
+                    file.write(_encode_row(f"{name} row {counts[name]}", row))
+                    counts[name] += 1
             if path.exists() and not filecmp.cmp(temporary, path, shallow=False):
                 raise InputError(f"{name}: these are not the rows that the run began with, which {path} has")
             temporary.replace(path)
@@ -205,6 +284,7 @@ def _write_rows(rows: Mapping[str, Iterable[Mapping[str, Any]]], folder: Path) -
             raise InputError(f"cannot write {path}: {error}") from error
         finally:
             temporary.unlink(missing_ok=True)
+    return counts
 
 
 def _encode_row(origin: str, row: Mapping[str, Any]) -> bytes:

@@ -65,6 +65,37 @@ def test_train_is_the_command(tmp_path: Path) -> None:
     assert rewards_of(tmp_path / "command") == rewards_of(tmp_path / "code")
 
 
+tracked: list[tuple[int, float]] = []
+
+
+def track(step, metrics):
+    tracked.append((step, metrics["reward/mean"]))
+
+
+def test_a_function_given_from_python_gets_each_steps_metrics(tmp_path: Path) -> None:
+    tracked.clear()
+    lockstep.train(SMALL, tmp_path / "run", rewards=spread, trackers=track)
+    assert tracked == list(enumerate(rewards_of(tmp_path / "run"))) and len(tracked) == 2
+    assert f"- {__name__}:track" in (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.raises(InputError, match=r"trackers: 'wandb' is no function.*config's metrics.trackers"):
+        lockstep.train(SMALL, tmp_path / "other", trackers=["wandb"])
+
+
+def test_rows_in_memory_are_evaluated_all(tmp_path: Path) -> None:
+    model = lockstep.train(SMALL, tmp_path / "run")["run_dir"] + "/model"
+    (file := tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    config = replace(OF_ROWS, model=model, task=replace(OF_ROWS.task, validation_prompts=1))
+    found = lockstep.evaluate(config, data=iter(ROWS), rewards=right, n=2)
+    assert found["prompts"] == len(ROWS) > 1 and len(found["per_problem"]) == len(ROWS)
+    whole = replace(config, task=replace(config.task, validation_prompts=len(ROWS)))
+    assert lockstep.evaluate(whole, data=file, rewards=[right], n=2) == found
+    assert lockstep.evaluate(config, data=file, rewards=[right], n=2)["prompts"] == 1
+    with pytest.raises(InputError, match="^data has no rows"):
+        lockstep.evaluate(config, data=[], rewards=right)
+    with pytest.raises(InputError, match="^data row 1 is a str"):
+        lockstep.evaluate(config, data=[ROWS[0], "text"], rewards=right)  # type: ignore[list-item]
+
+
 def test_resuming(tmp_path: Path) -> None:
     lockstep.train(replace(SMALL, recipe="sum-digits"), tmp_path / "run")  # which was the name without one
     lockstep.train(replace(SMALL, steps=3), tmp_path / "run", resume=True)

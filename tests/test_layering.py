@@ -196,7 +196,7 @@ LONG_SIGNATURES = {
     "ops.attention.operator.attention_decode",
     "ops.attention.triton_decode.attention_decode",
     "ops.attention.triton_flex._make_attend.attend",
-    "run.evaluate.evaluate",
+    "api.evaluate",
     "session.generate.LLM.__init__",
     "session.parity_check.check_model",
     "trainer.trainer.Trainer.__init__",

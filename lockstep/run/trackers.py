@@ -1,4 +1,6 @@
-"""Trackers: a run's metrics in TensorBoard, Weights & Biases or trackio as well. Nothing phones home unless asked to.
+"""Trackers: a run's metrics in TensorBoard, Weights & Biases or trackio as well, or given to a function of the user's.
+Nothing phones home unless asked to.
+Nothing phones home unless asked to.
 
 A tracker that fails during a run is dropped with a warning; the run continues, and `metrics.jsonl` has everything.
 """
@@ -6,6 +8,7 @@ A tracker that fails during a run is dropped with a warning; the run continues, 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import uuid
 import warnings
 from collections.abc import Callable, Mapping
@@ -14,6 +17,7 @@ from typing import Any
 
 from ..config import MetricsConfig
 from ..errors import InputError, LockstepError
+from ..user_functions import load_function
 from .metrics import METRICS_FILE
 
 
@@ -22,12 +26,15 @@ class Trackers:
 
     def __init__(self, config: MetricsConfig, run_dir: Path, settings: Mapping[str, Any]) -> None:
         """Open them for the run in `run_dir`, whose configuration is `settings` (flat, dotted names). Raises
-        `InputError` if a package is missing or cannot start."""
-        require_packages(config.trackers)
+        `InputError` if a package or function is missing, or a package cannot start."""
+        require_trackers(config.trackers)
         self._open: dict[str, Any] = {}
         try:
             for name in config.trackers:
-                self._open[name] = _TRACKERS[name](config.project, run_dir, settings)
+                if name in _PACKAGES:
+                    self._open[name] = _PACKAGES[name](config.project, run_dir, settings)
+                else:
+                    self._open[name] = UserTracker(name)
         except BaseException:
             self.close()
             raise
@@ -50,15 +57,40 @@ class Trackers:
                 warnings.warn(f"metrics.trackers: {name} failed and is off from here on: {error}", stacklevel=3)
 
 
-def require_packages(names: tuple[str, ...]) -> None:
-    """Raise `InputError` naming the extra to install for the first of `names` whose package is missing."""
+def require_trackers(names: tuple[str, ...]) -> None:
+    """Raise `InputError` for the first of `names` whose package is missing, with the extra to install, or whose
+    function cannot be used."""
     for name in names:
+        if name not in _PACKAGES:
+            UserTracker(name)
+            continue
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:  # no origin: a folder of that name, such as W&B's own output
             raise InputError(
                 f"metrics.trackers names {name}, which is not installed; pip install 'lockstep-rl[{name}]', "
                 "or leave it out"
             )
+
+
+class UserTracker:
+    """A function of the user's that is called with each step's number and metrics. If it is an object with `close`,
+    that is called at the end. Raises `InputError` if there is none of that name, or it does not take these two."""
+
+    def __init__(self, name: str) -> None:
+        self._function = load_function(name, f"metrics.trackers {name!r}")
+        if inspect.isclass(self._function):
+            raise InputError(f"metrics.trackers {name!r} is a class; name a function, or an object of that class")
+        try:
+            inspect.signature(self._function).bind(0, {})
+        except TypeError as error:
+            raise InputError(f"metrics.trackers {name!r} is called with (step, metrics): {error}") from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._function(step, dict(metrics))
+
+    def close(self) -> None:
+        if close := getattr(self._function, "close", None):
+            close()
 
 
 class TensorBoard:
@@ -138,4 +170,4 @@ class Trackio(_TrackerRun):
             raise InputError(f"metrics.trackers: trackio cannot start: {error}") from error
 
 
-_TRACKERS = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+_PACKAGES = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}

@@ -28,7 +28,7 @@ from .faults import FaultReporter, report_faults_once
 from .outcome import describe_interrupted_run
 from .recorder import Recorder
 from .timeline import is_recorded
-from .trackers import require_packages
+from .trackers import require_trackers
 
 _STEP_REDONE = "step {} is not saved, but done again when resumed: the signal may have reached what its rewards start"
 
@@ -170,6 +170,6 @@ def _report_signal_exit(run_dir: Path, world: World, faults: FaultReporter, numb
 
 
 def _resolve(config: RunConfig, world: World) -> RunConfig:
-    """`config`, resolved for this machine and the processes, after checking that its trackers are installed."""
-    require_packages(config.metrics.trackers)
+    """`config`, resolved for this machine and the processes, after checking that its trackers can be used."""
+    require_trackers(config.metrics.trackers)
     return resolve(config, world.size)

@@ -29,7 +29,7 @@ Z95 = 1.959963984540054  # the standard normal's 97.5 % quantile
 
 
 class EvaluationSettings(NamedTuple):
-    """How problems are sampled and which completions pass, as in `run.evaluate.evaluate`."""
+    """How problems are sampled and which completions pass, as in `lockstep.evaluate`."""
 
     n: int = 1
     k: tuple[int, ...] = ()
@@ -58,7 +58,7 @@ Serving = Callable[[EvaluationContext], AbstractContextManager[Any]]
 def run_evaluation(
     config: RunConfig, settings: EvaluationSettings, serving: Serving, progress: IO[str] | None
 ) -> dict[str, Any]:
-    """`run.evaluate.evaluate`; problems are played within `serving`, to which environments elsewhere may connect."""
+    """`lockstep.evaluate`; problems are played within `serving`, to which environments elsewhere may connect."""
     config = validate(yaml_file.check_types(config))
     n, ks = settings.n, _require_ks(settings)
     task, environment, problems = _load_task(config, settings)

@@ -187,10 +187,8 @@ def _check(session: Session, tokens: int) -> ParityReport:
     ):
         with world.deadline("scoring what was generated"):
             score(batch.to(device))
-    deltas, scored = (
-        trainer.logprob_deltas,
-        world.broadcast_from_first(lambda: trainer.checked_logprobs[0][:5].tolist()),
-    )
+    deltas = trainer.logprob_deltas
+    scored = world.broadcast_from_first(lambda: trainer.checked_logprobs[0][:5].tolist())
     result = trainer.finish_check(sum(len(c.token_ids) for samples in completions for c in samples))
     return ParityReport(
         completions[0][0].model_logprobs[:5],

@@ -263,7 +263,7 @@ def kernels_named_side_by_side(world: World) -> Any:
         session.runtime.begin_warm_up(world)
         parts = [partial(make, session) for make in makers]
         check = lambda: products.append(len(linear_choice.requested))  # noqa: E731
-        session_warm_up._precompile(session, folder / "kernels", parts, check)
+        session_warm_up._prepare_kernels(session, folder / "kernels", parts, check)
         world.gather(None)  # nobody needs the folder
     return on_all(world, [made, named, loaded, products])
 

@@ -57,7 +57,7 @@ def test_what_cannot_be_played_is_refused() -> None:
 
 @pytest.mark.skipif(not INSTALLED or shutil.which("uv") is None, reason="needs the packages verifiers and uv")
 def test_a_taskset_trains_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lockstep.run.evaluate import evaluate
+    from lockstep import evaluate
     from lockstep.run.replay import replay
     from lockstep.run.train import train
 

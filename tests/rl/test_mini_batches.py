@@ -75,10 +75,8 @@ def by_hand(config: RunConfig, iterations: int) -> tuple[list[StepResult], Train
     groups, without_reward, _ = loop._collect(0)
     assert not without_reward
     loop._set_advantages(groups, {})
-    trainer, halves = (
-        run.trainer,
-        [loop._pack_groups(half, loop._loss_weights(half)) for half in (groups[:1], groups[1:])],
-    )
+    trainer = run.trainer
+    halves = [loop._pack_groups(half, loop._loss_weights(half)) for half in (groups[:1], groups[1:])]
     for batch in halves[1]:  # of the weights that sampled it: its support
         trainer.forward_backward(batch, keep_support=True)
         batch.check_parity = False

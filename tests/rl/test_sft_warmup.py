@@ -37,7 +37,7 @@ def test_the_held_out_reward_ends_it(tmp_path: Path) -> None:
 
 def test_a_reward_that_is_not_reached_leaves_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(Timings, "tell", lambda _, detail: told.append(detail))
+    monkeypatch.setattr(Timings, "report_progress", lambda _, detail: told.append(detail))
     warmup, _ = warmed_up(tmp_path, "--trainer.warmup-reward", "1e6", "--trainer.warmup-interval", "6")
     assert warmup["steps"] == 14 and list(warmup["validation"]) == ["6", "12"]
     of_steps = [text for text in told if text.startswith("step ")]

@@ -17,7 +17,7 @@ from lockstep.cli.main import main
 from lockstep.config import MetricsConfig
 from lockstep.errors import InputError
 from lockstep.run import trackers as run_trackers
-from lockstep.run.trackers import Trackers, require_packages
+from lockstep.run.trackers import Trackers, require_trackers
 
 RESUMES = "never", "allow"
 METRICS = {"reward/mean": 0.5, "kl": None, "note": "text", "flag": True, "parity/tokens_checked": 100}
@@ -129,6 +129,63 @@ def test_a_missing_package_is_bad_input(
     assert not Path("run").exists()
 
 
+class Kept:
+    """A user's tracker that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        self.closed = 0
+
+    def __call__(self, step: int, metrics: dict[str, float]) -> None:
+        self.steps.append((step, metrics))
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+kept = Kept()
+
+
+def only_a_step(step: int) -> None:
+    pass
+
+
+def test_a_function_of_the_users_gets_the_numbers_and_is_closed(tmp_path: Path) -> None:
+    kept.__init__()  # type: ignore[misc]
+    trackers = Trackers(MetricsConfig(trackers=(f"{__name__}:kept",)), tmp_path, {})
+    trackers.log(0, METRICS)
+    kept.steps[0][1].clear()  # it is the tracker's own
+    trackers.log(1, METRICS)
+    trackers.close()
+    assert kept.steps == [(0, {}), (1, {"reward/mean": 0.5, "parity/tokens_checked": 100.0})] and kept.closed == 1
+
+
+def test_a_run_calls_a_function_of_a_file_at_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def save(step, metrics):\n    if step == 2:\n        raise OSError('disk full')\n"
+        f"    open({str(tmp_path / 'saved')!r}, 'a').write(f'{{step}} {{metrics[\"reward/mean\"]}}\\n')\n"
+    )
+    run, name = tmp_path / "run", f"{tmp_path / 'mine.py'}:save"
+    with pytest.warns(UserWarning, match="mine.py:save failed and is off from here on: disk full"):
+        assert main(["train", *TINY, "--metrics.trackers", name, "--run-dir", str(run)]) == 0
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    saved = (tmp_path / "saved").read_text().splitlines()
+    assert saved == [f"{line['step']} {line['reward/mean']}" for line in lines[:2]] and len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("only_a_step", r"is called with \(step, metrics\): too many positional arguments"),
+        ("Kept", "is a class; name a function, or an object of that class"),
+        ("kepd", "has no function 'kepd'; did you mean kept"),
+    ],
+)
+def test_functions_that_cannot_be_trackers_are_refused_first(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=message):
+        require_trackers(("tensorboard", f"{__name__}:{name}")[1:])
+
+
 def test_those_before_one_that_cannot_start_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
 
@@ -136,8 +193,8 @@ def test_those_before_one_that_cannot_start_are_closed(tmp_path: Path, monkeypat
         raise InputError("cannot start")
 
     kinds = {"tensorboard": lambda *_: SimpleNamespace(close=lambda: closed.append("tensorboard")), "wandb": refuse}
-    monkeypatch.setattr(run_trackers, "_TRACKERS", kinds)
-    monkeypatch.setattr(run_trackers, "require_packages", lambda names: None)
+    monkeypatch.setattr(run_trackers, "_PACKAGES", kinds)
+    monkeypatch.setattr(run_trackers, "require_trackers", lambda names: None)
     with pytest.raises(InputError, match="cannot start"):
         Trackers(MetricsConfig(trackers=("tensorboard", "wandb")), tmp_path, {})
     assert closed == ["tensorboard"]
@@ -168,4 +225,4 @@ def test_wandb_that_cannot_start_says_so(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_required_packages_that_are_there() -> None:
     pytest.importorskip("tensorboard")
-    require_packages(("tensorboard",))
+    require_trackers(("tensorboard",))

@@ -16,10 +16,10 @@ import pytest
 from openai import APIStatusError, OpenAI
 from scripted import scripted_folder
 
+from lockstep import evaluate
 from lockstep.config import RunConfig, SamplingConfig, TaskConfig, TrainerConfig
 from lockstep.environments import End, Environment, Turn, make_environment
 from lockstep.errors import InputError, LockstepError
-from lockstep.run.evaluate import evaluate
 from lockstep.run.replay import replay
 from lockstep.run.train import train
 from lockstep.serve.batcher import Job

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from processes import finished
 
+from lockstep import evaluate
 from lockstep.cli.main import main
 from lockstep.config import CompileConfig, GeneratorConfig, RunConfig, SamplingConfig, TaskConfig
 from lockstep.errors import InputError
 from lockstep.generator import sizes
-from lockstep.run.evaluate import evaluate
 from lockstep.session import parity_check
 from lockstep.session.generate import LLM
 from lockstep.session.parity_check import check_model

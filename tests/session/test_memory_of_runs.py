@@ -58,10 +58,8 @@ RUN = RunConfig(
 def test_a_run_computes_again_what_its_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     session = build(replace(RUN, loss=LossConfig(beta=0.1)))
     assert session.plan.recomputed == (0, False, False) and session.config.compile.recompute == ()
-    shown, taken = (
-        session.plan.to_dict()["terms_gib"],
-        measure_memory(session.trainer, session.engine.cache, session.runtime),
-    )
+    shown = session.plan.to_dict()["terms_gib"]
+    taken = measure_memory(session.trainer, session.engine.cache, session.runtime)
     for name in ("weights", "moments", "gradients", "reference or teacher", "KV cache"):
         assert taken[name] == pytest.approx(shown[name], rel=0.02, abs=1e-3), name
     monkeypatch.setattr("lockstep.session.build.available_memory", lambda *_: session.plan.total - 1000)

@@ -161,7 +161,7 @@ def test_of_a_hosts_processes_the_first_compiles_ahead_of_validation_too(monkeyp
     @contextmanager
     def rehearsal(compiles: bool) -> Iterator[Any]:
         done.append(compiles)
-        yield SimpleNamespace(named={"kernel": None})
+        yield SimpleNamespace(listed={"kernel": None})
 
     preload = lambda kernels: done.append([*kernels])  # noqa: E731
     warm_up = SimpleNamespace(rehearsal=rehearsal, make_graphs=nullcontext, preload=preload)
@@ -197,7 +197,7 @@ def test_kernels_of_an_earlier_start_are_loaded_without_a_rehearsal(monkeypatch,
     @contextmanager
     def rehearsal(compiles: bool) -> Iterator[Any]:
         rehearsed.append(len(rehearsed))
-        yield SimpleNamespace(named={("module", "kernel", "{}"): None})
+        yield SimpleNamespace(listed={("module", "kernel", "{}"): None})
 
     preloaded: list[list[list[str]]] = []
     monkeypatch.setattr(run.runtime.warm_up, "rehearsal", rehearsal)
@@ -229,7 +229,7 @@ def test_of_a_hosts_processes_the_first_compiles_and_the_others_load(monkeypatch
     @contextmanager
     def rehearsal(compiles: bool) -> Iterator[Any]:
         done.append(compiles)
-        yield SimpleNamespace(named={"a kernel": None})
+        yield SimpleNamespace(listed={"a kernel": None})
 
     class Others(World):
         def gather(self, value: Any, what: str = "") -> list[Any]:
@@ -256,7 +256,7 @@ def test_what_was_made_apart_is_rehearsed_by_all_where_kernels_come_from_outside
 
     @contextmanager
     def rehearsal(compiles: bool) -> Iterator[Any]:
-        yield SimpleNamespace(named={"own": None}, take=done.append)
+        yield SimpleNamespace(listed={"own": None}, take=done.append)
 
     class Others(World):
         def gather(self, value: Any, what: str = "") -> list[Any]:

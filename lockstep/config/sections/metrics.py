@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-from ...errors import refuse
+from ...errors import did_you_mean_note, refuse
 from .section import Section
+
+TRACKER_PACKAGES = "tensorboard", "wandb", "trackio"
 
 
 @dataclass(frozen=True)
@@ -16,12 +17,20 @@ class MetricsConfig(Section):
     """Show the live display (plain lines if standard error is not a terminal)."""
     rollouts: bool = True
     """Write rollouts.jsonl."""
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Trackers that get every step's metrics too; each is an optional extra. None by default: nothing phones home."""
+    trackers: tuple[str, ...] = ()
+    """What gets every step's metrics too: tensorboard, wandb or trackio, each an optional extra; or a function of your
+    own, as module:function or path.py:function, called with (step, metrics). None by default: nothing phones home."""
     project: str = "lockstep"
     """Project name for the run (wandb, trackio)."""
 
     def check(self) -> None:
+        for name in self.trackers:
+            known, note = ", ".join(TRACKER_PACKAGES), did_you_mean_note(name, TRACKER_PACKAGES)
+            refuse(
+                name not in TRACKER_PACKAGES and ":" not in name,
+                f"metrics.trackers has {name!r}{note}; allowed are {known}, or a function of your own, as "
+                "module:function or path.py:function",
+            )
         refuse(len(set(self.trackers)) < len(self.trackers), "metrics.trackers names one twice; give each once")
 
     def ineffective_fields(self) -> Iterator[tuple[str, str]]:

@@ -34,7 +34,7 @@ MOST_PEERS = 7  # other ranks of a host
 ALLOCATOR = 1 / 64  # fraction of what is allocated
 STATE_ON_HOST, SAVED_COPY, READING = "masters and moments", "copy for checkpoints", "weights being read"
 COPIED = "copies while checking"
-MOST_COPIED = 256 << 20  # bytes of copies on the device (`graph.check.snapshot.MOST`)
+MOST_COPIED = 256 << 20  # bytes of copies on the device (`graph.check.snapshot.MAX_DEVICE_BYTES`)
 HASHES = 256 << 20  # bytes that `graph.check.fingerprints` works in
 
 
